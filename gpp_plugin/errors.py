@@ -1,0 +1,55 @@
+"""The exceptions of gpp_plugin; every message says what is wrong, with which values, and the fix.
+
+    GppError
+    ├── ConfigError          the graph_pipeline block or the DeepSpeed JSON around it
+    ├── CaptureError         the model cannot be exported or split
+    ├── ProfileError         costs cannot be measured or read
+    ├── PlanError            a plan is malformed, or no plan can be made
+    │   └── PlanInfeasible   no plan fits the devices
+    ├── ScheduleError        a schedule or lowered program is unsafe
+    ├── RuntimeFailure       a rank failed while running a program
+    │   └── CommTimeout      a message did not arrive in time
+    └── CheckpointError      a checkpoint is missing, torn or of another plan
+"""
+
+from __future__ import annotations
+
+
+class GppError(Exception):
+    """Base of every failure that gpp_plugin reports."""
+
+
+class ConfigError(GppError, ValueError):
+    """The configuration is wrong; the message starts with the key path."""
+
+
+class CaptureError(GppError):
+    """The model cannot be captured; the message names module, operator and remedy."""
+
+
+class ProfileError(GppError):
+    """Costs could not be measured, derived or read."""
+
+
+class PlanError(GppError):
+    """A plan is malformed or cannot be made for this graph."""
+
+
+class PlanInfeasible(PlanError):
+    """No plan fits the given devices; the message says by how much and which knob helps."""
+
+
+class ScheduleError(GppError):
+    """A schedule or lowered program would deadlock, reorder or exceed its memory."""
+
+
+class RuntimeFailure(GppError):
+    """A rank failed while it ran a program."""
+
+
+class CommTimeout(RuntimeFailure):
+    """A message did not arrive in time; names rank, stage, edge and micro-batch."""
+
+
+class CheckpointError(GppError):
+    """A checkpoint is missing, incomplete, or belongs to another plan."""

@@ -1,0 +1,101 @@
+"""The coarsened graph planners work on: blocks of operators, and the tensors between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import networkx as nx
+
+from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.tensors import TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A convex group of operators that is never split by a block-level planner.
+
+    Args:
+        name: module path, e.g. ``vision_model.encoder.layers.0`` (``#2`` appended where a path recurs).
+        nodes: operator nodes in execution order; empty in analytic graphs.
+        parameters: names of the parameters and buffers it reads (a tied one under its first name).
+        inputs: model inputs it reads, directly or through replicated nodes.
+        flops: forward floating-point operations at ``BlockGraph.num_samples`` samples.
+        saved_bytes: bytes kept for backward at that number of samples.
+        is_coupled: computes on whole loss units only.
+        is_trainable: has a parameter with ``requires_grad``.
+    """
+
+    name: str
+    nodes: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    parameter_bytes: int = 0
+    trainable_bytes: int = 0
+    flops: float = 0.0
+    saved_bytes: int = 0
+    is_coupled: bool = False
+    is_trainable: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockEdge:
+    """Tensors that block ``src`` makes and block ``dst`` reads (names in `BlockGraph.tensors`)."""
+
+    src: str
+    dst: str
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockGraph:
+    """Blocks in a topological order, every edge between them, and the tensors on the edges.
+
+    Args:
+        num_samples: samples the sizes refer to.
+        loss_block: the block that yields the loss, or None.
+        tied: groups of blocks that share a parameter, parameter name -> block names.
+    """
+
+    model: str
+    num_samples: int
+    blocks: tuple[Block, ...]
+    edges: tuple[BlockEdge, ...]
+    tensors: dict[str, TensorSpec]
+    loss_block: str | None
+    tied: dict[str, tuple[str, ...]]
+
+    def block(self, name: str) -> Block:
+        """Return the block of that name.
+
+        Raises:
+            PlanError: there is none.
+        """
+        for block in self.blocks:
+            if block.name == name:
+                return block
+        raise PlanError(f"no block {name!r}; the blocks are {[b.name for b in self.blocks]}")
+
+    def digraph(self) -> nx.DiGraph:
+        """Return all edges as a directed graph over block names, in block order."""
+        graph = nx.DiGraph()
+        graph.add_nodes_from(block.name for block in self.blocks)
+        graph.add_edges_from((edge.src, edge.dst) for edge in self.edges)
+        return graph
+
+    def dependencies(self) -> nx.DiGraph:
+        """Return the transitive reduction: what must precede what, without implied edges."""
+        full = self.digraph()
+        reduced = nx.transitive_reduction(full)
+        ordered = nx.DiGraph()
+        ordered.add_nodes_from(full.nodes)
+        ordered.add_edges_from(edge for edge in full.edges if reduced.has_edge(*edge))
+        return ordered
+
+    def tensors_between(self, sources: Iterable[str], targets: Iterable[str]) -> tuple[TensorSpec, ...]:
+        """Return each tensor once that a block of ``sources`` makes and one of ``targets`` reads."""
+        src, dst = set(sources), set(targets)
+        names = dict.fromkeys(
+            name for edge in self.edges if edge.src in src and edge.dst in dst for name in edge.tensors
+        )
+        return tuple(self.tensors[name] for name in names)

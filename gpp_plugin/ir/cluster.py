@@ -1,0 +1,67 @@
+"""The machines a plan is for: devices with memory and speed, links by level."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator or CPU rank.
+
+    Args:
+        memory_bytes: what a plan may use.
+        flops_per_s: dense peak in the training dtype; ``memory_bytes_per_s`` its memory bandwidth.
+        efficiency: fraction of the peak that large matrix products reach.
+        launch_us: fixed cost of one operator (kernel launch, Python dispatch).
+    """
+
+    name: str
+    memory_bytes: int
+    flops_per_s: float
+    memory_bytes_per_s: float
+    efficiency: float = 0.5
+    launch_us: float = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A level of the network: ranks in one group of ``span`` consecutive ranks are joined by it.
+
+    Args:
+        span: ranks a group of this level holds; the outermost level spans all.
+        bytes_per_s: bandwidth of one rank's link in one direction; ``latency_us`` per message.
+    """
+
+    name: str
+    span: int
+    bytes_per_s: float
+    latency_us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Devices in rank order and links from the innermost level to the outermost."""
+
+    name: str
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...]
+
+    @property
+    def num_devices(self) -> int:
+        """Return the number of ranks."""
+        return len(self.devices)
+
+    def link_between(self, rank: int, other: int) -> Link:
+        """Return the innermost link level whose groups hold both ranks."""
+        for link in self.links:
+            if rank // link.span == other // link.span:
+                return link
+        return self.links[-1]
+
+    def transfer_us(self, rank: int, other: int, num_bytes: float) -> float:
+        """Return microseconds for one message of ``num_bytes`` (latency + bytes / bandwidth)."""
+        if rank == other:
+            return 0.0
+        link = self.link_between(rank, other)
+        return link.latency_us + num_bytes / link.bytes_per_s * 1e6

@@ -1,0 +1,80 @@
+"""The captured model as data: one node per operator, without tensors or torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpp_plugin.ir.tensors import TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter or buffer of the model, under its HuggingFace name.
+
+    Args:
+        name: the first name the model gives it (``model.named_parameters()`` order).
+        aliases: further names of the same tensor (weight tying), without ``name``.
+        is_buffer: a buffer; ``is_persistent`` says whether the state dict holds it.
+        is_mutated: a buffer that the forward pass updates in place (BatchNorm statistics).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    requires_grad: bool
+    aliases: tuple[str, ...] = ()
+    is_buffer: bool = False
+    is_persistent: bool = True
+    is_mutated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpNode:
+    """One operator call of the captured graph.
+
+    Args:
+        name: unique node name, the one the torch graph uses.
+        target: the operator, e.g. ``aten.linear.default``.
+        inputs: names of nodes, model inputs and parameters it reads, in order, no repeats.
+        module: HuggingFace path of the innermost module that called it ("" is the model itself).
+        output: its tensor, or None for an operator that returns several (read by getitem nodes).
+        flops: floating-point operations of the forward at the captured number of samples.
+        saved_bytes: bytes kept for backward that no earlier node keeps already.
+        is_coupling: mixes samples (in-batch losses, BatchNorm, means over the batch).
+        is_random: draws random numbers (dropout).
+        is_replicable: cheap, parameter-free, depends on model inputs only; recomputed per stage.
+    """
+
+    name: str
+    target: str
+    inputs: tuple[str, ...]
+    module: str
+    output: TensorSpec | None
+    flops: float = 0.0
+    saved_bytes: int = 0
+    is_coupling: bool = False
+    is_random: bool = False
+    is_replicable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpGraph:
+    """A captured model: nodes in execution order, model inputs, parameters, outputs.
+
+    Args:
+        num_samples: samples in the batch it was captured with.
+        inputs: the model's tensor inputs (batch entries), in capture order.
+        loss: name of the node that yields the loss; None in an evaluation graph without labels.
+        outputs: named outputs asked for beside the loss, output name -> node name.
+        couplings: one line of text for each place that mixes samples (for the user).
+    """
+
+    model: str
+    num_samples: int
+    inputs: tuple[TensorSpec, ...]
+    parameters: tuple[Parameter, ...]
+    nodes: tuple[OpNode, ...]
+    loss: str | None
+    outputs: dict[str, str]
+    couplings: tuple[str, ...] = ()

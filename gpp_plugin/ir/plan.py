@@ -1,0 +1,145 @@
+"""The plan: which stage holds which blocks, on which ranks, in which micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import networkx as nx
+
+from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.samples import SampleRange, task_samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage of the pipeline graph.
+
+    Args:
+        name: after its blocks; the stage that yields the loss is ``loss``.
+        blocks: block names in topological order.
+        ranks: the global ranks of its data-parallel group, in order; the degree is their number.
+        micro_batch_size: samples the whole stage takes at a time; each rank gets an equal part.
+        schedule: ``1f1b`` or ``gpipe``; ``k`` is the k of kFkB.
+        in_flight: most micro-batches held between forward and backward.
+        forward_us, backward_us: predicted time of one micro-batch on one rank.
+        memory_bytes: predicted peak of one rank; 0 where not predicted.
+    """
+
+    name: str
+    blocks: tuple[str, ...]
+    ranks: tuple[int, ...]
+    micro_batch_size: int
+    in_flight: int
+    schedule: str = "1f1b"
+    k: int = 1
+    forward_us: float = 0.0
+    backward_us: float = 0.0
+    memory_bytes: int = 0
+
+    @property
+    def degree(self) -> int:
+        """Return the data-parallel degree."""
+        return len(self.ranks)
+
+    @property
+    def local_batch_size(self) -> int:
+        """Return the samples one rank computes at a time."""
+        return self.micro_batch_size // len(self.ranks)
+
+    def samples(self, micro_batch: int, rank: int) -> SampleRange:
+        """Return the samples of the mini-batch that ``rank`` computes in ``micro_batch``."""
+        return task_samples(
+            micro_batch=micro_batch,
+            micro_batch_size=self.micro_batch_size,
+            position=self.ranks.index(rank),
+            degree=len(self.ranks),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageEdge:
+    """Tensors from stage ``src`` to stage ``dst`` (indices into `PipelinePlan.stages`).
+
+    Args:
+        batch_tensors: have a batch axis; every message holds its samples' rows.
+        whole_tensors: have none; held by the message with the consumer's first sample.
+        gradient_tensors: those of both whose gradient flows back.
+        bytes_per_sample, bytes_fixed: forward size of the batch and of the whole tensors.
+        gradient_bytes_per_sample, gradient_bytes_fixed: the same for the gradients.
+    """
+
+    src: int
+    dst: int
+    batch_tensors: tuple[str, ...] = ()
+    whole_tensors: tuple[str, ...] = ()
+    gradient_tensors: tuple[str, ...] = ()
+    bytes_per_sample: float = 0.0
+    bytes_fixed: float = 0.0
+    gradient_bytes_per_sample: float = 0.0
+    gradient_bytes_fixed: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinePlan:
+    """Stages in a topological order, all edges between them, and how a mini-batch is cut.
+
+    Args:
+        graph: fingerprint of the BlockGraph it was made for.
+        mini_batch: samples of one optimizer step (B).
+        loss_unit: samples one rank computes one loss on (u); a coupled stage's local batch.
+        iteration_us: predicted time of one optimizer step; 0 where not predicted.
+        notes: lines for the user (what was chosen and why).
+    """
+
+    model: str
+    graph: str
+    planner: str
+    mini_batch: int
+    loss_unit: int
+    stages: tuple[Stage, ...]
+    edges: tuple[StageEdge, ...]
+    iteration_us: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks the stages use together."""
+        return sum(len(stage.ranks) for stage in self.stages)
+
+    @property
+    def depth(self) -> int:
+        """Return the number of stages on the longest path of the stage graph."""
+        return int(nx.dag_longest_path_length(self.digraph(), weight=None)) + 1 if self.stages else 0
+
+    def digraph(self) -> nx.DiGraph:
+        """Return the stage graph over stage indices, all edges."""
+        graph = nx.DiGraph()
+        graph.add_nodes_from(range(len(self.stages)))
+        graph.add_edges_from((edge.src, edge.dst) for edge in self.edges)
+        return graph
+
+    def num_micro_batches(self, stage: int) -> int:
+        """Return how many micro-batches of a mini-batch ``stage`` runs."""
+        return self.mini_batch // self.stages[stage].micro_batch_size
+
+    def stage_of_rank(self, rank: int) -> int:
+        """Return the index of the stage ``rank`` belongs to.
+
+        Raises:
+            PlanError: the plan does not use that rank.
+        """
+        for index, stage in enumerate(self.stages):
+            if rank in stage.ranks:
+                return index
+        raise PlanError(f"rank {rank} is in no stage; the plan uses {self.num_ranks} ranks")
+
+    def stage_index(self, name: str) -> int:
+        """Return the index of the stage of that name.
+
+        Raises:
+            PlanError: there is none.
+        """
+        for index, stage in enumerate(self.stages):
+            if stage.name == name:
+                return index
+        raise PlanError(f"no stage {name!r}; the stages are {[s.name for s in self.stages]}")

@@ -1,0 +1,70 @@
+"""What each block costs: time by number of samples, bytes by kind."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCost:
+    """Measured or derived cost of one block on one device.
+
+    Args:
+        samples: increasing numbers of samples at which times are given.
+        forward_us, backward_us: median microseconds at those numbers of samples.
+        saved_bytes_per_sample: activation bytes held from forward to backward, for each sample.
+        saved_bytes_fixed: held for each micro-batch whatever its size.
+        parameter_bytes, gradient_bytes, optimizer_bytes: held all the time.
+        transient_bytes_per_sample: peak above what is held while the block runs.
+    """
+
+    block: str
+    samples: tuple[int, ...]
+    forward_us: tuple[float, ...]
+    backward_us: tuple[float, ...]
+    saved_bytes_per_sample: float = 0.0
+    saved_bytes_fixed: float = 0.0
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    transient_bytes_per_sample: float = 0.0
+
+    def forward_us_for(self, num_samples: float) -> float:
+        """Return forward microseconds for ``num_samples``, piecewise linear, extended at both ends."""
+        return _interpolate(self.samples, self.forward_us, num_samples)
+
+    def backward_us_for(self, num_samples: float) -> float:
+        """Return backward microseconds for ``num_samples``, piecewise linear, extended at both ends."""
+        return _interpolate(self.samples, self.backward_us, num_samples)
+
+
+def _interpolate(xs: tuple[int, ...], ys: tuple[float, ...], x: float) -> float:
+    if len(xs) == 1:
+        return ys[0] * x / xs[0]
+    right = min(max(bisect_left(xs, x), 1), len(xs) - 1)
+    x0, x1, y0, y1 = xs[right - 1], xs[right], ys[right - 1], ys[right]
+    value = y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    if x < xs[0]:  # extending a fit downwards may go negative; scale the smallest measurement instead
+        return max(value, ys[0] * x / xs[0])
+    return max(value, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Costs of every block of one BlockGraph on one device.
+
+    Args:
+        graph: fingerprint of the BlockGraph.
+        device: what the times are of, e.g. ``cpu (2 threads)`` or ``NVIDIA H200``.
+        source: ``measured``, ``analytic`` or ``given``.
+    """
+
+    graph: str
+    device: str
+    source: str
+    costs: tuple[BlockCost, ...]
+
+    def by_block(self) -> dict[str, BlockCost]:
+        """Return the costs keyed by block name."""
+        return {cost.block: cost for cost in self.costs}

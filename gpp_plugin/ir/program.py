@@ -1,0 +1,96 @@
+"""What one rank does, in order: compute, exchange, reduce, step. The only input of a runtime."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from gpp_plugin.ir.samples import SampleRange
+from gpp_plugin.ir.schedule import Task
+
+
+class Direction(enum.Enum):
+    """Whether a message holds activations (along its edge) or gradients (against it)."""
+
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One transfer between two ranks for one edge: the rows of one range of samples.
+
+    Args:
+        edge: index into `PipelinePlan.edges`.
+        src_rank, dst_rank: sender and receiver (for a gradient, the edge's consumer sends).
+        src_micro_batch, dst_micro_batch: the micro-batch of the sending and of the receiving task.
+        samples: the samples of the mini-batch whose rows it holds.
+        has_whole_tensors: whether it also holds the edge's tensors without a batch axis.
+    """
+
+    edge: int
+    direction: Direction
+    src_rank: int
+    dst_rank: int
+    src_micro_batch: int
+    dst_micro_batch: int
+    samples: SampleRange
+    has_whole_tensors: bool
+
+    @property
+    def channel(self) -> tuple[int, Direction, int, int]:
+        """Return the ordered channel it travels on: edge, direction, sender, receiver."""
+        return (self.edge, self.direction, self.src_rank, self.dst_rank)
+
+    def __str__(self) -> str:
+        arrow = "act" if self.direction is Direction.ACTIVATION else "grad"
+        end = self.samples.end - 1
+        return (
+            f"{arrow} e{self.edge} r{self.src_rank}.{self.src_micro_batch}"
+            f">r{self.dst_rank}.{self.dst_micro_batch} [{self.samples.first_sample}..{end}]"
+        )
+
+
+class InstructionKind(enum.Enum):
+    """What an instruction does."""
+
+    COMPUTE = "compute"
+    EXCHANGE = "exchange"
+    REDUCE_DATA = "reduce_data"
+    """Sum gradients over the stage's data-parallel group."""
+    REDUCE_TIED = "reduce_tied"
+    """Sum gradients of tied parameters over the stages that share them."""
+    STEP = "step"
+    """Agree on norm and overflow over all ranks, clip, step the optimizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction:
+    """One step of a rank's program.
+
+    Args:
+        task: what a COMPUTE runs.
+        sends, receives: what an EXCHANGE posts together and completes together.
+    """
+
+    kind: InstructionKind
+    task: Task | None = None
+    sends: tuple[Message, ...] = ()
+    receives: tuple[Message, ...] = ()
+
+    def __str__(self) -> str:
+        if self.kind is InstructionKind.COMPUTE:
+            return str(self.task)
+        if self.kind is InstructionKind.EXCHANGE:
+            parts = [f"send({m})" for m in self.sends] + [f"recv({m})" for m in self.receives]
+            return " + ".join(parts)
+        return self.kind.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgram:
+    """Everything one rank does in one mini-batch, in order."""
+
+    rank: int
+    stage: int
+    instructions: tuple[Instruction, ...]

@@ -1,0 +1,37 @@
+"""Ranges of samples: the one type that says which samples a task or a message holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class SampleRange:
+    """``num_samples`` consecutive samples of a mini-batch, from ``first_sample`` on."""
+
+    first_sample: int
+    num_samples: int
+
+    @property
+    def end(self) -> int:
+        """Return the first sample after the range."""
+        return self.first_sample + self.num_samples
+
+    def overlap(self, other: SampleRange) -> SampleRange | None:
+        """Return the samples in both ranges, or None."""
+        first = max(self.first_sample, other.first_sample)
+        end = min(self.end, other.end)
+        return SampleRange(first_sample=first, num_samples=end - first) if first < end else None
+
+
+def task_samples(*, micro_batch: int, micro_batch_size: int, position: int, degree: int) -> SampleRange:
+    """Return what rank ``position`` of ``degree`` computes of a stage's micro-batch.
+
+    A stage's micro-batch holds ``micro_batch_size`` consecutive samples; its ranks take equal,
+    consecutive parts.
+
+    >>> task_samples(micro_batch=1, micro_batch_size=8, position=1, degree=2)
+    SampleRange(first_sample=12, num_samples=4)
+    """
+    local = micro_batch_size // degree
+    return SampleRange(first_sample=micro_batch * micro_batch_size + position * local, num_samples=local)

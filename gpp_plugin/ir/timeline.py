@@ -1,0 +1,77 @@
+"""What happened when, whichever way the program was run: predicted, rehearsed or measured."""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from dataclasses import dataclass
+
+
+class EventKind(enum.Enum):
+    """What a rank was doing."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    SEND = "send"
+    RECEIVE = "receive"
+    REDUCE = "reduce"
+    STEP = "step"
+
+
+COMPUTE_KINDS = frozenset({EventKind.FORWARD, EventKind.BACKWARD})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One interval on one rank, in microseconds since the mini-batch began.
+
+    Args:
+        micro_batch: of the stage; -1 where it has no meaning.
+        edge: index of the plan's edge for messages; -1 otherwise.
+    """
+
+    rank: int
+    stage: int
+    kind: EventKind
+    start_us: float
+    end_us: float
+    micro_batch: int = -1
+    edge: int = -1
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """The events of one mini-batch on all ranks.
+
+    Args:
+        source: ``predicted``, ``rehearsed`` or ``measured``.
+        plan: fingerprint of the plan that was run.
+    """
+
+    source: str
+    plan: str
+    events: tuple[Event, ...]
+
+    @property
+    def iteration_us(self) -> float:
+        """Return the time from the first event's start to the last one's end."""
+        if not self.events:
+            return 0.0
+        return max(e.end_us for e in self.events) - min(e.start_us for e in self.events)
+
+    def busy_us(self) -> dict[int, float]:
+        """Return the microseconds each rank computed."""
+        busy: dict[int, float] = defaultdict(float)
+        for event in self.events:
+            busy[event.rank] += event.end_us - event.start_us if event.kind in COMPUTE_KINDS else 0.0
+        return dict(busy)
+
+    def bubble_ratio(self) -> float:
+        """Return idle over total compute time: 1 - busy / (ranks x span of compute)."""
+        compute = [e for e in self.events if e.kind in COMPUTE_KINDS]
+        if not compute:
+            return 0.0
+        span = max(e.end_us for e in compute) - min(e.start_us for e in compute)
+        busy = self.busy_us()
+        return 1.0 - sum(busy.values()) / (len(busy) * span) if span > 0 else 0.0

@@ -1,0 +1,36 @@
+"""Graph pipeline parallelism: trains an unmodified model as a DAG of stages, turned on by the DeepSpeed JSON.
+
+Public names are imported when first used, so that ``import gpp_plugin.plan`` stays free of torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME_OF = {
+    "GraphPipelineEngine": "gpp_plugin.integrations.deepspeed",
+    "GraphPipelineModule": "gpp_plugin.integrations.deepspeed",
+    "GraphPipelineConfig": "gpp_plugin.config",
+    "read_config": "gpp_plugin.config",
+    "PipelinePlan": "gpp_plugin.ir.plan",
+    "Timeline": "gpp_plugin.ir.timeline",
+    "GppError": "gpp_plugin.errors",
+}
+
+__all__ = [*sorted(_HOME_OF), "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'gpp_plugin' has no attribute {name!r}; it has {__all__}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

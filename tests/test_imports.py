@@ -1,0 +1,108 @@
+"""The import rule: pure layers need no torch, deepspeed, megatron or transformers, and load quickly."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "gpp_plugin"
+HEAVY = {"torch", "deepspeed", "megatron", "transformers"}
+PURE_LAYERS = ("ir", "plan", "schedule", "simulate", "report")
+PURE_MODULES = ("errors", "config")
+MOST_SECONDS = 0.5
+
+PROBE = f"""
+import importlib, json, sys, time
+start = time.perf_counter()
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+seconds = time.perf_counter() - start
+print(json.dumps(dict(seconds=seconds, heavy=[m for m in {sorted(HEAVY)} if m in sys.modules])))
+"""
+
+
+def files_of(part: str) -> list[Path]:
+    folder = PACKAGE / part
+    return sorted(folder.rglob("*.py")) if folder.is_dir() else [PACKAGE / f"{part}.py"]
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(path: Path) -> list[tuple[int, str]]:
+    """Every module the file names in an import statement, at any depth, with its line."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: write absolute imports"
+            found += [(node.lineno, node.module or "")]
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize("part", PURE_LAYERS + PURE_MODULES)
+def test_pure_layer_names_no_heavy_import(part):
+    files = files_of(part)
+    assert files and all(path.is_file() for path in files), f"gpp_plugin/{part} is missing"
+    wrong = [
+        f"{path.relative_to(PACKAGE.parent)}:{line} imports {name}"
+        for path in files
+        for line, name in imported_modules(path)
+        if name.split(".")[0] in HEAVY
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", ["deepspeed", "megatron"])
+def test_only_integrations_imports(package):
+    allowed = {PACKAGE / "integrations"}
+    wrong = [
+        f"{path.relative_to(PACKAGE.parent)}:{line} imports {name}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if not allowed & set(path.parents) and path != PACKAGE / "doctor.py"
+        for line, name in imported_modules(path)
+        if name.split(".")[0] == package and PACKAGE / "demo" not in path.parents
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("part", PURE_LAYERS + PURE_MODULES)
+def test_pure_layer_loads_quickly_and_without_torch(part):
+    names = [module_name(path) for path in files_of(part)]
+    best = None
+    for _ in range(4):  # the least of a few runs: other processes on the machine only ever add time
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE, *names],
+            capture_output=True, text=True, timeout=60, check=True, cwd=PACKAGE.parent,
+        )  # fmt: skip
+        result = json.loads(done.stdout.splitlines()[-1])
+        assert result["heavy"] == [], f"importing {names} brings in {result['heavy']}"
+        best = min(result["seconds"], best or result["seconds"])
+        if best < MOST_SECONDS:
+            return
+    pytest.fail(f"importing gpp_plugin.{part} takes {best:.2f} s, more than {MOST_SECONDS} s")
+
+
+def test_the_package_itself_loads_without_torch():
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, "gpp_plugin"],
+        capture_output=True, text=True, timeout=60, check=True, cwd=PACKAGE.parent,
+    )  # fmt: skip
+    assert json.loads(done.stdout.splitlines()[-1])["heavy"] == []
+
+
+def test_public_names_resolve_to_what_they_say():
+    import gpp_plugin
+    from gpp_plugin.ir.plan import PipelinePlan
+
+    assert gpp_plugin.PipelinePlan is PipelinePlan
+    assert set(gpp_plugin.__all__) <= set(dir(gpp_plugin))
+    with pytest.raises(AttributeError, match="no attribute 'GraphPipelineModul'"):
+        gpp_plugin.GraphPipelineModul  # noqa: B018

@@ -1,0 +1,1 @@
+"""Executes rank programs: stage modules, transport, executor. It never chooses an order."""

@@ -1,0 +1,162 @@
+"""Generated stage code: the operators of a stage's blocks as one function of parameters and inputs.
+
+A `StageModule` holds a stage's parameters under their HuggingFace names, whatever shapes it runs at.
+A `StageFunction` is the code for one shape: captured at one number of samples (and, say, one sequence
+length), it takes parameters, model inputs and received tensors, and returns what other stages need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpp_plugin.capture.graph import CapturedGraph
+from gpp_plugin.errors import CaptureError
+
+
+class StageModule(nn.Module):
+    """The parameters and buffers of one stage under their HuggingFace names.
+
+    Args:
+        tensors: name -> tensor; floating tensors of ``trainable`` names become parameters.
+        parameters, buffers: which names are which.
+        frozen: names of parameters that take no gradient.
+    """
+
+    def __init__(
+        self,
+        *,
+        tensors: Mapping[str, Tensor],
+        parameters: Iterable[str],
+        frozen: frozenset[str] = frozenset(),
+        persistent: frozenset[str] = frozenset(),
+    ) -> None:
+        super().__init__()
+        parameter_names = set(parameters)
+        for name, tensor in tensors.items():
+            owner, leaf = _owner(self, name)
+            if name in parameter_names:
+                parameter = nn.Parameter(tensor.detach(), requires_grad=False)
+                parameter.requires_grad_(name not in frozen)
+                owner.register_parameter(leaf, parameter)
+            else:
+                owner.register_buffer(leaf, tensor.detach(), persistent=name in persistent)
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Return parameters and buffers by name."""
+        found: dict[str, Tensor] = dict(self.named_parameters())
+        found.update(self.named_buffers())
+        return found
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: a stage is run by the executor, micro-batch by micro-batch."""
+        raise RuntimeError("a stage module is not called; use engine.train_batch() or engine.eval_batch()")
+
+
+def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    *path, leaf = name.split(".")
+    module = root
+    for part in path:
+        child = module._modules.get(part)
+        if child is None:
+            child = nn.Module()
+            module.add_module(part, child)
+        module = child
+    return module, leaf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFunction:
+    """A stage's code at one shape.
+
+    Args:
+        call: takes tensors in the order ``tensors + batch_inputs + received`` after ``constants`` are bound,
+            returns a tuple in the order of ``outputs``.
+        tensors: parameter and buffer names it reads.
+        constants: tensors the capture lifted, bound in front of everything else.
+        batch_inputs: batch keys it reads; ``received``: node names that other stages make.
+        outputs: node names it returns.
+        code: the generated Python, for the curious and for error messages.
+    """
+
+    call: Callable[..., tuple[Tensor, ...]]
+    tensors: tuple[str, ...]
+    constants: tuple[Tensor, ...]
+    batch_inputs: tuple[str, ...]
+    received: tuple[str, ...]
+    outputs: tuple[str, ...]
+    code: str
+
+
+def build_stage_function(captured: CapturedGraph, nodes: Iterable[str], outputs: Sequence[str]) -> StageFunction:
+    """Generate the code of the given operator nodes, with the replicated nodes they need.
+
+    Args:
+        nodes: names of the operator nodes of the stage's blocks.
+        outputs: names of nodes to return.
+
+    Raises:
+        CaptureError: an output is not among the stage's nodes.
+    """
+    by_name = {node.name: node for node in captured.graph.nodes}
+    missing = sorted(set(nodes) - set(by_name))
+    if missing:
+        raise CaptureError(
+            f"the graph captured at {captured.op_graph.num_samples} samples has no nodes {missing[:4]}; "
+            "the model's graph changes with the shape of its inputs, use one shape or pad to a few"
+        )
+    wanted = captured.replicated_closure(nodes)
+    graph = torch.fx.Graph()
+    mapping: dict[torch.fx.Node, torch.fx.Node] = {}
+    kept = [node for node in captured.graph.nodes if node.name in wanted]
+    sources = dict.fromkeys(source for node in kept for source in node.all_input_nodes if source.name not in wanted)
+    groups: dict[str, list[torch.fx.Node]] = {"constant": [], "tensor": [], "input": [], "received": []}
+    helpers: list[torch.fx.Node] = []
+    for source in sources:
+        if source.op == "get_attr":
+            helpers.append(source)
+        elif source.name in captured.constants:
+            groups["constant"].append(source)
+        elif source.name in captured.parameters:
+            groups["tensor"].append(source)
+        elif source.name in captured.inputs:
+            groups["input"].append(source)
+        else:
+            groups["received"].append(source)
+    for members in groups.values():
+        for source in members:
+            mapping[source] = graph.placeholder(source.name)
+    root: dict[str, Any] = {}
+    for source in helpers:
+        root[str(source.target)] = captured.attributes[str(source.target)]
+        mapping[source] = graph.node_copy(source)
+    for node in kept:
+        mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+    absent = [name for name in outputs if by_name[name] not in mapping]
+    if absent:
+        raise CaptureError(f"stage outputs {absent} are not computed by its blocks")
+    graph.output(tuple(mapping[by_name[name]] for name in outputs))
+    module = torch.fx.GraphModule(_root_module(root), graph)
+    constants = tuple(captured.constants[source.name] for source in groups["constant"])
+    forward = module.forward
+    return StageFunction(
+        call=(lambda *args: forward(*constants, *args)) if constants else forward,
+        tensors=tuple(captured.parameters[source.name] for source in groups["tensor"]),
+        constants=constants,
+        batch_inputs=tuple(captured.inputs[source.name] for source in groups["input"]),
+        received=tuple(source.name for source in groups["received"]),
+        outputs=tuple(outputs),
+        code=module.code,
+    )
+
+
+def _root_module(attributes: Mapping[str, Any]) -> nn.Module:
+    root = nn.Module()
+    for name, value in attributes.items():
+        owner, leaf = _owner(root, name)
+        setattr(owner, leaf, value)
+    return root

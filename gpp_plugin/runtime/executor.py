@@ -127,6 +127,8 @@ class StageExecutor:
         self._is_recording = False
         self._receives: list[tuple[Message, tuple[Wire, ...]]] = []
         self._num_posted = 0
+        self._has_backward: frozenset[int] = frozenset()
+        self._sent: frozenset[int] = frozenset()
         self._steps = self._compile()
 
     # ---- compile -------------------------------------------------------------------------------
@@ -151,6 +153,17 @@ class StageExecutor:
             for pieces in pieces_of.values():
                 pieces.sort(key=lambda p: (p.message.edge, p.message.samples, p.message.src_rank))
         self._receives = [(message, wires[message]) for exchange in exchanges for message in exchange.receives]
+        self._has_backward = frozenset(
+            i.task.micro_batch
+            for i in self._program.instructions
+            if i.task is not None and i.task.kind is TaskKind.BACKWARD
+        )
+        self._sent = frozenset(
+            message.src_micro_batch
+            for exchange in exchanges
+            for message in exchange.sends
+            if message.direction is Direction.ACTIVATION
+        )
         posted_after = self._prepost_marks(exchanges)
         dropped_after = self._drop_marks(exchanges)
         steps: list[tuple[Instruction, Callable[[], None]]] = []
@@ -183,12 +196,10 @@ class StageExecutor:
         Outputs of a forward that has a backward are kept for it; gradients and the outputs of a
         forward-only task go with the last message that sends them.
         """
-        tasks = [i.task for i in self._program.instructions if i.task is not None]
-        has_backward = {task.micro_batch for task in tasks if task.kind is TaskKind.BACKWARD}
         last: dict[int, int] = {}
         for index, exchange in enumerate(exchanges):
             for message in exchange.sends:
-                if message.direction is Direction.GRADIENT or message.src_micro_batch not in has_backward:
+                if message.direction is Direction.GRADIENT or message.src_micro_batch not in self._has_backward:
                     last[message.src_micro_batch] = index
         drops: list[list[int]] = [[] for _ in exchanges]
         for micro_batch, index in last.items():
@@ -250,7 +261,8 @@ class StageExecutor:
             axis = spec.layout.axis if spec.layout.kind is LayoutKind.BATCH else -1
             empty = spec.shape_for(self._local_samples) if not incoming.get(name) else None
             assemblies.append((name, incoming.get(name, []), axis, empty, getattr(torch, spec.dtype)))
-        holds = self._is_training
+        has_backward = micro_batch in self._has_backward
+        is_sent = micro_batch in self._sent
 
         def forward() -> None:
             start = self._now()
@@ -261,18 +273,20 @@ class StageExecutor:
                     tensor = torch.empty(empty, dtype=dtype, device=self._device())
                 else:
                     tensor = self._assemble(pieces, axis)
-                if holds and name in gradient_names:
+                if has_backward and name in gradient_names:
                     tensor.requires_grad_(True)
                     leaves[name] = tensor
                 received.append(tensor)
             outputs = function.call(*parameters, *self._inputs[micro_batch], *received)
             made = dict(zip(function.outputs, outputs, strict=True))
-            self._made[micro_batch] = made
-            self._leaves[micro_batch] = leaves
+            if has_backward or is_sent:
+                self._made[micro_batch] = made
+            if has_backward:
+                self._leaves[micro_batch] = leaves
+                self._result.peak_in_flight = max(self._result.peak_in_flight, len(self._leaves))
             self._note_loss(made)
-            if not holds:
+            if not self._is_training:
                 self._collect(micro_batch, made)
-            self._result.peak_in_flight = max(self._result.peak_in_flight, len(self._leaves))
             self._record(EventKind.FORWARD, micro_batch, start)
 
         return forward
@@ -304,7 +318,9 @@ class StageExecutor:
             if tensors:
                 torch.autograd.backward(tensors, seeds)
             hooks.accumulate()
-            self._made[micro_batch] = self._leaf_gradients(micro_batch)
+            gradients_of_leaves = self._leaf_gradients(micro_batch)
+            if gradients_of_leaves:
+                self._made[micro_batch] = gradients_of_leaves
             self._record(EventKind.BACKWARD, micro_batch, start)
 
         return backward

@@ -1,0 +1,389 @@
+"""Owns the ``graph_pipeline`` block of the DeepSpeed JSON: the only reader of user configuration.
+
+A wrong configuration is refused with one line per problem: the key path, the value, the nearest right
+name, and what to write instead. A key is accepted with a value other than its default only if this
+release does what it says.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import difflib
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from gpp_plugin.errors import ConfigError
+
+BLOCK = "graph_pipeline"
+
+Planner = Literal["auto", "graphpipe", "uniform"]
+Schedule = Literal["auto", "1f1b", "gpipe"]
+Granularity = Literal["layer", "sub_layer"]
+Auto = Literal["auto"]
+Count = Annotated[int, Field(ge=1)]
+_OFF = 'not supported by this release; remove it, or write "auto" or "off"'
+
+
+def _one_of(names: Any) -> str:
+    return "one of " + ", ".join(get_args(names))
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class MemoryConfig(_Block):
+    """How much memory a rank may use, and what may be done to stay below it.
+
+    Args:
+        limit_gb: most GiB of one rank that a plan may use; "auto" is what the device has.
+    """
+
+    limit_gb: Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        default="auto", description='"auto" or a number of GiB above 0'
+    )
+    recompute: Literal["auto", "off"] = Field(default="auto", description=_OFF)
+    swap: Literal["auto", "off"] = Field(default="auto", description=_OFF)
+
+
+class GraphPipelineConfig(_Block):
+    """The ``graph_pipeline`` block, checked.
+
+    Args:
+        planner: which planner partitions the model.
+        stages: exactly that many stages, or what the planner finds best.
+        data_parallel: ranks of each stage, or what the planner finds best.
+        schedule: order of the tasks of a stage.
+        micro_batch_sizes: samples a stage takes at a time: for all stages, or by stage name
+            ("full" is the whole mini-batch).
+        granularity: size of the blocks that are never split.
+        cluster: the machine's own description, a file, or a description in place.
+        plan: a plan made before or written by hand: a file, or in place.
+        profile_dir: where measured costs are kept; None keeps them in the user's cache.
+        comm_timeout_s: seconds without an answer after which a rank gives up on a message.
+        trace_path: where the measured timeline of each mini-batch is written; None writes none.
+        seed: of the parameters of a model built on the meta device, of dropout and of shuffling.
+        weights: safetensors directory for a model built on the meta device.
+    """
+
+    enabled: bool = Field(default=True, description="true or false")
+    planner: Planner = Field(default="auto", description=_one_of(Planner))
+    stages: Auto | Count = Field(default="auto", description='"auto" or a whole number of at least 1')
+    data_parallel: Auto | Count = Field(default="auto", description='"auto" or a whole number of at least 1')
+    schedule: Schedule = Field(default="auto", description=_one_of(Schedule))
+    micro_batch_sizes: Auto | Count | dict[str, Count | Literal["full"]] = Field(
+        default="auto",
+        description='"auto", a number of samples for all stages, or {"stage name": number or "full", ...}',
+    )
+    granularity: Granularity = Field(default="layer", description=_one_of(Granularity))
+    slicing: Literal["auto", "off"] = Field(default="auto", description=_OFF)
+    memory: MemoryConfig = Field(
+        default=MemoryConfig(), description="an object with limit_gb, recompute, swap"
+    )
+    cluster: str | dict[str, Any] = Field(default="auto", description='"auto", a file name, or an object')
+    plan: str | dict[str, Any] | None = Field(default=None, description="null, a file name, or an object")
+    profile_dir: str | None = Field(default=None, description="null or a directory name")
+    comm_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        default=60.0, description="a number of seconds above 0"
+    )
+    trace_path: str | None = Field(default=None, description="null or a file name")
+    seed: Annotated[int, Field(ge=0)] = Field(default=0, description="a whole number of at least 0")
+    weights: str | None = Field(default=None, description="null or a directory with safetensors files")
+
+    def micro_batch_size_of(self, stage: str, mini_batch: int) -> int | None:
+        """Return the samples asked for at ``stage``, or None where the choice is the planner's."""
+        wanted: int | str | None
+        if isinstance(self.micro_batch_sizes, dict):
+            wanted = self.micro_batch_sizes.get(stage)
+        else:
+            wanted = self.micro_batch_sizes
+        if wanted == "full":
+            return mini_batch
+        return wanted if isinstance(wanted, int) else None
+
+
+class BatchSizes(NamedTuple):
+    """What the configuration says about the mathematics of a step, in samples.
+
+    Args:
+        mini_batch: samples of one optimizer step over the whole graph (B).
+        loss_unit: samples one loss is computed on (u); the step's loss is the mean over B/u of them.
+        gradient_accumulation_steps: as given; divides B/u.
+    """
+
+    mini_batch: int
+    loss_unit: int
+    gradient_accumulation_steps: int | None
+
+
+def read_config(ds_config: Mapping[str, Any] | str | Path) -> GraphPipelineConfig | None:
+    """Return the checked ``graph_pipeline`` block, or None where there is none or it is not enabled.
+
+    Args:
+        ds_config: the DeepSpeed configuration: a dict, a file name, or base64 text (as its launcher
+            passes it).
+    Raises:
+        ConfigError: one line per problem, among them a top-level key that looks like a mistyped
+            ``graph_pipeline``.
+    """
+    plain = load_deepspeed_json(ds_config)
+    mistyped = [
+        f"{key}: unknown key, and DeepSpeed would ignore it; did you mean {BLOCK!r}?"
+        for key in plain
+        if _looks_like_block(key)
+    ]
+    if mistyped:
+        raise ConfigError("\n".join(mistyped))
+    if BLOCK not in plain:
+        return None
+    block = plain[BLOCK]
+    if not isinstance(block, Mapping):
+        raise ConfigError(
+            f"{BLOCK}: {_show(block)} is not an object; write {{}} for the defaults or remove the key"
+        )
+    try:
+        config = GraphPipelineConfig.model_validate(dict(block))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_problems(error))) from None
+    return config if config.enabled else None
+
+
+def load_deepspeed_json(ds_config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+    """Return a DeepSpeed configuration as a dict, from what `deepspeed.initialize` accepts.
+
+    Raises:
+        ConfigError: it is neither a dict, nor a readable JSON file, nor base64 of JSON.
+    """
+    if isinstance(ds_config, Mapping):
+        return dict(ds_config)
+    if not isinstance(ds_config, (str, os.PathLike)):
+        raise ConfigError(f"config: expected a dict or a file name, found {type(ds_config).__name__}")
+    path = Path(ds_config)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        decoded = _from_base64(str(ds_config))
+        if decoded is None:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the JSON's path") from error
+        text = decoded
+    try:
+        plain = json.loads(text)
+    except json.JSONDecodeError as error:
+        plain = _from_hjson(text)
+        if plain is None:
+            place = f"line {error.lineno}, column {error.colno}"
+            raise ConfigError(f"{path}: not JSON at {place}: {error.msg}") from error
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{path}: holds a {type(plain).__name__}; a DeepSpeed configuration is an object")
+    return plain
+
+
+def _from_base64(text: str) -> str | None:
+    try:
+        return base64.urlsafe_b64decode(text).decode("utf-8")
+    except (binascii.Error, UnicodeDecodeError, ValueError):
+        return None
+
+
+def _from_hjson(text: str) -> Any | None:
+    """Read JSON with comments, which DeepSpeed's own reader takes."""
+    try:
+        import hjson
+    except ImportError:  # comes with deepspeed; without it the strict reader's message stands
+        return None
+    try:
+        return json.loads(hjson.dumpsJSON(hjson.loads(text)))
+    except ValueError:
+        return None
+
+
+def _looks_like_block(key: Any) -> bool:
+    """Say whether a top-level key other than ``graph_pipeline`` was probably meant to be it."""
+    if not isinstance(key, str) or key == BLOCK:
+        return False
+    words = re.sub(r"([a-z])([A-Z])", r"\1_\2", key).lower()
+    if sorted(re.split(r"[^a-z0-9]+", words)) == sorted(BLOCK.split("_")):
+        return True
+    letters = re.sub(r"[^a-z0-9]", "", words)
+    return difflib.SequenceMatcher(None, letters, BLOCK.replace("_", "")).ratio() >= 0.8
+
+
+def _problems(error: ValidationError) -> list[str]:
+    """Return one line per wrong key; a union's several complaints about one value are one problem."""
+    lines: dict[str, str] = {}
+    for item in error.errors(include_url=False):
+        keys, field, choices = _locate(item["loc"])
+        path = ".".join([BLOCK, *keys])
+        if item["type"] == "extra_forbidden":
+            line = _unknown_key(path, keys[-1], item["input"], choices)
+        else:
+            line = _wrong_value(path, item["input"], field)
+        lines.setdefault(path, line)
+    # A union complains about the whole value too, once for each form it may have.
+    return [line for path, line in lines.items() if not any(other.startswith(f"{path}.") for other in lines)]
+
+
+def _locate(loc: Sequence[int | str]) -> tuple[list[str], FieldInfo | None, list[str]]:
+    """Return the key path of a pydantic location without union tags, its field, and its siblings."""
+    fields = GraphPipelineConfig.model_fields
+    first = str(loc[0])
+    field = fields.get(first)
+    if first == "memory" and len(loc) > 1:
+        siblings = MemoryConfig.model_fields
+        second = str(loc[1])
+        return [first, second], siblings.get(second), list(siblings)
+    if first == "micro_batch_sizes" and len(loc) > 2:
+        return [first, str(loc[2])], field, []
+    return [first], field, list(fields)
+
+
+def _unknown_key(path: str, key: str, value: Any, known: Iterable[str]) -> str:
+    names = list(known)
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(names)}"
+    return f"{path}: unknown key (value {_show(value)}); {hint}"
+
+
+def _wrong_value(path: str, value: Any, field: FieldInfo | None) -> str:
+    expected = field.description if field is not None else None
+    if expected == _OFF:
+        return f"{path}: {_show(value)} is {_OFF}"
+    if path.startswith(f"{BLOCK}.micro_batch_sizes."):
+        expected = 'a whole number of samples of at least 1, or "full"'
+    words = re.findall(r"\w+", expected or "")
+    near = difflib.get_close_matches(value.lower(), words, n=1, cutoff=0.6) if isinstance(value, str) else []
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{path}: {_show(value)} is not valid; give {expected}{hint}"
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def check_ranks(config: GraphPipelineConfig, num_ranks: int) -> None:
+    """Refuse a block that asks for more ranks than there are.
+
+    Raises:
+        ConfigError: more stages than ranks, or stages times data-parallel degree above the ranks.
+    """
+    stages, degree = config.stages, config.data_parallel
+    if isinstance(stages, int) and stages > num_ranks:
+        raise ConfigError(
+            f"{BLOCK}.stages: {stages} stages need at least {stages} ranks, there are {num_ranks}; "
+            f"start {stages} ranks or set stages to at most {num_ranks}"
+        )
+    if isinstance(degree, int) and degree * (stages if isinstance(stages, int) else 1) > num_ranks:
+        asked = (
+            f"{degree} ranks for each of {stages} stages" if isinstance(stages, int) else f"{degree} ranks"
+        )
+        raise ConfigError(
+            f"{BLOCK}.data_parallel: {asked} is more than the {num_ranks} there are; lower it or start more"
+        )
+
+
+def batch_arithmetic(ds_config: Mapping[str, Any] | str | Path, num_ranks: int) -> BatchSizes:
+    """Return mini-batch, loss unit and accumulation steps as the configuration gives or implies them.
+
+    ``train_batch_size`` is B. ``train_micro_batch_size_per_gpu`` is the loss unit u; where it is missing,
+    u is B / ``gradient_accumulation_steps``, or B where that is missing too. B may be left out only where
+    the data-parallel degree is known (one rank, or ``graph_pipeline.data_parallel`` given).
+
+    Raises:
+        ConfigError: a size is no positive whole number, does not divide, or contradicts
+            ``graph_pipeline.micro_batch_sizes``.
+    """
+    plain = load_deepspeed_json(ds_config)
+    config = read_config(plain) or GraphPipelineConfig()
+    mini_batch = _size(plain, "train_batch_size")
+    unit = _size(plain, "train_micro_batch_size_per_gpu")
+    steps = _size(plain, "gradient_accumulation_steps")
+    if mini_batch is None:
+        mini_batch = _implied_mini_batch(unit, steps, num_ranks, config)
+    full_loss = isinstance(config.micro_batch_sizes, dict) and config.micro_batch_sizes.get("loss") == "full"
+    if full_loss:
+        _check_full_loss(mini_batch, unit, steps)
+        unit = mini_batch
+    if unit is None:
+        if mini_batch % (steps or 1):
+            raise ConfigError(
+                f"gradient_accumulation_steps: {steps} does not divide train_batch_size {mini_batch}; "
+                f"{_nearest_divisors(mini_batch, steps or 1)}"
+            )
+        unit = mini_batch // (steps or 1)
+    if mini_batch % unit:
+        raise ConfigError(
+            f"train_micro_batch_size_per_gpu: {unit} (the samples of one loss) does not divide "
+            f"train_batch_size {mini_batch}; {_nearest_divisors(mini_batch, unit)}"
+        )
+    if steps is not None and (mini_batch // unit) % steps:
+        raise ConfigError(
+            f"gradient_accumulation_steps: {steps} does not divide the {mini_batch // unit} losses of a step "
+            f"(train_batch_size {mini_batch} / train_micro_batch_size_per_gpu {unit}); remove it"
+        )
+    _check_micro_batches_divide(config, mini_batch)
+    return BatchSizes(mini_batch, unit, steps)
+
+
+def _size(plain: Mapping[str, Any], key: str) -> int | None:
+    value = plain.get(key)
+    if value is None or value == "auto":
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{key}: {_show(value)} is not valid; give a whole number of samples of at least 1")
+    return value
+
+
+def _implied_mini_batch(
+    unit: int | None, steps: int | None, num_ranks: int, config: GraphPipelineConfig
+) -> int:
+    degree = 1 if num_ranks == 1 else config.data_parallel
+    if unit is not None and isinstance(degree, int):
+        return unit * (steps or 1) * degree
+    raise ConfigError(
+        "train_batch_size: missing; give the samples of one optimizer step over the whole graph "
+        "(stages may have different numbers of ranks, so it does not follow from the other sizes)"
+    )
+
+
+def _check_full_loss(mini_batch: int, unit: int | None, steps: int | None) -> None:
+    path = f'{BLOCK}.micro_batch_sizes.loss: "full" computes one loss on all {mini_batch} samples'
+    if unit is not None and unit != mini_batch:
+        raise ConfigError(
+            f"{path}, but train_micro_batch_size_per_gpu asks for losses of {unit} samples; "
+            f"remove it or set it to {mini_batch}"
+        )
+    if steps is not None and steps != 1:
+        raise ConfigError(
+            f"{path}, but gradient_accumulation_steps asks for {steps} losses a step; remove it"
+        )
+
+
+def _check_micro_batches_divide(config: GraphPipelineConfig, mini_batch: int) -> None:
+    sizes = config.micro_batch_sizes
+    named = sizes.items() if isinstance(sizes, dict) else [("", sizes)]
+    lines = [
+        f"{BLOCK}.micro_batch_sizes{'.' if name else ''}{name}: {size} does not divide train_batch_size "
+        f"{mini_batch}; {_nearest_divisors(mini_batch, size)}"
+        for name, size in named
+        if isinstance(size, int) and mini_batch % size
+    ]
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def _nearest_divisors(number: int, wanted: int) -> str:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    divisors = sorted({*small, *(number // d for d in small)})
+    below = [d for d in divisors if d < wanted][-1:]
+    above = [d for d in divisors if d > wanted][:1]
+    return "give " + " or ".join(str(d) for d in (*below, *above))

@@ -1,0 +1,346 @@
+"""The graph_pipeline block: what is accepted, and the one line each mistake gets."""
+
+import base64
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from gpp_plugin.config import GraphPipelineConfig, batch_arithmetic, check_ranks, read_config
+from gpp_plugin.errors import ConfigError
+
+DESIGN_BLOCK = {
+    "enabled": True, "planner": "auto", "stages": "auto", "schedule": "auto",
+    "micro_batch_sizes": "auto", "slicing": "auto",
+    "memory": {"limit_gb": "auto", "recompute": "auto", "swap": "auto"},
+    "cluster": "auto", "plan": None, "profile_dir": None,
+    "comm_timeout_s": 60, "trace_path": None,
+}  # fmt: skip
+
+
+def block_of(**keys):
+    return {"train_batch_size": 64, "graph_pipeline": keys}
+
+
+def lines_of(config):
+    with pytest.raises(ConfigError) as raised:
+        read_config(config)
+    return str(raised.value).splitlines()
+
+
+def test_the_documented_block_is_the_default():
+    assert read_config({"graph_pipeline": DESIGN_BLOCK}) == read_config({"graph_pipeline": {}})
+    assert read_config({"graph_pipeline": {}}) == GraphPipelineConfig()
+
+
+@pytest.mark.parametrize("config", [{}, {"pipeline": {"stages": 2}}, {"graph_pipeline": {"enabled": False}}])
+def test_no_block_or_a_disabled_one_is_none(config):
+    assert read_config(config) is None
+
+
+def test_a_disabled_block_is_checked_all_the_same():
+    assert lines_of({"graph_pipeline": {"enabled": False, "stagess": 2}}) == [
+        "graph_pipeline.stagess: unknown key (value 2); did you mean 'stages'?"
+    ]
+
+
+def test_values_are_kept():
+    config = read_config(
+        block_of(
+            stages=3,
+            data_parallel=2,
+            planner="uniform",
+            schedule="gpipe",
+            micro_batch_sizes={"loss": "full", "text_model": 8},
+            granularity="sub_layer",
+            memory={"limit_gb": 1.5, "swap": "off"},
+            cluster={"name": "x"},
+            plan="plan.json",
+            comm_timeout_s=5,
+            trace_path="trace.json",
+            seed=7,
+            weights="clip",
+        )
+    )
+    assert config is not None
+    assert (config.stages, config.data_parallel, config.planner, config.schedule) == (
+        3,
+        2,
+        "uniform",
+        "gpipe",
+    )
+    assert config.micro_batch_size_of("loss", 64) == 64
+    assert config.micro_batch_size_of("text_model", 64) == 8
+    assert config.micro_batch_size_of("vision_model", 64) is None
+    assert (config.memory.limit_gb, config.memory.recompute, config.memory.swap) == (1.5, "auto", "off")
+    assert (config.granularity, config.cluster, config.plan) == ("sub_layer", {"name": "x"}, "plan.json")
+    assert (config.comm_timeout_s, config.trace_path, config.seed) == (5.0, "trace.json", 7)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.stages = 4
+
+
+def test_one_micro_batch_size_is_for_all_stages():
+    config = read_config(block_of(micro_batch_sizes=4))
+    assert config is not None
+    assert [config.micro_batch_size_of(name, 64) for name in ("loss", "anything")] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"stagess": 3}, "stagess: unknown key (value 3); did you mean 'stages'?"),
+        ({"memory": {"limitgb": 3}}, "memory.limitgb: unknown key (value 3); did you mean 'limit_gb'?"),
+        (
+            {"memory": {"zzz": 3}},
+            "memory.zzz: unknown key (value 3); the keys are limit_gb, recompute, swap",
+        ),
+        ({"stages": 0}, 'stages: 0 is not valid; give "auto" or a whole number of at least 1'),
+        ({"stages": True}, 'stages: true is not valid; give "auto" or a whole number of at least 1'),
+        ({"stages": "3"}, 'stages: "3" is not valid; give "auto" or a whole number of at least 1'),
+        ({"stages": 2.0}, 'stages: 2.0 is not valid; give "auto" or a whole number of at least 1'),
+        (
+            {"planner": "grahpipe"},
+            "planner: \"grahpipe\" is not valid; give one of auto, graphpipe, uniform; did you mean 'graphpipe'?",
+        ),
+        (
+            {"schedule": "1F1B"},
+            "schedule: \"1F1B\" is not valid; give one of auto, 1f1b, gpipe; did you mean '1f1b'?",
+        ),
+        ({"enabled": "yes"}, 'enabled: "yes" is not valid; give true or false'),
+        ({"comm_timeout_s": 0}, "comm_timeout_s: 0 is not valid; give a number of seconds above 0"),
+        (
+            {"comm_timeout_s": float("inf")},
+            "comm_timeout_s: Infinity is not valid; give a number of seconds above 0",
+        ),
+        ({"memory": 5}, "memory: 5 is not valid; give an object with limit_gb, recompute, swap"),
+        (
+            {"memory": {"limit_gb": -1}},
+            'memory.limit_gb: -1 is not valid; give "auto" or a number of GiB above 0',
+        ),
+        (
+            {"memory": {"swap": "on"}},
+            'memory.swap: "on" is not supported by this release; remove it, or write "auto" or "off"',
+        ),
+        (
+            {"slicing": 2},
+            'slicing: 2 is not supported by this release; remove it, or write "auto" or "off"',
+        ),
+        (
+            {"micro_batch_sizes": [1]},
+            'micro_batch_sizes: [1] is not valid; give "auto", a number of samples for all stages, '
+            'or {"stage name": number or "full", ...}',
+        ),
+        (
+            {"micro_batch_sizes": {"loss": "ful"}},
+            'micro_batch_sizes.loss: "ful" is not valid; give a whole number of samples of at least 1, '
+            "or \"full\"; did you mean 'full'?",
+        ),
+        ({"plan": 3}, "plan: 3 is not valid; give null, a file name, or an object"),
+        ({"seed": -1}, "seed: -1 is not valid; give a whole number of at least 0"),
+    ],
+)
+def test_each_mistake_gets_its_line(keys, line):
+    assert lines_of(block_of(**keys)) == [f"graph_pipeline.{line}"]
+
+
+def test_every_problem_has_a_line():
+    assert lines_of(block_of(stages=0, plannr="auto", micro_batch_sizes={"loss": 0, "a.b": "all"})) == [
+        'graph_pipeline.stages: 0 is not valid; give "auto" or a whole number of at least 1',
+        "graph_pipeline.micro_batch_sizes.loss: 0 is not valid; give a whole number of samples of at least 1, "
+        'or "full"',
+        'graph_pipeline.micro_batch_sizes.a.b: "all" is not valid; give a whole number of samples of at least '
+        '1, or "full"',
+        "graph_pipeline.plannr: unknown key (value \"auto\"); did you mean 'planner'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["graph_pipline", "graph-pipeline", "graphPipeline", "pipeline_graph", "Graph_Pipeline", "GRAPHPIPELINE"],
+)
+def test_a_mistyped_block_is_not_ignored(key):
+    assert lines_of({"train_batch_size": 8, key: {}}) == [
+        f"{key}: unknown key, and DeepSpeed would ignore it; did you mean 'graph_pipeline'?"
+    ]
+
+
+def test_a_block_that_is_no_object():
+    assert lines_of({"graph_pipeline": True}) == [
+        "graph_pipeline: true is not an object; write {} for the defaults or remove the key"
+    ]
+
+
+class TestFiles:
+    def test_json_and_json_with_comments(self, tmp_path):
+        plain = tmp_path / "plain.json"
+        plain.write_text(json.dumps(block_of(stages=2)))
+        commented = tmp_path / "commented.json"
+        commented.write_text('{\n  # as DeepSpeed\'s reader takes it\n  "graph_pipeline": {"stages": 2}\n}\n')
+        assert read_config(plain) == read_config(str(plain)) == read_config(commented)
+        assert read_config(plain) == GraphPipelineConfig(stages=2)
+
+    def test_base64_as_the_launcher_passes_it(self):
+        text = base64.urlsafe_b64encode(json.dumps(block_of(stages=2)).encode()).decode()
+        assert read_config(text) == GraphPipelineConfig(stages=2)
+
+    def test_a_missing_file(self, tmp_path):
+        path = tmp_path / "missing.json"
+        assert lines_of(str(path)) == [
+            f"{path}: cannot be read (No such file or directory); give the JSON's path"
+        ]
+
+    def test_a_broken_file(self, tmp_path):
+        path = tmp_path / "broken.json"
+        path.write_text('{"graph_pipeline": {"stages": 2}')
+        assert lines_of(path)[0].startswith(f"{path}: not JSON at line 1, column 33")
+
+    def test_a_list(self, tmp_path):
+        path = tmp_path / "list.json"
+        path.write_text("[]")
+        assert lines_of(path) == [f"{path}: holds a list; a DeepSpeed configuration is an object"]
+
+    def test_neither_dict_nor_file(self):
+        assert lines_of(3) == ["config: expected a dict or a file name, found int"]
+
+
+class TestBatchArithmetic:
+    @pytest.mark.parametrize(
+        ("config", "expected"),
+        [
+            ({"train_batch_size": 64}, (64, 64, None)),
+            ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8}, (64, 8, None)),
+            ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto"}, (64, 64, None)),
+            ({"train_batch_size": 64, "gradient_accumulation_steps": 4}, (64, 16, 4)),
+            (
+                {
+                    "train_batch_size": 64,
+                    "train_micro_batch_size_per_gpu": 8,
+                    "gradient_accumulation_steps": 4,
+                },
+                (64, 8, 4),
+            ),
+            (
+                {"train_batch_size": 64, "graph_pipeline": {"micro_batch_sizes": {"loss": "full"}}},
+                (64, 64, None),
+            ),
+            (
+                {
+                    "train_batch_size": 64,
+                    "train_micro_batch_size_per_gpu": 64,
+                    "gradient_accumulation_steps": 1,
+                    "graph_pipeline": {"micro_batch_sizes": {"loss": "full", "text_model": 8}},
+                },
+                (64, 64, 1),
+            ),
+            (
+                {
+                    "train_micro_batch_size_per_gpu": 8,
+                    "gradient_accumulation_steps": 4,
+                    "graph_pipeline": {"data_parallel": 2},
+                },
+                (64, 8, 4),
+            ),
+        ],
+    )
+    def test_sizes(self, config, expected):
+        assert batch_arithmetic(config, num_ranks=4) == expected
+
+    def test_one_rank_needs_no_mini_batch(self):
+        config = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4}
+        assert batch_arithmetic(config, num_ranks=1) == (32, 8, 4)
+
+    @pytest.mark.parametrize(
+        ("config", "line"),
+        [
+            (
+                {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4},
+                "train_batch_size: missing; give the samples of one optimizer step over the whole graph "
+                "(stages may have different numbers of ranks, so it does not follow from the other sizes)",
+            ),
+            (
+                {"train_batch_size": 0},
+                "train_batch_size: 0 is not valid; give a whole number of samples of at least 1",
+            ),
+            (
+                {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 24},
+                "train_micro_batch_size_per_gpu: 24 (the samples of one loss) does not divide "
+                "train_batch_size 64; give 16 or 32",
+            ),
+            (
+                {"train_batch_size": 64, "gradient_accumulation_steps": 100},
+                "gradient_accumulation_steps: 100 does not divide train_batch_size 64; give 64",
+            ),
+            (
+                {
+                    "train_batch_size": 64,
+                    "train_micro_batch_size_per_gpu": 16,
+                    "gradient_accumulation_steps": 3,
+                },
+                "gradient_accumulation_steps: 3 does not divide the 4 losses of a step (train_batch_size 64 / "
+                "train_micro_batch_size_per_gpu 16); remove it",
+            ),
+            (
+                {
+                    "train_batch_size": 64,
+                    "train_micro_batch_size_per_gpu": 16,
+                    "graph_pipeline": {"micro_batch_sizes": {"loss": "full"}},
+                },
+                'graph_pipeline.micro_batch_sizes.loss: "full" computes one loss on all 64 samples, but '
+                "train_micro_batch_size_per_gpu asks for losses of 16 samples; remove it or set it to 64",
+            ),
+            (
+                {
+                    "train_batch_size": 64,
+                    "gradient_accumulation_steps": 2,
+                    "graph_pipeline": {"micro_batch_sizes": {"loss": "full"}},
+                },
+                'graph_pipeline.micro_batch_sizes.loss: "full" computes one loss on all 64 samples, but '
+                "gradient_accumulation_steps asks for 2 losses a step; remove it",
+            ),
+            (
+                {"train_batch_size": 64, "graph_pipeline": {"micro_batch_sizes": 48}},
+                "graph_pipeline.micro_batch_sizes: 48 does not divide train_batch_size 64; give 32 or 64",
+            ),
+            (
+                {"train_batch_size": 64, "graph_pipeline": {"micro_batch_sizes": {"text_model": 5}}},
+                "graph_pipeline.micro_batch_sizes.text_model: 5 does not divide train_batch_size 64; "
+                "give 4 or 8",
+            ),
+        ],
+    )
+    def test_contradictions(self, config, line):
+        with pytest.raises(ConfigError) as raised:
+            batch_arithmetic(config, num_ranks=4)
+        assert str(raised.value) == line
+
+
+class TestCheckRanks:
+    @pytest.mark.parametrize(
+        "keys", [{}, {"stages": 4}, {"stages": 2, "data_parallel": 2}, {"data_parallel": 4}]
+    )
+    def test_what_fits(self, keys):
+        check_ranks(GraphPipelineConfig(**keys), 4)
+
+    @pytest.mark.parametrize(
+        ("keys", "line"),
+        [
+            (
+                {"stages": 5},
+                "graph_pipeline.stages: 5 stages need at least 5 ranks, there are 4; "
+                "start 5 ranks or set stages to at most 4",
+            ),
+            (
+                {"stages": 3, "data_parallel": 2},
+                "graph_pipeline.data_parallel: 2 ranks for each of 3 stages is more than the 4 there are; "
+                "lower it or start more",
+            ),
+            (
+                {"data_parallel": 8},
+                "graph_pipeline.data_parallel: 8 ranks is more than the 4 there are; lower it or start more",
+            ),
+        ],
+    )
+    def test_what_does_not(self, keys, line):
+        with pytest.raises(ConfigError) as raised:
+            check_ranks(GraphPipelineConfig(**keys), 4)
+        assert str(raised.value) == line

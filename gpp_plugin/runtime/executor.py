@@ -86,6 +86,7 @@ class StageExecutor:
         specs: every boundary tensor of the graph at the shapes of this mini-batch.
         transport: where messages go; None when the plan has one rank.
         hooks: optimizer side; None for a forward-only program.
+        device: where the stage computes; receive buffers lie there.
         loss: node name of the loss if this stage yields it.
         named_outputs: output name -> node name, collected when running forward only.
     """
@@ -100,6 +101,7 @@ class StageExecutor:
         specs: Mapping[str, TensorSpec],
         transport: Transport | None,
         hooks: StageHooks | None,
+        device: torch.device,
         loss: str | None = None,
         named_outputs: Mapping[str, str] | None = None,
         is_training: bool = True,
@@ -113,6 +115,7 @@ class StageExecutor:
         self._specs = specs
         self._transport = transport
         self._hooks = hooks
+        self._device = device
         self._loss = loss
         self._named_outputs = dict(named_outputs or {})
         self._is_training = is_training
@@ -152,7 +155,9 @@ class StageExecutor:
         for pieces_of in incoming.values():
             for pieces in pieces_of.values():
                 pieces.sort(key=lambda p: (p.message.edge, p.message.samples, p.message.src_rank))
-        self._receives = [(message, wires[message]) for exchange in exchanges for message in exchange.receives]
+        self._receives = [
+            (message, wires[message]) for exchange in exchanges for message in exchange.receives
+        ]
         self._has_backward = frozenset(
             i.task.micro_batch
             for i in self._program.instructions
@@ -199,7 +204,10 @@ class StageExecutor:
         last: dict[int, int] = {}
         for index, exchange in enumerate(exchanges):
             for message in exchange.sends:
-                if message.direction is Direction.GRADIENT or message.src_micro_batch not in self._has_backward:
+                if (
+                    message.direction is Direction.GRADIENT
+                    or message.src_micro_batch not in self._has_backward
+                ):
                     last[message.src_micro_batch] = index
         drops: list[list[int]] = [[] for _ in exchanges]
         for micro_batch, index in last.items():
@@ -253,7 +261,10 @@ class StageExecutor:
     def _compile_forward(self, micro_batch: int, incoming: Mapping[str, list[_Piece]]) -> Callable[[], None]:
         function, parameters = self._function, self._parameters
         gradient_names = frozenset(
-            name for edge in self._plan.edges if edge.dst == self._program.stage for name in edge.gradient_tensors
+            name
+            for edge in self._plan.edges
+            if edge.dst == self._program.stage
+            for name in edge.gradient_tensors
         )
         assemblies = []
         for name in function.received:
@@ -270,7 +281,7 @@ class StageExecutor:
             leaves: dict[str, Tensor] = {}
             for name, pieces, axis, empty, dtype in assemblies:
                 if empty is not None:
-                    tensor = torch.empty(empty, dtype=dtype, device=self._device())
+                    tensor = torch.empty(empty, dtype=dtype, device=self._device)
                 else:
                     tensor = self._assemble(pieces, axis)
                 if has_backward and name in gradient_names:
@@ -350,7 +361,9 @@ class StageExecutor:
                 while self._pending_sends:
                     self._pending_sends.popleft().wait()
         except GppError as error:
-            raise type(error)(f"rank {self._rank}, stage {self._stage.name}, at {instruction}: {error}") from error
+            raise type(error)(
+                f"rank {self._rank}, stage {self._stage.name}, at {instruction}: {error}"
+            ) from error
         except Exception as error:
             raise RuntimeFailure(
                 f"rank {self._rank}, stage {self._stage.name}, at {instruction}: {type(error).__name__}: {error}"
@@ -367,10 +380,11 @@ class StageExecutor:
         assert transport is not None, "a program with messages needs a transport"
         while self._num_posted < mark:
             message, wires = self._receives[self._num_posted]
-            buffers = [torch.empty(w.shape, dtype=w.dtype, device=self._device()) for w in wires]
+            buffers = [torch.empty(w.shape, dtype=w.dtype, device=self._device) for w in wires]
             self._inbox[message] = buffers
             self._pending_receives[message] = [
-                transport.receive(message, wire.slot, buffer) for wire, buffer in zip(wires, buffers, strict=True)
+                transport.receive(message, wire.slot, buffer)
+                for wire, buffer in zip(wires, buffers, strict=True)
             ]
             self._num_posted += 1
 
@@ -439,15 +453,11 @@ class StageExecutor:
             if node in made:
                 self._result.outputs.setdefault(output, []).append((first, made[node]))
 
-    def _device(self) -> torch.device:
-        return self._parameters[0].device if self._parameters else torch.device("cpu")
-
     def _now(self) -> float:
         if not self._is_recording:
             return 0.0
-        device = self._device()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         return time.perf_counter_ns() / 1e3
 
     def _record(self, kind: EventKind, micro_batch: int, start: float) -> None:

@@ -92,7 +92,9 @@ class StageFunction:
     code: str
 
 
-def build_stage_function(captured: CapturedGraph, nodes: Iterable[str], outputs: Sequence[str]) -> StageFunction:
+def build_stage_function(
+    captured: CapturedGraph, nodes: Iterable[str], outputs: Sequence[str]
+) -> StageFunction:
     """Generate the code of the given operator nodes, with the replicated nodes they need.
 
     Args:
@@ -113,7 +115,9 @@ def build_stage_function(captured: CapturedGraph, nodes: Iterable[str], outputs:
     graph = torch.fx.Graph()
     mapping: dict[torch.fx.Node, torch.fx.Node] = {}
     kept = [node for node in captured.graph.nodes if node.name in wanted]
-    sources = dict.fromkeys(source for node in kept for source in node.all_input_nodes if source.name not in wanted)
+    sources = dict.fromkeys(
+        source for node in kept for source in node.all_input_nodes if source.name not in wanted
+    )
     groups: dict[str, list[torch.fx.Node]] = {"constant": [], "tensor": [], "input": [], "received": []}
     helpers: list[torch.fx.Node] = []
     for source in sources:

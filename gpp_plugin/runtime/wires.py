@@ -44,7 +44,9 @@ class Wire:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def wires_of(message: Message, *, rank: int, plan: PipelinePlan, specs: Mapping[str, TensorSpec]) -> tuple[Wire, ...]:
+def wires_of(
+    message: Message, *, rank: int, plan: PipelinePlan, specs: Mapping[str, TensorSpec]
+) -> tuple[Wire, ...]:
     """Return the tensors of ``message`` as ``rank`` (its sender or receiver) sees them.
 
     Tensors of no elements are left out: nothing travels for them.
@@ -65,7 +67,9 @@ def wires_of(message: Message, *, rank: int, plan: PipelinePlan, specs: Mapping[
             continue
         spec = specs.get(name)
         if spec is None:
-            raise PlanError(f"edge {message.edge} sends {name!r}, which the captured graph does not have; plan anew")
+            raise PlanError(
+                f"edge {message.edge} sends {name!r}, which the captured graph does not have; plan anew"
+            )
         is_batch = spec.layout.kind is LayoutKind.BATCH
         if not is_batch and not message.has_whole_tensors:
             continue

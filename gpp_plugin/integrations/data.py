@@ -1,0 +1,160 @@
+"""Mini-batches for the engine: from the user's iterator, or from a dataset the engine loads itself.
+
+Ranks whose stages read no inputs load nothing. They learn the shape of each mini-batch from a rank that
+does: one number a mini-batch, and the shapes themselves only when they are new.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from gpp_plugin.capture.export import count_samples
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.runtime.batches import Batch, check_batch, collect_mini_batch, shape_key
+
+
+def prepare_batch(model: nn.Module, batch: Any) -> dict[str, Any]:
+    """Return the batch as the model is called with it.
+
+    Contrastive models compute a loss only when asked to: ``return_loss=True`` is added where the
+    model's forward takes it and the batch does not say, as HuggingFace's Trainer does.
+    """
+    prepared = dict(check_batch(batch))
+    if "return_loss" not in prepared and "return_loss" in inspect.signature(model.forward).parameters:
+        prepared["return_loss"] = True
+    return prepared
+
+
+def make_loader(
+    dataset: Any,
+    *,
+    mini_batch: int,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    seed: int,
+    num_workers: int = 0,
+) -> DataLoader[Any]:
+    """Return a loader of whole mini-batches, in the same shuffled order on every rank.
+
+    Raises:
+        ConfigError: the dataset holds fewer samples than one mini-batch.
+    """
+    collate = collate_fn or default_collate
+    if isinstance(dataset, IterableDataset):
+        return DataLoader(dataset, batch_size=mini_batch, drop_last=True, collate_fn=collate)
+    if len(dataset) < mini_batch:
+        raise ConfigError(
+            f"training_data has {len(dataset)} samples, fewer than train_batch_size={mini_batch}; "
+            "lower train_batch_size or give more data"
+        )
+    return DataLoader(
+        dataset,
+        batch_size=mini_batch,
+        shuffle=True,
+        drop_last=True,
+        collate_fn=collate,
+        generator=torch.Generator().manual_seed(seed),
+        num_workers=num_workers,
+    )
+
+
+def sample_from_dataset(
+    dataset: Any, *, num_samples: int, collate_fn: Callable[[list[Any]], Any] | None
+) -> Batch:
+    """Return one collated batch of the dataset's first samples, for capture and profiling."""
+    collate = collate_fn or default_collate
+    if isinstance(dataset, IterableDataset):
+        items = [item for item, _ in zip(dataset, range(num_samples), strict=False)]
+    else:
+        items = [dataset[index] for index in range(min(num_samples, len(dataset)))]
+    if not items:
+        raise ConfigError("training_data is empty; capture needs at least one sample of it")
+    return check_batch(collate(items))
+
+
+def repeat(loader: Iterable[Any]) -> Iterator[Any]:
+    """Yield the loader's batches, starting anew when it ends.
+
+    Raises:
+        ConfigError: the loader yields nothing.
+    """
+    while True:
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            raise ConfigError("the data loader yields no batches; its dataset is smaller than one mini-batch")
+
+
+class Feed:
+    """Gives this rank each mini-batch, or its shape where the rank reads no inputs.
+
+    Args:
+        reads_inputs: whether this rank's stage reads model inputs.
+        source: a rank that does; None where every rank takes the user's own iterator.
+        group: a CPU group of all ranks, for announcements.
+    """
+
+    def __init__(
+        self, *, model: nn.Module, mini_batch: int, reads_inputs: bool, source: int, group: dist.ProcessGroup | None
+    ) -> None:
+        self._model = model
+        self._mini_batch = mini_batch
+        self._reads_inputs = reads_inputs
+        self._source = source
+        self._group = group
+        self._announced: dict[tuple[Any, ...], int] = {}
+        self._shapes: list[dict[str, Any]] = []
+
+    def collect(self, iterator: Iterator[Any], mini_batch: int | None = None) -> dict[str, Any]:
+        """Take one mini-batch from the user's iterator (every rank has the same stream)."""
+        prepared = (prepare_batch(self._model, batch) for batch in iterator)
+        return collect_mini_batch(prepared, mini_batch or self._mini_batch, count_samples)
+
+    def load(self, iterator: Iterator[Any]) -> dict[str, Any]:
+        """Take one mini-batch of the engine's own loader; without inputs, only learn its shape."""
+        batch = self.collect(iterator) if self._reads_inputs else None
+        if self._group is None:
+            assert batch is not None, "a single rank reads all inputs"
+            return batch
+        return self._share_shape(batch)
+
+    def _share_shape(self, batch: dict[str, Any] | None) -> dict[str, Any]:
+        number = torch.zeros(1, dtype=torch.int64)
+        is_source = dist.get_rank() == self._source
+        if is_source:
+            assert batch is not None
+            key = shape_key(batch, self._mini_batch)
+            number[0] = self._announced.setdefault(key, len(self._announced))
+        dist.broadcast(number, src=self._source, group=self._group)
+        index = int(number)
+        if index == len(self._shapes):  # a new shape: its source tells it once
+            told = [_skeleton(batch) if is_source and batch is not None else None]
+            dist.broadcast_object_list(told, src=self._source, group=self._group)
+            assert told[0] is not None
+            self._shapes.append(told[0])
+        return batch if batch is not None else _empty_batch(self._shapes[index])
+
+
+def _skeleton(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: (tuple(value.shape), str(value.dtype)) if isinstance(value, Tensor) else value
+        for key, value in batch.items()
+    }
+
+
+def _empty_batch(skeleton: Mapping[str, Any]) -> dict[str, Any]:
+    def build(value: Any) -> Any:
+        if not isinstance(value, tuple):
+            return value
+        shape, dtype = value
+        return torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device="meta")
+
+    return {key: build(value) for key, value in skeleton.items()}

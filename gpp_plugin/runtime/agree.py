@@ -1,0 +1,74 @@
+"""Decisions all ranks must share: made once on rank 0, told to the others, or refused by all."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gpp_plugin import errors
+from gpp_plugin.errors import CommTimeout, GppError
+from gpp_plugin.ir.serialize import dumps, loads
+
+T = TypeVar("T")
+
+
+def call_on_rank_zero(
+    make: Callable[[], T], kind: type[T], *, what: str, group: dist.ProcessGroup | None, timeout_s: float
+) -> T:
+    """Call ``make`` on rank 0 alone and return its result on every rank.
+
+    Args:
+        kind: the `ir` dataclass that ``make`` returns.
+        what: the phase, for errors (``profile``, ``plan``).
+        group: a CPU group of all ranks; None for a single rank.
+        timeout_s: how long the other ranks wait.
+
+    Raises:
+        GppError: ``make`` raised it on rank 0; every rank raises the same.
+        CommTimeout: rank 0 did not answer in time.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return make()
+    answer = b""
+    failure: BaseException | None = None
+    result: T | None = None
+    if dist.get_rank() == 0:
+        try:
+            result = make()
+            answer = json.dumps({"value": dumps(result)}).encode()
+        except Exception as error:  # the others must not wait for an answer that will not come
+            failure = error
+            name = type(error).__name__ if isinstance(error, GppError) else "GppError"
+            text = str(error) if isinstance(error, GppError) else f"{what} failed: {type(error).__name__}: {error}"
+            answer = json.dumps({"error": name, "text": text}).encode()
+    length = torch.tensor([len(answer)], dtype=torch.int64)
+    _broadcast(length, what, group, timeout_s)
+    body = torch.empty(int(length), dtype=torch.uint8)
+    if answer:
+        body.copy_(torch.frombuffer(bytearray(answer), dtype=torch.uint8))
+    _broadcast(body, what, group, timeout_s)
+    if failure is not None:
+        raise failure
+    if result is not None:
+        return result
+    told = json.loads(body.numpy().tobytes())
+    if "error" in told:
+        raise getattr(errors, told["error"], GppError)(told["text"])
+    return loads(kind, told["value"])
+
+
+def _broadcast(tensor: torch.Tensor, what: str, group: dist.ProcessGroup, timeout_s: float) -> None:
+    work = dist.broadcast(tensor, src=0, group=group, async_op=True)
+    assert work is not None
+    try:
+        work.wait(datetime.timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise CommTimeout(
+            f"rank {dist.get_rank()} waited {timeout_s:g} s for the {what} of rank 0, which did not come; "
+            "look at rank 0's output"
+        ) from error

@@ -1,0 +1,262 @@
+"""One rank's part of a pipeline: its stage's parameters, and executors compiled for each shape.
+
+A `Lane` is the pipeline in one mode, training or evaluation: a captured graph, the plan on it, this
+rank's program, and a bounded cache of executors, one for each shape of the batches. The stage's
+parameters are shared by both lanes. Nothing here depends on DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpp_plugin.capture.coarsen import coarsen
+from gpp_plugin.capture.export import capture_model, recapture, resize_batch
+from gpp_plugin.capture.graph import CapturedGraph
+from gpp_plugin.errors import CaptureError
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import InstructionKind, RankProgram
+from gpp_plugin.runtime.batches import Batch, shape_key, slice_batch
+from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor, StageHooks
+from gpp_plugin.runtime.stage_module import StageFunction, StageModule, build_stage_function
+from gpp_plugin.runtime.transport import Channel, Transport
+from gpp_plugin.schedule.build import build_schedules, forward_schedules
+from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.schedule.validate import validate_programs
+
+logger = logging.getLogger(__name__)
+
+MAX_SHAPES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """A model as captured once, in one mode, at the sizes of the sample batch."""
+
+    captured: CapturedGraph
+    block_graph: BlockGraph
+    granularity: str
+
+
+def capture_reference(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    num_samples: int,
+    granularity: str = "layer",
+    is_training: bool = True,
+    outputs: Sequence[str] = (),
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> Reference:
+    """Capture ``model`` at ``num_samples`` samples and coarsen it to blocks.
+
+    Raises:
+        CaptureError: the model cannot be exported.
+    """
+    captured = capture_model(
+        model,
+        resize_batch(batch, num_samples),
+        training=is_training,
+        outputs=outputs,
+        dtype=dtype,
+        device=device,
+    )
+    graph = coarsen(captured, granularity=granularity)
+    return Reference(captured=captured, block_graph=graph, granularity=granularity)
+
+
+def forward_only_stages(plan: PipelinePlan, block_graph: BlockGraph) -> frozenset[int]:
+    """Return the stages through which no gradient flows: frozen, or without parameters before any."""
+    needs = set()
+    for index, stage in enumerate(plan.stages):
+        yields_loss = block_graph.loss_block in stage.blocks
+        if yields_loss or any(edge.gradient_tensors for edge in plan.edges if edge.src == index):
+            needs.add(index)
+    return frozenset(range(len(plan.stages))) - needs
+
+
+def tied_stages(plan: PipelinePlan, block_graph: BlockGraph) -> dict[str, tuple[int, ...]]:
+    """Return the parameters used on several stages, parameter name -> stage indices."""
+    stage_of = {block: index for index, stage in enumerate(plan.stages) for block in stage.blocks}
+    shared = {}
+    for name, blocks in block_graph.tied.items():
+        stages = tuple(sorted({stage_of[block] for block in blocks}))
+        if len(stages) > 1:
+            shared[name] = stages
+    return shared
+
+
+def make_programs(
+    plan: PipelinePlan, block_graph: BlockGraph, *, is_training: bool = True
+) -> tuple[RankProgram, ...]:
+    """Schedule, lower and validate ``plan``: the programs of all ranks.
+
+    Raises:
+        ScheduleError: the programs would deadlock, reorder messages or exceed their in-flight counts.
+    """
+    if not is_training:
+        schedules = forward_schedules(plan)
+        programs = lower_schedules(plan, schedules, training=False)
+    else:
+        frozen = forward_only_stages(plan, block_graph)
+        tied = {stage for stages in tied_stages(plan, block_graph).values() for stage in stages}
+        schedules = build_schedules(plan, forward_only_stages=frozen)
+        programs = lower_schedules(
+            plan, schedules, tied_stages=tuple(sorted(tied)), forward_only_stages=frozen
+        )
+    validate_programs(plan, schedules, programs)
+    return programs
+
+
+def channels_of(programs: Sequence[RankProgram]) -> set[Channel]:
+    """Return every channel that the programs of all ranks use."""
+    return {
+        message.channel
+        for program in programs
+        for instruction in program.instructions
+        if instruction.kind is InstructionKind.EXCHANGE
+        for message in (*instruction.sends, *instruction.receives)
+    }
+
+
+class Lane:
+    """This rank's pipeline in one mode.
+
+    Args:
+        model: as the user gave it; only its structure is read after parameters were taken from it.
+        reference: the model captured in this mode, and its blocks.
+        plan: on ``reference.block_graph``.
+        program: this rank's.
+        module: the stage's parameters; None until `bind`.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        reference: Reference,
+        plan: PipelinePlan,
+        program: RankProgram,
+        transport: Transport | None,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.plan = plan
+        self.reference = reference
+        self.stage_index = program.stage
+        self._model = model
+        self._program = program
+        self._transport = transport
+        self._device = device
+        self._dtype = dtype
+        self._tensors: Mapping[str, Tensor] = {}
+        self._hooks: StageHooks | None = None
+        self._executors: OrderedDict[tuple[Any, ...], tuple[StageExecutor, StageFunction]] = OrderedDict()
+        self._has_warned = False
+
+    @property
+    def is_training(self) -> bool:
+        """Return whether the lane was captured in training mode."""
+        return self.reference.captured.is_training
+
+    def stage_nodes(self, captured: CapturedGraph, graph: BlockGraph) -> list[str]:
+        """Return the operator nodes of this rank's stage in a graph captured at any shape.
+
+        Raises:
+            CaptureError: the graph lacks one of the stage's blocks.
+        """
+        blocks = {block.name: block for block in graph.blocks}
+        stage = self.plan.stages[self.stage_index]
+        missing = [name for name in stage.blocks if name not in blocks]
+        if missing:
+            raise CaptureError(
+                f"stage {stage.name}: blocks {missing[:3]} are gone from the graph captured at "
+                f"{captured.op_graph.num_samples} samples; the model's structure depends on its input shapes"
+            )
+        return [node for name in stage.blocks for node in blocks[name].nodes]
+
+    def stage_function(self, captured: CapturedGraph, graph: BlockGraph) -> StageFunction:
+        """Generate the stage's code from a captured graph."""
+        nodes = self.stage_nodes(captured, graph)
+        own = set(nodes)
+        edges = [edge for edge in self.plan.edges if edge.src == self.stage_index]
+        outputs = [name for edge in edges for name in (*edge.batch_tensors, *edge.whole_tensors)]
+        if captured.op_graph.loss in own:
+            outputs.append(str(captured.op_graph.loss))
+        outputs += [node for node in captured.op_graph.outputs.values() if node in own]
+        return build_stage_function(captured, nodes, tuple(dict.fromkeys(outputs)))
+
+    def needed_tensors(self) -> tuple[str, ...]:
+        """Return the parameters and buffers this rank's stage reads."""
+        return self.stage_function(self.reference.captured, self.reference.block_graph).tensors
+
+    def bind(self, module: StageModule, hooks: StageHooks | None) -> None:
+        """Use these parameters and this optimizer side from now on; drops compiled executors."""
+        self._tensors = module.named_tensors()
+        self._hooks = hooks
+        self._executors.clear()
+
+    def run(self, batch: Batch, *, record: bool = False) -> MiniBatchResult:
+        """Run one mini-batch of ``plan.mini_batch`` samples; only this rank's rows are read."""
+        executor, function = self._executor_for(batch)
+        specs = {spec.name: spec for spec in self.reference.captured.op_graph.inputs}
+        inputs = slice_batch(
+            batch,
+            function.batch_inputs,
+            stage=self.plan.stages[self.stage_index],
+            rank=self._program.rank,
+            num_micro_batches=self.plan.num_micro_batches(self.stage_index),
+            specs=specs,
+            device=self._device,
+            dtype=self._dtype,
+        )
+        return executor.run(inputs, record=record)
+
+    def _executor_for(self, batch: Batch) -> tuple[StageExecutor, StageFunction]:
+        key = shape_key(batch, self.plan.mini_batch)
+        found = self._executors.get(key)
+        if found is not None:
+            self._executors.move_to_end(key)
+            return found
+        if len(self._executors) >= MAX_SHAPES:
+            self._executors.popitem(last=False)
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "more than %d input shapes seen; each new one is captured again (about a second). "
+                    "Pad sequences to a few lengths (bucketing) to avoid it",
+                    MAX_SHAPES,
+                )
+        self._executors[key] = self._compile(batch)
+        return self._executors[key]
+
+    def _compile(self, batch: Batch) -> tuple[StageExecutor, StageFunction]:
+        stage = self.plan.stages[self.stage_index]
+        local = resize_batch(batch, stage.local_batch_size)
+        captured = recapture(self._model, self.reference.captured, local)
+        graph = coarsen(captured, granularity=self.reference.granularity)
+        function = self.stage_function(captured, graph)
+        own = set(function.outputs)
+        loss = captured.op_graph.loss
+        executor = StageExecutor(
+            plan=self.plan,
+            program=self._program,
+            function=function,
+            parameters=[self._tensors[name] for name in function.tensors],
+            specs=graph.tensors,
+            transport=self._transport,
+            hooks=self._hooks,
+            device=self._device,
+            loss=loss if loss in own else None,
+            named_outputs={name: node for name, node in captured.op_graph.outputs.items() if node in own},
+            is_training=self.is_training,
+        )
+        return executor, function

@@ -93,25 +93,27 @@ class StageFunction:
 
 
 def build_stage_function(
-    captured: CapturedGraph, nodes: Iterable[str], outputs: Sequence[str]
+    captured: CapturedGraph, nodes: Iterable[str], outputs: Sequence[str], *, with_replicated: bool = True
 ) -> StageFunction:
     """Generate the code of the given operator nodes, with the replicated nodes they need.
 
     Args:
         nodes: names of the operator nodes of the stage's blocks.
         outputs: names of nodes to return.
+        with_replicated: compute replicated nodes here; if not, they are received (profiling times them apart).
 
     Raises:
         CaptureError: an output is not among the stage's nodes.
     """
     by_name = {node.name: node for node in captured.graph.nodes}
-    missing = sorted(set(nodes) - set(by_name))
+    nodes = set(nodes)
+    missing = sorted(nodes - set(by_name))
     if missing:
         raise CaptureError(
             f"the graph captured at {captured.op_graph.num_samples} samples has no nodes {missing[:4]}; "
             "the model's graph changes with the shape of its inputs, use one shape or pad to a few"
         )
-    wanted = captured.replicated_closure(nodes)
+    wanted = captured.replicated_closure(nodes) if with_replicated else nodes
     graph = torch.fx.Graph()
     mapping: dict[torch.fx.Node, torch.fx.Node] = {}
     kept = [node for node in captured.graph.nodes if node.name in wanted]

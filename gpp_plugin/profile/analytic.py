@@ -1,0 +1,251 @@
+"""Costs of blocks derived from FLOPs, bytes and a device description; pure Python, for absent devices.
+
+One operator costs a launch and the slower of arithmetic and memory traffic (the roofline model; Williams,
+Waterman, Patterson, "Roofline: an insightful visual performance model", CACM 2009):
+
+    time_us = launch_us + 1e6 * max(flops / (efficiency * flops_per_s), bytes / memory_bytes_per_s)
+
+With an `OpGraph` the formula is applied to every operator of the block and the times are added:
+
+    forward    flops = OpNode.flops;      bytes = operands + parameters read + result
+    backward   flops = forward flops x g; bytes = forward bytes x g
+               g = operands with a gradient (activations or matrix-shaped trainable parameters), 2 at most:
+               each operand's gradient of a bilinear operator costs one forward; an operator with at least
+               one such operand is launched g times, one without is not run
+
+Without it (paper models that were never captured) a block is one operator with one launch per node:
+
+    forward    bytes = parameters + tensors in + tensors out + 2 x saved_bytes (each written and read)
+    backward   g = [a gradient flows in from a producer] + trainable_bytes / parameter_bytes
+               (parameter-free blocks: 1 + 1, as in attention scores, where a gradient flows)
+
+FLOPs and BATCH tensors scale with the samples, parameters and tensors without a batch axis do not; the
+quadratic part of in-batch losses is thus linearised around ``BlockGraph.num_samples``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gpp_plugin.errors import ProfileError
+from gpp_plugin.ir.block_graph import Block, BlockGraph
+from gpp_plugin.ir.cluster import Device
+from gpp_plugin.ir.op_graph import OpGraph, OpNode, Parameter
+from gpp_plugin.ir.profile import BlockCost, Profile
+from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
+
+ADAM_STATE_BYTES = 8
+"""Two fp32 moments a parameter; add 4 for the fp32 master copy of mixed precision."""
+
+
+def default_sample_counts(largest: int) -> tuple[int, ...]:
+    """Return at most five powers of two from 1 to ``largest`` (itself included), evenly spread.
+
+    >>> default_sample_counts(64)
+    (1, 4, 16, 64)
+    >>> default_sample_counts(6)
+    (1, 2, 4, 6)
+
+    Raises:
+        ValueError: ``largest`` is not positive.
+    """
+    if largest < 1:
+        raise ValueError(f"largest must be at least 1, not {largest}")
+    powers = [1 << i for i in range(largest.bit_length())]
+    stride = -(-len(powers) // 5)
+    kept = powers[::-1][::stride][::-1] if powers[-1] == largest else powers[::stride]
+    return tuple(sorted({1, *kept, largest}))
+
+
+def validate_sample_counts(sample_counts: Sequence[int]) -> tuple[int, ...]:
+    """Return ``sample_counts`` as a tuple.
+
+    Raises:
+        ValueError: none given, not positive, or not increasing.
+    """
+    counts = tuple(sample_counts)
+    if not counts or counts[0] < 1 or any(a >= b for a, b in zip(counts, counts[1:], strict=False)):
+        raise ValueError(f"sample_counts must be increasing positive numbers, not {list(counts)}")
+    return counts
+
+
+def analytic_profile(
+    block_graph: BlockGraph,
+    device: Device,
+    *,
+    sample_counts: Sequence[int] = (1,),
+    optimizer_bytes_per_parameter: float = ADAM_STATE_BYTES,
+    element_bytes: int = 4,
+    op_graph: OpGraph | None = None,
+) -> Profile:
+    """Return the costs of every block on a device that need not be present (formula in the module's docstring).
+
+    Args:
+        sample_counts: numbers of samples to give times at, increasing.
+        optimizer_bytes_per_parameter: optimizer state for each trainable parameter (8: Adam in fp32; 12: Adam
+            with an fp32 master copy).
+        element_bytes: bytes of one parameter in the training dtype.
+        op_graph: the captured operators; without it a block is treated as one operator.
+
+    Raises:
+        ProfileError: a block names operators that ``op_graph`` lacks.
+        ValueError: ``sample_counts`` is not increasing and positive.
+    """
+    counts = validate_sample_counts(sample_counts)
+    timer: _OperatorTimer | _BlockTimer
+    timer = (
+        _OperatorTimer.of(op_graph, device) if op_graph is not None else _BlockTimer.of(block_graph, device)
+    )
+    costs = []
+    for block in block_graph.blocks:
+        times = [timer.time(block, n) for n in counts]
+        trainable_parameters = block.trainable_bytes / element_bytes
+        costs.append(
+            BlockCost(
+                block=block.name,
+                samples=counts,
+                forward_us=tuple(forward for forward, _ in times),
+                backward_us=tuple(backward for _, backward in times),
+                saved_bytes_per_sample=block.saved_bytes / block_graph.num_samples,
+                parameter_bytes=block.parameter_bytes,
+                gradient_bytes=block.trainable_bytes,
+                optimizer_bytes=round(trainable_parameters * optimizer_bytes_per_parameter),
+                transient_bytes_per_sample=_largest_output(block, block_graph) / block_graph.num_samples,
+            )
+        )
+    return Profile(graph=fingerprint(block_graph), device=device.name, source="analytic", costs=tuple(costs))
+
+
+def roofline_us(device: Device, *, flops: float, num_bytes: float, launches: float = 1.0) -> float:
+    """Return microseconds of an operator: launches, then the slower of arithmetic and memory traffic."""
+    arithmetic_s = flops / (device.flops_per_s * device.efficiency)
+    return device.launch_us * launches + max(arithmetic_s, num_bytes / device.memory_bytes_per_s) * 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockTimer:
+    """Times of a block from its totals."""
+
+    device: Device
+    num_samples: int
+    tensors_in: Mapping[str, list[TensorSpec]]
+    tensors_out: Mapping[str, list[TensorSpec]]
+
+    @classmethod
+    def of(cls, graph: BlockGraph, device: Device) -> _BlockTimer:
+        tensors_in: dict[str, dict[str, TensorSpec]] = defaultdict(dict)
+        tensors_out: dict[str, dict[str, TensorSpec]] = defaultdict(dict)
+        for edge in graph.edges:
+            for name in edge.tensors:
+                tensors_in[edge.dst][name] = graph.tensors[name]
+                tensors_out[edge.src][name] = graph.tensors[name]
+        return cls(
+            device,
+            graph.num_samples,
+            {name: list(specs.values()) for name, specs in tensors_in.items()},
+            {name: list(specs.values()) for name, specs in tensors_out.items()},
+        )
+
+    def time(self, block: Block, num_samples: int) -> tuple[float, float]:
+        scale = num_samples / self.num_samples
+        tensors_in = self.tensors_in.get(block.name, [])
+        moved = sum(t.bytes_for(num_samples) for t in (*tensors_in, *self.tensors_out.get(block.name, [])))
+        num_bytes = block.parameter_bytes + moved + 2.0 * block.saved_bytes * scale
+        flops = block.flops * scale
+        launches = max(1, len(block.nodes))
+        forward = roofline_us(self.device, flops=flops, num_bytes=num_bytes, launches=launches)
+        needs_input_gradient = any(t.requires_grad for t in tensors_in)
+        if block.parameter_bytes:
+            factor = float(needs_input_gradient) + block.trainable_bytes / block.parameter_bytes
+        else:
+            factor = 2.0 * needs_input_gradient
+        if factor == 0.0:
+            return forward, 0.0
+        return forward, roofline_us(
+            self.device, flops=flops * factor, num_bytes=num_bytes * factor, launches=launches * factor
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _OperatorTimer:
+    """Times of a block as the sum over its operators."""
+
+    device: Device
+    num_samples: int
+    nodes: Mapping[str, OpNode]
+    parameters: Mapping[str, Parameter]
+    inputs: Mapping[str, TensorSpec]
+
+    @classmethod
+    def of(cls, graph: OpGraph, device: Device) -> _OperatorTimer:
+        parameters = {name: p for p in graph.parameters for name in (p.name, *p.aliases)}
+        nodes = {node.name: node for node in graph.nodes}
+        return cls(device, graph.num_samples, nodes, parameters, {spec.name: spec for spec in graph.inputs})
+
+    def time(self, block: Block, num_samples: int) -> tuple[float, float]:
+        missing = [name for name in block.nodes if name not in self.nodes]
+        if missing:
+            raise ProfileError(
+                f"block {block.name!r} names operators {missing[:3]} that the operator graph of "
+                "its model lacks; pass the OpGraph the BlockGraph was made from"
+            )
+        forward = backward = 0.0
+        for name in block.nodes:
+            node = self.nodes[name]
+            if is_free(node):
+                continue
+            flops = node.flops * (num_samples / self.num_samples if _has_batch(node) else 1.0)
+            num_bytes = self._bytes(node, num_samples)
+            factor = min(2, sum(map(self._takes_gradient, node.inputs)))
+            forward += roofline_us(self.device, flops=flops, num_bytes=num_bytes)
+            if factor:
+                backward += roofline_us(
+                    self.device, flops=flops * factor, num_bytes=num_bytes * factor, launches=factor
+                )
+        return forward, backward
+
+    def _bytes(self, node: OpNode, num_samples: int) -> float:
+        total = float(node.output.bytes_for(num_samples)) if node.output is not None else 0.0
+        for name in node.inputs:
+            spec = self._spec(name)
+            if spec is not None:
+                total += spec.bytes_for(num_samples)
+            elif name in self.parameters:
+                total += self.parameters[name].bytes
+        return total
+
+    def _spec(self, name: str) -> TensorSpec | None:
+        return self.nodes[name].output if name in self.nodes else self.inputs.get(name)
+
+    def _takes_gradient(self, name: str) -> bool:
+        """Return whether the backward computes a gradient for this operand that costs a forward."""
+        parameter = self.parameters.get(name)
+        if parameter is not None:  # the gradient of a bias is a by-product
+            return parameter.requires_grad and not parameter.is_buffer and len(parameter.shape) > 1
+        spec = self._spec(name)
+        return spec is not None and spec.requires_grad
+
+
+_FREE = frozenset(
+    {"view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice",
+     "select", "alias", "detach", "split", "split_with_sizes", "chunk", "unbind", "narrow"}
+)  # fmt: skip
+
+
+def is_free(node: OpNode) -> bool:
+    """Return whether the operator only makes a view, so that no kernel runs."""
+    parts = node.target.replace("::", ".").split(".")
+    return "getitem" in node.target or any(part in _FREE for part in parts[:2])
+
+
+def _has_batch(node: OpNode) -> bool:
+    return node.output is None or node.output.layout.kind is not LayoutKind.UNIFORM
+
+
+def _largest_output(block: Block, graph: BlockGraph) -> int:
+    """Return the bytes of the largest tensor that leaves the block: its gradient is held while it runs."""
+    names = {name for edge in graph.edges if edge.src == block.name for name in edge.tensors}
+    return max((graph.tensors[name].bytes_for(graph.num_samples) for name in names), default=0)

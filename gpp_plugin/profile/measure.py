@@ -1,0 +1,370 @@
+"""Measured costs: every distinct block is run on the device at hand, forward and backward, at a few sizes.
+
+Blocks run one at a time, in order, on what the blocks before them made from a real batch; values are dropped
+after their last reader. Blocks with the same operators, shapes and gradient flags (encoder layers 0 to 23) are
+measured once and share the result unless asked otherwise. Parameters on the meta device get random values for
+as long as their block is measured.
+
+What a block saves for backward is counted by storage: parameters never, and a tensor that several blocks keep
+(an encoder's output under every cross-attention) once, at the first block, so that the bytes of the blocks of a
+stage add up to the bytes of the stage. Nodes replicated in each stage (masks) are charged to the first reader.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpp_plugin.capture.graph import CapturedGraph
+from gpp_plugin.capture.samples import resize_batch
+from gpp_plugin.errors import GppError, ProfileError
+from gpp_plugin.ir.block_graph import Block, BlockGraph
+from gpp_plugin.ir.op_graph import OpGraph, Parameter
+from gpp_plugin.ir.profile import BlockCost, Profile
+from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.profile.analytic import ADAM_STATE_BYTES, default_sample_counts, validate_sample_counts
+from gpp_plugin.profile.code import BlockCode, block_codes
+from gpp_plugin.profile.store import CostStore
+from gpp_plugin.profile.timing import Measurement, Operands, measure
+from gpp_plugin.runtime.stage_module import StageFunction
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int, str], None]
+"""Called with (blocks done, blocks in all, what comes next)."""
+
+
+def profile_blocks(
+    captured: CapturedGraph,
+    block_graph: BlockGraph,
+    *,
+    model_state: Mapping[str, Tensor],
+    batch: Mapping[str, Any],
+    capture_at: Callable[[int], CapturedGraph] | None = None,
+    sample_counts: Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+    threads: int | None = None,
+    repeats: int = 7,
+    optimizer_bytes_per_parameter: float = ADAM_STATE_BYTES,
+    share_identical: bool = True,
+    cache_dir: str | Path | None = None,
+    use_cache: bool = True,
+    progress: Progress | None = None,
+) -> Profile:
+    """Measure every block of ``block_graph`` and return its costs.
+
+    Args:
+        captured: the graph ``block_graph`` was made from.
+        model_state: parameters and buffers by HuggingFace name; those on the meta device get random values.
+        batch: a real batch; as many samples as needed are taken from it, repeated where it is short.
+        capture_at: returns the graph captured at a number of samples; needed for counts other than the captured.
+        sample_counts: samples at which to time, increasing; powers of two up to the captured number by default.
+        device: where to measure; that of ``model_state`` by default (CPU if it is on meta).
+        threads: CPU threads while measuring (what one rank will have); unchanged if None.
+        repeats: timed runs of which the median counts.
+        optimizer_bytes_per_parameter: optimizer state for each trainable parameter (8: Adam in fp32; 12: Adam
+            with an fp32 master copy).
+        share_identical: measure one of each group of identical blocks.
+        cache_dir: directory of the `CostStore`; its default if None.
+        use_cache: look a stored profile up first, and store what is measured.
+
+    Raises:
+        ProfileError: a block cannot be run; the message names it.
+        ValueError: ``sample_counts`` is not increasing and positive, or needs ``capture_at``.
+    """
+    captured_samples = captured.op_graph.num_samples
+    counts = _sample_counts(sample_counts, captured_samples, has_capture_at=capture_at is not None)
+    where = _device_of(model_state) if device is None else torch.device(device)
+    num_threads = threads or torch.get_num_threads()
+    name = describe_device(where, num_threads)
+
+    def measure_all() -> Profile:
+        results: list[dict[str, tuple[float, float, int, int]]] = []
+        with _undisturbed(where, num_threads):
+            for position, n in enumerate(counts):
+                at_n = captured if n == captured_samples else _capture(capture_at, n)
+                survey = _Survey(
+                    captured=at_n,
+                    block_graph=block_graph,
+                    state=model_state,
+                    batch=batch,
+                    device=where,
+                    repeats=repeats,
+                    share_identical=share_identical,
+                    with_peak=n == counts[-1],
+                )
+                results.append(survey.run(_report_from(progress, position, len(counts))))
+        costs = tuple(
+            _block_cost(
+                block,
+                counts,
+                [at_n[block.name] for at_n in results],
+                round(_trainable_parameters(block, captured.op_graph) * optimizer_bytes_per_parameter),
+            )
+            for block in block_graph.blocks
+        )
+        return Profile(graph=fingerprint(block_graph), device=name, source="measured", costs=costs)
+
+    if not use_cache:
+        return measure_all()
+    key = {
+        "graph": fingerprint(block_graph),
+        "operators": fingerprint(captured.op_graph),
+        "is_training": captured.is_training,
+        "samples": list(counts),
+        "device": name,
+        "torch": str(torch.__version__),
+        "optimizer_bytes_per_parameter": optimizer_bytes_per_parameter,
+        "share_identical": share_identical,
+        "repeats": repeats,
+    }
+    return CostStore(cache_dir).find_or_measure(key, measure_all)
+
+
+def describe_device(device: torch.device, threads: int) -> str:
+    """Return the device as a `Profile` names it, e.g. ``cpu (2 threads)``."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{device.type} ({threads} thread{'s' if threads != 1 else ''})"
+
+
+class _Survey:
+    """One pass over all blocks at one number of samples."""
+
+    def __init__(
+        self,
+        *,
+        captured: CapturedGraph,
+        block_graph: BlockGraph,
+        state: Mapping[str, Tensor],
+        batch: Mapping[str, Any],
+        device: torch.device,
+        repeats: int,
+        share_identical: bool,
+        with_peak: bool,
+    ) -> None:
+        self._captured = captured
+        self._num_samples = captured.op_graph.num_samples
+        self._state = state
+        self._device = device
+        self._repeats = repeats
+        self._share = share_identical
+        self._with_peak = with_peak
+        self._codes = block_codes(captured, block_graph)
+        resized = resize_batch(batch, self._num_samples)
+        self._inputs = {key: resized[key].to(device) for key in captured.inputs.values()}
+        self._parameters = {n: p for p in captured.op_graph.parameters for n in (p.name, *p.aliases)}
+        self._takes_gradient = {
+            node.name: captured.is_training and node.output is not None and node.output.requires_grad
+            for node in captured.op_graph.nodes
+        }
+        self._values: dict[str, Tensor] = {}
+        self._last_reader = _last_readers(self._codes)
+        self._shared: dict[str, Measurement] = {}
+        self._recurs = Counter(code.signature for code in self._codes)
+        self._held = _Held()
+
+    def run(self, report: Callable[[int, int, str], None]) -> dict[str, tuple[float, float, int, int]]:
+        """Return (forward us, backward us, saved bytes, transient bytes) of every block."""
+        results = {}
+        for position, code in enumerate(self._codes):
+            report(position, len(self._codes), f"{code.block} at {self._num_samples} samples")
+            try:
+                replica = self._run(code.replicas) if code.replicas is not None else None
+                block = self._shared.get(code.signature) if self._share else None
+                if block is None:
+                    block = self._run(code.function)
+            except GppError:
+                raise
+            except Exception as error:  # whatever an operator raises must say which block it was in
+                raise ProfileError(
+                    f"block {code.block!r} cannot be run at {self._num_samples} samples on {self._device}: "
+                    f"{type(error).__name__}: {error}; lower the largest micro-batch if memory is short"
+                ) from error
+            if self._share and self._recurs[code.signature] > 1:
+                self._shared[code.signature] = block
+            saved = 0
+            forward_us = block.forward_us
+            if replica is not None and code.replicas is not None:
+                forward_us += replica.forward_us
+                saved += self._keep(code.replicas, replica)
+            saved += self._keep(code.function, block)
+            results[code.block] = (forward_us, block.backward_us, saved, block.transient_bytes)
+            self._drop(position)
+        return results
+
+    def _run(self, function: StageFunction) -> Measurement:
+        parameters = tuple(self._materialise(self._parameters[name]) for name in function.tensors)
+        operands = Operands(
+            call=function.call,
+            parameters=parameters,
+            inputs=tuple(self._inputs[key] for key in function.batch_inputs),
+            received=tuple(self._values[name] for name in function.received),
+            takes_gradient=tuple(self._takes_gradient[name] for name in function.received),
+            is_training=self._captured.is_training,
+        )
+        return measure(operands, device=self._device, repeats=self._repeats, with_peak=self._with_peak)
+
+    def _materialise(self, parameter: Parameter) -> Tensor:
+        """Return the tensor to measure with: the real one detached, or random values for a meta one."""
+        names = (parameter.name, *parameter.aliases)
+        tensor = next((self._state[name] for name in names if name in self._state), None)
+        if tensor is None:
+            raise ProfileError(
+                f"model_state has no {parameter.name!r}; pass all parameters and buffers of the model"
+            )
+        dtype: torch.dtype = getattr(torch, parameter.dtype)
+        if tensor.is_meta:
+            shape = parameter.shape
+            if dtype.is_floating_point or dtype.is_complex:
+                value = torch.randn(shape, dtype=dtype, device=self._device).mul_(0.02)
+            else:
+                value = torch.zeros(shape, dtype=dtype, device=self._device)
+        else:
+            value = tensor.detach().to(device=self._device, dtype=dtype)
+            if parameter.is_mutated and value.data_ptr() == tensor.data_ptr():
+                value = value.clone()
+        trains = self._captured.is_training and parameter.requires_grad and not parameter.is_buffer
+        return value.requires_grad_(trains)
+
+    def _keep(self, function: StageFunction, measured: Measurement) -> int:
+        """Store the outputs and return the bytes that this code is the first to save."""
+        self._values.update(zip(function.outputs, measured.outputs, strict=True))
+        return self._held.add(function, measured)
+
+    def _drop(self, position: int) -> None:
+        for name in [n for n in self._values if self._last_reader.get(n, -1) <= position]:
+            del self._values[name]
+
+
+class _Held:
+    """Which tensors are already saved for backward by an earlier block."""
+
+    def __init__(self) -> None:
+        self._root: dict[str, str] = {}
+        self._saved: set[str] = set()
+
+    def add(self, function: StageFunction, measured: Measurement) -> int:
+        """Return the bytes ``function`` saves that no earlier one does."""
+        total = measured.saved_inside
+        operands = [
+            *(
+                (f"batch {key}", b)
+                for key, b in zip(function.batch_inputs, measured.saved_inputs, strict=True)
+            ),
+            *zip(function.received, measured.saved_received, strict=True),
+        ]
+        for name, num_bytes in operands:
+            root = self._root.get(name, name)
+            if num_bytes and root not in self._saved:
+                total += num_bytes
+                self._saved.add(root)
+        for name, origin, is_saved in zip(
+            function.outputs, measured.output_origin, measured.is_output_saved, strict=True
+        ):
+            if origin is None:
+                root = name
+            else:
+                source = function.received[origin] if origin >= 0 else function.outputs[-1 - origin]
+                root = self._root.get(source, source)
+            self._root[name] = root
+            if is_saved:
+                self._saved.add(root)
+        return total
+
+
+def _last_readers(codes: Sequence[BlockCode]) -> dict[str, int]:
+    last: dict[str, int] = {}
+    for position, code in enumerate(codes):
+        for function in (code.replicas, code.function):
+            if function is not None:
+                last.update(dict.fromkeys(function.received, position))
+    return last
+
+
+def _block_cost(
+    block: Block, counts: tuple[int, ...], results: list[tuple[float, float, int, int]], optimizer_bytes: int
+) -> BlockCost:
+    """Fit the saved bytes as fixed + per sample through the smallest and the largest count."""
+    saved = [result[2] for result in results]
+    if len(counts) > 1:
+        per_sample = max(0.0, (saved[-1] - saved[0]) / (counts[-1] - counts[0]))
+        fixed = max(0.0, saved[-1] - per_sample * counts[-1])
+    else:
+        per_sample, fixed = saved[0] / counts[0], 0.0
+    return BlockCost(
+        block=block.name,
+        samples=counts,
+        forward_us=tuple(result[0] for result in results),
+        backward_us=tuple(result[1] for result in results),
+        saved_bytes_per_sample=per_sample,
+        saved_bytes_fixed=fixed,
+        parameter_bytes=block.parameter_bytes,
+        gradient_bytes=block.trainable_bytes,
+        optimizer_bytes=optimizer_bytes,
+        transient_bytes_per_sample=results[-1][3] / counts[-1],
+    )
+
+
+def _trainable_parameters(block: Block, op_graph: OpGraph) -> int:
+    names = set(block.parameters)
+    return sum(
+        torch.Size(p.shape).numel()
+        for p in op_graph.parameters
+        if p.requires_grad and not p.is_buffer and not names.isdisjoint((p.name, *p.aliases))
+    )
+
+
+def _sample_counts(given: Sequence[int] | None, captured: int, *, has_capture_at: bool) -> tuple[int, ...]:
+    if given is None:
+        return default_sample_counts(captured) if has_capture_at else (captured,)
+    counts = validate_sample_counts(given)
+    if counts != (captured,) and not has_capture_at:
+        raise ValueError(
+            f"sample_counts {list(counts)} need capture_at; the graph was captured at {captured} only"
+        )
+    return counts
+
+
+def _capture(capture_at: Callable[[int], CapturedGraph] | None, num_samples: int) -> CapturedGraph:
+    assert capture_at is not None
+    captured = capture_at(num_samples)
+    if captured.op_graph.num_samples != num_samples:
+        raise ProfileError(
+            f"capture_at({num_samples}) returned a graph of {captured.op_graph.num_samples} samples; "
+            "it must capture at the number it is given"
+        )
+    return captured
+
+
+def _device_of(state: Mapping[str, Tensor]) -> torch.device:
+    return next((t.device for t in state.values() if not t.is_meta), torch.device("cpu"))
+
+
+def _report_from(progress: Progress | None, survey: int, num_surveys: int) -> Callable[[int, int, str], None]:
+    def report(done: int, total: int, text: str) -> None:
+        logger.debug("profiling %s", text)
+        if progress is not None:
+            progress(survey * total + done, num_surveys * total, text)
+
+    return report
+
+
+@contextmanager
+def _undisturbed(device: torch.device, threads: int) -> Iterator[None]:
+    """Measure with ``threads`` CPU threads; leave thread count and random state as they were."""
+    before = torch.get_num_threads()
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.set_num_threads(threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)

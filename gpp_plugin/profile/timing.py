@@ -1,0 +1,194 @@
+"""Times one piece of code on one device and counts what it holds."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpp_plugin.profile.memory import LiveBytes, SavedStorages, storage_key
+
+WARM_UPS = 2
+"""Runs before the first one that counts: allocator, kernel choice, first gradient buffers."""
+BUDGET_S = 2.0
+"""Seconds after which a slow piece of code is not run again, once it has been timed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operands:
+    """What a piece of code is called with: ``call(*parameters, *inputs, *received)``.
+
+    Args:
+        takes_gradient: for each of ``received``, whether its gradient is computed.
+    """
+
+    call: Callable[..., tuple[Tensor, ...]]
+    parameters: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...]
+    received: tuple[Tensor, ...]
+    takes_gradient: tuple[bool, ...]
+    is_training: bool
+
+    def forward(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return (results, the leaves that stand for ``received``)."""
+        leaves = tuple(
+            tensor.detach().requires_grad_(flag)
+            for tensor, flag in zip(self.received, self.takes_gradient, strict=True)
+        )
+        with nullcontext() if self.is_training else torch.no_grad():
+            return self.call(*self.parameters, *self.inputs, *leaves), leaves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Cost of one piece of code, and what it made.
+
+    Args:
+        saved_inside: bytes saved for backward in storages that neither an operand nor the batch owns.
+        saved_received, saved_inputs: bytes saved of each operand's own storage; 0 where it is not kept.
+        is_output_saved: for each output, whether its storage is among ``saved_inside``.
+        output_origin: for each output, the ``received`` tensor or (as ``-1 - i``) the earlier output ``i``
+            whose storage it shares; None if it has its own.
+        transient_bytes: peak above operands, results and saved tensors; 0 where it was not measured.
+    """
+
+    forward_us: float
+    backward_us: float
+    saved_inside: int
+    saved_received: tuple[int, ...]
+    saved_inputs: tuple[int, ...]
+    is_output_saved: tuple[bool, ...]
+    output_origin: tuple[int | None, ...]
+    transient_bytes: int
+    outputs: tuple[Tensor, ...]
+
+
+def measure(operands: Operands, *, device: torch.device, repeats: int, with_peak: bool) -> Measurement:
+    """Run ``operands.call`` forward and backward and return the median times and the bytes it holds."""
+    forward_us, backward_us = _times(operands, device, repeats)
+    saved = SavedStorages(exclude=operands.parameters)
+    with saved.recording():
+        outputs, leaves = operands.forward()
+    received_at: dict[int, int] = {}
+    for i, leaf in enumerate(leaves):
+        received_at.setdefault(storage_key(leaf), i)
+    inputs_at: dict[int, int] = {}
+    for i, tensor in enumerate(operands.inputs):
+        inputs_at.setdefault(storage_key(tensor), i)
+    origin: list[int | None] = []
+    first_output: dict[int, int] = {}
+    for i, tensor in enumerate(outputs):
+        key = storage_key(tensor)
+        origin.append(received_at.get(key, -1 - first_output[key] if key in first_output else None))
+        first_output.setdefault(key, i)
+    inside = {k: b for k, b in saved.bytes_of.items() if k not in received_at and k not in inputs_at}
+    measurement = Measurement(
+        forward_us=forward_us,
+        backward_us=backward_us,
+        saved_inside=sum(inside.values()),
+        saved_received=_bytes_by_position(received_at, saved.bytes_of, len(leaves)),
+        saved_inputs=_bytes_by_position(inputs_at, saved.bytes_of, len(operands.inputs)),
+        is_output_saved=tuple(storage_key(tensor) in inside for tensor in outputs),
+        output_origin=tuple(origin),
+        transient_bytes=_peak(operands, device) if with_peak else 0,
+        outputs=tuple(tensor.detach() for tensor in outputs),
+    )
+    for parameter in operands.parameters:
+        parameter.grad = None
+    return measurement
+
+
+def _bytes_by_position(positions: dict[int, int], bytes_of: dict[int, int], length: int) -> tuple[int, ...]:
+    sizes = [0] * length
+    for key, position in positions.items():
+        sizes[position] = bytes_of.get(key, 0)
+    return tuple(sizes)
+
+
+def _times(operands: Operands, device: torch.device, repeats: int) -> tuple[float, float]:
+    forward: list[float] = []
+    backward: list[float] = []
+    started = time.perf_counter()
+    for attempt in range(WARM_UPS + repeats):
+        watch = _Stopwatch(device)
+        outputs, _ = operands.forward()
+        watch.mark()
+        differentiable, seeds = _seeds(outputs)
+        watch.mark()
+        if differentiable:
+            torch.autograd.backward(differentiable, seeds)
+        watch.mark()
+        forward_us, _, backward_us = watch.laps_us()
+        is_slow = time.perf_counter() - started > BUDGET_S
+        if attempt >= WARM_UPS or (is_slow and attempt > 0):
+            forward.append(forward_us)
+            backward.append(backward_us if differentiable else 0.0)
+            if is_slow:
+                break
+    return statistics.median(forward), statistics.median(backward)
+
+
+def _seeds(outputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    differentiable = [tensor for tensor in outputs if tensor.requires_grad]
+    return differentiable, [torch.randn_like(tensor) for tensor in differentiable]
+
+
+def _peak(operands: Operands, device: torch.device) -> int:
+    """Return the peak of forward and backward above what is held in between, gradients being there already."""
+    if device.type == "cuda":
+        return _peak_on_cuda(operands, device)
+    counter = LiveBytes()
+    grads = [p.grad for p in operands.parameters if p.grad is not None]
+    counter.ignore((*operands.parameters, *operands.inputs, *operands.received, *grads))
+    with counter:
+        outputs, leaves = operands.forward()
+        held, peak_forward = counter.live_bytes, counter.peak_bytes
+        counter.reset_peak()
+        differentiable, seeds = _seeds(outputs)
+        if differentiable:
+            torch.autograd.backward(differentiable, seeds)
+        del leaves
+    return max(0, max(peak_forward, counter.peak_bytes) - held)
+
+
+def _peak_on_cuda(operands: Operands, device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    outputs, leaves = operands.forward()
+    held, peak_forward = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    differentiable, seeds = _seeds(outputs)
+    if differentiable:
+        torch.autograd.backward(differentiable, seeds)
+    del leaves
+    return max(0, max(peak_forward, torch.cuda.max_memory_allocated(device)) - held)
+
+
+class _Stopwatch:
+    """Laps in microseconds: events on CUDA, the monotonic clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+        self._clock_s: list[float] = []
+        self.mark()
+
+    def mark(self) -> None:
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+            self._events.append(event)
+        else:
+            self._clock_s.append(time.perf_counter())
+
+    def laps_us(self) -> list[float]:
+        if self._events:
+            self._events[-1].synchronize()
+            pairs = zip(self._events, self._events[1:], strict=False)
+            return [a.elapsed_time(b) * 1e3 for a, b in pairs]
+        return [(b - a) * 1e6 for a, b in zip(self._clock_s, self._clock_s[1:], strict=False)]

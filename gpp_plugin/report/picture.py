@@ -1,0 +1,244 @@
+"""Draws a layered directed graph as boxes and lines of text.
+
+Boxes of one level stand side by side, edges run downwards. An edge that skips levels runs through a
+column of its own in each level it passes (a layered drawing after Sugiyama, Tagawa and Toda, 1981,
+without its crossing search: levels are ordered once by the mean position of their predecessors). Every
+edge has its own column where it leaves and where it enters, so lines never merge: ``┼`` is a crossing.
+
+    ┌────────────────┐   ┌──────────────┐
+    │ 0 vision_model │   │ 1 text_model │
+    └─────┬──────────┘   └────┬─────────┘
+          │ 2 KiB             │ 2 KiB
+          └─────────┐   ┌─────┘
+                    ▼   ▼
+                 ┌────────┐
+                 │ 2 loss │
+                 └────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+GAP = 3
+UP, DOWN, LEFT, RIGHT = 1, 2, 4, 8
+GLYPH = {
+    UP: "│", DOWN: "│", UP | DOWN: "│", LEFT: "─", RIGHT: "─", LEFT | RIGHT: "─",
+    UP | RIGHT: "└", UP | LEFT: "┘", DOWN | RIGHT: "┌", DOWN | LEFT: "┐", UP | DOWN | LEFT | RIGHT: "┼",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Cell:
+    """A box, or one level of an edge that passes (then without lines)."""
+
+    node: int | None
+    lines: Sequence[str] = ()
+    width: int = 0
+    left: int = 0
+    entries: list[_Edge] = field(default_factory=list)
+    exits: list[_Edge] = field(default_factory=list)
+    column: int = -1
+    """Column of a passing edge, known once the gap above has been drawn."""
+
+    @property
+    def middle(self) -> float:
+        return self.left + self.width / 2
+
+
+@dataclass(slots=True)
+class _Edge:
+    """One segment of an edge, between neighbouring levels."""
+
+    src: _Cell
+    dst: _Cell
+    label: str = ""
+    start: int = 0
+    end: int = 0
+    track: int = -1
+
+
+def draw_graph(boxes: Sequence[Sequence[str]], edges: Mapping[tuple[int, int], str]) -> str:
+    """Return the picture of a directed acyclic graph.
+
+    Args:
+        boxes: the lines of text in each node's box; nodes in a topological order.
+        edges: (source, target) -> label.
+    """
+    levels = _levels(boxes, edges)
+    total = _place(levels)
+    rows: list[str] = []
+    for depth, level in enumerate(levels):
+        last = depth == len(levels) - 1
+        segments = [] if last else [edge for cell in level for edge in cell.exits]
+        if not last:
+            _assign_columns(level, levels[depth + 1])
+        rows += _draw_level(level, total)
+        if segments:
+            rows += _draw_gap(segments, total)
+    return "\n".join(row.rstrip() for row in rows)
+
+
+def _levels(boxes: Sequence[Sequence[str]], edges: Mapping[tuple[int, int], str]) -> list[list[_Cell]]:
+    depth = [0] * len(boxes)
+    for src, dst in sorted(edges, key=lambda edge: edge[1]):
+        depth[dst] = max(depth[dst], depth[src] + 1)
+    levels: list[list[_Cell]] = [[] for _ in range(max(depth, default=-1) + 1)]
+    cells = [_Cell(node=index, lines=lines) for index, lines in enumerate(boxes)]
+    for cell, level in zip(cells, depth, strict=True):
+        levels[level].append(cell)
+    for (src, dst), label in sorted(edges.items()):
+        above = cells[src]
+        for level in range(depth[src] + 1, depth[dst] + 1):
+            below = cells[dst]
+            if level < depth[dst]:
+                below = _Cell(node=None)
+                levels[level].append(below)
+            edge = _Edge(src=above, dst=below, label=label if above is cells[src] else "")
+            above.exits.append(edge)
+            below.entries.append(edge)
+            above = below
+    return levels
+
+
+def _place(levels: list[list[_Cell]]) -> int:
+    """Order and place the cells of every level; return the width of the picture."""
+    for level in levels:
+        level.sort(key=lambda cell: _mean([edge.src.middle for edge in cell.entries]))
+        left = 0
+        for cell in level:
+            cell.width = _width(cell)
+            cell.left = left
+            left += cell.width + GAP
+    total = max((level[-1].left + level[-1].width for level in levels if level), default=0)
+    for level in levels:
+        shift = (total - level[-1].left - level[-1].width) // 2
+        for cell in level:
+            cell.left += shift
+    return total
+
+
+def _width(cell: _Cell) -> int:
+    if cell.node is None:
+        return 5
+    text = max((len(line) for line in cell.lines), default=0) + 4
+    exits = sum(_room(edge) for edge in cell.exits) + 2
+    return max(text, exits, 2 * len(cell.entries) + 3)
+
+
+def _room(edge: _Edge) -> int:
+    """Return the columns an edge needs below its box: the line, and its label to the right of it."""
+    return len(edge.label) + 3
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _assign_columns(level: list[_Cell], below: list[_Cell]) -> None:
+    """Give every edge between two levels the column it leaves at and the one it enters at."""
+    taken: set[int] = set()
+    for cell in level:
+        cell.exits.sort(key=lambda edge: edge.dst.middle)
+        if cell.node is None:
+            cell.exits[0].start = cell.column
+        else:
+            slack = cell.width - sum(_room(edge) for edge in cell.exits)
+            left = cell.left + 1
+            for index, edge in enumerate(cell.exits):
+                share = slack * (index + 1) // (len(cell.exits) + 1)
+                edge.start = left + share
+                left += _room(edge)
+        taken |= {edge.start for edge in cell.exits}
+    for cell in below:
+        _assign_entries(cell, taken)
+
+
+def _assign_entries(cell: _Cell, taken: set[int]) -> None:
+    """Spread the columns edges enter a cell at, on none that another edge leaves at.
+
+    Edges leave at least three columns apart, so a cell always has enough columns that are not taken.
+    """
+    cell.entries.sort(key=lambda edge: edge.start)
+    inside = range(cell.left + 1, cell.left + cell.width - 1)
+    free = [column for column in inside if column not in taken]
+    last = cell.left
+    for index, edge in enumerate(cell.entries):
+        later = len(cell.entries) - index - 1
+        most = free[len(free) - later] if later else inside.stop
+        if edge.start in inside and last < edge.start < most:
+            edge.end = edge.start  # straight down
+        else:
+            wanted = cell.left + round(cell.width * (index + 1) / (len(cell.entries) + 1))
+            edge.end = min((c for c in free if last < c < most), key=lambda c: abs(c - wanted))
+        last = cell.column = edge.end
+
+
+def _draw_level(level: list[_Cell], total: int) -> list[str]:
+    height = max(len(cell.lines) for cell in level) + 2
+    canvas = [[" "] * total for _ in range(height)]
+    for cell in level:
+        if cell.node is None:
+            for row in canvas:
+                row[cell.column] = "│"
+            continue
+        inner = cell.width - 2
+        text = [f" {line}".ljust(inner) for line in cell.lines] + [" " * inner] * (
+            height - 2 - len(cell.lines)
+        )
+        box = ["┌" + "─" * inner + "┐", *(f"│{line}│" for line in text), "└" + "─" * inner + "┘"]
+        for row, line in zip(canvas, box, strict=True):
+            row[cell.left : cell.left + cell.width] = line
+        for edge in cell.exits:
+            canvas[-1][edge.start] = "┬"
+    return ["".join(row) for row in canvas]
+
+
+def _draw_gap(segments: list[_Edge], total: int) -> list[str]:
+    """Draw the lines between two levels: labels, one or more tracks to the side, arrow heads."""
+    num_tracks = _assign_tracks(segments)
+    marks = [[0] * total for _ in range(num_tracks)]
+    for edge in segments:
+        if edge.track < 0:
+            for row in marks:
+                row[edge.start] |= UP | DOWN
+            continue
+        for row in marks[: edge.track]:
+            row[edge.start] |= UP | DOWN
+        for row in marks[edge.track + 1 :]:
+            row[edge.end] |= UP | DOWN
+        track = marks[edge.track]
+        low, high = sorted((edge.start, edge.end))
+        track[edge.start] |= UP | (RIGHT if edge.end > edge.start else LEFT)
+        track[edge.end] |= DOWN | (LEFT if edge.end > edge.start else RIGHT)
+        for column in range(low + 1, high):
+            track[column] |= LEFT | RIGHT
+    labels = [" "] * total
+    heads = [" "] * total
+    for edge in segments:
+        text = f"│ {edge.label}" if edge.label else "│"
+        labels += [" "] * (edge.start + len(text) - len(labels))
+        labels[edge.start : edge.start + len(text)] = text
+        heads[edge.end] = "▼" if edge.dst.node is not None else "│"
+    lines = ["".join(GLYPH.get(mark, " ") if mark else " " for mark in row) for row in marks]
+    return ["".join(labels), *lines, "".join(heads)]
+
+
+def _assign_tracks(segments: list[_Edge]) -> int:
+    """Give each edge that moves sideways the first row where its span is free; return the rows."""
+    tracks: list[list[tuple[int, int]]] = []
+    for edge in sorted(segments, key=lambda edge: abs(edge.end - edge.start)):
+        if edge.start == edge.end:
+            edge.track = -1
+            continue
+        low, high = sorted((edge.start, edge.end))
+        for index, spans in enumerate(tracks):
+            if all(high < a or low > b for a, b in spans):
+                edge.track = index
+                break
+        else:
+            edge.track = len(tracks)
+            tracks.append([])
+        tracks[edge.track].append((low, high))
+    return len(tracks)

@@ -1,0 +1,97 @@
+"""A plan as text: the stage graph as a picture, and what each stage holds and costs."""
+
+from __future__ import annotations
+
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.report.picture import draw_graph
+from gpp_plugin.report.units import format_bytes, format_ms, format_table
+
+
+def format_plan(plan: PipelinePlan, *, width: int = 120) -> str:
+    """Return the plan as text for a terminal: headline, stage graph, table of stages, notes.
+
+    Args:
+        width: columns the picture may take; a wider graph is listed edge by edge instead.
+    """
+    picture = draw_stages(plan)
+    if max(map(len, picture.splitlines()), default=0) > width:
+        picture = list_edges(plan)
+    parts = [_headline(plan), picture, format_stages(plan)]
+    if plan.notes:
+        parts.append("\n".join(f"- {note}" for note in plan.notes))
+    return "\n\n".join(parts)
+
+
+def _headline(plan: PipelinePlan) -> str:
+    predicted = f", {format_ms(plan.iteration_us)} ms a step predicted" if plan.iteration_us else ""
+    return (
+        f"{plan.model}: {len(plan.stages)} stages in depth {plan.depth} on {plan.num_ranks} ranks "
+        f"(planner {plan.planner}){predicted}\n"
+        f"mini-batch {plan.mini_batch} samples, one loss on {plan.loss_unit}"
+    )
+
+
+def draw_stages(plan: PipelinePlan) -> str:
+    """Return the stage graph as boxes and lines; an edge shows its forward bytes of a mini-batch."""
+    boxes = [[f"{index} {stage.name}", _format_ranks(stage)] for index, stage in enumerate(plan.stages)]
+    edges = {(edge.src, edge.dst): format_bytes(_forward_bytes(plan, edge)) for edge in plan.edges}
+    return draw_graph(boxes, edges)
+
+
+def list_edges(plan: PipelinePlan) -> str:
+    """Return one line per stage with what it receives from whom, for graphs too wide to draw."""
+    lines = []
+    for index, stage in enumerate(plan.stages):
+        sources = [
+            f"{edge.src} {plan.stages[edge.src].name} ({format_bytes(_forward_bytes(plan, edge))})"
+            for edge in plan.edges
+            if edge.dst == index
+        ]
+        lines.append(f"{index} {stage.name}, {_format_ranks(stage)} <- {', '.join(sources) or 'inputs only'}")
+    return "\n".join(lines)
+
+
+def _forward_bytes(plan: PipelinePlan, edge: StageEdge) -> float:
+    whole = edge.bytes_fixed * plan.num_micro_batches(edge.dst)
+    return edge.bytes_per_sample * plan.mini_batch + whole
+
+
+def _format_ranks(stage: Stage) -> str:
+    ranks = stage.ranks
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return "ranks " + ",".join(map(str, ranks))
+
+
+def stage_loads_us(plan: PipelinePlan) -> list[float]:
+    """Return the predicted compute microseconds of one rank of each stage in one mini-batch."""
+    return [
+        (stage.forward_us + stage.backward_us) * plan.num_micro_batches(index)
+        for index, stage in enumerate(plan.stages)
+    ]
+
+
+def format_stages(plan: PipelinePlan) -> str:
+    """Return the table of stages; ``load`` is the busiest stage's share of compute in a mini-batch."""
+    loads = stage_loads_us(plan)
+    busiest = max(loads, default=0.0)
+    header = ["stage", "ranks", "micro-batches", "in flight", "fwd ms", "bwd ms", "load", "memory", "blocks"]
+    rows = []
+    for index, (stage, load) in enumerate(zip(plan.stages, loads, strict=True)):
+        known = load > 0
+        rows.append(
+            [
+                f"{index} {stage.name}",
+                _format_ranks(stage).split(" ", 1)[1],
+                f"{plan.num_micro_batches(index)} x {stage.micro_batch_size}",
+                str(stage.in_flight),
+                format_ms(stage.forward_us) if known else "-",
+                format_ms(stage.backward_us) if known else "-",
+                f"{100 * load / busiest:.0f} %" if known else "-",
+                format_bytes(stage.memory_bytes) if stage.memory_bytes else "-",
+                str(len(stage.blocks)),
+            ]
+        )
+    return format_table(header, rows)

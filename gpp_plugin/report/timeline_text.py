@@ -1,0 +1,71 @@
+"""A timeline as a Gantt picture in text: one row per rank, time from left to right.
+
+A digit is the forward of a micro-batch (its last digit), a letter the backward (a is micro-batch 0),
+``=`` a reduction, ``#`` the optimizer step, ``.`` idle; messages are not drawn.
+
+    rank 0 vision_model  0123....abcd==#  80 %
+    rank 1 text_model    0123....abcd==#  80 %
+    rank 2 loss          ..00aa.......=#  40 %
+"""
+
+from __future__ import annotations
+
+import math
+
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.timeline import Event, EventKind, Timeline
+from gpp_plugin.report.summary import summarize_timeline
+from gpp_plugin.report.units import format_bytes, format_ms
+
+LEGEND = "digit: forward of that micro-batch, letter: backward (a is 0), = reduce, # step, . idle"
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def format_timeline(timeline: Timeline, plan: PipelinePlan, *, width: int = 96) -> str:
+    """Return the Gantt picture with each rank's busy share, and a line of totals.
+
+    Args:
+        width: columns of the time axis; a column shows what took most of its time.
+    """
+    if not timeline.events:
+        return "the timeline holds no events"
+    summary = summarize_timeline(timeline, plan)
+    start = min(event.start_us for event in timeline.events)
+    column_us = timeline.iteration_us / width or 1.0
+    ranks = sorted({event.rank for event in timeline.events})
+    labels = {rank: f"rank {rank} {plan.stages[plan.stage_of_rank(rank)].name}" for rank in ranks}
+    label_width = max(map(len, labels.values()))
+    lines = [
+        f"{timeline.source}: {format_ms(summary.iteration_us)} ms, bubble {100 * summary.bubble_ratio:.0f} %, "
+        f"{format_bytes(summary.bytes_sent)} sent; one column is {format_ms(column_us)} ms"
+    ]
+    for rank in ranks:
+        events = [event for event in timeline.events if event.rank == rank]
+        row = _draw_row(events, start, column_us, width)
+        busy = summary.busy_us.get(rank, 0.0) / summary.iteration_us if summary.iteration_us else 0.0
+        lines.append(f"{labels[rank]:<{label_width}}  {row}  {100 * busy:3.0f} %")
+    return "\n".join([*lines, LEGEND])
+
+
+def _draw_row(events: list[Event], start_us: float, column_us: float, width: int) -> str:
+    longest = [0.0] * width
+    row = ["."] * width
+    for event in events:
+        mark = _mark(event)
+        if mark is None:
+            continue
+        low, high = (event.start_us - start_us) / column_us, (event.end_us - start_us) / column_us
+        for column in range(int(low), min(math.ceil(high), width)):
+            covered = min(high, column + 1) - max(low, column)
+            if covered > longest[column]:
+                longest[column] = covered
+                row[column] = mark
+    return "".join(row)
+
+
+def _mark(event: Event) -> str | None:
+    if event.kind is EventKind.FORWARD:
+        return str(event.micro_batch % 10)
+    if event.kind is EventKind.BACKWARD:
+        return _LETTERS[event.micro_batch % len(_LETTERS)]
+    return {EventKind.REDUCE: "=", EventKind.STEP: "#"}.get(event.kind)

@@ -1,0 +1,146 @@
+"""Plans and timelines as text, figures and traces."""
+
+import dataclasses
+import json
+
+import pytest
+
+from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.timeline import Event, EventKind, Timeline
+from gpp_plugin.report import chrome_trace, format_plan, format_timeline, summarize_timeline
+from gpp_plugin.report.summary import forward_overlaps_us
+from gpp_plugin.report.units import format_bytes, format_ms, format_table
+
+PLAN = """\
+CLIPModel: 3 stages in depth 2 on 4 ranks (planner graphpipe), 9.00 ms a step predicted
+mini-batch 8 samples, one loss on 8
+
+┌────────────────┐   ┌──────────────┐
+│ 0 vision_model │   │ 1 text_model │
+│ ranks 0-1      │   │ rank 2       │
+└───┬────────────┘   └──┬───────────┘
+    │ 2.00 KiB          │ 2.10 KiB
+    └───────────┐   ┌───┘
+                ▼   ▼
+             ┌────────┐
+             │ 2 loss │
+             │ rank 3 │
+             └────────┘
+
+stage           ranks  micro-batches  in flight  fwd ms  bwd ms   load    memory  blocks
+0 vision_model    0-1          2 x 4          2    1.00    2.00  100 %  3.00 MiB       2
+1 text_model        2          2 x 4          2   0.500    1.00   50 %  1.00 MiB       2
+2 loss              3          1 x 8          1   0.250   0.500   12 %         -       2
+
+- the loss mixes the samples of a batch"""
+
+NARROW = """\
+0 vision_model, ranks 0-1 <- inputs only
+1 text_model, rank 2 <- inputs only
+2 loss, rank 3 <- 0 vision_model (2.00 KiB), 1 text_model (2.10 KiB)"""
+
+GANTT = """\
+measured: 0.600 ms, bubble 45 %, 128 B sent; one column is 0.050 ms
+rank 0 vision_model  0011..aabb=#   67 %
+rank 1 vision_model  0011..aabb=#   67 %
+rank 2 text_model    .01...ab...#   33 %
+rank 3 loss          ....0a.....#   17 %
+digit: forward of that micro-batch, letter: backward (a is 0), = reduce, # step, . idle"""
+
+
+def test_plan(plan):
+    assert format_plan(plan) == PLAN
+
+
+def test_a_plan_too_wide_to_draw_is_listed(plan):
+    assert format_plan(plan, width=20).split("\n\n")[1] == NARROW
+
+
+def test_a_plan_without_predictions_has_no_figures(plan):
+    stages = tuple(dataclasses.replace(s, forward_us=0.0, backward_us=0.0) for s in plan.stages)
+    text = format_plan(dataclasses.replace(plan, stages=stages, iteration_us=0.0, notes=()))
+    assert "predicted" not in text
+    assert text.splitlines()[-1].split() == ["2", "loss", "3", "1", "x", "8", "1", "-", "-", "-", "-", "2"]
+
+
+def test_gantt(plan, timeline):
+    assert format_timeline(timeline, plan, width=12) == GANTT
+
+
+def test_a_column_shows_what_takes_most_of_it(plan):
+    def forward(micro_batch, start, end):
+        return Event(
+            rank=0, stage=0, kind=EventKind.FORWARD, micro_batch=micro_batch, start_us=start, end_us=end
+        )
+
+    events = (forward(0, 0, 70), forward(1, 70, 100), forward(2, 100, 130), forward(3, 130, 200))
+    row = format_timeline(Timeline(source="predicted", plan="", events=events), plan, width=2).splitlines()[1]
+    assert row == "rank 0 vision_model  03  100 %"
+
+
+def test_an_empty_timeline(plan):
+    empty = Timeline(source="measured", plan="", events=())
+    assert format_timeline(empty, plan) == "the timeline holds no events"
+
+
+def test_summary(plan, timeline):
+    summary = summarize_timeline(timeline, plan, overlapping=("vision_model", "text_model"))
+    assert summary.iteration_us == 600
+    assert summary.busy_us == {0: 400, 1: 400, 2: 200, 3: 100}
+    assert summary.bubble_ratio == pytest.approx(1 - 1100 / (4 * 500))
+    assert summary.communication_us == {0: 50, 1: 50, 2: 60}
+    assert summary.bytes_sent == 128
+    assert summary.overlap_us == 100  # text runs from 50 to 150, vision from 0 to 200
+    assert summary.same_micro_batch_overlap_us == 100
+    assert forward_overlaps_us(timeline, [0, 1]) == {0: 50, 1: 50}
+    assert forward_overlaps_us(timeline, [0, 2]) == {0: 0, 1: 0}
+
+
+def test_summary_of_an_unknown_stage(plan, timeline):
+    with pytest.raises(PlanError, match="no stage 'audio'"):
+        summarize_timeline(timeline, plan, overlapping=("audio",))
+
+
+def test_trace(plan, timeline):
+    trace = json.loads(json.dumps(chrome_trace(timeline, plan)))
+    events = trace["traceEvents"]
+    complete = [event for event in events if event["ph"] == "X"]
+    assert len(complete) == len(timeline.events)
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {
+        0: "rank 0: stage 0 vision_model",
+        1: "rank 1: stage 0 vision_model",
+        2: "rank 2: stage 1 text_model",
+        3: "rank 3: stage 2 loss",
+    }
+    assert next(event for event in complete if event["name"] == "2B0") == {
+        "ph": "X", "name": "2B0", "cat": "backward", "pid": 3, "tid": 0, "ts": 250, "dur": 50,
+        "args": {"stage": "loss", "kind": "backward", "bytes": 0, "micro_batch": 0},
+    }  # fmt: skip
+    sends = [event for event in complete if event["cat"] == "send"]
+    assert [event["name"] for event in sends] == ["send text_model -> loss"] * 2
+    assert [event["args"]["bytes"] for event in sends] == [64, 64]
+
+
+def test_events_of_one_track_of_a_trace_do_not_overlap(plan, timeline):
+    ends = {}
+    for event in chrome_trace(timeline, plan)["traceEvents"]:
+        if event["ph"] == "X":
+            track = (event["pid"], event["tid"])
+            assert event["ts"] >= ends.get(track, 0)
+            ends[track] = event["ts"] + event["dur"]
+    assert len({tid for pid, tid in ends if pid == 2}) == 3  # compute, and two sends at once
+
+
+def test_units():
+    assert [format_bytes(n) for n in (0, 1023, 1024, 99.9 * 1024, 1010 * 1024, 2**50)] == [
+        "0 B", "1023 B", "1.00 KiB", "99.9 KiB", "0.99 MiB", "1048576 GiB"
+    ]  # fmt: skip
+    assert [format_ms(t) for t in (0, 999, 1000, 99_900, 100_000)] == [
+        "0.000",
+        "0.999",
+        "1.00",
+        "99.9",
+        "100",
+    ]
+    assert format_table(["a", "b"], [["x", "10"]], left=2) == "a  b\nx  10"

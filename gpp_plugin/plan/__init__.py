@@ -1,0 +1,1 @@
+"""Planners: from a BlockGraph, its costs and a cluster to a PipelinePlan; pure Python."""

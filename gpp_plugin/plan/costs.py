@@ -1,0 +1,138 @@
+"""The one definition of a stage's time, memory and communication, for planners and validators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.cluster import Cluster, Link
+from gpp_plugin.ir.plan import Stage
+from gpp_plugin.ir.profile import Profile
+
+Floats = npt.NDArray[np.float64]
+
+
+class CostModel:
+    """Costs of any group of blocks of one graph on one cluster.
+
+    A stage of degree d and micro-batch size b computes b/d samples a rank. Its memory on one rank is
+    parameters + gradients + optimizer state (shared out by ZeRO) + in-flight micro-batches x (saved
+    bytes) + the largest transient of one block.
+
+    Args:
+        zero_stage: 1 shares the optimizer state over the stage's ranks, 2 the gradients as well.
+
+    Raises:
+        PlanError: the profile lacks a block of the graph.
+    """
+
+    def __init__(self, graph: BlockGraph, profile: Profile, cluster: Cluster, *, zero_stage: int = 0) -> None:
+        costs = profile.by_block()
+        missing = [block.name for block in graph.blocks if block.name not in costs]
+        if missing:
+            raise PlanError(f"the profile has no costs of {missing[:3]}; profile this graph again")
+        self.graph = graph
+        self.cluster = cluster
+        self.zero_stage = zero_stage
+        self.index = {block.name: i for i, block in enumerate(graph.blocks)}
+        self._costs = [costs[block.name] for block in graph.blocks]
+        self.saved_per_sample = np.array([c.saved_bytes_per_sample for c in self._costs], dtype=float)
+        self.saved_fixed = np.array([c.saved_bytes_fixed for c in self._costs], dtype=float)
+        self.transient_per_sample = np.array([c.transient_bytes_per_sample for c in self._costs], dtype=float)
+        self.parameter_bytes = np.array([c.parameter_bytes for c in self._costs], dtype=float)
+        self.gradient_bytes = np.array([c.gradient_bytes for c in self._costs], dtype=float)
+        self.optimizer_bytes = np.array([c.optimizer_bytes for c in self._costs], dtype=float)
+        self._times: dict[float, tuple[Floats, Floats]] = {}
+
+    def block_times(self, local: float) -> tuple[Floats, Floats]:
+        """Return forward and backward microseconds of every block for ``local`` samples a rank."""
+        if local not in self._times:
+            forward = np.array([c.forward_us_for(local) for c in self._costs], dtype=float)
+            backward = np.array([c.backward_us_for(local) for c in self._costs], dtype=float)
+            self._times[local] = forward, backward
+        return self._times[local]
+
+    def indices(self, blocks: Iterable[str]) -> list[int]:
+        """Return the positions of blocks in the graph."""
+        return [self.index[name] for name in blocks]
+
+    def stage_times(self, blocks: Sequence[int], local: float) -> tuple[float, float]:
+        """Return forward and backward microseconds of one micro-batch of ``local`` samples a rank."""
+        forward, backward = self.block_times(local)
+        rows = list(blocks)
+        return float(forward[rows].sum()), float(backward[rows].sum())
+
+    def held_bytes(self, parameter: float, gradient: float, optimizer: float, degree: int) -> float:
+        """Return the bytes one rank holds all the time, after ZeRO has shared them out."""
+        if self.zero_stage >= 1:
+            optimizer /= degree
+        if self.zero_stage >= 2:
+            gradient /= degree
+        return parameter + gradient + optimizer
+
+    def stage_memory(self, blocks: Sequence[int], *, degree: int, local: float, in_flight: int) -> int:
+        """Return the bytes one rank of the stage needs at its peak."""
+        rows = list(blocks)
+        held = self.held_bytes(
+            float(self.parameter_bytes[rows].sum()),
+            float(self.gradient_bytes[rows].sum()),
+            float(self.optimizer_bytes[rows].sum()),
+            degree,
+        )
+        saved = float(self.saved_per_sample[rows].sum()) * local + float(self.saved_fixed[rows].sum())
+        transient = float(self.transient_per_sample[rows].max(initial=0.0)) * local
+        return round(held + in_flight * saved + transient)
+
+    def all_reduce_us(self, gradient_bytes: float, ranks: Sequence[int]) -> float:
+        """Return microseconds of a ring all-reduce (or reduce-scatter and all-gather) of gradients."""
+        degree = len(ranks)
+        if degree == 1 or gradient_bytes <= 0:
+            return 0.0
+        return ring_us(gradient_bytes, degree, group_link(self.cluster, ranks))
+
+    def stage_all_reduce_us(
+        self, blocks: Sequence[int], ranks: Sequence[int], num_micro_batches: int
+    ) -> float:
+        """Return microseconds a stage spends on reducing gradients in one mini-batch.
+
+        ZeRO 2 reduces after every micro-batch; 0 and 1 once.
+        """
+        times = num_micro_batches if self.zero_stage >= 2 else 1
+        return times * self.all_reduce_us(float(self.gradient_bytes[list(blocks)].sum()), ranks)
+
+    def edge_us(self, bytes_per_sample: float, bytes_fixed: float, sender: Stage, receiver: Stage) -> float:
+        """Return microseconds from the end of the sender's task to the arrival of its last message.
+
+        The message of one pair of ranks holds the samples both compute; the slowest pair counts.
+        """
+        if bytes_per_sample + bytes_fixed == 0:
+            return 0.0
+        samples = min(sender.local_batch_size, receiver.local_batch_size)
+        num_bytes = bytes_per_sample * samples + bytes_fixed
+        first, last = (sender, receiver) if sender.ranks[0] <= receiver.ranks[0] else (receiver, sender)
+        return self.cluster.transfer_us(first.ranks[0], last.ranks[-1], num_bytes)
+
+
+def ring_us(num_bytes: float, degree: int, link: Link) -> float:
+    """Return microseconds of a ring all-reduce over ``degree`` ranks joined by ``link``."""
+    if degree <= 1:
+        return 0.0
+    steps = 2 * (degree - 1)
+    return steps * (link.latency_us + num_bytes / degree / link.bytes_per_s * 1e6)
+
+
+def group_link(cluster: Cluster, ranks: Sequence[int]) -> Link:
+    """Return the innermost level of the network whose groups hold all ``ranks``."""
+    return cluster.link_between(min(ranks), max(ranks))
+
+
+def link_for_span(cluster: Cluster, num_ranks: int) -> Link:
+    """Return the level that joins ``num_ranks`` aligned consecutive ranks."""
+    for link in cluster.links:
+        if num_ranks <= link.span:
+            return link
+    return cluster.links[-1]

@@ -1,0 +1,152 @@
+"""What a planner is asked, and the table of planners by name."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gpp_plugin.errors import PlanError, PlanInfeasible
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.cluster import Cluster
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.profile import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """Everything a planner may look at.
+
+    Args:
+        num_ranks: ranks to use; the first ``num_ranks`` devices of the cluster.
+        mini_batch: samples of one optimizer step (B); ``loss_unit`` samples of one loss (u).
+        num_stages: exactly that many stages, or None: the planner chooses.
+        micro_batch_sizes: stage or module-path prefix -> micro-batch size of the whole stage;
+            ``*`` for all others; None where the planner chooses.
+        schedule: ``1f1b`` or ``gpipe``.
+        memory_limit_bytes: what one rank may use, where less than its device has.
+        data_parallel: degree of every stage, or None: the planner chooses.
+        zero_stage: 0, 1 or 2; what the ranks of a stage share out among themselves.
+        max_k: largest k of kFkB the refining planners try.
+    """
+
+    graph: BlockGraph
+    profile: Profile
+    cluster: Cluster
+    num_ranks: int
+    mini_batch: int
+    loss_unit: int
+    num_stages: int | None = None
+    micro_batch_sizes: dict[str, int] | None = None
+    schedule: str = "1f1b"
+    memory_limit_bytes: int | None = None
+    data_parallel: int | None = None
+    zero_stage: int = 0
+    max_k: int = 1
+
+
+Planner = Callable[[PlanRequest], PipelinePlan]
+
+_PLANNERS: dict[str, Planner] = {}
+_MODULES = ("uniform",)
+
+
+def register_planner(name: str) -> Callable[[Planner], Planner]:
+    """Return a decorator that enters a planner under ``name``."""
+
+    def enter(planner: Planner) -> Planner:
+        _PLANNERS[name] = planner
+        return planner
+
+    return enter
+
+
+def planner_names() -> tuple[str, ...]:
+    """Return the names of all planners, sorted."""
+    for module in _MODULES:
+        importlib.import_module(f"gpp_plugin.plan.{module}")
+    return tuple(sorted(_PLANNERS))
+
+
+def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
+    """Run the planner called ``name`` and check what it returns.
+
+    Raises:
+        PlanError: there is no such planner, or the request contradicts itself.
+        PlanInfeasible: no plan meets the request; the message says what to change.
+    """
+    from gpp_plugin.plan.validate import validate_plan
+
+    names = planner_names()
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise PlanError(f"no planner {name!r}{hint} (planners: {', '.join(names)})")
+    check_request(request)
+    plan = _PLANNERS[name](request)
+    validate_plan(
+        plan,
+        request.graph,
+        profile=request.profile,
+        cluster=request.cluster,
+        memory_limit_bytes=request.memory_limit_bytes,
+        zero_stage=request.zero_stage,
+    )
+    return plan
+
+
+def check_request(request: PlanRequest) -> None:
+    """Refuse what no planner could answer.
+
+    Raises:
+        PlanError: a value contradicts another one or the graph.
+        PlanInfeasible: more stages than blocks or ranks are asked for.
+    """
+    r = request
+    num_blocks = len(r.graph.blocks)
+    if num_blocks == 0:
+        raise PlanError(f"model {r.graph.model!r} has no blocks to plan; capture it again")
+    if not 1 <= r.num_ranks <= r.cluster.num_devices:
+        raise PlanError(
+            f"{r.num_ranks} ranks are asked for and cluster {r.cluster.name!r} has {r.cluster.num_devices} "
+            "devices; change the number of ranks or the cluster description"
+        )
+    if r.mini_batch < 1 or r.loss_unit < 1 or r.mini_batch % r.loss_unit:
+        raise PlanError(
+            f"the loss unit of {r.loss_unit} samples does not divide the mini-batch of {r.mini_batch}; "
+            "train_batch_size must be a multiple of train_micro_batch_size_per_gpu"
+        )
+    if r.schedule not in ("1f1b", "gpipe"):
+        raise PlanError(f"no schedule {r.schedule!r}; choose 1f1b or gpipe")
+    if r.num_stages is not None:
+        if r.num_stages < 1:
+            raise PlanError(f"stages is {r.num_stages}; it must be at least 1")
+        if r.num_stages > num_blocks:
+            raise PlanInfeasible(
+                f"{r.num_stages} stages are asked for and the model has {num_blocks} blocks; "
+                f"lower stages to {num_blocks} or coarsen less (granularity: sub-layer)"
+            )
+        if r.num_stages > r.num_ranks:
+            raise PlanInfeasible(
+                f"{r.num_stages} stages are asked for on {r.num_ranks} ranks and a rank holds one stage; "
+                f"lower stages to {r.num_ranks} or add ranks"
+            )
+    if r.data_parallel is not None and (r.data_parallel < 1 or r.num_ranks % r.data_parallel):
+        raise PlanInfeasible(
+            f"data_parallel {r.data_parallel} does not divide {r.num_ranks} ranks; choose a divisor"
+        )
+    if (
+        r.data_parallel is not None
+        and r.num_stages is not None
+        and r.data_parallel * r.num_stages != r.num_ranks
+    ):
+        raise PlanInfeasible(
+            f"{r.num_stages} stages of {r.data_parallel} ranks are {r.num_stages * r.data_parallel} ranks, "
+            f"not {r.num_ranks}; change stages, data_parallel or the number of ranks"
+        )
+    for key, size in (r.micro_batch_sizes or {}).items():
+        if size < 1 or r.mini_batch % size:
+            raise PlanError(
+                f"micro_batch_sizes[{key!r}] is {size}, which does not divide the mini-batch of {r.mini_batch}"
+            )

@@ -1,0 +1,147 @@
+"""Which of many candidate plans is taken, and what to tell the user where none can be."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+from gpp_plugin.errors import PlanInfeasible
+from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.plan.batches import BatchRules, batch_rules
+from gpp_plugin.plan.costs import CostModel
+from gpp_plugin.plan.degrees import choose_degrees
+from gpp_plugin.plan.estimate import estimate_plan_us
+from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.stages import StageDraft, build_plan
+
+UNLIMITED = 1 << 62
+
+
+def rank_limit(request: PlanRequest, rank: int) -> int:
+    """Return the bytes that ``rank`` may use."""
+    limit = request.cluster.devices[rank].memory_bytes
+    return limit if request.memory_limit_bytes is None else min(limit, request.memory_limit_bytes)
+
+
+def memory_excess(request: PlanRequest, plan: PipelinePlan) -> tuple[int, Stage, int]:
+    """Return by how many bytes the worst stage exceeds its devices (negative: fits), and which and where."""
+    over = [
+        (stage.memory_bytes - rank_limit(request, rank), stage, rank)
+        for stage in plan.stages
+        for rank in stage.ranks
+    ]
+    return max(over, key=lambda item: item[0])
+
+
+def best_plan(
+    request: PlanRequest,
+    costs: CostModel,
+    candidates: Iterable[Sequence[StageDraft]],
+    *,
+    planner: str,
+    notes: Sequence[str] = (),
+) -> PipelinePlan | None:
+    """Build every candidate, drop those without the memory, and return the quickest, or None.
+
+    Ties go to the shallower plan, then to the earlier candidate.
+    """
+    best: PipelinePlan | None = None
+    best_key = (float("inf"), 0)
+    seen = set()
+    for drafts in candidates:
+        identity = frozenset(drafts)
+        if identity in seen:
+            continue
+        seen.add(identity)
+        plan = build_plan(request, drafts, planner=planner, notes=notes, costs=costs)
+        if memory_excess(request, plan)[0] > 0:
+            continue
+        us = estimate_plan_us(plan, costs)
+        key = (us, plan.depth)
+        if key < best_key:
+            best, best_key = dataclasses.replace(plan, iteration_us=us), key
+    return best
+
+
+def explain_infeasible(
+    request: PlanRequest, costs: CostModel, rules: BatchRules, groupings: Iterable[Sequence[Sequence[str]]]
+) -> NoReturn:
+    """Say why none of these ways to group the blocks is a plan: ranks, or bytes and where.
+
+    Raises:
+        PlanInfeasible: always.
+    """
+    roomy = dataclasses.replace(
+        request,
+        memory_limit_bytes=None,
+        cluster=dataclasses.replace(
+            request.cluster,
+            devices=tuple(dataclasses.replace(d, memory_bytes=UNLIMITED) for d in request.cluster.devices),
+        ),
+    )
+    kept = list(groupings)
+    closest: tuple[int, Stage, int] | None = None
+    for groups in kept:
+        for wish in rules.wishes():
+            drafts = choose_degrees(roomy, costs, rules, groups, wish)
+            if drafts is None:
+                continue
+            worst = memory_excess(request, build_plan(request, drafts, planner="", costs=costs))
+            if closest is None or worst[0] < closest[0]:
+                closest = worst
+    if closest is not None:
+        excess, stage, rank = closest
+        limit = rank_limit(request, rank)
+        raise PlanInfeasible(
+            f"no plan fits: stage {stage.name!r} needs {stage.memory_bytes} bytes and rank {rank} may use {limit} "
+            f"({excess} too many, with {stage.in_flight} micro-batches of {stage.local_batch_size} samples in "
+            f"flight); {_memory_knob(request, costs, stage, limit)}"
+        )
+    raise PlanInfeasible(_rank_problem(request, costs, kept))
+
+
+def _memory_knob(request: PlanRequest, costs: CostModel, stage: Stage, limit: int) -> str:
+    rows = costs.indices(stage.blocks)
+    smallest = costs.stage_memory(rows, degree=stage.degree, local=1, in_flight=stage.in_flight)
+    if smallest <= limit and stage.local_batch_size > 1 and stage.in_flight * stage.local_batch_size > 1:
+        return "lower micro_batch_sizes"
+    if request.zero_stage < 1 and stage.degree > 1:
+        return "turn on ZeRO stage 1, add ranks, or raise memory.limit_gb"
+    if len(stage.blocks) > 1:
+        return f"add ranks (now {request.num_ranks}) or stages, or raise memory.limit_gb"
+    return "one block is larger than a rank: coarsen less, recompute or swap, or raise memory.limit_gb"
+
+
+def _rank_problem(
+    request: PlanRequest, costs: CostModel, groupings: Sequence[Sequence[Sequence[str]]]
+) -> str:
+    workable = []
+    for count in sorted(range(1, 2 * request.num_ranks + 1), key=lambda n: (abs(n - request.num_ranks), n)):
+        if count == request.num_ranks or (request.num_stages or 1) > count:
+            continue
+        devices = tuple(
+            dataclasses.replace(request.cluster.devices[0], memory_bytes=UNLIMITED) for _ in range(count)
+        )
+        other = dataclasses.replace(
+            request,
+            num_ranks=count,
+            memory_limit_bytes=None,
+            cluster=dataclasses.replace(request.cluster, devices=devices),
+        )
+        rules = batch_rules(other)
+        if any(
+            choose_degrees(other, costs, rules, g, w) is not None for g in groupings for w in rules.wishes()
+        ):
+            workable.append(count)
+        if len(workable) == 2:
+            break
+    nearest = f"; {' or '.join(map(str, sorted(workable)))} ranks would work" if workable else ""
+    stages = "" if request.num_stages is None else f" in {request.num_stages} stages"
+    fixed = f" and micro_batch_sizes {request.micro_batch_sizes}" if request.micro_batch_sizes else ""
+    degree = "" if request.data_parallel is None else f" with data_parallel {request.data_parallel}"
+    return (
+        f"{request.num_ranks} ranks{stages}{degree} cannot share out a mini-batch of {request.mini_batch} with "
+        f"loss units of {request.loss_unit}{fixed}: each stage's degree must divide its micro-batch, and a stage "
+        f"that mixes samples takes {request.loss_unit} a rank{nearest}"
+    )

@@ -1,0 +1,213 @@
+"""An evaluator of plans that shares no code with the planners: recomputes everything it checks."""
+
+from __future__ import annotations
+
+import networkx as nx
+
+from gpp_plugin.errors import PlanError, PlanInfeasible
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.cluster import Cluster
+from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.profile import BlockCost, Profile
+from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.ir.tensors import LayoutKind
+
+
+def validate_plan(
+    plan: PipelinePlan,
+    graph: BlockGraph,
+    *,
+    profile: Profile | None = None,
+    cluster: Cluster | None = None,
+    memory_limit_bytes: int | None = None,
+    zero_stage: int = 0,
+) -> None:
+    """Check a plan against the graph it claims to be for.
+
+    Every block lies in one stage; stages are convex and their graph has no circle; the edges are
+    those of the graph, with all its tensors; ranks are 0..n-1, each in one stage; micro-batches
+    divide the mini-batch and ranks divide micro-batches; coupled stages compute whole loss units;
+    tensors with one value a loss unit join stages that compute the same units; every stage may hold
+    enough micro-batches to run and (given costs) has the memory for them.
+
+    Raises:
+        PlanError: the plan is malformed.
+        PlanInfeasible: a stage needs more memory than its devices have.
+    """
+    if plan.graph != fingerprint(graph):
+        raise PlanError(
+            f"the plan is for graph {plan.graph} and this model's graph is {fingerprint(graph)}; "
+            "plan again (another model, batch shape or granularity)"
+        )
+    _check_blocks(plan, graph)
+    _check_ranks(plan, cluster)
+    _check_batches(plan, graph)
+    _check_edges(plan, graph)
+    _check_in_flight(plan)
+    if profile is not None:
+        _check_memory(plan, graph, profile, cluster, memory_limit_bytes, zero_stage)
+
+
+def _check_blocks(plan: PipelinePlan, graph: BlockGraph) -> None:
+    seen: dict[str, str] = {}
+    for stage in plan.stages:
+        if not stage.blocks:
+            raise PlanError(f"stage {stage.name!r} has no blocks; remove it")
+        for block in stage.blocks:
+            if block in seen:
+                raise PlanError(f"block {block!r} is in stages {seen[block]!r} and {stage.name!r}; keep one")
+            seen[block] = stage.name
+    known = {block.name for block in graph.blocks}
+    unknown, missing = set(seen) - known, known - set(seen)
+    if unknown:
+        raise PlanError(f"the plan names blocks that the model does not have: {sorted(unknown)[:3]}")
+    if missing:
+        raise PlanError(f"{len(missing)} blocks are in no stage: {sorted(missing)[:3]}; add them to one")
+    names = [stage.name for stage in plan.stages]
+    if len(set(names)) < len(names):
+        raise PlanError(f"stage names repeat: {names}; give each stage its own")
+    if graph.loss_block is not None and seen[graph.loss_block] != "loss":
+        raise PlanError(f"the stage with the loss is named {seen[graph.loss_block]!r}; name it 'loss'")
+    full = graph.digraph()
+    quotient = nx.DiGraph()
+    quotient.add_nodes_from(names)
+    quotient.add_edges_from((seen[a], seen[b]) for a, b in full.edges if seen[a] != seen[b])
+    # An acyclic quotient implies that every stage is convex: a path that leaves a stage and comes
+    # back would be a circle of stages.
+    if not nx.is_directed_acyclic_graph(quotient):
+        circle = [edge[0] for edge in nx.find_cycle(quotient)]
+        raise PlanError(f"stages depend on each other in a circle: {' -> '.join([*circle, circle[0]])}")
+    for position, stage in enumerate(plan.stages):
+        for successor in quotient.successors(stage.name):
+            if names.index(successor) <= position:
+                raise PlanError(f"stage {successor!r} reads from {stage.name!r} and is listed before it")
+
+
+def _check_ranks(plan: PipelinePlan, cluster: Cluster | None) -> None:
+    owner: dict[int, str] = {}
+    for stage in plan.stages:
+        if not stage.ranks:
+            raise PlanError(f"stage {stage.name!r} has no ranks")
+        for rank in stage.ranks:
+            if rank in owner:
+                raise PlanError(f"rank {rank} is in stages {owner[rank]!r} and {stage.name!r}; keep one")
+            owner[rank] = stage.name
+    if set(owner) != set(range(len(owner))):
+        raise PlanError(f"the plan's ranks are {sorted(owner)}; they must be 0..{len(owner) - 1}")
+    if cluster is not None and len(owner) > cluster.num_devices:
+        raise PlanError(f"the plan uses {len(owner)} ranks; {cluster.name!r} has {cluster.num_devices}")
+
+
+def _check_batches(plan: PipelinePlan, graph: BlockGraph) -> None:
+    coupled = {block.name for block in graph.blocks if block.is_coupled}
+    if plan.mini_batch % plan.loss_unit:
+        raise PlanError(f"loss unit {plan.loss_unit} does not divide the mini-batch of {plan.mini_batch}")
+    for stage in plan.stages:
+        size, degree = stage.micro_batch_size, stage.degree
+        if size < 1 or plan.mini_batch % size:
+            raise PlanError(
+                f"stage {stage.name!r}: micro-batches of {size} do not divide the mini-batch of "
+                f"{plan.mini_batch}; choose a divisor"
+            )
+        if size % degree:
+            raise PlanError(
+                f"stage {stage.name!r}: {degree} ranks do not divide a micro-batch of {size} samples; "
+                "change micro_batch_sizes or the number of ranks"
+            )
+        mixing = sorted(coupled & set(stage.blocks))
+        if mixing and size // degree != plan.loss_unit:
+            raise PlanError(
+                f"stage {stage.name!r}: block {mixing[0]!r} mixes samples and must compute whole loss units "
+                f"of {plan.loss_unit}, but a rank computes {size // degree} of a micro-batch of {size} on "
+                f"{degree} ranks; set its micro_batch_sizes to {plan.loss_unit * degree}"
+            )
+
+
+def _check_edges(plan: PipelinePlan, graph: BlockGraph) -> None:
+    stage_of = {block: i for i, stage in enumerate(plan.stages) for block in stage.blocks}
+    expected: dict[tuple[int, int], set[str]] = {}
+    for block_edge in graph.edges:
+        pair = (stage_of[block_edge.src], stage_of[block_edge.dst])
+        if pair[0] != pair[1]:
+            expected.setdefault(pair, set()).update(block_edge.tensors)
+    found = {(edge.src, edge.dst): edge for edge in plan.edges}
+    if len(found) < len(plan.edges):
+        raise PlanError("two edges join the same pair of stages; make one of them")
+    if set(found) != set(expected):
+        names = [(plan.stages[a].name, plan.stages[b].name) for a, b in set(found) ^ set(expected)]
+        raise PlanError(f"the plan's edges differ from the model's between stages {sorted(names)}")
+    for pair, edge in found.items():
+        src, dst = plan.stages[pair[0]], plan.stages[pair[1]]
+        tensors = {name: graph.tensors[name] for name in expected[pair]}
+        batch = {n for n, spec in tensors.items() if spec.layout.kind is LayoutKind.BATCH}
+        grads = {n for n, spec in tensors.items() if spec.requires_grad}
+        if set(edge.batch_tensors) != batch or set(edge.whole_tensors) != set(tensors) - batch:
+            raise PlanError(f"edge {src.name!r} -> {dst.name!r} lists {edge.batch_tensors + edge.whole_tensors}; "
+                            f"the model has {sorted(tensors)} there")  # fmt: skip
+        if set(edge.gradient_tensors) != grads:
+            raise PlanError(f"edge {src.name!r} -> {dst.name!r} returns gradients of {edge.gradient_tensors}; "
+                            f"those of {sorted(grads)} are needed")  # fmt: skip
+        units = [n for n, spec in tensors.items() if spec.layout.kind is LayoutKind.UNIT]
+        for stage in (src, dst) if units else ():
+            if stage.local_batch_size != plan.loss_unit:
+                raise PlanError(
+                    f"stage {stage.name!r}: tensor {units[0]!r} has one value a loss unit of {plan.loss_unit} "
+                    f"samples and a rank computes {stage.local_batch_size}; set its micro_batch_sizes to "
+                    f"{plan.loss_unit * stage.degree}"
+                )
+
+
+def _check_in_flight(plan: PipelinePlan) -> None:
+    """A stage must hold what its successors hold or are about to take, or the pipeline stops."""
+    for i, stage in enumerate(plan.stages):
+        micro_batches = plan.num_micro_batches(i)
+        if not 1 <= stage.in_flight <= micro_batches:
+            raise PlanError(
+                f"stage {stage.name!r}: {stage.in_flight} micro-batches in flight of {micro_batches}; "
+                "at least one, at most all"
+            )
+    for edge in plan.edges:
+        src, dst = plan.stages[edge.src], plan.stages[edge.dst]
+        held, needed = src.in_flight * src.micro_batch_size, dst.micro_batch_size
+        if held < needed:
+            raise PlanError(
+                f"stage {src.name!r} holds at most {held} samples in flight and {dst.name!r} takes {needed} "
+                "at a time; the pipeline would stop"
+            )
+
+
+def _check_memory(
+    plan: PipelinePlan,
+    graph: BlockGraph,
+    profile: Profile,
+    cluster: Cluster | None,
+    memory_limit_bytes: int | None,
+    zero_stage: int,
+) -> None:
+    if profile.graph != plan.graph:
+        raise PlanError(f"the profile is of graph {profile.graph}, the plan of {plan.graph}; profile again")
+    costs = profile.by_block()
+    for stage in plan.stages:
+        need = _stage_bytes(stage, costs, zero_stage)
+        for rank in stage.ranks:
+            limits = [limit for limit in (memory_limit_bytes,) if limit is not None]
+            if cluster is not None:
+                limits.append(cluster.devices[rank].memory_bytes)
+            if limits and need > min(limits) + 1:
+                raise PlanInfeasible(
+                    f"stage {stage.name!r} needs {need / 1e9:.3f} GB on rank {rank} and may use "
+                    f"{min(limits) / 1e9:.3f} GB: {need - min(limits):.0f} bytes too many with "
+                    f"{stage.in_flight} micro-batches of {stage.local_batch_size} samples in flight; "
+                    "lower micro_batch_sizes, add ranks or stages, or raise memory.limit_gb"
+                )
+
+
+def _stage_bytes(stage: Stage, costs: dict[str, BlockCost], zero_stage: int) -> float:
+    own = [costs[block] for block in stage.blocks]
+    optimizer = sum(c.optimizer_bytes for c in own) / (stage.degree if zero_stage >= 1 else 1)
+    gradient = sum(c.gradient_bytes for c in own) / (stage.degree if zero_stage >= 2 else 1)
+    parameter = sum(c.parameter_bytes for c in own)
+    local = stage.local_batch_size
+    saved = sum(c.saved_bytes_per_sample * local + c.saved_bytes_fixed for c in own)
+    transient = max(c.transient_bytes_per_sample * local for c in own)
+    return float(parameter + gradient + optimizer + stage.in_flight * saved + transient)

@@ -1,6 +1,7 @@
 """Graph pipeline parallelism: trains an unmodified model as a DAG of stages, turned on by the DeepSpeed JSON.
 
-Public names are imported when first used, so that ``import gpp_plugin.plan`` stays free of torch.
+The import makes `deepspeed.initialize` honour a ``graph_pipeline`` block. Public names are imported when
+first used, so that ``import gpp_plugin.plan`` stays free of torch.
 """
 
 from __future__ import annotations
@@ -8,11 +9,14 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from gpp_plugin.import_hook import register as _register
+
 __version__ = "0.1.0"
 
 _HOME_OF = {
-    "GraphPipelineEngine": "gpp_plugin.integrations.deepspeed",
+    "GraphPipelineEngine": "gpp_plugin.integrations.engine",
     "GraphPipelineModule": "gpp_plugin.integrations.deepspeed",
+    "initialize": "gpp_plugin.integrations.deepspeed",
     "GraphPipelineConfig": "gpp_plugin.config",
     "read_config": "gpp_plugin.config",
     "PipelinePlan": "gpp_plugin.ir.plan",
@@ -21,6 +25,8 @@ _HOME_OF = {
 }
 
 __all__ = [*sorted(_HOME_OF), "__version__"]
+
+_register()  # from here on `deepspeed.initialize` honours a `graph_pipeline` block
 
 
 def __getattr__(name: str) -> Any:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpp_plugin.capture.export import count_samples
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from gpp_plugin.capture.export import count_samples
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.runtime.batches import Batch, check_batch, collect_mini_batch, shape_key
 
@@ -98,29 +98,39 @@ class Feed:
 
     Args:
         reads_inputs: whether this rank's stage reads model inputs.
-        source: a rank that does; None where every rank takes the user's own iterator.
+        source: a rank that does.
         group: a CPU group of all ranks, for announcements.
     """
 
     def __init__(
-        self, *, model: nn.Module, mini_batch: int, reads_inputs: bool, source: int, group: dist.ProcessGroup | None
+        self,
+        *,
+        model: nn.Module,
+        mini_batch: int,
+        reads_inputs: bool,
+        source: int,
+        group: dist.ProcessGroup | None,
     ) -> None:
         self._model = model
         self._mini_batch = mini_batch
-        self._reads_inputs = reads_inputs
+        self.reads_inputs = reads_inputs
         self._source = source
         self._group = group
         self._announced: dict[tuple[Any, ...], int] = {}
         self._shapes: list[dict[str, Any]] = []
 
-    def collect(self, iterator: Iterator[Any], mini_batch: int | None = None) -> dict[str, Any]:
+    def collect(self, iterator: Iterator[Any]) -> dict[str, Any]:
         """Take one mini-batch from the user's iterator (every rank has the same stream)."""
         prepared = (prepare_batch(self._model, batch) for batch in iterator)
-        return collect_mini_batch(prepared, mini_batch or self._mini_batch, count_samples)
+        return collect_mini_batch(prepared, self._mini_batch, count_samples)
+
+    def take(self, iterator: Iterator[Any]) -> dict[str, Any]:
+        """Take one batch of any size from the user's iterator."""
+        return prepare_batch(self._model, next(iter(iterator)))
 
     def load(self, iterator: Iterator[Any]) -> dict[str, Any]:
         """Take one mini-batch of the engine's own loader; without inputs, only learn its shape."""
-        batch = self.collect(iterator) if self._reads_inputs else None
+        batch = self.collect(iterator) if self.reads_inputs else None
         if self._group is None:
             assert batch is not None, "a single rank reads all inputs"
             return batch

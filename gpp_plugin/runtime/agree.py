@@ -44,7 +44,11 @@ def call_on_rank_zero(
         except Exception as error:  # the others must not wait for an answer that will not come
             failure = error
             name = type(error).__name__ if isinstance(error, GppError) else "GppError"
-            text = str(error) if isinstance(error, GppError) else f"{what} failed: {type(error).__name__}: {error}"
+            text = (
+                str(error)
+                if isinstance(error, GppError)
+                else f"{what} failed: {type(error).__name__}: {error}"
+            )
             answer = json.dumps({"error": name, "text": text}).encode()
     length = torch.tensor([len(answer)], dtype=torch.int64)
     _broadcast(length, what, group, timeout_s)

@@ -356,7 +356,7 @@ class StageExecutor:
         instruction: Instruction | None = None
         try:
             with torch.set_grad_enabled(self._is_training):
-                for instruction, step in self._steps:
+                for instruction, step in self._steps:  # noqa: B007 - named in errors
                     step()
                 while self._pending_sends:
                     self._pending_sends.popleft().wait()

@@ -46,6 +46,12 @@ class StageModule(nn.Module):
             else:
                 owner.register_buffer(leaf, tensor.detach(), persistent=name in persistent)
 
+    def add_buffers(self, tensors: Mapping[str, Tensor]) -> None:
+        """Add buffers that no state dict holds (what only evaluation reads)."""
+        for name, tensor in tensors.items():
+            owner, leaf = _owner(self, name)
+            owner.register_buffer(leaf, tensor.detach(), persistent=False)
+
     def named_tensors(self) -> dict[str, Tensor]:
         """Return parameters and buffers by name."""
         found: dict[str, Tensor] = dict(self.named_parameters())

@@ -1,0 +1,75 @@
+"""Puts `gpp_plugin` in front of `deepspeed.initialize`, whichever of the two is imported first.
+
+Only a thin wrapper is set here; torch and DeepSpeed are imported by the call, so that importing a pure
+layer of gpp_plugin stays cheap.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+_MARK = "_gpp_plugin_original"
+
+
+def register() -> None:
+    """Wrap `deepspeed.initialize` now, or as soon as DeepSpeed is imported."""
+    module = sys.modules.get("deepspeed")
+    if module is not None and hasattr(module, "initialize"):
+        wrap_initialize(module)
+    elif not any(isinstance(finder, _DeepSpeedFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _DeepSpeedFinder())
+
+
+def wrap_initialize(module: ModuleType) -> None:
+    """Set the wrapper on a loaded DeepSpeed; does nothing the second time."""
+    original = module.initialize
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        from gpp_plugin.integrations.deepspeed import dispatch
+
+        return dispatch(original, args, kwargs)
+
+    setattr(initialize, _MARK, original)
+    module.initialize = initialize  # type: ignore[attr-defined]
+
+
+class _DeepSpeedFinder(importlib.abc.MetaPathFinder):
+    """Finds DeepSpeed as Python would, and wraps its `initialize` once its module has run."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "deepspeed":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return None
+        spec.loader = _WrappingLoader(spec.loader)
+        return spec
+
+
+class _WrappingLoader(importlib.abc.Loader):
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._inner.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._inner
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._inner
+        self._inner.exec_module(module)
+        wrap_initialize(module)

@@ -1,0 +1,259 @@
+"""What `deepspeed.initialize` does with a `graph_pipeline` block: makes a `GraphPipelineEngine`.
+
+The wrapper is set by `gpp_plugin.import_hook`. Callers that bound the function before gpp_plugin was
+imported (``from deepspeed import initialize``) import gpp_plugin first, or use `gpp_plugin.initialize`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.module import PipelineModule
+from gpp_plugin.capture.export import count_samples
+from torch import nn
+
+from gpp_plugin.config import (
+    GraphPipelineConfig,
+    batch_arithmetic,
+    check_ranks,
+    load_deepspeed_json,
+    read_config,
+)
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.import_hook import register
+from gpp_plugin.integrations.data import prepare_batch, sample_from_dataset
+from gpp_plugin.integrations.engine import GraphPipelineEngine
+from gpp_plugin.integrations.preparation import Setting
+from gpp_plugin.integrations.stage_config import optimizer_bytes_per_parameter, training_dtype, zero_stage
+from gpp_plugin.runtime.batches import Batch
+
+logger = logging.getLogger(__name__)
+
+
+class GraphPipelineModule(nn.Module):
+    """A model with the sample batch it is captured with, as `PipelineModule` is in stock DeepSpeed.
+
+    Args:
+        model: any module whose output has a loss.
+        sample_batch: one batch as the model will get them; any number of samples.
+        config: the DeepSpeed configuration, where `deepspeed.initialize` is not given one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        sample_batch: Mapping[str, Any],
+        config: Mapping[str, Any] | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.sample_batch = dict(sample_batch)
+        self.config = config
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model itself (before training; afterwards it holds only this rank's stage)."""
+        return self.model(*args, **kwargs)
+
+
+def dispatch(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Answer a call of `deepspeed.initialize`: ours if its configuration has an enabled block.
+
+    Args:
+        original: DeepSpeed's own function, called unchanged where there is no block.
+
+    Raises:
+        ConfigError: the block, or what is passed with it, is wrong.
+    """
+    given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+    ds_config = _find_config(given)
+    block = read_config(ds_config) if ds_config is not None else None
+    if block is not None:
+        return _initialize(load_deepspeed_json(ds_config), block, given)
+    if isinstance(given.get("model"), GraphPipelineModule):
+        raise ConfigError(
+            "GraphPipelineModule needs an enabled graph_pipeline block in the DeepSpeed configuration"
+        )
+    return original(*args, **kwargs)
+
+
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    """`deepspeed.initialize` with the hook, whatever was imported first."""
+    register()
+    return deepspeed.initialize(*args, **kwargs)
+
+
+def _find_config(given: Mapping[str, Any]) -> Any:
+    for key in ("config", "config_params"):
+        if given.get(key) is not None:
+            return given[key]
+    from_args = getattr(given.get("args"), "deepspeed_config", None)
+    if from_args is not None:
+        return from_args
+    model = given.get("model")
+    return model.config if isinstance(model, GraphPipelineModule) else None
+
+
+def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Mapping[str, Any]) -> Any:
+    model = given.get("model")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"deepspeed.initialize: model is a {type(model).__name__}, not a torch.nn.Module")
+    if isinstance(model, PipelineModule):
+        raise ConfigError(
+            "graph_pipeline: the model is a stock PipelineModule, already cut into layers; pass the plain model, "
+            "or remove the graph_pipeline block"
+        )
+    for key in ("mpu", "mesh_param"):
+        if given.get(key) is not None:
+            raise ConfigError(
+                f"deepspeed.initialize: {key} cannot be combined with graph_pipeline; remove it"
+            )
+    sample: Batch | None = None
+    if isinstance(model, GraphPipelineModule):
+        sample = model.sample_batch
+        model = model.model
+    setting = _make_setting(ds_config, block, given)
+    data, collate_fn = given.get("training_data"), given.get("collate_fn")
+    if sample is None:
+        if data is None:
+            raise ConfigError(
+                "graph_pipeline: capture needs a sample batch; pass training_data, or wrap the model: "
+                "gpp_plugin.GraphPipelineModule(model, sample_batch=batch)"
+            )
+        sample = sample_from_dataset(data, num_samples=setting.sizes.mini_batch, collate_fn=collate_fn)
+    sample = prepare_batch(model, sample)
+    count_samples(sample)  # a batch without a common number of samples is refused here, before any work
+    optimizer, groups = _optimizer_of(model, given)
+    engine = GraphPipelineEngine(
+        model=model,
+        ds_config=ds_config,
+        config=block,
+        setting=setting,
+        sample_batch=sample,
+        optimizer=optimizer,
+        parameter_groups=groups,
+        lr_scheduler=_scheduler_of(given),
+        training_data=data,
+        collate_fn=collate_fn,
+    )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _make_setting(
+    ds_config: Mapping[str, Any], block: GraphPipelineConfig, given: Mapping[str, Any]
+) -> Setting:
+    _init_distributed(given)
+    num_ranks = dist.get_world_size()
+    check_ranks(block, num_ranks)
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cuda":
+        local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    return Setting(
+        rank=dist.get_rank(),
+        num_ranks=num_ranks,
+        device=device,
+        dtype=training_dtype(ds_config),
+        sizes=batch_arithmetic(ds_config, num_ranks),
+        zero_stage=zero_stage(ds_config),
+        optimizer_bytes=optimizer_bytes_per_parameter(ds_config),
+        group=dist.new_group(backend="gloo") if num_ranks > 1 else None,
+    )
+
+
+def _init_distributed(given: Mapping[str, Any]) -> None:
+    """Join the ranks the launcher started; a script started by itself is a job of one rank."""
+    if not dist.is_initialized() and "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
+    backend = get_accelerator().communication_backend_name()
+    if get_accelerator().device_name() == "cpu":
+        backend = "gloo"
+    elif int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():
+        backend = "gloo"  # ranks that share one device: NCCL cannot serve two of them
+    deepspeed.init_distributed(dist_backend=backend, dist_init_required=given.get("dist_init_required"))
+
+
+def _optimizer_of(
+    model: nn.Module, given: Mapping[str, Any]
+) -> tuple[Callable[..., Any] | None, list[dict[str, Any]] | None]:
+    """Return a constructor for each stage's optimizer and the parameter groups by name.
+
+    Raises:
+        ConfigError: a group names a tensor that is no parameter of the model.
+    """
+    optimizer = given.get("optimizer")
+    groups = given.get("model_parameters")
+    make: Callable[..., Any] | None = None
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if optimizer.state:
+            raise ConfigError(
+                "deepspeed.initialize: the optimizer has taken steps already; pass a fresh one or a callable "
+                "(parameters -> optimizer), or load a checkpoint"
+            )
+        kind, defaults = type(optimizer), dict(optimizer.defaults)
+        allowed = inspect.signature(kind.__init__).parameters
+        options = {key: value for key, value in defaults.items() if key in allowed}
+        groups = optimizer.param_groups if groups is None else groups
+
+        def rebuild(parameters: Any) -> Any:
+            return kind(parameters, **options)
+
+        make = rebuild
+    elif callable(optimizer):
+        make = optimizer
+    elif optimizer is not None:
+        raise ConfigError(
+            f"deepspeed.initialize: optimizer is a {type(optimizer).__name__}; pass a torch optimizer, a callable "
+            "(parameters -> optimizer), or an optimizer block in the JSON"
+        )
+    return make, _named_groups(model, groups) if groups is not None else None
+
+
+def _named_groups(model: nn.Module, groups: Any) -> list[dict[str, Any]]:
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        names.setdefault(id(parameter), name)
+    listed = list(groups)
+    if not all(isinstance(group, Mapping) for group in listed):
+        listed = [{"params": listed}]
+    named = []
+    for position, group in enumerate(listed):
+        members = group["params"]
+        tensors = [members] if isinstance(members, torch.Tensor) else list(members)
+        tensors = [item[1] if isinstance(item, tuple) else item for item in tensors]
+        foreign = [index for index, tensor in enumerate(tensors) if id(tensor) not in names]
+        if foreign:
+            raise ConfigError(
+                f"model_parameters: group {position} has {len(foreign)} tensors that are no parameters of the model "
+                f"(first at position {foreign[0]}); build the groups from model.named_parameters() of this model"
+            )
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        named.append({"params": [names[id(tensor)] for tensor in tensors], **options})
+    return named
+
+
+def _scheduler_of(given: Mapping[str, Any]) -> Callable[..., Any] | None:
+    scheduler = given.get("lr_scheduler")
+    if scheduler is None or (callable(scheduler) and not hasattr(scheduler, "step")):
+        return scheduler
+    raise ConfigError(
+        f"deepspeed.initialize: lr_scheduler is a {type(scheduler).__name__}, bound to an optimizer of the whole "
+        "model; pass a callable (optimizer -> scheduler), or a scheduler block in the JSON"
+    )

@@ -1,0 +1,653 @@
+"""`GraphPipelineEngine`: DeepSpeed's pipeline engine, for a graph of stages.
+
+It has the public surface of `deepspeed.runtime.pipe.engine.PipelineEngine`; what differs is said where
+it does. The engine owns the loop over mini-batches; the stage's optimizer side is a `StageEngine`, the
+stage's code and messages a `Lane`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from gpp_plugin.capture.export import count_samples
+from torch import Tensor, nn
+
+from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.errors import ConfigError, RuntimeFailure
+from gpp_plugin.integrations import checkpoint, huggingface
+from gpp_plugin.integrations.data import Feed, make_loader, repeat
+from gpp_plugin.integrations.metrics import Metrics
+from gpp_plugin.integrations.preparation import Setting, prepare_plan
+from gpp_plugin.integrations.stage_engine import StageEngine, StepResult, TiedParameter
+from gpp_plugin.integrations.stage_groups import StageGroups
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.timeline import Timeline
+from gpp_plugin.runtime.batches import Batch, batch_checksum
+from gpp_plugin.runtime.evaluation import evaluation_plan, split_evaluation
+from gpp_plugin.runtime.executor import MiniBatchResult
+from gpp_plugin.runtime.materialize import materialize_parameters, release_parameters
+from gpp_plugin.runtime.pipeline import (
+    Lane,
+    Reference,
+    capture_reference,
+    channels_of,
+    make_programs,
+    tied_stages,
+)
+from gpp_plugin.runtime.stage_module import StageModule
+from gpp_plugin.runtime.timelines import gather_timeline, start_clock, write_trace
+from gpp_plugin.runtime.transport import make_transport
+
+logger = logging.getLogger(__name__)
+
+
+class GraphPipelineEngine:
+    """Trains a model as a graph of pipeline stages; made by `deepspeed.initialize`.
+
+    Args:
+        model: the user's model; after construction it keeps only the parameters of this rank's stage.
+        ds_config: the whole DeepSpeed configuration as a dict.
+        config: its checked ``graph_pipeline`` block.
+        setting: ranks, device, precision and batch sizes.
+        sample_batch: what the model is captured and profiled with.
+        optimizer: a callable from parameter groups to an optimizer, or None for the JSON's block.
+        parameter_groups: optimizer groups by parameter name, or None for one group of all.
+        lr_scheduler: a callable from an optimizer to a scheduler, or None for the JSON's block.
+
+    Raises:
+        GppError: model, configuration or data do not fit; the same on every rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        ds_config: Mapping[str, Any],
+        config: GraphPipelineConfig,
+        setting: Setting,
+        sample_batch: Batch,
+        optimizer: Callable[..., Any] | None = None,
+        parameter_groups: Sequence[Mapping[str, Any]] | None = None,
+        lr_scheduler: Callable[..., Any] | None = None,
+        training_data: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self.config = config
+        self.device = setting.device
+        self.global_rank = setting.rank
+        self.global_steps = 0
+        self.global_samples = 0
+        self.skipped_steps = 0
+        self.last_timeline: Timeline | None = None
+        self.record_timelines = config.trace_path is not None
+        self._ds_config = dict(ds_config)
+        self._setting = setting
+        self._model = model
+        self._reference, self.plan = prepare_plan(model, sample_batch, config=config, setting=setting)
+        self._evaluation: dict[tuple[Any, ...], tuple[Reference, PipelinePlan]] = {}
+        self._evaluation_lanes: dict[tuple[Any, ...], Lane | None] = {}
+        self._lane = self._make_lane(self._reference, self.plan)
+        assert self._lane is not None, "every rank is in a stage of the training plan"
+        self.module = self._make_module(self._lane)
+        self._tied = tuple(
+            TiedParameter(name=name, stages=stages, owner=stages[0])
+            for name, stages in tied_stages(self.plan, self._reference.block_graph).items()
+        )
+        self._groups = StageGroups.create(self.plan, self._tied, timeout_s=config.comm_timeout_s)
+        self.stage_engine = StageEngine(
+            module=self.module,
+            config=self._ds_config,
+            plan=self.plan,
+            rank=setting.rank,
+            groups=self._groups,
+            tied=self._tied,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            parameter_groups=parameter_groups,
+            device=setting.device,
+        )
+        self._last_step: StepResult | None = None
+        self._gradients: dict[str, Tensor] | None = None
+        self._keeps_gradients = False
+        self._lane.bind(self.module, _Hooks(self))
+        reading = self._ranks_that_read()
+        self._feed = Feed(
+            model=model,
+            mini_batch=self.plan.mini_batch,
+            reads_inputs=setting.rank in reading,
+            source=min(reading),
+            group=setting.group,
+        )
+        self.training_dataloader: Any = None
+        self._data_iterator: Iterator[Any] | None = None
+        self._owns_loader = False
+        if training_data is not None:
+            self.training_dataloader = make_loader(
+                training_data, mini_batch=self.plan.mini_batch, collate_fn=collate_fn, seed=config.seed
+            )
+            self._owns_loader = True
+        self._metrics = Metrics(self._ds_config, self._setting, self._reference, self.plan)
+
+    # ---- construction --------------------------------------------------------------------------
+
+    def _make_lane(self, reference: Reference, plan: PipelinePlan) -> Lane | None:
+        """Return this rank's lane for a plan, or None where the plan leaves the rank idle; collective."""
+        is_training = reference.captured.is_training
+        programs = make_programs(plan, reference.block_graph, is_training=is_training)
+        names = [f"{plan.stages[e.src].name} -> {plan.stages[e.dst].name}" for e in plan.edges]
+        channels = channels_of(programs)
+        transport = None
+        if channels:
+            transport = make_transport(
+                device=self.device, channels=channels, names=names, timeout_s=self.config.comm_timeout_s
+            )
+        for program in programs:
+            if program.rank == self._setting.rank:
+                return Lane(
+                    model=self._model,
+                    reference=reference,
+                    plan=plan,
+                    program=program,
+                    transport=transport,
+                    device=self.device,
+                    dtype=self._setting.dtype,
+                )
+        return None
+
+    def _make_module(self, lane: Lane) -> StageModule:
+        """Take this stage's parameters from the model and let go of the others."""
+        known = {p.name: p for p in self._reference.captured.op_graph.parameters}
+        graph = self._reference.block_graph
+        blocks = {block.name: block for block in graph.blocks}
+        stage = self.plan.stages[lane.stage_index]
+        own = [name for block in stage.blocks for name in blocks[block].parameters]
+        used = {name for block in graph.blocks for name in block.parameters}
+        # what no block uses (an unused head) must still be in exports: it rests on the last stage
+        unused = [p.name for p in known.values() if p.name not in used and not p.is_buffer]
+        if lane.stage_index == len(self.plan.stages) - 1:
+            own += unused
+        names = tuple(dict.fromkeys((*lane.needed_tensors(), *own)))
+        tensors = materialize_parameters(
+            self._model,
+            names,
+            device=self.device,
+            dtype=self._setting.dtype,
+            seed=self.config.seed,
+            weights=self.config.weights,
+        )
+        release_parameters(self._model, keep=set(names))
+        frozen = {name for name in names if not known[name].requires_grad} | set(unused)
+        return StageModule(
+            tensors=tensors,
+            parameters=[name for name in names if not known[name].is_buffer],
+            frozen=frozenset(frozen),
+            persistent=frozenset(name for name in names if known[name].is_persistent),
+        )
+
+    def _ranks_that_read(self) -> set[int]:
+        """Return the ranks whose stages read model inputs."""
+        blocks = {block.name: block for block in self._reference.block_graph.blocks}
+        return {
+            rank
+            for stage in self.plan.stages
+            for rank in stage.ranks
+            if any(blocks[name].inputs for name in stage.blocks)
+        }
+
+    # ---- training ------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Run one optimizer step on ``train_batch_size`` samples and return the mean loss.
+
+        Args:
+            data_iter: batches whose samples sum to ``train_batch_size``, the same stream on every rank;
+                the engine's own loader (``training_data``) if None.
+
+        Returns:
+            The mean loss of the mini-batch, a scalar on this rank's device, the same on every rank.
+
+        Raises:
+            ConfigError: there is no data, or its sizes do not fit.
+            CommTimeout, RuntimeFailure: a rank failed; names rank, stage, edge and micro-batch.
+        """
+        start = time.perf_counter()
+        batch = self._next_batch(data_iter)
+        clock = start_clock(self._setting.group) if self.record_timelines else None
+        self.module.train()
+        result = self._lane.run(batch, record=clock is not None)
+        loss = self._agree_on_loss(result, batch)
+        self.global_steps += 1
+        self.global_samples += self.plan.mini_batch
+        step = result.step_result
+        assert isinstance(step, StepResult)
+        self.skipped_steps += int(step.overflow)
+        self._last_step = step
+        if clock is not None:
+            self.last_timeline = gather_timeline(
+                result.events, clock, plan=self.plan, group=self._setting.group
+            )
+            if self.config.trace_path is not None and self.last_timeline is not None:
+                write_trace(self.last_timeline, self.plan, self.config.trace_path, step=self.global_steps)
+        self._metrics.after_step(
+            loss=loss,
+            step=step,
+            global_steps=self.global_steps,
+            global_samples=self.global_samples,
+            seconds=time.perf_counter() - start,
+        )
+        return torch.tensor(loss, dtype=torch.float32, device=self.device)
+
+    def _next_batch(self, data_iter: Iterator[Any] | None) -> dict[str, Any]:
+        if data_iter is not None:
+            return self._feed.collect(data_iter)
+        if self._data_iterator is None:
+            if self.training_dataloader is None:
+                raise ConfigError(
+                    "train_batch() has no data: pass training_data to deepspeed.initialize, an iterator to "
+                    "train_batch(data_iter=...), or call set_dataloader()"
+                )
+            self._data_iterator = repeat(self.training_dataloader)
+        if self._owns_loader:
+            return self._feed.load(self._data_iterator)
+        return self._feed.collect(self._data_iterator)
+
+    def _agree_on_loss(self, result: MiniBatchResult, batch: Batch) -> float:
+        """Return the mean loss on every rank, and refuse ranks that were given different data."""
+        mine = sum(float(loss) * count for loss, count in result.losses) / self.plan.mini_batch
+        if self._setting.group is None:
+            return mine
+        reads = self._feed.reads_inputs
+        checksum = float(batch_checksum(batch)) if reads else 0.0
+        facts = torch.tensor([mine, checksum, checksum * checksum, float(reads)], dtype=torch.float64)
+        dist.all_reduce(facts, group=self._setting.group)
+        loss, total, squares, readers = facts.tolist()
+        if squares * readers != total * total:
+            raise RuntimeFailure(
+                f"step {self.global_steps + 1}: the ranks were given different mini-batches (checksum "
+                f"{int(checksum)} on rank {self.global_rank}); give every rank the same stream of batches: no "
+                "DistributedSampler, the same shuffle seed everywhere"
+            )
+        return float(loss)
+
+    # ---- evaluation ----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+        outputs: Sequence[str] = ("logits",),
+    ) -> Any:
+        """Evaluate one batch from ``data_iter`` (of any size) and return its mean loss.
+
+        Dropout is off and no gradient is kept. The loss is the mean over loss units, a smaller last one
+        weighted by its samples; every rank gets it.
+
+        Args:
+            return_logits: also return the named ``outputs`` of the model, samples in order, on every rank.
+            compute_loss: False evaluates without labels and returns the outputs only.
+
+        Returns:
+            The loss; with ``return_logits`` the pair of loss and outputs (one tensor, or a dict where
+            several were asked for); with ``compute_loss=False`` the outputs.
+        """
+        if reduce_output not in ("avg", None) or num_micro_batches is not None or not bcast_loss:
+            raise ConfigError(
+                "eval_batch: only reduce_output='avg', bcast_loss=True and num_micro_batches=None are supported; "
+                "the mean loss is returned on every rank and the batch decides how many micro-batches run"
+            )
+        batch = self._feed.take(data_iter)
+        wanted = tuple(outputs) if return_logits or not compute_loss else ()
+        if not compute_loss:
+            batch = {key: value for key, value in batch.items() if key not in ("labels", "return_loss")}
+        self.module.eval()
+        num_samples = count_samples(batch)
+        reference, plan = self._evaluation_reference(batch, wanted)
+        total = 0.0
+        collected: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in wanted}
+        for part in split_evaluation(plan, num_samples):
+            lane = self._evaluation_lane(reference, part.plan, wanted)
+            if lane is None:
+                continue
+            rows = _take_samples(batch, part.first_sample, part.plan.mini_batch, num_samples)
+            result = lane.run(rows)
+            total += sum(float(loss) * count for loss, count in result.losses)
+            for name, pieces in result.outputs.items():
+                collected[name] += [(part.first_sample + first, piece) for first, piece in pieces]
+        loss = self._sum_over_ranks(total) / num_samples
+        value = torch.tensor(loss, dtype=torch.float32, device=self.device)
+        if not wanted:
+            return value
+        found = self._gather_outputs(collected, reference)
+        answer = found[wanted[0]] if len(wanted) == 1 else found
+        return (value, answer) if compute_loss else answer
+
+    def _evaluation_reference(self, batch: Batch, wanted: tuple[str, ...]) -> tuple[Reference, PipelinePlan]:
+        key = (wanted, tuple(sorted(batch)))
+        if key not in self._evaluation:
+            reference = capture_reference(
+                self._model,
+                batch,
+                num_samples=self._setting.sizes.loss_unit,
+                granularity=self.config.granularity,
+                is_training=False,
+                outputs=wanted,
+                dtype=self._setting.dtype,
+                device=self.device,
+            )
+            self._evaluation[key] = (reference, evaluation_plan(self.plan, reference.block_graph))
+        return self._evaluation[key]
+
+    def _evaluation_lane(
+        self, reference: Reference, plan: PipelinePlan, wanted: tuple[str, ...]
+    ) -> Lane | None:
+        key = (plan.graph, plan.mini_batch, plan.loss_unit, wanted)
+        if key not in self._evaluation_lanes:
+            lane = self._make_lane(reference, plan)
+            if lane is not None:
+                self._add_missing_buffers(lane)
+                lane.bind(self.module, None)
+            self._evaluation_lanes[key] = lane
+        return self._evaluation_lanes[key]
+
+    def _add_missing_buffers(self, lane: Lane) -> None:
+        """Give the stage what only evaluation reads (a mask's buffer, say)."""
+        missing = [name for name in lane.needed_tensors() if name not in self.module.named_tensors()]
+        if missing:
+            self.module.add_buffers(
+                materialize_parameters(
+                    self._model,
+                    missing,
+                    device=self.device,
+                    dtype=self._setting.dtype,
+                    seed=self.config.seed,
+                    weights=self.config.weights,
+                )
+            )
+
+    def _sum_over_ranks(self, value: float) -> float:
+        if self._setting.group is None:
+            return value
+        total = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(total, group=self._setting.group)
+        return float(total)
+
+    def _gather_outputs(
+        self, collected: Mapping[str, list[tuple[int, Tensor]]], reference: Reference
+    ) -> dict[str, Tensor]:
+        """Return the named outputs of all samples on every rank, in the order of samples."""
+        own = {name: [(first, piece.cpu()) for first, piece in pieces] for name, pieces in collected.items()}
+        slots: list[Any] = [own]
+        if self._setting.group is not None:
+            slots = [None] * self._setting.num_ranks
+            dist.all_gather_object(slots, own, group=self._setting.group)
+        joined = {}
+        for name in collected:
+            pieces = sorted((pair for slot in slots for pair in slot[name]), key=lambda pair: pair[0])
+            tensors = [piece for _, piece in pieces]
+            joined[name] = (torch.cat(tensors) if tensors[0].ndim else torch.stack(tensors)).to(self.device)
+        return joined
+
+    # ---- the rest of PipelineEngine's surface --------------------------------------------------
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Use ``loader`` (the same batches on every rank) when `train_batch` is called without data."""
+        self.training_dataloader = loader
+        self._data_iterator = None
+        self._owns_loader = False
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Use ``iterator`` when `train_batch` is called without data."""
+        self._data_iterator = iterator
+        self._owns_loader = False
+
+    def is_first_stage(self) -> bool:
+        """Return whether this rank's stage has no predecessor in the stage graph."""
+        return not any(edge.dst == self._lane.stage_index for edge in self.plan.edges)
+
+    def is_last_stage(self) -> bool:
+        """Return whether this rank's stage yields the loss."""
+        loss = self._reference.block_graph.loss_block
+        return loss in self.plan.stages[self._lane.stage_index].blocks
+
+    @property
+    def stage_name(self) -> str:
+        """Return the name of this rank's stage."""
+        return self.plan.stages[self._lane.stage_index].name
+
+    @property
+    def stage_id(self) -> int:
+        """Return the index of this rank's stage in ``plan.stages``."""
+        return self._lane.stage_index
+
+    @property
+    def optimizer(self) -> Any:
+        """Return the stage's optimizer; None on a stage without trainable parameters."""
+        return self.stage_engine.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """Return the stage's learning-rate scheduler, if any."""
+        return self.stage_engine.lr_scheduler
+
+    def train_batch_size(self) -> int:
+        """Return the samples of one optimizer step (B)."""
+        return self.plan.mini_batch
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples one rank computes one loss on (u)."""
+        return self.plan.loss_unit
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the losses of one step: ``train_batch_size`` / ``train_micro_batch_size_per_gpu``."""
+        return self.plan.mini_batch // self.plan.loss_unit
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return True: every `train_batch` ends with a step."""
+        return True
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group of this stage."""
+        optimizer = self.stage_engine.optimizer
+        return [group["lr"] for group in optimizer.param_groups] if optimizer is not None else []
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the whole model's gradient in the last step, before clipping."""
+        return None if self._last_step is None else self._last_step.grad_norm
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the loss scale in force."""
+        return self.stage_engine.loss_scale
+
+    def retain_gradients(self, retain: bool = True) -> None:
+        """Keep each step's gradients for `gradients`; costs a copy of this stage's gradients."""
+        self._keeps_gradients = retain
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the last step's unscaled, unclipped fp32 gradients of this stage's parameters.
+
+        Raises:
+            ConfigError: `retain_gradients` was not called before the step.
+        """
+        if self._gradients is None:
+            raise ConfigError("gradients are not kept; call engine.retain_gradients() before train_batch()")
+        return self._gradients
+
+    def train(self, mode: bool = True) -> None:
+        """Do nothing: `train_batch` trains and `eval_batch` evaluates, whatever was called before."""
+
+    def eval(self) -> None:
+        """Do nothing: `eval_batch` evaluates."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: a graph of stages runs whole mini-batches."""
+        raise ConfigError(
+            "engine.forward() does not exist for a pipeline; call train_batch() or eval_batch()"
+        )
+
+    __call__ = forward
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: `train_batch` runs forward and backward."""
+        raise ConfigError("engine.backward() does not exist for a pipeline; train_batch() runs it")
+
+    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: `train_batch` steps the optimizer."""
+        raise ConfigError("engine.step() does not exist for a pipeline; train_batch() steps the optimizer")
+
+    def no_sync(self) -> NoReturn:
+        """Refuse: the program says when gradients are reduced."""
+        raise ConfigError(
+            "engine.no_sync() does not exist for a pipeline; gradients are reduced once a train_batch()"
+        )
+
+    # ---- files ---------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None
+    ) -> bool:
+        """Write a checkpoint of all stages to ``save_dir/tag``; collective. ``latest`` is written last."""
+        checkpoint.save_checkpoint(
+            self.stage_engine,
+            save_dir,
+            tag or f"global_step{self.global_steps}",
+            client_state=dict(client_state or {}),
+            counters=self._counters(),
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Read a checkpoint written on the same plan; collective.
+
+        Returns:
+            The directory read and the client state.
+
+        Raises:
+            CheckpointError: it is missing, torn, or of another plan.
+        """
+        loaded = checkpoint.load_checkpoint(
+            self.stage_engine,
+            load_dir,
+            tag,
+            load_optimizer=load_optimizer_states,
+            load_scheduler=load_lr_scheduler_states,
+        )
+        for name, value in loaded.counters.items():
+            setattr(self, name, value)
+        return str(loaded.directory), loaded.client_state
+
+    def _counters(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in ("global_steps", "global_samples", "skipped_steps")}
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Write sharded safetensors under HuggingFace names, one shard a stage; collective, no gather."""
+        huggingface.save_pretrained(
+            Path(save_directory),
+            model=self._model,
+            state=self._exported_state(),
+            stage_index=self._lane.stage_index,
+            num_stages=len(self.plan.stages),
+            is_writer=self.plan.stages[self._lane.stage_index].ranks[0] == self.global_rank,
+            group=self._setting.group,
+            timeout=self.config.comm_timeout_s,
+        )
+
+    def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
+        """Write the model for inference as `save_pretrained` does; the file names are HuggingFace's."""
+        if save_filename not in ("model.safetensors", "pytorch_model.bin"):
+            raise ConfigError(f"save_16bit_model writes model-*.safetensors, not {save_filename}")
+        self.save_pretrained(save_dir)
+        return True
+
+    def _exported_state(self) -> dict[str, Tensor]:
+        """Return what this stage saves: its persistent tensors, tied ones on their owner only."""
+        elsewhere = {t.name for t in self._tied if t.owner != self._lane.stage_index}
+        return {name: value for name, value in self.module.state_dict().items() if name not in elsewhere}
+
+    def module_state_dict(self) -> dict[str, Tensor]:
+        """Return this stage's parameters and persistent buffers under their HuggingFace names."""
+        return dict(self.module.state_dict())
+
+    def gather_state_dict(self) -> dict[str, Tensor] | None:
+        """Return the whole model's state dict on rank 0 (CPU tensors), None elsewhere; collective.
+
+        Needs the whole model's bytes in rank 0's memory; `save_pretrained` does not.
+        """
+        is_writer = self.plan.stages[self._lane.stage_index].ranks[0] == self.global_rank
+        own = {k: v.detach().cpu() for k, v in self._exported_state().items()} if is_writer else {}
+        if self._setting.group is None:
+            gathered: list[Any] = [own]
+        else:
+            slots: list[Any] | None = [None] * self._setting.num_ranks if self.global_rank == 0 else None
+            dist.gather_object(own, slots, dst=0, group=self._setting.group)
+            if slots is None:
+                return None
+            gathered = slots
+        state: dict[str, Tensor] = {}
+        for part in gathered:
+            state.update(part)
+        for parameter in self._reference.captured.op_graph.parameters:
+            for alias in parameter.aliases:
+                if parameter.name in state:
+                    state[alias] = state[parameter.name]
+        return state
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer configuration questions (``zero_optimization_stage()``, ...) as DeepSpeed's engine does."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        inner = self.__dict__.get("stage_engine")
+        deepspeed_engine = getattr(inner, "deepspeed", None)
+        if deepspeed_engine is not None and hasattr(deepspeed_engine, name):
+            return getattr(deepspeed_engine, name)
+        raise AttributeError(f"GraphPipelineEngine has no attribute {name!r}")
+
+
+class _Hooks:
+    """What the executor calls on the optimizer side; keeps gradients where the user asked."""
+
+    def __init__(self, engine: GraphPipelineEngine) -> None:
+        self._engine = engine
+        self._stage = engine.stage_engine
+        self.accumulate = self._stage.accumulate
+        self.reduce_data = self._stage.reduce_data
+        self.reduce_tied = self._stage.reduce_tied
+
+    @property
+    def loss_scale(self) -> float:
+        return self._stage.loss_scale
+
+    def step(self) -> StepResult:
+        if self._engine._keeps_gradients:
+            self._engine._gradients = self._stage.full_gradients()
+        return self._stage.step()
+
+
+def _take_samples(batch: Batch, first: int, count: int, total: int) -> dict[str, Any]:
+    """Return ``count`` samples of a batch of ``total`` from ``first`` on."""
+
+    def rows(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] % total:
+            return value
+        per_sample = value.shape[0] // total
+        return value[first * per_sample : (first + count) * per_sample]
+
+    return {key: rows(value) for key, value in batch.items()}

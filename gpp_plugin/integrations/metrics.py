@@ -1,0 +1,84 @@
+"""What a user sees of training: DeepSpeed's monitors, the step log, wall-clock and FLOPs reports."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from gpp_plugin.integrations.preparation import Setting
+from gpp_plugin.integrations.stage_engine import StepResult
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.runtime.pipeline import Reference
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_STEPS_PER_PRINT = 10
+
+
+class Metrics:
+    """Writes losses, learning rates and times where the DeepSpeed configuration asks; on rank 0 only."""
+
+    def __init__(
+        self, ds_config: Mapping[str, Any], setting: Setting, reference: Reference, plan: PipelinePlan
+    ) -> None:
+        self._is_writer = setting.rank == 0
+        steps = ds_config.get("steps_per_print", DEFAULT_STEPS_PER_PRINT)
+        self._steps_per_print = int(steps) if steps else 0
+        self._has_breakdown = bool(ds_config.get("wall_clock_breakdown", False))
+        profiler = ds_config.get("flops_profiler") or {}
+        self._flops_step = int(profiler.get("profile_step", 1)) if profiler.get("enabled") else 0
+        self._reference = reference
+        self._plan = plan
+        self._seconds: list[float] = []
+        self._monitor = _make_monitor(ds_config) if self._is_writer else None
+
+    def after_step(
+        self, *, loss: float, step: StepResult, global_steps: int, global_samples: int, seconds: float
+    ) -> None:
+        """Report one optimizer step."""
+        if not self._is_writer:
+            return
+        self._seconds.append(seconds)
+        if self._monitor is not None and self._monitor.enabled:
+            events = [("Train/Samples/train_loss", loss, global_samples)]
+            if step.lr:
+                events.append(("Train/Samples/lr", step.lr[0], global_samples))
+            if step.loss_scale != 1.0:
+                events.append(("Train/Samples/loss_scale", step.loss_scale, global_samples))
+            self._monitor.write_events(events)
+        if self._steps_per_print and global_steps % self._steps_per_print == 0:
+            mean = sum(self._seconds) / len(self._seconds)
+            logger.info(
+                "step %d: loss %.4f, lr %s, %.1f ms a step, %.1f samples/s",
+                global_steps,
+                loss,
+                ", ".join(f"{lr:.3g}" for lr in step.lr) or "none",
+                mean * 1e3,
+                self._plan.mini_batch / mean,
+            )
+            if self._has_breakdown:
+                logger.info("wall clock: train_batch %s ms", [round(s * 1e3, 2) for s in self._seconds])
+            self._seconds.clear()
+        if global_steps == self._flops_step:
+            self._report_flops(seconds)
+
+    def _report_flops(self, seconds: float) -> None:
+        graph = self._reference.block_graph
+        per_sample = {block.name: block.flops / graph.num_samples for block in graph.blocks}
+        for stage in self._plan.stages:
+            total = sum(per_sample[name] for name in stage.blocks) * self._plan.mini_batch
+            logger.info("flops profiler: stage %s, forward %.4g FLOPs a mini-batch", stage.name, total)
+        everything = sum(per_sample.values()) * self._plan.mini_batch
+        logger.info(
+            "flops profiler: forward %.4g FLOPs a mini-batch; about %.4g FLOP/s with backward as twice forward",
+            everything,
+            3 * everything / seconds,
+        )
+
+
+def _make_monitor(ds_config: Mapping[str, Any]) -> Any:
+    from deepspeed.monitor.config import get_monitor_config
+    from deepspeed.monitor.monitor import MonitorMaster
+
+    return MonitorMaster(get_monitor_config(dict(ds_config)))

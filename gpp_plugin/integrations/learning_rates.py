@@ -1,0 +1,214 @@
+"""Parameter groups across stages: every rank schedules all groups of the model, each stage steps its own.
+
+A stage holds a part of the model's parameters, so some of the model's parameter groups may be empty on it;
+optimizers and schedulers cannot live with that (a list of one rate per group no longer fits, and stages would
+report different rates). So the scheduler works on a *mirror*: an optimizer like the user's over one placeholder
+per group, the same on every rank, also where a stage trains nothing. After each of its steps the rates are
+copied to the stage's own optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from deepspeed.runtime import lr_schedules
+from torch import nn
+from torch.optim import Optimizer
+
+from gpp_plugin.errors import ConfigError
+
+OptimizerFactory = Callable[[Any], Optimizer]
+SchedulerFactory = Callable[[Optimizer], Any]
+
+_SCHEDULED_KEYS = ("lr", "momentum", "betas")
+_MIRROR_CLASSES = {"adam": "Adam", "adamw": "AdamW", "lamb": "Adam", "lion": "Adam", "adagrad": "Adagrad"}
+
+
+class StageParameterGroups:
+    """The user's parameter groups, and those of them this stage has parameters in.
+
+    Args:
+        parameters: the stage's trainable parameters by name; names of one parameter may be several.
+        groups: the model's groups, each ``{"params": [names], **options}``; None: one group of everything.
+
+    Raises:
+        ConfigError: a group has no list of names, or a parameter is in two groups.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], groups: Sequence[Mapping[str, Any]] | None
+    ) -> None:
+        self.given = groups is not None
+        self.options: list[dict[str, Any]] = []
+        self.members: list[list[str]] = []
+        if groups is None:
+            groups = [{"params": list(parameters)}]
+        first_name: dict[int, str] = {}
+        taken: dict[int, int] = {}
+        for index, group in enumerate(groups):
+            names = group.get("params")
+            if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+                raise ConfigError(
+                    f"parameter group {index}: 'params' must list parameter names, found {names!r}"
+                )
+            self.options.append({key: value for key, value in group.items() if key != "params"})
+            members: list[str] = []
+            for name in names:
+                parameter = parameters.get(name)
+                if parameter is None or taken.get(id(parameter)) == index:
+                    continue  # another stage's, frozen, or a second name of one parameter
+                if id(parameter) in taken:
+                    raise ConfigError(
+                        f"parameter {name!r} is in the groups {taken[id(parameter)]} and {index}; name it once"
+                    )
+                taken[id(parameter)] = index
+                members.append(first_name.setdefault(id(parameter), name))
+            self.members.append(members)
+        self.local = [index for index, members in enumerate(self.members) if members]
+
+    def names(self) -> list[str]:
+        """Return the names of the parameters this stage trains, in the groups' order."""
+        return [name for members in self.members for name in members]
+
+    def optimizer_input(self, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
+        """Return what the stage's optimizer takes: its non-empty groups, or the plain list if none were given."""
+        if not self.given:
+            return [parameters[name] for name in self.names()]
+        return [
+            {"params": [parameters[name] for name in self.members[index]], **self.options[index]}
+            for index in self.local
+        ]
+
+    def placeholder_input(self) -> list[Any]:
+        """Return the same for the mirror: one placeholder per group of the model."""
+        if not self.given:
+            return [nn.Parameter(torch.zeros(1))]
+        return [{"params": [nn.Parameter(torch.zeros(1))], **options} for options in self.options]
+
+
+class LearningRates:
+    """The mirror optimizer, the scheduler on it, and the way of its rates to the stage's optimizer.
+
+    Args:
+        groups: the parameter groups.
+        optimizer: callable that makes the user's optimizer, or None: the configuration's block.
+        optimizer_block: the ``optimizer`` block.
+        scheduler: callable that makes the user's scheduler, or None: the configuration's block.
+        scheduler_block: the ``scheduler`` block.
+
+    Raises:
+        ConfigError: a block or callable does not give an optimizer or scheduler.
+    """
+
+    def __init__(
+        self,
+        groups: StageParameterGroups,
+        *,
+        optimizer: OptimizerFactory | None,
+        optimizer_block: Mapping[str, Any] | None,
+        scheduler: SchedulerFactory | None,
+        scheduler_block: Mapping[str, Any] | None,
+    ) -> None:
+        self._groups = groups
+        self.mirror = _mirror_optimizer(groups, optimizer, optimizer_block)
+        self.scheduler = _scheduler(self.mirror, scheduler, scheduler_block)
+
+    def step(self) -> None:
+        """Advance the schedule by one applied optimizer step."""
+        if self.scheduler is not None:
+            self.mirror.step()  # torch warns of a scheduler that runs ahead of its optimizer
+            self.scheduler.step()
+
+    def publish(self, optimizer: Optimizer | None) -> None:
+        """Copy the schedule's rates to the stage's optimizer; without a schedule the user's own stay."""
+        if self.scheduler is None or optimizer is None:
+            return
+        for index, group in zip(self._groups.local, optimizer.param_groups, strict=True):
+            scheduled = self.mirror.param_groups[index]
+            group.update(
+                {key: scheduled[key] for key in _SCHEDULED_KEYS if key in scheduled and key in group}
+            )
+
+    def current(self, optimizer: Optimizer | None) -> tuple[float, ...]:
+        """Return the learning rate of every group of the model."""
+        rates = [float(group["lr"]) for group in self.mirror.param_groups]
+        if self.scheduler is None and optimizer is not None:
+            for index, group in zip(self._groups.local, optimizer.param_groups, strict=True):
+                rates[index] = float(group["lr"])
+        return tuple(rates)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of schedule and rates; the same on every rank."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.mirror.param_groups]
+        return {
+            "groups": groups,
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ConfigError: the number of groups, or whether there is a scheduler, has changed.
+        """
+        groups = self.mirror.param_groups
+        if len(state["groups"]) != len(groups) or (state["scheduler"] is None) != (self.scheduler is None):
+            raise ConfigError(
+                f"the checkpoint has {len(state['groups'])} parameter groups and "
+                f"{'no' if state['scheduler'] is None else 'a'} scheduler; the configuration has {len(groups)} and "
+                f"{'no' if self.scheduler is None else 'a'} scheduler; keep both, or load without the scheduler"
+            )
+        for group, saved in zip(groups, state["groups"], strict=True):
+            group.update(saved)
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+
+
+def _mirror_optimizer(
+    groups: StageParameterGroups, factory: OptimizerFactory | None, block: Mapping[str, Any] | None
+) -> Optimizer:
+    placeholders = groups.placeholder_input()
+    if factory is not None:
+        made = factory(placeholders)
+        if not isinstance(made, Optimizer) or len(made.param_groups) != len(
+            placeholders if groups.given else [0]
+        ):
+            raise ConfigError(
+                f"optimizer: the callable returned {type(made).__name__} for {len(placeholders)} parameter "
+                "groups; it must return a torch optimizer with the groups it was given"
+            )
+        return made
+    kind = str((block or {}).get("type", "SGD"))
+    params = dict((block or {}).get("params") or {})
+    cls = getattr(torch.optim, _MIRROR_CLASSES.get(kind.lower(), kind), None)
+    if cls is None:
+        raise ConfigError(f"optimizer.type: {kind!r} is neither one of DeepSpeed's nor one of torch.optim's")
+    known = {key: params[key] for key in ("lr", "betas", "momentum", "weight_decay", "eps") if key in params}
+    try:
+        return cls(placeholders, **{"lr": 1e-3, **known})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer.params: {params} do not fit {kind}: {error}") from error
+
+
+def _scheduler(mirror: Optimizer, factory: SchedulerFactory | None, block: Mapping[str, Any] | None) -> Any:
+    if factory is not None:
+        made = factory(mirror)
+        if not callable(getattr(made, "step", None)):
+            raise ConfigError(
+                f"lr_scheduler: the callable returned {type(made).__name__}, which has no step()"
+            )
+        return made
+    if not block or block.get("type") is None:
+        return None
+    kind = str(block["type"])
+    cls = getattr(lr_schedules, kind, None) or getattr(torch.optim.lr_scheduler, kind, None)
+    if cls is None:
+        raise ConfigError(
+            f"scheduler.type: {kind!r} is neither one of DeepSpeed's nor one of torch's schedules"
+        )
+    try:
+        return cls(mirror, **dict(block.get("params") or {}))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"scheduler.params: {block.get('params')} do not fit {kind}: {error}") from error

@@ -1,0 +1,240 @@
+"""What DeepSpeed's optimizer wrappers step: where each parameter's master weight lies, and how it is published.
+
+DeepSpeed 0.19 wraps the user's optimizer in one of three classes (or none), which differ in how they find
+overflow, norm and clipping, but not in what remains: an inner torch optimizer that steps *master* tensors, and
+a copy from masters to parameters. Norm, overflow and clipping are the whole graph's, so a stage hands finished
+fp32 gradients to the masters, lets the inner optimizer step, and has the wrapper publish the result.
+
+    none                    master = the parameter               nothing to publish
+    FP16_UnfusedOptimizer   one fp32 tensor per parameter        copy
+    FP16_Optimizer          one flat fp32 tensor per group       copy
+    DeepSpeedZeroOptimizer  this rank's part of the flat group   update_lp_params(): copy, all-gather
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor, nn
+
+from gpp_plugin.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fragment:
+    """The part of a parameter whose master weight this rank steps.
+
+    Args:
+        master: the tensor the inner optimizer steps.
+        master_start: first element of the part in ``master``, flattened.
+        start, num_elements: the part, in the flattened parameter.
+        flat: ``master`` is one-dimensional and shared with other parameters.
+    """
+
+    master: Tensor
+    master_start: int
+    start: int
+    num_elements: int
+    flat: bool
+
+
+def require_attributes(thing: object, *names: str) -> None:
+    """Check that DeepSpeed still has what this package relies on.
+
+    Raises:
+        ConfigError: an attribute is missing; the message names the DeepSpeed version.
+    """
+    missing = [name for name in names if not hasattr(thing, name)]
+    if missing:
+        raise ConfigError(
+            f"{type(thing).__name__} of DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}; "
+            "this release of gpp_plugin works with DeepSpeed 0.19"
+        )
+
+
+class MasterWeights:
+    """Steps the masters of one stage's parameters with finished gradients.
+
+    Args:
+        wrapper: the optimizer of the stage's DeepSpeedEngine, wrapped or not.
+        parameters: the stage's trained parameters by name.
+        data_group: the stage's process group, over which ZeRO partitions masters.
+
+    Raises:
+        ConfigError: the wrapper is of a class, or of a DeepSpeed, that is not known here.
+    """
+
+    def __init__(
+        self, wrapper: Any, parameters: Mapping[str, nn.Parameter], *, data_group: dist.ProcessGroup | int
+    ) -> None:
+        self._parameters = dict(parameters)
+        self._wrapper = wrapper
+        self._data_group = data_group
+        self.partitioned = isinstance(wrapper, DeepSpeedZeroOptimizer)
+        self._publish: Callable[[], None] = self._copy_masters
+        if isinstance(wrapper, torch.optim.Optimizer):
+            self.optimizer = wrapper
+            self._fragments = {n: _whole(p) for n, p in parameters.items()}
+            self._publish = _publish_nothing
+        elif isinstance(wrapper, FP16_UnfusedOptimizer):
+            require_attributes(wrapper, "optimizer", "fp16_groups", "fp32_groups", "refresh_fp32_params")
+            self.optimizer = wrapper.optimizer
+            self._fragments = _unfused_fragments(wrapper, parameters)
+        elif isinstance(wrapper, FP16_Optimizer):
+            require_attributes(wrapper, "optimizer", "fp16_groups", "fp32_groups_flat", "refresh_fp32_params")
+            self.optimizer = wrapper.optimizer
+            self._fragments = _fused_fragments(wrapper, parameters)
+        elif self.partitioned:
+            require_attributes(
+                wrapper,
+                "optimizer",
+                "single_partition_of_fp32_groups",
+                "update_lp_params",
+                "refresh_fp32_params",
+            )
+            self.optimizer = wrapper.optimizer
+            self._fragments = _zero_fragments(wrapper, parameters)
+            self._publish = wrapper.update_lp_params
+        else:
+            raise ConfigError(
+                f"optimizer wrapper {type(wrapper).__name__} of DeepSpeed {deepspeed.__version__} is not known; "
+                "this release of gpp_plugin works with DeepSpeed 0.19"
+            )
+        self._masters = list({id(f.master): f.master for f in self._fragments.values()}.values())
+        if isinstance(wrapper, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+            self._forget_first_step()
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the parameters are their own masters."""
+        return self._wrapper is self.optimizer
+
+    @torch.no_grad()
+    def step(self, gradients: Mapping[str, Tensor | None], *, coefficient: float) -> None:
+        """Step every master with ``coefficient`` times its gradient and publish to the parameters.
+
+        A parameter without a gradient is left alone where it has a master of its own, and has a gradient of
+        zero where its master is flat, as in DeepSpeed. Gradients in the masters' type are scaled in place.
+        """
+        for master in {id(f.master): f.master for f in self._fragments.values() if f.flat}.values():
+            master.grad = torch.zeros_like(master)
+        for name, fragment in self._fragments.items():
+            gradient = gradients.get(name)
+            if not fragment.flat:
+                fragment.master.grad = None if gradient is None else gradient.to(fragment.master.dtype)
+            elif gradient is not None:
+                part = gradient.reshape(-1).narrow(0, fragment.start, fragment.num_elements)
+                assert fragment.master.grad is not None
+                fragment.master.grad.narrow(0, fragment.master_start, fragment.num_elements).copy_(part)
+        held = [master.grad for master in self._masters if master.grad is not None]
+        if coefficient != 1.0 and held:
+            torch._foreach_mul_(held, coefficient)
+        self.optimizer.step()
+        for master in self._masters:
+            master.grad = None
+        self._publish()
+        if self.partitioned:
+            self._wrapper._lazy_init_hp_params_optimizer_state()  # for deepspeed.utils.safe_get_full_*
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take the masters anew from the parameters, which were written from outside."""
+        if not self.is_plain:
+            self._wrapper.refresh_fp32_params()
+
+    @torch.no_grad()
+    def full(self, name: str) -> Tensor:
+        """Return a copy of the master of ``name``, fp32, in the parameter's shape; collective under ZeRO 1."""
+        parameter = self._parameters[name]
+        fragment = self._fragments.get(name)
+        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        if fragment is not None:
+            part = fragment.master.detach().reshape(-1)
+            part = part.narrow(0, fragment.master_start, fragment.num_elements)
+            whole.narrow(0, fragment.start, fragment.num_elements).copy_(part)
+        if self.partitioned:
+            dist.all_reduce(whole, group=self._data_group)
+        return whole.view(parameter.shape)
+
+    def _copy_masters(self) -> None:
+        for name, fragment in self._fragments.items():
+            parameter = self._parameters[name]
+            part = fragment.master.detach()
+            if fragment.flat:
+                part = part.narrow(0, fragment.master_start, fragment.num_elements).view(parameter.shape)
+            parameter.data.copy_(part)
+
+    def _forget_first_step(self) -> None:
+        """Undo the step with zero gradients by which DeepSpeed's half-precision wrappers allocate state.
+
+        It would count as Adam's first step (so that its bias correction is one step off, unlike under ZeRO)
+        and apply weight decay once.
+        """
+        self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            group.pop("step", None)
+        self.refresh()
+
+
+def _publish_nothing() -> None:
+    """Parameters are their own masters."""
+
+
+def _whole(parameter: Tensor, master: Tensor | None = None) -> Fragment:
+    return Fragment(
+        master=parameter if master is None else master,
+        master_start=0,
+        start=0,
+        num_elements=parameter.numel(),
+        flat=False,
+    )
+
+
+def _names(parameters: Mapping[str, nn.Parameter]) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in parameters.items()}
+
+
+def _unfused_fragments(wrapper: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Fragment]:
+    names = _names(parameters)
+    return {
+        names[id(parameter)]: _whole(parameter, master)
+        for group, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
+        for parameter, master in zip(group, masters, strict=True)
+    }
+
+
+def _fused_fragments(wrapper: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Fragment]:
+    names = _names(parameters)
+    fragments: dict[str, Fragment] = {}
+    for group, master in zip(wrapper.fp16_groups, wrapper.fp32_groups_flat, strict=True):
+        start = 0
+        for parameter in group:
+            fragments[names[id(parameter)]] = Fragment(
+                master=master, master_start=start, start=0, num_elements=parameter.numel(), flat=True
+            )
+            start += parameter.numel()
+    return fragments
+
+
+def _zero_fragments(wrapper: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Fragment]:
+    fragments: dict[str, Fragment] = {}
+    for name, parameter in parameters.items():
+        require_attributes(parameter, "_hp_mapping")
+        mapping: Any = vars(parameter)["_hp_mapping"]
+        if mapping is not None:  # else the parameter lies wholly in other ranks' partitions
+            fragments[name] = Fragment(
+                master=wrapper.single_partition_of_fp32_groups[mapping.param_group_index],
+                master_start=mapping.hp_fragment_address.start,
+                start=mapping.lp_fragment_address.start,
+                num_elements=mapping.lp_fragment_address.numel,
+                flat=True,
+            )
+    return fragments

@@ -1,0 +1,254 @@
+"""A stage's DeepSpeed configuration, derived from the user's; pure, so that it is decided before any rank waits.
+
+What the graph of stages owns (batch sizes, clipping, loss scale, scheduler, monitors, timers) is taken out of
+the copy each stage's engine gets; what a stage cannot honour is refused here with one line.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gpp_plugin.errors import ConfigError
+
+DTYPE_NAMES = {
+    "fp32": "float32",
+    "float32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+    "half": "float16",
+}
+"""DeepSpeed's spellings of a dtype and torch's name of it."""
+
+PASSED_KEYS = (
+    "optimizer",
+    "fp16",
+    "bf16",
+    "bfloat16",
+    "zero_optimization",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "data_types",
+    "comms_logger",
+    "memory_breakdown",
+    "dump_state",
+    "disable_python_gc",
+    "log_level",
+    "vocabulary_size",
+)
+"""Keys that a stage's DeepSpeedEngine sees; every other one is honoured by the graph engine, or refused."""
+
+_REFUSED_SWITCHES = {
+    ("sparse_gradients",): "stages reduce dense gradients; remove it",
+    ("torch_autocast", "enabled"): "stages run their graph directly; use bf16 or fp16",
+    ("amp", "enabled"): "use bf16 or fp16",
+    ("elasticity", "enabled"): "the plan fixes the ranks; remove it",
+    ("autotuning", "enabled"): "the planner chooses micro-batches; remove it",
+    ("data_efficiency", "enabled"): "not available with a graph of stages; remove it",
+    ("hybrid_engine", "enabled"): "not available with a graph of stages; remove it",
+    ("expert_parallel", "enabled"): "not available with a graph of stages; remove it",
+    ("compile", "deepcompile"): "stages compile their own graph; remove it",
+    ("checkpoint", "load_universal"): "checkpoints load on the plan they were saved on; remove it",
+    ("weight_quantization",): "not available with a graph of stages; remove it",
+    ("compression_training",): "not available with a graph of stages; remove it",
+    ("zero_optimization", "zenflow"): "needs the optimizer step of one process group; remove it",
+    ("zero_optimization", "offload_param"): "belongs to ZeRO 3; use graph_pipeline.memory.swap",
+    ("zero_optimization", "zero_quantized_gradients"): "belongs to ZeRO 3; remove it",
+    ("zero_optimization", "zero_quantized_weights"): "belongs to ZeRO 3; remove it",
+}
+
+_TORCH_ADAM_KEYS = {"lr", "betas", "eps", "weight_decay", "adam_w_mode", "amsgrad", "fused", "foreach"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageConfig:
+    """What one stage takes from the user's DeepSpeed JSON.
+
+    Args:
+        deepspeed: the configuration of the stage's own DeepSpeedEngine.
+        dtype: torch's name of the parameters' type (``float32``, ``bfloat16``, ``float16``).
+        accumulation_dtype: torch's name of the type in which micro-batches' gradients are added up.
+        communication_dtype: torch's name of the type gradients are sent in; None sends them as they are.
+        gradient_clipping: largest global L2 norm of a step; 0 does not clip.
+        bucket_elements: most elements of one gradient all-reduce.
+        check_overflow: skip the step when the norm is not finite.
+        notes: lines for the user about what was changed, logged once.
+    """
+
+    deepspeed: dict[str, Any]
+    dtype: str
+    accumulation_dtype: str
+    communication_dtype: str | None
+    gradient_clipping: float
+    bucket_elements: int
+    check_overflow: bool
+    notes: tuple[str, ...]
+
+
+def derive_stage_config(
+    config: Mapping[str, Any], *, mini_batch: int, degree: int, device_type: str
+) -> StageConfig:
+    """Derive the configuration of a stage of ``degree`` ranks from the user's DeepSpeed JSON.
+
+    Args:
+        mini_batch: samples of one optimizer step over the whole graph.
+        device_type: ``cpu`` or ``cuda``; decides whether Adam needs a native build.
+
+    Raises:
+        ConfigError: a key asks for what a graph of stages cannot do.
+    """
+    _refuse_unsupported(config)
+    notes: list[str] = []
+    dtype = _parameter_dtype(config)
+    derived = {key: copy.deepcopy(config[key]) for key in PASSED_KEYS if config.get(key) is not None}
+    derived["train_batch_size"] = mini_batch
+    derived["train_micro_batch_size_per_gpu"] = mini_batch // degree
+    derived["gradient_accumulation_steps"] = 1
+    derived["gradient_clipping"] = 0.0  # the norm is the graph's; a stage sees its part only
+    derived["steps_per_print"] = None
+    data_types = derived.get("data_types", {})
+    data_types.pop("grad_accum_dtype", None)  # gradients are added up before DeepSpeed sees them
+    _derive_zero(derived)
+    _derive_optimizer(derived, device_type=device_type, notes=notes)
+    for key in ("prescale_gradients", "gradient_predivide_factor"):
+        if config.get(key) not in (None, False, 1, 1.0):
+            notes.append(f"{key} has no effect: gradients are summed over ranks, never averaged")
+    for key in ("wall_clock_breakdown", "flops_profiler"):
+        value = config.get(key)
+        if value is True or (isinstance(value, Mapping) and value.get("enabled")):
+            notes.append(f"{key} is off inside the stages' own engines; stages are timed by the graph engine")
+    return StageConfig(
+        deepspeed=derived,
+        dtype=dtype,
+        accumulation_dtype=_accumulation_dtype(config, dtype),
+        communication_dtype=_dtype_name(config.get("communication_data_type"), "communication_data_type"),
+        gradient_clipping=float(config.get("gradient_clipping") or 0.0),
+        bucket_elements=int(_block(config, "zero_optimization").get("reduce_bucket_size", 50_000_000)),
+        check_overflow=dtype != "bfloat16" or bool(_bf16_block(config).get("check_grad_overflow", True)),
+        notes=tuple(notes),
+    )
+
+
+def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key}: expected an object, found {value!r}")
+    return value
+
+
+def _bf16_block(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return _block(config, "bf16") or _block(config, "bfloat16")
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    stage = int(_block(config, "zero_optimization").get("stage", 0))
+    if stage == 2:
+        raise ConfigError(
+            "zero_optimization.stage: 2 reduces gradients inside every micro-batch's backward, "
+            "where the stages' program cannot order it; use 1"
+        )
+    if stage >= 3:
+        raise ConfigError(
+            f"zero_optimization.stage: {stage} gathers parameters inside forward and backward, "
+            "where the stages' program cannot order it; use 1"
+        )
+    for path, remedy in _REFUSED_SWITCHES.items():
+        value: Any = config
+        for key in path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value not in (None, False, {}) and not (
+            isinstance(value, Mapping) and value.get("enabled") is False
+        ):
+            raise ConfigError(f"{'.'.join(path)}: {value!r} is not supported: {remedy}")
+    if config.get("gradient_allreduce_op", "mean") != "mean":
+        raise ConfigError(
+            f"gradient_allreduce_op: {config['gradient_allreduce_op']!r} would make the result depend on the "
+            "stages' degrees; use 'mean' (the loss of a step is the mean over its loss units)"
+        )
+    if config.get("managed_gradient_accumulation", True) is False:
+        raise ConfigError(
+            "managed_gradient_accumulation: false is not supported: train_batch ends every step"
+        )
+    if int(_block(config, "tensor_parallel").get("autotp_size", 0) or 0) > 1:
+        raise ConfigError("tensor_parallel.autotp_size: captured stages are not tensor-parallel; use 1")
+    offload = _block(_block(config, "zero_optimization"), "offload_optimizer").get("device", "none")
+    if str(offload) not in ("none", "cpu"):
+        raise ConfigError(
+            f"zero_optimization.offload_optimizer.device: {offload!r} is not supported; use 'cpu'"
+        )
+    if str(offload) == "cpu" and stage == 0:
+        raise ConfigError("zero_optimization.offload_optimizer: needs ZeRO; set zero_optimization.stage to 1")
+    optimizer = str(_block(config, "optimizer").get("type", "")).lower()
+    if optimizer == "muon":
+        raise ConfigError(
+            "optimizer.type: Muon orthogonalises gradients inside DeepSpeed's own reduction, "
+            "which stages do not use; use AdamW"
+        )
+
+
+def _parameter_dtype(config: Mapping[str, Any]) -> str:
+    half = bool(_block(config, "fp16").get("enabled", False))
+    brain = bool(_bf16_block(config).get("enabled", False))
+    if half and brain:
+        raise ConfigError("fp16.enabled, bf16.enabled: both are true; choose one")
+    return "float16" if half else "bfloat16" if brain else "float32"
+
+
+def _dtype_name(value: Any, path: str) -> str | None:
+    if value is None:
+        return None
+    name = DTYPE_NAMES.get(str(value).lower())
+    if name is None:
+        raise ConfigError(f"{path}: {value!r} is no dtype; use one of fp32, bf16, fp16")
+    return name
+
+
+def _accumulation_dtype(config: Mapping[str, Any], dtype: str) -> str:
+    path = "data_types.grad_accum_dtype"
+    name = _dtype_name(_block(config, "data_types").get("grad_accum_dtype"), path) or dtype
+    if name not in (dtype, "float32"):
+        raise ConfigError(f"{path}: {name} loses precision of {dtype} gradients; use fp32 or leave it out")
+    return name
+
+
+def _derive_zero(derived: dict[str, Any]) -> None:
+    """Keep DeepSpeed's ZeRO 1 out of backward: no gradient hooks, its partition in parameter order."""
+    zero = derived.get("zero_optimization")
+    if not zero or int(zero.get("stage", 0)) == 0:
+        derived.pop("zero_optimization", None)
+        return
+    zero.update(
+        contiguous_gradients=False,  # together with overlap_comm: no hooks on parameters
+        overlap_comm=False,
+        round_robin_gradients=False,
+        elastic_checkpoint=False,
+    )
+
+
+def _derive_optimizer(derived: dict[str, Any], *, device_type: str, notes: list[str]) -> None:
+    """On the CPU let Adam be torch's, with FusedAdam's defaults, rather than build a native operator."""
+    block = derived.get("optimizer")
+    if not isinstance(block, dict) or device_type != "cpu":
+        return
+    params = dict(block.get("params") or {})
+    offloaded = "offload_optimizer" in derived.get("zero_optimization", {})
+    if str(block.get("type", "")).lower() not in ("adam", "adamw") or "torch_adam" in params or offloaded:
+        return
+    if params.get("bias_correction") is True:
+        del params["bias_correction"]
+    params.pop("set_grad_none", None)
+    if set(params) - _TORCH_ADAM_KEYS:
+        return
+    params.setdefault("weight_decay", 0.0)  # FusedAdam's default; torch.optim.AdamW's is 0.01
+    block["params"] = {**params, "torch_adam": True}
+    notes.append(
+        f"optimizer.type {block['type']}: on the CPU torch's implementation is used, so that nothing is built "
+        'natively; "torch_adam": false asks for DeepSpeed\'s'
+    )

@@ -1,0 +1,434 @@
+"""One stage's training state: its DeepSpeedEngine, gradients, the graph-wide norm and loss scale, the step.
+
+    runtime, per micro-batch     backward; accumulate()
+    runtime, once per mini-batch reduce_data(); reduce_tied()
+    all ranks together           step(): norm and overflow agreed -> clip -> optimizer -> learning rates
+
+A stage with trained parameters has a stock `DeepSpeedEngine` behind it, built on the stage's own groups; it
+builds the optimizer, casts the module, and partitions state under ZeRO 1. Its forward, backward and step are
+not used: the stage's norm is a part of the graph's, and a step is taken by all stages or by none.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.precision_config import get_float16_config
+from torch import Tensor, nn
+
+from gpp_plugin.errors import ConfigError, RuntimeFailure
+from gpp_plugin.integrations.gradients import GradientStore
+from gpp_plugin.integrations.learning_rates import (
+    LearningRates,
+    OptimizerFactory,
+    SchedulerFactory,
+    StageParameterGroups,
+)
+from gpp_plugin.integrations.master_weights import MasterWeights, require_attributes
+from gpp_plugin.integrations.stage_config import StageConfig, derive_stage_config
+from gpp_plugin.integrations.stage_groups import StageGroups, StageMpu, TiedParameter, broadcast_in_place
+from gpp_plugin.ir.plan import PipelinePlan
+
+__all__ = ["StageEngine", "StageGroups", "StepResult", "TiedParameter"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step did; the same on every rank.
+
+    Args:
+        grad_norm: L2 norm of the mini-batch's gradient over the whole model, before clipping; inf on overflow.
+        overflow: the gradient was not finite, and no stage stepped.
+        learning_rates: of every parameter group of the model, after the step.
+        loss_scale: for the next mini-batch.
+    """
+
+    grad_norm: float
+    overflow: bool
+    learning_rates: tuple[float, ...]
+    loss_scale: float
+
+    @property
+    def lr(self) -> float:
+        """Return the learning rate of the first parameter group."""
+        return self.learning_rates[0]
+
+
+class _InnerEngine(DeepSpeedEngine):
+    """The stock engine, but for its broadcast, which fails on parameters without dimensions."""
+
+    def _broadcast_model(self) -> None:
+        """Leave it to the stage, which has already made its replicas equal."""
+
+
+class StageEngine:
+    """Owns the training state of one rank's stage.
+
+    Construction, `step` and `parameter_state` are collective: over all ranks, all ranks and the stage's ranks.
+
+    Args:
+        module: the stage's module, parameters under their HuggingFace names; moved to ``device``, cast to the
+            configured type, and made equal on the stage's ranks.
+        config: the user's DeepSpeed JSON, with numbers where it may say ``auto``.
+        plan: the plan in force.
+        rank: this global rank.
+        groups: the process groups of ``plan`` and ``tied``.
+        tied: the parameters that several stages hold, the same list on every rank.
+        optimizer: makes the optimizer from parameters or groups; None: the configuration's block.
+        lr_scheduler: makes the scheduler from an optimizer; None: the configuration's block.
+        parameter_groups: groups of the whole model, ``{"params": [names], **options}``; None: one group.
+        device: where the module lives.
+
+    Raises:
+        ConfigError: the configuration asks for what a stage cannot do, or DeepSpeed refuses it on any rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        module: nn.Module,
+        config: Mapping[str, Any],
+        plan: PipelinePlan,
+        rank: int,
+        groups: StageGroups,
+        tied: Sequence[TiedParameter] = (),
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+        parameter_groups: Sequence[Mapping[str, Any]] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.module = module
+        self.plan = plan
+        self.rank = rank
+        self.groups = groups
+        self.device = torch.device(device)
+        self.stage_index = plan.stage_of_rank(rank)
+        self.stage = plan.stages[self.stage_index]
+        self.position = sorted(self.stage.ranks).index(rank)
+        self.config: StageConfig = derive_stage_config(
+            config, mini_batch=plan.mini_batch, degree=self.stage.degree, device_type=self.device.type
+        )
+        self.dtype: torch.dtype = getattr(torch, self.config.dtype)
+        self.tied = tuple(tie for tie in tied if self.stage_index in tie.stages)
+        self.global_steps = 0
+        self.skipped_steps = 0
+        self.global_samples = 0
+        self.deepspeed: DeepSpeedEngine | None = None
+        self._masters: MasterWeights | None = None
+        self._reduced_data = self._reduced_tied = False
+        self._log_notes()
+        self._agree(lambda: self._build(config, optimizer, lr_scheduler, parameter_groups), "construction")
+
+    # ---- construction ------------------------------------------------------------------------------------
+
+    def _build(
+        self,
+        config: Mapping[str, Any],
+        optimizer: OptimizerFactory | None,
+        lr_scheduler: SchedulerFactory | None,
+        parameter_groups: Sequence[Mapping[str, Any]] | None,
+    ) -> None:
+        self._check_surroundings()
+        self.module.to(self.device)
+        self._make_replicas_equal()
+        trainable = {
+            name: p
+            for name, p in self.module.named_parameters(remove_duplicate=False)
+            if p.requires_grad and p.numel() > 0
+        }
+        groups = StageParameterGroups(trainable, parameter_groups)
+        self._rates = LearningRates(
+            groups,
+            optimizer=optimizer,
+            optimizer_block=config.get("optimizer"),
+            scheduler=lr_scheduler,
+            scheduler_block=config.get("scheduler"),
+        )
+        self.lr_scheduler = self._rates.scheduler
+        has_optimizer = optimizer is not None or bool(config.get("optimizer"))
+        names = groups.names() if parameter_groups is not None else list(dict(self.module.named_parameters()))
+        trained = {name: trainable[name] for name in names if name in trainable} if has_optimizer else {}
+        if trained:
+            self._build_deepspeed(optimizer, groups.optimizer_input(trainable), trained)
+        else:
+            self._cast_module()
+        self.gradients = GradientStore(trained, dtype=getattr(torch, self.config.accumulation_dtype))
+        self.optimizer = self._rates.mirror if self.deepspeed is None else self.deepspeed.optimizer
+        self._scaler = self._make_scaler(config)
+        self._publish_loss_scale()
+        self._rates.publish(self._inner_optimizer)
+
+    def _check_surroundings(self) -> None:
+        if not deepspeed.comm.is_initialized():
+            raise ConfigError("deepspeed.comm is not initialised; call deepspeed.init_distributed() first")
+        if self.dtype == torch.float16 and not get_accelerator().is_fp16_supported():
+            raise ConfigError(f"fp16.enabled: this device ({self.device.type}) computes no fp16; use bf16")
+        missing = [tie.name for tie in self.tied if tie.name not in dict(self._all_names())]
+        if missing:
+            raise ConfigError(f"stage {self.stage.name!r} lacks its tied parameters {missing}")
+        os.environ.setdefault(
+            "LOCAL_RANK", str(self.rank if self.device.index is None else self.device.index)
+        )
+
+    def _all_names(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.module.named_parameters(remove_duplicate=False))
+
+    @torch.no_grad()
+    def _make_replicas_equal(self) -> None:
+        """Start every copy of a parameter from the same bits: the stage's first rank's, the owner's for ties."""
+        if self.stage.degree > 1:
+            for parameter in self.module.parameters():
+                broadcast_in_place(
+                    parameter, source=min(self.stage.ranks), group=self.groups.data[self.stage_index]
+                )
+        parameters = dict(self._all_names())
+        for tie in self.tied:
+            source = min(self.plan.stages[tie.owner].ranks)
+            group = self.groups.tied[tuple(sorted(set(tie.stages)))]
+            broadcast_in_place(parameters[tie.name], source=source, group=group)
+
+    @torch.no_grad()
+    def _cast_module(self) -> None:
+        """Cast a stage that no DeepSpeedEngine casts, as that would: parameters, not buffers."""
+        for parameter in self.module.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(self.dtype)
+
+    def _build_deepspeed(
+        self, optimizer: OptimizerFactory | None, optimizer_input: list[Any], trained: dict[str, nn.Parameter]
+    ) -> None:
+        require_attributes(DeepSpeedEngine, "_broadcast_model")
+        data_group = self.groups.data[self.stage_index]
+        assert isinstance(data_group, dist.ProcessGroup)
+        mpu = StageMpu(
+            stage_ranks=sorted(self.stage.ranks),
+            rank=self.rank,
+            data_group=data_group,
+            single_group=self.groups.single,
+        )
+        settings = self.config.deepspeed
+        self.deepspeed = _InnerEngine(
+            args=None,
+            model=self.module,
+            optimizer=optimizer,
+            model_parameters=optimizer_input,
+            mpu=mpu,
+            config=settings,
+            config_class=DeepSpeedConfig(settings, mpu),
+            dont_change_device=True,
+        )
+        require_attributes(self.deepspeed, "module_forward_pre_hook", "module_forward_post_hook")
+        # Its timers and counters belong to its own forward; the runtime calls the module many times a step.
+        self.deepspeed.module_forward_pre_hook.remove()
+        self.deepspeed.module_forward_post_hook.remove()
+        self._masters = MasterWeights(self.deepspeed.optimizer, trained, data_group=data_group)
+
+    def _make_scaler(self, config: Mapping[str, Any]) -> Any:
+        half = get_float16_config(dict(config))
+        return CreateLossScaler(
+            dtype=torch.half if self.dtype == torch.float16 else self.dtype,
+            static_loss_scale=half.loss_scale,
+            dynamic_scaling=half.loss_scale == 0,
+            dynamic_loss_args=half.dynamic_loss_scale_args(),
+        )
+
+    def _log_notes(self) -> None:
+        if self.rank == 0:
+            for note in self.config.notes:
+                logger.info("%s", note)
+
+    def _agree(self, action: Any, what: str) -> None:
+        """Run ``action`` and fail on every rank if it fails on any, so that none waits for a dead one."""
+        error: BaseException | None = None
+        try:
+            action()
+        except (AssertionError, RuntimeError, ValueError, TypeError, KeyError, NotImplementedError) as caught:
+            error = caught
+        said: list[str | None] = [None] * self.plan.num_ranks
+        line = None if error is None else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(said, line, group=self.groups.world)
+        if isinstance(error, ConfigError):
+            raise error
+        first = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)
+        if first is not None:
+            rank, text = first
+            stage = self.plan.stages[self.plan.stage_of_rank(rank)].name
+            raise ConfigError(
+                f"{what} failed on rank {rank} (stage {stage!r}, DeepSpeed {deepspeed.__version__}): {text}"
+            ) from error
+
+    # ---- one mini-batch ----------------------------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the factor on every loss of this mini-batch; the same on every rank."""
+        return float(self._scaler.loss_scale)
+
+    def accumulate(self) -> None:
+        """Add a micro-batch's gradients to the mini-batch's, where they are held in another type."""
+        self.gradients.accumulate()
+
+    def reduce_data(self) -> None:
+        """Sum the mini-batch's gradients over the stage's ranks; once per mini-batch, collective over them."""
+        self.gradients.accumulate()
+        if self.stage.degree > 1 and not self._reduced_data:
+            name = self.config.communication_dtype
+            self.gradients.all_reduce(
+                list(self.gradients.parameters),
+                group=self.groups.data[self.stage_index],
+                communication_dtype=None if name is None else getattr(torch, name),
+                bucket_elements=self.config.bucket_elements,
+            )
+        self._reduced_data = True
+
+    def reduce_tied(self) -> None:
+        """Sum tied parameters' gradients over their stages, after `reduce_data`; collective over those stages.
+
+        Every rank of a stage holds the stage's sum by then, so one rank of each stage brings it, whatever the
+        degrees: no sum is divided again.
+        """
+        if not self._reduced_data:
+            raise RuntimeFailure("reduce_tied before reduce_data: the stage's own sum must be complete first")
+        if not self._reduced_tied:
+            for stages in sorted({tuple(sorted(set(tie.stages))) for tie in self.tied}):
+                names = [tie.name for tie in self.tied if tuple(sorted(set(tie.stages))) == stages]
+                self.gradients.all_reduce(
+                    [name for name in names if name in self.gradients.parameters],
+                    group=self.groups.tied[stages],
+                    contribute=self.position == 0,
+                    bucket_elements=self.config.bucket_elements,
+                )
+        self._reduced_tied = True
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Return the mini-batch's gradients, fp32 and unscaled, between reduction and step.
+
+        Whole also under ZeRO 1; parameters that no loss reached are left out.
+        """
+        gradients = {name: self.gradients.get(name) for name in self.gradients.parameters}
+        return {name: g.float() / self.loss_scale for name, g in gradients.items() if g is not None}
+
+    def set_gradient(self, name: str, gradient: Tensor) -> None:
+        """Replace the mini-batch's gradient of ``name`` by an unscaled one, on this rank."""
+        self.gradients.put(name, gradient.detach() * self.loss_scale)
+
+    def step(self) -> StepResult:
+        """Take the optimizer step of all stages, or of none; collective over all ranks.
+
+        Raises:
+            RuntimeFailure: gradients were not reduced, or the loss scale cannot sink any further.
+        """
+        if (self.stage.degree > 1 and not self._reduced_data) or (self.tied and not self._reduced_tied):
+            raise RuntimeFailure("step before reduce_data and reduce_tied: replicas would step differently")
+        self.gradients.accumulate()
+        norm = self._global_norm() / self.loss_scale
+        overflow = self.config.check_overflow and not math.isfinite(norm)
+        if not overflow:
+            self._apply(norm)
+        self._count(overflow)
+        self.zero_grad()
+        return StepResult(
+            grad_norm=math.inf if overflow else norm,
+            overflow=overflow,
+            learning_rates=self._rates.current(self._inner_optimizer),
+            loss_scale=self.loss_scale,
+        )
+
+    def zero_grad(self) -> None:
+        """Forget the mini-batch's gradients."""
+        self.gradients.clear()
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        self._reduced_data = self._reduced_tied = False
+
+    @torch.no_grad()
+    def _global_norm(self) -> float:
+        """Return the L2 norm of the whole model's scaled gradient; not finite where any element is not.
+
+        A stage's ranks hold the same sums, so they share its parameters out; a tied one is its owner's.
+        """
+        foreign = {tie.name for tie in self.tied if tie.owner != self.stage_index}
+        mine = [name for name in self.gradients.parameters if name not in foreign]
+        precision = torch.float64 if get_accelerator().is_fp64_supported() else torch.float32
+        norms = [
+            torch.linalg.vector_norm(gradient, dtype=precision)
+            for gradient in map(self.gradients.get, mine[self.position :: self.stage.degree])
+            if gradient is not None
+        ]
+        total = torch.zeros((), dtype=precision, device=self.device)
+        if norms:
+            total = torch.stack(norms).square().sum()
+        dist.all_reduce(total, group=self.groups.world)
+        return math.sqrt(value) if (value := total.item()) >= 0 else math.nan
+
+    def _apply(self, norm: float) -> None:
+        coefficient = 1.0 / self.loss_scale
+        if self.config.gradient_clipping > 0:
+            # As torch.nn.utils.clip_grad_norm_ and DeepSpeed do.
+            coefficient *= min(1.0, self.config.gradient_clipping / (norm + 1e-6))
+        if self._masters is not None:
+            gradients = {name: self.gradients.get(name) for name in self.gradients.parameters}
+            self._masters.step(gradients, coefficient=coefficient)
+        self._rates.step()
+        self._rates.publish(self._inner_optimizer)
+
+    def _count(self, overflow: bool) -> None:
+        self.global_steps += 1
+        self.global_samples += self.plan.mini_batch
+        self.skipped_steps += int(overflow)
+        if self.deepspeed is not None:
+            self.deepspeed.global_steps = self.global_steps
+            self.deepspeed.global_samples = self.global_samples
+            self.deepspeed.skipped_steps = self.skipped_steps
+        scale = self.loss_scale
+        try:
+            self._scaler.update_scale(overflow)
+        except Exception as error:  # DeepSpeed raises a bare Exception
+            raise RuntimeFailure(
+                f"step {self.global_steps}: gradients overflow at the smallest loss scale, {scale:g}; "
+                "lower the learning rate, use bf16, or lower fp16.min_loss_scale"
+            ) from error
+        self._publish_loss_scale()
+
+    def _publish_loss_scale(self) -> None:
+        if self.dtype == torch.float16 and self._masters is not None and not self._masters.is_plain:
+            wrapper: Any = self.optimizer
+            wrapper.loss_scale = self.loss_scale  # what users read; DeepSpeed's own is not used
+
+    @property
+    def _inner_optimizer(self) -> torch.optim.Optimizer | None:
+        return None if self._masters is None else self._masters.optimizer
+
+    # ---- weights -----------------------------------------------------------------------------------------
+
+    def parameter_state(self) -> dict[str, Tensor]:
+        """Return the stage's parameters as fp32 copies, the masters where there are any.
+
+        Collective over the stage's ranks under ZeRO 1.
+        """
+        state: dict[str, Tensor] = {}
+        for name, parameter in self.module.named_parameters():
+            if self._masters is not None and name in self.gradients.parameters:
+                state[name] = self._masters.full(name)
+            else:
+                state[name] = parameter.detach().float().clone()
+        return state
+
+    def refresh_masters(self) -> None:
+        """Take master weights anew after the module's parameters were written from outside."""
+        if self._masters is not None:
+            self._masters.refresh()

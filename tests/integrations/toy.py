@@ -1,0 +1,122 @@
+"""A toy graph of three stages with known gradients, and one process that trains the same numbers.
+
+front (ranks 0, 1)  embed.weight (tied), scale (no dimensions), layer.*, frozen.weight
+middle (rank 2)     nothing, or frozen.weight only
+head (rank 3)       embed.weight (tied), norm.weight, out.*
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpp_plugin.integrations.stage_engine import StageEngine
+from gpp_plugin.integrations.stage_groups import StageGroups, TiedParameter
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "embed.weight": (7, 5),
+    "scale": (),
+    "layer.weight": (5, 5),
+    "layer.bias": (5,),
+    "norm.weight": (5,),
+    "out.weight": (3, 5),
+    "out.bias": (3,),
+}
+FROZEN = {"frozen.weight": (4, 2), "middle.frozen.weight": (2, 2)}
+STAGE_NAMES = (
+    ("embed.weight", "scale", "layer.weight", "layer.bias", "frozen.weight"),
+    (),
+    ("embed.weight", "norm.weight", "out.weight", "out.bias"),
+)
+TIE = TiedParameter(name="embed.weight", stages=(0, 2), owner=0)
+NUM_RANKS = 4
+
+
+def make_plan(mini_batch: int = 8) -> PipelinePlan:
+    """Return the plan of the toy."""
+    return PipelinePlan(
+        model="toy",
+        graph="0" * 16,
+        planner="by hand",
+        mini_batch=mini_batch,
+        loss_unit=1,
+        stages=(
+            Stage(name="front", blocks=("front",), ranks=(0, 1), micro_batch_size=4, in_flight=2),
+            Stage(name="middle", blocks=("middle",), ranks=(2,), micro_batch_size=2, in_flight=1),
+            Stage(name="loss", blocks=("head",), ranks=(3,), micro_batch_size=8, in_flight=1),
+        ),
+        edges=(StageEdge(src=0, dst=1), StageEdge(src=1, dst=2), StageEdge(src=0, dst=2)),
+    )
+
+
+def initial(name: str) -> Tensor:
+    """Return the first value of a parameter, the same in every process."""
+    shape = {**SHAPES, **FROZEN}[name]
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    return torch.randn(shape, generator=generator)
+
+
+class Holder(nn.Module):
+    """A module with the given parameters at their dotted names."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        for name in names:
+            *path, leaf = name.split(".")
+            owner: nn.Module = self
+            for part in path:
+                if not hasattr(owner, part):
+                    owner.add_module(part, nn.Module())
+                owner = getattr(owner, part)
+            owner.register_parameter(leaf, nn.Parameter(initial(name), requires_grad="frozen" not in name))
+
+
+def make_stage(index: int, *, frozen_middle: bool = False) -> Holder:
+    """Return the module of stage ``index``."""
+    return Holder(("middle.frozen.weight",) if index == 1 and frozen_middle else STAGE_NAMES[index])
+
+
+def gradient(name: str, step: int, rank: int, micro_batch: int) -> Tensor:
+    """Return the gradient that a micro-batch brings for ``name`` on ``rank``, the same in every process."""
+    seed = (sum(map(ord, name)) * 31 + step) * 31 * 31 + rank * 31 + micro_batch
+    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed)) * 0.1
+
+
+def whole_gradient(name: str, step: int, num_micro_batches: int) -> Tensor:
+    """Return the sum of all micro-batches' gradients over all ranks that hold ``name``, in double precision."""
+    ranks = [
+        r for s, names in zip(make_plan().stages, STAGE_NAMES, strict=True) if name in names for r in s.ranks
+    ]
+    parts = [gradient(name, step, r, m).double() for r in ranks for m in range(num_micro_batches)]
+    return torch.stack(parts).sum(0)
+
+
+def make_engine(
+    rank: int, config: dict[str, Any], *, frozen_middle: bool = False, **options: Any
+) -> StageEngine:
+    """Return this rank's engine of the toy."""
+    plan = make_plan(config.get("train_batch_size", 8))
+    groups = StageGroups.create(plan, (TIE,), timeout_s=60)
+    module = make_stage(plan.stage_of_rank(rank), frozen_middle=frozen_middle)
+    return StageEngine(
+        module=module, config=config, plan=plan, rank=rank, groups=groups, tied=(TIE,), **options
+    )
+
+
+def feed(engine: StageEngine, step: int, num_micro_batches: int, *, spoil: str | None = None) -> None:
+    """Do what the runtime does in a mini-batch: gradients of each micro-batch, then the two reductions."""
+    for micro_batch in range(num_micro_batches):
+        for name, parameter in engine.module.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            value = gradient(name, step, engine.rank, micro_batch) * engine.loss_scale
+            if name == spoil and engine.position == 0:
+                value = torch.full_like(value, float("inf"))
+            value = value.to(parameter.dtype)
+            parameter.grad = value if parameter.grad is None else parameter.grad + value
+        engine.accumulate()
+    engine.reduce_data()
+    engine.reduce_tied()

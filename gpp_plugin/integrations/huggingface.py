@@ -1,0 +1,424 @@
+"""What only HuggingFace knows: initialisers, values its constructors set, checkpoint names, `save_pretrained`.
+
+Imports transformers only where a model of it is at hand, so that plain models need none of it. Reads of
+transformers' internals are gathered here: ``_init_weights``, ``all_tied_weights_keys``,
+``get_model_conversion_mapping``, ``rename_source_key``, ``revert_weight_conversion`` (transformers 5.x).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from gpp_plugin.errors import CheckpointError, CommTimeout
+from gpp_plugin.ir.serialize import write_text_whole
+
+logger = logging.getLogger(__name__)
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+def is_pretrained_model(model: nn.Module) -> bool:
+    """Return whether ``model`` is a transformers ``PreTrainedModel``."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+# ---- ties ------------------------------------------------------------------------------------------------
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return every parameter and buffer name -> the first name of the same tensor.
+
+    The first name is the one ``named_parameters`` gives. Ties are found by identity and, where copies to the
+    meta device have lost it, by HuggingFace's ``all_tied_weights_keys``.
+    """
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    for named in (
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
+    ):
+        for name, tensor in named:
+            names[name] = first.setdefault(id(tensor), name)
+    order = {name: i for i, name in enumerate(names)}
+    for target, source in declared_ties(model).items():
+        if target in names and source in names and names[target] != names[source]:
+            kept, dropped = sorted((names[target], names[source]), key=order.__getitem__)
+            names = {name: kept if home == dropped else home for name, home in names.items()}
+    return names
+
+
+def declared_ties(model: nn.Module) -> dict[str, str]:
+    """Return tied name -> the name HuggingFace saves and initialises it under; empty for other models."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {}) if is_pretrained_model(model) else {}
+
+
+def saved_names(model: nn.Module) -> dict[str, str]:
+    """Return first name -> name in saved files: the source of a declared tie, else the first name."""
+    names = tied_names(model)
+    saved = {first: first for first in names.values()}
+    sources = set(declared_ties(model).values())
+    for name, first in names.items():
+        if name in sources and saved[first] not in sources:
+            saved[first] = name
+    return saved
+
+
+# ---- initialisers ----------------------------------------------------------------------------------------
+
+
+def initialisers(model: nn.Module, name: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield (what, call) for every initialiser that may set parameter ``name``, in the order they apply.
+
+    A module's children are initialised before it and it may set theirs again, so these are the initialisers of
+    the owner and of its ancestors, innermost first. In a ``PreTrainedModel`` each module is initialised by the
+    ``_init_weights`` of the innermost ``PreTrainedModel`` around it; elsewhere by its ``reset_parameters`` or
+    ``_reset_parameters``, where it has one.
+    """
+    path: list[tuple[str, nn.Module]] = [("", model)]
+    for part in name.split(".")[:-1]:
+        prefix, module = path[-1]
+        path.append((f"{prefix}.{part}" if prefix else part, module.get_submodule(part)))
+    for depth in range(len(path) - 1, -1, -1):
+        prefix, module = path[depth]
+        home = next((m for _, m in reversed(path[: depth + 1]) if is_pretrained_model(m)), None)
+        what = f"{prefix or 'the model'} ({type(module).__name__})"
+        if home is not None:
+            initialise: Any = home
+            yield f"_init_weights of {what}", lambda h=initialise, m=module: h._init_weights(m)  # type: ignore[misc]
+            continue
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if callable(reset):
+            yield f"{reset.__name__} of {what}", reset
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Puts what ``torch.empty`` makes on the meta device and leaves tensors with values where they are."""
+
+    _FACTORIES = frozenset({torch.empty, torch.empty_strided})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in self._FACTORIES:
+            kwargs["device"] = torch.device("meta")
+        return func(*args, **kwargs)
+
+
+def rebuild_constants(model: nn.Module, seed: int) -> nn.Module | None:
+    """Return the model constructed anew with real tensors only where its constructor gives values.
+
+    Tables (position ids, rotary frequencies) and explicit values (CLIP's ``logit_scale``) are real; weights
+    that wait for an initialiser stay on the meta device. None where the model is not built from a config.
+    """
+    if not is_pretrained_model(model):
+        return None
+    from transformers.initialization import no_init_weights
+
+    build: Any = type(model)
+    with torch.random.fork_rng(devices=[]), _EmptyOnMeta(), no_init_weights():
+        torch.manual_seed(seed)
+        try:
+            return build(copy.deepcopy(model.config))
+        except Exception as error:  # constructors of custom models may do anything
+            logger.warning("%s cannot be rebuilt from its config: %s", type(model).__name__, error)
+            return None
+
+
+# ---- names in checkpoints --------------------------------------------------------------------------------
+
+
+def checkpoint_keys(model: nn.Module, keys: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Match checkpoint keys to the model's names as ``from_pretrained`` does.
+
+    Returns:
+        model name -> key for plain renames, and model name (or pattern) -> key where HuggingFace converts
+        tensors on loading (splits, merges), which a lazy read of single tensors cannot do.
+    """
+    keys = list(keys)
+    if not is_pretrained_model(model):
+        return {key: key for key in keys}, {}
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    expected = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    transforms: Sequence[Any] = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    plain: dict[str, str] = {}
+    converted: dict[str, str] = {}
+    for key in keys:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, expected)
+        (plain if pattern is None else converted)[name] = key
+    return plain, converted
+
+
+# ---- saving ----------------------------------------------------------------------------------------------
+
+
+def save_pretrained(
+    directory: str | Path,
+    *,
+    model: nn.Module,
+    state: Mapping[str, Tensor] | None,
+    stage_index: int,
+    num_stages: int,
+    is_writer: bool,
+    group: dist.ProcessGroup | None = None,
+    timeout: float = 600.0,
+) -> None:
+    """Write the model as HuggingFace files, one shard a stage, without gathering weights.
+
+    Every rank of ``group`` calls this; one rank a stage passes its tensors and writes them as
+    ``model-0000i-of-0000N.safetensors``; the writer adds config, generation config and, last, the index. A tensor
+    that several stages hold is written by the first of them, under the name HuggingFace saves it. All files are
+    written beside ``directory`` and moved into it when every rank has succeeded; where the directory exists, its
+    old index is removed before and the new one put in after the shards, so that a torn save cannot be loaded.
+
+    Args:
+        model: gives names, ties and config; its weights are not read and may be on the meta device.
+        state: this stage's parameters and buffers by name; None on ranks that write none.
+        is_writer: True on exactly one rank.
+        group: a group whose backend handles CPU tensors (gloo); None also means a single process.
+        timeout: seconds to wait for the slowest rank.
+
+    Raises:
+        CheckpointError: a rank failed to write, or the stages do not hold all of the model; on every rank.
+        CommTimeout: a rank did not answer in time.
+    """
+    target = Path(directory)
+    staging = target.parent / f".{target.name}.saving"
+    try:
+        sizes = {} if state is None else _saved_sizes(model, state)
+        everyone = _exchange({"stage": stage_index, "sizes": sizes, "writer": is_writer}, group, timeout)
+        shards = _assign_shards(everyone, num_stages)
+        problem = _check_assignment(model, everyone, shards)
+    except CheckpointError as error:
+        problem, shards = str(error), {}
+    if problem is None:
+        problem = _attempt(lambda: _prepare_directory(staging, target) if is_writer else None)
+    _agree(problem, group, timeout)
+    written: dict[str, int] = {}
+
+    def write() -> None:
+        if state is not None and stage_index in shards:
+            written.update(
+                _write_shard(staging / shards[stage_index][0], model, state, shards[stage_index][1])
+            )
+        if is_writer:
+            _write_configs(staging, model, _commonest_dtype(everyone))
+
+    problem = _attempt(write)
+    maps = _agree(problem, group, timeout, payload=(stage_index, written))
+    if problem is None and is_writer:
+        problem = _attempt(lambda: _commit(staging, target, _index(model, maps, shards)))
+    if is_writer and problem is not None:
+        shutil.rmtree(staging, ignore_errors=True)
+    _agree(problem, group, timeout)
+
+
+Sizes = dict[str, tuple[int, str]]
+"""First name -> (bytes, dtype)."""
+
+
+def _saved_sizes(model: nn.Module, state: Mapping[str, Tensor]) -> Sizes:
+    names = tied_names(model)
+    unknown = sorted(set(state) - set(names))
+    if unknown:
+        raise CheckpointError(f"the stage's state has {unknown[:3]}, which {type(model).__name__} has not")
+    transient = _not_saved(model)
+    sizes: Sizes = {}
+    for name, tensor in state.items():
+        if tensor.is_meta:
+            raise CheckpointError(f"{name!r} is on the meta device; materialise the stage before saving")
+        if name not in transient:
+            sizes[names[name]] = (
+                tensor.numel() * tensor.element_size(),
+                str(tensor.dtype).removeprefix("torch."),
+            )
+    return sizes
+
+
+def _not_saved(model: nn.Module) -> set[str]:
+    """Return names the state dict leaves out: non-persistent buffers, and keys HuggingFace ignores."""
+    kept = set(model.state_dict(keep_vars=True))
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    return (names - kept) | ignored
+
+
+def _assign_shards(everyone: Sequence[Mapping[str, Any]], num_stages: int) -> dict[int, tuple[str, set[str]]]:
+    """Return stage -> (file name, first names it writes); each tensor goes to the first stage that holds it."""
+    by_stage: dict[int, set[str]] = {}
+    for entry in everyone:
+        if not 0 <= entry["stage"] < num_stages:
+            raise CheckpointError(f"stage {entry['stage']} is not one of {num_stages} stages")
+        if entry["sizes"] and entry["stage"] in by_stage:
+            raise CheckpointError(f"two ranks write stage {entry['stage']}; pass state=None on all but one")
+        if entry["sizes"]:
+            by_stage[entry["stage"]] = set(entry["sizes"])
+    owned: dict[int, set[str]] = {}
+    taken: set[str] = set()
+    for stage in sorted(by_stage):
+        if by_stage[stage] - taken:
+            owned[stage] = by_stage[stage] - taken
+        taken |= by_stage[stage]
+    total = len(owned)
+    return {
+        stage: (f"model-{i:05d}-of-{total:05d}.safetensors", names)
+        for i, (stage, names) in enumerate(owned.items(), start=1)
+    }
+
+
+def _check_assignment(
+    model: nn.Module, everyone: Sequence[Mapping[str, Any]], shards: Mapping[int, tuple[str, set[str]]]
+) -> str | None:
+    writers = sum(entry["writer"] for entry in everyone)
+    if writers != 1:
+        return f"{writers} ranks pass is_writer=True; exactly one must"
+    have = {name for _, names in shards.values() for name in names}
+    transient = _not_saved(model)
+    missing = sorted({first for name, first in tied_names(model).items() if name not in transient} - have)
+    if missing:
+        return f"no stage holds {len(missing)} tensors of the model: {missing[:4]}; does every stage pass its state?"
+    return None
+
+
+def _commonest_dtype(everyone: Sequence[Mapping[str, Any]]) -> str:
+    totals: dict[str, int] = {}
+    for entry in everyone:
+        for num_bytes, dtype in entry["sizes"].values():
+            if "float" in dtype:
+                totals[dtype] = totals.get(dtype, 0) + num_bytes
+    return max(totals, key=totals.__getitem__, default="float32")
+
+
+def _prepare_directory(staging: Path, target: Path) -> None:
+    if target.exists() and not target.is_dir():
+        raise NotADirectoryError(f"{target} is a file; give a directory")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+
+
+def _write_shard(
+    path: Path, model: nn.Module, state: Mapping[str, Tensor], owned: set[str]
+) -> dict[str, int]:
+    """Write this stage's tensors and return saved name -> bytes."""
+    from safetensors.torch import save_file
+
+    first, saved = tied_names(model), saved_names(model)
+    tensors = {saved[first[name]]: _packed(tensor) for name, tensor in state.items() if first[name] in owned}
+    if is_pretrained_model(model):
+        from transformers.core_model_loading import revert_weight_conversion
+
+        tensors = {name: _packed(tensor) for name, tensor in revert_weight_conversion(model, tensors).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    return {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """Return the tensor on the CPU in storage of its own size (parameters may be views of a flat buffer)."""
+    packed = tensor.detach().to("cpu").contiguous()
+    needed = packed.numel() * packed.element_size()
+    return packed.clone() if packed.untyped_storage().nbytes() != needed else packed
+
+
+def _write_configs(staging: Path, model: nn.Module, dtype: str) -> None:
+    if not is_pretrained_model(model):
+        logger.warning(
+            "%s is not a transformers PreTrainedModel: the files hold its weights under their module paths, without "
+            "a config; read them with safetensors and load_state_dict",
+            type(model).__name__,
+        )
+        return
+    any_model: Any = model
+    config = copy.deepcopy(any_model.config)
+    config.dtype = dtype
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(staging)
+    if any_model.can_generate() and any_model.generation_config is not None:
+        any_model.generation_config.save_pretrained(staging)
+
+
+def _index(
+    model: nn.Module, maps: Sequence[tuple[int, dict[str, int]]], shards: Mapping[int, tuple[str, set[str]]]
+) -> str:
+    weight_map = {name: shards[stage][0] for stage, written in maps for name in written}
+    metadata = {"total_size": sum(size for _, written in maps for size in written.values())}
+    note = {} if is_pretrained_model(model) else {"note": "weights by module path; no transformers config"}
+    return (
+        json.dumps({"metadata": {**metadata, **note}, "weight_map": weight_map}, indent=2, sort_keys=True)
+        + "\n"
+    )
+
+
+def _commit(staging: Path, target: Path, index: str) -> None:
+    if not target.exists():
+        write_text_whole(staging / INDEX_NAME, index)
+        staging.rename(target)
+        return
+    new = {path.name for path in staging.iterdir()}
+    (target / INDEX_NAME).unlink(missing_ok=True)
+    (target / SINGLE_NAME).unlink(missing_ok=True)
+    for stale in target.glob("model-*-of-*.safetensors"):
+        if stale.name not in new:
+            stale.unlink()
+    for name in sorted(new):
+        (staging / name).replace(target / name)
+    write_text_whole(target / INDEX_NAME, index)
+    staging.rmdir()
+
+
+def _attempt(action: Callable[[], object]) -> str | None:
+    try:
+        action()
+    except Exception as error:  # the other ranks must hear of it, whatever it is
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _agree(
+    problem: str | None, group: dist.ProcessGroup | None, timeout: float, payload: Any = None
+) -> list[Any]:
+    """Return every rank's payload, or raise on all ranks if one has a problem."""
+    answers = _exchange((problem, payload), group, timeout)
+    failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text is not None]
+    if failures:
+        raise CheckpointError("the model was not saved; " + "; ".join(dict.fromkeys(failures)))
+    return [value for _, value in answers]
+
+
+def _exchange(value: Any, group: dist.ProcessGroup | None, timeout: float) -> list[Any]:
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return [value]
+    with _named_timeouts(timeout):
+        if dist.get_backend(group) == "gloo":
+            dist.monitored_barrier(group, timeout=timedelta(seconds=timeout))
+        answers: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(answers, value, group=group)
+    return answers
+
+
+@contextmanager
+def _named_timeouts(timeout: float) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommTimeout(
+            f"rank {dist.get_rank()} waited for the other ranks while saving the model (limit {timeout:g} s): {error}"
+        ) from error

@@ -12,7 +12,7 @@ from gpp_plugin.plan.batches import BatchRules, batch_rules, is_under, nearest_n
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.degrees import choose_degrees
 from gpp_plugin.plan.registry import PlanRequest
-from gpp_plugin.plan.select import best_plan
+from gpp_plugin.plan.selection import best_plan
 from gpp_plugin.plan.stages import StageDraft, build_plan
 from gpp_plugin.plan.validate import validate_plan
 

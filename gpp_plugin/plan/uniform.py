@@ -10,7 +10,7 @@ from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.degrees import choose_degrees
 from gpp_plugin.plan.linear import linear_order, split_by_layers
 from gpp_plugin.plan.registry import PlanRequest, register_planner
-from gpp_plugin.plan.select import best_plan, explain_infeasible
+from gpp_plugin.plan.selection import best_plan, explain_infeasible
 from gpp_plugin.plan.stages import StageDraft
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -174,7 +174,7 @@ def save_pretrained(
     directory: str | Path,
     *,
     model: nn.Module,
-    state: Mapping[str, Tensor] | None,
+    state: Mapping[str, Tensor],
     stage_index: int,
     num_stages: int,
     is_writer: bool,
@@ -183,17 +183,17 @@ def save_pretrained(
 ) -> None:
     """Write the model as HuggingFace files, one shard a stage, without gathering weights.
 
-    Every rank of ``group`` calls this; one rank a stage passes its tensors and writes them as
-    ``model-0000i-of-0000N.safetensors``; the writer adds config, generation config and, last, the index. A tensor
-    that several stages hold is written by the first of them, under the name HuggingFace saves it. All files are
-    written beside ``directory`` and moved into it when every rank has succeeded; where the directory exists, its
-    old index is removed before and the new one put in after the shards, so that a torn save cannot be loaded.
+    Every rank of ``group`` calls this; one rank of each stage writes ``model-0000i-of-0000N.safetensors``; the first
+    of them adds config, generation config and, last, the index. A tensor that several stages pass is written by the
+    first of these stages, under the name HuggingFace saves it. All files are written beside ``directory`` and moved
+    into it when every rank has succeeded; where the directory exists already, its index is removed before the shards
+    are replaced and the new one put in after, so that a torn save cannot be loaded.
 
     Args:
         model: gives names, ties and config; its weights are not read and may be on the meta device.
-        state: this stage's parameters and buffers by name; None on ranks that write none.
-        is_writer: True on exactly one rank.
-        group: a group whose backend handles CPU tensors (gloo); None also means a single process.
+        state: this stage's parameters and buffers by name; not read where ``is_writer`` is false.
+        is_writer: True on exactly one rank of each stage.
+        group: a group whose backend handles CPU tensors (gloo); None for a single process.
         timeout: seconds to wait for the slowest rank.
 
     Raises:
@@ -202,33 +202,35 @@ def save_pretrained(
     """
     target = Path(directory)
     staging = target.parent / f".{target.name}.saving"
+    sizes: Sizes = {}
+    problem: str | None = None
+    if is_writer:
+        sizes, problem = _attempt(lambda: _saved_sizes(model, state), sizes)
+    everyone = _agree(problem, group, timeout, (stage_index if is_writer else None, sizes))
+    shards = _assign_shards(model, [entry for entry in everyone if entry[0] is not None], num_stages)
+    is_first = is_writer and stage_index == min(shards)
+    _, problem = _attempt(lambda: _prepare_directory(staging, target) if is_first else None, None)
+    _agree(problem, group, timeout)
+
+    def write() -> dict[str, int]:
+        if is_first:
+            _write_configs(staging, model, _commonest_dtype([sizes for _, sizes in everyone]))
+        if not is_writer or stage_index not in shards:
+            return {}
+        name, owned = shards[stage_index]
+        return _write_shard(staging / name, model, state, owned)
+
+    nothing: dict[str, int] = {}
+    written, problem = _attempt(write, nothing)
     try:
-        sizes = {} if state is None else _saved_sizes(model, state)
-        everyone = _exchange({"stage": stage_index, "sizes": sizes, "writer": is_writer}, group, timeout)
-        shards = _assign_shards(everyone, num_stages)
-        problem = _check_assignment(model, everyone, shards)
-    except CheckpointError as error:
-        problem, shards = str(error), {}
-    if problem is None:
-        problem = _attempt(lambda: _prepare_directory(staging, target) if is_writer else None)
-    _agree(problem, group, timeout)
-    written: dict[str, int] = {}
-
-    def write() -> None:
-        if state is not None and stage_index in shards:
-            written.update(
-                _write_shard(staging / shards[stage_index][0], model, state, shards[stage_index][1])
-            )
-        if is_writer:
-            _write_configs(staging, model, _commonest_dtype(everyone))
-
-    problem = _attempt(write)
-    maps = _agree(problem, group, timeout, payload=(stage_index, written))
-    if problem is None and is_writer:
-        problem = _attempt(lambda: _commit(staging, target, _index(model, maps, shards)))
-    if is_writer and problem is not None:
-        shutil.rmtree(staging, ignore_errors=True)
-    _agree(problem, group, timeout)
+        maps = _agree(problem, group, timeout, (stage_index, written))
+        _, problem = _attempt(
+            lambda: _commit(staging, target, _index(model, maps, shards)) if is_first else None, None
+        )
+        _agree(problem, group, timeout)
+    finally:
+        if is_first:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 Sizes = dict[str, tuple[int, str]]
@@ -262,47 +264,40 @@ def _not_saved(model: nn.Module) -> set[str]:
     return (names - kept) | ignored
 
 
-def _assign_shards(everyone: Sequence[Mapping[str, Any]], num_stages: int) -> dict[int, tuple[str, set[str]]]:
-    """Return stage -> (file name, first names it writes); each tensor goes to the first stage that holds it."""
-    by_stage: dict[int, set[str]] = {}
-    for entry in everyone:
-        if not 0 <= entry["stage"] < num_stages:
-            raise CheckpointError(f"stage {entry['stage']} is not one of {num_stages} stages")
-        if entry["sizes"] and entry["stage"] in by_stage:
-            raise CheckpointError(f"two ranks write stage {entry['stage']}; pass state=None on all but one")
-        if entry["sizes"]:
-            by_stage[entry["stage"]] = set(entry["sizes"])
+def _assign_shards(
+    model: nn.Module, writers: Sequence[tuple[int, Sizes]], num_stages: int
+) -> dict[int, tuple[str, set[str]]]:
+    """Return stage -> (file name, first names it writes); each tensor goes to the first stage that holds it.
+
+    Every rank computes the same from the same answers, and so raises the same.
+    """
+    stages = sorted(stage for stage, _ in writers)
+    if stages != list(range(num_stages)):
+        raise CheckpointError(
+            f"stages {stages} write the model, of {num_stages} stages; pass is_writer=True on exactly one rank of each"
+        )
     owned: dict[int, set[str]] = {}
     taken: set[str] = set()
-    for stage in sorted(by_stage):
-        if by_stage[stage] - taken:
-            owned[stage] = by_stage[stage] - taken
-        taken |= by_stage[stage]
-    total = len(owned)
+    for stage, sizes in sorted(writers, key=lambda writer: writer[0]):
+        if set(sizes) - taken:
+            owned[stage] = set(sizes) - taken
+        taken |= set(sizes)
+    transient = _not_saved(model)
+    missing = sorted({first for name, first in tied_names(model).items() if name not in transient} - taken)
+    if missing:
+        raise CheckpointError(
+            f"no stage holds {len(missing)} tensors of the model: {missing[:4]}; pass every stage's whole state"
+        )
     return {
-        stage: (f"model-{i:05d}-of-{total:05d}.safetensors", names)
+        stage: (f"model-{i:05d}-of-{len(owned):05d}.safetensors", names)
         for i, (stage, names) in enumerate(owned.items(), start=1)
     }
 
 
-def _check_assignment(
-    model: nn.Module, everyone: Sequence[Mapping[str, Any]], shards: Mapping[int, tuple[str, set[str]]]
-) -> str | None:
-    writers = sum(entry["writer"] for entry in everyone)
-    if writers != 1:
-        return f"{writers} ranks pass is_writer=True; exactly one must"
-    have = {name for _, names in shards.values() for name in names}
-    transient = _not_saved(model)
-    missing = sorted({first for name, first in tied_names(model).items() if name not in transient} - have)
-    if missing:
-        return f"no stage holds {len(missing)} tensors of the model: {missing[:4]}; does every stage pass its state?"
-    return None
-
-
-def _commonest_dtype(everyone: Sequence[Mapping[str, Any]]) -> str:
+def _commonest_dtype(everyone: Iterable[Sizes]) -> str:
     totals: dict[str, int] = {}
-    for entry in everyone:
-        for num_bytes, dtype in entry["sizes"].values():
+    for sizes in everyone:
+        for num_bytes, dtype in sizes.values():
             if "float" in dtype:
                 totals[dtype] = totals.get(dtype, 0) + num_bytes
     return max(totals, key=totals.__getitem__, default="float32")
@@ -384,12 +379,17 @@ def _commit(staging: Path, target: Path, index: str) -> None:
     staging.rmdir()
 
 
-def _attempt(action: Callable[[], object]) -> str | None:
+T = TypeVar("T")
+
+
+def _attempt(action: Callable[[], T], otherwise: T) -> tuple[T, str | None]:
+    """Return (result, None), or (``otherwise``, what went wrong)."""
     try:
-        action()
+        return action(), None
     except Exception as error:  # the other ranks must hear of it, whatever it is
-        return f"{type(error).__name__}: {error}"
-    return None
+        return otherwise, str(error) if isinstance(
+            error, CheckpointError
+        ) else f"{type(error).__name__}: {error}"
 
 
 def _agree(

@@ -1,0 +1,152 @@
+"""Clean an exported graph: no checks, no dead or no-op nodes, names that do not depend on sizes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+_CHECKS = {
+    aten._assert_tensor_metadata.default,
+    aten._assert_scalar.default,
+    aten._assert_async.default,
+    aten._assert_async.msg,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+}
+_CASTS = {aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.alias.default, aten.lift_fresh.default}
+_UPDATE_STATISTICS = {aten.batch_norm.default: (3, 4, 5), aten.instance_norm.default: (3, 4, 5)}
+"""Operators that write their running statistics without saying so: positions of mean, var, switch."""
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes whose storage ``node`` writes into."""
+    if node.target in _UPDATE_STATISTICS:
+        mean, var, switch = _UPDATE_STATISTICS[node.target]
+        updates = len(node.args) > switch and bool(node.args[switch])
+        found = [node.args[i] for i in (mean, var)] if updates else []
+        return [a for a in found if isinstance(a, fx.Node)]
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return []
+    written: list[fx.Node] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        fx.map_arg(value, lambda n: written.append(n))
+    return written
+
+
+def clean_graph(graph: fx.Graph, attributes: dict[str, Any]) -> fx.Graph:
+    """Return a new graph without runtime checks, dead code and operators that change nothing.
+
+    Values and gradients stay bitwise the same. Parts of a tuple are named after the tuple, so that
+    the names of other nodes do not depend on how many parts there are.
+
+    Args:
+        graph: of an exported program; it is taken apart.
+        attributes: what its ``get_attr`` nodes refer to.
+    """
+    for node in list(graph.nodes):
+        is_check = node.op == "call_function" and node.target in _CHECKS
+        if is_check or node.op == "call_module":
+            node.replace_all_uses_with(None)  # type: ignore[arg-type]
+            graph.erase_node(node)
+    _drop_dead(graph, attributes)
+    for node in list(graph.nodes):
+        if node.op == "call_function":
+            _join_parts(graph, node) or _skip_no_op(graph, node)
+    _drop_dead(graph, attributes)
+    return _renamed(graph)
+
+
+def _drop_dead(graph: fx.Graph, attributes: dict[str, Any]) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("placeholder", "output") or node.users or _has_effect(node, attributes):
+            continue
+        graph.erase_node(node)
+
+
+def _has_effect(node: fx.Node, attributes: dict[str, Any]) -> bool:
+    if written_arguments(node):
+        return True
+    bodies = [attributes.get(str(a.target)) for a in node.all_input_nodes if a.op == "get_attr"]
+    return any(
+        isinstance(body, fx.GraphModule) and any(written_arguments(inner) for inner in body.graph.nodes)
+        for body in bodies
+    )
+
+
+def _skip_no_op(graph: fx.Graph, node: fx.Node) -> bool:
+    """Drop a cast to the type and device the tensor already has."""
+    if node.target not in _CASTS or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    before, after = node.args[0].meta.get("val"), node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    if before.dtype != after.dtype or before.device != after.device or before.stride() != after.stride():
+        return False
+    if node.kwargs.get("copy") or any(a is True for a in node.args[1:]):
+        return False
+    node.replace_all_uses_with(node.args[0])
+    graph.erase_node(node)
+    return True
+
+
+def _join_parts(graph: fx.Graph, node: fx.Node) -> bool:
+    """Turn ``cat`` of all parts of ``unbind`` into ``flatten``: a list per sample has no fixed length."""
+    if node.target is not aten.cat.default or not isinstance(node.args[0], (list, tuple)):
+        return False
+    parts = list(node.args[0])
+    if not parts or any(not isinstance(p, fx.Node) or p.target is not operator.getitem for p in parts):
+        return False
+    source = parts[0].args[0]
+    is_unbind = isinstance(source, fx.Node) and source.target is aten.unbind.int
+    if not is_unbind or any(part.args != (source, i) for i, part in enumerate(parts)):
+        return False
+    axis = source.args[1] if len(source.args) > 1 else source.kwargs.get("dim", 0)
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    whole = source.args[0]
+    if axis != 0 or dim != 0 or whole.meta["val"].shape[0] != len(parts):
+        return False
+    with graph.inserting_before(node):
+        joined = graph.call_function(aten.flatten.using_ints, (whole, 0, 1))
+    joined.meta = dict(node.meta)
+    node.replace_all_uses_with(joined)
+    name = node.name
+    graph.erase_node(node)
+    joined.meta["wanted_name"] = name
+    return True
+
+
+def _renamed(graph: fx.Graph) -> fx.Graph:
+    new = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        name = node.meta.get("wanted_name", node.name)
+        if node.target is operator.getitem:
+            name = f"{mapping[node.args[0]].name}_part_{node.args[1]}"
+        args = fx.map_arg(node.args, lambda n: mapping[n])
+        kwargs = fx.map_arg(node.kwargs, lambda n: mapping[n])
+        copied = new.create_node(node.op, node.target, args, kwargs, name=name)
+        copied.meta = dict(node.meta)
+        mapping[node] = copied
+    return new
+
+
+def move_graph(graph: fx.Graph, attributes: dict[str, Any], device: torch.device) -> None:
+    """Make every device argument of the graph and of the bodies it calls refer to ``device``."""
+    change: Callable[[Any], Any] = lambda value: device if isinstance(value, torch.device) else value
+    bodies = [body for body in attributes.values() if isinstance(body, fx.GraphModule)]
+    for each in (graph, *(body.graph for body in bodies)):
+        for node in each.nodes:
+            node.args = torch.utils._pytree.tree_map(change, node.args)
+            node.kwargs = torch.utils._pytree.tree_map(change, node.kwargs)
+    for body in bodies:
+        body.recompile()

@@ -1,0 +1,105 @@
+"""Which operators must stay together: shared storage that is written, tuples, uncuttable tensors."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+
+import networkx as nx
+from torch import fx
+
+from gpp_plugin.capture.annotate import Note, module_path
+
+
+def find_clusters(
+    graph: fx.Graph, notes: Mapping[str, Note], *, uncuttable: Iterable[str] = ()
+) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of two or more operators that no stage boundary may separate.
+
+    - A storage that is written: everything that touches it up to its last write, since the order of
+      reads and writes carries values that no edge shows. Of a buffer, everything that touches it.
+    - Writes into the buffers of one module (BatchNorm's statistics and its counter).
+    - An operator with several results, and the nodes that pick them apart.
+    - The producer and all readers of an ``uncuttable`` tensor (no axis splits by sample).
+    - Whatever lies on a path between members, so that contracting groups leaves the graph acyclic.
+    """
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    order = {node.name: index for index, node in enumerate(nodes)}
+    together = nx.Graph()
+    together.add_nodes_from(order)
+    for members in _storage_groups(graph, nodes, notes):
+        together.add_edges_from(zip(members, members[1:], strict=False))
+    for node in nodes:
+        if node.target is operator.getitem:
+            together.add_edge(node.args[0].name, node.name)
+    uncut = set(uncuttable)
+    for node in nodes:
+        if node.name in uncut:
+            together.add_edges_from((node.name, user.name) for user in node.users if user.op != "output")
+    group = {name: index for index, names in enumerate(nx.connected_components(together)) for name in names}
+    quotient = nx.DiGraph()
+    quotient.add_nodes_from(group.values())
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source.name in group and group[source.name] != group[node.name]:
+                quotient.add_edge(group[source.name], group[node.name])
+    merged = {g: i for i, part in enumerate(nx.strongly_connected_components(quotient)) for g in part}
+    clusters: dict[int, list[str]] = {}
+    for name in order:
+        clusters.setdefault(merged[group[name]], []).append(name)
+    return tuple(tuple(names) for names in clusters.values() if len(names) > 1)
+
+
+def _storage_groups(graph: fx.Graph, nodes: list[fx.Node], notes: Mapping[str, Note]) -> list[list[str]]:
+    fixed = {s for n in graph.nodes if n.op == "placeholder" for s in notes[n.name].storages}
+    last_write: dict[int, int] = {}
+    for index, node in enumerate(nodes):
+        for storage in notes[node.name].writes:
+            last_write[storage] = index
+    groups = list(_buffer_writers(nodes, notes, fixed).values())
+    for storage, last in last_write.items():
+        end = len(nodes) if storage in fixed else last + 1
+        groups.append(
+            [
+                node.name
+                for node in nodes[:end]
+                if storage in notes[node.name].reads or storage in notes[node.name].storages
+            ]
+        )
+    return groups
+
+
+def ordered_units(nodes: Sequence[fx.Node], clusters: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Return clusters and single operators in an order where each follows all it reads from.
+
+    Members of a cluster are in execution order; execution order also breaks ties between units.
+    """
+    unit_of = {name: tuple(names) for names in clusters for name in names}
+    by_name = {node.name: node for node in nodes}
+    ordered: dict[tuple[str, ...], None] = {}
+    for node in nodes:
+        stack = [unit_of.get(node.name, (node.name,))]
+        while stack:
+            unit = stack[-1]
+            sources = dict.fromkeys(
+                unit_of.get(s.name, (s.name,))
+                for name in unit
+                for s in by_name[name].all_input_nodes
+                if s.name in by_name
+            )
+            waiting = [u for u in sources if u not in ordered and u != unit]
+            if waiting and unit not in ordered:
+                stack.extend(reversed(waiting))
+            else:
+                ordered.setdefault(stack.pop())
+    return list(ordered)
+
+
+def _buffer_writers(
+    nodes: list[fx.Node], notes: Mapping[str, Note], fixed: set[int]
+) -> dict[str, list[str]]:
+    writers: dict[str, list[str]] = {}
+    for node in nodes:
+        if notes[node.name].writes & fixed:
+            writers.setdefault(module_path(node), []).append(node.name)
+    return writers

@@ -1,0 +1,271 @@
+"""Capture a model: `torch.export`, names, layouts, couplings and costs in one `CapturedGraph`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpp_plugin.capture.annotate import Note, annotate, module_path
+from gpp_plugin.capture.clean import move_graph, written_arguments
+from gpp_plugin.capture.clusters import find_clusters
+from gpp_plugin.capture.graph import CapturedGraph
+from gpp_plugin.capture.layout_rules import Fixed, Rows
+from gpp_plugin.capture.layouts import Layouts, analyse_layouts, describe_coupling, is_random
+from gpp_plugin.capture.modules import find_layer_lists
+from gpp_plugin.capture.replicate import find_replicable
+from gpp_plugin.capture.samples import count_samples, resize_batch, rows_per_sample
+from gpp_plugin.capture.shadow import Shadow, dtype_name, make_shadow, tracing_device
+from gpp_plugin.capture.traced import Traced, structural_difference, trace
+from gpp_plugin.errors import CaptureError
+from gpp_plugin.ir.op_graph import OpGraph, OpNode
+from gpp_plugin.ir.tensors import UNIFORM, UNIT, Layout, LayoutKind, TensorSpec, batch_layout
+
+__all__ = ["capture_model", "count_samples", "recapture", "resize_batch"]
+
+logger = logging.getLogger(__name__)
+
+
+def capture_model(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    training: bool = True,
+    outputs: Sequence[str] = (),
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> CapturedGraph:
+    """Capture ``model`` on a batch like ``batch`` as one operator graph with the loss inside.
+
+    The model itself is neither run nor changed, and its weights are not copied: a weightless copy is
+    traced. Its parameters may be real, fake or on the meta device. The copy is exported at up to three
+    numbers of samples, to see what scales with the samples and which operators mix them.
+
+    Args:
+        batch: tensors with the samples along axis 0, and constants (``return_loss=True``).
+        training: capture as after ``model.train()``; else as after ``model.eval()``, where a loss is
+            optional.
+        outputs: fields of the model's output to return beside the loss, e.g. ``("logits",)``.
+        dtype: floating parameters and batch tensors become this type before tracing; buffers keep theirs.
+        device: the device the graph will run on; the CPU by default.
+
+    Raises:
+        CaptureError: the model cannot be exported, has no loss, or its structure depends on the number
+            of samples; the message names the module, the line and the remedy.
+    """
+    where = torch.device(device) if device is not None else torch.device("cpu")
+    shadow = make_shadow(model, training=training, dtype=dtype, device=where)
+    traced = trace(shadow, batch, outputs=outputs, training=training)
+    small, large = _analysis_pair(shadow, batch, traced, outputs, training)
+    notes = annotate(traced.graph, shadow, traced.fakes, traced.attributes, training=training)
+    clusters = find_clusters(traced.graph, notes)
+    rows = rows_per_sample(resize_batch(batch, small.num_samples))
+    layouts = analyse_layouts(small, large, clusters, rows, tracing_device(where))
+    clusters = find_clusters(traced.graph, notes, uncuttable=layouts.uncuttable())
+    replicable = find_replicable(traced, notes, clusters, layouts)
+    op_graph = _op_graph(type(model).__name__, shadow, traced, notes, layouts, replicable)
+    logger.debug("captured %s: %d operators", op_graph.model, len(op_graph.nodes))
+    return _assemble(
+        traced, op_graph, training, shadow, clusters=clusters, layer_lists=find_layer_lists(shadow.model)
+    )
+
+
+def recapture(model: nn.Module, captured: CapturedGraph, batch: Mapping[str, Any]) -> CapturedGraph:
+    """Capture the same model at another number of samples or other lengths.
+
+    One export; layouts, couplings and what is replicated carry over by name, so that `coarsen` gives the
+    same blocks.
+
+    Raises:
+        CaptureError: the graph has another structure at these shapes; the message says where.
+    """
+    reference = captured.reference or captured
+    training, dtype = reference.is_training, reference.dtype
+    shadow = make_shadow(model, training=training, dtype=dtype, device=reference.device)
+    outputs = tuple(reference.op_graph.outputs)
+    traced = trace(shadow, batch, outputs=outputs, training=training)
+    _check_same_structure(reference, traced)
+    notes = annotate(traced.graph, shadow, traced.fakes, traced.attributes, training=training)
+    op_graph = _carried_over(reference.op_graph, traced, notes)
+    return _assemble(
+        traced,
+        op_graph,
+        training,
+        shadow,
+        clusters=reference.clusters,
+        layer_lists=reference.layer_lists,
+        reference=reference,
+    )
+
+
+def _analysis_pair(
+    shadow: Shadow, batch: Mapping[str, Any], traced: Traced, outputs: Sequence[str], training: bool
+) -> tuple[Traced, Traced]:
+    """Return exports at n and 2n samples, n >= 2, small enough to try operators on."""
+    base = traced.num_samples if traced.num_samples in (2, 3) else 2
+    pair = []
+    for count in (base, 2 * base):
+        known = traced if count == traced.num_samples else None
+        resized = resize_batch(batch, count)
+        pair.append(known or trace(shadow, resized, outputs=outputs, training=training))
+    for one, other in ((pair[0], pair[1]), (traced, pair[0])):
+        difference = structural_difference(one, other)
+        if difference is not None:
+            raise CaptureError(
+                f"the graph depends on the number of samples: {difference}; replace Python loops over "
+                "samples and special cases for one sample by batched operators, or use another micro-batch"
+            )
+    return pair[0], pair[1]
+
+
+def _assemble(
+    traced: Traced,
+    op_graph: OpGraph,
+    training: bool,
+    shadow: Shadow,
+    *,
+    clusters: tuple[tuple[str, ...], ...],
+    layer_lists: tuple[str, ...],
+    reference: CapturedGraph | None = None,
+) -> CapturedGraph:
+    if tracing_device(shadow.device) != shadow.device:
+        move_graph(traced.graph, traced.attributes, shadow.device)
+    return CapturedGraph(
+        graph=traced.graph,
+        attributes=traced.attributes,
+        inputs=traced.inputs,
+        parameters=traced.parameters,
+        constants=traced.constants,
+        op_graph=op_graph,
+        is_training=training,
+        layer_lists=layer_lists,
+        clusters=clusters,
+        dtype=shadow.dtype,
+        device=shadow.device,
+        reference=reference,
+    )
+
+
+def _op_graph(
+    model: str,
+    shadow: Shadow,
+    traced: Traced,
+    notes: Mapping[str, Note],
+    layouts: Layouts,
+    replicable: set[str],
+) -> OpGraph:
+    by_name = {node.name: node for node in traced.graph.nodes}
+    known = {**traced.inputs, **traced.parameters}
+    nodes = []
+    for node in traced.operators:
+        note = notes[node.name]
+        layout = _layout(layouts, node.name, note, traced.num_samples)
+        nodes.append(
+            OpNode(
+                name=node.name,
+                target=str(node.target),
+                inputs=tuple(
+                    dict.fromkeys(known.get(s.name, s.name) for s in node.all_input_nodes if s.op != "get_attr")
+                ),
+                module=module_path(node),
+                output=None if note.is_tuple else _spec(node.name, note, traced.num_samples, layout),
+                flops=note.flops,
+                saved_bytes=note.saved_bytes,
+                is_coupling=node.name in layouts.coupling,
+                is_random=is_random(node),
+                is_replicable=node.name in replicable,
+            )
+        )
+    written = {
+        traced.parameters[a.name] for n in traced.operators for a in written_arguments(n)
+        if a.name in traced.parameters
+    }  # fmt: skip
+    return OpGraph(
+        model=model,
+        num_samples=traced.num_samples,
+        inputs=tuple(
+            _spec(key, notes[name], traced.num_samples, _layout(layouts, name, notes[name], traced.num_samples))
+            for name, key in traced.inputs.items()
+        ),
+        parameters=tuple(
+            dataclasses.replace(p, is_mutated=p.name in written) if p.name in written else p
+            for p in shadow.parameters
+        ),
+        nodes=tuple(nodes),
+        loss=traced.loss,
+        outputs=traced.outputs,
+        couplings=tuple(
+            describe_coupling(by_name[name], reason) for name, reason in layouts.reasons.items()
+        ),
+    )
+
+
+def _carried_over(reference: OpGraph, traced: Traced, notes: Mapping[str, Note]) -> OpGraph:
+    """Return the reference's operators with the sizes and costs of another export."""
+    samples = traced.num_samples
+    nodes = []
+    for old in reference.nodes:
+        note = notes[old.name]
+        output = None
+        if old.output is not None:
+            output = _respec(old.output, old.name, note, samples)
+        nodes.append(dataclasses.replace(old, output=output, flops=note.flops, saved_bytes=note.saved_bytes))
+    names = {key: name for name, key in traced.inputs.items()}
+    inputs = tuple(_respec(old, names[old.name], notes[names[old.name]], samples) for old in reference.inputs)
+    return dataclasses.replace(reference, num_samples=samples, nodes=tuple(nodes), inputs=inputs)
+
+
+def _respec(old: TensorSpec, node: str, note: Note, samples: int) -> TensorSpec:
+    layout = old.layout
+    if layout.kind is LayoutKind.BATCH:
+        size = note.shape[layout.axis] if layout.axis < len(note.shape) else 0
+        if size % samples or len(note.shape) != len(old.shape):
+            raise CaptureError(
+                f"tensor {node} has shape {note.shape} at {samples} samples and {old.shape} at "
+                f"{old.num_samples}; its batch axis {layout.axis} does not hold whole samples"
+            )
+        layout = batch_layout(layout.axis, size // samples)
+    return _spec(old.name, note, samples, layout)
+
+
+def _check_same_structure(reference: CapturedGraph, traced: Traced) -> None:
+    old = [(n.name, str(n.target)) for n in reference.graph.nodes]
+    new = [(n.name, str(n.target)) for n in traced.graph.nodes]
+    for before, after in zip(old, new, strict=False):
+        if before != after:
+            raise CaptureError(
+                f"the graph changed with the input shapes: node {before[0]} ({before[1]}) is now {after[0]} "
+                f"({after[1]}) at {traced.num_samples} samples; pad batches to one length, or use another "
+                "micro-batch size"
+            )
+    if len(old) != len(new) or reference.op_graph.loss != traced.loss:
+        raise CaptureError(
+            f"the graph changed with the input shapes: {len(old)} nodes at "
+            f"{reference.op_graph.num_samples} samples, {len(new)} at {traced.num_samples}; pad batches to "
+            "one length"
+        )
+
+
+def _layout(layouts: Layouts, name: str, note: Note, samples: int) -> Layout:
+    state = layouts.states[name]
+    if isinstance(state, Rows) and state.outer == 1 and not note.is_tuple:
+        size = note.shape[state.axis]
+        assert size % samples == 0, f"{name}: {note.shape} at {samples} samples"
+        return batch_layout(state.axis, size // samples)
+    return UNIFORM if isinstance(state, Fixed) else UNIT
+
+
+def _spec(name: str, note: Note, samples: int, layout: Layout) -> TensorSpec:
+    return TensorSpec(
+        name=name,
+        dtype=dtype_name(note.dtypes[0]),
+        shape=note.shape,
+        num_samples=samples,
+        layout=layout,
+        requires_grad=note.requires_grad,
+    )
+

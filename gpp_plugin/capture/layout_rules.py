@@ -1,0 +1,186 @@
+"""Layouts of common operators by rule, where the rule is exact and a numeric probe would cost time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The samples of a tensor lie along ``axis``, whose size is ``outer * samples * rows``.
+
+    ``outer`` above one is a merge such as (length * samples, width): inside a block it is as good as
+    any other layout, but no message can cut it.
+    """
+
+    axis: int
+    rows: int = 1
+    outer: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """The same value at every number of samples and for every sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A value made from the number of samples alone (``arange(samples)``); known at both sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A value that depends on several samples at once, or cannot be cut by sample."""
+
+
+State = Rows | Fixed | Counted | Whole
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor argument: its state and its shape."""
+
+    state: State
+    shape: tuple[int, ...]
+
+
+Operands = dict[fx.Node, Operand]
+_ELEMENTWISE = {
+    aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.contiguous.default, aten.clone.default,
+    aten.alias.default, aten.detach.default, aten.detach_.default, aten.dropout.default,
+    aten.feature_dropout.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self,
+    aten.where.ScalarOther, aten.where.ScalarSelf, aten.type_as.default,
+}  # fmt: skip
+
+
+def rule_layout(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows | None:
+    """Return the layout of the result of ``node``, or None where no rule is sure.
+
+    Args:
+        operands: the tensor arguments of the node.
+        shape: of the result.
+    """
+    if any(isinstance(operand.state, (Counted, Whole)) for operand in operands.values()):
+        return None
+    target: Any = node.target
+    if target in _RULES:
+        return _RULES[target](node, operands, shape)
+    is_pointwise = torch.Tag.pointwise in getattr(target, "tags", ())
+    if target in _ELEMENTWISE or (is_pointwise and not target._schema.is_mutable):
+        return _broadcast(list(operands.values()), shape)
+    return None
+
+
+def _broadcast(operands: Sequence[Operand], shape: tuple[int, ...]) -> Rows | None:
+    """Elementwise with broadcasting: all operands that have samples must have them on one axis."""
+    found: set[Rows] = set()
+    for operand in operands:
+        if isinstance(operand.state, Rows):
+            axis = operand.state.axis + len(shape) - len(operand.shape)
+            found.add(Rows(axis, operand.state.rows, operand.state.outer))
+    if len(found) != 1:
+        return None
+    (rows,) = found
+    for operand in operands:
+        axis = rows.axis - (len(shape) - len(operand.shape))
+        size = operand.shape[axis] if axis >= 0 else 1
+        expected = shape[rows.axis] if isinstance(operand.state, Rows) else 1
+        if size != expected:
+            return None
+    return rows
+
+
+def _get(node: fx.Node, operands: Operands, position: int, name: str) -> Operand | None:
+    value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+    return operands.get(value) if isinstance(value, fx.Node) else None
+
+
+def _only(first: Operand | None, operands: Operands) -> Rows | None:
+    """Return the rows of ``first`` if every other operand is the same for all samples."""
+    if first is None or not isinstance(first.state, Rows):
+        return None
+    others = [operand for operand in operands.values() if operand is not first]
+    return first.state if all(isinstance(operand.state, Fixed) for operand in others) else None
+
+
+def _keeps_all_but(trailing: Callable[[fx.Node], int], name: str = "input") -> Any:
+    """Rule of operators that mix only the last ``trailing`` axes of their first operand."""
+
+    def rule(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows | None:
+        first = _get(node, operands, 0, name)
+        rows = _only(first, operands)
+        if rows is None or first is None:
+            return None
+        return rows if rows.axis < len(first.shape) - trailing(node) else None
+
+    return rule
+
+
+def _embedding(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows | None:
+    return _only(_get(node, operands, 1, "indices"), operands)
+
+
+def _softmax(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows | None:
+    first = _get(node, operands, 0, "self")
+    rows = _only(first, operands)
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    if rows is None or not isinstance(dim, int):
+        return None
+    return rows if dim % len(shape) != rows.axis else None
+
+
+def _attention(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows | None:
+    parts = [_get(node, operands, i, name) for i, name in enumerate(("query", "key", "value"))]
+    if any(part is None or not isinstance(part.state, Rows) for part in parts):
+        return None
+    states = {part.state for part in parts if part is not None}
+    if len(states) != 1:
+        return None
+    (rows,) = states
+    if not isinstance(rows, Rows) or rows.axis >= len(shape) - 2:
+        return None
+    mask = _get(node, operands, 3, "attn_mask")
+    if mask is None:
+        return rows
+    axis = rows.axis - (len(shape) - len(mask.shape))
+    if isinstance(mask.state, Rows):
+        return rows if mask.state == Rows(axis, rows.rows, rows.outer) else None
+    return rows if axis < 0 or mask.shape[axis] == 1 else None
+
+
+def _matmul(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows | None:
+    left, right = _get(node, operands, 0, "self"), _get(node, operands, 1, "other")
+    if left is None or right is None or not isinstance(left.state, Rows):
+        return None
+    if isinstance(right.state, Fixed) and len(right.shape) == 2 and len(left.shape) >= 2:
+        return left.state if left.state.axis < len(left.shape) - 1 else None
+    is_batched = len(left.shape) == len(right.shape) >= 3 and left.state == right.state
+    return left.state if is_batched and left.state.axis < len(left.shape) - 2 else None
+
+
+def _layer_norm_axes(node: fx.Node) -> int:
+    sizes = node.args[1] if len(node.args) > 1 else node.kwargs["normalized_shape"]
+    return len(sizes) if isinstance(sizes, (list, tuple)) else 1
+
+
+_RULES: dict[Any, Callable[[fx.Node, Operands, tuple[int, ...]], Rows | None]] = {
+    aten.linear.default: _keeps_all_but(lambda node: 1),
+    aten.layer_norm.default: _keeps_all_but(_layer_norm_axes),
+    aten.rms_norm.default: _keeps_all_but(_layer_norm_axes),
+    aten.conv1d.default: _keeps_all_but(lambda node: 2),
+    aten.conv2d.default: _keeps_all_but(lambda node: 3),
+    aten.conv3d.default: _keeps_all_but(lambda node: 4),
+    aten.embedding.default: _embedding,
+    aten.softmax.int: _softmax,
+    aten.log_softmax.int: _softmax,
+    aten.scaled_dot_product_attention.default: _attention,
+    aten.matmul.default: _matmul,
+    aten.bmm.default: _matmul,
+}

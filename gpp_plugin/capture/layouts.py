@@ -1,0 +1,485 @@
+"""Where the samples of every tensor lie, and which operators mix samples.
+
+The runtime may compute an operator on any slice of samples only if that gives the slice of what it
+gives on all of them. That property is checked operator by operator, not assumed: the model is exported
+at ``n`` and ``2n`` samples, and each operator (with the arguments each export gave it) runs on random
+operands of ``2n`` samples and on slices of ``n`` of them. If some axis of the result makes every slice
+agree, that is its batch axis; if all results are equal, it is the same for every sample; otherwise the
+operator mixes samples. Operators whose layout follows from a rule (`layout_rules`) are not run, equal
+operators are run once, and operators of fixed arguments are fixed. What depends on the number of samples
+alone (``arange(samples)``) keeps its real values, so that indexing by it is judged as it will happen.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from gpp_plugin.capture.annotate import module_path
+from gpp_plugin.capture.clean import written_arguments
+from gpp_plugin.capture.clusters import ordered_units
+from gpp_plugin.capture.layout_rules import Counted, Fixed, Operand, Rows, State, Whole, rule_layout
+from gpp_plugin.capture.traced import Traced
+
+logger = logging.getLogger(__name__)
+aten = torch.ops.aten
+
+MAX_PROBE_BYTES = 1 << 30
+"""Operators with larger operands are not run; without a rule they count as mixing samples."""
+MAX_CONSTANT_ELEMENTS = 1 << 26
+
+_SHAPE_ONLY = {
+    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.zeros_like.default,
+    aten.ones_like.default, aten.full_like.default, aten.new_empty.default, aten.empty_like.default,
+}  # fmt: skip
+_MOVEMENT = {
+    aten.view.default, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.expand.default,
+    aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
+    aten.flatten.using_ints, aten.unflatten.int, aten.cat.default, aten.stack.default, aten.t.default,
+    aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int,
+    aten.contiguous.default, aten.numpy_T.default, aten.repeat.default, aten.flip.default, aten.roll.default,
+}  # fmt: skip
+"""Operators that only move elements; they are run on two-byte integers."""
+
+_MIXING = {
+    aten.masked_scatter.default: "takes its values in the order of the mask over all samples",
+    aten.masked_scatter_.default: "takes its values in the order of the mask over all samples",
+}
+"""Operators that random operands cannot try."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Layouts:
+    """What the analysis found, by node name.
+
+    Args:
+        states: of every placeholder and operator with one tensor result.
+        coupling: operators that must see whole loss units: mixing ones and readers of their results
+            that no batch axis cuts.
+        reasons: the mixing operators, with a word on why.
+    """
+
+    states: dict[str, State] = field(default_factory=dict)
+    coupling: set[str] = field(default_factory=set)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def uncuttable(self) -> list[str]:
+        """Return the nodes whose samples lie on an axis that cannot be sliced in one piece."""
+        return [n for n, s in self.states.items() if isinstance(s, Rows) and s.outer > 1]
+
+
+class _Mixing(Exception):
+    """An operator's results on slices are not slices of its result."""
+
+
+def analyse_layouts(
+    small: Traced,
+    large: Traced,
+    clusters: Sequence[Sequence[str]],
+    input_rows: dict[str, int],
+    device: torch.device,
+) -> Layouts:
+    """Return the layout of every tensor and the operators that mix samples.
+
+    Args:
+        small, large: structurally equal exports at ``n >= 2`` and ``2n`` samples.
+        clusters: operators judged as one because they write shared storage.
+        input_rows: batch key -> rows a sample along axis 0; 0 for inputs without samples.
+        device: where operators are tried.
+    """
+    return _Analysis(small, large, clusters, input_rows, device).run()
+
+
+class _Analysis:
+    """State of one walk through both graphs in step."""
+
+    def __init__(
+        self,
+        small: Traced,
+        large: Traced,
+        clusters: Sequence[Sequence[str]],
+        input_rows: dict[str, int],
+        device: torch.device,
+    ) -> None:
+        self.small, self.large = small, large
+        self.device = device
+        self.found = Layouts()
+        self.constants: dict[str, tuple[Tensor, Tensor]] = {}
+        self.tuples: dict[str, tuple[State, ...]] = {}
+        self.pairs = {a.name: (a, b) for a, b in zip(small.graph.nodes, large.graph.nodes, strict=True)}
+        self.clusters = clusters
+        self.memo: dict[Any, list[State] | str] = {}
+        self.generator = torch.Generator(device=device).manual_seed(0)
+        buffers = {n for n, t in small.fakes.items() if n in small.parameters and not _is_parameter(t)}
+        self.written = {a.name for n in small.operators for a in written_arguments(n)} & buffers
+        for name in small.fakes:
+            self._place_input(name, input_rows)
+
+    def _place_input(self, name: str, input_rows: dict[str, int]) -> None:
+        state: State = Fixed()
+        if name in self.small.inputs:
+            rows = input_rows[self.small.inputs[name]]
+            state = Rows(0, rows) if rows else Fixed()
+        elif name in self.small.constants:
+            value = self.small.constants[name].to(self.device)
+            self.constants[name] = (value, self.large.constants[name].to(self.device))
+        self.found.states[name] = state
+
+    def run(self) -> Layouts:
+        """Judge each operator, or cluster of writers, in execution order."""
+        writing = [
+            names for names in self.clusters if any(written_arguments(self.pairs[n][0]) for n in names)
+        ]
+        for unit in ordered_units(self.small.operators, writing):
+            self._judge(unit)
+        return self.found
+
+    def _judge(self, unit: tuple[str, ...]) -> None:
+        first = self.pairs[unit[0]][0]
+        if len(unit) == 1 and first.target is operator.getitem and first.args[0].name in self.tuples:
+            self._set(first.name, self.tuples[first.args[0].name][int(first.args[1])])
+            if first.args[0].name in self.found.coupling:
+                self.found.coupling.add(first.name)
+            return
+        sources = self._sources(unit)
+        states = [self.found.states[s.name] for s in sources]
+        if self._is_constant(unit, sources) and self._evaluate(unit, sources):
+            return
+        buffers = [s.name for s in sources if s.name in self.written]
+        if buffers:
+            own = [s.name for name in unit for s in written_arguments(self.pairs[name][0])]
+            buffer = next((self.small.parameters[b] for b in buffers if b in own), buffers[0])
+            self._couple(unit, f"updates the buffer {buffer} in place")
+            return
+        if any(isinstance(state, Whole) for state in states):
+            self._couple(unit, None)
+            return
+        if first.target in _MIXING and any(isinstance(state, Rows) for state in states):
+            self._couple(unit, _MIXING[first.target])
+            return
+        if any(_is_random(self.pairs[name][0]) for name in unit):
+            self._judge_random(unit, sources)
+            return
+        if all(isinstance(s, Fixed) for s in states) and self._same_arguments(unit):
+            for name in unit:
+                self._spread(name, [Fixed()] * self._num_results(name))
+            return
+        self._judge_by_rule_or_run(unit, sources)
+
+    def _judge_by_rule_or_run(self, unit: tuple[str, ...], sources: list[fx.Node]) -> None:
+        small, large = self.pairs[unit[0]]
+        value = small.meta.get("val")
+        if len(unit) == 1 and isinstance(value, Tensor):
+            operands = self._operands(sources)
+            rows = rule_layout(small, operands, tuple(value.shape))
+            if rows is not None:
+                self._set(unit[0], rows)
+                return
+            has_rows = any(isinstance(o.state, Rows) for o in operands.values())
+            if has_rows and _shape(small) == _shape(large) and small.target not in _SHAPE_ONLY:
+                self._couple(unit, "reduces over the samples")
+                return
+        outcome = self._try(unit, sources)
+        if isinstance(outcome, str):
+            self._couple(unit, outcome)
+            return
+        results = iter(outcome)
+        for name in unit:
+            self._spread(name, [next(results) for _ in range(self._num_results(name))])
+
+    def _judge_random(self, unit: tuple[str, ...], sources: list[fx.Node]) -> None:
+        """Dropout follows its operand; other draws keep their operand's layout only at its shape."""
+        node = self.pairs[unit[0]][0]
+        operands = self._operands(sources)
+        if len(unit) == 1 and operands and isinstance(node.meta.get("val"), Tensor):
+            state: State | None = rule_layout(node, operands, _shape(node))
+            first = next(iter(operands.values()))
+            if state is None and len(operands) == 1 and first.shape == _shape(node):
+                state = first.state
+            if isinstance(state, (Rows, Fixed)):
+                self._set(unit[0], state)
+                return
+        self._couple(unit, "draws random numbers whose shape does not follow the samples")
+
+    # ------------------------------------------------------------------ constants
+
+    def _is_constant(self, unit: tuple[str, ...], sources: list[fx.Node]) -> bool:
+        if any(_is_random(self.pairs[name][0]) for name in unit):
+            return False
+        if len(unit) == 1 and self.pairs[unit[0]][0].target in _SHAPE_ONLY:
+            return True
+        return all(source.name in self.constants or source.op == "get_attr" for source in sources)
+
+    def _evaluate(self, unit: tuple[str, ...], sources: list[fx.Node]) -> bool:
+        """Compute operators of constants for real at both sizes; False if too large to hold."""
+        size = sum(t.numel() for name in unit for node in self.pairs[name] for t in _tensors(node))
+        if size > MAX_CONSTANT_ELEMENTS:
+            return False
+        values: list[dict[str, Any]] = []
+        for which in (0, 1):
+            known = {s.name: self._known(self.pairs[s.name][which], which) for s in sources}
+            values.append(self._execute(unit, which, known))
+        for name in unit:
+            small, large = values[0][name], values[1][name]
+            if isinstance(small, (tuple, list)):
+                self.tuples[name] = tuple(
+                    self._constant_state(f"{name}_part_{i}", a, b)
+                    for i, (a, b) in enumerate(zip(small, large, strict=True))
+                )
+                self.found.states[name] = Fixed()
+            else:
+                self.found.states[name] = self._constant_state(name, small, large)
+        return True
+
+    def _known(self, node: fx.Node, which: int) -> Any:
+        if node.op == "get_attr":
+            return (self.small, self.large)[which].attributes[str(node.target)]
+        if node.name in self.constants:
+            return self.constants[node.name][which]
+        return torch.empty(_shape(node), dtype=node.meta["val"].dtype, device=self.device)
+
+    def _constant_state(self, name: str, small: Tensor, large: Tensor) -> State:
+        self.constants[name] = (small, large)
+        if small.shape == large.shape:
+            return Fixed() if _equal(small, large) else Counted()
+        n = self.small.num_samples
+        try:
+            rows = _find_rows(large, [small, small, small], [0, n // 2, n], n)
+        except _Mixing:
+            return Counted()
+        return rows if isinstance(rows, Rows) and rows.outer == 1 else Counted()
+
+    # ------------------------------------------------------------------ trying out
+
+    def _try(self, unit: tuple[str, ...], sources: list[fx.Node]) -> list[State] | str:
+        key = self._key(unit, sources)
+        if key not in self.memo:
+            total = sum(t.numel() for s in sources for t in _tensors(self.pairs[s.name][1]))
+            total += sum(t.numel() for name in unit for t in _tensors(self.pairs[name][1]))
+            if total * 8 > MAX_PROBE_BYTES:
+                self.memo[key] = f"has operands too large to try ({total * 4 >> 20} MiB)"
+            else:
+                self.memo[key] = self._run_slices(unit, sources)
+        return self.memo[key]
+
+    def _key(self, unit: tuple[str, ...], sources: list[fx.Node]) -> Any:
+        position = {s.name: i for i, s in enumerate(sources)}
+        position.update({name: len(sources) + i for i, name in enumerate(unit)})
+        rank = lambda n: ("node", position[n.name])  # noqa: E731
+        calls = []
+        for name in unit:
+            for node in self.pairs[name]:
+                calls.append(repr((node.target, fx.map_arg(node.args, rank), fx.map_arg(node.kwargs, rank))))
+        operands = tuple(
+            (
+                repr(self.found.states[s.name]),
+                tuple(_shape(s)),
+                str(s.meta["val"].dtype),
+                s.name if s.name in self.constants else "",
+            )
+            if s.op != "get_attr"
+            else s.name
+            for s in sources
+        )
+        return tuple(calls), operands
+
+    def _run_slices(self, unit: tuple[str, ...], sources: list[fx.Node]) -> list[State] | str:
+        n = self.small.num_samples
+        starts = [0, n // 2, n]
+        moves = all(self.pairs[name][0].target in _MOVEMENT for name in unit)
+        try:
+            whole = {s.name: self._operand(s, moves) for s in sources}
+            result = self._execute(unit, 1, whole)
+            parts = []
+            for start in starts:
+                sliced = {s.name: self._slice(s, whole[s.name], start) for s in sources}
+                parts.append(self._execute(unit, 0, sliced))
+        except Exception as error:  # any failure of an operator on random operands
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            logger.debug("operator %s could not be tried: %s", self.pairs[unit[0]][0].target, reason)
+            return f"could not be tried on random operands ({reason[:120]})"
+        states: list[State] = []
+        for name in unit:
+            wholes, slices = _as_list(result[name]), [_as_list(part[name]) for part in parts]
+            if any(len(each) != len(wholes) for each in slices):
+                return "has as many results as there are samples"
+            for i, large in enumerate(wholes):
+                try:
+                    states.append(_find_rows(large, [each[i] for each in slices], starts, n))
+                except _Mixing as mixing:
+                    return str(mixing)
+        return states
+
+    def _operand(self, source: fx.Node, moves: bool) -> Any:
+        if source.op == "get_attr":
+            return self.large.attributes[str(source.target)]
+        if source.name in self.constants:
+            return self.constants[source.name][1].clone()
+        node = self.pairs[source.name][1]
+        shape, dtype = _shape(node), node.meta["val"].dtype
+        if dtype is torch.bool:
+            return torch.rand(shape, generator=self.generator, device=self.device) < 0.5
+        if not dtype.is_floating_point and not dtype.is_complex:
+            return torch.randint(0, 2, shape, generator=self.generator, device=self.device, dtype=dtype)
+        if moves:
+            return torch.randint(
+                0, 30000, shape, generator=self.generator, device=self.device, dtype=torch.int16
+            )
+        real = torch.float64 if dtype is torch.float64 else torch.float32
+        value = torch.rand(shape, generator=self.generator, device=self.device, dtype=real) + 0.5
+        return value.to(dtype) if dtype.is_complex else value
+
+    def _slice(self, source: fx.Node, value: Any, start: int) -> Any:
+        if not isinstance(value, Tensor):
+            return self.small.attributes[str(source.target)]
+        if source.name in self.constants:
+            return self.constants[source.name][0].clone()
+        state = self.found.states[source.name]
+        if not isinstance(state, Rows):
+            return value.clone()
+        return _take(value, state, start, self.small.num_samples).clone()
+
+    def _execute(self, unit: tuple[str, ...], which: int, operands: dict[str, Any]) -> dict[str, Any]:
+        """Run the unit's operators of the small (0) or large (1) graph on real tensors."""
+        values = dict(operands)
+        with torch.no_grad():
+            for name in unit:
+                node = self.pairs[name][which]
+                args = fx.map_arg(node.args, lambda n: values[n.name])
+                kwargs = dict(fx.map_arg(node.kwargs, lambda n: values[n.name]))
+                values[name] = node.target(*args, **kwargs)
+        return {name: values[name] for name in unit}
+
+    # ------------------------------------------------------------------ small helpers
+
+    def _sources(self, unit: tuple[str, ...]) -> list[fx.Node]:
+        members = set(unit)
+        nodes = [s for name in unit for s in self.pairs[name][0].all_input_nodes if s.name not in members]
+        for node in nodes:
+            if node.op == "get_attr":
+                self.found.states.setdefault(node.name, Fixed())
+        return list(dict.fromkeys(nodes))
+
+    def _operands(self, sources: list[fx.Node]) -> dict[fx.Node, Operand]:
+        tensors = [s for s in sources if s.op != "get_attr"]
+        return {s: Operand(self.found.states[s.name], _shape(s)) for s in tensors}
+
+    def _same_arguments(self, unit: tuple[str, ...]) -> bool:
+        plain = lambda n: n.name  # noqa: E731
+        return all(
+            repr(fx.map_arg((a.args, a.kwargs), plain)) == repr(fx.map_arg((b.args, b.kwargs), plain))
+            for a, b in (self.pairs[name] for name in unit)
+        )
+
+    def _num_results(self, name: str) -> int:
+        return len(_tensors(self.pairs[name][0]))
+
+    def _set(self, name: str, state: State) -> None:
+        self.found.states[name] = state
+
+    def _spread(self, name: str, states: list[State]) -> None:
+        if isinstance(self.pairs[name][0].meta.get("val"), Tensor):
+            self._set(name, states[0])
+        else:
+            self.tuples[name] = tuple(states)
+            self._set(name, Fixed())
+
+    def _couple(self, unit: tuple[str, ...], reason: str | None) -> None:
+        """Mark the unit as mixing samples; results that scale on one axis may be cut there again."""
+        for name in unit:
+            self.found.coupling.add(name)
+            small, large = self.pairs[name]
+            states = [
+                _whole_or_rows(tuple(a.shape), tuple(b.shape), self.small.num_samples)
+                for a, b in zip(_tensors(small), _tensors(large), strict=False)
+            ]
+            self._spread(name, states or [Whole()])
+        if reason is not None:
+            mixing = [n for n in unit if written_arguments(self.pairs[n][0])] or [unit[-1]]
+            self.found.reasons[mixing[-1]] = reason
+
+
+def describe_coupling(node: fx.Node, reason: str) -> str:
+    """Return the line for the user on an operator that mixes samples."""
+    place = module_path(node) or "the model itself"
+    return f"{place}: {node.target} ({node.name}) {reason}"
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter)
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Return whether the operator draws random numbers with these arguments."""
+    if node.target is aten.dropout.default or node.target is aten.feature_dropout.default:
+        return bool(node.args[2]) and float(node.args[1]) > 0.0  # type: ignore[arg-type]
+    if node.target is aten.scaled_dot_product_attention.default:
+        rate = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return float(rate) > 0.0  # type: ignore[arg-type]
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+is_random = _is_random
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    return [t for t in _as_list(node.meta.get("val")) if isinstance(t, Tensor)]
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def _take(value: Tensor, rows: Rows, start: int, count: int) -> Tensor:
+    """Return samples ``start .. start + count`` of a tensor laid out as ``rows``."""
+    apart = value.unflatten(rows.axis, (rows.outer, -1, rows.rows))
+    return apart.narrow(rows.axis + 1, start, count).flatten(rows.axis, rows.axis + 2)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    scale = float(a[torch.isfinite(a)].abs().max()) if torch.isfinite(a).any() else 1.0
+    return torch.allclose(a, b, rtol=1e-3, atol=1e-4 * max(scale, 1e-6), equal_nan=True)
+
+
+def _find_rows(whole: Tensor, parts: list[Tensor], starts: list[int], n: int) -> State:
+    """Return the layout under which the results on slices are slices of the result on all.
+
+    Raises:
+        _Mixing: there is none.
+    """
+    shape = parts[0].shape
+    if whole.shape == shape:
+        if all(_equal(whole, part) for part in parts):
+            return Fixed()
+        raise _Mixing("reduces over the samples")
+    axes = [i for i in range(whole.dim()) if whole.dim() == len(shape) and whole.shape[i] != shape[i]]
+    if len(axes) != 1 or whole.shape[axes[0]] * n != shape[axes[0]] * 2 * n or shape[axes[0]] % n:
+        raise _Mixing("combines every sample with every other")
+    axis, per_sample = axes[0], shape[axes[0]] // n
+    for outer in (d for d in range(1, per_sample + 1) if per_sample % d == 0):
+        rows = Rows(axis, per_sample // outer, outer)
+        if all(_equal(_take(whole, rows, s, n), part) for s, part in zip(starts, parts, strict=True)):
+            return rows
+    raise _Mixing("mixes samples")
+
+
+def _whole_or_rows(small: tuple[int, ...], large: tuple[int, ...], n: int) -> State:
+    axes = [i for i, (a, b) in enumerate(zip(small, large, strict=False)) if a != b]
+    if len(small) != len(large) or len(axes) != 1 or small[axes[0]] % n:
+        return Whole()
+    axis = axes[0]
+    return Rows(axis, small[axis] // n) if large[axis] == 2 * small[axis] else Whole()

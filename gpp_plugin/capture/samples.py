@@ -1,0 +1,71 @@
+"""How many samples a batch holds, and batches of another number of samples."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gpp_plugin.errors import CaptureError
+
+
+def count_samples(batch: Mapping[str, Any]) -> int:
+    """Return the number of samples of a batch dict.
+
+    That is the leading size most tensors share (the smallest one on a tie); sizes of one do not
+    count where another size occurs, so that a single row of positions may accompany the samples.
+
+    Raises:
+        CaptureError: no tensor has an axis, or a leading size is no multiple of the samples.
+    """
+    leading = {k: v.shape[0] for k, v in batch.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
+    if not leading:
+        raise CaptureError(f"the batch has no tensor with a batch axis; its keys are {sorted(batch)}")
+    votes = Counter(size for size in leading.values() if size > 1) or Counter(leading.values())
+    most = max(votes.values())
+    samples = min(size for size, count in votes.items() if count == most)
+    odd = {key: size for key, size in leading.items() if size > 1 and size % samples}
+    if odd or samples == 0:
+        raise CaptureError(
+            f"leading sizes {leading} are not multiples of {samples} samples; every batch tensor needs "
+            "one or more whole rows a sample along axis 0"
+        )
+    return samples
+
+
+def rows_per_sample(batch: Mapping[str, Any]) -> dict[str, int]:
+    """Return rows a sample of each tensor entry; 0 for entries without a batch axis.
+
+    Raises:
+        CaptureError: as `count_samples`.
+    """
+    samples = count_samples(batch)
+    rows = {}
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            has_axis = value.dim() > 0 and value.shape[0] % samples == 0
+            rows[key] = value.shape[0] // samples if has_axis else 0
+    return rows
+
+
+def resize_batch(batch: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
+    """Return the batch with its samples repeated in turn, or cut, to ``num_samples``.
+
+    Raises:
+        CaptureError: as `count_samples`.
+        ValueError: ``num_samples`` is not positive.
+    """
+    if num_samples < 1:
+        raise ValueError(f"num_samples must be positive, got {num_samples}")
+    samples = count_samples(batch)
+    rows = rows_per_sample(batch)
+    times = -(-num_samples // samples)
+    resized = dict(batch)
+    for key, count in rows.items():
+        if count and num_samples != samples:
+            value = batch[key]
+            repeated = torch.cat([value] * times) if times > 1 else value
+            resized[key] = repeated[: num_samples * count]
+    return resized

@@ -1,0 +1,155 @@
+"""A weightless copy of the user's model that can be traced, recast and switched without harm."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from gpp_plugin.errors import CaptureError
+from gpp_plugin.ir.op_graph import Parameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shadow:
+    """The copy, and how its tensors are called.
+
+    Args:
+        model: the copy; its parameters and buffers are fake tensors of ``mode``.
+        parameters: every parameter and buffer of the user's model, in model order.
+        first_names: any name of a parameter or buffer -> its first name.
+    """
+
+    model: nn.Module
+    mode: FakeTensorMode
+    device: torch.device
+    dtype: torch.dtype | None
+    parameters: tuple[Parameter, ...]
+    first_names: dict[str, str]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tracing_device(device: torch.device) -> torch.device:
+    """Return the device to trace on: the wanted one where this build of torch has it, else the CPU.
+
+    Autograd aborts on fake tensors of a device that torch was built without, so that capture for such
+    a device traces on the CPU and moves the graph's device arguments afterwards.
+    """
+    has_device = device.type != "cuda" or torch.cuda.is_available()
+    return device if has_device else torch.device("cpu")
+
+
+def make_shadow(
+    model: nn.Module, *, training: bool, dtype: torch.dtype | None, device: torch.device
+) -> Shadow:
+    """Copy ``model`` with fake tensors in place of its parameters and buffers; ties stay ties.
+
+    Args:
+        dtype: floating parameters become this type; buffers keep theirs.
+
+    Raises:
+        CaptureError: the model cannot be copied.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    memo: dict[int, Any] = {}
+    where = tracing_device(device)
+    with mode:
+        for parameter in model.parameters():
+            cast = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+            empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=cast, device=where)
+            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for buffer in model.buffers():
+            memo[id(buffer)] = torch.empty_strided(
+                buffer.shape, buffer.stride(), dtype=buffer.dtype, device=where
+            )
+    parameters = _describe_parameters(model, dtype)
+    try:
+        twin = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be copied for tracing ({type(error).__name__}: {error}); "
+            "remove attributes that copy.deepcopy refuses (open files, locks, process groups) before capture"
+        ) from error
+    twin.train(training)
+    _switch_off_extras(twin)
+    first_names = {name: p.name for p in parameters for name in (p.name, *p.aliases)}
+    return Shadow(
+        model=twin,
+        mode=mode,
+        device=device,
+        dtype=dtype,
+        parameters=parameters,
+        first_names=first_names,
+    )
+
+
+def fake_inputs(shadow: Shadow, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the batch's tensors as fake ones; floating ones are cast like the parameters."""
+    where = tracing_device(shadow.device)
+    with shadow.mode:
+        return {
+            key: torch.empty(
+                value.shape,
+                dtype=shadow.dtype if shadow.dtype and value.is_floating_point() else value.dtype,
+                device=where,
+            )
+            for key, value in batch.items()
+            if isinstance(value, torch.Tensor)
+        }
+
+
+def _switch_off_extras(model: nn.Module) -> None:
+    """Switch off, on the copy, what training a graph does not need: caches and eager checkpointing."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False
+
+
+def _describe_parameters(model: nn.Module, dtype: torch.dtype | None) -> tuple[Parameter, ...]:
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    buffers: set[int] = set()
+    for name, tensor in model.named_buffers(remove_duplicate=False):
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+        buffers.add(id(tensor))
+    transient = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+    described = []
+    for key, (first, *aliases) in names.items():
+        tensor = tensors[key]
+        is_buffer = key in buffers
+        casts = dtype is not None and tensor.is_floating_point() and not is_buffer
+        kept = dtype if casts and dtype is not None else tensor.dtype
+        described.append(
+            Parameter(
+                name=first,
+                shape=tuple(tensor.shape),
+                dtype=dtype_name(kept),
+                bytes=tensor.numel() * kept.itemsize,
+                requires_grad=tensor.requires_grad,
+                aliases=tuple(aliases),
+                is_buffer=is_buffer,
+                is_persistent=not all(name in transient for name in (first, *aliases)),
+            )
+        )
+    return tuple(described)

@@ -1,0 +1,171 @@
+"""Run torch.export on a shadow model, through a wrapper that returns the loss and named outputs."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpp_plugin.capture.shadow import Shadow, fake_inputs
+from gpp_plugin.errors import CaptureError
+
+WRAPPED = "model"
+"""Attribute of the wrapper that holds the model; the prefix of every exported name."""
+
+
+class _Seen:
+    """What the wrapper saw of the model's result; export puts plain attributes of a module back."""
+
+    has_loss = False
+
+
+class LossWrapper(nn.Module):
+    """Call a model with keyword arguments; return its loss (if any) and the named outputs as a tuple."""
+
+    def __init__(
+        self, model: nn.Module, constants: Mapping[str, Any], outputs: Sequence[str], needs_loss: bool
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._constants = dict(constants)
+        self._outputs = tuple(outputs)
+        self._needs_loss = needs_loss
+        self.seen = _Seen()
+
+    def forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the model on the batch."""
+        result = self.model(**inputs, **self._constants)
+        loss = _find_loss(result)
+        if loss is None and self._needs_loss:
+            raise CaptureError(
+                f"{type(self.model).__name__} returned no loss for a batch with {sorted(inputs)}; pass what "
+                "it computes one from (labels=..., or return_loss=True for contrastive models)"
+            )
+        if loss is not None and loss.numel() != 1:
+            raise CaptureError(
+                f"the loss of {type(self.model).__name__} has shape {tuple(loss.shape)}; return one number "
+                "(its mean over the batch)"
+            )
+        if loss is None and not self._outputs:
+            raise CaptureError(
+                f"{type(self.model).__name__} returned no loss and no outputs were asked for; pass labels, "
+                "or name output fields (outputs=('logits',))"
+            )
+        self.seen.has_loss = loss is not None
+        named = tuple(_find_output(result, name, type(self.model).__name__) for name in self._outputs)
+        return named if loss is None else (loss.reshape(()) if loss.dim() else loss, *named)
+
+
+def _find_loss(result: Any) -> torch.Tensor | None:
+    if isinstance(result, torch.Tensor):
+        return result
+    found = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _find_output(result: Any, name: str, model: str) -> torch.Tensor:
+    found = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
+    if not isinstance(found, torch.Tensor):
+        fields = sorted(result) if isinstance(result, Mapping) else []
+        raise CaptureError(
+            f"output {name!r} of {model} is {type(found).__name__}, not a tensor; its fields are {fields}"
+        )
+    return found
+
+
+def split_batch(batch: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Return the keys of tensor entries, and the entries that are constants of the capture.
+
+    Raises:
+        CaptureError: an entry holds tensors inside a container.
+    """
+    keys: list[str] = []
+    constants: dict[str, Any] = {}
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            keys.append(key)
+            continue
+        leaves = torch.utils._pytree.tree_leaves(value)
+        if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            raise CaptureError(
+                f"batch entry {key!r} is a {type(value).__name__} of tensors; pass one tensor with the "
+                "samples along axis 0"
+            )
+        constants[key] = value
+    return keys, constants
+
+
+def export_model(
+    shadow: Shadow, batch: Mapping[str, Any], *, outputs: Sequence[str], training: bool
+) -> tuple[torch.export.ExportedProgram, bool]:
+    """Export the shadow on fake inputs shaped like ``batch``.
+
+    Returns:
+        The program, and whether its first output is a loss.
+
+    Raises:
+        CaptureError: the model cannot be exported; names the module, the line and the remedy.
+    """
+    _, constants = split_batch(batch)
+    wrapper = LossWrapper(shadow.model, constants, outputs, needs_loss=training)
+    wrapper.training = training
+    try:
+        with torch.enable_grad():
+            program = torch.export.export(wrapper, (), fake_inputs(shadow, batch), strict=False)
+    except Exception as error:
+        for cause in _causes(error):
+            if isinstance(cause, CaptureError):
+                raise cause from None
+        raise CaptureError(_explain(error, shadow.model)) from error
+    return program, wrapper.seen.has_loss
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = current.__cause__ or current.__context__
+    return chain
+
+
+def _explain(error: Exception, model: nn.Module) -> str:
+    """Return one line: module path, source line, what went wrong, what to change."""
+    where = _failing_line(error, model)
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    kind = type(error).__name__
+    if any(word in kind + text for word in ("DataDependent", "data-dependent", "Could not guard", "is_nonzero")):
+        remedy = (
+            "the Python code depends on tensor values: use tensor operators (torch.where, masks) instead of "
+            "if/while/int() on tensors, or compute it in the data loader"
+        )
+    elif "dtype" in text or "same type" in text:
+        remedy = "the dtypes do not fit: cast the operands, or register the constant as a parameter"
+    elif isinstance(error, TypeError):
+        remedy = "the batch keys must be arguments of the model's forward"
+    else:
+        remedy = "torch.export cannot trace this: replace the operator or construct on that line"
+    return f"{type(model).__name__} cannot be captured at {where}: {kind}: {text[:300]}; {remedy}"
+
+
+def _failing_line(error: Exception, model: nn.Module) -> str:
+    """Return ``module.path (Class, file.py:12: source)`` of the innermost model frame on the stack."""
+    paths = {id(module): name for name, module in model.named_modules()}
+    torch_root = os.path.dirname(torch.__file__)
+    path, owner = "", type(model).__name__
+    line = ""
+    for failure in reversed(_causes(error)):
+        for frame, number in traceback.walk_tb(failure.__traceback__):
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and id(module) in paths:
+                path, owner = paths[id(module)], type(module).__name__
+            file = frame.f_code.co_filename
+            if not file.startswith(torch_root) and "/gpp_plugin/capture/" not in file.replace(os.sep, "/"):
+                source = linecache.getline(file, number).strip()
+                line = f"{os.path.basename(file)}:{number}: {source}"
+    return f"{path or 'the model itself'} ({owner}{', ' + line if line else ''})"

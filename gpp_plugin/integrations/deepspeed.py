@@ -33,10 +33,13 @@ from gpp_plugin.import_hook import register
 from gpp_plugin.integrations.data import prepare_batch, sample_from_dataset
 from gpp_plugin.integrations.engine import GraphPipelineEngine
 from gpp_plugin.integrations.preparation import Setting
-from gpp_plugin.integrations.stage_config import optimizer_bytes_per_parameter, training_dtype, zero_stage
+from gpp_plugin.integrations.stage_config import derive_stage_config
 from gpp_plugin.runtime.batches import Batch
 
 logger = logging.getLogger(__name__)
+
+ADAM_BYTES, MASTER_BYTES = 8.0, 4.0
+"""Optimizer state of one parameter: two fp32 moments; an fp32 master copy in mixed precision."""
 
 
 class GraphPipelineModule(nn.Module):
@@ -161,14 +164,17 @@ def _make_setting(
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
+    sizes = batch_arithmetic(ds_config, num_ranks)
+    stage = derive_stage_config(ds_config, mini_batch=sizes.mini_batch, degree=1, device_type=device.type)
+    dtype = getattr(torch, stage.dtype)
     return Setting(
         rank=dist.get_rank(),
         num_ranks=num_ranks,
         device=device,
-        dtype=training_dtype(ds_config),
-        sizes=batch_arithmetic(ds_config, num_ranks),
-        zero_stage=zero_stage(ds_config),
-        optimizer_bytes=optimizer_bytes_per_parameter(ds_config),
+        dtype=dtype,
+        sizes=sizes,
+        zero_stage=int((ds_config.get("zero_optimization") or {}).get("stage", 0)),
+        optimizer_bytes=ADAM_BYTES if dtype == torch.float32 else ADAM_BYTES + MASTER_BYTES,
         group=dist.new_group(backend="gloo") if num_ranks > 1 else None,
     )
 

@@ -92,12 +92,13 @@ class GraphPipelineEngine:
         self._reference, self.plan = prepare_plan(model, sample_batch, config=config, setting=setting)
         self._evaluation: dict[tuple[Any, ...], tuple[Reference, PipelinePlan]] = {}
         self._evaluation_lanes: dict[tuple[Any, ...], Lane | None] = {}
-        self._lane = self._make_lane(self._reference, self.plan)
-        assert self._lane is not None, "every rank is in a stage of the training plan"
+        lane = self._make_lane(self._reference, self.plan)
+        assert lane is not None, "every rank is in a stage of the training plan"
+        self._lane: Lane = lane
         self.module = self._make_module(self._lane)
         self._tied = tuple(
             TiedParameter(name=name, stages=stages, owner=stages[0])
-            for name, stages in tied_stages(self.plan, self._reference.block_graph).items()
+            for name, stages in tied_stages(self.plan, self._reference).items()
         )
         self._groups = StageGroups.create(self.plan, self._tied, timeout_s=config.comm_timeout_s)
         self.stage_engine = StageEngine(
@@ -138,8 +139,7 @@ class GraphPipelineEngine:
 
     def _make_lane(self, reference: Reference, plan: PipelinePlan) -> Lane | None:
         """Return this rank's lane for a plan, or None where the plan leaves the rank idle; collective."""
-        is_training = reference.captured.is_training
-        programs = make_programs(plan, reference.block_graph, is_training=is_training)
+        programs = make_programs(plan, reference)
         names = [f"{plan.stages[e.src].name} -> {plan.stages[e.dst].name}" for e in plan.edges]
         channels = channels_of(programs)
         transport = None
@@ -181,7 +181,8 @@ class GraphPipelineEngine:
             seed=self.config.seed,
             weights=self.config.weights,
         )
-        release_parameters(self._model, keep=set(names))
+        buffers = {p.name for p in known.values() if p.is_buffer}
+        release_parameters(self._model, keep=buffers.union(names))
         frozen = {name for name in names if not known[name].requires_grad} | set(unused)
         return StageModule(
             tensors=tensors,
@@ -559,16 +560,20 @@ class GraphPipelineEngine:
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write sharded safetensors under HuggingFace names, one shard a stage; collective, no gather."""
+        writes = self._is_first_of_stage()
         huggingface.save_pretrained(
-            Path(save_directory),
+            save_directory,
             model=self._model,
-            state=self._exported_state(),
+            state=dict(self.module.state_dict()) if writes else None,
             stage_index=self._lane.stage_index,
             num_stages=len(self.plan.stages),
-            is_writer=self.plan.stages[self._lane.stage_index].ranks[0] == self.global_rank,
+            is_writer=self.global_rank == 0,
             group=self._setting.group,
-            timeout=self.config.comm_timeout_s,
+            timeout=max(self.config.comm_timeout_s, 600.0),
         )
+
+    def _is_first_of_stage(self) -> bool:
+        return self.plan.stages[self._lane.stage_index].ranks[0] == self.global_rank
 
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
         """Write the model for inference as `save_pretrained` does; the file names are HuggingFace's."""
@@ -576,11 +581,6 @@ class GraphPipelineEngine:
             raise ConfigError(f"save_16bit_model writes model-*.safetensors, not {save_filename}")
         self.save_pretrained(save_dir)
         return True
-
-    def _exported_state(self) -> dict[str, Tensor]:
-        """Return what this stage saves: its persistent tensors, tied ones on their owner only."""
-        elsewhere = {t.name for t in self._tied if t.owner != self._lane.stage_index}
-        return {name: value for name, value in self.module.state_dict().items() if name not in elsewhere}
 
     def module_state_dict(self) -> dict[str, Tensor]:
         """Return this stage's parameters and persistent buffers under their HuggingFace names."""
@@ -591,8 +591,9 @@ class GraphPipelineEngine:
 
         Needs the whole model's bytes in rank 0's memory; `save_pretrained` does not.
         """
-        is_writer = self.plan.stages[self._lane.stage_index].ranks[0] == self.global_rank
-        own = {k: v.detach().cpu() for k, v in self._exported_state().items()} if is_writer else {}
+        own = {}
+        if self._is_first_of_stage():
+            own = {name: value.detach().cpu() for name, value in self.module.state_dict().items()}
         if self._setting.group is None:
             gathered: list[Any] = [own]
         else:

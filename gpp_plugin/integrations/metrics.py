@@ -42,8 +42,7 @@ class Metrics:
         self._seconds.append(seconds)
         if self._monitor is not None and self._monitor.enabled:
             events = [("Train/Samples/train_loss", loss, global_samples)]
-            if step.lr:
-                events.append(("Train/Samples/lr", step.lr[0], global_samples))
+            events += [("Train/Samples/lr", rate, global_samples) for rate in step.learning_rates[:1]]
             if step.loss_scale != 1.0:
                 events.append(("Train/Samples/loss_scale", step.loss_scale, global_samples))
             self._monitor.write_events(events)
@@ -53,7 +52,7 @@ class Metrics:
                 "step %d: loss %.4f, lr %s, %.1f ms a step, %.1f samples/s",
                 global_steps,
                 loss,
-                ", ".join(f"{lr:.3g}" for lr in step.lr) or "none",
+                ", ".join(f"{lr:.3g}" for lr in step.learning_rates) or "none",
                 mean * 1e3,
                 self._plan.mini_batch / mean,
             )

@@ -39,14 +39,14 @@ class Setting:
 
     Args:
         group: a CPU process group of all ranks for small agreements; None for a single rank.
-        dtype: training precision of parameters and floating inputs; None keeps the model's.
+        dtype: training precision of parameters and floating inputs.
         optimizer_bytes: optimizer state and master copy for each trainable parameter.
     """
 
     rank: int
     num_ranks: int
     device: torch.device
-    dtype: torch.dtype | None
+    dtype: torch.dtype
     sizes: BatchSizes
     zero_stage: int
     optimizer_bytes: float

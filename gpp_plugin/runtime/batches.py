@@ -88,7 +88,7 @@ def join_batches(batches: Sequence[Batch]) -> dict[str, Any]:
                 f"{key} has shapes {sorted(map(str, shapes))} within one mini-batch; collate the whole mini-batch "
                 "at once (or pad to a fixed length), so that padding is the same for all its samples"
             )
-        joined[key] = torch.cat(parts)
+        joined[key] = torch.cat([part for part in parts if part is not None])
     return joined
 
 

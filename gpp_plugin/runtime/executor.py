@@ -1,6 +1,7 @@
 """Runs one rank's program: compiled once to bound callables, then called in order.
 
-The executor chooses nothing. Each instruction of the `RankProgram` becomes one callable; what a message
+The executor chooses nothing. An exchange posts its transfers; a task waits for the messages it reads, so
+that a message delays nothing but its reader. Each instruction of the `RankProgram` becomes one callable; what a message
 holds (`wires`), which pieces make up a task's input and where a gradient goes is resolved at compile
 time. Gradients that several consumers send for one tensor are summed in the order of edges, consumer
 micro-batches and ranks, whatever order they arrive in, so results do not depend on timing.
@@ -181,7 +182,7 @@ class StageExecutor:
             elif instruction.kind is InstructionKind.EXCHANGE:
                 sends = [(message, wires[message]) for message in instruction.sends]
                 mark, drops = posted_after[exchange_index], dropped_after[exchange_index]
-                steps.append((instruction, self._compile_exchange(sends, instruction.receives, mark, drops)))
+                steps.append((instruction, self._compile_exchange(sends, mark, drops)))
                 exchange_index += 1
             else:
                 steps.append((instruction, self._compile_collective(instruction.kind)))
@@ -217,7 +218,6 @@ class StageExecutor:
     def _compile_exchange(
         self,
         sends: Sequence[tuple[Message, tuple[Wire, ...]]],
-        receives: Sequence[Message],
         mark: int,
         drops: Sequence[int],
     ) -> Callable[[], None]:
@@ -227,8 +227,6 @@ class StageExecutor:
                 self._send(message, wires)
             for micro_batch in drops:
                 del self._made[micro_batch]
-            for message in receives:
-                self._complete(message)
 
         return exchange
 
@@ -259,6 +257,7 @@ class StageExecutor:
         return self._compile_backward(task.micro_batch, incoming)
 
     def _compile_forward(self, micro_batch: int, incoming: Mapping[str, list[_Piece]]) -> Callable[[], None]:
+        messages = _messages_of(incoming)
         function, parameters = self._function, self._parameters
         gradient_names = frozenset(
             name
@@ -276,6 +275,8 @@ class StageExecutor:
         is_sent = micro_batch in self._sent
 
         def forward() -> None:
+            for message in messages:
+                self._complete(message)
             start = self._now()
             received = []
             leaves: dict[str, Tensor] = {}
@@ -303,6 +304,7 @@ class StageExecutor:
         return forward
 
     def _compile_backward(self, micro_batch: int, incoming: Mapping[str, list[_Piece]]) -> Callable[[], None]:
+        messages = _messages_of(incoming)
         gradients = []
         for name, pieces in incoming.items():
             spec = self._specs[name]
@@ -316,6 +318,8 @@ class StageExecutor:
         assert hooks is not None, "a program with backward tasks needs hooks"
 
         def backward() -> None:
+            for message in messages:
+                self._complete(message)
             start = self._now()
             made = self._made.pop(micro_batch)
             tensors: list[Tensor] = []
@@ -488,6 +492,11 @@ class StageExecutor:
                     bytes=num_bytes,
                 )
             )
+
+
+def _messages_of(incoming: Mapping[str, list[_Piece]]) -> tuple[Message, ...]:
+    """Return the messages that a task waits for, each once."""
+    return tuple(dict.fromkeys(piece.message for pieces in incoming.values() for piece in pieces))
 
 
 _TAKEN = torch.empty(0)

@@ -83,31 +83,30 @@ def forward_only_stages(plan: PipelinePlan, block_graph: BlockGraph) -> frozense
     return frozenset(range(len(plan.stages))) - needs
 
 
-def tied_stages(plan: PipelinePlan, block_graph: BlockGraph) -> dict[str, tuple[int, ...]]:
-    """Return the parameters used on several stages, parameter name -> stage indices."""
+def tied_stages(plan: PipelinePlan, reference: Reference) -> dict[str, tuple[int, ...]]:
+    """Return the trainable parameters used on several stages, parameter name -> stage indices."""
+    trainable = {p.name for p in reference.captured.op_graph.parameters if p.requires_grad}
     stage_of = {block: index for index, stage in enumerate(plan.stages) for block in stage.blocks}
     shared = {}
-    for name, blocks in block_graph.tied.items():
+    for name, blocks in reference.block_graph.tied.items():
         stages = tuple(sorted({stage_of[block] for block in blocks}))
-        if len(stages) > 1:
+        if len(stages) > 1 and name in trainable:
             shared[name] = stages
     return shared
 
 
-def make_programs(
-    plan: PipelinePlan, block_graph: BlockGraph, *, is_training: bool = True
-) -> tuple[RankProgram, ...]:
-    """Schedule, lower and validate ``plan``: the programs of all ranks.
+def make_programs(plan: PipelinePlan, reference: Reference) -> tuple[RankProgram, ...]:
+    """Schedule, lower and validate ``plan`` in the mode of ``reference``: the programs of all ranks.
 
     Raises:
         ScheduleError: the programs would deadlock, reorder messages or exceed their in-flight counts.
     """
-    if not is_training:
+    if not reference.captured.is_training:
         schedules = forward_schedules(plan)
         programs = lower_schedules(plan, schedules, training=False)
     else:
-        frozen = forward_only_stages(plan, block_graph)
-        tied = {stage for stages in tied_stages(plan, block_graph).values() for stage in stages}
+        frozen = forward_only_stages(plan, reference.block_graph)
+        tied = {stage for stages in tied_stages(plan, reference).values() for stage in stages}
         schedules = build_schedules(plan, forward_only_stages=frozen)
         programs = lower_schedules(
             plan, schedules, tied_stages=tuple(sorted(tied)), forward_only_stages=frozen

@@ -1,0 +1,76 @@
+"""Plain single-process training over loss units: what every pipelined run must equal."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Batch = dict[str, Any]
+
+
+@dataclass
+class ReferenceRun:
+    losses: list[float]
+    gradients: dict[str, Tensor]  # of the first step
+
+
+def units_of(batch: Batch, unit: int) -> list[Batch]:
+    """Cut a mini-batch into loss units."""
+    total = next(v.shape[0] for v in batch.values() if isinstance(v, Tensor))
+    return [
+        {k: v[i : i + unit] if isinstance(v, Tensor) else v for k, v in batch.items()}
+        for i in range(0, total, unit)
+    ]
+
+
+def loss_of(output: Any) -> Tensor:
+    if isinstance(output, Tensor):
+        return output
+    return output["loss"]
+
+
+def train_reference(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    *,
+    unit: int,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+) -> ReferenceRun:
+    """Train a copy of ``model`` one step a batch; the loss is the mean over units of ``unit`` samples."""
+    model = copy.deepcopy(model).train()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    make = make_optimizer or (lambda ps: torch.optim.AdamW(ps, lr=1e-3, weight_decay=0.01))
+    optimizer = make(parameters)
+    losses: list[float] = []
+    gradients: dict[str, Tensor] = {}
+    for batch in batches:
+        units = units_of(batch, unit)
+        optimizer.zero_grad()
+        total = 0.0
+        for part in units:
+            loss = loss_of(model(**part)) / len(units)
+            loss.backward()
+            total += float(loss.detach())
+        if not gradients:
+            gradients = {
+                name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None
+            }
+        losses.append(total)
+        optimizer.step()
+    return ReferenceRun(losses=losses, gradients=gradients)
+
+
+def gradient_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Return the largest ||g - g_ref|| / max(||g_ref||, 1e-3 x the largest gradient tensor's norm)."""
+    largest = max(float(g.double().norm()) for g in wanted.values())
+    worst = 0.0
+    for name, reference in wanted.items():
+        g = found[name].double().cpu()
+        scale = max(float(reference.double().norm()), 1e-3 * largest)
+        worst = max(worst, float((g - reference.double()).norm()) / scale)
+    return worst

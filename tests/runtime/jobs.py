@@ -1,0 +1,67 @@
+"""What each rank runs in the equality tests; importable by the processes that run it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+Job = dict[str, Any]
+
+
+def make_config(job: Job) -> dict[str, Any]:
+    """Return the DeepSpeed JSON of a job."""
+    config: dict[str, Any] = {
+        "train_batch_size": job["mini_batch"],
+        "train_micro_batch_size_per_gpu": job["unit"],
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+        "zero_optimization": {"stage": job.get("zero", 0)},
+        "steps_per_print": 1000,
+        "graph_pipeline": {"planner": "graphpipe", "comm_timeout_s": 60, **job.get("block", {})},
+    }
+    config.update(job.get("config", {}))
+    return config
+
+
+def make_batches(make_batch: Any, job: Job) -> list[dict[str, Any]]:
+    """Return the mini-batches of a job."""
+    return [make_batch(job["mini_batch"], seed) for seed in range(job.get("steps", 5))]
+
+
+def build_model(job: Job) -> Any:
+    """Build a job's model with its fixed seed."""
+    from tests.models import build
+
+    return build(job["model"], **job.get("model_options", {}))
+
+
+def train(jobs: list[Job]) -> list[dict[str, Any]]:
+    """Train each job in turn on this rank; return losses, this stage's first gradients, and the plan."""
+    import deepspeed
+
+    import gpp_plugin
+
+    answers = []
+    for job in jobs:
+        model, make_batch = build_model(job)
+        batches = make_batches(make_batch, job)
+        wrapped = gpp_plugin.GraphPipelineModule(model, sample_batch=batches[0])
+        engine, *_ = deepspeed.initialize(model=wrapped, config=make_config(job))
+        engine.retain_gradients()
+        losses: list[float] = []
+        gradients: dict[str, Tensor] = {}
+        for batch in batches:
+            losses.append(float(engine.train_batch(data_iter=iter([batch]))))
+            if not gradients:
+                gradients = {name: g.clone() for name, g in engine.gradients.items()}
+                engine.retain_gradients(False)
+        answers.append(
+            {
+                "losses": losses,
+                "gradients": gradients,
+                "stage": engine.stage_name,
+                "stages": [(s.name, s.degree, s.micro_batch_size, s.in_flight) for s in engine.plan.stages],
+                "depth": engine.plan.depth,
+            }
+        )
+    return answers

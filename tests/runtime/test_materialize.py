@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gpp_plugin.errors import CheckpointError
@@ -72,8 +74,8 @@ def test_a_value_depends_on_seed_and_name_only() -> None:
 
 
 def test_seeds_differ_by_name_and_are_stable() -> None:
-    """The literal pins the derivation: files of one release must agree with initialisers of the next."""
-    assert derive_seed(0, "shared.weight") == 5421377171803617384 or derive_seed(0, "shared.weight") > 0
+    """The literal pins the derivation: a run repeated with the next release must start from the same weights."""
+    assert derive_seed(0, "shared.weight") == 2706100556032494467
     assert len({derive_seed(s, n) for s in (0, 1) for n in ("a", "b")}) == 4
 
 
@@ -141,8 +143,6 @@ def test_weights_are_read_from_a_directory(name: str, shards: int, tmp_path: Pat
 def test_only_the_files_of_wanted_tensors_are_opened(tmp_path: Path) -> None:
     model, _ = build("gpt2")
     model.save_pretrained(tmp_path, max_shard_size=20_000)  # type: ignore[operator]
-    import json
-
     where = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     wanted = "transformer.h.1.mlp.c_fc.weight"
     for path in tmp_path.glob("*.safetensors"):
@@ -164,8 +164,6 @@ def test_errors_name_the_tensor_and_the_fix(tmp_path: Path) -> None:
         materialize_parameters(on_meta, [name], device="cpu", weights=tmp_path)
     with pytest.raises(CheckpointError, match="does not exist"):
         materialize_parameters(on_meta, [name], device="cpu", weights=tmp_path / "no.safetensors")
-    from safetensors.torch import save_file
-
     save_file({"transformer.h.0.mlp.c_fc.bias": torch.ones(7)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"has no 'transformer.h.0.mlp.c_fc.weight'; the nearest names"):
         materialize_parameters(on_meta, [name], device="cpu", weights=tmp_path)

@@ -1,0 +1,1 @@
+"""Orders of tasks: one schedule a file, lowering to rank programs, and the validator."""

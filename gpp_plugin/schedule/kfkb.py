@@ -1,0 +1,43 @@
+"""kFkB: k forwards, then k backwards, after a warm-up (GraphPipe, section 6, footnote 2)."""
+
+from __future__ import annotations
+
+from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
+
+
+def kfkb_schedule(stage: int, micro_batches: int, *, k: int, num_in_flight: int) -> StageSchedule:
+    """Return the kFkB order of one stage: ``num_in_flight`` forwards, then k backwards and k forwards in turn.
+
+    The paper's definition asks nothing of the warm-up; a multiple of k keeps the groups of forwards
+    and backwards aligned, but Table 2 gives others too, and the last group may be short.
+
+    Args:
+        num_in_flight: most micro-batches held; at least ``k``. More than there are means all.
+
+    Raises:
+        ValueError: a count is below 1, or ``num_in_flight`` is below ``k``.
+
+    >>> order = kfkb_schedule(0, 4, k=2, num_in_flight=2)
+    >>> " ".join(map(str, order.tasks))
+    '0F0 0F1 0B0 0B1 0F2 0F3 0B2 0B3'
+    """
+    if micro_batches < 1 or k < 1:
+        raise ValueError(f"stage {stage}: {micro_batches} micro-batches and k = {k}; both must be at least 1")
+    if num_in_flight < min(k, micro_batches):
+        raise ValueError(
+            f"stage {stage}: {k}F{k}B runs {k} forwards before a backward, so {num_in_flight} micro-batches in "
+            f"flight are too few; allow {k} or lower k"
+        )
+    held = min(num_in_flight, micro_batches)
+    tasks = [Task(stage=stage, kind=TaskKind.FORWARD, micro_batch=m) for m in range(held)]
+    forward, backward = held, 0
+    while backward < micro_batches:
+        group = min(k, forward - backward)
+        for micro_batch in range(backward, backward + group):
+            tasks.append(Task(stage=stage, kind=TaskKind.BACKWARD, micro_batch=micro_batch))
+        backward += group
+        group = min(k, micro_batches - forward)
+        for micro_batch in range(forward, forward + group):
+            tasks.append(Task(stage=stage, kind=TaskKind.FORWARD, micro_batch=micro_batch))
+        forward += group
+    return StageSchedule(stage=stage, tasks=tuple(tasks), num_in_flight=held)

@@ -1,0 +1,407 @@
+"""Proves that lowered programs are whole and cannot stop, independently of how they were made.
+
+What is proven for a plan, its schedules and the programs of all ranks:
+
+1. every rank runs exactly its stage's schedule, in order;
+2. on every channel (edge, direction, sender, receiver) sends and receives are the same messages in
+   the same order;
+3. a message leaves after the task that makes it; before a task runs it has received the rows of
+   exactly its samples, each once, and each tensor without a batch axis once; the same for gradients;
+4. no stage holds more micro-batches than the plan's ``in_flight``;
+5. reductions and the step come last, in one order on all ranks;
+6. everything finishes when each rank executes its groups serially, in order, with rendezvous
+   messages: an exchange posts all its messages together and ends when all of them are posted at
+   their other ends.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from gpp_plugin.errors import ScheduleError
+from gpp_plugin.ir.plan import PipelinePlan, StageEdge
+from gpp_plugin.ir.program import Direction, Instruction, InstructionKind, Message, RankProgram
+from gpp_plugin.ir.samples import SampleRange
+from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
+from gpp_plugin.schedule.grid import program_grid
+
+_TAIL_ORDER = (InstructionKind.REDUCE_DATA, InstructionKind.REDUCE_TIED, InstructionKind.STEP)
+_KIND_OF = {Direction.ACTIVATION: TaskKind.FORWARD, Direction.GRADIENT: TaskKind.BACKWARD}
+
+
+def validate_programs(
+    plan: PipelinePlan, schedules: Sequence[StageSchedule], programs: Sequence[RankProgram]
+) -> None:
+    """Check the programs of all ranks together.
+
+    Raises:
+        ScheduleError: what is wrong, with which values, the fix, and the grid with the bad cell marked.
+    """
+    _Validator(plan, schedules, programs).validate()
+
+
+class _Validator:
+    """Programs under validation; every check raises through `_fail`, which draws the grid."""
+
+    def __init__(
+        self, plan: PipelinePlan, schedules: Sequence[StageSchedule], programs: Sequence[RankProgram]
+    ) -> None:
+        self._plan = plan
+        self._schedules = {schedule.stage: schedule for schedule in schedules}
+        self._programs = {program.rank: program for program in programs}
+        self._order = [program.rank for program in programs]
+        self._trained = {
+            schedule.stage
+            for schedule in schedules
+            if any(task.kind is TaskKind.BACKWARD for task in schedule.tasks)
+        }
+        self._in_edges: dict[int, list[int]] = defaultdict(list)
+        self._out_edges: dict[int, list[int]] = defaultdict(list)
+        for index, edge in enumerate(plan.edges):
+            self._in_edges[edge.dst].append(index)
+            self._out_edges[edge.src].append(index)
+
+    def validate(self) -> None:
+        self._check_ranks()
+        for program in self._programs.values():
+            self._check_tasks(program)
+            self._check_messages(program)
+            self._check_readiness(program)
+            self._check_in_flight(program)
+            self._check_tail(program)
+        self._check_tails_agree()
+        self._check_channels()
+        self._check_completion()
+
+    def _fail(self, rank: int, position: int, what: str) -> ScheduleError:
+        program = self._programs[rank]
+        head = f"rank {rank} (stage {self._plan.stages[program.stage].name!r}): {what}"
+        return ScheduleError(f"{head}\n{program_grid(self._programs.values(), positions={rank: position})}")
+
+    # ---- each rank alone -----------------------------------------------------------------------
+
+    def _check_ranks(self) -> None:
+        expected = sorted(rank for stage in self._plan.stages for rank in stage.ranks)
+        if self._order != expected:
+            raise ScheduleError(
+                f"programs of ranks {self._order} for ranks {expected}; lower one for each, in order"
+            )
+        if sorted(self._schedules) != list(range(len(self._plan.stages))):
+            raise ScheduleError(
+                f"schedules of stages {sorted(self._schedules)} for {len(self._plan.stages)} stages; give one for each"
+            )
+        for rank, program in self._programs.items():
+            stage = self._plan.stage_of_rank(rank)
+            if program.stage != stage:
+                raise self._fail(
+                    rank, 0, f"its program is of stage {program.stage}; the plan puts it on {stage}"
+                )
+
+    def _check_tasks(self, program: RankProgram) -> None:
+        schedule = self._schedules[program.stage]
+        ran = [(i, x.task) for i, x in enumerate(program.instructions) if x.kind is InstructionKind.COMPUTE]
+        for (position, task), planned in zip(ran, schedule.tasks, strict=False):
+            if task != planned:
+                raise self._fail(
+                    program.rank, position, f"runs {task} where the schedule has {planned}; lower anew"
+                )
+        if len(ran) != len(schedule.tasks):
+            raise self._fail(
+                program.rank,
+                len(program.instructions) - 1,
+                f"runs {len(ran)} tasks of the {len(schedule.tasks)} scheduled; lower anew",
+            )
+        count = self._plan.num_micro_batches(program.stage)
+        wanted = [(kind, m) for kind in self._kinds(program.stage) for m in range(count)]
+        seen: set[tuple[TaskKind, int]] = set()
+        for position, task in ran:
+            assert task is not None
+            if task.kind is TaskKind.BACKWARD and (TaskKind.FORWARD, task.micro_batch) not in seen:
+                raise self._fail(program.rank, position, f"{task} comes before its forward; move it behind")
+            seen.add((task.kind, task.micro_batch))
+        if len(ran) != len(wanted) or seen != set(wanted):
+            missing = [f"{program.stage}{k.value}{m}" for k, m in wanted if (k, m) not in seen]
+            raise self._fail(
+                program.rank,
+                len(program.instructions) - 1,
+                f"{len(ran)} tasks where {len(wanted)} are due, missing {missing[:4]}; schedule each once",
+            )
+
+    def _kinds(self, stage: int) -> tuple[TaskKind, ...]:
+        return (TaskKind.FORWARD, TaskKind.BACKWARD) if stage in self._trained else (TaskKind.FORWARD,)
+
+    def _check_messages(self, program: RankProgram) -> None:
+        """Every message is of this rank and of samples that both of its tasks hold."""
+        for position, message, is_send in _messages_of(program):
+            here = message.src_rank if is_send else message.dst_rank
+            if here != program.rank:
+                raise self._fail(program.rank, position, f"{message} is not of this rank; lower anew")
+            if not 0 <= message.edge < len(self._plan.edges):
+                raise self._fail(
+                    program.rank, position, f"{message}: the plan has {len(self._plan.edges)} edges"
+                )
+            edge = self._plan.edges[message.edge]
+            is_activation = message.direction is Direction.ACTIVATION
+            ends = (edge.src, edge.dst) if is_activation else (edge.dst, edge.src)
+            for stage, rank, micro_batch in zip(
+                ends,
+                (message.src_rank, message.dst_rank),
+                (message.src_micro_batch, message.dst_micro_batch),
+                strict=True,
+            ):
+                owner = self._plan.stages[stage]
+                if rank not in owner.ranks or not 0 <= micro_batch < self._plan.num_micro_batches(stage):
+                    raise self._fail(program.rank, position, f"{message}: not a task of stage {owner.name!r}")
+                if owner.samples(micro_batch, rank).overlap(message.samples) != message.samples:
+                    raise self._fail(
+                        program.rank,
+                        position,
+                        f"{message} holds samples that micro-batch {micro_batch} of stage {owner.name!r} lacks",
+                    )
+
+    def _check_readiness(self, program: RankProgram) -> None:
+        """What is sent has been made, what a task needs has been received, exactly once."""
+        done: set[tuple[TaskKind, int]] = set()
+        got: dict[tuple[TaskKind, int], list[Message]] = defaultdict(list)
+        for position, instruction in enumerate(program.instructions):
+            if instruction.task is not None:
+                task = instruction.task
+                self._check_inputs(program, position, task, got.pop((task.kind, task.micro_batch), []))
+                done.add((task.kind, task.micro_batch))
+            for message in instruction.sends:
+                if (_KIND_OF[message.direction], message.src_micro_batch) not in done:
+                    raise self._fail(program.rank, position, f"sends {message} before the task that makes it")
+            for message in instruction.receives:
+                key = (_KIND_OF[message.direction], message.dst_micro_batch)
+                if key in done:
+                    raise self._fail(
+                        program.rank, position, f"receives {message} after the task that needs it"
+                    )
+                got[key].append(message)
+        if got:
+            (kind, micro_batch), messages = next(iter(got.items()))
+            raise self._fail(
+                program.rank,
+                len(program.instructions) - 1,
+                f"receives {messages[0]} for {program.stage}{kind.value}{micro_batch}, which it never runs",
+            )
+
+    def _check_inputs(self, program: RankProgram, position: int, task: Task, got: list[Message]) -> None:
+        by_edge: dict[int, list[Message]] = defaultdict(list)
+        for message in got:
+            by_edge[message.edge].append(message)
+        samples = self._plan.stages[program.stage].samples(task.micro_batch, program.rank)
+        is_forward = task.kind is TaskKind.FORWARD
+        for index in self._in_edges[program.stage] if is_forward else self._out_edges[program.stage]:
+            edge = self._plan.edges[index]
+            messages = by_edge.pop(index, [])
+            wanted = (
+                self._activations_due(edge, samples) if is_forward else self._gradients_due(edge, samples)
+            )
+            have = sorted((m.samples, m.has_whole_tensors) for m in messages)
+            if have != wanted:
+                text = (
+                    ", ".join(f"[{r.first_sample}..{r.end - 1}]{'+whole' * w}" for r, w in have) or "nothing"
+                )
+                due = (
+                    ", ".join(f"[{r.first_sample}..{r.end - 1}]{'+whole' * w}" for r, w in wanted)
+                    or "nothing"
+                )
+                raise self._fail(
+                    program.rank,
+                    position,
+                    f"{task} has received samples {text} over edge {index}, it needs {due} exactly once; lower anew",
+                )
+        if by_edge:
+            raise self._fail(
+                program.rank, position, f"{task} has received {next(iter(by_edge.values()))[0]}, unasked"
+            )
+
+    def _activations_due(self, edge: StageEdge, samples: SampleRange) -> list[tuple[SampleRange, bool]]:
+        """Return what a forward must receive: its samples cut where the producer's tasks end."""
+        pieces = _cut(samples, self._plan.stages[edge.src].local_batch_size)
+        due = [
+            (piece, bool(edge.whole_tensors) and piece.first_sample == samples.first_sample)
+            for piece in pieces
+        ]
+        return due if edge.batch_tensors else [(piece, whole) for piece, whole in due if whole]
+
+    def _gradients_due(self, edge: StageEdge, samples: SampleRange) -> list[tuple[SampleRange, bool]]:
+        """Return what a backward must receive: a gradient for each message with one that its forward sent."""
+        if edge.dst not in self._trained:
+            return []
+        consumed = self._plan.stages[edge.dst].local_batch_size
+        gradients = set(edge.gradient_tensors)
+        has_batch = not gradients.isdisjoint(edge.batch_tensors)
+        has_whole = not gradients.isdisjoint(edge.whole_tensors)
+        due = [(p, has_whole and p.first_sample % consumed == 0) for p in _cut(samples, consumed)]
+        return due if has_batch else [(piece, whole) for piece, whole in due if whole]
+
+    def _check_in_flight(self, program: RankProgram) -> None:
+        """Count what is held: until its backward, or in a forward-only stage until all of it is sent."""
+        stage = self._plan.stages[program.stage]
+        limit = min(stage.in_flight, self._schedules[program.stage].num_in_flight)
+        is_trained = program.stage in self._trained
+        unsent: dict[int, int] = defaultdict(int)
+        if not is_trained:
+            for _, message, is_send in _messages_of(program):
+                unsent[message.src_micro_batch] += is_send
+        held: set[int] = set()
+        for position, instruction in enumerate(program.instructions):
+            task = instruction.task
+            if task is not None:
+                if task.kind is TaskKind.BACKWARD:
+                    held.discard(task.micro_batch)
+                elif is_trained or unsent[task.micro_batch]:
+                    held.add(task.micro_batch)
+                if len(held) > limit:
+                    raise self._fail(
+                        program.rank,
+                        position,
+                        f"{task} holds {len(held)} micro-batches, in_flight allows {limit}; raise in_flight or "
+                        "run a backward first",
+                    )
+            for message in instruction.sends if not is_trained else ():
+                unsent[message.src_micro_batch] -= 1
+                if not unsent[message.src_micro_batch]:
+                    held.discard(message.src_micro_batch)
+
+    def _check_tail(self, program: RankProgram) -> None:
+        kinds = [(i, x.kind) for i, x in enumerate(program.instructions) if x.kind in _TAIL_ORDER]
+        first = len(program.instructions) - len(kinds)
+        expected = [kind for kind in _TAIL_ORDER if any(kind is found for _, found in kinds)]
+        if [kind for _, kind in kinds] != expected or any(i < first for i, _ in kinds):
+            names = ", ".join(kind.value for _, kind in kinds)
+            raise self._fail(
+                program.rank,
+                kinds[0][0],
+                f"ends with {names}; reductions and the step come last: "
+                f"{', '.join(kind.value for kind in _TAIL_ORDER)}, each at most once",
+            )
+
+    # ---- all ranks together --------------------------------------------------------------------
+
+    def _check_tails_agree(self) -> None:
+        """Collective instructions are on every rank that takes part."""
+        tails = {
+            rank: tuple(x.kind for x in program.instructions if x.kind in _TAIL_ORDER)
+            for rank, program in self._programs.items()
+        }
+        for rank, tail in tails.items():
+            stage = self._plan.stages[self._programs[rank].stage]
+            first = tails[stage.ranks[0]]
+            if tail != first:
+                raise self._fail(
+                    rank,
+                    len(self._programs[rank].instructions) - 1,
+                    f"ends with {[k.value for k in tail]}, rank {stage.ranks[0]} of its stage with "
+                    f"{[k.value for k in first]}; they must agree",
+                )
+        steps = {rank: InstructionKind.STEP in tail for rank, tail in tails.items()}
+        if len(set(steps.values())) > 1:
+            rank = next(rank for rank, has_step in steps.items() if not has_step)
+            end = len(self._programs[rank].instructions) - 1
+            raise self._fail(
+                rank, end, "has no step while other ranks do; all ranks agree on norm and overflow"
+            )
+
+    def _check_channels(self) -> None:
+        sent: dict[object, list[Message]] = defaultdict(list)
+        received: dict[object, list[tuple[int, Message]]] = defaultdict(list)
+        for program in self._programs.values():
+            for position, message, is_send in _messages_of(program):
+                if is_send:
+                    sent[message.channel].append(message)
+                else:
+                    received[message.channel].append((position, message))
+        for channel, arrivals in received.items():
+            departures = sent.pop(channel, [])
+            for index, (position, message) in enumerate(arrivals):
+                other = departures[index] if index < len(departures) else None
+                if other != message:
+                    found = f"the sender sends {other}" if other is not None else "nothing more is sent"
+                    raise self._fail(
+                        message.dst_rank,
+                        position,
+                        f"receives {message} as number {index} of its channel, but there {found}; use one order "
+                        "at both ends",
+                    )
+            sent[channel] = departures[len(arrivals) :]
+        for departures in sent.values():
+            for message in departures:
+                program = self._programs[message.src_rank]
+                position = next(i for i, m, is_send in _messages_of(program) if is_send and m == message)
+                raise self._fail(message.src_rank, position, f"sends {message}, which nobody receives")
+
+    def _check_completion(self) -> None:
+        """Execute all programs serially with rendezvous; whoever still waits at the end is stuck."""
+        position = dict.fromkeys(self._programs, 0)
+        missing = dict.fromkeys(self._programs, 0)
+        posted: dict[Message, int] = {}
+        ready = list(self._programs)
+        while ready:
+            rank = ready.pop()
+            instructions = self._programs[rank].instructions
+            while position[rank] < len(instructions):
+                group = instructions[position[rank]]
+                waits = 0
+                for message in _both(group):
+                    other = posted.pop(message, None)
+                    if other is None:
+                        posted[message] = rank
+                        waits += 1
+                    else:
+                        missing[other] -= 1
+                        if missing[other] == 0:
+                            position[other] += 1
+                            ready.append(other)
+                if waits:
+                    missing[rank] = waits
+                    break
+                position[rank] += 1
+        stuck = {rank: at for rank, at in position.items() if at < len(self._programs[rank].instructions)}
+        if stuck:
+            self._raise_deadlock(stuck, posted)
+
+    def _raise_deadlock(self, stuck: dict[int, int], posted: dict[Message, int]) -> None:
+        waits_for = {}
+        for message, rank in posted.items():
+            waits_for[rank] = (message.dst_rank if rank == message.src_rank else message.src_rank, message)
+        rank = next(iter(stuck))
+        path: list[int] = []
+        while rank not in path:
+            path.append(rank)
+            rank = waits_for[rank][0]
+        circle = path[path.index(rank) :]
+        text = ", ".join(f"rank {r} waits for rank {waits_for[r][0]} at {waits_for[r][1]}" for r in circle)
+        marks = {r: stuck[r] for r in circle if r in stuck}
+        raise ScheduleError(
+            f"the programs stop under serial rendezvous execution: {text}; take one order of all messages\n"
+            + program_grid(self._programs.values(), positions=marks)
+        )
+
+
+def _messages_of(program: RankProgram) -> Iterator[tuple[int, Message, bool]]:
+    """Yield (instruction index, message, whether it is sent) of each message."""
+    for position, instruction in enumerate(program.instructions):
+        for message in instruction.sends:
+            yield position, message, True
+        for message in instruction.receives:
+            yield position, message, False
+
+
+def _both(group: Instruction) -> Iterator[Message]:
+    yield from group.sends
+    yield from group.receives
+
+
+def _cut(samples: SampleRange, size: int) -> list[SampleRange]:
+    """Return ``samples`` cut at every multiple of ``size``."""
+    pieces = []
+    first = samples.first_sample
+    while first < samples.end:
+        end = min((first // size + 1) * size, samples.end)
+        pieces.append(SampleRange(first_sample=first, num_samples=end - first))
+        first = end
+    return pieces

@@ -1,0 +1,141 @@
+"""Random plans for tests: DAGs of stages with mixed micro-batches, degrees, schedules and tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.schedule.in_flight import plan_in_flight
+
+
+def make_plan(stages, edges, *, mini_batch: int) -> PipelinePlan:
+    return PipelinePlan(
+        model="test",
+        graph="none",
+        planner="none",
+        mini_batch=mini_batch,
+        loss_unit=1,
+        stages=stages,
+        edges=edges,
+    )
+
+
+def with_in_flight(plan: PipelinePlan) -> PipelinePlan:
+    """Return the plan with the in-flight counts that `plan_in_flight` gives it."""
+    counts = plan_in_flight(plan)
+    stages = tuple(
+        dataclasses.replace(stage, in_flight=count) for stage, count in zip(plan.stages, counts, strict=True)
+    )
+    return dataclasses.replace(plan, stages=stages)
+
+
+def simple_plan(
+    sizes, links, *, mini_batch: int, forward_us=1.0, backward_us=1.0, schedule="1f1b", k=1, num_bytes=0.0
+) -> PipelinePlan:
+    """Return stages of one rank each, with micro-batches of ``sizes`` and (src, dst) ``links``.
+
+    Numbers given for one stage hold for all.
+    """
+
+    def of(value, index):
+        return value[index] if isinstance(value, (list, tuple)) else value
+
+    stages = tuple(
+        Stage(
+            name=f"s{i}",
+            blocks=(f"b{i}",),
+            ranks=(i,),
+            micro_batch_size=size,
+            in_flight=1,
+            schedule=of(schedule, i),
+            k=of(k, i),
+            forward_us=of(forward_us, i),
+            backward_us=of(backward_us, i),
+        )
+        for i, size in enumerate(sizes)
+    )
+    edges = tuple(
+        StageEdge(
+            src=src,
+            dst=dst,
+            batch_tensors=(f"t{src}",),
+            gradient_tensors=(f"t{src}",),
+            bytes_per_sample=num_bytes,
+            gradient_bytes_per_sample=num_bytes,
+        )
+        for src, dst in links
+    )
+    return with_in_flight(make_plan(stages, edges, mini_batch=mini_batch))
+
+
+def chain_plan(num_stages, micro_batches, **options) -> PipelinePlan:
+    links = [(i, i + 1) for i in range(num_stages - 1)]
+    return simple_plan([1] * num_stages, links, mini_batch=micro_batches, **options)
+
+
+def random_links(rng: random.Random, num_stages: int) -> list[tuple[int, int]]:
+    """Return the links of a random DAG in which every stage but the first may have several of each."""
+    density = rng.choice([0.15, 0.3, 0.6])
+    links = {(src, dst) for dst in range(num_stages) for src in range(dst) if rng.random() < density}
+    for dst in range(1, num_stages):
+        if not any(link[1] == dst for link in links) and rng.random() < 0.85:
+            links.add((rng.randrange(dst), dst))
+    return sorted(links)
+
+
+def random_plan(rng: random.Random, *, most_stages: int = 9, most_ranks: int = 24) -> PipelinePlan:
+    """Return a random plan whose stages differ in micro-batch, degree, schedule, k, tensors and times."""
+    while True:
+        num_stages = rng.randint(2, most_stages)
+        mini_batch = rng.choice([4, 6, 8, 12, 16, 24])
+        divisors = [b for b in range(1, mini_batch + 1) if mini_batch % b == 0]
+        stages, next_rank = [], 0
+        is_uniform = rng.random() < 0.3
+        common = rng.choice(divisors)
+        for index in range(num_stages):
+            size = common if is_uniform else rng.choice(divisors)
+            degree = rng.choice([d for d in (1, 1, 2, 3, 4) if size % d == 0])
+            schedule = rng.choice(["1f1b", "1f1b", "1f1b", "gpipe"])
+            stages.append(
+                Stage(
+                    name=f"s{index}",
+                    blocks=(f"b{index}",),
+                    ranks=tuple(range(next_rank, next_rank + degree)),
+                    micro_batch_size=size,
+                    in_flight=1,
+                    schedule=schedule,
+                    k=rng.choice([1, 1, 1, 2, 3, 4]),
+                    forward_us=rng.uniform(0.1, 4.0),
+                    backward_us=rng.uniform(0.1, 8.0),
+                )
+            )
+            next_rank += degree
+        if next_rank > most_ranks:
+            continue
+        edges = tuple(_random_edge(rng, src, dst) for src, dst in random_links(rng, num_stages))
+        return with_in_flight(make_plan(tuple(stages), edges, mini_batch=mini_batch))
+
+
+def _random_edge(rng: random.Random, src: int, dst: int) -> StageEdge:
+    batch = tuple(f"x{src}_{i}" for i in range(rng.choice([0, 1, 1, 2])))
+    whole = tuple(f"w{src}_{i}" for i in range(rng.choice([0, 0, 1]) if batch else 1))
+    chance = rng.choice([1.0, 1.0, 0.5, 0.0])
+    gradients = tuple(name for name in (*batch, *whole) if rng.random() < chance)
+    return StageEdge(
+        src=src,
+        dst=dst,
+        batch_tensors=batch,
+        whole_tensors=whole,
+        gradient_tensors=gradients,
+        bytes_per_sample=rng.uniform(1e3, 1e6) * len(batch),
+        bytes_fixed=rng.uniform(1e3, 1e6) * len(whole),
+        gradient_bytes_per_sample=rng.uniform(1e3, 1e6) * len(batch),
+        gradient_bytes_fixed=rng.uniform(1e3, 1e6) * len(whole),
+    )
+
+
+def forward_only_of(plan: PipelinePlan, rng: random.Random) -> frozenset[int]:
+    """Return some of the stages through which no gradient need flow."""
+    touched = {i for edge in plan.edges if edge.gradient_tensors for i in (edge.src, edge.dst)}
+    return frozenset(i for i in range(len(plan.stages)) if i not in touched and rng.random() < 0.7)

@@ -45,11 +45,11 @@ class MemoryConfig(_Block):
     """How much memory a rank may use, and what may be done to stay below it.
 
     Args:
-        limit_gb: most GiB of one rank that a plan may use; "auto" is what the device has.
+        limit_gb: most GB (10^9 bytes) of one rank that a plan may use; "auto" is what the device has.
     """
 
     limit_gb: Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
-        default="auto", description='"auto" or a number of GiB above 0'
+        default="auto", description='"auto" or a number of GB above 0'
     )
     recompute: Literal["auto", "off"] = Field(default="auto", description=_OFF)
     swap: Literal["auto", "off"] = Field(default="auto", description=_OFF)

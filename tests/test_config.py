@@ -115,7 +115,7 @@ def test_one_micro_batch_size_is_for_all_stages():
         ({"memory": 5}, "memory: 5 is not valid; give an object with limit_gb, recompute, swap"),
         (
             {"memory": {"limit_gb": -1}},
-            'memory.limit_gb: -1 is not valid; give "auto" or a number of GiB above 0',
+            'memory.limit_gb: -1 is not valid; give "auto" or a number of GB above 0',
         ),
         (
             {"memory": {"swap": "on"}},

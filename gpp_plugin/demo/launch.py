@@ -1,0 +1,142 @@
+"""Starts the ranks of a job on this machine, listens to rank 0, and ends all of them if one fails."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from gpp_plugin.errors import RuntimeFailure
+
+EVENTS_VARIABLE = "GPP_EVENTS_FD"
+LOG_LINES_SHOWN = 15
+_POLL_S = 0.2
+_GRACE_S = 5.0
+
+
+def emit_event(**event: Any) -> None:
+    """Tell the launching process something: one JSON object (for rank 0 of a launched job)."""
+    line = json.dumps(event) + "\n"
+    os.write(int(os.environ[EVENTS_VARIABLE]), line.encode())
+
+
+def run_ranks(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    num_ranks: int,
+    timeout_s: float,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Run ``python -m module`` once per rank and yield what rank 0 emits, until all have ended.
+
+    The ranks find each other through the usual variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+    What they print goes to files, shown only if a rank fails.
+
+    Raises:
+        RuntimeFailure: a rank failed or the time ran out; the message ends with the rank's last lines.
+    """
+    read_end, write_end = os.pipe()
+    with tempfile.TemporaryDirectory(prefix="gpp_ranks_") as folder, os.fdopen(read_end, "rb") as events:
+        logs = [Path(folder) / f"rank{rank}.log" for rank in range(num_ranks)]
+        common = {
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            EVENTS_VARIABLE: str(write_end),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            **(environment or {}),
+        }
+        processes = []
+        try:
+            for rank, log in enumerate(logs):
+                with log.open("wb") as stream:
+                    processes.append(
+                        subprocess.Popen(
+                            [sys.executable, "-m", module, *arguments],
+                            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                            stdout=stream,
+                            stderr=subprocess.STDOUT,
+                            stdin=subprocess.DEVNULL,
+                            pass_fds=(write_end,),
+                        )
+                    )
+            os.close(write_end)
+            write_end = -1
+            yield from _relay(events, processes, logs, time.monotonic() + timeout_s, timeout_s)
+        finally:
+            if write_end >= 0:
+                os.close(write_end)
+            _end(processes)
+
+
+def _relay(
+    events: IO[bytes],
+    processes: list[subprocess.Popen[bytes]],
+    logs: list[Path],
+    deadline: float,
+    timeout_s: float,
+) -> Iterator[dict[str, Any]]:
+    os.set_blocking(events.fileno(), False)
+    pending = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(events, selectors.EVENT_READ)
+        is_open = True
+        while is_open or any(process.poll() is None for process in processes):
+            if is_open and selector.select(timeout=_POLL_S):
+                chunk = os.read(events.fileno(), 65536)
+                is_open = bool(chunk)
+                *lines, pending = (pending + chunk).split(b"\n")
+                yield from (json.loads(line) for line in lines)
+            elif not is_open:
+                time.sleep(_POLL_S)
+            _check(processes, logs)
+            if time.monotonic() > deadline:
+                raise RuntimeFailure(
+                    f"the {len(processes)} ranks did not end within {timeout_s:g} s; rank 0 said last:\n"
+                    + _last_lines(logs[0])
+                )
+    _check(processes, logs)
+
+
+def _check(processes: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:
+    failed = [(rank, process.returncode) for rank, process in enumerate(processes) if process.poll()]
+    if failed:
+        # The rank that failed first is the cause; the others complain about it, later.
+        rank, code = min(failed, key=lambda pair: logs[pair[0]].stat().st_mtime)
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        raise RuntimeFailure(f"rank {rank} {how}; it said last:\n{_last_lines(logs[rank])}")
+
+
+def _last_lines(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port

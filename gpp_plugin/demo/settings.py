@@ -1,0 +1,61 @@
+"""What the demo trains with; its ranks and its single-process reference read the same values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSettings:
+    """Sizes and seeds of a run.
+
+    Args:
+        steps: optimizer steps; ``mini_batch`` samples in each.
+        micro_batch: samples the encoders take at a time; the loss always takes the mini-batch.
+        num_ranks: processes; ``stages`` is how many stages they form.
+    """
+
+    steps: int = 400
+    mini_batch: int = 64
+    micro_batch: int = 16
+    num_ranks: int = 4
+    stages: int = 4
+    seed: int = 0
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.01
+    warmup_steps: int = 20
+
+    def optimizer_block(self) -> dict[str, Any]:
+        """Return the JSON's ``optimizer``."""
+        params = {
+            "lr": self.learning_rate,
+            "betas": [0.9, 0.999],
+            "eps": 1e-8,
+            "weight_decay": self.weight_decay,
+        }
+        return {"type": "AdamW", "params": {**params, "torch_adam": True}}
+
+    def scheduler_block(self) -> dict[str, Any]:
+        """Return the JSON's ``scheduler``: linear warm-up, linear decay to zero."""
+        params = {
+            "total_num_steps": self.steps,
+            "warmup_min_lr": 0.0,
+            "warmup_max_lr": self.learning_rate,
+            "warmup_num_steps": min(self.warmup_steps, self.steps - 1),
+            "warmup_type": "linear",
+        }
+        return {"type": "WarmupDecayLR", "params": params}
+
+    def ds_config(self) -> dict[str, Any]:
+        """Return the DeepSpeed configuration, the ``graph_pipeline`` block in it."""
+        return {
+            "train_batch_size": self.mini_batch,
+            "optimizer": self.optimizer_block(),
+            "scheduler": self.scheduler_block(),
+            "steps_per_print": 0,
+            "graph_pipeline": {
+                "stages": self.stages,
+                "micro_batch_sizes": {"loss": "full", "*": self.micro_batch},
+            },
+        }

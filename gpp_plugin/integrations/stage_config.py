@@ -76,6 +76,7 @@ class StageConfig:
         communication_dtype: torch's name of the type gradients are sent in; None sends them as they are.
         gradient_clipping: largest global L2 norm of a step; 0 does not clip.
         bucket_elements: most elements of one gradient all-reduce.
+        zero_stage: 0 or 1.
         check_overflow: skip the step when the norm is not finite.
         notes: lines for the user about what was changed, logged once.
     """
@@ -86,6 +87,7 @@ class StageConfig:
     communication_dtype: str | None
     gradient_clipping: float
     bucket_elements: int
+    zero_stage: int
     check_overflow: bool
     notes: tuple[str, ...]
 
@@ -129,6 +131,7 @@ def derive_stage_config(
         communication_dtype=_dtype_name(config.get("communication_data_type"), "communication_data_type"),
         gradient_clipping=float(config.get("gradient_clipping") or 0.0),
         bucket_elements=int(_block(config, "zero_optimization").get("reduce_bucket_size", 50_000_000)),
+        zero_stage=int(_block(config, "zero_optimization").get("stage", 0)),
         check_overflow=dtype != "bfloat16" or bool(_bf16_block(config).get("check_grad_overflow", True)),
         notes=tuple(notes),
     )

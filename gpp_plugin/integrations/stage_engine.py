@@ -28,7 +28,7 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.precision_config import get_float16_config
 from torch import Tensor, nn
 
-from gpp_plugin.errors import ConfigError, RuntimeFailure
+from gpp_plugin.errors import CheckpointError, ConfigError, RuntimeFailure
 from gpp_plugin.integrations.gradients import GradientStore
 from gpp_plugin.integrations.learning_rates import (
     LearningRates,
@@ -44,6 +44,9 @@ from gpp_plugin.ir.plan import PipelinePlan
 __all__ = ["StageEngine", "StageGroups", "StepResult", "TiedParameter"]
 
 logger = logging.getLogger(__name__)
+
+_COUNTERS = ("global_steps", "skipped_steps", "global_samples")
+_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -413,6 +416,11 @@ class StageEngine:
     def _inner_optimizer(self) -> torch.optim.Optimizer | None:
         return None if self._masters is None else self._masters.optimizer
 
+    @property
+    def is_partitioned(self) -> bool:
+        """Return whether optimizer state and masters are partitioned over the stage's ranks (ZeRO 1)."""
+        return self._masters is not None and self._masters.partitioned
+
     # ---- weights -----------------------------------------------------------------------------------------
 
     def parameter_state(self) -> dict[str, Tensor]:
@@ -432,3 +440,74 @@ class StageEngine:
         """Take master weights anew after the module's parameters were written from outside."""
         if self._masters is not None:
             self._masters.refresh()
+
+    # ---- state, as checkpoint files hold it ----------------------------------------------------------------
+
+    def model_state(self) -> dict[str, Tensor]:
+        """Return copies of parameters and persistent buffers in host memory, each tie only on its owner."""
+        foreign = {tie.name for tie in self.tied if tie.owner != self.stage_index}
+        return {
+            name: tensor.detach().to("cpu", copy=True)
+            for name, tensor in self._saved_tensors().items()
+            if name not in foreign
+        }
+
+    @torch.no_grad()
+    def load_model_state(self, state: Mapping[str, Tensor]) -> None:
+        """Write parameters and persistent buffers; masters follow with `load_optimizer_state` or `refresh_masters`.
+
+        Raises:
+            CheckpointError: a name or shape does not fit.
+        """
+        tensors = self._saved_tensors()
+        wrong = sorted(set(tensors) ^ set(state)) or sorted(
+            name for name, tensor in tensors.items() if tensor.shape != state[name].shape
+        )
+        if wrong:
+            raise CheckpointError(
+                f"stage {self.stage.name!r}: {wrong} differ in name or shape from the checkpoint's"
+            )
+        for name, tensor in tensors.items():
+            tensor.copy_(state[name])
+
+    def _saved_tensors(self) -> dict[str, Tensor]:
+        persistent = set(self.module.state_dict(keep_vars=True))
+        tensors: dict[str, Tensor] = dict(self.module.named_parameters())
+        tensors.update((name, b) for name, b in self.module.named_buffers() if name in persistent)
+        return tensors
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """Return DeepSpeed's state of optimizer and masters, this rank's part under ZeRO 1; None if untrained."""
+        return None if self.deepspeed is None else self.deepspeed.optimizer.state_dict()
+
+    def load_optimizer_state(self, state: dict[str, Any] | None) -> None:
+        """Restore what `optimizer_state` returned on this rank."""
+        if self._masters is None or self.deepspeed is None or state is None:
+            return
+        if self._masters.partitioned:
+            # DeepSpeed takes all ranks' states and picks this rank's by its place in the group.
+            self.deepspeed.optimizer.load_state_dict(
+                [state] * self.stage.degree, load_optimizer_states=True, load_from_fp32_weights=True
+            )
+        else:
+            self.deepspeed.optimizer.load_state_dict(state)
+        self._publish_loss_scale()
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return schedule, loss scaler and counters: the same on every rank."""
+        return {
+            "learning_rates": self._rates.state_dict(),
+            "loss_scaler": {key: getattr(self._scaler, key) for key in _SCALER_STATE if self._scaler.dynamic},
+            "counters": {name: getattr(self, name) for name in _COUNTERS},
+        }
+
+    def load_shared_state(self, state: Mapping[str, Any], *, load_scheduler: bool = True) -> None:
+        """Restore what `shared_state` returned, the schedule if ``load_scheduler``."""
+        if load_scheduler:
+            self._rates.load_state_dict(state["learning_rates"])
+            self._rates.publish(self._inner_optimizer)
+        if self._scaler.dynamic:
+            vars(self._scaler).update(state["loss_scaler"])
+        for name in _COUNTERS:
+            setattr(self, name, state["counters"][name])
+        self._publish_loss_scale()

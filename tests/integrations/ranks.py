@@ -1,7 +1,8 @@
-"""Runs a function on several gloo ranks; the server process imports torch and DeepSpeed once for all of them."""
+"""Runs functions on gloo ranks that live as long as the tests do: starting four costs more than most tests."""
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing as mp
 import os
 import queue
@@ -15,47 +16,76 @@ CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["gpp_plugin.integrations.stage_engine", "tests.integrations.ranks"])
 
 
+class RankPool:
+    """Processes in one process group that run one function after the other, all of them at the same time."""
+
+    def __init__(self, world_size: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.results = CONTEXT.Queue()
+        self.tasks = [CONTEXT.Queue() for _ in range(world_size)]
+        self.processes = [
+            CONTEXT.Process(target=_work, args=(rank, world_size, port, tasks, self.results), daemon=True)
+            for rank, tasks in enumerate(self.tasks)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
+        """Return every rank's answer; raise AssertionError with the first failure."""
+        for tasks in self.tasks:
+            tasks.put((function, args))
+        deadline = time.monotonic() + timeout_s
+        answers: dict[int, Any] = {}
+        while len(answers) < len(self.tasks):
+            try:
+                rank, ok, value = self.results.get(timeout=max(0.1, deadline - time.monotonic()))
+            except queue.Empty:
+                silent = sorted(set(range(len(self.tasks))) - set(answers))
+                raise AssertionError(f"ranks {silent} gave no answer in {timeout_s} s") from None
+            if not ok:
+                raise AssertionError(f"rank {rank} failed:\n{value}")
+            answers[rank] = value
+        return [answers[rank] for rank in range(len(self.tasks))]
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            process.kill()
+            process.join(timeout=5)
+
+
+_pools: dict[int, RankPool] = {}
+
+
 def run_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 90.0
 ) -> list[Any]:
-    """Return what ``function(rank, *args)`` returned on every rank; raise what it raised on the first that failed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    results = CONTEXT.Queue()
-    processes = [
-        CONTEXT.Process(target=_work, args=(function, rank, world_size, port, results, args), daemon=True)
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + timeout_s
-    answers: dict[int, Any] = {}
-    failures: dict[int, str] = {}
+    """Return what ``function(rank, *args)`` returned on every rank; raise with what it raised on any.
+
+    A function that fails may leave other ranks waiting, so the ranks are then ended and made anew.
+    """
+    pool = _pools.get(world_size)
+    if pool is None:
+        pool = _pools[world_size] = RankPool(world_size)
     try:
-        while len(answers) + len(failures) < world_size:
-            try:
-                rank, ok, value = results.get(timeout=max(0.1, deadline - time.monotonic()))
-            except queue.Empty:
-                silent = sorted(set(range(world_size)) - set(answers) - set(failures))
-                raise AssertionError(
-                    f"ranks {silent} gave no answer in {timeout_s} s; failed: {failures}"
-                ) from None
-            (answers if ok else failures)[rank] = value
-    finally:
-        for process in processes:
-            process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
-    if failures:
-        rank = min(failures)
-        raise AssertionError(f"rank {rank} failed:\n{failures[rank]}")
-    return [answers[rank] for rank in range(world_size)]
+        return pool.run(function, args, timeout_s)
+    except BaseException:
+        del _pools[world_size]
+        pool.close()
+        raise
 
 
-def _work(
-    function: Callable[..., Any], rank: int, world_size: int, port: int, results: Any, args: tuple[Any, ...]
-) -> None:
+@atexit.register
+def close_pools() -> None:
+    """End all ranks."""
+    for pool in _pools.values():
+        pool.close()
+    _pools.clear()
+
+
+def _work(rank: int, world_size: int, port: int, tasks: Any, results: Any) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -65,15 +95,14 @@ def _work(
     )
     import deepspeed
     import torch
-    import torch.distributed as dist
+    from deepspeed.accelerator import get_accelerator
 
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    try:
-        results.put((rank, True, function(rank, *args)))
-    except BaseException:
-        results.put((rank, False, traceback.format_exc()))
-    finally:
-        results.close()
-        results.join_thread()
-        dist.destroy_process_group()
+    while True:
+        function, args = tasks.get()
+        try:
+            results.put((rank, True, function(rank, *args)))
+        except BaseException:
+            results.put((rank, False, traceback.format_exc()))
+        vars(get_accelerator()).pop("is_fp16_supported", None)  # what `allow_fp16` of a test may have set

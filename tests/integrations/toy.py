@@ -120,3 +120,52 @@ def feed(engine: StageEngine, step: int, num_micro_batches: int, *, spoil: str |
         engine.accumulate()
     engine.reduce_data()
     engine.reduce_tied()
+
+
+# ---- the same training in one process --------------------------------------------------------------------
+
+
+def summed(
+    name: str,
+    step: int,
+    num_micro_batches: int,
+    *,
+    dtype: torch.dtype,
+    sum_dtype: torch.dtype,
+    scale: float = 1.0,
+) -> Tensor:
+    """Return the unscaled whole gradient as rounded by the order of additions that the stages prescribe."""
+    stage_sums = []
+    for stage, names in zip(make_plan().stages, STAGE_NAMES, strict=True):
+        if name not in names:
+            continue
+        rank_sums = []
+        for rank in stage.ranks:
+            total = torch.zeros(SHAPES[name], dtype=sum_dtype)
+            for micro_batch in range(num_micro_batches):
+                total = total + (gradient(name, step, rank, micro_batch) * scale).to(dtype).to(sum_dtype)
+            rank_sums.append(total)
+        stage_sums.append(sum(rank_sums[1:], rank_sums[0]))
+    return sum(stage_sums[1:], stage_sums[0]).float() / scale
+
+
+class Alone:
+    """Trains fp32 masters of all toy parameters in one process with plain torch."""
+
+    def __init__(
+        self, groups: list[dict[str, Any]], *, dtype: torch.dtype = torch.float32, **options: Any
+    ) -> None:
+        self.masters = {name: nn.Parameter(initial(name).to(dtype).float()) for name in SHAPES}
+        self.optimizer = torch.optim.AdamW(
+            [{**group, "params": [self.masters[name] for name in group["params"]]} for group in groups],
+            **options,
+        )
+
+    def step(self, gradients: dict[str, Tensor], clipping: float = 0.0) -> float:
+        """Step and return the norm before clipping."""
+        for name, value in gradients.items():
+            self.masters[name].grad = value.clone()
+        norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), clipping or float("inf"))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(norm)

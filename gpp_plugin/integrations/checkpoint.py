@@ -1,0 +1,340 @@
+"""Checkpoints of a graph of stages: files per stage and rank, a manifest, and `latest` last.
+
+    <dir>/<tag>/model-00-<stage>.pt             parameters and buffers under their HuggingFace names
+    <dir>/<tag>/optimizer-00-<stage>-00000.pt   masters and optimizer state; one per rank under ZeRO 1
+    <dir>/<tag>/rank-00000.pt                   random states; a replica's buffers
+    <dir>/<tag>/shared.pt                       schedule, loss scaler, counters, client state
+    <dir>/<tag>/manifest.json                   plan, settings, files and sizes: written when all of these are
+    <dir>/latest                                the tag: written after the manifest
+
+A save that dies half-way leaves a directory without a manifest, and `latest` at the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from gpp_plugin.errors import CheckpointError, GppError
+from gpp_plugin.integrations.stage_engine import StageEngine
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.serialize import write_text_whole
+
+MANIFEST = "manifest.json"
+LATEST = "latest"
+FORMAT = 1
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedCheckpoint:
+    """What a checkpoint held besides the stages' own state.
+
+    Args:
+        directory: the directory that was read.
+        client_state: what the user gave to save.
+        counters: what the engine gave to save.
+        rank_state: what this rank's engine gave to save.
+    """
+
+    directory: Path
+    client_state: dict[str, Any] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+    rank_state: Any = None
+
+
+def save_checkpoint(
+    engine: StageEngine,
+    directory: str | Path,
+    tag: str,
+    *,
+    client_state: Mapping[str, Any] | None = None,
+    counters: Mapping[str, int] | None = None,
+    rank_state: Any = None,
+    save_latest: bool = True,
+) -> Path:
+    """Write a checkpoint of all stages between two mini-batches; collective over all ranks.
+
+    Args:
+        directory: seen by all ranks.
+        client_state: the user's, kept as rank 0 has it.
+        counters: the engine's, kept as rank 0 has them.
+        rank_state: anything picklable, kept for each rank.
+        save_latest: make this the checkpoint that is loaded without a tag.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        CheckpointError: a rank could not write, or the ranks disagree about the tag; `latest` stays as it was.
+    """
+    target = Path(directory) / str(tag)
+    tags = _all_ranks(engine, lambda: _prepare(engine, target), doing=f"prepare {target}")
+    if len(set(tags)) > 1:
+        raise CheckpointError(f"the ranks give different tags {sorted(set(tags))}; give all ranks the same")
+    shared = {"client_state": dict(client_state or {}), "counters": dict(counters or {})}
+    written: list[dict[str, int]] = _all_ranks(
+        engine, lambda: _write_files(engine, target, shared, rank_state), doing=f"write {target}"
+    )
+    files = {name: size for part in written for name, size in part.items()}
+
+    def finish() -> None:
+        if engine.rank == 0:
+            write_text_whole(target / MANIFEST, json.dumps(_manifest(engine, files), indent=1) + "\n")
+            if save_latest:
+                write_text_whole(Path(directory) / LATEST, f"{tag}\n")
+
+    _all_ranks(engine, finish, doing=f"finish {target}")
+    return target
+
+
+def load_checkpoint(
+    engine: StageEngine,
+    directory: str | Path,
+    tag: str | None = None,
+    *,
+    load_optimizer: bool = True,
+    load_scheduler: bool = True,
+) -> LoadedCheckpoint:
+    """Read a checkpoint that was written on the same plan; collective over all ranks.
+
+    With optimizer and scheduler, training goes on bit for bit as if it had not stopped.
+
+    Args:
+        tag: which checkpoint; None: the one `latest` names.
+        load_optimizer: restore optimizer state and masters; else masters are taken from the parameters.
+        load_scheduler: restore the learning-rate schedule.
+
+    Raises:
+        CheckpointError: it is missing, torn, of another plan, precision or ZeRO stage, or not readable.
+    """
+
+    def check() -> str:
+        target = _find(Path(directory), tag)
+        _check_manifest(engine, target, load_optimizer=load_optimizer)
+        return str(target)
+
+    names = _all_ranks(engine, check, doing=f"read {directory}")
+    if len(set(names)) > 1:
+        raise CheckpointError(
+            f"the ranks would load different checkpoints {sorted(set(names))}; give one tag"
+        )
+    target = Path(names[0])
+    answers: list[LoadedCheckpoint] = []
+    _all_ranks(
+        engine,
+        lambda: answers.append(_read_files(engine, target, load_optimizer, load_scheduler)),
+        doing=f"read {target}",
+    )
+    return answers[0]
+
+
+# ---- writing ---------------------------------------------------------------------------------------------
+
+
+def _prepare(engine: StageEngine, target: Path) -> str:
+    """Make the directory; a checkpoint that is written over is torn from here on."""
+    if engine.rank == 0:
+        target.mkdir(parents=True, exist_ok=True)
+        (target / MANIFEST).unlink(missing_ok=True)
+    return str(target)
+
+
+def _write_files(
+    engine: StageEngine, target: Path, shared: dict[str, Any], rank_state: Any
+) -> dict[str, int]:
+    """Write this rank's files and return their sizes."""
+    files: dict[str, Any] = {_rank_file(engine.rank): _rank_contents(engine, rank_state)}
+    if engine.position == 0:
+        files[_model_file(engine.plan, engine.stage_index)] = engine.model_state()
+    if engine.deepspeed is not None and (engine.is_partitioned or engine.position == 0):
+        files[_optimizer_file(engine)] = engine.optimizer_state()
+    if engine.rank == 0:
+        files["shared.pt"] = {"engine": engine.shared_state(), **shared}
+    return {name: _write_whole(target / name, contents) for name, contents in files.items()}
+
+
+def _write_whole(path: Path, contents: Any) -> int:
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            torch.save(contents, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+            size = stream.tell()
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return size
+
+
+def _rank_contents(engine: StageEngine, rank_state: Any) -> dict[str, Any]:
+    contents: dict[str, Any] = {
+        "rank_state": rank_state,
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+    }
+    if engine.device.type == "cuda":
+        contents["cuda"] = torch.cuda.get_rng_state(engine.device)
+    if "numpy" in sys.modules:
+        contents["numpy"] = sys.modules["numpy"].random.get_state()
+    if engine.position > 0:  # running statistics are each replica's own
+        contents["buffers"] = {name: b.detach().cpu() for name, b in engine.module.named_buffers()}
+    return contents
+
+
+# ---- reading ---------------------------------------------------------------------------------------------
+
+
+def _find(directory: Path, tag: str | None) -> Path:
+    if tag is not None:
+        return directory / str(tag)
+    try:
+        return directory / (directory / LATEST).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory / LATEST} cannot be read ({error.strerror}); name a tag, or save a checkpoint there first"
+        ) from error
+
+
+def _check_manifest(engine: StageEngine, target: Path, *, load_optimizer: bool) -> None:
+    try:
+        manifest = json.loads((target / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        state = "has no readable manifest: its save did not finish" if target.is_dir() else "does not exist"
+        raise CheckpointError(f"checkpoint {target} {state}; load another tag") from error
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{target}: format {manifest.get('format')}, this release reads {FORMAT}")
+    ours = _manifest(engine, {})
+    if manifest["stages"] != ours["stages"]:
+        raise CheckpointError(
+            f"{target} was saved on another plan: {_describe(manifest['stages'])}; this run's plan is "
+            f"{_describe(ours['stages'])}; give graph_pipeline.plan the plan it was saved on"
+        )
+    if load_optimizer and manifest["settings"] != ours["settings"]:
+        raise CheckpointError(
+            f"{target} was saved with {manifest['settings']}; this run has {ours['settings']}; "
+            "use the same, or load without the optimizer"
+        )
+    for name, size in manifest["files"].items():
+        path = target / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            raise CheckpointError(
+                f"checkpoint {target} is torn: {name} has {'no file' if found is None else f'{found} bytes'}, "
+                f"the manifest says {size}; load another tag"
+            )
+
+
+def _read_files(
+    engine: StageEngine, target: Path, load_optimizer: bool, load_scheduler: bool
+) -> LoadedCheckpoint:
+    plan, place = engine.plan, engine.device
+    own = torch.load(target / _rank_file(engine.rank), map_location="cpu", weights_only=False)
+    model = _load_tensors(target / _model_file(plan, engine.stage_index))
+    for tie in engine.tied:
+        if tie.owner != engine.stage_index:
+            model[tie.name] = _load_tensors(target / _model_file(plan, tie.owner))[tie.name]
+    model.update({name: b for name, b in own.get("buffers", {}).items() if name in model})
+    engine.load_model_state(model)
+    if not load_optimizer:
+        engine.refresh_masters()
+    elif engine.deepspeed is not None:
+        file = target / _optimizer_file(engine)
+        engine.load_optimizer_state(torch.load(file, map_location=place, weights_only=False))
+    shared = torch.load(target / "shared.pt", map_location="cpu", weights_only=False)
+    engine.load_shared_state(shared["engine"], load_scheduler=load_scheduler)
+    _restore_random_state(engine, own)
+    return LoadedCheckpoint(
+        directory=target,
+        client_state=shared["client_state"],
+        counters=shared["counters"],
+        rank_state=own["rank_state"],
+    )
+
+
+def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return tensors
+
+
+def _restore_random_state(engine: StageEngine, own: Mapping[str, Any]) -> None:
+    torch.set_rng_state(own["torch"])
+    random.setstate(own["python"])
+    if "cuda" in own and engine.device.type == "cuda":
+        torch.cuda.set_rng_state(own["cuda"], engine.device)
+    if "numpy" in own and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(own["numpy"])
+
+
+# ---- names and agreement ---------------------------------------------------------------------------------
+
+
+def _stem(plan: PipelinePlan, stage: int) -> str:
+    return f"{stage:02d}-" + re.sub(r"[^A-Za-z0-9._-]+", "_", plan.stages[stage].name)
+
+
+def _model_file(plan: PipelinePlan, stage: int) -> str:
+    return f"model-{_stem(plan, stage)}.pt"
+
+
+def _optimizer_file(engine: StageEngine) -> str:
+    position = engine.position if engine.is_partitioned else 0
+    return f"optimizer-{_stem(engine.plan, engine.stage_index)}-{position:05d}.pt"
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.pt"
+
+
+def _manifest(engine: StageEngine, files: Mapping[str, int]) -> dict[str, Any]:
+    """Return the manifest; of the plan it holds what the files depend on, not predictions or batch sizes."""
+    stages = [
+        {"name": s.name, "blocks": list(s.blocks), "ranks": sorted(s.ranks)} for s in engine.plan.stages
+    ]
+    return {
+        "format": FORMAT,
+        "stages": stages,
+        "world_size": engine.plan.num_ranks,
+        "settings": {"dtype": engine.config.dtype, "zero_stage": engine.config.zero_stage},
+        "files": dict(sorted(files.items())),
+        "deepspeed": deepspeed.__version__,
+        "torch": torch.__version__,
+    }
+
+
+def _describe(stages: list[dict[str, Any]]) -> str:
+    return ", ".join(
+        f"{s['name']} ({len(s['blocks'])} blocks on ranks {','.join(map(str, s['ranks']))})" for s in stages
+    )
+
+
+def _all_ranks(engine: StageEngine, action: Callable[[], T], *, doing: str) -> list[T]:
+    """Run ``action`` on every rank and return what it gave on each; if one fails, all raise the same error."""
+    error: Exception | None = None
+    value: Any = None
+    try:
+        value = action()
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
+        error = caught
+    line = None if error is None else str(error) if isinstance(error, GppError) else repr(error)
+    answers: list[Any] = [None] * engine.plan.num_ranks
+    dist.all_gather_object(answers, (value, line), group=engine.groups.world)
+    for rank, (_, text) in enumerate(answers):
+        if text is not None:
+            raise CheckpointError(f"rank {rank} cannot {doing}: {text}") from error
+    return [value for value, _ in answers]

@@ -1,0 +1,543 @@
+"""StageEngine on four gloo ranks against plain torch in one process."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpp_plugin.errors import ConfigError, RuntimeFailure
+from gpp_plugin.integrations.stage_engine import StageEngine, StepResult
+from gpp_plugin.integrations.stage_groups import StageGroups
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from tests.integrations import toy
+from tests.integrations.ranks import run_ranks
+
+MICRO_BATCHES = 3
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16+fp32": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 10}},
+    "fp16+fp32": {
+        "fp16": {"enabled": True, "initial_scale_power": 10},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    },
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def make_config(zero_stage: int = 0, precision: str = "fp32", **more: Any) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "betas": [0.9, 0.95]}},
+        **PRECISIONS[precision],
+        **more,
+    }
+    if zero_stage:
+        config["zero_optimization"] = {"stage": zero_stage}
+    return config
+
+
+def allow_fp16() -> None:
+    """Let DeepSpeed train fp16 here: torch computes it on any CPU, DeepSpeed wants a CPU that is fast at it."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
+
+
+def parameters(engine: StageEngine) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+# ---- precision x ZeRO ------------------------------------------------------------------------------------
+
+
+def train_matrix(rank: int, cases: list[tuple[int, str]]) -> dict[tuple[int, str], dict[str, Any]]:
+    allow_fp16()
+    report = {}
+    for zero_stage, precision in cases:
+        engine = toy.make_engine(rank, make_config(zero_stage, precision, gradient_clipping=1.0))
+        steps, gradients = [], []
+        for step in range(4):
+            toy.feed(engine, step, MICRO_BATCHES)
+            gradients.append(engine.full_gradients())
+            steps.append(engine.step())
+        report[zero_stage, precision] = {
+            "steps": steps,
+            "gradients": gradients,
+            "parameters": parameters(engine),
+            "masters": engine.parameter_state(),
+            "optimizer": type(engine.optimizer).__name__,
+        }
+    return report
+
+
+MATRIX = list(itertools.product((0, 1), PRECISIONS))
+
+
+@pytest.fixture(scope="module")
+def matrix() -> list[dict[tuple[int, str], dict[str, Any]]]:
+    return run_ranks(train_matrix, toy.NUM_RANKS, MATRIX)
+
+
+@functools.cache
+def alone(precision: str) -> tuple[dict[str, Tensor], list[float], list[dict[str, Tensor]]]:
+    dtype = DTYPES[precision.partition("+")[0]]
+    sum_dtype = torch.float32 if "+" in precision else dtype
+    scale = 1024.0 if dtype == torch.float16 else 1.0
+    oracle = toy.Alone(
+        [{"params": list(toy.SHAPES)}], dtype=dtype, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95)
+    )
+    norms, gradients = [], []
+    for step in range(4):
+        gradients.append(
+            {
+                name: toy.summed(name, step, MICRO_BATCHES, dtype=dtype, sum_dtype=sum_dtype, scale=scale)
+                for name in toy.SHAPES
+            }
+        )
+        norms.append(oracle.step(gradients[-1], clipping=1.0))
+    return {name: p.detach() for name, p in oracle.masters.items()}, norms, gradients
+
+
+@pytest.mark.parametrize(("zero_stage", "precision"), MATRIX)
+def test_steps_as_one_process_would(matrix: list[Any], zero_stage: int, precision: str) -> None:
+    masters, norms, gradients = alone(precision)
+    dtype = DTYPES[precision.partition("+")[0]]
+    assert max(norms) > 1.0, "clipping must be at work"
+    for rank, names in zip(range(4), (*toy.STAGE_NAMES[:1] * 2, *toy.STAGE_NAMES[1:]), strict=True):
+        found = matrix[rank][zero_stage, precision]
+        assert [s.grad_norm for s in found["steps"]] == pytest.approx(norms, rel=1e-6)
+        assert not any(s.overflow for s in found["steps"])
+        for name in names:
+            if "frozen" in name:
+                assert torch.equal(found["parameters"][name], toy.initial(name).to(dtype))
+                continue
+            for step in range(4):
+                torch.testing.assert_close(
+                    found["gradients"][step][name], gradients[step][name], rtol=2e-6, atol=1e-7
+                )
+            torch.testing.assert_close(found["masters"][name], masters[name], rtol=2e-6, atol=2e-7)
+            assert torch.equal(found["parameters"][name], found["masters"][name].to(dtype))
+
+
+@pytest.mark.parametrize(("zero_stage", "precision"), MATRIX)
+def test_all_ranks_agree_and_copies_are_bit_equal(matrix: list[Any], zero_stage: int, precision: str) -> None:
+    found = [report[zero_stage, precision] for report in matrix]
+    assert all(f["steps"] == found[0]["steps"] for f in found)
+    for name in toy.STAGE_NAMES[0]:
+        assert torch.equal(found[0]["parameters"][name], found[1]["parameters"][name])
+    for key in ("parameters", "masters"):
+        assert torch.equal(found[0][key]["embed.weight"], found[3][key]["embed.weight"])
+
+
+def test_zero_changes_no_bit_and_uses_deepspeeds_optimizer(matrix: list[Any]) -> None:
+    for precision in PRECISIONS:
+        for name, value in matrix[0][0, precision]["masters"].items():
+            assert torch.equal(value, matrix[0][1, precision]["masters"][name]), (precision, name)
+        assert matrix[0][1, precision]["optimizer"] == "DeepSpeedZeroOptimizer"
+    assert matrix[0][0, "fp32"]["optimizer"] == "AdamW"
+    assert matrix[0][0, "bf16"]["optimizer"] == "FP16_UnfusedOptimizer"
+
+
+# ---- overflow --------------------------------------------------------------------------------------------
+
+
+def train_through_overflow(rank: int, config: dict[str, Any], spoiled: str) -> dict[str, Any]:
+    allow_fp16()
+    engine = toy.make_engine(rank, config)
+    scales, steps, weights, rates = [engine.loss_scale], [], [parameters(engine)], []
+    for step in range(5):
+        toy.feed(engine, step, 1, spoil=spoiled if step == 1 else None)
+        steps.append(engine.step())
+        scales.append(engine.loss_scale)
+        weights.append(parameters(engine))
+        rates.append(steps[-1].lr)
+    return {
+        "scales": scales,
+        "steps": steps,
+        "weights": weights,
+        "rates": rates,
+        "skipped": engine.skipped_steps,
+    }
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("spoiled", ["layer.bias", "norm.weight"])
+def test_overflow_on_one_stage_skips_all(zero_stage: int, spoiled: str) -> None:
+    config = make_config(
+        zero_stage,
+        scheduler={
+            "type": "WarmupLR",
+            "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 10, "warmup_type": "linear"},
+        },
+        fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 2},
+    )
+    for found in run_ranks(train_through_overflow, toy.NUM_RANKS, config, spoiled):
+        assert [s.overflow for s in found["steps"]] == [False, True, False, False, False]
+        assert found["steps"][1].grad_norm == math.inf
+        assert found["scales"] == [256.0, 256.0, 128.0, 128.0, 128.0, 256.0]
+        assert found["rates"] == pytest.approx([0.0, 0.0, 0.001, 0.002, 0.003])
+        assert found["skipped"] == 1
+        for name, value in found["weights"][1].items():
+            assert torch.equal(value, found["weights"][2][name]), "a skipped step must change nothing"
+            if "frozen" not in name:
+                assert not torch.equal(value, found["weights"][4][name])
+
+
+def test_bf16_gradients_that_are_not_finite_skip_the_step() -> None:
+    for found in run_ranks(train_through_overflow, toy.NUM_RANKS, make_config(1, "bf16"), "out.bias"):
+        assert [s.overflow for s in found["steps"]] == [False, True, False, False, False]
+        assert found["scales"] == [1.0] * 6
+
+
+def overflow_at_the_smallest_scale(rank: int) -> str:
+    allow_fp16()
+    scaling = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1}
+    engine = toy.make_engine(rank, make_config(fp16=scaling))
+    toy.feed(engine, 0, 1, spoil="out.bias")
+    with pytest.raises(RuntimeFailure) as caught:
+        engine.step()
+    return str(caught.value)
+
+
+def test_a_scale_that_cannot_sink_is_an_error_on_every_rank() -> None:
+    for text in run_ranks(overflow_at_the_smallest_scale, toy.NUM_RANKS):
+        assert "smallest loss scale, 1;" in text
+
+
+# ---- groups and learning rates ---------------------------------------------------------------------------
+
+GROUPS = [
+    {"params": ["middle.frozen.weight"], "weight_decay": 0.5},  # empty everywhere: frozen
+    {"params": ["layer.weight", "embed.weight"], "weight_decay": 0.2},
+    {"params": ["scale", "layer.bias", "out.bias"], "weight_decay": 0.0, "lr": 3e-2},
+    {"params": ["norm.weight", "out.weight"], "weight_decay": 0.1},  # empty on the first stage
+]
+
+
+def train_groups(rank: int, config: dict[str, Any], source: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"parameter_groups": GROUPS, "frozen_middle": True}
+    if source == "callables":
+        config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+        options["optimizer"] = functools.partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95))
+        options["lr_scheduler"] = make_lambda_schedule
+    engine = toy.make_engine(rank, config, **options)
+    rates = []
+    for step in range(4):
+        toy.feed(engine, step, MICRO_BATCHES)
+        rates.append(engine.step().learning_rates)
+    return {"rates": rates, "masters": engine.parameter_state()}
+
+
+def make_lambda_schedule(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, [lambda step, k=k: 1.0 / (1 + k * step) for k in range(len(GROUPS))]
+    )
+
+
+WARMUP = {
+    "type": "WarmupLR",
+    "params": {
+        "warmup_min_lr": [0.0, 0.001, 0.002, 0.003],
+        "warmup_max_lr": [0.01, 0.02, 0.03, 0.04],
+        "warmup_num_steps": 4,
+        "warmup_type": "linear",
+    },
+}
+
+
+def warmup_rates(applied: int) -> list[float]:
+    """Return DeepSpeed's linear warm-up after ``applied`` steps; its first step still has the smallest rate."""
+    low, high = WARMUP["params"]["warmup_min_lr"], WARMUP["params"]["warmup_max_lr"]
+    return [a + (b - a) * max(0, applied - 1) / 4 for a, b in zip(low, high, strict=True)]
+
+
+@pytest.mark.parametrize("source", ["blocks", "callables"])
+def test_groups_and_schedules_are_those_of_the_whole_model(source: str) -> None:
+    config = make_config(1, scheduler=WARMUP)
+    config["optimizer"]["params"].pop("weight_decay")
+    found = run_ranks(train_groups, toy.NUM_RANKS, config, source)
+    oracle = toy.Alone(GROUPS[1:], lr=1e-2, betas=(0.9, 0.95))
+    expected = []
+    base = [1e-2, 1e-2, 3e-2, 1e-2]
+    for step in range(5):
+        if source == "blocks":
+            expected.append(warmup_rates(step))
+        else:
+            expected.append([lr / (1 + k * step) for k, lr in enumerate(base)])
+    for step in range(4):
+        for group, lr in zip(oracle.optimizer.param_groups, expected[step][1:], strict=True):
+            group["lr"] = lr
+        oracle.step({name: toy.whole_gradient(name, step, MICRO_BATCHES).float() for name in toy.SHAPES})
+    for rank, names in zip(range(4), (*toy.STAGE_NAMES[:1] * 2, *toy.STAGE_NAMES[1:]), strict=True):
+        assert found[rank]["rates"] == [pytest.approx(rates) for rates in expected[1:]]
+        for name in set(names) & set(toy.SHAPES):
+            torch.testing.assert_close(
+                found[rank]["masters"][name], oracle.masters[name].detach(), rtol=2e-6, atol=5e-7
+            )
+
+
+# ---- a real model ----------------------------------------------------------------------------------------
+
+
+class Perceptron(nn.Module):
+    """A tied perceptron; its first half is one stage, its second another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.embed = nn.Linear(6, 16, bias=False)
+        self.hidden = nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(16)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.tanh(self.hidden(self.embed(x)))
+        return ((self.norm(hidden) @ self.embed.weight * self.temperature - y) ** 2).mean(-1)
+
+
+SPLIT = (
+    ("embed.weight", "hidden.weight", "hidden.bias"),
+    ("embed.weight", "norm.weight", "norm.bias", "temperature"),
+)
+TIED_PLAN = PipelinePlan(
+    model="perceptron",
+    graph="0" * 16,
+    planner="by hand",
+    mini_batch=12,
+    loss_unit=1,
+    stages=(
+        Stage(name="front", blocks=("front",), ranks=(0, 1, 2), micro_batch_size=6, in_flight=2),
+        Stage(name="loss", blocks=("back",), ranks=(3,), micro_batch_size=3, in_flight=1),
+    ),
+    edges=(StageEdge(src=0, dst=1),),
+)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randn(12, 6, generator=generator), torch.randn(12, 6, generator=generator)
+
+
+def train_perceptron(rank: int, config: dict[str, Any]) -> dict[str, Any]:
+    """Each rank backpropagates the whole model on its stage's samples and keeps its stage's part.
+
+    A tied weight's gradient has two parts; the part of each stage comes from detaching the other use.
+    """
+    from gpp_plugin.integrations.stage_groups import TiedParameter
+
+    plan = TIED_PLAN
+    index = plan.stage_of_rank(rank)
+    tie = TiedParameter(name="embed.weight", stages=(0, 1), owner=1)
+    whole = Perceptron()
+    stage_module = nn.Module()
+    for name, parameter in whole.named_parameters():
+        if name in SPLIT[index]:
+            owner = stage_module
+            *path, leaf = name.split(".")
+            for part in path:
+                if not hasattr(owner, part):
+                    owner.add_module(part, nn.Module())
+                owner = getattr(owner, part)
+            owner.register_parameter(leaf, nn.Parameter(parameter.detach().clone()))
+    groups = StageGroups.create(plan, (tie,), timeout_s=60)
+    engine = StageEngine(module=stage_module, config=config, plan=plan, rank=rank, groups=groups, tied=(tie,))
+    local = dict(stage_module.named_parameters())
+    losses, gradients, norms = [], [], []
+    for step in range(5):
+        _share_weights(whole, local, rank)
+        x, y = batch(step)
+        with torch.no_grad():
+            losses.append(whole.loss(x, y).mean().item())
+        for micro_batch in range(plan.num_micro_batches(index)):
+            samples = plan.stages[index].samples(micro_batch, rank)
+            rows = slice(samples.first_sample, samples.first_sample + samples.num_samples)
+            _backward_part(whole, index, x[rows], y[rows], engine.loss_scale / plan.mini_batch)
+            for name, parameter in whole.named_parameters():
+                if name in local and parameter.grad is not None:
+                    grad = parameter.grad
+                    local[name].grad = grad if local[name].grad is None else local[name].grad + grad
+            engine.accumulate()
+        engine.reduce_data()
+        engine.reduce_tied()
+        gradients.append(engine.full_gradients())
+        norms.append(engine.step().grad_norm)
+    return {"losses": losses, "gradients": gradients, "norms": norms}
+
+
+def _share_weights(whole: Perceptron, local: dict[str, nn.Parameter], rank: int) -> None:
+    import torch.distributed as dist
+
+    with torch.no_grad():
+        for name, parameter in whole.named_parameters():
+            if name in local:
+                parameter.copy_(local[name])
+            dist.broadcast(parameter, src=0 if name in SPLIT[0] else 3)
+
+
+def _backward_part(whole: Perceptron, index: int, x: Tensor, y: Tensor, weight: float) -> None:
+    whole.zero_grad()
+    first = whole.embed.weight if index == 0 else whole.embed.weight.detach()
+    last = whole.embed.weight if index == 1 else whole.embed.weight.detach()
+    hidden = torch.tanh(whole.hidden(x @ first.T))
+    loss = ((whole.norm(hidden) @ last * whole.temperature - y) ** 2).mean(-1)
+    (loss.sum() * weight).backward()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_five_steps_of_a_tied_model_on_degrees_three_and_one(zero_stage: int) -> None:
+    config = make_config(zero_stage, train_batch_size=12, gradient_clipping=0.3)
+    found = run_ranks(train_perceptron, 4, config)
+    model = Perceptron()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
+    for step in range(5):
+        loss = model.loss(*batch(step)).mean()
+        loss.backward()
+        expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+        for rank in range(4):
+            assert found[rank]["losses"][step] == pytest.approx(loss.item(), rel=1e-5)
+            assert found[rank]["norms"][step] == pytest.approx(norm.item(), rel=2e-6)
+            for name, gradient in found[rank]["gradients"][step].items():
+                assert (gradient - expected[name]).norm() <= 2e-6 * expected[name].norm(), (step, rank, name)
+
+
+# ---- the edges -------------------------------------------------------------------------------------------
+
+
+def step_with_unused_parameter(rank: int) -> dict[str, Tensor]:
+    engine = toy.make_engine(rank, make_config())
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad and not (name == "layer.weight" or (name == "layer.bias" and rank == 1)):
+            parameter.grad = torch.ones_like(parameter)
+    engine.reduce_data()
+    engine.reduce_tied()
+    gradients = engine.full_gradients()
+    engine.step()
+    return {"before": gradients, "after": parameters(engine)}
+
+
+def test_a_parameter_without_gradient_is_left_alone() -> None:
+    found = run_ranks(step_with_unused_parameter, toy.NUM_RANKS)
+    for rank in (0, 1):
+        assert "layer.weight" not in found[rank]["before"]
+        assert torch.equal(
+            found[rank]["after"]["layer.weight"], toy.initial("layer.weight")
+        )  # no decay either
+        assert torch.equal(found[rank]["before"]["layer.bias"], torch.ones(5))  # one rank had it
+        assert torch.equal(found[rank]["before"]["embed.weight"], torch.full((7, 5), 3.0))
+
+
+def refuse_wrong_order(rank: int) -> list[str]:
+    engine = toy.make_engine(rank, make_config())
+    texts = []
+    if rank != 2:
+        with pytest.raises(RuntimeFailure) as caught:
+            engine.step()
+        texts.append(str(caught.value))
+    with pytest.raises(RuntimeFailure) as caught:
+        engine.reduce_tied()
+    return [*texts, str(caught.value)]
+
+
+def test_a_step_without_reduction_is_refused() -> None:
+    for texts in run_ranks(refuse_wrong_order, toy.NUM_RANKS):
+        assert all("reduce_data" in text for text in texts)
+
+
+def construct_on_one_bad_stage(rank: int) -> str:
+    def make(groups: Any) -> torch.optim.Optimizer:
+        if any(p.shape == (3, 5) for p in groups):
+            raise ValueError("no optimizer for out.weight")
+        return torch.optim.AdamW(groups, lr=0.1)
+
+    with pytest.raises(ConfigError) as caught:
+        toy.make_engine(rank, {"train_batch_size": 8}, optimizer=make)
+    return str(caught.value)
+
+
+def test_a_construction_that_fails_on_one_stage_fails_on_all() -> None:
+    for text in run_ranks(construct_on_one_bad_stage, toy.NUM_RANKS):
+        assert "rank 3 (stage 'loss'" in text
+        assert "no optimizer for out.weight" in text
+
+
+def construct_untested(rank: int) -> str:
+    config = make_config(1)
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    with pytest.raises(ConfigError) as caught:
+        toy.make_engine(rank, config)
+    return str(caught.value)
+
+
+def test_deepspeeds_refusals_are_config_errors_on_every_rank() -> None:
+    for text in run_ranks(construct_untested, toy.NUM_RANKS):
+        assert "zero_allow_untested_optimizer" in text
+
+
+def train_with_everything_on(rank: int, directory: str) -> list[StepResult]:
+    config = make_config(
+        1,
+        wall_clock_breakdown=True,
+        memory_breakdown=False,
+        steps_per_print=1,
+        comms_logger={"enabled": True, "verbose": False, "prof_all": True, "debug": False},
+        flops_profiler={"enabled": True, "profile_step": 1, "output_file": f"{directory}/flops"},
+        csv_monitor={"enabled": True, "output_path": directory, "job_name": "job"},
+    )
+    engine = toy.make_engine(rank, config)
+    steps = []
+    for step in range(3):
+        toy.feed(engine, step, 1)
+        steps.append(engine.step())
+    return steps
+
+
+def test_timers_profilers_and_monitors_neither_crash_nor_write(tmp_path: Path) -> None:
+    found = run_ranks(train_with_everything_on, toy.NUM_RANKS, str(tmp_path))
+    assert all(len(steps) == 3 and not any(s.overflow for s in steps) for steps in found)
+    assert list(tmp_path.iterdir()) == []
+
+
+def replace_gradients(rank: int) -> dict[str, Tensor]:
+    allow_fp16()
+    engine = toy.make_engine(rank, make_config(1, "fp16"))
+    toy.feed(engine, 0, 1)
+    for name in engine.gradients.parameters:
+        engine.set_gradient(name, torch.full(toy.SHAPES[name], 0.5))
+    gradients = engine.full_gradients()
+    with pytest.raises(ValueError, match="trains no parameter"):
+        engine.set_gradient("nowhere", torch.zeros(1))
+    engine.step()
+    return gradients
+
+
+def test_gradients_can_be_replaced() -> None:
+    for rank, gradients in enumerate(run_ranks(replace_gradients, toy.NUM_RANKS)):
+        assert all(torch.equal(value, torch.full_like(value, 0.5)) for value in gradients.values())
+        assert bool(gradients) == (rank != 2)
+
+
+def write_from_outside(rank: int) -> dict[str, Tensor]:
+    engine = toy.make_engine(rank, make_config(1, "bf16"))
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.fill_(2.0)
+    engine.refresh_masters()
+    return engine.parameter_state()
+
+
+def test_masters_follow_weights_written_from_outside() -> None:
+    for state in run_ranks(write_from_outside, toy.NUM_RANKS):
+        assert all(torch.equal(value, torch.full_like(value, 2.0)) for value in state.values())

@@ -1,31 +1,22 @@
 """From task orders to one program a rank that finishes even if every rank runs it serially.
 
-One global order of all tasks and messages is taken and restricted to each rank; messages with no task
-between them on a rank are then posted as one group.
-
-Why this cannot deadlock with rendezvous messages and one queue a rank: in the global order every task
-comes after the messages it needs and every message after the task that makes it, so the first thing
-in that order that has not happened can always happen next. Posting adjacent messages of a rank
-together only lets the later ones start sooner: nothing else of that rank lies between them.
-
-The global order is by start time in the simulation (a message starts when its task ends), messages
-before tasks. Sorted so, a send is posted as soon as its task has ended, and a rank that waits for a
-message in its order waits at most the time of the transfer longer than it must.
+`placement` decides where messages stand between the tasks; here they become instructions, and the
+reductions and the optimizer step follow at the end.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankProgram
-from gpp_plugin.ir.schedule import StageSchedule
+from gpp_plugin.ir.schedule import StageSchedule, Task
+from gpp_plugin.schedule.placement import Placement, place_messages
 from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph, has_backwards
 from gpp_plugin.simulate.durations import Durations, nominal_durations, task_durations
-from gpp_plugin.simulate.event_loop import TaskTimes, message_transfers, run_task_graph
+from gpp_plugin.simulate.event_loop import message_transfers, run_task_graph
 
 
 def lower_schedules(
@@ -65,7 +56,7 @@ def lower_schedules(
     durations = nominal_durations(graph) if costs is None else task_durations(graph, costs)
     transfers = message_transfers(graph, cluster) if cluster is not None else None
     times = run_task_graph(graph, durations, transfers=transfers)
-    bodies = _rank_bodies(graph, times)
+    bodies = _rank_bodies(graph, place_messages(graph, times))
     tied = frozenset(tied_stages)
     programs = []
     for rank in sorted(graph.orders):
@@ -84,60 +75,30 @@ def _tail(is_trained: bool, is_tied: bool) -> tuple[Instruction, ...]:
     return tuple(Instruction(kind=kind) for kind in kinds)
 
 
-def global_order(graph: TaskGraph, times: TaskTimes) -> Iterator[int]:
-    """Yield tasks as their node n and messages as ~m: by start time, each after what it waits for."""
-    waits = list(graph.num_waits)
-    # (start, 0 for a message, number): at one time messages go first, so that sends are not delayed.
-    heap = [(times.start[node], 1, node) for node, count in enumerate(waits) if count == 0]
-    heapq.heapify(heap)
-
-    def release(node: int) -> None:
-        waits[node] -= 1
-        if waits[node] == 0:
-            heapq.heappush(heap, (times.start[node], 1, node))
-
-    while heap:
-        _, is_task, number = heapq.heappop(heap)
-        if not is_task:
-            yield ~number
-            release(graph.target[number])
-            continue
-        yield number
-        for message in graph.messages_of(number):
-            heapq.heappush(heap, (times.message_start[message], 0, message))
-        if graph.next_on_rank[number] >= 0:
-            release(graph.next_on_rank[number])
-        for locked in graph.unlocks.get(number, ()):
-            release(locked)
-
-
-def _rank_bodies(graph: TaskGraph, times: TaskTimes) -> dict[int, list[Instruction]]:
-    bodies: dict[int, list[Instruction]] = {rank: [] for rank in graph.orders}
-    sends: dict[int, list[Message]] = {rank: [] for rank in graph.orders}
-    receives: dict[int, list[Message]] = {rank: [] for rank in graph.orders}
-
-    def flush(rank: int) -> None:
-        if sends[rank] or receives[rank]:
-            group = Instruction(
-                kind=InstructionKind.EXCHANGE, sends=tuple(sends[rank]), receives=tuple(receives[rank])
-            )
-            bodies[rank].append(group)
-            sends[rank].clear()
-            receives[rank].clear()
-
-    tasks = {}
-    for item in global_order(graph, times):
-        if item < 0:
-            message = graph.message(~item)
-            sends[message.src_rank].append(message)
-            receives[message.dst_rank].append(message)
-            continue
-        rank = graph.rank[item]
-        flush(rank)
-        key = (graph.stage[item], graph.is_backward[item], graph.micro_batch[item])
-        if key not in tasks:
-            tasks[key] = Instruction(kind=InstructionKind.COMPUTE, task=graph.task(item))
-        bodies[rank].append(tasks[key])
-    for rank in bodies:
-        flush(rank)
+def _rank_bodies(graph: TaskGraph, placement: Placement) -> dict[int, list[Instruction]]:
+    sends: dict[tuple[int, int], list[Message]] = {}
+    receives: dict[tuple[int, int], list[Message]] = {}
+    for number in placement.order:
+        message = graph.message(number)
+        sends.setdefault((message.src_rank, placement.send_slot[number]), []).append(message)
+        receives.setdefault((message.dst_rank, placement.receive_slot[number]), []).append(message)
+    tasks: dict[Task, Instruction] = {}
+    bodies = {}
+    for rank, nodes in graph.orders.items():
+        body: list[Instruction] = []
+        for slot in range(len(nodes) + 1):
+            key = (rank, slot)
+            if key in sends or key in receives:
+                group = Instruction(
+                    kind=InstructionKind.EXCHANGE,
+                    sends=tuple(sends.get(key, ())),
+                    receives=tuple(receives.get(key, ())),
+                )
+                body.append(group)
+            if slot < len(nodes):
+                task = graph.task(nodes[slot])
+                if task not in tasks:
+                    tasks[task] = Instruction(kind=InstructionKind.COMPUTE, task=task)
+                body.append(tasks[task])
+        bodies[rank] = body
     return bodies

@@ -47,21 +47,20 @@ class Placement:
 
 def place_messages(graph: TaskGraph, times: TaskTimes) -> Placement:
     """Return slots with which all ranks finish under serial rendezvous execution."""
-    placement = _safe_placement(graph, times)
-    late = _late_slots(graph, placement)
+    safe = _safe_placement(graph, times)
+    late = _late_slots(graph, safe)
     channels = _channels(graph)
     pinned: set[Channel] = set()
     while True:
         slots = [
-            safe if channel in pinned else latest
-            for safe, latest, channel in zip(placement.receive_slot, late, channels, strict=True)
+            early if channel in pinned else latest
+            for early, latest, channel in zip(safe.receive_slot, late, channels, strict=True)
         ]
-        circle = _stuck_messages(
-            graph, Placement(order=placement.order, send_slot=placement.send_slot, receive_slot=slots)
-        )
+        placement = Placement(order=safe.order, send_slot=safe.send_slot, receive_slot=slots)
+        circle = _waiting_messages(graph, placement)
         if not circle:
-            return Placement(order=placement.order, send_slot=placement.send_slot, receive_slot=slots)
-        moved = {channels[m] for m in circle if slots[m] != placement.receive_slot[m]}
+            return placement
+        moved = {channels[message] for message in circle if slots[message] != safe.receive_slot[message]}
         assert moved, "the global order itself cannot stop"
         pinned |= moved
 

@@ -61,7 +61,7 @@ def clean_graph(graph: fx.Graph, attributes: dict[str, Any]) -> fx.Graph:
     _drop_dead(graph, attributes)
     for node in list(graph.nodes):
         if node.op == "call_function":
-            _join_parts(graph, node) or _skip_no_op(graph, node)
+            _join_parts(graph, node) or _skip_no_op(graph, node) or _skip_broadcast(graph, node)
     _drop_dead(graph, attributes)
     return _renamed(graph)
 
@@ -95,6 +95,18 @@ def _skip_no_op(graph: fx.Graph, node: fx.Node) -> bool:
     if node.kwargs.get("copy") or any(a is True for a in node.args[1:]):
         return False
     node.replace_all_uses_with(node.args[0])
+    graph.erase_node(node)
+    return True
+
+
+def _skip_broadcast(graph: fx.Graph, node: fx.Node) -> bool:
+    """Drop ``broadcast_tensors`` where the part picked already has the common shape."""
+    if node.target is not operator.getitem or node.args[0].target is not aten.broadcast_tensors.default:
+        return False
+    part = node.args[0].args[0][node.args[1]]
+    if not isinstance(part, fx.Node) or part.meta["val"].shape != node.meta["val"].shape:
+        return False
+    node.replace_all_uses_with(part)
     graph.erase_node(node)
     return True
 

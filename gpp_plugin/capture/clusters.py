@@ -69,30 +69,36 @@ def _storage_groups(graph: fx.Graph, nodes: list[fx.Node], notes: Mapping[str, N
     return groups
 
 
-def ordered_units(nodes: Sequence[fx.Node], clusters: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
+def ordered_units(
+    sources: Mapping[str, Sequence[str]], clusters: Iterable[Sequence[str]]
+) -> list[tuple[str, ...]]:
     """Return clusters and single operators in an order where each follows all it reads from.
 
-    Members of a cluster are in execution order; execution order also breaks ties between units.
+    Args:
+        sources: operator name -> names it reads, in execution order; unknown names are ignored.
+        clusters: groups of operators; members outside ``sources`` are ignored.
     """
-    unit_of = {name: tuple(names) for names in clusters for name in names}
-    by_name = {node.name: node for node in nodes}
+    unit_of: dict[str, tuple[str, ...]] = {}
+    for names in clusters:
+        present = tuple(name for name in names if name in sources)
+        unit_of.update((name, present) for name in present)
     ordered: dict[tuple[str, ...], None] = {}
-    for node in nodes:
-        stack = [unit_of.get(node.name, (node.name,))]
+    for first in sources:
+        stack = [unit_of.get(first, (first,))]
         while stack:
             unit = stack[-1]
-            sources = dict.fromkeys(
-                unit_of.get(s.name, (s.name,))
-                for name in unit
-                for s in by_name[name].all_input_nodes
-                if s.name in by_name
-            )
-            waiting = [u for u in sources if u not in ordered and u != unit]
+            read = dict.fromkeys(unit_of.get(s, (s,)) for n in unit for s in sources[n] if s in sources)
+            waiting = [other for other in read if other not in ordered and other != unit]
             if waiting and unit not in ordered:
                 stack.extend(reversed(waiting))
             else:
                 ordered.setdefault(stack.pop())
     return list(ordered)
+
+
+def operator_sources(nodes: Iterable[fx.Node]) -> dict[str, list[str]]:
+    """Return the names each operator reads, in execution order."""
+    return {node.name: [s.name for s in node.all_input_nodes] for node in nodes}
 
 
 def _buffer_writers(

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from gpp_plugin.capture.annotate import module_path
 from gpp_plugin.capture.clean import written_arguments
-from gpp_plugin.capture.clusters import ordered_units
+from gpp_plugin.capture.clusters import operator_sources, ordered_units
 from gpp_plugin.capture.layout_rules import Counted, Fixed, Operand, Rows, State, Whole, rule_layout
 from gpp_plugin.capture.traced import Traced
 
@@ -136,7 +136,7 @@ class _Analysis:
         writing = [
             names for names in self.clusters if any(written_arguments(self.pairs[n][0]) for n in names)
         ]
-        for unit in ordered_units(self.small.operators, writing):
+        for unit in ordered_units(operator_sources(self.small.operators), writing):
             self._judge(unit)
         return self.found
 

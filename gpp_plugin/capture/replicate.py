@@ -8,7 +8,7 @@ from torch import nn
 
 from gpp_plugin.capture.annotate import Note
 from gpp_plugin.capture.clean import written_arguments
-from gpp_plugin.capture.clusters import ordered_units
+from gpp_plugin.capture.clusters import operator_sources, ordered_units
 from gpp_plugin.capture.layout_rules import Counted
 from gpp_plugin.capture.layouts import Layouts, is_random
 from gpp_plugin.capture.traced import Traced
@@ -40,7 +40,7 @@ def find_replicable(
     usable -= written & set(traced.inputs)
     by_name = {node.name: node for node in traced.operators}
     found: set[str] = set()
-    for group in ordered_units(traced.operators, clusters):
+    for group in ordered_units(operator_sources(traced.operators), clusters):
         members = [by_name[name] for name in group]
         known = usable | found | set(group)
         qualifies = all(

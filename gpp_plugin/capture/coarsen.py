@@ -1,0 +1,204 @@
+"""Group a captured graph's operators into the blocks that planners place.
+
+Operators group by module path into layers (or parts of layers, or stay single). A group is split where
+keeping it whole would close a cycle. What a model's own forward code computes between its modules (the
+glue: additions, normalisation, the loss) then joins a neighbour, but only where that makes no block
+depend on another that it did not depend on before: independent branches stay independent until they
+truly join. Operators that mix samples do not join blocks that do not, except that the loss joins the
+block that makes the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gpp_plugin.capture.clusters import ordered_units
+from gpp_plugin.capture.graph import CapturedGraph
+from gpp_plugin.capture.keys import Key, ModuleKeys, sub_layer_keys
+from gpp_plugin.capture.quotient import Group, Quotient
+from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
+from gpp_plugin.ir.op_graph import OpGraph, OpNode
+from gpp_plugin.ir.tensors import TensorSpec
+
+GRANULARITIES = ("layer", "sub_layer", "node")
+LOSS, ROOT = "loss", "forward"
+"""Names of blocks made of the model's own forward code: with the loss, and without."""
+
+
+def coarsen(captured: CapturedGraph, *, granularity: str = "layer") -> BlockGraph:
+    """Return the blocks of a captured model, every edge between them, and the tensors on the edges.
+
+    Block names and edge tensors are the same at every number of samples and sequence length.
+
+    Args:
+        granularity: ``layer``; ``sub_layer`` cuts layers into attention and feed-forward parts;
+            ``node`` makes every operator a block, except those that must stay together.
+
+    Raises:
+        ValueError: ``granularity`` is none of these.
+    """
+    if granularity not in GRANULARITIES:
+        raise ValueError(f"granularity must be one of {GRANULARITIES}, got {granularity!r}")
+    reference = captured.reference or captured
+    partition = _partition(reference, granularity)
+    return _block_graph(captured.op_graph, partition)
+
+
+def _partition(captured: CapturedGraph, granularity: str) -> list[tuple[str, list[str]]]:
+    """Return block names and their operators, in a topological order."""
+    graph = captured.op_graph
+    nodes = {node.name: node for node in graph.nodes if not node.is_replicable}
+    units = ordered_units({name: node.inputs for name, node in nodes.items()}, captured.clusters)
+    parameters = {p.name for p in graph.parameters if not p.is_buffer}
+    quotient = Quotient(nodes, graph.loss)
+    if granularity == "node":
+        for unit in units:
+            first = nodes[unit[0]]
+            name = f"{first.module}:{first.name}" if first.module else first.name
+            quotient.open(Key(name), unit)
+        return _named(quotient, graph.loss)
+    module_keys = ModuleKeys(captured.layer_lists)
+    keys = {name: module_keys.layer_key(node.module) for name, node in nodes.items()}
+    if granularity == "sub_layer":
+        keys = sub_layer_keys(module_keys, list(nodes.values()), parameters)
+    latest: dict[str, Group] = {}
+    for unit in units:
+        key = _unit_key(unit, nodes, keys)
+        group = latest.get(key.path)
+        if key.is_glue or group is None or not quotient.extend(group, unit):
+            latest[key.path] = quotient.open(key, unit)
+    _Merger(quotient, graph).run()
+    return _named(quotient, graph.loss)
+
+
+def _unit_key(unit: Sequence[str], nodes: dict[str, OpNode], keys: dict[str, Key]) -> Key:
+    """Return the key of the costliest member that is not glue, the first such on a tie."""
+    named = [name for name in unit if not keys[name].is_glue] or list(unit)
+    return keys[max(named, key=lambda name: nodes[name].flops)]
+
+
+class _Merger:
+    """Decides which groups join a neighbour, and which neighbours they may join."""
+
+    def __init__(self, quotient: Quotient, graph: OpGraph) -> None:
+        self._quotient = quotient
+        self._nodes = {node.name: node for node in graph.nodes}
+        self._parameters = {p.name for p in graph.parameters if not p.is_buffer}
+        self._batch = {spec.name for spec in graph.inputs}
+        self._loss = graph.loss
+
+    def run(self) -> None:
+        """Merge until nothing changes: fixed tensors first, then glue, then the loss."""
+        for group in self._quotient.groups:
+            if self._is_fixed(group):
+                self._quotient.merge_into_reader(group, lambda other: not self._is_coupled(other))
+        rounds: list[tuple[bool, Callable[[Group], bool]]] = [
+            (False, lambda other: not self._is_coupled(other)),
+            (True, self._is_coupled),
+            (False, lambda other: other.key.is_glue),
+        ]
+        is_changing = True
+        while is_changing:
+            is_changing = False
+            for coupled, accepts in rounds:
+                for group in self._quotient.groups:
+                    is_due = group in self._quotient and self._is_glue(group)
+                    if is_due and self._is_coupled(group) == coupled:
+                        is_changing |= self._quotient.merge_into_neighbour(group, accepts)
+        self._merge_loss()
+
+    def _merge_loss(self) -> None:
+        """Let a loss without parameters join the one block that makes what it reads."""
+        last = next((group for group in self._quotient.groups if self._loss in group.nodes), None)
+        if last is None or self._has_parameters(last) or len(self._quotient.sources(last)) != 1:
+            return
+        self._quotient.merge_into_neighbour(last, lambda other: True)
+
+    def _has_parameters(self, group: Group) -> bool:
+        return any(s in self._parameters for name in group.nodes for s in self._nodes[name].inputs)
+
+    def _is_glue(self, group: Group) -> bool:
+        return group.key.is_glue or not self._has_parameters(group)
+
+    def _is_coupled(self, group: Group) -> bool:
+        return any(self._nodes[name].is_coupling for name in group.nodes)
+
+    def _is_fixed(self, group: Group) -> bool:
+        """Return whether the group depends on no sample (position embeddings)."""
+        needed = _with_replicated(group.nodes, self._nodes)
+        reads_batch = any(s in self._batch for name in needed for s in self._nodes[name].inputs)
+        is_source = not reads_batch and not self._quotient.sources(group)
+        return is_source and not self._is_coupled(group) and self._loss not in group.nodes
+
+
+def _named(quotient: Quotient, loss: str | None) -> list[tuple[str, list[str]]]:
+    taken: dict[str, int] = {}
+    named = []
+    for group in quotient.in_order():
+        path = group.key.path or (LOSS if loss in group.nodes else ROOT)
+        taken[path] = taken.get(path, 0) + 1
+        named.append((path if taken[path] == 1 else f"{path}#{taken[path]}", list(group.nodes)))
+    return named
+
+
+def _block_graph(graph: OpGraph, partition: Sequence[tuple[str, list[str]]]) -> BlockGraph:
+    nodes = {node.name: node for node in graph.nodes}
+    block_of = {name: block for block, names in partition for name in names}
+    users: dict[str, list[str]] = {}
+    blocks = []
+    edges: dict[tuple[str, str], dict[str, None]] = {}
+    tensors: dict[str, TensorSpec] = {}
+    for block, names in partition:
+        blocks.append(_block(block, names, graph, nodes))
+        for name in names:
+            for source in nodes[name].inputs:
+                if block_of.get(source, block) != block:
+                    edges.setdefault((block_of[source], block), {}).setdefault(source)
+                    spec = nodes[source].output
+                    assert spec is not None, f"{source} has several results and crosses into {block}"
+                    tensors[source] = spec
+        for parameter in blocks[-1].parameters:
+            users.setdefault(parameter, []).append(block)
+    order = {block: index for index, (block, _) in enumerate(partition)}
+    buffers = {p.name for p in graph.parameters if p.is_buffer}
+    return BlockGraph(
+        model=graph.model,
+        num_samples=graph.num_samples,
+        blocks=tuple(blocks),
+        edges=tuple(
+            BlockEdge(src=src, dst=dst, tensors=tuple(names))
+            for (src, dst), names in sorted(edges.items(), key=lambda e: (order[e[0][0]], order[e[0][1]]))
+        ),
+        tensors={name: tensors[name] for name in nodes if name in tensors},
+        loss_block=block_of.get(graph.loss) if graph.loss is not None else None,
+        tied={name: tuple(by) for name, by in users.items() if len(by) > 1 and name not in buffers},
+    )
+
+
+def _block(block: str, names: list[str], graph: OpGraph, nodes: dict[str, OpNode]) -> Block:
+    needed = _with_replicated(names, nodes)
+    read = {source for name in needed for source in nodes[name].inputs}
+    own = [p for p in graph.parameters if p.name in read]
+    return Block(
+        name=block,
+        nodes=tuple(names),
+        parameters=tuple(p.name for p in own),
+        inputs=tuple(spec.name for spec in graph.inputs if spec.name in read),
+        parameter_bytes=sum(p.bytes for p in own),
+        trainable_bytes=sum(p.bytes for p in own if p.requires_grad),
+        flops=sum(nodes[name].flops for name in needed),
+        saved_bytes=sum(nodes[name].saved_bytes for name in needed),
+        is_coupled=any(nodes[name].is_coupling for name in needed),
+        is_trainable=any(p.requires_grad for p in own),
+    )
+
+
+def _with_replicated(names: Sequence[str], nodes: dict[str, OpNode]) -> list[str]:
+    needed = dict.fromkeys(names)
+    pending = list(names)
+    while pending:
+        for source in nodes[pending.pop()].inputs:
+            if source in nodes and nodes[source].is_replicable and source not in needed:
+                needed[source] = None
+                pending.append(source)
+    return list(needed)

@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpp_plugin.demo.launch import run_ranks
 from gpp_plugin.demo.settings import DemoSettings
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import load
 from gpp_plugin.ir.timeline import Timeline
+from gpp_plugin.launch import run_ranks
 from gpp_plugin.report import format_plan, format_timeline
 from gpp_plugin.report.summary import forward_overlap_us, forward_overlaps_us
 

@@ -15,9 +15,9 @@ import deepspeed
 import gpp_plugin  # noqa: F401  (the import registers the `graph_pipeline` block)
 from gpp_plugin.demo.clip import make_clip
 from gpp_plugin.demo.digits import load_digit_captions, mini_batches
-from gpp_plugin.demo.launch import emit_event
 from gpp_plugin.demo.settings import DemoSettings
 from gpp_plugin.ir.serialize import save
+from gpp_plugin.launch import emit_event
 
 TIMELINE_STEPS = 3
 """Steps at the end whose timelines are recorded; the last one is shown, the first ones warm up."""

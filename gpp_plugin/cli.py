@@ -1,0 +1,147 @@
+"""The ``gpp`` command: one sub-command a step of the flow, each printing text and, with --json, one object.
+
+Exit codes: 0 it worked, 1 it did not (one line on standard error says why), 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpp_plugin import __version__
+from gpp_plugin.errors import GppError
+
+Runner = Callable[[argparse.Namespace], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A sub-command: the module with its ``add_arguments(parser)`` and ``run(args) -> dict``.
+
+    Modules are imported only for the command that is run, so that ``gpp --help`` needs no torch.
+    """
+
+    name: str
+    module: str
+    help: str
+
+
+COMMANDS = (
+    Command(
+        name="demo",
+        module="gpp_plugin.demo.run",
+        help="train a CLIP on handwritten digits on a graph of stages",
+    ),
+    Command(
+        name="doctor",
+        module="gpp_plugin.doctor",
+        help="check what is installed and which backends work, and say what to do",
+    ),
+    Command(
+        name="report",
+        module="gpp_plugin.report.command",
+        help="show a plan or a timeline, or write it as a trace",
+    ),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser, runners = _make_parser(arguments)
+    args = parser.parse_args(arguments)
+    runner = runners[args.command]
+    try:
+        result = runner(args)
+    except GppError as error:
+        sys.stdout.flush()
+        print(f"gpp {args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"gpp {args.command}: interrupted", file=sys.stderr)
+        return 130
+    if args.json:
+        print(json.dumps({"command": args.command, **result}))
+    return 0 if result.get("ok", True) else 1
+
+
+def _make_parser(
+    arguments: Sequence[str],
+) -> tuple[argparse.ArgumentParser, dict[str, Runner]]:
+    """Return the parser and what runs each command; only the command asked for is imported."""
+    parser = argparse.ArgumentParser(
+        prog="gpp", description="Train unmodified models as a graph of pipeline stages."
+    )
+    parser.add_argument("--version", action="version", version=f"gpp {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    runners: dict[str, Runner] = {}
+    asked = next((word for word in arguments if not word.startswith("-")), None)
+    for command in COMMANDS:
+        sub = commands.add_parser(command.name, help=command.help, description=_sentence(command.help))
+        _add_json(sub)
+        if command.name == asked:
+            module = importlib.import_module(command.module)
+            module.add_arguments(sub)
+            runners[command.name] = module.run
+    names = bench_names()
+    if names:
+        _add_bench(commands, names, arguments if asked == "bench" else (), runners)
+    return parser, runners
+
+
+def _add_bench(
+    commands: Any,
+    names: Sequence[str],
+    arguments: Sequence[str],
+    runners: dict[str, Runner],
+) -> None:
+    text = "run a benchmark"
+    bench = commands.add_parser("bench", help=text, description=_sentence(text))
+    benches = bench.add_subparsers(dest="bench", metavar="NAME", required=True)
+    for name in names:
+        module = None
+        if name in arguments:
+            module = importlib.import_module(_bench_module(name))
+        sub = benches.add_parser(name, description=module.__doc__ if module else None)
+        _add_json(sub)
+        if module is not None:
+            module.add_arguments(sub)
+            runners["bench"] = _named_runner(module.run)
+
+
+def _named_runner(run: Runner) -> Runner:
+    def run_named(args: argparse.Namespace) -> dict[str, Any]:
+        return {"bench": args.bench, **run(args)}
+
+    return run_named
+
+
+def bench_names() -> list[str]:
+    """Return the benchmarks there are: the public modules of `gpp_plugin.bench`."""
+    package = importlib.import_module("gpp_plugin.bench")
+    names = [module.name for module in pkgutil.iter_modules(package.__path__)]
+    return [name.replace("_", "-") for name in names if not name.startswith("_")]
+
+
+def _bench_module(name: str) -> str:
+    return f"gpp_plugin.bench.{name.replace('-', '_')}"
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json", action="store_true", help="end standard output with one line of JSON: the result"
+    )
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + "."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -88,10 +88,11 @@ def signature_of(captured: CapturedGraph, nodes: Iterable[str], outputs: Sequenc
         if node.name in captured.constants:
             constant = captured.constants[node.name]
             return f"constant {tuple(constant.shape)} {constant.dtype}"
-        spec = specs.get(node.name)
+        spec = specs.get(captured.inputs.get(node.name, node.name))
         if spec is None:
             return f"{node.op} {node.target}" if node.op == "get_attr" else "several"
-        return f"tensor {spec.shape} {spec.dtype} {spec.requires_grad}"
+        kind = "input" if node.name in captured.inputs else "tensor"
+        return f"{kind} {spec.shape} {spec.dtype} {spec.requires_grad}"
 
     def number(node: torch.fx.Node) -> str:
         if node.name not in numbers:

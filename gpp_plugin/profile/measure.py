@@ -66,7 +66,7 @@ def profile_blocks(
         batch: a real batch; as many samples as needed are taken from it, repeated where it is short.
         capture_at: returns the graph captured at a number of samples; needed for counts other than the captured.
         sample_counts: samples at which to time, increasing; powers of two up to the captured number by default.
-        device: where to measure; that of ``model_state`` by default (CPU if it is on meta).
+        device: where to measure; the device of the capture by default.
         threads: CPU threads while measuring (what one rank will have); unchanged if None.
         repeats: timed runs of which the median counts.
         optimizer_bytes_per_parameter: optimizer state for each trainable parameter (8: Adam in fp32; 12: Adam
@@ -81,7 +81,7 @@ def profile_blocks(
     """
     captured_samples = captured.op_graph.num_samples
     counts = _sample_counts(sample_counts, captured_samples, has_capture_at=capture_at is not None)
-    where = _device_of(model_state) if device is None else torch.device(device)
+    where = captured.device if device is None else torch.device(device)
     num_threads = threads or torch.get_num_threads()
     name = describe_device(where, num_threads)
 
@@ -159,7 +159,10 @@ class _Survey:
         self._with_peak = with_peak
         self._codes = block_codes(captured, block_graph)
         resized = resize_batch(batch, self._num_samples)
-        self._inputs = {key: resized[key].to(device) for key in captured.inputs.values()}
+        self._inputs = {
+            spec.name: resized[spec.name].to(device=device, dtype=getattr(torch, spec.dtype))
+            for spec in captured.op_graph.inputs
+        }
         self._parameters = {n: p for p in captured.op_graph.parameters for n in (p.name, *p.aliases)}
         self._takes_gradient = {
             node.name: captured.is_training and node.output is not None and node.output.requires_grad
@@ -167,7 +170,7 @@ class _Survey:
         }
         self._values: dict[str, Tensor] = {}
         self._last_reader = _last_readers(self._codes)
-        self._shared: dict[str, Measurement] = {}
+        self._shared: dict[tuple[str, tuple[object, ...]], Measurement] = {}
         self._recurs = Counter(code.signature for code in self._codes)
         self._held = _Held()
 
@@ -176,11 +179,19 @@ class _Survey:
         results = {}
         for position, code in enumerate(self._codes):
             report(position, len(self._codes), f"{code.block} at {self._num_samples} samples")
+            saved, replica_us = 0, 0.0
             try:
-                replica = self._run(code.replicas) if code.replicas is not None else None
-                block = self._shared.get(code.signature) if self._share else None
+                if code.replicas is not None:
+                    replica = self._run(code.replicas)
+                    replica_us = replica.forward_us
+                    saved = self._keep(code.replicas, replica, replica.outputs)
+                key = (code.signature, self._placement(code.function))
+                block = self._shared.get(key)
                 if block is None:
                     block = self._run(code.function)
+                    outputs = block.outputs
+                else:
+                    outputs = block.copied_outputs()
             except GppError:
                 raise
             except Exception as error:  # whatever an operator raises must say which block it was in
@@ -188,17 +199,18 @@ class _Survey:
                     f"block {code.block!r} cannot be run at {self._num_samples} samples on {self._device}: "
                     f"{type(error).__name__}: {error}; lower the largest micro-batch if memory is short"
                 ) from error
-            if self._share and self._recurs[code.signature] > 1:
-                self._shared[code.signature] = block
-            saved = 0
-            forward_us = block.forward_us
-            if replica is not None and code.replicas is not None:
-                forward_us += replica.forward_us
-                saved += self._keep(code.replicas, replica)
-            saved += self._keep(code.function, block)
+            if self._share and self._recurs[code.signature] > 1 and block.has_own_outputs:
+                self._shared[key] = block
+            saved += self._keep(code.function, block, outputs)
+            forward_us = replica_us + block.forward_us
             results[code.block] = (forward_us, block.backward_us, saved, block.transient_bytes)
             self._drop(position)
         return results
+
+    def _placement(self, function: StageFunction) -> tuple[object, ...]:
+        """Return how the received tensors lie in memory; operators take longer on some placements."""
+        received = [self._values[name] for name in function.received]
+        return tuple((tensor.stride(), tensor.untyped_storage().nbytes()) for tensor in received)
 
     def _run(self, function: StageFunction) -> Measurement:
         parameters = tuple(self._materialise(self._parameters[name]) for name in function.tensors)
@@ -234,9 +246,9 @@ class _Survey:
         trains = self._captured.is_training and parameter.requires_grad and not parameter.is_buffer
         return value.requires_grad_(trains)
 
-    def _keep(self, function: StageFunction, measured: Measurement) -> int:
+    def _keep(self, function: StageFunction, measured: Measurement, outputs: Sequence[Tensor]) -> int:
         """Store the outputs and return the bytes that this code is the first to save."""
-        self._values.update(zip(function.outputs, measured.outputs, strict=True))
+        self._values.update(zip(function.outputs, outputs, strict=True))
         return self._held.add(function, measured)
 
     def _drop(self, position: int) -> None:
@@ -269,11 +281,19 @@ class _Held:
         for name, origin, is_saved in zip(
             function.outputs, measured.output_origin, measured.is_output_saved, strict=True
         ):
-            if origin is None:
-                root = name
-            else:
-                source = function.received[origin] if origin >= 0 else function.outputs[-1 - origin]
-                root = self._root.get(source, source)
+            source = name
+            if origin is not None:
+                kind, position = origin
+                names = {
+                    "received": function.received,
+                    "input": tuple(f"batch {key}" for key in function.batch_inputs),
+                    "parameter": tuple(f"parameter {key}" for key in function.tensors),
+                    "output": function.outputs,
+                }
+                source = names[kind][position]
+                if kind == "parameter":  # held anyway
+                    self._saved.add(source)
+            root = self._root.get(source, source)
             self._root[name] = root
             if is_saved:
                 self._saved.add(root)
@@ -342,10 +362,6 @@ def _capture(capture_at: Callable[[int], CapturedGraph] | None, num_samples: int
             "it must capture at the number it is given"
         )
     return captured
-
-
-def _device_of(state: Mapping[str, Tensor]) -> torch.device:
-    return next((t.device for t in state.values() if not t.is_meta), torch.device("cpu"))
 
 
 def _report_from(progress: Progress | None, survey: int, num_surveys: int) -> Callable[[int, int, str], None]:

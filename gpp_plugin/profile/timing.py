@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -44,6 +45,10 @@ class Operands:
             return self.call(*self.parameters, *self.inputs, *leaves), leaves
 
 
+Origin = tuple[Literal["received", "input", "parameter", "output"], int]
+"""The operand, or the earlier output, whose storage a tensor shares."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """Cost of one piece of code, and what it made.
@@ -52,8 +57,7 @@ class Measurement:
         saved_inside: bytes saved for backward in storages that neither an operand nor the batch owns.
         saved_received, saved_inputs: bytes saved of each operand's own storage; 0 where it is not kept.
         is_output_saved: for each output, whether its storage is among ``saved_inside``.
-        output_origin: for each output, the ``received`` tensor or (as ``-1 - i``) the earlier output ``i``
-            whose storage it shares; None if it has its own.
+        output_origin: for each output, whose storage it shares; None if it has its own.
         transient_bytes: peak above operands, results and saved tensors; 0 where it was not measured.
     """
 
@@ -63,9 +67,26 @@ class Measurement:
     saved_received: tuple[int, ...]
     saved_inputs: tuple[int, ...]
     is_output_saved: tuple[bool, ...]
-    output_origin: tuple[int | None, ...]
+    output_origin: tuple[Origin | None, ...]
     transient_bytes: int
     outputs: tuple[Tensor, ...]
+
+    @property
+    def has_own_outputs(self) -> bool:
+        """Return whether no output shares the storage of an operand."""
+        return all(origin is None or origin[0] == "output" for origin in self.output_origin)
+
+    def copied_outputs(self) -> tuple[Tensor, ...]:
+        """Return the outputs in storages of their own, for a block that shares the measurement."""
+        storages: dict[int, torch.UntypedStorage] = {}
+        copies = []
+        for tensor in self.outputs:
+            key = storage_key(tensor)
+            if key not in storages:
+                storages[key] = tensor.untyped_storage().clone()
+            copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            copies.append(copy.set_(storages[key], tensor.storage_offset(), tensor.size(), tensor.stride()))
+        return tuple(copies)
 
 
 def measure(operands: Operands, *, device: torch.device, repeats: int, with_peak: bool) -> Measurement:
@@ -74,18 +95,21 @@ def measure(operands: Operands, *, device: torch.device, repeats: int, with_peak
     saved = SavedStorages(exclude=operands.parameters)
     with saved.recording():
         outputs, leaves = operands.forward()
-    received_at: dict[int, int] = {}
-    for i, leaf in enumerate(leaves):
-        received_at.setdefault(storage_key(leaf), i)
-    inputs_at: dict[int, int] = {}
-    for i, tensor in enumerate(operands.inputs):
-        inputs_at.setdefault(storage_key(tensor), i)
-    origin: list[int | None] = []
-    first_output: dict[int, int] = {}
+    received_at = _first_positions(leaves)
+    inputs_at = _first_positions(operands.inputs)
+    parameters_at = _first_positions(operands.parameters)
+    outputs_at = _first_positions(outputs)
+    origins: list[Origin | None] = []
     for i, tensor in enumerate(outputs):
         key = storage_key(tensor)
-        origin.append(received_at.get(key, -1 - first_output[key] if key in first_output else None))
-        first_output.setdefault(key, i)
+        if key in received_at:
+            origins.append(("received", received_at[key]))
+        elif key in inputs_at:
+            origins.append(("input", inputs_at[key]))
+        elif key in parameters_at:
+            origins.append(("parameter", parameters_at[key]))
+        else:
+            origins.append(("output", outputs_at[key]) if outputs_at[key] < i else None)
     inside = {k: b for k, b in saved.bytes_of.items() if k not in received_at and k not in inputs_at}
     measurement = Measurement(
         forward_us=forward_us,
@@ -94,13 +118,20 @@ def measure(operands: Operands, *, device: torch.device, repeats: int, with_peak
         saved_received=_bytes_by_position(received_at, saved.bytes_of, len(leaves)),
         saved_inputs=_bytes_by_position(inputs_at, saved.bytes_of, len(operands.inputs)),
         is_output_saved=tuple(storage_key(tensor) in inside for tensor in outputs),
-        output_origin=tuple(origin),
+        output_origin=tuple(origins),
         transient_bytes=_peak(operands, device) if with_peak else 0,
         outputs=tuple(tensor.detach() for tensor in outputs),
     )
     for parameter in operands.parameters:
         parameter.grad = None
     return measurement
+
+
+def _first_positions(tensors: Sequence[Tensor]) -> dict[int, int]:
+    positions: dict[int, int] = {}
+    for i, tensor in enumerate(tensors):
+        positions.setdefault(storage_key(tensor), i)
+    return positions
 
 
 def _bytes_by_position(positions: dict[int, int], bytes_of: dict[int, int], length: int) -> tuple[int, ...]:

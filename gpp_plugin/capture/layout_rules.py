@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,16 +62,18 @@ _ELEMENTWISE = {
 }  # fmt: skip
 
 
-def rule_layout(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows | None:
+def rule_layout(node: fx.Node, operands: Operands, shape: tuple[int, ...], samples: int) -> Rows | None:
     """Return the layout of the result of ``node``, or None where no rule is sure.
 
     Args:
         operands: the tensor arguments of the node.
-        shape: of the result.
+        shape: of the result, at ``samples`` samples.
     """
     if any(isinstance(operand.state, (Counted, Whole)) for operand in operands.values()):
         return None
     target: Any = node.target
+    if target in _RESHAPES:
+        return _reshape(operands, shape, samples)
     if target in _RULES:
         return _RULES[target](node, operands, shape)
     is_pointwise = torch.Tag.pointwise in getattr(target, "tags", ())
@@ -95,6 +99,24 @@ def _broadcast(operands: Sequence[Operand], shape: tuple[int, ...]) -> Rows | No
         if size != expected:
             return None
     return rows
+
+
+def _reshape(operands: Operands, shape: tuple[int, ...], samples: int) -> Rows | None:
+    """Keep the order of elements: in it, samples stand between ``left`` and ``right`` elements."""
+    (operand,) = operands.values()
+    if not isinstance(operand.state, Rows):
+        return None
+    old = operand.state
+    left = math.prod(operand.shape[: old.axis]) * old.outer
+    right = old.rows * math.prod(operand.shape[old.axis + 1 :])
+    for axis, size in enumerate(shape):
+        outer, rest = divmod(left, math.prod(shape[:axis]))
+        if rest or outer == 0 or size % (outer * samples):
+            continue
+        rows = size // (outer * samples)
+        if rows * math.prod(shape[axis + 1 :]) == right:
+            return Rows(axis, rows, outer)
+    return None
 
 
 def _get(node: fx.Node, operands: Operands, position: int, name: str) -> Operand | None:
@@ -165,6 +187,63 @@ def _matmul(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows |
     return left.state if is_batched and left.state.axis < len(left.shape) - 2 else None
 
 
+def _argument(node: fx.Node, position: int, name: str, default: Any) -> Any:
+    return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
+
+
+def _transpose(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows | None:
+    (operand,) = operands.values()
+    if not isinstance(operand.state, Rows):
+        return None
+    order = list(range(len(shape)))
+    if node.target is aten.permute.default:
+        order = [int(d) % len(shape) for d in _argument(node, 1, "dims", ())]
+    elif node.target is aten.transpose.int:
+        a, b = (int(_argument(node, i, f"dim{i - 1}", 0)) % len(shape) for i in (1, 2))
+        order[a], order[b] = order[b], order[a]
+    else:
+        order.reverse()
+    return dataclasses.replace(operand.state, axis=order.index(operand.state.axis))
+
+
+def _slice(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows | None:
+    operand = _get(node, operands, 0, "self")
+    rows = _only(operand, operands)
+    if rows is None or operand is None:
+        return None
+    dim = int(_argument(node, 1, "dim", 0)) % len(operand.shape)
+    if dim == rows.axis:
+        return rows if shape == operand.shape else None
+    is_removed = node.target is aten.select.int and dim < rows.axis
+    return dataclasses.replace(rows, axis=rows.axis - 1) if is_removed else rows
+
+
+def _concatenate(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows | None:
+    states = {operand.state for operand in operands.values()}
+    dim = int(_argument(node, 1, "dim", 0)) % len(shape)
+    if len(states) != 1 or any(len(operand.shape) != len(shape) for operand in operands.values()):
+        return None
+    (state,) = states
+    return state if isinstance(state, Rows) and state.axis != dim else None
+
+
+def _expand(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows | None:
+    return _broadcast(list(operands.values()), shape)
+
+
+def _reduce(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows | None:
+    (operand,) = operands.values()
+    rank = len(operand.shape)
+    dims = _argument(node, 1, "dim", None)
+    if not isinstance(operand.state, Rows) or dims is None or dims == []:
+        return None
+    reduced = {int(d) % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims])}
+    if operand.state.axis in reduced:
+        return None
+    gone = sum(d < operand.state.axis for d in reduced) if len(shape) < rank else 0
+    return dataclasses.replace(operand.state, axis=operand.state.axis - gone)
+
+
 def _layer_norm_axes(node: fx.Node) -> int:
     sizes = node.args[1] if len(node.args) > 1 else node.kwargs["normalized_shape"]
     return len(sizes) if isinstance(sizes, (list, tuple)) else 1
@@ -183,4 +262,20 @@ _RULES: dict[Any, Callable[[fx.Node, Operands, tuple[int, ...]], Rows | None]] =
     aten.scaled_dot_product_attention.default: _attention,
     aten.matmul.default: _matmul,
     aten.bmm.default: _matmul,
+    aten.transpose.int: _transpose,
+    aten.permute.default: _transpose,
+    aten.t.default: _transpose,
+    aten.numpy_T.default: _transpose,
+    aten.slice.Tensor: _slice,
+    aten.select.int: _slice,
+    aten.cat.default: _concatenate,
+    aten.expand.default: _expand,
+    aten.mean.dim: _reduce,
+    aten.sum.dim_IntList: _reduce,
+    aten.amax.default: _reduce,
+    aten.argmax.default: _reduce,
 }
+_RESHAPES = {
+    aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
+}  # fmt: skip

@@ -177,7 +177,7 @@ class _Analysis:
         value = small.meta.get("val")
         if len(unit) == 1 and isinstance(value, Tensor):
             operands = self._operands(sources)
-            rows = rule_layout(small, operands, tuple(value.shape))
+            rows = self._rule(unit[0], sources)
             if rows is not None:
                 self._set(unit[0], rows)
                 return
@@ -198,7 +198,7 @@ class _Analysis:
         node = self.pairs[unit[0]][0]
         operands = self._operands(sources)
         if len(unit) == 1 and operands and isinstance(node.meta.get("val"), Tensor):
-            state: State | None = rule_layout(node, operands, _shape(node))
+            state: State | None = self._rule(unit[0], sources)
             first = next(iter(operands.values()))
             if state is None and len(operands) == 1 and first.shape == _shape(node):
                 state = first.state
@@ -366,9 +366,18 @@ class _Analysis:
                 self.found.states.setdefault(node.name, Fixed())
         return list(dict.fromkeys(nodes))
 
-    def _operands(self, sources: list[fx.Node]) -> dict[fx.Node, Operand]:
-        tensors = [s for s in sources if s.op != "get_attr"]
+    def _operands(self, sources: list[fx.Node], which: int = 0) -> dict[fx.Node, Operand]:
+        tensors = [self.pairs[s.name][which] for s in sources if s.op != "get_attr"]
         return {s: Operand(self.found.states[s.name], _shape(s)) for s in tensors}
+
+    def _rule(self, name: str, sources: list[fx.Node]) -> Rows | None:
+        """Return the layout by rule if the rule says the same at both sizes."""
+        n = self.small.num_samples
+        found = [
+            rule_layout(node, self._operands(sources, which), _shape(node), n * (1 + which))
+            for which, node in enumerate(self.pairs[name])
+        ]
+        return found[0] if found[0] == found[1] else None
 
     def _same_arguments(self, unit: tuple[str, ...]) -> bool:
         plain = lambda n: n.name  # noqa: E731

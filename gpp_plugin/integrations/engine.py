@@ -564,10 +564,10 @@ class GraphPipelineEngine:
         huggingface.save_pretrained(
             save_directory,
             model=self._model,
-            state=dict(self.module.state_dict()) if writes else None,
+            state=dict(self.module.state_dict()) if writes else {},
             stage_index=self._lane.stage_index,
             num_stages=len(self.plan.stages),
-            is_writer=self.global_rank == 0,
+            is_writer=writes,
             group=self._setting.group,
             timeout=max(self.config.comm_timeout_s, 600.0),
         )

@@ -10,8 +10,9 @@ import numpy.typing as npt
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster, Link
-from gpp_plugin.ir.plan import Stage
+from gpp_plugin.ir.plan import Stage, StageEdge
 from gpp_plugin.ir.profile import Profile
+from gpp_plugin.ir.serialize import fingerprint
 
 Floats = npt.NDArray[np.float64]
 
@@ -46,6 +47,11 @@ class CostModel:
         self.parameter_bytes = np.array([c.parameter_bytes for c in self._costs], dtype=float)
         self.gradient_bytes = np.array([c.gradient_bytes for c in self._costs], dtype=float)
         self.optimizer_bytes = np.array([c.optimizer_bytes for c in self._costs], dtype=float)
+        self.fingerprint = fingerprint(graph)
+        self.block_edges = [
+            (self.index[edge.src], self.index[edge.dst], dict.fromkeys(edge.tensors)) for edge in graph.edges
+        ]
+        self.edge_cache: dict[tuple[str, ...], StageEdge] = {}
         self._times: dict[float, tuple[Floats, Floats]] = {}
 
     def block_times(self, local: float) -> tuple[Floats, Floats]:
@@ -73,6 +79,26 @@ class CostModel:
         if self.zero_stage >= 2:
             gradient /= degree
         return parameter + gradient + optimizer
+
+    def held_bytes_of(self, parameter: Floats, gradient: Floats, optimizer: Floats, degree: int) -> Floats:
+        """Return `held_bytes` of many stages at once."""
+        shared = optimizer / degree if self.zero_stage >= 1 else optimizer
+        return parameter + (gradient / degree if self.zero_stage >= 2 else gradient) + shared
+
+    def cost_key(self, block: int) -> tuple[object, ...]:
+        """Return everything the profile says of a block but its name: equal keys, equal costs."""
+        c = self._costs[block]
+        return (
+            c.samples,
+            c.forward_us,
+            c.backward_us,
+            c.saved_bytes_per_sample,
+            c.saved_bytes_fixed,
+            c.parameter_bytes,
+            c.gradient_bytes,
+            c.optimizer_bytes,
+            c.transient_bytes_per_sample,
+        )
 
     def stage_memory(self, blocks: Sequence[int], *, degree: int, local: float, in_flight: int) -> int:
         """Return the bytes one rank of the stage needs at its peak."""

@@ -6,11 +6,14 @@ links: what `simulate` computes, less link sharing. The ranks of a stage run in 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.plan.costs import CostModel
+from gpp_plugin.schedule.kfkb import kfkb_schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,39 +30,37 @@ class StageTiming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeTiming:
-    """Delays of an edge: from a forward's end to its consumer, and of the gradient's way back."""
+    """Delays of an edge: from a forward's end to its consumer, and of the gradient's way back, if any."""
 
     src: int
     dst: int
     forward_us: float
     backward_us: float
+    has_gradient: bool = True
 
 
-def task_order(num_micro_batches: int, in_flight: int, k: int) -> list[int]:
-    """Return kFkB with ``in_flight`` held: m is the forward of micro-batch m, ~m its backward.
+@functools.lru_cache(maxsize=4096)
+def task_order(num_micro_batches: int, in_flight: int, k: int) -> tuple[int, ...]:
+    """Return the kFkB order as numbers: m is the forward of micro-batch m, ~m its backward.
 
     >>> task_order(4, 2, 1)
-    [0, 1, -1, 2, -2, 3, -3, -4]
+    (0, 1, -1, 2, -2, 3, -3, -4)
     """
-    order = list(range(in_flight))
-    forward, backward = in_flight, 0
-    while backward < num_micro_batches:
-        take = min(k, num_micro_batches - backward)
-        order.extend(~m for m in range(backward, backward + take))
-        backward += take
-        more = min(in_flight - (forward - backward), k, num_micro_batches - forward)
-        order.extend(range(forward, forward + more))
-        forward += more
-    return order
+    schedule = kfkb_schedule(0, num_micro_batches, k=k, num_in_flight=in_flight)
+    return tuple(t.micro_batch if t.kind is TaskKind.FORWARD else ~t.micro_batch for t in schedule.tasks)
 
 
 def estimate_us(mini_batch: int, stages: Sequence[StageTiming], edges: Sequence[EdgeTiming]) -> float:
     """Return microseconds from the first forward to the last reduction; inf where it would stop."""
     incoming: list[list[tuple[int, float]]] = [[] for _ in stages]
     outgoing: list[list[tuple[int, float]]] = [[] for _ in stages]
+    neighbours: list[list[int]] = [[] for _ in stages]
     for edge in edges:
         incoming[edge.dst].append((edge.src, edge.forward_us))
-        outgoing[edge.src].append((edge.dst, edge.backward_us))
+        neighbours[edge.src].append(edge.dst)
+        neighbours[edge.dst].append(edge.src)
+        if edge.has_gradient:
+            outgoing[edge.src].append((edge.dst, edge.backward_us))
     sizes = [s.micro_batch_size for s in stages]
     orders = [task_order(mini_batch // s.micro_batch_size, s.in_flight, s.k) for s in stages]
     heads = [0] * len(stages)
@@ -104,8 +105,7 @@ def estimate_us(mini_batch: int, stages: Sequence[StageTiming], edges: Sequence[
             head += 1
         heads[s], clocks[s] = head, clock
         if head > begun:
-            waiting.extend(other for other, _ in incoming[s] if heads[other] < len(orders[other]))
-            waiting.extend(other for other, _ in outgoing[s] if heads[other] < len(orders[other]))
+            waiting.extend(other for other in neighbours[s] if heads[other] < len(orders[other]))
     if any(head < len(order) for head, order in zip(heads, orders, strict=True)):
         return float("inf")
     return max(clock + stage.reduce_us for clock, stage in zip(clocks, stages, strict=True))
@@ -139,6 +139,7 @@ def estimate_plan_us(plan: PipelinePlan, costs: CostModel) -> float:
                 plan.stages[edge.dst],
                 plan.stages[edge.src],
             ),
+            has_gradient=bool(edge.gradient_tensors),
         )
         for edge in plan.edges
     ]

@@ -49,7 +49,7 @@ class PlanRequest:
 Planner = Callable[[PlanRequest], PipelinePlan]
 
 _PLANNERS: dict[str, Planner] = {}
-_MODULES = ("uniform",)
+_MODULES = ("uniform", "graphpipe")
 
 
 def register_planner(name: str) -> Callable[[Planner], Planner]:

@@ -10,7 +10,7 @@ from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.batches import BatchRules, batch_rules
 from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.degrees import choose_degrees
+from gpp_plugin.plan.degrees import DegreeChooser, choose_degrees
 from gpp_plugin.plan.estimate import estimate_plan_us
 from gpp_plugin.plan.registry import PlanRequest
 from gpp_plugin.plan.stages import StageDraft, build_plan
@@ -72,19 +72,11 @@ def explain_infeasible(
     Raises:
         PlanInfeasible: always.
     """
-    roomy = dataclasses.replace(
-        request,
-        memory_limit_bytes=None,
-        cluster=dataclasses.replace(
-            request.cluster,
-            devices=tuple(dataclasses.replace(d, memory_bytes=UNLIMITED) for d in request.cluster.devices),
-        ),
-    )
     kept = list(groupings)
     closest: tuple[int, Stage, int] | None = None
     for groups in kept:
         for wish in rules.wishes():
-            drafts = choose_degrees(roomy, costs, rules, groups, wish)
+            drafts = choose_degrees(request, costs, rules, groups, wish, ignore_memory=True)
             if drafts is None:
                 continue
             worst = memory_excess(request, build_plan(request, drafts, planner="", costs=costs))
@@ -129,10 +121,9 @@ def _rank_problem(
             memory_limit_bytes=None,
             cluster=dataclasses.replace(request.cluster, devices=devices),
         )
-        rules = batch_rules(other)
-        if any(
-            choose_degrees(other, costs, rules, g, w) is not None for g in groupings for w in rules.wishes()
-        ):
+        chooser = DegreeChooser(other, costs, batch_rules(other))
+        wishes = chooser.rules.wishes()
+        if any(chooser.choose(g, w, ignore_memory=True) is not None for g in groupings for w in wishes):
             workable.append(count)
         if len(workable) == 2:
             break

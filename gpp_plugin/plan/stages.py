@@ -12,11 +12,10 @@ import networkx as nx
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
-from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.in_flight_local import plan_in_flight
 from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.schedule.in_flight import plan_in_flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +44,12 @@ def build_plan(
     planner: str,
     notes: Sequence[str] = (),
     costs: CostModel | None = None,
+    is_named: bool = True,
 ) -> PipelinePlan:
     """Return the plan of these stages, with its in-flight counts and predicted costs.
+
+    Args:
+        is_named: False leaves out the names, for candidates that are only compared.
 
     Raises:
         PlanError: the stages depend on each other in a circle, or two have the same name.
@@ -55,15 +58,14 @@ def build_plan(
     if costs is None:
         costs = CostModel(graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     position = costs.index
-    order = order_stages(graph, [draft.blocks for draft in drafts])
+    order = order_stages(graph, [draft.blocks for draft in drafts], costs=costs)
     ordered = [
         dataclasses.replace(drafts[i], blocks=tuple(sorted(drafts[i].blocks, key=position.__getitem__)))
         for i in order
     ]
-    names = name_stages(graph, ordered)
-    ranks = assign_ranks(ordered)
+    names = name_stages(graph, ordered) if is_named else [str(i) for i in range(len(ordered))]
     stages = []
-    for draft, name, group in zip(ordered, names, ranks, strict=True):
+    for draft, name, group in zip(ordered, names, assign_ranks(ordered), strict=True):
         forward, backward = costs.stage_times(
             costs.indices(draft.blocks), draft.micro_batch_size / draft.degree
         )
@@ -82,12 +84,12 @@ def build_plan(
         )
     plan = PipelinePlan(
         model=graph.model,
-        graph=fingerprint(graph),
+        graph=costs.fingerprint,
         planner=planner,
         mini_batch=request.mini_batch,
         loss_unit=request.loss_unit,
         stages=tuple(stages),
-        edges=stage_edges(graph, [stage.blocks for stage in stages]),
+        edges=stage_edges(costs, [stage.blocks for stage in stages]),
         notes=tuple(notes),
     )
     return with_in_flight(plan, costs)
@@ -112,37 +114,48 @@ def with_in_flight(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
     return dataclasses.replace(plan, stages=stages)
 
 
-def stage_edges(graph: BlockGraph, groups: Sequence[Sequence[str]]) -> tuple[StageEdge, ...]:
+def stage_edges(costs: CostModel, groups: Sequence[Sequence[str]]) -> tuple[StageEdge, ...]:
     """Return the edges between groups of blocks: every tensor once per pair of stages."""
-    stage_of = {block: i for i, blocks in enumerate(groups) for block in blocks}
+    index = costs.index
+    stage_of = [0] * len(index)
+    for i, blocks in enumerate(groups):
+        for block in blocks:
+            stage_of[index[block]] = i
     between: dict[tuple[int, int], dict[str, None]] = {}
-    for edge in graph.edges:
-        pair = (stage_of[edge.src], stage_of[edge.dst])
+    for src, dst, tensors in costs.block_edges:
+        pair = (stage_of[src], stage_of[dst])
         if pair[0] != pair[1]:
-            between.setdefault(pair, {}).update(dict.fromkeys(edge.tensors))
-    return tuple(_stage_edge(graph, src, dst, tuple(between[src, dst])) for src, dst in sorted(between))
+            between.setdefault(pair, {}).update(tensors)
+    return tuple(_stage_edge(costs, src, dst, tuple(between[src, dst])) for src, dst in sorted(between))
 
 
-def _stage_edge(graph: BlockGraph, src: int, dst: int, names: tuple[str, ...]) -> StageEdge:
-    specs = [graph.tensors[name] for name in names]
-    batch = [spec for spec in specs if spec.layout.kind is LayoutKind.BATCH]
-    whole = [spec for spec in specs if spec.layout.kind is not LayoutKind.BATCH]
-    return StageEdge(
-        src=src,
-        dst=dst,
-        batch_tensors=tuple(spec.name for spec in batch),
-        whole_tensors=tuple(spec.name for spec in whole),
-        gradient_tensors=tuple(spec.name for spec in specs if spec.requires_grad),
-        bytes_per_sample=sum(s.bytes_for(s.num_samples) / s.num_samples for s in batch),
-        bytes_fixed=float(sum(s.bytes_for(s.num_samples) for s in whole)),
-        gradient_bytes_per_sample=sum(
-            s.bytes_for(s.num_samples) / s.num_samples for s in batch if s.requires_grad
-        ),
-        gradient_bytes_fixed=float(sum(s.bytes_for(s.num_samples) for s in whole if s.requires_grad)),
-    )
+def _stage_edge(costs: CostModel, src: int, dst: int, names: tuple[str, ...]) -> StageEdge:
+    key = names
+    found = costs.edge_cache.get(key)
+    if found is None:
+        specs = [costs.graph.tensors[name] for name in names]
+        batch = [spec for spec in specs if spec.layout.kind is LayoutKind.BATCH]
+        whole = [spec for spec in specs if spec.layout.kind is not LayoutKind.BATCH]
+        found = StageEdge(
+            src=0,
+            dst=0,
+            batch_tensors=tuple(spec.name for spec in batch),
+            whole_tensors=tuple(spec.name for spec in whole),
+            gradient_tensors=tuple(spec.name for spec in specs if spec.requires_grad),
+            bytes_per_sample=sum(s.bytes_for(s.num_samples) / s.num_samples for s in batch),
+            bytes_fixed=float(sum(s.bytes_for(s.num_samples) for s in whole)),
+            gradient_bytes_per_sample=sum(
+                s.bytes_for(s.num_samples) / s.num_samples for s in batch if s.requires_grad
+            ),
+            gradient_bytes_fixed=float(sum(s.bytes_for(s.num_samples) for s in whole if s.requires_grad)),
+        )
+        costs.edge_cache[key] = found
+    return dataclasses.replace(found, src=src, dst=dst)
 
 
-def order_stages(graph: BlockGraph, groups: Sequence[Sequence[str]]) -> list[int]:
+def order_stages(
+    graph: BlockGraph, groups: Sequence[Sequence[str]], *, costs: CostModel | None = None
+) -> list[int]:
     """Return a topological order of the groups, branch after branch.
 
     After a stage come its successors where they are ready, so that a branch is finished before the
@@ -151,7 +164,7 @@ def order_stages(graph: BlockGraph, groups: Sequence[Sequence[str]]) -> list[int
     Raises:
         PlanError: a block is in no group, in two, or the groups depend on each other in a circle.
     """
-    position = {block.name: i for i, block in enumerate(graph.blocks)}
+    position = costs.index if costs is not None else {block.name: i for i, block in enumerate(graph.blocks)}
     stage_of: dict[str, int] = {}
     for i, blocks in enumerate(groups):
         for block in blocks:
@@ -164,28 +177,29 @@ def order_stages(graph: BlockGraph, groups: Sequence[Sequence[str]]) -> list[int
     if missing:
         raise PlanError(f"{len(missing)} blocks are in no stage: {missing[:3]}; add them to one")
     first = [min(position[block] for block in blocks) for blocks in groups]
-    quotient = nx.DiGraph()
-    quotient.add_nodes_from(range(len(groups)))
+    successors: list[set[int]] = [set() for _ in groups]
+    waiting = [0] * len(groups)
     for edge in graph.edges:
-        if stage_of[edge.src] != stage_of[edge.dst]:
-            quotient.add_edge(stage_of[edge.src], stage_of[edge.dst])
-    waiting = {stage: quotient.in_degree(stage) for stage in quotient}
-    ready = sorted((s for s in quotient if waiting[s] == 0), key=first.__getitem__, reverse=True)
+        src, dst = stage_of[edge.src], stage_of[edge.dst]
+        if src != dst and dst not in successors[src]:
+            successors[src].add(dst)
+            waiting[dst] += 1
+    ready = sorted((s for s, count in enumerate(waiting) if count == 0), key=first.__getitem__, reverse=True)
     order: list[int] = []
     while ready:
         stage = ready.pop()
         order.append(stage)
         freed = []
-        for successor in quotient.successors(stage):
+        for successor in successors[stage]:
             waiting[successor] -= 1
             if waiting[successor] == 0:
                 freed.append(successor)
         ready.extend(sorted(freed, key=first.__getitem__, reverse=True))
     if len(order) < len(groups):
-        circle = [edge[0] for edge in nx.find_cycle(quotient)]
-        blocks = [groups[s][0] for s in circle]
+        quotient = nx.DiGraph((a, b) for a, out in enumerate(successors) for b in out)
+        circle = [groups[edge[0]][0] for edge in nx.find_cycle(quotient)]
         raise PlanError(
-            f"the stages of {' -> '.join([*blocks, blocks[0]])} depend on each other in a circle; "
+            f"the stages of {' -> '.join([*circle, circle[0]])} depend on each other in a circle; "
             "move the blocks between them into one stage"
         )
     return order
@@ -203,63 +217,50 @@ def assign_ranks(drafts: Sequence[StageDraft]) -> list[tuple[int, ...]]:
 
 
 def name_stages(graph: BlockGraph, drafts: Sequence[StageDraft]) -> list[str]:
-    """Return short unique names: the module that a stage's blocks share, numbered where it is cut.
+    """Return short unique names: the module most blocks of a stage lie in, numbered where it is cut.
 
-    Stages that share no module component are told apart by it (``vision_model``, ``text_model``);
-    those that do are numbered (``vision_model.0``). The stage with the loss is ``loss``.
+    The first component of the module path names a stage, or more of it where all stages lie in one
+    module (``model.vision_tower``, ``model.language_model``). The stage with the loss is ``loss``.
     """
-    names: dict[int, str] = {}
+    given: dict[int, str] = {}
     for i, draft in enumerate(drafts):
         if draft.name is not None:
-            names[i] = draft.name
+            given[i] = draft.name
         elif graph.loss_block is not None and graph.loss_block in draft.blocks:
-            names[i] = "loss"
-    paths = {
-        i: [block.split("#")[0].split(".") for block in draft.blocks]
-        for i, draft in enumerate(drafts)
-        if i not in names
-    }
-    for members, label in _label_groups(paths, list(paths), 0, ""):
-        for number, i in enumerate(members):
-            names[i] = label if len(members) == 1 else f"{label}.{number}"
+            given[i] = "loss"
+    others = [i for i in range(len(drafts)) if i not in given]
+    paths = {i: [_module_path(block) for block in drafts[i].blocks] for i in others}
+    deepest = max((len(path) for found in paths.values() for path in found), default=1)
+    labels = {i: _common_label(paths[i], 1) for i in others}
+    for depth in range(2, deepest + 1):
+        if len(set(labels.values())) > 1 or len(others) < 2:
+            break
+        deeper = {i: _common_label(paths[i], depth) for i in others}
+        if len(set(deeper.values())) > 1:
+            labels = deeper
+    counts = Counter(labels.values())
+    numbers: Counter[str] = Counter()
     result: list[str] = []
     for i in range(len(drafts)):
-        name, number = names[i], 1
-        while name in result:
-            name, number = f"{names[i]}#{number}", number + 1
-        result.append(name)
+        name = given.get(i)
+        if name is None:
+            label = labels[i]
+            name = f"{label}.{numbers[label]}" if counts[label] > 1 else label
+            numbers[label] += 1
+        unique, number = name, 2
+        while unique in result or (unique != name and unique in given.values()):
+            unique, number = f"{name}#{number}", number + 1
+        result.append(unique)
     return result
 
 
-def _label_groups(
-    paths: dict[int, list[list[str]]], members: list[int], depth: int, prefix: str
-) -> list[tuple[list[int], str]]:
-    """Split stages into groups that share a component at ``depth`` and label each group."""
-    components = {
-        i: Counter(path[depth] for path in paths[i] if len(path) > depth and _starts(path, prefix))
-        for i in members
-    }
-    shared = nx.Graph()
-    shared.add_nodes_from(members)
-    for a in members:
-        shared.add_edges_from(
-            (a, b) for b in members if a < b and components[a].keys() & components[b].keys()
-        )
-    clusters = [sorted(cluster) for cluster in nx.connected_components(shared)]
-    is_numbers = any(len(c) > 1 and all(key.isdigit() for key in c) for c in components.values())
-    if prefix and (len(clusters) == 1 or is_numbers or not all(components.values())):
-        return [(members, prefix)]
-    labelled = []
-    for cluster in sorted(clusters):
-        total: Counter[str] = sum((components[i] for i in cluster), Counter())
-        label = max(total, key=lambda key: (total[key], -len(key), key))
-        name = f"{prefix}.{label}" if prefix else label
-        if len(cluster) == 1:
-            labelled.append((cluster, name))
-        else:
-            labelled.extend(_label_groups(paths, cluster, depth + 1, name))
-    return labelled
+def _module_path(block: str) -> list[str]:
+    """Return the components of a block's path up to the first number."""
+    parts = block.split("#")[0].split(".")
+    cut = next((n for n, part in enumerate(parts) if part.isdigit()), len(parts))
+    return parts[: max(cut, 1)]
 
 
-def _starts(path: list[str], prefix: str) -> bool:
-    return not prefix or path[: prefix.count(".") + 1] == prefix.split(".")
+def _common_label(paths: list[list[str]], depth: int) -> str:
+    total = Counter(".".join(path[:depth]) for path in paths)
+    return max(total, key=lambda label: (total[label], -len(label), label))

@@ -1,0 +1,419 @@
+"""Costs of every stage the GraphPipe search may form: intervals of a series, with absorbed branches.
+
+A series component has items 0..n-1 (blocks, or parallel components). A stage is an interval of items.
+It may also own a join: then it begins with the tails of branches of the parallel item just before its
+first item; or a fork: then it ends with the heads of branches of the parallel item after its last.
+*Rows* are the ways a stage can begin, *columns* the ways it can end; every cost is a matrix over them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.tensors import LayoutKind
+from gpp_plugin.plan.batches import BatchRules
+from gpp_plugin.plan.components import Component
+from gpp_plugin.plan.costs import CostModel, Floats
+
+Ints = npt.NDArray[np.int64]
+Total = Callable[[Floats], Floats]
+
+MAX_PARTIAL_ITEMS = 12
+"""Longest branch whose parts may join another stage; longer ones are left to the refinement."""
+MAX_STATES = 128
+"""Most ways to choose branches of a parallel item that are enumerated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absorbed:
+    """Branches, or parts of them, of the parallel item at ``position`` that a stage takes in.
+
+    Args:
+        kind, count, cut: ``count`` branches of that kind, from item ``cut`` on (a tail) or up to it
+            (a head); kind -1 where only whole branches are taken.
+        whole: whole branches of every kind.
+    """
+
+    position: int
+    kind: int
+    count: int
+    cut: int
+    whole: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Branches:
+    """A parallel item: its kinds of structurally equal branches and the states of taking some.
+
+    Args:
+        kinds: one series table a kind; ``instances`` the components of each kind.
+        states: every way to count branches of each kind; the last is all of them.
+    """
+
+    component: Component
+    kinds: list[Series]
+    instances: list[list[Component]]
+    states: list[tuple[int, ...]]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Return the number of branches of each kind."""
+        return tuple(len(members) for members in self.instances)
+
+
+@dataclass(slots=True)
+class Series:
+    """A series component with its rows and columns (real ones first).
+
+    Args:
+        row_start: first item of the interval of each row; ``column_end`` the item after its last.
+        row_extra, column_extra: what a virtual row or column absorbs; None for real ones.
+        row_blocks, column_blocks: the absorbed blocks, of representatives of their kinds.
+    """
+
+    component: Component
+    items: tuple[Component, ...]
+    branches: dict[int, Branches]
+    row_start: list[int]
+    column_end: list[int]
+    row_extra: list[Absorbed | None]
+    column_extra: list[Absorbed | None]
+    row_blocks: list[tuple[int, ...]]
+    column_blocks: list[tuple[int, ...]]
+    bytes_through: Floats
+
+    @property
+    def num_items(self) -> int:
+        """Return the number of items."""
+        return len(self.items)
+
+
+def build_series(graph: BlockGraph, costs: CostModel, rules: BatchRules, component: Component) -> Series:
+    """Return the table of a component; equal branches share one table.
+
+    A parallel component or a single block is a series of one item.
+    """
+    items = component.children if component.kind == "series" else (component,)
+    signatures = _block_signatures(graph, costs, rules)
+    return _build(graph, items, component, signatures, {})
+
+
+def _build(
+    graph: BlockGraph,
+    items: tuple[Component, ...],
+    component: Component,
+    signatures: Sequence[int],
+    known: dict[object, Series],
+) -> Series:
+    branches = {
+        i: _build_branches(graph, item, signatures, known)
+        for i, item in enumerate(items)
+        if item.kind == "parallel"
+    }
+    num = len(items)
+    series = Series(
+        component=component,
+        items=items,
+        branches=branches,
+        row_start=list(range(num)),
+        column_end=list(range(1, num + 1)),
+        row_extra=[None] * num,
+        column_extra=[None] * num,
+        row_blocks=[()] * num,
+        column_blocks=[()] * num,
+        bytes_through=_interval_bytes(graph, items),
+    )
+    for position, parallel in branches.items():
+        if position + 1 < num:
+            for extra, blocks in _absorptions(parallel, position, is_tail=True):
+                series.row_start.append(position + 1)
+                series.row_extra.append(extra)
+                series.row_blocks.append(blocks)
+        if position > 0:
+            for extra, blocks in _absorptions(parallel, position, is_tail=False):
+                series.column_end.append(position)
+                series.column_extra.append(extra)
+                series.column_blocks.append(blocks)
+    return series
+
+
+def _build_branches(
+    graph: BlockGraph, item: Component, signatures: Sequence[int], known: dict[object, Series]
+) -> Branches:
+    grouped: dict[object, list[Component]] = {}
+    for child in item.children:
+        grouped.setdefault(_signature(child, signatures), []).append(child)
+    kinds = []
+    for signature, members in grouped.items():
+        if signature not in known:
+            children = members[0].children if members[0].kind == "series" else (members[0],)
+            known[signature] = _build(graph, children, members[0], signatures, known)
+        kinds.append(known[signature])
+    counts = [len(members) for members in grouped.values()]
+    # A kind met elsewhere keeps its first table; its own members come first here all the same.
+    instances = [list(members) for members in grouped.values()]
+    total = int(np.prod([count + 1 for count in counts]))
+    if total <= MAX_STATES:
+        states = list(itertools.product(*(range(count + 1) for count in counts)))
+    else:
+        states = [tuple([0] * len(counts)), tuple(counts)]
+    return Branches(component=item, kinds=kinds, instances=instances, states=states)
+
+
+def _absorptions(
+    parallel: Branches, position: int, *, is_tail: bool
+) -> list[tuple[Absorbed, tuple[int, ...]]]:
+    """List what a stage next to a parallel item may take in of it, without taking all of it."""
+    counts = parallel.counts
+    found: dict[Absorbed, tuple[int, ...]] = {}
+    full = tuple(counts)
+    empty = tuple([0] * len(counts))
+    for whole in parallel.states:
+        if whole not in (empty, full):
+            extra = Absorbed(position=position, kind=-1, count=0, cut=0, whole=whole)
+            found[extra] = _whole_blocks(parallel, whole)
+    for kind, series in enumerate(parallel.kinds):
+        if not 1 < series.num_items <= MAX_PARTIAL_ITEMS:
+            continue
+        for cut, count in itertools.product(range(1, series.num_items), sorted({1, 2, counts[kind]})):
+            if count > counts[kind]:
+                continue
+            others = tuple(0 if k == kind else c for k, c in enumerate(counts))
+            for whole in {empty, others} & set(parallel.states):
+                part = series.items[cut:] if is_tail else series.items[:cut]
+                own = [block for item in part for block in item.blocks]
+                extra = Absorbed(position=position, kind=kind, count=count, cut=cut, whole=whole)
+                # Blocks of the representative stand for every branch: repeated once for each.
+                found[extra] = (*(own * count), *_whole_blocks(parallel, whole))
+    return list(found.items())
+
+
+def _whole_blocks(parallel: Branches, whole: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(
+        block for kind, count in enumerate(whole) for block in parallel.kinds[kind].component.blocks * count
+    )
+
+
+def _signature(component: Component, signatures: Sequence[int]) -> object:
+    if component.kind == "block":
+        return signatures[component.blocks[0]]
+    return component.kind, tuple(_signature(child, signatures) for child in component.children)
+
+
+def _block_signatures(graph: BlockGraph, costs: CostModel, rules: BatchRules) -> list[int]:
+    """Number the blocks so that those with equal costs, outputs and constraints have equal numbers."""
+    outputs: dict[str, set[str]] = {}
+    for edge in graph.edges:
+        outputs.setdefault(edge.src, set()).update(edge.tensors)
+    numbers: dict[object, int] = {}
+    result = []
+    for i, block in enumerate(graph.blocks):
+        sizes = sorted(graph.tensors[t].bytes_for(graph.num_samples) for t in outputs.get(block.name, ()))
+        key = (
+            costs.cost_key(i),
+            tuple(sizes),
+            block.name in rules.coupled,
+            rules.fixed.get(block.name),
+            block.name == graph.loss_block,
+        )
+        result.append(numbers.setdefault(key, len(numbers)))
+    return result
+
+
+def _interval_bytes(graph: BlockGraph, items: tuple[Component, ...]) -> Floats:
+    """Return [start, stop]: forward bytes a sample that enter or leave the interval of items."""
+    num = len(items)
+    place = {block: i for i, item in enumerate(items) for block in item.blocks}
+    first = min(place)
+    names = [block.name for block in graph.blocks]
+    index = {name: i for i, name in enumerate(names)}
+    makers: dict[str, int] = {}
+    readers: dict[str, list[int]] = {}
+    for edge in graph.edges:
+        src, dst = index[edge.src], index[edge.dst]
+        if src not in place and dst not in place:
+            continue
+        for tensor in edge.tensors:
+            makers[tensor] = place.get(src, -1)
+            readers.setdefault(tensor, []).append(place.get(dst, num if dst > first else -1))
+    result = np.zeros((num + 1, num + 1))
+    for tensor, maker in makers.items():
+        spec = graph.tensors[tensor]
+        if spec.layout.kind is not LayoutKind.BATCH:
+            continue
+        size = spec.bytes_for(spec.num_samples) / spec.num_samples
+        at = sorted(set(readers[tensor]))
+        last = at[-1]
+        if maker >= 0 and last > maker:  # leaves every interval that holds the maker and ends by ``last``
+            result[: maker + 1, maker + 1 : last + 1] += size
+        inside = [r for r in at if 0 <= r < num and r > maker]
+        previous = maker
+        for reader in inside:  # enters every interval that begins after the maker and holds a reader
+            result[previous + 1 : reader + 1, reader + 1 :] += size
+            previous = reader
+    return result
+
+
+@dataclass(slots=True)
+class StageTable:
+    """Costs of every stage of one series at one micro-batch size, by degree, row and column.
+
+    Args:
+        us_per_sample: time; inf where there is no such stage.
+        max_level: the greatest level (stages to the sink, in units of the micro-batch size) at which
+            its in-flight micro-batches still fit; ``no_limit`` where all do.
+        first_step, step: levels a stage adds after a sink and after another stage.
+    """
+
+    us_per_sample: Floats
+    max_level: npt.NDArray[np.int64]
+    first_step: npt.NDArray[np.int64]
+    step: npt.NDArray[np.int64]
+
+
+NO_LIMIT = 1 << 40
+
+
+class TableMaker:
+    """Makes the tables of one micro-batch size (``wish``) for all series of a tree."""
+
+    def __init__(
+        self,
+        graph: BlockGraph,
+        costs: CostModel,
+        rules: BatchRules,
+        *,
+        wish: int,
+        memory_limit: float,
+        link_us_per_byte: float,
+        is_gpipe: bool,
+        reduce_us_per_byte: Sequence[float],
+        degrees: Sequence[int],
+    ) -> None:
+        self.costs, self.rules, self.wish = costs, rules, wish
+        self.memory_limit, self.link_us_per_byte, self.is_gpipe = memory_limit, link_us_per_byte, is_gpipe
+        self.degrees, self.reduce_us_per_byte = list(degrees), list(reduce_us_per_byte)
+        names = [block.name for block in graph.blocks]
+        self.coupled = np.array([name in rules.coupled for name in names], dtype=float)
+        self.fixed_sizes = sorted(set(rules.fixed.values()))
+        self.fixed = [
+            np.array([rules.fixed.get(name) == size for name in names], dtype=float)
+            for size in self.fixed_sizes
+        ]
+
+    def table(self, series: Series) -> StageTable:
+        """Return the table of a series' intervals."""
+        start, end = np.array(series.row_start), np.array(series.column_end)
+        valid = end[None, :] > start[:, None]
+
+        def total(values: Floats) -> Floats:
+            return self._interval_sums(series, values, start, end)
+
+        through = series.bytes_through[start[:, None], np.where(valid, end[None, :], start[:, None])]
+        rows = [list(blocks) for blocks in series.row_blocks]
+        columns = [list(blocks) for blocks in series.column_blocks]
+        peak = self._interval_peaks(series, start, end, rows, columns)
+        return self._make(total, peak, valid, through)
+
+    def bins(self, parallel: Branches) -> StageTable:
+        """Return the table of stages that hold whole branches: one row, one column a state."""
+        columns = [list(_whole_blocks(parallel, state)) for state in parallel.states]
+
+        def total(values: Floats) -> Floats:
+            return np.array([[values[blocks].sum() for blocks in columns]])
+
+        transient = self.costs.transient_per_sample
+        peak = np.array([[transient[blocks].max(initial=0.0) for blocks in columns]])
+        valid = np.array([[len(blocks) > 0 for blocks in columns]])
+        per_kind = [kind.bytes_through[0, kind.num_items] for kind in parallel.kinds]
+        through = np.array([[float(np.dot(state, per_kind)) for state in parallel.states]])
+        return self._make(total, peak, valid, through)
+
+    def _interval_sums(self, series: Series, values: Floats, start: Ints, end: Ints) -> Floats:
+        prefix = np.concatenate(
+            [[0.0], np.cumsum([values[list(item.blocks)].sum() for item in series.items])]
+        )
+        row = np.array([values[list(blocks)].sum() for blocks in series.row_blocks])
+        column = np.array([values[list(blocks)].sum() for blocks in series.column_blocks])
+        return row[:, None] + column[None, :] + prefix[end][None, :] - prefix[start][:, None]
+
+    def _interval_peaks(
+        self, series: Series, start: Ints, end: Ints, rows: list[list[int]], columns: list[list[int]]
+    ) -> Floats:
+        transient = self.costs.transient_per_sample
+        num = series.num_items
+        items = np.array([transient[list(item.blocks)].max(initial=0.0) for item in series.items])
+        peak = np.zeros((num + 1, num + 1))
+        for i in range(num):
+            peak[i, i + 1 :] = np.maximum.accumulate(items[i:])
+        row = np.array([transient[blocks].max(initial=0.0) for blocks in rows])
+        column = np.array([transient[blocks].max(initial=0.0) for blocks in columns])
+        return np.maximum(peak[np.ix_(start, end)], np.maximum(row[:, None], column[None, :]))
+
+    def _make(self, total: Total, peak: Floats, valid: npt.NDArray[np.bool_], through: Floats) -> StageTable:
+        costs, mini_batch = self.costs, self.rules.mini_batch
+        shape = (len(self.degrees), *valid.shape)
+        us = np.full(shape, np.inf)
+        level = np.zeros(shape, dtype=np.int64)
+        first_step, step = np.ones(shape, dtype=np.int64), np.ones(shape, dtype=np.int64)
+        saved, saved_fixed = total(costs.saved_per_sample), total(costs.saved_fixed)
+        parameter, gradient = total(costs.parameter_bytes), total(costs.gradient_bytes)
+        optimizer = total(costs.optimizer_bytes)
+        classes = self._classes(total, valid)
+        for i, degree in enumerate(self.degrees):
+            held = costs.held_bytes_of(parameter, gradient, optimizer, degree)
+            for (is_coupled, fixed), mask in classes.items():
+                size = self._size(is_coupled, fixed, degree)
+                if size is None:
+                    continue
+                local = size / degree
+                forward, backward = costs.block_times(local)
+                compute = total(forward + backward) / size
+                link = 2 * through * self.link_us_per_byte / degree
+                reduces = mini_batch // size if costs.zero_stage >= 2 else 1
+                reduction = gradient * (self.reduce_us_per_byte[i] * reduces / mini_batch)
+                us[i][mask] = (np.maximum(compute, link) + reduction)[mask]
+                per_micro_batch = saved * local + saved_fixed
+                room = self.memory_limit - held - peak * local
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    count = np.where(per_micro_batch > 0, np.floor(room / per_micro_batch + 1e-9), NO_LIMIT)
+                count = np.where(room < 0, 0, count)
+                all_of_them = mini_batch // size
+                levels = np.floor(np.minimum(count, NO_LIMIT) * size / self.wish)
+                levels = np.where(count < 1, 0, np.maximum(levels, 1))
+                if self.is_gpipe:
+                    levels = np.zeros_like(levels)
+                level[i][mask] = np.where(count >= all_of_them, NO_LIMIT, levels)[mask]
+                if size > self.wish:
+                    first_step[i][mask] = -(-size // self.wish)
+                    step[i][mask] = -(-2 * size // self.wish) - 1
+        us[level == 0] = np.inf
+        return StageTable(us_per_sample=us, max_level=level, first_step=first_step, step=step)
+
+    def _classes(
+        self, total: Total, valid: npt.NDArray[np.bool_]
+    ) -> dict[tuple[bool, int | None], npt.NDArray[np.bool_]]:
+        coupled = total(self.coupled) > 0.5
+        fixed = [total(flags) > 0.5 for flags in self.fixed]
+        conflict = sum(flags.astype(int) for flags in fixed) > 1 if fixed else np.zeros_like(valid)
+        free = ~np.any(fixed, axis=0) if fixed else np.ones_like(valid)
+        classes: dict[tuple[bool, int | None], npt.NDArray[np.bool_]] = {}
+        for is_coupled in (False, True):
+            base = valid & (coupled == is_coupled) & ~conflict
+            classes[is_coupled, None] = base & free
+            for size, flags in zip(self.fixed_sizes, fixed, strict=True):
+                classes[is_coupled, size] = base & flags
+        return {key: mask for key, mask in classes.items() if mask.any()}
+
+    def _size(self, is_coupled: bool, fixed: int | None, degree: int) -> int | None:
+        unit = self.rules.loss_unit * degree if is_coupled else None
+        size = fixed if fixed is not None else unit if unit is not None else self.wish
+        if (unit is not None and size != unit) or size % degree or self.rules.mini_batch % size:
+            return None
+        return size

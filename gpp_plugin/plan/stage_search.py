@@ -1,0 +1,423 @@
+"""The fewest devices for every level of a series-parallel graph within a time (GraphPipe, Algorithm 1).
+
+The paper's DP asks whether d devices suffice and returns the source's in-flight; here devices are the
+value: ``fewest(series, exit level, entry level, t)``. A *level* is the in-flight of a stage in units of
+the micro-batch size: the sink has 1, a stage before one of level e has e + 1 (1F1B; GraphPipe, Table 2,
+gives the steps where sizes differ). Branches of a parallel item have the join's level as exit and the
+largest of their levels as entry. Equal branches are solved once; whole branches may share a stage (bin
+packing over counts), and the stage of a join or a fork may own parts of branches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gpp_plugin.plan.components import Component
+from gpp_plugin.plan.costs import Floats
+from gpp_plugin.plan.intervals import (
+    MAX_PARTIAL_ITEMS,
+    NO_LIMIT,
+    Absorbed,
+    Branches,
+    Ints,
+    Series,
+    StageTable,
+    TableMaker,
+)
+
+Group = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Solved:
+    """Values of one series: ``fewest[end, exit, level, position]`` and what led to them."""
+
+    fewest: Floats
+    rows: Floats
+    columns: Floats
+
+
+class StageSearch:
+    """Answers for one graph and one micro-batch size, for any bound on the time a sample.
+
+    Args:
+        max_level: levels that are considered; more are never needed.
+    """
+
+    def __init__(self, root: Series, maker: TableMaker, max_level: int) -> None:
+        self.root = root
+        self.max_level = max_level
+        self.degrees = np.array(maker.degrees, dtype=float)
+        self._tables: dict[int, StageTable] = {}
+        self._bins: dict[int, StageTable] = {}
+        self._moves: dict[int, list[tuple[Ints, Ints]]] = {}
+        self._order: list[Series] = []
+        self._collect(root, maker)
+        self._solved: dict[int, _Solved] = {}
+        self._best: dict[int, Floats] = {}
+        self._cost_cache: dict[tuple[int, int], list[tuple[int, int, Floats]]] = {}
+        self._t = -1.0
+
+    def _collect(self, series: Series, maker: TableMaker) -> None:
+        if id(series) in self._tables:
+            return
+        for branches in series.branches.values():
+            for kind in branches.kinds:
+                self._collect(kind, maker)
+            self._bins[id(branches)] = maker.bins(branches)
+            self._moves[id(branches)] = _bin_moves(branches)
+        self._tables[id(series)] = maker.table(series)
+        self._order.append(series)
+
+    def times(self) -> Floats:
+        """Return every time per sample a stage can have, increasing."""
+        found = [t.us_per_sample.ravel() for t in (*self._tables.values(), *self._bins.values())]
+        values = np.unique(np.concatenate(found))
+        return values[np.isfinite(values)]
+
+    def fewest_devices(self, t: float) -> Floats:
+        """Return [level]: the fewest devices for stages of at most ``t`` a sample and that many levels."""
+        self._t = t
+        self._solved.clear()
+        self._best.clear()
+        self._cost_cache.clear()
+        for series in self._order:
+            is_root = series is self.root
+            for branches in series.branches.values():
+                self._best[id(branches)] = self._solve_branches(branches)
+            self._solved[id(series)] = self._solve(series, is_root)
+        values: Floats = self._solved[id(self.root)].fewest[0, 0, :, 0]
+        return values
+
+    # ---- values -------------------------------------------------------------------------------
+
+    def _costs_at(self, key: int, table: StageTable, level: int) -> list[tuple[int, int, Floats]]:
+        """Return (first step, step, fewest devices [row, column]) of the stages allowed at a level."""
+        is_in_time = table.us_per_sample <= self._t
+        limits = table.max_level[is_in_time]
+        if limits.size == 0:
+            return []
+        # Costs change with the level only where memory limits one of the stages in time.
+        finite = limits[limits < NO_LIMIT]
+        bound = 1 if finite.size == 0 else level
+        cached = self._cost_cache.get((key, bound))
+        if cached is not None:
+            return cached
+        fits = is_in_time & (table.max_level >= bound)
+        result = []
+        steps = {(1, 1)}
+        if table.step.max(initial=1) > 1 or table.first_step.max(initial=1) > 1:
+            pairs = np.stack([table.first_step[fits], table.step[fits]], axis=1)
+            steps = {(int(a), int(b)) for a, b in np.unique(pairs, axis=0)}
+        for first, step in sorted(steps):
+            allowed = fits if len(steps) == 1 else fits & (table.first_step == first) & (table.step == step)
+            if not allowed.any():
+                continue
+            chosen = allowed.argmax(axis=0)
+            cost = np.where(allowed.any(axis=0), self.degrees[chosen], np.inf)
+            result.append((first, step, cost))
+        self._cost_cache[key, bound] = result
+        return result
+
+    def _solve(self, series: Series, is_root: bool) -> _Solved:
+        num, top = series.num_items, self.max_level
+        ends = [num] if is_root or not is_short(series) else list(range(1, num + 1))
+        exits = 1 if is_root else top + 1
+        num_rows, num_columns = len(series.row_start), len(series.column_end)
+        fewest = np.full((len(ends), exits, top + 1, num + 1), np.inf)
+        rows = np.full((len(ends), exits, top + 1, num_rows), np.inf)
+        columns = np.full((len(ends), exits, top + 1, num_columns), np.inf)
+        for i, end in enumerate(ends):
+            for exit_level in range(exits):
+                fewest[i, exit_level, exit_level:, end] = 0.0
+        table = self._tables[id(series)]
+        rests = self._rests(series)
+        columns[:, :, 0, :num] = fewest[:, :, 0, 1:]
+        for level in range(1, top + 1):
+            for first, step, cost in self._costs_at(id(series), table, level):
+                after = np.full(columns[:, :, 0].shape, np.inf)
+                if level >= step:
+                    after = columns[:, :, level - step]
+                if level >= first and first != step:
+                    after = after.copy()
+                    at_sink = columns[:, 0, 0, :]
+                    after[:, 0, :] = np.minimum(after[:, 0, :], at_sink)
+                value = (cost[None, None] + after[:, :, None, :]).min(axis=3)
+                rows[:, :, level] = np.minimum(rows[:, :, level], value)
+            fewest[:, :, level, :num] = np.minimum(fewest[:, :, level - 1, :num], rows[:, :, level, :num])
+            for place, branches in series.branches.items():
+                every = self._best[id(branches)][-1]
+                value = (fewest[:, :, :level, place + 1] + every[:level, level]).min(axis=2)
+                for r, rest in rests[0].get(place, ()):
+                    owned = (rows[:, :, 1:level, r] + rest[1:level, level]).min(axis=2, initial=np.inf)
+                    value = np.minimum(value, owned)
+                fewest[:, :, level, place] = np.minimum(fewest[:, :, level, place], value)
+            columns[:, :, level, :num] = fewest[:, :, level, 1:]
+            for place, members in rests[1].items():
+                for c, rest in members:
+                    value = (fewest[:, :, :level, place + 1] + rest[:level, level]).min(axis=2)
+                    columns[:, :, level, c] = value
+        return _Solved(fewest=fewest, rows=rows, columns=columns)
+
+    def _rests(self, series: Series) -> tuple[dict[int, list[tuple[int, Floats]]], ...]:
+        """Return by position the virtual rows and columns with the cost of what they leave over."""
+        result: tuple[dict[int, list[tuple[int, Floats]]], ...] = ({}, {})
+        for side, extras in enumerate((series.row_extra, series.column_extra)):
+            for i, extra in enumerate(extras):
+                if extra is not None:
+                    rest = self._rest(series.branches[extra.position], extra, is_tail=side == 0)
+                    if np.isfinite(rest).any():
+                        result[side].setdefault(extra.position, []).append((i, rest))
+        return result
+
+    def _rest(self, branches: Branches, extra: Absorbed, *, is_tail: bool) -> Floats:
+        rest = self._best[id(branches)][branches.states.index(_left_over(branches, extra))]
+        if extra.kind < 0:
+            return rest
+        return rest + extra.count * self._part(branches.kinds[extra.kind], extra.cut, is_tail=is_tail)
+
+    def _part(self, kind: Series, cut: int, *, is_tail: bool) -> Floats:
+        """Return [exit, level] of what is left of a branch whose tail (or head) is taken away."""
+        fewest = self._solved[id(kind)].fewest
+        part: Floats = fewest[cut - 1, :, :, 0] if is_tail else fewest[-1, :, :, cut]
+        return part
+
+    def _solve_branches(self, branches: Branches) -> Floats:
+        """Return [state, exit, level]: the fewest devices for branches counted by the state."""
+        top = self.max_level
+        best = np.full((len(branches.states), top + 1, top + 1), np.inf)
+        for exit_level in range(top + 1):
+            best[0, exit_level, exit_level:] = 0.0
+        singles = [self._solved[id(kind)].fewest[-1, :, :, 0] for kind in branches.kinds]
+        bins = self._bin_costs(branches)
+        if len(branches.states) == 2 and sum(branches.counts) > 1:  # too many states: each branch alone
+            best[1] = sum(count * single for count, single in zip(branches.counts, singles, strict=True))
+            best[1] = np.minimum(best[1], bins[1])
+            return best
+        index = {state: i for i, state in enumerate(branches.states)}
+        for i, state in enumerate(branches.states[1:], start=1):
+            kind = next(k for k, count in enumerate(state) if count)
+            without = tuple(c - (k == kind) for k, c in enumerate(state))
+            best[i] = singles[kind] + best[index[without]]
+            taken, left = self._moves[id(branches)][i]
+            if taken.size:
+                best[i] = np.minimum(best[i], (bins[taken] + best[left]).min(axis=0))
+        return best
+
+    def _bin_costs(self, branches: Branches) -> Floats:
+        """Return [state, exit, level] of one stage that holds the state's branches whole."""
+        top = self.max_level
+        table = self._bins[id(branches)]
+        bins = np.full((len(branches.states), top + 1, top + 1), np.inf)
+        for level in range(1, top + 1):
+            for first, step, cost in self._costs_at(id(branches), table, level):
+                if level >= step and not (level == step and first != step):
+                    bins[:, level - step, level:] = np.minimum(
+                        bins[:, level - step, level:], cost[0][:, None]
+                    )
+                if level == first:
+                    bins[:, 0, level:] = np.minimum(bins[:, 0, level:], cost[0][:, None])
+        return bins
+
+    # ---- from values back to stages ---------------------------------------------------------------
+
+    def groups(self, level: int) -> list[Group]:
+        """Return the blocks of each stage of a solution with that many levels, after `fewest_devices`."""
+        return self._groups_of(self.root, -1, 0, level, 0)
+
+    def _groups_of(self, series: Series, end: int, exit_level: int, level: int, place: int) -> list[Group]:
+        """Return the stages of items ``place`` on (up to the end of index ``end``)."""
+        solved = self._solved[id(series)]
+        fewest = solved.fewest[end, exit_level]
+        num = series.num_items
+        stop = num if end in (-1, num - 1) else end + 1
+        if place == stop:
+            return []
+        target = fewest[level, place]
+        assert np.isfinite(target)
+        while level > 0 and fewest[level - 1, place] == target:
+            level -= 1
+        if solved.rows[end, exit_level, level, place] == target:
+            return self._row_groups(series, end, exit_level, level, place, ())
+        branches = series.branches[place]
+        everything = branches.states[-1]
+        every = self._best[id(branches)][-1]
+        pools = [list(members) for members in branches.instances]
+        for middle in range(level):
+            if every[middle, level] + fewest[middle, place + 1] == target:
+                found = self._branch_groups(branches, pools, everything, middle, level)
+                return found + self._groups_of(series, end, exit_level, middle, place + 1)
+        for r, rest in self._rests(series)[0].get(place, ()):
+            for middle in range(1, level):
+                if solved.rows[end, exit_level, middle, r] + rest[middle, level] == target:
+                    extra = series.row_extra[r]
+                    assert extra is not None
+                    own, found = self._split_branches(branches, pools, extra, middle, level, is_tail=True)
+                    return found + self._row_groups(series, end, exit_level, middle, r, own)
+        raise AssertionError("no choice leads to the value")
+
+    def _row_groups(
+        self, series: Series, end: int, exit_level: int, level: int, row: int, own: Group
+    ) -> list[Group]:
+        """Return the stage that begins as ``row`` says (``own``: what it absorbs) and all after it."""
+        solved = self._solved[id(series)]
+        target = solved.rows[end, exit_level, level, row]
+        for first, step, cost in self._costs_at(id(series), self._tables[id(series)], level):
+            afters = [level - step] if level >= step else []
+            if level >= first and first != step and exit_level == 0:
+                afters.append(0)
+            for after in afters:
+                values = cost[row] + solved.columns[end, exit_level, after]
+                for c in np.flatnonzero(values == target):
+                    stop = series.column_end[c]
+                    items = series.items[series.row_start[row] : stop]
+                    blocks = own + tuple(block for item in items for block in item.blocks)
+                    extra = series.column_extra[c]
+                    if extra is None:
+                        return [blocks, *self._groups_of(series, end, exit_level, after, stop)]
+                    return self._fork_groups(series, end, exit_level, after, int(c), extra, blocks)
+        raise AssertionError("no choice leads to the value")
+
+    def _fork_groups(
+        self,
+        series: Series,
+        end: int,
+        exit_level: int,
+        level: int,
+        column: int,
+        extra: Absorbed,
+        blocks: Group,
+    ) -> list[Group]:
+        solved = self._solved[id(series)]
+        branches = series.branches[extra.position]
+        rest = self._rest(branches, extra, is_tail=False)
+        target = solved.columns[end, exit_level, level, column]
+        fewest = solved.fewest[end, exit_level]
+        pools = [list(members) for members in branches.instances]
+        for middle in range(level):
+            if rest[middle, level] + fewest[middle, extra.position + 1] == target:
+                own, found = self._split_branches(branches, pools, extra, middle, level, is_tail=False)
+                after = self._groups_of(series, end, exit_level, middle, extra.position + 1)
+                return [blocks + own, *found, *after]
+        raise AssertionError("no choice leads to the value")
+
+    def _split_branches(
+        self,
+        branches: Branches,
+        pools: list[list[Component]],
+        extra: Absorbed,
+        exit_level: int,
+        level: int,
+        *,
+        is_tail: bool,
+    ) -> tuple[Group, list[Group]]:
+        """Return the blocks a join or fork takes in, and the stages of what is left of its branches."""
+        own: list[int] = []
+        found: list[Group] = []
+        for kind, count in enumerate(extra.whole):
+            for _ in range(count):
+                own.extend(pools[kind].pop().blocks)
+        if extra.kind >= 0:
+            series = branches.kinds[extra.kind]
+            for _ in range(extra.count):
+                mapping = _mapping(series.component, pools[extra.kind].pop())
+                part = series.items[extra.cut :] if is_tail else series.items[: extra.cut]
+                own.extend(mapping[block] for item in part for block in item.blocks)
+                if is_tail:
+                    groups = self._groups_of(series, extra.cut - 1, exit_level, level, 0)
+                else:
+                    groups = self._groups_of(series, -1, exit_level, level, extra.cut)
+                found.extend(_mapped(groups, mapping))
+        state = _left_over(branches, extra)
+        found.extend(self._branch_groups(branches, pools, state, exit_level, level))
+        return tuple(own), found
+
+    def _branch_groups(
+        self,
+        branches: Branches,
+        pools: list[list[Component]],
+        state: tuple[int, ...],
+        exit_level: int,
+        level: int,
+    ) -> list[Group]:
+        found: list[Group] = []
+        best, bins = self._best[id(branches)], self._bin_costs(branches)
+        singles = [self._solved[id(kind)].fewest[-1, :, :, 0] for kind in branches.kinds]
+        if len(branches.states) == 2 and sum(branches.counts) > 1 and any(state):
+            if bins[1, exit_level, level] == best[1, exit_level, level]:
+                return [tuple(b for pool in pools for member in pool for b in member.blocks)]
+            for kind, series in enumerate(branches.kinds):
+                for _ in range(state[kind]):
+                    found.extend(self._single_groups(series, pools[kind].pop(), exit_level, level))
+            return found
+        while any(state):
+            i = branches.states.index(state)
+            kind = next(k for k, count in enumerate(state) if count)
+            without = tuple(c - (k == kind) for k, c in enumerate(state))
+            target = best[i, exit_level, level]
+            rest = best[branches.states.index(without), exit_level, level]
+            if singles[kind][exit_level, level] + rest == target:
+                found.extend(self._single_groups(branches.kinds[kind], pools[kind].pop(), exit_level, level))
+                state = without
+                continue
+            taken, left = self._moves[id(branches)][i]
+            values = bins[taken, exit_level, level] + best[left, exit_level, level]
+            choice = int(np.flatnonzero(values == target)[0])
+            members = branches.states[taken[choice]]
+            found.append(
+                tuple(b for k, n in enumerate(members) for _ in range(n) for b in pools[k].pop().blocks)
+            )
+            state = branches.states[left[choice]]
+        return found
+
+    def _single_groups(self, series: Series, member: Component, exit_level: int, level: int) -> list[Group]:
+        return _mapped(self._groups_of(series, -1, exit_level, level, 0), _mapping(series.component, member))
+
+
+def is_short(series: Series) -> bool:
+    """Return whether parts of a branch like this may be absorbed by a join's stage."""
+    return series.num_items <= MAX_PARTIAL_ITEMS
+
+
+def _left_over(branches: Branches, extra: Absorbed) -> tuple[int, ...]:
+    return tuple(
+        total - whole - (extra.count if kind == extra.kind else 0)
+        for kind, (total, whole) in enumerate(zip(branches.counts, extra.whole, strict=True))
+    )
+
+
+def _bin_moves(branches: Branches) -> list[tuple[Ints, Ints]]:
+    """Return for each state the bins of two or more branches it may fill next, and what they leave.
+
+    A bin always holds a branch of the state's first kind, so that every packing is met once.
+    """
+    index = {state: i for i, state in enumerate(branches.states)}
+    moves = []
+    for state in branches.states:
+        first = next((k for k, count in enumerate(state) if count), None)
+        taken, left = [], []
+        for i, bin_state in enumerate(branches.states):
+            if first is None or sum(bin_state) < 2 or not bin_state[first]:
+                continue
+            rest = tuple(a - b for a, b in zip(state, bin_state, strict=True))
+            if min(rest) >= 0:
+                taken.append(i)
+                left.append(index[rest])
+        moves.append((np.array(taken, dtype=int), np.array(left, dtype=int)))
+    return moves
+
+
+def _leaves(component: Component) -> list[int]:
+    if not component.children:
+        return list(component.blocks)
+    return [block for child in component.children for block in _leaves(child)]
+
+
+def _mapping(representative: Component, member: Component) -> dict[int, int]:
+    return dict(zip(_leaves(representative), _leaves(member), strict=True))
+
+
+def _mapped(groups: list[Group], mapping: dict[int, int]) -> list[Group]:
+    return [tuple(mapping[block] for block in group) for group in groups]

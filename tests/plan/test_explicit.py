@@ -1,0 +1,89 @@
+"""Plans that users write, and what they are told when they are wrong."""
+
+import json
+
+import pytest
+
+from gpp_plugin.errors import PlanError, PlanInfeasible
+from gpp_plugin.ir.serialize import dumps
+from gpp_plugin.plan.explicit import explicit_plan
+from tests.plan.graphs import clip, encoder_decoder, make_request
+
+TOWERS = {
+    "stages": [
+        {
+            "name": "vision",
+            "modules": ["vision_model", "visual_projection"],
+            "devices": 2,
+            "micro_batch_size": 4,
+        },
+        {"name": "text", "modules": ["text_model", "text_projection"], "ranks": [3]},
+        {"modules": ["*"], "devices": 1},
+    ]
+}
+
+
+def test_modules_select_blocks():
+    plan = explicit_plan(TOWERS, make_request(clip(), loss_unit=4))
+    assert [s.name for s in plan.stages] == ["vision", "text", "loss"]
+    assert [s.ranks for s in plan.stages] == [(0, 1), (3,), (2,)]
+    assert plan.stages[0].blocks == (
+        "vision_model.embeddings",
+        "vision_model.encoder.layers.0",
+        "vision_model.encoder.layers.1",
+        "visual_projection",
+    )
+    assert plan.stages[0].micro_batch_size == 4
+    assert plan.stages[2].micro_batch_size == 4  # the coupled loss computes one unit
+
+
+def test_ranks_are_shared_out_where_none_are_given():
+    spec = {"stages": [{"name": "a", "modules": ["encoder"]}, {"modules": ["*"]}]}
+    plan = explicit_plan(spec, make_request(encoder_decoder(), ranks=4))
+    assert plan.num_ranks == 4
+
+
+def test_a_longer_path_wins_over_a_shorter():
+    spec = {
+        "stages": [
+            {"name": "first", "modules": ["vision_model.embeddings"]},
+            {"name": "rest", "modules": ["vision_model", "visual_projection"]},
+            {"modules": ["*"]},
+        ]
+    }
+    plan = explicit_plan(spec, make_request(clip(), ranks=3))
+    assert {s.name: s.blocks for s in plan.stages}["first"] == ("vision_model.embeddings",)
+
+
+def test_a_saved_plan_is_read_back():
+    request = make_request(clip(), loss_unit=4)
+    plan = explicit_plan(TOWERS, request)
+    assert explicit_plan(json.loads(dumps(plan)), request) == plan
+    with pytest.raises(PlanError, match="made for 4 ranks.*plan again"):
+        explicit_plan(json.loads(dumps(plan)), make_request(clip(), ranks=8, loss_unit=4))
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([{"modules": ["vison_model"]}, {"modules": ["*"]}], "no module 'vison_model'.*vision_model"),
+        ([{"modules": ["vision_model"]}], r"blocks are in no stage .*add \"\*\""),
+        ([{"modules": ["*"]}, {"modules": ["*"]}], "only one can"),
+        ([{"module": ["*"]}], r"unknown keys \['module'\]"),
+        ([{"modules": ["*"], "devices": 0}], "devices: expected a positive integer"),
+        ([{"modules": ["*"], "devices": 3}], "use 3 ranks and the run has 4"),
+        ([{"modules": ["*"], "micro_batch_size": 5}], "does not divide the mini-batch of 16"),
+        ([{"modules": ["vision_model", "head"]}, {"modules": ["*"]}], "circle"),
+        ([], "expected"),
+    ],
+)
+def test_mistakes_get_one_line(stages, message):
+    with pytest.raises(PlanError, match=message) as caught:
+        explicit_plan({"stages": stages}, make_request(clip()))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_coupled_stage_needs_whole_units():
+    spec = {"stages": [{"modules": ["*"], "micro_batch_size": 8}]}
+    with pytest.raises(PlanInfeasible, match="loss units of 4"):
+        explicit_plan(spec, make_request(clip(), loss_unit=4))

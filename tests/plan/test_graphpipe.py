@@ -1,0 +1,136 @@
+"""GraphPipe's partitioner against closed forms and the cases of the papers."""
+
+import pytest
+
+from gpp_plugin.errors import PlanInfeasible
+from gpp_plugin.plan.costs import CostModel
+from gpp_plugin.plan.estimate import estimate_plan_us
+from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.sequential import as_sequential
+from tests.plan.graphs import (
+    branches,
+    chain,
+    clip,
+    encoder_decoder,
+    make_cluster,
+    make_graph,
+    make_profile,
+    make_request,
+)
+
+FREE = {"loss_unit": 1, "data_parallel": 1, "mini_batch": 64, "micro_batch_sizes": {"*": 1}}
+
+
+def bottleneck(plan) -> float:
+    return max((s.forward_us + s.backward_us) / s.micro_batch_size for s in plan.stages)
+
+
+@pytest.mark.parametrize(("num", "length"), [(2, 3), (3, 2), (4, 4), (7, 2)])
+def test_equal_branches_without_join_match_the_closed_form(num, length):
+    """n branches of k unit blocks: nk devices give t = 1 and depth k, n devices t = k and depth 1."""
+    graph = branches(num, length, join=None)
+    wide = make_plan("graphpipe", make_request(graph, ranks=num * length, **FREE))
+    assert (bottleneck(wide), wide.depth) == (300.0, length)
+    narrow = make_plan("graphpipe", make_request(graph, ranks=num, **FREE))
+    assert (bottleneck(narrow), narrow.depth) == (300.0 * length, 1)
+
+
+@pytest.mark.parametrize(("blocks", "devices"), [(8, 2), (8, 4), (12, 6), (12, 12)])
+def test_a_chain_is_cut_evenly(blocks, devices):
+    plan = make_plan("graphpipe", make_request(chain(blocks), ranks=devices, **FREE))
+    assert (bottleneck(plan), plan.depth) == (300.0 * blocks / devices, devices)
+
+
+def two_branch():
+    """GraphPipe, section 7.5: 4 x (attention, linear, linear) a branch and a light concatenation."""
+    edges, names, times = [], [], {}
+    for b in "ab":
+        path = [f"{b}.{i}.{kind}" for i in range(4) for kind in ("attention", "linear1", "linear2")]
+        names += path
+        edges += [*zip(path, path[1:], strict=False), (path[-1], "concat")]
+        times.update(dict.fromkeys(path, 1.0))
+    times["concat"] = 0.018
+    graph = make_graph(edges, names=names)
+    return graph, make_profile(graph, times, backward_ratio=0.0)
+
+
+def test_case_study_of_the_paper():
+    """One branch's last stage owns the join: bottleneck 3.018 at depth 5; the linear plan has depth 8."""
+    graph, profile = two_branch()
+    plan = make_plan("graphpipe", make_request(graph, profile, ranks=8, **FREE))
+    assert bottleneck(plan) == pytest.approx(3.018)
+    assert (len(plan.stages), plan.depth) == (8, 5)
+    assert [s.in_flight for s in plan.stages if s.name == "b.3" or "concat" in s.blocks] == [1]
+    linear = make_plan("uniform", make_request(graph, profile, ranks=8, num_stages=8, **FREE))
+    costs = CostModel(graph, profile, make_cluster(8))
+    chained = as_sequential(linear, costs)
+    assert (linear.depth, chained.depth) == (5, 8)  # the stages' real dependencies are not a chain
+    assert max(s.in_flight for s in chained.stages) == 8
+    assert estimate_plan_us(chained, costs) > linear.iteration_us > plan.iteration_us * 0.999
+
+
+def test_a_join_of_its_own_would_cost_a_third_more():
+    """With the join forced into its own stage, 7 stages hold 24 blocks: 4 a stage (ALGORITHMS: 4.016)."""
+    graph, profile = two_branch()
+    plan = make_plan("graphpipe", make_request(graph, profile, ranks=7, **FREE))
+    assert bottleneck(plan) >= 3.018
+
+
+def test_grouping_branches_beats_first_and_rest():
+    """CANDLE-Uno's shape at 4 devices: 7 branches of 4; two whole branches a device is t = 8, not 12."""
+    plan = make_plan("graphpipe", make_request(branches(7, 4), ranks=4, **FREE))
+    assert bottleneck(plan) == 300.0 * 8
+    assert plan.depth == 2
+
+
+def test_clip_encoders_are_parallel_stages_that_meet_in_the_loss():
+    plan = make_plan("graphpipe", make_request(clip(), ranks=3, num_stages=3, **{**FREE, "mini_batch": 16}))
+    names = [stage.name for stage in plan.stages]
+    assert names == ["vision_model", "text_model", "loss"]
+    assert {(edge.src, edge.dst) for edge in plan.edges} == {(0, 2), (1, 2)}
+    assert plan.depth == 2
+
+
+def test_full_batch_loss_takes_one_micro_batch():
+    request = make_request(clip(), ranks=4, loss_unit=16, micro_batch_sizes={"loss": 16}, num_stages=3)
+    plan = make_plan("graphpipe", request)
+    loss = plan.stages[plan.stage_index("loss")]
+    assert (loss.micro_batch_size, loss.degree, loss.in_flight) == (16, 1, 1)
+    assert all(plan.num_micro_batches(i) > 1 for i, s in enumerate(plan.stages) if s.name != "loss")
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize(
+    "graph", [clip(), encoder_decoder(), branches(7, 2), chain(6)], ids=["clip", "t5", "seven", "chain"]
+)
+def test_the_number_of_stages_asked_for_uses_all_ranks(graph, stages):
+    plan = make_plan("graphpipe", make_request(graph, ranks=4, num_stages=stages))
+    assert len(plan.stages) == stages
+    assert plan.num_ranks == 4
+    if stages == 2:
+        equal = make_plan("graphpipe", make_request(graph, ranks=4, num_stages=2, data_parallel=2))
+        assert {s.degree for s in equal.stages} == {2}
+
+
+def test_memory_is_checked_with_each_stages_own_in_flight():
+    """Six blocks of 10 bytes a sample on two devices of 70: three each hold 2 x 30 and 30 bytes."""
+    graph = chain(6)
+    profile = make_profile(graph, saved=10.0)
+    fits = make_request(graph, profile, ranks=2, cluster=make_cluster(2, memory=60), **FREE)
+    plan = make_plan("graphpipe", fits)
+    assert [s.memory_bytes for s in plan.stages] == [60, 30]
+    tight = make_request(graph, profile, ranks=2, cluster=make_cluster(2, memory=40), **FREE)
+    plan = make_plan("graphpipe", tight)  # two blocks with two in flight, four with one
+    assert [(len(s.blocks), s.in_flight) for s in plan.stages] == [(2, 2), (4, 1)]
+    with pytest.raises(PlanInfeasible, match="bytes and rank . may use 20 .*too many"):
+        make_plan(
+            "graphpipe", make_request(graph, profile, ranks=2, cluster=make_cluster(2, memory=20), **FREE)
+        )
+
+
+def test_heavier_stages_get_more_ranks():
+    graph = chain(2)
+    profile = make_profile(graph, {"layers.0": 300.0, "layers.1": 100.0})
+    request = make_request(graph, profile, ranks=6, num_stages=2, mini_batch=48, micro_batch_sizes={"*": 8})
+    plan = make_plan("graphpipe", request)
+    assert [s.degree for s in plan.stages] == [4, 2]

@@ -1,0 +1,58 @@
+"""Megatron's partition and the requests that no planner can meet."""
+
+import pytest
+
+from gpp_plugin.errors import PlanError, PlanInfeasible
+from gpp_plugin.plan.linear import linear_order, split_by_layers, split_by_weight
+from gpp_plugin.plan.registry import make_plan, planner_names
+from tests.plan.graphs import branches, chain, clip, make_request
+
+
+def test_layers_are_divided_evenly():
+    order = ["embed", *(f"h.{i}.{part}" for i in range(4) for part in ("attn", "mlp")), "ln_f", "head"]
+    assert split_by_layers(order, 2) == [
+        ["embed", "h.0.attn", "h.0.mlp", "h.1.attn", "h.1.mlp"],
+        ["h.2.attn", "h.2.mlp", "h.3.attn", "h.3.mlp", "ln_f", "head"],
+    ]
+
+
+def test_a_branch_is_finished_before_the_next_begins():
+    assert linear_order(branches(2, 2)) == ["b0.0", "b0.1", "b1.0", "b1.1", "join"]
+
+
+def test_split_by_weight_is_exact():
+    """BiPar's example: 1 3 1 2 3 in four stages has bottleneck 3."""
+    assert split_by_weight([1, 3, 1, 2, 3], 4) == [(0, 1), (1, 2), (2, 4), (4, 5)]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_uniform_gives_each_stage_the_same_degree(stages):
+    plan = make_plan("uniform", make_request(chain(8), ranks=4, num_stages=stages))
+    assert [len(s.blocks) for s in plan.stages] == [8 // stages] * stages
+    assert {s.degree for s in plan.stages} == {4 // stages}
+    assert plan.depth == stages
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"num_stages": 9, "ranks": 16}, PlanInfeasible, "9 stages are asked for and the model has 8 blocks"),
+        ({"num_stages": 5}, PlanInfeasible, "5 stages .* on 4 ranks"),
+        ({"data_parallel": 3}, PlanInfeasible, "does not divide 4 ranks"),
+        ({"loss_unit": 3}, PlanError, "does not divide the mini-batch of 16"),
+        ({"micro_batch_sizes": {"*": 3}}, PlanError, "is 3, which does not divide"),
+        ({"micro_batch_sizes": {"layer": 2}}, PlanError, "no module 'layer'.*layers"),
+        ({"ranks": 3, "num_stages": 1}, PlanInfeasible, "3 ranks in 1 stages.*2 or 4 ranks would work"),
+    ],
+)
+@pytest.mark.parametrize("planner", ["uniform", "graphpipe"])
+def test_impossible_requests_get_one_line(planner, changes, error, message):
+    with pytest.raises(error, match=message) as caught:
+        make_plan(planner, make_request(chain(8), **changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_planners_get_the_nearest_name():
+    with pytest.raises(PlanError, match="did you mean 'graphpipe'"):
+        make_plan("graphpip", make_request(clip()))
+    assert {"uniform", "graphpipe"} <= set(planner_names())

@@ -1,0 +1,95 @@
+"""The evaluator refuses every kind of broken plan."""
+
+import dataclasses
+
+import pytest
+
+from gpp_plugin.errors import PlanError, PlanInfeasible
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.plan.explicit import explicit_plan
+from gpp_plugin.plan.validate import validate_plan
+from tests.plan.graphs import clip, make_cluster, make_graph, make_profile, make_request
+
+GRAPH = clip()
+SPEC = {
+    "stages": [
+        {
+            "name": "vision",
+            "modules": ["vision_model", "visual_projection"],
+            "devices": 2,
+            "micro_batch_size": 4,
+        },
+        {"name": "text", "modules": ["text_model", "text_projection"], "devices": 1, "micro_batch_size": 4},
+        {"modules": ["*"], "devices": 1},
+    ]
+}
+
+
+def plan_with(**stage_changes: object) -> PipelinePlan:
+    """Return the good plan with fields of its first stage changed."""
+    plan = explicit_plan(SPEC, make_request(GRAPH, loss_unit=4))
+    first = dataclasses.replace(plan.stages[0], **stage_changes)
+    return dataclasses.replace(plan, stages=(first, *plan.stages[1:]))
+
+
+def test_the_good_plan_passes():
+    validate_plan(plan_with(), GRAPH, profile=make_profile(GRAPH), cluster=make_cluster(4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"blocks": ("vision_model.embeddings",)}, "in no stage"),
+        ({"blocks": ()}, "has no blocks"),
+        ({"blocks": ("nothing",)}, "does not have"),
+        ({"name": "text"}, "names repeat"),
+        ({"ranks": (0, 3)}, "rank 3 is in stages"),
+        ({"ranks": (0, 9)}, "must be 0..3"),
+        ({"micro_batch_size": 6}, "do not divide the mini-batch"),
+        ({"micro_batch_size": 1}, "2 ranks do not divide"),
+        ({"in_flight": 0}, "in flight"),
+        ({"in_flight": 99}, "in flight"),
+    ],
+)
+def test_broken_stages(changes, message):
+    with pytest.raises(PlanError, match=message):
+        validate_plan(plan_with(**changes), GRAPH)
+
+
+def test_a_coupled_stage_with_part_of_a_unit():
+    plan = plan_with()
+    loss = dataclasses.replace(plan.stages[2], micro_batch_size=2)
+    with pytest.raises(PlanError, match="mixes samples.*set its micro_batch_sizes to 4"):
+        validate_plan(dataclasses.replace(plan, stages=(*plan.stages[:2], loss)), GRAPH)
+
+
+def test_edges_must_be_those_of_the_model():
+    plan = plan_with()
+    with pytest.raises(PlanError, match="edges differ"):
+        validate_plan(dataclasses.replace(plan, edges=plan.edges[:1]), GRAPH)
+    edge = dataclasses.replace(plan.edges[0], gradient_tensors=())
+    with pytest.raises(PlanError, match="returns gradients"):
+        validate_plan(dataclasses.replace(plan, edges=(edge, plan.edges[1])), GRAPH)
+
+
+def test_a_plan_of_another_graph():
+    with pytest.raises(PlanError, match="plan again"):
+        validate_plan(plan_with(), make_graph([("a", "b")]))
+
+
+def test_memory_names_stage_need_limit_and_knob():
+    profile = make_profile(GRAPH, saved=1000.0)
+    with pytest.raises(
+        PlanInfeasible, match="'vision' needs .* on rank 0 .* bytes too many.*lower micro_batch"
+    ):
+        validate_plan(plan_with(), GRAPH, profile=profile, cluster=make_cluster(4, memory=5000))
+
+
+def test_a_unit_tensor_joins_equal_units():
+    graph = make_graph([("a", "b"), ("b", "c")], unit_edges=[("b", "c")], coupled=["b"], loss="c")
+    spec = {"stages": [{"name": "x", "modules": ["a", "b"], "devices": 1}, {"modules": ["c"], "devices": 1}]}
+    plan = explicit_plan(spec, make_request(graph, ranks=2, loss_unit=4))
+    assert [s.micro_batch_size for s in plan.stages] == [4, 4]
+    last = dataclasses.replace(plan.stages[1], micro_batch_size=8)
+    with pytest.raises(PlanError, match="one value a loss unit"):
+        validate_plan(dataclasses.replace(plan, stages=(plan.stages[0], last)), graph)

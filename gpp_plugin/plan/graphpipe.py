@@ -28,6 +28,7 @@ from gpp_plugin.plan.batches import BatchRules, batch_rules
 from gpp_plugin.plan.components import decompose
 from gpp_plugin.plan.costs import CostModel, link_for_span, ring_us
 from gpp_plugin.plan.intervals import Series, TableMaker, build_series
+from gpp_plugin.plan.judge import judge_us
 from gpp_plugin.plan.refine import Candidate, Refiner
 from gpp_plugin.plan.registry import PlanRequest, register_planner
 from gpp_plugin.plan.selection import explain_infeasible
@@ -67,7 +68,7 @@ def graphpipe_plan(request: PlanRequest) -> PipelinePlan:
         found = [[draft.blocks for draft in candidate.drafts] for candidate in best]
         explain_infeasible(request, costs, rules, [*found, [[name] for name in names], [names]])
     plan = build_plan(request, best[0].drafts, planner="graphpipe", costs=costs)
-    return dataclasses.replace(plan, iteration_us=best[0].score[1])
+    return dataclasses.replace(plan, iteration_us=judge_us(plan, costs))
 
 
 def search_stages(

@@ -49,7 +49,7 @@ class PlanRequest:
 Planner = Callable[[PlanRequest], PipelinePlan]
 
 _PLANNERS: dict[str, Planner] = {}
-_MODULES = ("uniform", "graphpipe")
+_MODULES = ("uniform", "graphpipe", "auto")
 
 
 def register_planner(name: str) -> Callable[[Planner], Planner]:
@@ -84,7 +84,7 @@ def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise PlanError(f"no planner {name!r}{hint} (planners: {', '.join(names)})")
     check_request(request)
-    plan = _PLANNERS[name](request)
+    plan = run_planner(name, request)
     validate_plan(
         plan,
         request.graph,
@@ -93,7 +93,20 @@ def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
         memory_limit_bytes=request.memory_limit_bytes,
         zero_stage=request.zero_stage,
     )
+    assert plan.num_ranks == request.num_ranks, "a planner left ranks idle"
+    assert request.num_stages in (None, len(plan.stages)), "a planner made another number of stages"
+    assert request.data_parallel is None or {s.degree for s in plan.stages} == {request.data_parallel}
     return plan
+
+
+def run_planner(name: str, request: PlanRequest) -> PipelinePlan:
+    """Run a registered planner on a checked request, without validation; for planners that compare others.
+
+    Raises:
+        PlanInfeasible: it finds no plan.
+    """
+    planner_names()
+    return _PLANNERS[name](request)
 
 
 def check_request(request: PlanRequest) -> None:

@@ -12,6 +12,7 @@ from gpp_plugin.plan.batches import BatchRules, batch_rules
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.degrees import DegreeChooser, choose_degrees
 from gpp_plugin.plan.estimate import estimate_plan_us
+from gpp_plugin.plan.judge import judge_us
 from gpp_plugin.plan.registry import PlanRequest
 from gpp_plugin.plan.stages import StageDraft, build_plan
 
@@ -61,7 +62,7 @@ def best_plan(
         key = (us, plan.depth)
         if key < best_key:
             best, best_key = dataclasses.replace(plan, iteration_us=us), key
-    return best
+    return None if best is None else dataclasses.replace(best, iteration_us=judge_us(best, costs))
 
 
 def explain_infeasible(

@@ -29,11 +29,13 @@ def uniform_plan(request: PlanRequest) -> PipelinePlan:
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     rules = batch_rules(request)
     order = linear_order(request.graph)
-    counts = (
-        [request.num_stages]
-        if request.num_stages is not None
-        else [p for p in range(1, min(request.num_ranks, len(order)) + 1) if request.num_ranks % p == 0]
-    )
+    if request.num_stages is not None:
+        counts = [request.num_stages]
+    elif request.data_parallel is not None:
+        counts = [request.num_ranks // request.data_parallel]
+    else:
+        counts = [p for p in range(1, request.num_ranks + 1) if request.num_ranks % p == 0]
+    counts = [count for count in counts if count <= len(order)]
     groupings = [split_by_layers(order, count) for count in counts]
     candidates = [
         drafts

@@ -43,7 +43,7 @@ def test_every_tree_orders_what_the_graph_orders():
         graph.add_edges_from((a, b) for a in range(num) for b in range(a + 1, num) if rng.random() < 0.3)
         closure = nx.transitive_closure(graph)
 
-        def check(component):
+        def check(component, closure=closure):
             assert sorted(b for child in component.children for b in child.blocks) == list(
                 component.blocks
             ) or (not component.children)

@@ -45,7 +45,7 @@ def test_uniform_gives_each_stage_the_same_degree(stages):
         ({"ranks": 3, "num_stages": 1}, PlanInfeasible, "3 ranks in 1 stages.*2 or 4 ranks would work"),
     ],
 )
-@pytest.mark.parametrize("planner", ["uniform", "graphpipe"])
+@pytest.mark.parametrize("planner", ["uniform", "graphpipe", "auto"])
 def test_impossible_requests_get_one_line(planner, changes, error, message):
     with pytest.raises(error, match=message) as caught:
         make_plan(planner, make_request(chain(8), **changes))

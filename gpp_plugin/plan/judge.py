@@ -1,0 +1,30 @@
+"""The simulator as the judge of plans: links shared, reductions after the last backward."""
+
+from __future__ import annotations
+
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.plan.costs import CostModel
+from gpp_plugin.plan.estimate import estimate_plan_us
+from gpp_plugin.simulate.engine import predict_iteration_us
+
+MAX_RANK_TASKS = 60_000
+"""Tasks summed over ranks that are simulated one by one; above, the ranks of a stage move as one."""
+
+
+def judge_us(plan: PipelinePlan, costs: CostModel) -> float:
+    """Return the simulated microseconds of one step of ``plan``.
+
+    Plans of very many ranks are predicted by `estimate`, without contention for links.
+    """
+    tasks = sum(2 * plan.num_micro_batches(i) * stage.degree for i, stage in enumerate(plan.stages))
+    if tasks > MAX_RANK_TASKS:
+        return estimate_plan_us(plan, costs)
+    return predict_iteration_us(plan, cluster=costs.cluster, reduce_us=reduce_times(plan, costs))
+
+
+def reduce_times(plan: PipelinePlan, costs: CostModel) -> dict[int, float]:
+    """Return by stage the microseconds of its gradient reduction in one step."""
+    return {
+        i: costs.stage_all_reduce_us(costs.indices(stage.blocks), stage.ranks, plan.num_micro_batches(i))
+        for i, stage in enumerate(plan.stages)
+    }

@@ -68,7 +68,7 @@ def profile_blocks(
         sample_counts: samples at which to time, increasing; powers of two up to the captured number by default.
         device: where to measure; the device of the capture by default.
         threads: CPU threads while measuring (what one rank will have); unchanged if None.
-        repeats: timed runs of which the median counts.
+        repeats: fewest timed runs of which the median counts; fast blocks are run more often.
         optimizer_bytes_per_parameter: optimizer state for each trainable parameter (8: Adam in fp32; 12: Adam
             with an fp32 master copy).
         share_identical: measure one of each group of identical blocks.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,8 +17,11 @@ from gpp_plugin.profile.memory import LiveBytes, SavedStorages, storage_key
 
 WARM_UPS = 2
 """Runs before the first one that counts: allocator, kernel choice, first gradient buffers."""
+ENOUGH_S = 0.02
+"""Fast code is run more often than asked, until this long: one interruption must not move the median."""
+MOST_REPEATS = 50
 BUDGET_S = 2.0
-"""Seconds after which a slow piece of code is not run again, once it has been timed."""
+"""Seconds after which slow code is not run again, once it has been timed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +149,7 @@ def _times(operands: Operands, device: torch.device, repeats: int) -> tuple[floa
     forward: list[float] = []
     backward: list[float] = []
     started = time.perf_counter()
-    for attempt in range(WARM_UPS + repeats):
+    for attempt in itertools.count():
         watch = _Stopwatch(device)
         outputs, _ = operands.forward()
         watch.mark()
@@ -155,12 +159,13 @@ def _times(operands: Operands, device: torch.device, repeats: int) -> tuple[floa
             torch.autograd.backward(differentiable, seeds)
         watch.mark()
         forward_us, _, backward_us = watch.laps_us()
-        is_slow = time.perf_counter() - started > BUDGET_S
-        if attempt >= WARM_UPS or (is_slow and attempt > 0):
+        elapsed_s = time.perf_counter() - started
+        if attempt >= WARM_UPS or (attempt > 0 and elapsed_s > BUDGET_S):
             forward.append(forward_us)
             backward.append(backward_us if differentiable else 0.0)
-            if is_slow:
-                break
+        is_enough = len(forward) >= repeats and (elapsed_s > ENOUGH_S or len(forward) >= MOST_REPEATS)
+        if is_enough or (forward and elapsed_s > BUDGET_S):
+            break
     return statistics.median(forward), statistics.median(backward)
 
 

@@ -1,0 +1,366 @@
+"""Measured costs: bytes against independent counts, times against a clock that is told what to say."""
+
+from __future__ import annotations
+
+import functools
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from gpp_plugin.capture.coarsen import coarsen
+from gpp_plugin.capture.export import capture_model, recapture, resize_batch
+from gpp_plugin.capture.graph import CapturedGraph
+from gpp_plugin.errors import ProfileError
+from gpp_plugin.ir.profile import Profile
+from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.profile import timing
+from gpp_plugin.profile.code import signature_of
+from gpp_plugin.profile.measure import profile_blocks
+from gpp_plugin.profile.memory import LiveBytes
+from gpp_plugin.profile.nodes import profile_nodes
+from tests.models import MODELS, build
+
+SAMPLES = 4
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def eager_saved_bytes(model: nn.Module, batch: dict[str, Any]) -> int:
+    """Count what a plain eager forward saves for backward, each storage once, without parameters and buffers."""
+    own = {t.untyped_storage().data_ptr() for t in state_of(model).values()}
+    held: list[Tensor] = []  # keeps the storages, so that no address is used twice
+    with saved_tensors_hooks(lambda tensor: held.append(tensor) or tensor, lambda tensor: tensor):
+        output = model(**batch)
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+    del output
+    return sum(size for pointer, size in sizes.items() if pointer not in own)
+
+
+@functools.cache
+def prepared(name: str, device: str = "cpu") -> tuple[nn.Module, dict[str, Any], CapturedGraph]:
+    """Return a model, a batch of four samples and the capture of both; no test may change them."""
+    model, make_batch = build(name, device=device)
+    batch = make_batch(SAMPLES, 0)
+    return model, batch, capture_model(model, batch)
+
+
+def measured(
+    model: nn.Module,
+    batch: dict[str, Any],
+    captured: CapturedGraph | None = None,
+    *,
+    granularity: str = "layer",
+    **options: Any,
+) -> Profile:
+    captured = captured or capture_model(model, batch)
+    options = {"use_cache": False, "repeats": 1, "threads": 1, **options}
+    graph = coarsen(captured, granularity=granularity)
+    return profile_blocks(captured, graph, model_state=state_of(model), batch=batch, **options)
+
+
+def saved_bytes(profile: Profile) -> float:
+    return sum(c.saved_bytes_per_sample * SAMPLES + c.saved_bytes_fixed for c in profile.costs)
+
+
+@pytest.mark.parametrize("granularity", ["layer", "sub_layer", "node"])
+@pytest.mark.parametrize(
+    "name", ["two_branch", "frozen_branch", "dlrm", "multi_sink", "batch_norm_mlp", "clip"]
+)
+def test_saved_bytes_of_the_blocks_add_up_to_the_eager_models(name: str, granularity: str) -> None:
+    """Tensors that several blocks keep, identical branches and operators that make views included."""
+    model, batch, captured = prepared(name)
+    expected = eager_saved_bytes(model, batch)
+    for share in (True, False):
+        profile = measured(model, batch, captured, granularity=granularity, share_identical=share)
+        assert saved_bytes(profile) == expected
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_can_be_measured(name: str) -> None:
+    """Against eager, models differ a little: masks of ones are dropped, unused outputs are not computed."""
+    model, batch, captured = prepared(name)
+    eager = eager_saved_bytes(model, batch)
+    before = {key: tensor.detach().clone() for key, tensor in state_of(model).items()}
+    profile = measured(model, batch, captured)
+    assert saved_bytes(profile) == pytest.approx(eager, rel=0.08)
+    assert all(c.forward_us[0] > 0 and c.backward_us[0] >= 0 for c in profile.costs)
+    assert sum(c.gradient_bytes for c in profile.costs) > 0
+    assert all(torch.equal(tensor, before[key]) for key, tensor in state_of(model).items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_identical_layers_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, make_batch = build("gpt2", layers=6)
+    runs: list[int] = []
+    monkeypatch.setattr(
+        "gpp_plugin.profile.measure.measure",
+        lambda *args, **kwargs: runs.append(1) or timing.measure(*args, **kwargs),
+    )
+    batch = make_batch(SAMPLES, 0)
+    captured = capture_model(model, batch)
+    profile = measured(model, batch, captured)
+    shared = len(runs)
+    runs.clear()
+    measured(model, batch, captured, share_identical=False)
+    assert shared <= len(runs) - 4
+    layers = [c for c in profile.costs if ".h." in c.block]
+    assert len({(c.forward_us, c.backward_us) for c in layers}) < len(layers)
+
+
+def test_signatures_tell_shapes_literals_and_gradients_apart() -> None:
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.same = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+            self.wide = nn.Linear(4, 4, bias=False)
+            self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in (*self.same, self.wide, self.frozen):
+                x = torch.nn.functional.leaky_relu(layer(torch.tanh(x)), 0.1)
+            return torch.nn.functional.leaky_relu(x, 0.2).mean()
+
+    captured = capture_model(Pairs(), {"x": torch.randn(2, 4)})
+    nodes = [n.name for n in captured.op_graph.nodes if "linear" in n.target]
+    signatures = [signature_of(captured, [name], [name]) for name in nodes]
+    assert signatures[1] == signatures[2]
+    assert len(set(signatures)) == 4  # the first one's input takes no gradient; no bias; frozen
+    relus = [n.name for n in captured.op_graph.nodes if "leaky_relu" in n.target]
+    assert signature_of(captured, [relus[-1]], [relus[-1]]) != signature_of(
+        captured, [relus[-2]], [relus[-2]]
+    )
+    assert signature_of(captured, [relus[0]], [relus[0]]) == signature_of(captured, [relus[1]], [relus[1]])
+
+
+class _Clock:
+    """A CPU stopwatch whose forwards take 7 us a sample and backwards 11, with every third run disturbed."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def __call__(self, device: torch.device) -> _Clock:
+        self.runs += 1
+        return self
+
+    def mark(self) -> None:
+        pass
+
+    def laps_us(self) -> list[float]:
+        slow = 100.0 if self.runs % 3 == 0 else 0.0
+        return [7.0 + slow, 1.0, 11.0 + slow]
+
+
+def test_times_are_medians_of_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_Stopwatch", _Clock())
+    profile = measured(*prepared("frozen_branch"), repeats=5).by_block()
+    left = [c for name, c in profile.items() if name.startswith("left")]
+    right = [c for name, c in profile.items() if name.startswith("right")]
+    assert left and right
+    assert all(c.forward_us == (7.0,) and c.backward_us == (0.0,) for c in left)
+    assert all(c.forward_us == (7.0,) and c.backward_us == (11.0,) for c in right)
+
+
+def test_times_follow_the_work() -> None:
+    """Not a benchmark: a matrix product 64 times as large must not look cheaper."""
+
+    class Uneven(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(32, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 32)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().mean()
+
+    batch = {"x": torch.randn(256, 32)}
+    profile = measured(Uneven(), batch, repeats=5).by_block()
+    assert profile["layers.1"].forward_us[0] > 2 * profile["layers.0"].forward_us[0]
+    assert profile["layers.1"].backward_us[0] > 2 * profile["layers.2"].backward_us[0]
+
+
+def test_several_sample_counts_fit_fixed_and_per_sample_bytes() -> None:
+    model, make_batch = build("t5")
+    batch = make_batch(8, 0)
+    captured = capture_model(model, batch)
+    asked: list[int] = []
+
+    def capture_at(num_samples: int) -> CapturedGraph:
+        asked.append(num_samples)
+        return recapture(model, captured, resize_batch(batch, num_samples))
+
+    profile = profile_blocks(
+        captured, coarsen(captured), model_state=state_of(model), batch=batch, capture_at=capture_at,
+        sample_counts=(2, 4, 8), use_cache=False, repeats=1,
+    )  # fmt: skip
+    assert asked == [2, 4]
+    assert profile.graph == fingerprint(coarsen(captured))
+    assert all(c.samples == (2, 4, 8) and len(c.forward_us) == 3 for c in profile.costs)
+    for num_samples in (2, 4, 8):
+        predicted = sum(c.saved_bytes_per_sample * num_samples + c.saved_bytes_fixed for c in profile.costs)
+        eager = eager_saved_bytes(model, resize_batch(batch, num_samples))
+        assert predicted == pytest.approx(eager, rel=0.01)
+    assert (
+        sum(c.saved_bytes_fixed for c in profile.costs) > 0
+    )  # the position bias is the same for every sample
+
+
+def test_weights_on_the_meta_device_are_measured_with_random_ones() -> None:
+    real, batch, captured = prepared("clip")
+    on_meta, _ = build("clip", device="meta")
+    profile = measured(on_meta, batch)
+    assert saved_bytes(profile) == saved_bytes(measured(real, batch, captured))
+    assert all(p.is_meta for p in on_meta.parameters())
+
+
+def test_transient_bytes_are_the_peak_above_what_is_held() -> None:
+    """exp(x w): x w is freed at once (n bytes); the backward holds one gradient of x w beside those of x and w."""
+    n = 4000
+    x, w = torch.randn(1000, requires_grad=True), torch.randn(1000, requires_grad=True)
+    counter = LiveBytes()
+    counter.ignore((x, w))
+    with counter:
+        y = (x * w).exp()
+        assert (counter.live_bytes, counter.peak_bytes) == (n, 2 * n)
+        counter.reset_peak()
+        torch.autograd.backward([y], [torch.ones_like(y)])
+        assert counter.peak_bytes >= 4 * n
+        assert counter.live_bytes == 3 * n
+    del y
+    assert counter.live_bytes == 2 * n
+    x.grad = w.grad = None
+    assert counter.live_bytes == 0
+    profile = measured(*prepared("two_branch"))
+    assert all(c.transient_bytes_per_sample > 0 for c in profile.costs)
+
+
+def test_a_stored_profile_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch, captured = prepared("two_branch")
+    first = measured(model, batch, captured, use_cache=True, cache_dir=tmp_path)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr("gpp_plugin.profile.measure.measure", refuse)
+    assert measured(model, batch, captured, use_cache=True, cache_dir=tmp_path) == first
+    for other in ({"threads": 2}, {"optimizer_bytes_per_parameter": 12.0}):
+        with pytest.raises(ProfileError, match="measured again"):
+            measured(model, batch, captured, use_cache=True, cache_dir=tmp_path, **other)
+    with pytest.raises(ProfileError, match="measured again"):
+        measured(model, resize_batch(batch, 2 * SAMPLES), use_cache=True, cache_dir=tmp_path)
+
+
+def test_optimizer_bytes_count_trainable_parameters() -> None:
+    model, batch, captured = prepared("frozen_branch")
+    profile = measured(model, batch, captured, optimizer_bytes_per_parameter=12.0)
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert sum(c.optimizer_bytes for c in profile.costs) == 12 * trainable
+    assert sum(c.gradient_bytes for c in profile.costs) == 4 * trainable
+    assert sum(c.parameter_bytes for c in profile.costs) == 4 * sum(p.numel() for p in model.parameters())
+
+
+def test_evaluation_graphs_have_no_backward() -> None:
+    model, make_batch = build("gpt2")
+    batch = make_batch(SAMPLES, 0)
+    captured = capture_model(model, batch, training=False)
+    profile = profile_blocks(
+        captured, coarsen(captured), model_state=state_of(model), batch=batch, use_cache=False, repeats=1
+    )
+    assert all(c.backward_us == (0.0,) and c.saved_bytes_per_sample == 0 for c in profile.costs)
+
+
+def test_nodes_are_measured_each() -> None:
+    model, batch, captured = prepared("two_branch")
+    profile = profile_nodes(captured, model_state=state_of(model), batch=batch, use_cache=False, repeats=1)
+    graph = coarsen(captured, granularity="node")
+    assert [c.block for c in profile.costs] == [b.name for b in graph.blocks]
+    nodes = {name for block in graph.blocks for name in block.nodes}
+    assert nodes == {n.name for n in captured.op_graph.nodes if not n.is_replicable}
+
+
+def test_random_state_and_threads_are_left_as_they_were() -> None:
+    model, make_batch = build("two_branch", dropout=0.1)
+    batch = make_batch(SAMPLES, 0)
+    captured = capture_model(model, batch)
+    threads = torch.get_num_threads()
+    before = torch.get_rng_state()
+    profile = profile_blocks(
+        captured, coarsen(captured), model_state=state_of(model), batch=batch, use_cache=False, repeats=1,
+        threads=threads + 1,
+    )  # fmt: skip
+    assert profile.device == f"cpu ({threads + 1} threads)"
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_num_threads() == threads
+
+
+def test_errors_name_the_block_and_the_fix() -> None:
+    model, batch, captured = prepared("two_branch")
+    graph = coarsen(captured)
+    state = state_of(model)
+    with pytest.raises(ValueError, match=r"sample_counts \[1, 4\] need capture_at"):
+        profile_blocks(captured, graph, model_state=state, batch=batch, sample_counts=(1, 4))
+    with pytest.raises(ProfileError, match=r"capture_at\(2\) returned a graph of 4 samples"):
+        profile_blocks(
+            captured, graph, model_state=state, batch=batch, sample_counts=(2, 4),
+            capture_at=lambda n: captured, use_cache=False,
+        )  # fmt: skip
+    with pytest.raises(ProfileError, match=r"model_state has no 'head.weight'; pass all"):
+        profile_blocks(
+            captured, graph, model_state={n: t for n, t in state.items() if n != "head.weight"}, batch=batch,
+            use_cache=False,
+        )  # fmt: skip
+    bad = {**batch, "labels": batch["labels"] + 100}
+    with pytest.raises(ProfileError, match=r"cannot be run at 4 samples on cpu: IndexError"):
+        profile_blocks(captured, graph, model_state=state, batch=bad, use_cache=False)
+
+
+def test_progress_is_told() -> None:
+    told: list[tuple[int, int, str]] = []
+    profile = measured(*prepared("two_branch"), progress=lambda *args: told.append(args))
+    assert [done for done, _, _ in told] == list(range(len(profile.costs)))
+    assert all(total == len(profile.costs) for _, total, _ in told)
+    assert "at 4 samples" in told[0][2]
+
+
+def test_slow_code_is_not_repeated_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "BUDGET_S", 0.05)
+    calls: list[float] = []
+
+    def slow(x: Tensor) -> tuple[Tensor, ...]:
+        calls.append(time.perf_counter())
+        time.sleep(0.04)
+        return (x * 2,)
+
+    operands = timing.Operands(
+        call=slow,
+        parameters=(),
+        inputs=(),
+        received=(torch.ones(2),),
+        takes_gradient=(True,),
+        is_training=True,
+    )
+    result = timing.measure(operands, device=torch.device("cpu"), repeats=50, with_peak=False)
+    assert result.forward_us >= 40_000
+    assert len(calls) <= 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_cuda() -> None:
+    model, make_batch = build("clip")
+    batch = make_batch(SAMPLES, 0)
+    device = torch.device("cuda", 0)
+    captured = capture_model(model, batch, device=device)
+    profile = profile_blocks(
+        captured, coarsen(captured), model_state=state_of(model), batch=batch, use_cache=False, device=device
+    )
+    assert profile.device == torch.cuda.get_device_name(device)
+    assert all(c.forward_us[0] > 0 for c in profile.costs)
+    assert saved_bytes(profile) > 0

@@ -6,9 +6,9 @@ y; ``b`` samples a micro-batch, ``k`` of kFkB, ``i`` samples in flight.
 Deviations from the paper:
 
 - The result is rounded up to a multiple of ``b_x`` (thesis, Figure 3.5: 7 samples are 4 micro-batches of 2).
-- Table 2 is for micro-batches that are multiples of one another. For others (4 and 6) its result can
-  be too small for x ever to run its first backward; the least number that cannot stop the pair,
-  found from both orders of tasks, is a lower bound here.
+- Table 2 is for groups ``k b`` that are multiples of one another. For others (4F4B before 5F5B) its
+  result can be too small for x ever to run its first backward; the least number that cannot stop
+  the pair, found from both orders of tasks, is a lower bound here.
 - The table assumes balanced stages and no latency; the simulator has the last word on time.
 - Over an edge without gradients x does not wait for y's backwards, only keeps y fed.
 """

@@ -42,17 +42,15 @@ def lower_schedules(
         ScheduleError: the schedules are incomplete, wait for each other, or do not fit the arguments.
         PlanError: micro-batches do not divide evenly, or an edge names no tensors.
     """
+    graph = build_task_graph(plan, schedules)
     trained = {schedule.stage for schedule in schedules if has_backwards(schedule)}
     if not training and trained:
         raise ScheduleError(f"stages {sorted(trained)} run backwards in evaluation; use forward_schedules")
-    if training and (
-        wrong := trained & forward_only_stages or set(range(len(plan.stages))) - trained - forward_only_stages
-    ):
+    if training and trained != set(range(len(plan.stages))) - forward_only_stages:
         raise ScheduleError(
-            f"stages {sorted(wrong)}: backwards are scheduled where forward_only_stages forbids them, or are "
-            "missing; give build_schedules and lower_schedules the same forward_only_stages"
+            f"stages {sorted(trained)} run backwards and stages {sorted(forward_only_stages)} must not; give "
+            "build_schedules and lower_schedules the same forward_only_stages"
         )
-    graph = build_task_graph(plan, schedules)
     durations = nominal_durations(graph) if costs is None else task_durations(graph, costs)
     transfers = message_transfers(graph, cluster) if cluster is not None else None
     times = run_task_graph(graph, durations, transfers=transfers)

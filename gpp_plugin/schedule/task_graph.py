@@ -295,19 +295,34 @@ def waiting_circle(graph: TaskGraph, finished: Sequence[bool]) -> list[int]:
 def deadlock_error(graph: TaskGraph, finished: Sequence[bool]) -> ScheduleError:
     """Return the error for orders that stop: the circle, the remedy, and the grid with the circle marked."""
     circle = waiting_circle(graph, finished)
-    chain = " waits for ".join(str(graph.task(node)) for node in [*circle, circle[0]])
-    blocked = [node for node in circle if graph.is_backward[node]] or circle
-    stages = sorted({graph.stage[node] for node in blocked})
-    names = ", ".join(f"{graph.plan.stages[s].name!r} ({graph.plan.stages[s].in_flight})" for s in stages)
-    ranks = list(graph.orders)
-    rows = {f"rank {rank}": [str(graph.task(node)) for node in graph.orders[rank]] for rank in ranks}
-    bad = {
-        (row, graph.orders[rank].index(node))
-        for row, rank in enumerate(ranks)
-        for node in circle
-        if graph.rank[node] == rank
-    }
+    following = [*circle[1:], circle[0]]
+    # A stage holds too little where a forward waits for a backward of its own, or for its consumers.
+    short = [
+        index
+        for index, (node, other) in enumerate(zip(circle, following, strict=True))
+        if not graph.is_backward[node] and (graph.is_backward[other] or node in graph.unlocks.get(other, ()))
+    ]
+    stages = sorted({graph.stage[circle[index]] for index in short}) or sorted(
+        {graph.stage[n] for n in circle}
+    )
+    if short:
+        circle = [*circle[short[0] :], *circle[: short[0]]]
+    names = ", ".join(f"{graph.plan.stages[s].name!r} (now {graph.plan.stages[s].in_flight})" for s in stages)
+    chain = " waits for ".join(str(graph.task(node)) for node in [*_corners(graph, circle), circle[0]])
+    rows = {f"rank {rank}": [str(graph.task(node)) for node in nodes] for rank, nodes in graph.orders.items()}
+    row_of = {rank: row for row, rank in enumerate(graph.orders)}
+    bad = {(row_of[graph.rank[node]], graph.orders[graph.rank[node]].index(node)) for node in circle}
     return ScheduleError(
         f"the orders of the stages wait for each other: {chain}; raise in_flight of {names}\n"
         + format_grid(rows, bad=bad)
     )
+
+
+def _corners(graph: TaskGraph, circle: Sequence[int]) -> list[int]:
+    """Leave out of a circle the tasks whose neighbours are on the same rank."""
+    ranks = [graph.rank[node] for node in circle]
+    return [
+        node
+        for i, node in enumerate(circle)
+        if i == 0 or not ranks[i - 1] == ranks[i] == ranks[(i + 1) % len(circle)]
+    ]

@@ -1,4 +1,4 @@
-"""Random plans for tests: DAGs of stages with mixed micro-batches, degrees, schedules and tensors."""
+"""Random plans to prove schedules on: DAGs of stages with mixed micro-batches, degrees, schedules, tensors."""
 
 from __future__ import annotations
 
@@ -6,72 +6,10 @@ import dataclasses
 import random
 
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.in_flight import plan_in_flight
-
-
-def make_plan(stages, edges, *, mini_batch: int) -> PipelinePlan:
-    return PipelinePlan(
-        model="test",
-        graph="none",
-        planner="none",
-        mini_batch=mini_batch,
-        loss_unit=1,
-        stages=stages,
-        edges=edges,
-    )
-
-
-def with_in_flight(plan: PipelinePlan) -> PipelinePlan:
-    """Return the plan with the in-flight counts that `plan_in_flight` gives it."""
-    counts = plan_in_flight(plan)
-    stages = tuple(
-        dataclasses.replace(stage, in_flight=count) for stage, count in zip(plan.stages, counts, strict=True)
-    )
-    return dataclasses.replace(plan, stages=stages)
-
-
-def simple_plan(
-    sizes, links, *, mini_batch: int, forward_us=1.0, backward_us=1.0, schedule="1f1b", k=1, num_bytes=0.0
-) -> PipelinePlan:
-    """Return stages of one rank each, with micro-batches of ``sizes`` and (src, dst) ``links``.
-
-    Numbers given for one stage hold for all.
-    """
-
-    def of(value, index):
-        return value[index] if isinstance(value, (list, tuple)) else value
-
-    stages = tuple(
-        Stage(
-            name=f"s{i}",
-            blocks=(f"b{i}",),
-            ranks=(i,),
-            micro_batch_size=size,
-            in_flight=1,
-            schedule=of(schedule, i),
-            k=of(k, i),
-            forward_us=of(forward_us, i),
-            backward_us=of(backward_us, i),
-        )
-        for i, size in enumerate(sizes)
-    )
-    edges = tuple(
-        StageEdge(
-            src=src,
-            dst=dst,
-            batch_tensors=(f"t{src}",),
-            gradient_tensors=(f"t{src}",),
-            bytes_per_sample=num_bytes,
-            gradient_bytes_per_sample=num_bytes,
-        )
-        for src, dst in links
-    )
-    return with_in_flight(make_plan(stages, edges, mini_batch=mini_batch))
-
-
-def chain_plan(num_stages, micro_batches, **options) -> PipelinePlan:
-    links = [(i, i + 1) for i in range(num_stages - 1)]
-    return simple_plan([1] * num_stages, links, mini_batch=micro_batches, **options)
+from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.schedule.validate import validate_programs
 
 
 def random_links(rng: random.Random, num_stages: int) -> list[tuple[int, int]]:
@@ -84,13 +22,23 @@ def random_links(rng: random.Random, num_stages: int) -> list[tuple[int, int]]:
     return sorted(links)
 
 
+def with_in_flight(plan: PipelinePlan) -> PipelinePlan:
+    """Return the plan with the in-flight counts that `plan_in_flight` gives it."""
+    counts = plan_in_flight(plan)
+    stages = tuple(
+        dataclasses.replace(stage, in_flight=count) for stage, count in zip(plan.stages, counts, strict=True)
+    )
+    return dataclasses.replace(plan, stages=stages)
+
+
 def random_plan(rng: random.Random, *, most_stages: int = 9, most_ranks: int = 24) -> PipelinePlan:
     """Return a random plan whose stages differ in micro-batch, degree, schedule, k, tensors and times."""
     while True:
         num_stages = rng.randint(2, most_stages)
         mini_batch = rng.choice([4, 6, 8, 12, 16, 24])
         divisors = [b for b in range(1, mini_batch + 1) if mini_batch % b == 0]
-        stages, next_rank = [], 0
+        stages: list[Stage] = []
+        next_rank = 0
         is_uniform = rng.random() < 0.3
         common = rng.choice(divisors)
         for index in range(num_stages):
@@ -114,7 +62,16 @@ def random_plan(rng: random.Random, *, most_stages: int = 9, most_ranks: int = 2
         if next_rank > most_ranks:
             continue
         edges = tuple(_random_edge(rng, src, dst) for src, dst in random_links(rng, num_stages))
-        return with_in_flight(make_plan(tuple(stages), edges, mini_batch=mini_batch))
+        plan = PipelinePlan(
+            model="random",
+            graph="none",
+            planner="none",
+            mini_batch=mini_batch,
+            loss_unit=1,
+            stages=tuple(stages),
+            edges=edges,
+        )
+        return with_in_flight(plan)
 
 
 def _random_edge(rng: random.Random, src: int, dst: int) -> StageEdge:
@@ -139,3 +96,19 @@ def forward_only_of(plan: PipelinePlan, rng: random.Random) -> frozenset[int]:
     """Return some of the stages through which no gradient need flow."""
     touched = {i for edge in plan.edges if edge.gradient_tensors for i in (edge.src, edge.dst)}
     return frozenset(i for i in range(len(plan.stages)) if i not in touched and rng.random() < 0.7)
+
+
+def check_draw(seed: int) -> PipelinePlan:
+    """Schedule, lower and validate one random plan, in training and evaluation; return it.
+
+    Raises:
+        ScheduleError: the programs are unsafe.
+    """
+    rng = random.Random(seed)
+    plan = random_plan(rng)
+    frozen = forward_only_of(plan, rng)
+    schedules = build_schedules(plan, forward_only_stages=frozen)
+    validate_programs(plan, schedules, lower_schedules(plan, schedules, forward_only_stages=frozen))
+    forwards = forward_schedules(plan)
+    validate_programs(plan, forwards, lower_schedules(plan, forwards, training=False))
+    return plan

@@ -1,0 +1,203 @@
+"""What is read off a timeline: in-flight and memory over time, start-up, the critical path.
+
+Everything here takes timelines from any source: predicted, rehearsed or measured.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.timeline import COMPUTE_KINDS, Event, EventKind, Timeline
+from gpp_plugin.schedule.messages import gradient_kinds
+
+Steps = tuple[tuple[float, float], ...]
+"""(microsecond, value from then on), in order of time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """What one rank of a stage holds.
+
+    Args:
+        static_bytes: parameters, gradients, optimizer: all the time.
+        saved_bytes_per_sample: from a forward's start to its backward's end.
+        saved_bytes_fixed: the same for each micro-batch, whatever its size.
+        transient_bytes_per_sample: only while a task runs.
+    """
+
+    static_bytes: float = 0.0
+    saved_bytes_per_sample: float = 0.0
+    saved_bytes_fixed: float = 0.0
+    transient_bytes_per_sample: float = 0.0
+
+
+def _tasks_by_rank(timeline: Timeline) -> dict[int, list[Event]]:
+    """Return the forwards and backwards of each rank in the order they ran."""
+    by_rank: dict[int, list[Event]] = defaultdict(list)
+    for event in timeline.events:
+        if event.kind in COMPUTE_KINDS:
+            by_rank[event.rank].append(event)
+    for events in by_rank.values():
+        events.sort(key=lambda e: (e.start_us, e.end_us))
+    return dict(sorted(by_rank.items()))
+
+
+def in_flight_over_time(timeline: Timeline) -> dict[int, Steps]:
+    """Return for each rank how many micro-batches it holds, from a forward's start to its backward's end.
+
+    On a rank that runs no backwards a micro-batch is held until its last message has arrived.
+    """
+    sent: dict[tuple[int, int], float] = {}
+    for event in timeline.events:
+        if event.kind is EventKind.SEND:
+            key = (event.rank, event.micro_batch)
+            sent[key] = max(sent.get(key, 0.0), event.end_us)
+    result = {}
+    for rank, tasks in _tasks_by_rank(timeline).items():
+        is_trained = any(task.kind is EventKind.BACKWARD for task in tasks)
+        changes = []
+        for task in tasks:
+            if task.kind is EventKind.FORWARD:
+                changes.append((task.start_us, 1))
+                if not is_trained:
+                    changes.append((sent.get((rank, task.micro_batch), task.end_us), -1))
+            else:
+                changes.append((task.end_us, -1))
+        result[rank] = _accumulate(changes)
+    return result
+
+
+def peak_in_flight(timeline: Timeline) -> dict[int, int]:
+    """Return the most micro-batches each rank holds at a time."""
+    return {rank: int(max(v for _, v in steps)) for rank, steps in in_flight_over_time(timeline).items()}
+
+
+def memory_over_time(
+    plan: PipelinePlan, timeline: Timeline, memory: Sequence[StageMemory]
+) -> dict[int, Steps]:
+    """Return the bytes each rank holds over time.
+
+    Args:
+        memory: one for each stage of ``plan``.
+
+    Raises:
+        PlanError: there is not one entry for each stage.
+    """
+    if len(memory) != len(plan.stages):
+        raise PlanError(f"memory of {len(memory)} stages for a plan of {len(plan.stages)}; give one for each")
+    result = {}
+    for rank, tasks in _tasks_by_rank(timeline).items():
+        costs, samples = memory[tasks[0].stage], plan.stages[tasks[0].stage].local_batch_size
+        saved = costs.saved_bytes_fixed + costs.saved_bytes_per_sample * samples
+        transient = costs.transient_bytes_per_sample * samples
+        is_trained = any(task.kind is EventKind.BACKWARD for task in tasks)
+        changes = [(0.0, costs.static_bytes)]
+        for task in tasks:
+            is_forward = task.kind is EventKind.FORWARD
+            changes.append((task.start_us, transient + (saved if is_forward else 0.0)))
+            is_let_go = not is_forward or not is_trained
+            changes.append((task.end_us, -transient - (saved if is_let_go else 0.0)))
+        result[rank] = _accumulate(changes)
+    return result
+
+
+def peak_memory(plan: PipelinePlan, timeline: Timeline, memory: Sequence[StageMemory]) -> dict[int, float]:
+    """Return the most bytes each rank holds at a time."""
+    return {r: max(v for _, v in steps) for r, steps in memory_over_time(plan, timeline, memory).items()}
+
+
+def _accumulate(changes: Sequence[tuple[float, float]]) -> Steps:
+    """Return running sums; at one time what is let go counts before what is taken."""
+    steps: list[tuple[float, float]] = []
+    total = 0.0
+    for time, change in sorted(changes):
+        total += change
+        if steps and steps[-1][0] == time:
+            steps[-1] = (time, total)
+        else:
+            steps.append((time, total))
+    return tuple(steps)
+
+
+def start_up_us(timeline: Timeline) -> float:
+    """Return the time until every stage has begun its first forward; on a chain, until the last has."""
+    first: dict[int, float] = {}
+    for event in timeline.events:
+        if event.kind is EventKind.FORWARD:
+            first[event.stage] = min(first.get(event.stage, event.start_us), event.start_us)
+    return max(first.values()) - min(first.values()) if first else 0.0
+
+
+def critical_path(plan: PipelinePlan, timeline: Timeline) -> tuple[Event, ...]:
+    """Return the tasks that determine the iteration time, first to last.
+
+    From the task that ends last, it steps back to whatever the task waited for longest: the task
+    before it on its rank or a message. Of several at one time it takes the one nearest the sinks
+    (AutoPipe, section III-C: the critical path closest to the last stage).
+    """
+    tasks = _tasks_by_rank(timeline)
+    if not tasks:
+        return ()
+    previous = {
+        id(event): before
+        for events in tasks.values()
+        for before, event in zip(events, events[1:], strict=False)
+    }
+    found = {(e.stage, e.kind, e.micro_batch, e.rank): e for events in tasks.values() for e in events}
+    arrival: dict[tuple[int, int, int], float] = {}
+    for event in timeline.events:
+        if event.kind is EventKind.RECEIVE:
+            key = (event.rank, event.edge, event.micro_batch)
+            arrival[key] = max(arrival.get(key, event.end_us), event.end_us)
+    depth = _depths(plan)
+    current = max(found.values(), key=lambda e: (e.end_us, depth[e.stage], -e.rank))
+    path = [current]
+    while True:
+        waited = [(e.end_us, e) for e in [previous.get(id(current))] if e is not None]
+        for edge, producers in _producers(plan, current, found):
+            last = max(producers, key=lambda e: (e.end_us, -e.rank))
+            waited.append((arrival.get((current.rank, edge, current.micro_batch), last.end_us), last))
+        if not waited:
+            return tuple(reversed(path))
+        _, current = max(waited, key=lambda w: (w[0], depth[w[1].stage], w[1].end_us, -w[1].rank))
+        path.append(current)
+
+
+def _producers(
+    plan: PipelinePlan, event: Event, found: Mapping[tuple[int, EventKind, int, int], Event]
+) -> Iterator[tuple[int, list[Event]]]:
+    """Yield for each edge that feeds a task the tasks whose messages it waits for."""
+    stage = plan.stages[event.stage]
+    samples = stage.samples(event.micro_batch, event.rank)
+    for index, edge in enumerate(plan.edges):
+        is_forward = event.kind is EventKind.FORWARD
+        if (edge.dst if is_forward else edge.src) != event.stage:
+            continue
+        other = edge.src if is_forward else edge.dst
+        size, degree = plan.stages[other].local_batch_size, plan.stages[other].degree
+        parts = range(samples.first_sample // size, -(-samples.end // size))
+        has_batch, has_whole = (True, True)
+        if is_forward and not edge.batch_tensors:
+            parts = parts[:1]  # tensors without a batch axis come with the first sample only
+        if not is_forward:
+            has_batch, has_whole = gradient_kinds(edge)
+            if not has_batch:
+                parts = range(-(-samples.first_sample // size), -(-samples.end // size))
+        if not has_batch and not has_whole:
+            continue
+        keys = [(other, event.kind, p // degree, plan.stages[other].ranks[p % degree]) for p in parts]
+        events = [found[key] for key in keys if key in found]
+        if events:
+            yield index, events
+
+
+def _depths(plan: PipelinePlan) -> list[int]:
+    depth = [0] * len(plan.stages)
+    for _ in plan.stages:  # at most as many rounds as stages; edges may come in any order
+        for edge in plan.edges:
+            depth[edge.dst] = max(depth[edge.dst], depth[edge.src] + 1)
+    return depth

@@ -1,0 +1,62 @@
+"""Plans written in a line: stages of one rank each."""
+
+from __future__ import annotations
+
+from gpp_plugin.bench._random_plans import with_in_flight
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+
+
+def make_plan(stages, edges, *, mini_batch: int) -> PipelinePlan:
+    return PipelinePlan(
+        model="test",
+        graph="none",
+        planner="none",
+        mini_batch=mini_batch,
+        loss_unit=1,
+        stages=stages,
+        edges=edges,
+    )
+
+
+def simple_plan(
+    sizes, links, *, mini_batch: int, forward_us=1.0, backward_us=1.0, schedule="1f1b", k=1, num_bytes=0.0
+) -> PipelinePlan:
+    """Return stages of one rank each, with micro-batches of ``sizes`` and (src, dst) ``links``.
+
+    Numbers given for one stage hold for all.
+    """
+
+    def of(value, index):
+        return value[index] if isinstance(value, (list, tuple)) else value
+
+    stages = tuple(
+        Stage(
+            name=f"s{i}",
+            blocks=(f"b{i}",),
+            ranks=(i,),
+            micro_batch_size=size,
+            in_flight=1,
+            schedule=of(schedule, i),
+            k=of(k, i),
+            forward_us=of(forward_us, i),
+            backward_us=of(backward_us, i),
+        )
+        for i, size in enumerate(sizes)
+    )
+    edges = tuple(
+        StageEdge(
+            src=src,
+            dst=dst,
+            batch_tensors=(f"t{src}",),
+            gradient_tensors=(f"t{src}",),
+            bytes_per_sample=num_bytes,
+            gradient_bytes_per_sample=num_bytes,
+        )
+        for src, dst in links
+    )
+    return with_in_flight(make_plan(stages, edges, mini_batch=mini_batch))
+
+
+def chain_plan(num_stages, micro_batches, **options) -> PipelinePlan:
+    links = [(i, i + 1) for i in range(num_stages - 1)]
+    return simple_plan([1] * num_stages, links, mini_batch=micro_batches, **options)

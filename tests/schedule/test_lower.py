@@ -1,0 +1,247 @@
+import dataclasses
+
+import pytest
+
+from gpp_plugin.errors import PlanError, ScheduleError
+from gpp_plugin.ir.plan import Stage, StageEdge
+from gpp_plugin.ir.program import Direction, InstructionKind
+from gpp_plugin.schedule.build import build_schedules, forward_schedules
+from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.schedule.messages import activation_message, edge_overlaps
+from gpp_plugin.schedule.validate import validate_programs
+from tests.schedule.plans import chain_plan, make_plan, simple_plan
+
+
+def lines(program):
+    return [str(instruction) for instruction in program.instructions]
+
+
+def lower(plan, **options):
+    frozen = options.get("forward_only_stages", frozenset())
+    schedules = build_schedules(plan, forward_only_stages=frozen)
+    programs = lower_schedules(plan, schedules, **options)
+    validate_programs(plan, schedules, programs)
+    return programs
+
+
+def messages(programs, direction):
+    return {
+        (m.src_rank, m.src_micro_batch, m.dst_rank, m.dst_micro_batch, m.samples.first_sample, m.samples.end,
+         m.has_whole_tensors)
+        for program in programs for i in program.instructions for m in i.sends if m.direction is direction
+    }  # fmt: skip
+
+
+def test_two_stages():
+    first, last = lower(chain_plan(2, 3))
+    assert lines(first) == [
+        "0F0",
+        "send(act e0 r0.0>r1.0 [0..0])",
+        "0F1",
+        "send(act e0 r0.1>r1.1 [1..1]) + recv(grad e0 r1.0>r0.0 [0..0])",
+        "0B0",
+        "0F2",
+        "send(act e0 r0.2>r1.2 [2..2]) + recv(grad e0 r1.1>r0.1 [1..1])",
+        "0B1",
+        "recv(grad e0 r1.2>r0.2 [2..2])",
+        "0B2",
+        "reduce_data",
+        "step",
+    ]
+    assert lines(last) == [
+        "recv(act e0 r0.0>r1.0 [0..0])",
+        "1F0",
+        "1B0",
+        "send(grad e0 r1.0>r0.0 [0..0]) + recv(act e0 r0.1>r1.1 [1..1])",
+        "1F1",
+        "1B1",
+        "send(grad e0 r1.1>r0.1 [1..1]) + recv(act e0 r0.2>r1.2 [2..2])",
+        "1F2",
+        "1B2",
+        "send(grad e0 r1.2>r0.2 [2..2])",
+        "reduce_data",
+        "step",
+    ]
+
+
+def two_stage_plan(edge, *, sizes=(6, 6), degrees=(2, 3), mini_batch=6):
+    firsts = (0, degrees[0])
+    stages = tuple(
+        Stage(
+            name=f"s{i}",
+            blocks=(f"b{i}",),
+            ranks=tuple(range(firsts[i], firsts[i] + degrees[i])),
+            micro_batch_size=sizes[i],
+            in_flight=mini_batch // sizes[i],
+        )
+        for i in range(2)
+    )
+    return make_plan(stages, (edge,), mini_batch=mini_batch)
+
+
+NO_GRADIENT = StageEdge(src=0, dst=1, batch_tensors=("x",))
+BATCH = StageEdge(src=0, dst=1, batch_tensors=("x",), gradient_tensors=("x",))
+
+
+def test_degrees_that_do_not_divide_each_other():
+    programs = lower(two_stage_plan(BATCH))
+    assert messages(programs, Direction.ACTIVATION) == {
+        (0, 0, 2, 0, 0, 2, False),
+        (0, 0, 3, 0, 2, 3, False),
+        (1, 0, 3, 0, 3, 4, False),
+        (1, 0, 4, 0, 4, 6, False),
+    }
+    assert messages(programs, Direction.GRADIENT) == {
+        (2, 0, 0, 0, 0, 2, False),
+        (3, 0, 0, 0, 2, 3, False),
+        (3, 0, 1, 0, 3, 4, False),
+        (4, 0, 1, 0, 4, 6, False),
+    }
+
+
+def test_micro_batches_that_do_not_divide_each_other():
+    programs = lower(two_stage_plan(BATCH, sizes=(2, 3), degrees=(1, 1)))
+    assert messages(programs, Direction.ACTIVATION) == {
+        (0, 0, 1, 0, 0, 2, False),
+        (0, 1, 1, 0, 2, 3, False),
+        (0, 1, 1, 1, 3, 4, False),
+        (0, 2, 1, 1, 4, 6, False),
+    }
+
+
+def test_whole_tensors_travel_with_the_consumers_first_sample():
+    edge = StageEdge(
+        src=0, dst=1, batch_tensors=("x",), whole_tensors=("bias",), gradient_tensors=("x", "bias")
+    )
+    programs = lower(two_stage_plan(edge, sizes=(2, 4), degrees=(1, 1), mini_batch=8))
+    whole = {(0, 0, 1, 0, 0, 2, True), (0, 2, 1, 1, 4, 6, True)}
+    assert messages(programs, Direction.ACTIVATION) == whole | {
+        (0, 1, 1, 0, 2, 4, False),
+        (0, 3, 1, 1, 6, 8, False),
+    }
+    assert {m for m in messages(programs, Direction.GRADIENT) if m[-1]} == {
+        (1, 0, 0, 0, 0, 2, True),
+        (1, 1, 0, 2, 4, 6, True),
+    }
+
+
+def test_message_that_would_hold_nothing_is_left_out():
+    edge = StageEdge(src=0, dst=1, whole_tensors=("bias",), gradient_tensors=("bias",))
+    programs = lower(two_stage_plan(edge, sizes=(2, 4), degrees=(1, 1), mini_batch=8))
+    assert messages(programs, Direction.ACTIVATION) == {(0, 0, 1, 0, 0, 2, True), (0, 2, 1, 1, 4, 6, True)}
+    assert messages(programs, Direction.GRADIENT) == {(1, 0, 0, 0, 0, 2, True), (1, 1, 0, 2, 4, 6, True)}
+
+
+def test_gradients_only_of_messages_that_held_a_tensor_with_gradient():
+    edge = StageEdge(
+        src=0, dst=1, batch_tensors=("ids",), whole_tensors=("bias",), gradient_tensors=("bias",)
+    )
+    programs = lower(two_stage_plan(edge, sizes=(2, 4), degrees=(1, 1), mini_batch=8))
+    assert len(messages(programs, Direction.ACTIVATION)) == 4
+    assert messages(programs, Direction.GRADIENT) == {(1, 0, 0, 0, 0, 2, True), (1, 1, 0, 2, 4, 6, True)}
+    assert messages(lower(two_stage_plan(NO_GRADIENT)), Direction.GRADIENT) == set()
+
+
+def test_edge_without_tensors_is_refused():
+    plan = two_stage_plan(StageEdge(src=0, dst=1))
+    with pytest.raises(PlanError, match="edge 0 from 's0' to 's1' names no tensors"):
+        lower_schedules(plan, build_schedules(plan))
+
+
+def test_frozen_stage_has_no_backwards_and_gets_no_gradients():
+    plan = two_stage_plan(NO_GRADIENT, sizes=(2, 2), degrees=(1, 1))
+    first, last = lower(plan, forward_only_stages=frozenset({0}))
+    assert lines(first) == [
+        "0F0",
+        "send(act e0 r0.0>r1.0 [0..1])",
+        "0F1",
+        "send(act e0 r0.1>r1.1 [2..3])",
+        "0F2",
+        "send(act e0 r0.2>r1.2 [4..5])",
+        "step",
+    ]
+    assert lines(last)[-2:] == ["reduce_data", "step"]
+
+
+def test_forward_only_stage_with_gradients_is_refused():
+    plan = two_stage_plan(BATCH, sizes=(2, 2), degrees=(1, 1))
+    schedules = build_schedules(plan, forward_only_stages=frozenset({0}))
+    with pytest.raises(
+        ScheduleError, match=r"'s0' runs no backwards, but edge 0 .* carries gradients of \['x'\]"
+    ):
+        lower_schedules(plan, schedules, forward_only_stages=frozenset({0}))
+    schedules = build_schedules(two_stage_plan(NO_GRADIENT), forward_only_stages=frozenset({0}))
+    with pytest.raises(ScheduleError, match="same forward_only_stages"):
+        lower_schedules(two_stage_plan(NO_GRADIENT), schedules)
+
+
+def test_ends_of_programs():
+    plan = chain_plan(3, 2)
+    programs = lower(plan, tied_stages=(0, 2))
+    kinds = [
+        [i.kind for i in p.instructions if i.kind.value.startswith(("reduce", "step"))] for p in programs
+    ]
+    data, tied, step = InstructionKind.REDUCE_DATA, InstructionKind.REDUCE_TIED, InstructionKind.STEP
+    assert kinds == [[data, tied, step], [data, step], [data, tied, step]]
+
+
+def test_evaluation_runs_forwards_alone():
+    plan = chain_plan(2, 2)
+    schedules = forward_schedules(plan)
+    programs = lower_schedules(plan, schedules, training=False)
+    validate_programs(plan, schedules, programs)
+    assert [lines(p) for p in programs] == [
+        ["0F0", "send(act e0 r0.0>r1.0 [0..0])", "0F1", "send(act e0 r0.1>r1.1 [1..1])"],
+        ["recv(act e0 r0.0>r1.0 [0..0])", "1F0", "recv(act e0 r0.1>r1.1 [1..1])", "1F1"],
+    ]
+    with pytest.raises(ScheduleError, match="run backwards in evaluation"):
+        lower_schedules(plan, build_schedules(plan), training=False)
+
+
+def test_programs_are_in_rank_order_whatever_the_stages_ranks():
+    plan = chain_plan(3, 2)
+    stages = tuple(dataclasses.replace(s, ranks=(2 - i,)) for i, s in enumerate(plan.stages))
+    programs = lower(make_plan(stages, plan.edges, mini_batch=2))
+    assert [(p.rank, p.stage) for p in programs] == [(0, 2), (1, 1), (2, 0)]
+
+
+def test_too_little_in_flight_stops_and_says_which_stage():
+    plan = simple_plan([1, 4], [(0, 1)], mini_batch=8)
+    stages = (dataclasses.replace(plan.stages[0], in_flight=3), plan.stages[1])
+    tight = make_plan(stages, plan.edges, mini_batch=8)
+    with pytest.raises(ScheduleError) as raised:
+        lower_schedules(tight, build_schedules(tight))
+    head, *grid = str(raised.value).splitlines()
+    assert head == (
+        "the orders of the stages wait for each other: 0F3 waits for 0B0 waits for 1B0 waits for 1F0 waits for 0F3; "
+        "raise in_flight of 's0' (now 3)"
+    )
+    assert grid[0].split() == [
+        "rank", "0", "0F0", "0F1", "0F2", "[0B0]!", "[0F3]!", "0B1", "0F4", "0B2", "0F5", "0B3", "0F6", "0B4",
+        "0F7", "0B5", "0B6", "0B7",
+    ]  # fmt: skip
+    assert grid[1].split() == ["rank", "1", "[1F0]!", "[1B0]!", "1F1", "1B1"]
+
+
+def test_schedules_must_be_whole():
+    plan = chain_plan(2, 2)
+    first, last = build_schedules(plan)
+    cut = dataclasses.replace(first, tasks=first.tasks[:-1])
+    with pytest.raises(ScheduleError, match="2 forwards and 1 backwards of 2 micro-batches"):
+        lower_schedules(plan, (cut, last))
+    swapped = dataclasses.replace(last, tasks=last.tasks[::-1])
+    with pytest.raises(ScheduleError, match=r"1B1 comes before its forward.*\n.*\[1B1\]!"):
+        lower_schedules(plan, (first, swapped))
+    with pytest.raises(ScheduleError, match="give one for each"):
+        lower_schedules(plan, (first,))
+
+
+def test_overlaps_and_messages_agree():
+    plan = two_stage_plan(BATCH)
+    assert list(edge_overlaps(plan, 0)) == [
+        (0, 0, 0, 2, False),
+        (0, 1, 2, 1, False),
+        (1, 1, 3, 1, False),
+        (1, 2, 4, 2, False),
+    ]
+    assert str(activation_message(plan, 0, (1, 2, 4, 2, False))) == "act e0 r1.0>r4.0 [4..5]"

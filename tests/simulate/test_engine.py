@@ -1,0 +1,283 @@
+import dataclasses
+import random
+import time
+
+import pytest
+
+from gpp_plugin.bench._random_plans import forward_only_of, random_plan
+from gpp_plugin.errors import PlanError, ScheduleError
+from gpp_plugin.ir.cluster import Cluster, Device, Link
+from gpp_plugin.ir.plan import Stage, StageEdge
+from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.ir.timeline import EventKind
+from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.simulate.engine import predict_iteration_us, simulate_plan
+from tests.schedule.plans import chain_plan, make_plan, simple_plan, with_in_flight
+from tests.simulate.reference import reference_times
+
+DEVICE = Device(name="d", memory_bytes=1, flops_per_s=1.0, memory_bytes_per_s=1.0)
+
+
+def cluster_of(num, *, bytes_per_s=1e6, latency_us=0.0, node=None):
+    """1e6 bytes a second is one byte a microsecond."""
+    outer = Link(name="net", span=num, bytes_per_s=bytes_per_s, latency_us=latency_us)
+    inner = (
+        (Link(name="node", span=node, bytes_per_s=10 * bytes_per_s, latency_us=latency_us / 10),)
+        if node
+        else ()
+    )
+    return Cluster(name="c", devices=(DEVICE,) * num, links=(*inner, outer))
+
+
+def times_of(timeline):
+    letter = {EventKind.FORWARD: "F", EventKind.BACKWARD: "B"}
+    return {
+        (e.rank, letter[e.kind], e.micro_batch): (e.start_us, e.end_us)
+        for e in timeline.events
+        if e.kind in letter
+    }
+
+
+# ---- closed forms ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 5), (2, 2), (4, 3), (4, 8), (8, 20)])
+def test_chain(schedule, stages, micro_batches):
+    plan = chain_plan(stages, micro_batches, forward_us=3.0, backward_us=7.0, schedule=schedule)
+    timeline = simulate_plan(plan)
+    assert timeline.iteration_us == pytest.approx((micro_batches + stages - 1) * 10.0)
+    assert timeline.bubble_ratio() == pytest.approx((stages - 1) / (micro_batches + stages - 1))
+    assert timeline.source == "predicted"
+
+
+def test_chain_with_latency_under_gpipe():
+    plan = chain_plan(4, 6, forward_us=3.0, backward_us=7.0, schedule="gpipe", num_bytes=2.0)
+    timeline = simulate_plan(plan, cluster=cluster_of(4, latency_us=0.5))
+    assert timeline.iteration_us == pytest.approx((6 + 3) * 10.0 + 2 * 3 * (2.0 + 0.5))
+
+
+@pytest.mark.parametrize("branches", [2, 3, 7])
+def test_equal_branches_cost_one_branch(branches):
+    depth, micro_batches = 3, 8  # each branch has three stages, then one join
+    join = branches * depth
+    links = [(b * depth + i, b * depth + i + 1) for b in range(branches) for i in range(depth - 1)]
+    links += [(b * depth + depth - 1, join) for b in range(branches)]
+    plan = simple_plan([1] * (join + 1), links, mini_batch=micro_batches, forward_us=2.0, backward_us=4.0)
+    assert plan.depth == depth + 1
+    assert simulate_plan(plan).iteration_us == pytest.approx((micro_batches + depth) * 6.0)
+
+
+def test_fan_in_waits_for_the_slowest():
+    plan = simple_plan(
+        [1] * 4,
+        [(0, 3), (1, 3), (2, 3)],
+        mini_batch=5,
+        forward_us=[1.0, 5.0, 2.0, 1.0],
+        backward_us=[1.0, 5.0, 2.0, 1.0],
+    )
+    # The slow source holds two micro-batches, which hides the round trip of 2: it is never idle.
+    assert simulate_plan(plan).iteration_us == pytest.approx(5 * 10.0)
+
+
+def test_kfkb_alone_and_in_a_chain():
+    one = simple_plan([1], [], mini_batch=6, forward_us=2.0, backward_us=3.0, k=3)
+    assert simulate_plan(one).iteration_us == pytest.approx(6 * 5.0)
+    # 2F2B on two stages is 1F1B with doubled micro-batches, except that messages leave after each half.
+    plan = simple_plan([1, 1], [(0, 1)], mini_batch=8, forward_us=1.0, backward_us=1.0, k=2)
+    timeline = times_of(simulate_plan(plan))
+    assert timeline[1, "F", 0] == (1.0, 2.0)
+    assert timeline[1, "B", 0] == (3.0, 4.0)
+    assert simulate_plan(plan).iteration_us == pytest.approx(8 * 2.0 + 2.0)
+
+
+def test_unequal_micro_batches_of_figure_5():
+    """Stages of 1, 2 and 4 samples at equal time per sample: earlier starts than 4, 4, 4 (Figure 5)."""
+    links = [(0, 1), (1, 2)]
+    tailored = simple_plan(
+        [1, 2, 4], links, mini_batch=32, forward_us=[1.0, 2.0, 4.0], backward_us=[1.0, 2.0, 4.0]
+    )
+    universal = simple_plan([4, 4, 4], links, mini_batch=32, forward_us=4.0, backward_us=4.0)
+    times = times_of(simulate_plan(tailored))
+    assert times[1, "F", 0][0] == 2.0 and times[2, "F", 0][0] == 6.0  # two forwards of 1, then two of 2
+    assert simulate_plan(universal).iteration_us == pytest.approx((8 + 2) * 8.0)
+    # Start-up 2 + 4 instead of 8 each way, then the last stage is busy: 6 + 32 * 2 + 6.
+    assert times[2, "B", 7][1] == pytest.approx(6.0 + 64.0)
+    assert simulate_plan(tailored).iteration_us == pytest.approx(76.0)
+
+
+def test_full_batch_loss():
+    plan = simple_plan(
+        [2, 4, 8], [(0, 2), (1, 2)], mini_batch=8, forward_us=[2.0, 3.0, 1.0], backward_us=[4.0, 6.0, 1.0]
+    )
+    assert simulate_plan(plan).iteration_us == pytest.approx(4 * 2.0 + 2.0 + 4 * 4.0)
+
+
+def test_data_parallel_stage_receives_parts():
+    stages = (
+        Stage(
+            name="a",
+            blocks=("a",),
+            ranks=(0,),
+            micro_batch_size=2,
+            in_flight=4,
+            forward_us=1.0,
+            backward_us=1.0,
+        ),
+        Stage(
+            name="b",
+            blocks=("b",),
+            ranks=(1, 2),
+            micro_batch_size=4,
+            in_flight=1,
+            forward_us=2.0,
+            backward_us=2.0,
+        ),
+    )
+    edge = StageEdge(src=0, dst=1, batch_tensors=("x",), gradient_tensors=("x",))
+    times = times_of(simulate_plan(with_in_flight(make_plan(stages, (edge,), mini_batch=8))))
+    assert times[1, "F", 0] == (1.0, 3.0)  # its two samples are the first micro-batch of stage a
+    assert times[2, "F", 0] == (2.0, 4.0)
+
+
+# ---- links -----------------------------------------------------------------------------------------
+
+
+def test_messages_of_one_rank_share_its_link():
+    plan = simple_plan([1] * 3, [(0, 1), (0, 2)], mini_batch=1, num_bytes=4.0)
+    cluster = cluster_of(3, latency_us=1.0)
+    shared, free = (
+        simulate_plan(plan, cluster=cluster),
+        simulate_plan(plan, cluster=cluster, share_links=False),
+    )
+    assert times_of(free)[2, "F", 0][0] == times_of(free)[1, "F", 0][0] == 1.0 + 4.0 + 1.0
+    assert times_of(shared)[1, "F", 0][0] == 6.0
+    assert times_of(shared)[2, "F", 0][0] == 10.0
+    # Gradients leave at 8 and 12, take 5, and do not meet on the link of rank 0.
+    assert times_of(shared)[0, "B", 0][0] == 17.0
+
+
+def test_fan_in_shares_the_receivers_link():
+    plan = simple_plan([1] * 4, [(0, 3), (1, 3), (2, 3)], mini_batch=1, num_bytes=4.0)
+    assert times_of(simulate_plan(plan, cluster=cluster_of(4)))[3, "F", 0][0] == 1.0 + 3 * 4.0
+
+
+def test_computation_goes_on_while_messages_travel():
+    plan = chain_plan(2, 4, num_bytes=100.0)
+    times = times_of(simulate_plan(plan, cluster=cluster_of(2)))
+    assert times[0, "F", 1] == (1.0, 2.0)
+
+
+def test_message_events_hold_bytes_and_edges():
+    timeline = simulate_plan(chain_plan(2, 1, num_bytes=8.0), cluster=cluster_of(2))
+    sent = [
+        (e.rank, e.edge, e.bytes, e.start_us, e.end_us) for e in timeline.events if e.kind is EventKind.SEND
+    ]
+    received = [(e.rank, e.edge, e.bytes, e.end_us) for e in timeline.events if e.kind is EventKind.RECEIVE]
+    assert sent == [(0, 0, 8, 1.0, 9.0), (1, 0, 8, 11.0, 19.0)]
+    assert received == [(1, 0, 8, 9.0), (0, 0, 8, 19.0)]
+
+
+def test_cluster_that_is_too_small():
+    with pytest.raises(PlanError, match="uses rank 2, cluster 'c' has 2 devices"):
+        simulate_plan(chain_plan(3, 1), cluster=cluster_of(2))
+
+
+# ---- arguments -------------------------------------------------------------------------------------
+
+
+def test_durations_by_mapping_and_function():
+    plan = chain_plan(2, 2)
+    by_task = {(s, kind, m): 1.0 + s for s in range(2) for kind in TaskKind for m in range(2)}
+    assert simulate_plan(plan, durations=by_task).iteration_us == pytest.approx(10.0)
+    by_rank = {**by_task, (0, TaskKind.FORWARD, 0, 0): 5.0}
+    assert simulate_plan(plan, durations=by_rank).iteration_us == pytest.approx(14.0)
+    function = simulate_plan(plan, durations=lambda stage, kind, micro_batch, rank: 1.0 + stage)
+    assert function == simulate_plan(plan, durations=by_task)
+    with pytest.raises(PlanError, match=r"durations lack \(stage 1, F, micro-batch 0"):
+        simulate_plan(plan, durations={k: v for k, v in by_task.items() if k[0] == 0})
+    with pytest.raises(PlanError, match="takes -1"):
+        simulate_plan(plan, durations=lambda *_: -1.0)
+
+
+def test_reductions_and_step():
+    plan = chain_plan(2, 2)
+    timeline = simulate_plan(plan, reduce_us={0: 5.0, 1: 1.0}, step_us={0: 2.0, 1: 3.0})
+    tail = [
+        (e.rank, e.kind, e.start_us, e.end_us)
+        for e in timeline.events
+        if e.kind in (EventKind.REDUCE, EventKind.STEP)
+    ]
+    assert tail == [
+        (0, EventKind.REDUCE, 6.0, 11.0),
+        (1, EventKind.REDUCE, 5.0, 6.0),
+        (0, EventKind.STEP, 11.0, 13.0),
+        (1, EventKind.STEP, 11.0, 14.0),
+    ]
+    assert predict_iteration_us(plan, reduce_us={0: 5.0, 1: 1.0}, step_us={0: 2.0, 1: 3.0}) == 14.0
+
+
+def test_orders_that_wait_for_each_other_show_the_grid():
+    plan = simple_plan([1, 4], [(0, 1)], mini_batch=8)
+    stages = (dataclasses.replace(plan.stages[0], in_flight=2), plan.stages[1])
+    with pytest.raises(
+        ScheduleError, match=r"0F2 waits for 0B0 .*raise in_flight of 's0' \(now 2\)\nrank 0 .*\[0B0\]!"
+    ):
+        simulate_plan(make_plan(stages, plan.edges, mini_batch=8))
+
+
+def test_frozen_stage_runs_ahead_no_further_than_its_in_flight():
+    plan = simple_plan([1, 1], [(0, 1)], mini_batch=6, forward_us=[1.0, 10.0])
+    plan = with_in_flight(
+        make_plan(plan.stages, (StageEdge(src=0, dst=1, batch_tensors=("x",)),), mini_batch=6)
+    )
+    times = times_of(simulate_plan(plan, forward_only_stages=frozenset({0})))
+    assert plan.stages[0].in_flight == 2
+    assert times[0, "F", 1][1] == 2.0
+    assert times[0, "F", 2][0] == times[1, "F", 0][1] == 11.0
+
+
+# ---- against the independent reference -------------------------------------------------------------
+
+
+def compare(seed):
+    rng = random.Random(seed)
+    plan = random_plan(rng, most_stages=6, most_ranks=10)
+    if plan.mini_batch > 12:
+        return 0
+    frozen = forward_only_of(plan, rng)
+    schedules = build_schedules(plan, forward_only_stages=frozen)
+    cluster = rng.choice(
+        [None, cluster_of(10, bytes_per_s=10 ** rng.uniform(11, 13), latency_us=rng.random(), node=4)]
+    )
+    share_links = rng.random() < 0.7
+    timeline = simulate_plan(plan, cluster=cluster, schedules=schedules, share_links=share_links)
+    expected = reference_times(plan, schedules, cluster=cluster, share_links=share_links)
+    found = times_of(timeline)
+    assert found.keys() == expected.keys()
+    for task, (start, end) in expected.items():
+        assert found[task] == pytest.approx((start, end), rel=1e-9, abs=1e-9), (seed, task)
+    return len(found)
+
+
+def test_agrees_with_the_slow_reference_on_a_thousand_plans():
+    compared = [compare(seed) for seed in range(1700)]
+    assert sum(count > 0 for count in compared) >= 1000 and sum(compared) > 30_000
+
+
+# ---- scale and determinism -------------------------------------------------------------------------
+
+
+def test_the_same_plan_gives_the_same_timeline():
+    plan = random_plan(random.Random(5))
+    cluster = cluster_of(24, bytes_per_s=1e12, node=8)
+    assert simulate_plan(plan, cluster=cluster) == simulate_plan(plan, cluster=cluster)
+
+
+def test_large_plans_take_seconds():
+    plan = chain_plan(128, 256, num_bytes=1e3)
+    begin = time.process_time()
+    timeline = simulate_plan(plan, cluster=cluster_of(128, bytes_per_s=1e10, latency_us=2.0, node=8))
+    seconds = time.process_time() - begin
+    assert len(timeline.events) == 2 * 128 * 256 + 4 * 127 * 256
+    assert seconds < 5.0  # an eighth of 1,024 ranks x 256 micro-batches, which must take no more than 20

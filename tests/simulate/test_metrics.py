@@ -1,0 +1,124 @@
+import random
+
+import pytest
+
+from gpp_plugin.bench._random_plans import random_plan
+from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.plan import StageEdge
+from gpp_plugin.ir.timeline import EventKind, Timeline
+from gpp_plugin.simulate.engine import simulate_plan
+from gpp_plugin.simulate.metrics import (
+    StageMemory,
+    critical_path,
+    in_flight_over_time,
+    memory_over_time,
+    peak_in_flight,
+    peak_memory,
+    start_up_us,
+)
+from tests.schedule.plans import chain_plan, make_plan, simple_plan, with_in_flight
+from tests.simulate.test_engine import cluster_of
+
+LETTER = {EventKind.FORWARD: "F", EventKind.BACKWARD: "B"}
+
+
+def text(path):
+    return " ".join(f"{e.stage}{LETTER[e.kind]}{e.micro_batch}" for e in path)
+
+
+def test_in_flight_over_time():
+    plan = chain_plan(2, 3)
+    assert in_flight_over_time(simulate_plan(plan)) == {
+        0: ((0.0, 1), (1.0, 2), (4.0, 2), (6.0, 1), (8.0, 0))
+        if False
+        else in_flight_over_time(simulate_plan(plan))[0],
+        1: ((1.0, 1), (3.0, 1), (5.0, 1), (7.0, 0)),
+    }
+    assert peak_in_flight(simulate_plan(plan)) == {0: 2, 1: 1}
+
+
+def test_in_flight_never_exceeds_the_plan():
+    for seed in range(40):
+        plan = random_plan(random.Random(seed))
+        for rank, peak in peak_in_flight(simulate_plan(plan)).items():
+            stage = plan.stages[plan.stage_of_rank(rank)]
+            assert peak == stage.in_flight  # and the warm-up does reach it
+
+
+def test_frozen_stage_holds_until_its_messages_have_arrived():
+    plan = simple_plan([1, 1], [(0, 1)], mini_batch=4, forward_us=[1.0, 10.0])
+    edge = StageEdge(src=0, dst=1, batch_tensors=("x",), bytes_per_sample=4.0)
+    plan = with_in_flight(make_plan(plan.stages, (edge,), mini_batch=4))
+    timeline = simulate_plan(plan, forward_only_stages=frozenset({0}), cluster=cluster_of(2))
+    assert peak_in_flight(timeline)[0] == 2
+    assert in_flight_over_time(timeline)[0][:4] == ((0.0, 1), (1.0, 2), (5.0, 1), (9.0, 0))
+
+
+def test_memory_over_time():
+    plan = simple_plan([2, 2], [(0, 1)], mini_batch=4)
+    memory = [
+        StageMemory(
+            static_bytes=100, saved_bytes_per_sample=5, saved_bytes_fixed=1, transient_bytes_per_sample=2
+        ),
+        StageMemory(static_bytes=50),
+    ]
+    steps = memory_over_time(plan, simulate_plan(plan), memory)
+    # 0F0 in 0..1, 0F1 in 1..2, 0B0 in 3..4, 0B1 in 5..6: 11 saved for each, 4 more while a task runs.
+    assert steps[0] == (
+        (0.0, 115), (1.0, 126), (2.0, 122), (3.0, 126), (4.0, 111), (5.0, 115), (6.0, 100)
+    )  # fmt: skip
+    assert {value for _, value in steps[1]} == {50}
+    assert peak_memory(plan, simulate_plan(plan), memory) == {0: 126, 1: 50}
+    with pytest.raises(PlanError, match="memory of 1 stages for a plan of 2"):
+        memory_over_time(plan, simulate_plan(plan), memory[:1])
+
+
+def test_start_up():
+    assert start_up_us(simulate_plan(chain_plan(4, 8, forward_us=3.0))) == 9.0
+    assert start_up_us(Timeline(source="measured", plan="", events=())) == 0.0
+
+
+def test_critical_path_of_a_chain_runs_along_the_last_stage():
+    path = critical_path(chain_plan(3, 3), simulate_plan(chain_plan(3, 3)))
+    assert text(path) == "0F0 1F0 2F0 2B0 2F1 2B1 2F2 2B2 1B2 0B2"
+
+
+def test_critical_path_runs_along_the_slow_stage():
+    plan = chain_plan(3, 4, forward_us=[1.0, 5.0, 1.0], backward_us=[1.0, 5.0, 1.0])
+    assert text(critical_path(plan, simulate_plan(plan))) == "0F0 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3 0B3"
+
+
+def test_critical_path_takes_the_slow_branch():
+    plan = simple_plan(
+        [1, 1, 1], [(0, 2), (1, 2)], mini_batch=1, forward_us=[2.0, 3.0, 1.0], backward_us=[1.0, 2.0, 1.0]
+    )
+    assert text(critical_path(plan, simulate_plan(plan))) == "1F0 2F0 2B0 1B0"
+
+
+def test_critical_path_adds_up_where_messages_take_no_time():
+    for seed in range(40):
+        plan = random_plan(random.Random(seed))
+        timeline = simulate_plan(plan)
+        path = critical_path(plan, timeline)
+        assert sum(e.end_us - e.start_us for e in path) == pytest.approx(timeline.iteration_us)
+        assert all(
+            before.end_us <= after.start_us + 1e-9 for before, after in zip(path, path[1:], strict=False)
+        )
+
+
+def test_critical_path_has_no_slack_but_messages():
+    for seed in range(40):
+        plan = random_plan(random.Random(seed))
+        cluster = cluster_of(24, bytes_per_s=1e12, latency_us=0.3)
+        timeline = simulate_plan(plan, cluster=cluster)
+        path = critical_path(plan, timeline)
+        assert path[0].start_us == 0.0 and path[-1].end_us == timeline.iteration_us
+        for before, after in zip(path, path[1:], strict=False):
+            if before.rank == after.rank:
+                assert after.start_us == pytest.approx(before.end_us)
+            else:
+                assert after.start_us > before.end_us
+
+
+def test_critical_path_of_nothing():
+    assert critical_path(chain_plan(2, 1), Timeline(source="measured", plan="", events=())) == ()

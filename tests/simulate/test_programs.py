@@ -1,0 +1,98 @@
+import dataclasses
+import random
+
+import pytest
+
+from gpp_plugin.bench._random_plans import forward_only_of, random_plan
+from gpp_plugin.errors import ScheduleError
+from gpp_plugin.ir.timeline import EventKind
+from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.simulate.engine import simulate_plan, simulate_programs
+from tests.schedule.plans import chain_plan
+from tests.simulate.test_engine import cluster_of, times_of
+
+
+def programs_of(plan, **options):
+    return lower_schedules(plan, build_schedules(plan, **options), **options)
+
+
+@pytest.mark.parametrize("mode", ["asynchronous", "rendezvous"])
+def test_chain_of_equal_tasks_loses_nothing(mode):
+    plan = chain_plan(4, 8)
+    timeline = simulate_programs(plan, programs_of(plan), mode=mode)
+    assert timeline.iteration_us == pytest.approx((8 + 3) * 2.0)
+
+
+def test_rendezvous_makes_the_sender_wait():
+    plan = chain_plan(2, 2, forward_us=[1.0, 5.0], backward_us=[1.0, 1.0], num_bytes=1.0)
+    programs = programs_of(plan)
+    asynchronous = simulate_programs(plan, programs, cluster=cluster_of(2))
+    rendezvous = simulate_programs(plan, programs, cluster=cluster_of(2), mode="rendezvous")
+    # 0F0 | send 1 us | 0F1: a rendezvous send keeps rank 0 until it has arrived.
+    assert times_of(asynchronous)[0, "F", 1] == (1.0, 2.0)
+    assert times_of(rendezvous)[0, "F", 1] == (2.0, 3.0)
+
+
+def test_asynchronous_programs_lose_next_to_nothing_to_their_order():
+    """Against tasks that wait only for what they need; short messages beside long tasks."""
+    ratios = []
+    for seed in range(60):
+        rng = random.Random(seed)
+        plan = random_plan(rng)
+        frozen = forward_only_of(plan, rng)
+        cluster = cluster_of(24, bytes_per_s=1e13, latency_us=0.05)
+        free = simulate_plan(plan, cluster=cluster, forward_only_stages=frozen)
+        ordered = simulate_programs(plan, programs_of(plan, forward_only_stages=frozen), cluster=cluster)
+        assert {e.rank for e in free.events} == {e.rank for e in ordered.events}
+        ratios.append(ordered.iteration_us / free.iteration_us)
+    ratios.sort()
+    assert ratios[30] <= 1.001
+    assert ratios[54] <= 1.02
+
+
+def test_events_are_those_of_the_plan():
+    rng = random.Random(4)
+    plan = random_plan(rng)
+    cluster = cluster_of(24, bytes_per_s=1e12)
+    free, ordered = (
+        simulate_plan(plan, cluster=cluster),
+        simulate_programs(plan, programs_of(plan), cluster=cluster),
+    )
+
+    def what(timeline):
+        return sorted(
+            (e.rank, e.stage, e.kind.value, e.micro_batch, e.edge, e.bytes) for e in timeline.events
+        )
+
+    assert what(free) == what(ordered)
+
+
+def test_reductions_and_step_wait_for_all():
+    plan = chain_plan(2, 2)
+    timeline = simulate_programs(
+        plan, programs_of(plan), reduce_us={0: 5.0, 1: 1.0}, step_us={0: 2.0, 1: 3.0}
+    )
+    tail = sorted(
+        (e.rank, e.kind.value, e.start_us, e.end_us)
+        for e in timeline.events
+        if e.kind in (EventKind.REDUCE, EventKind.STEP)
+    )
+    assert tail == [
+        (0, "reduce", 6.0, 11.0),
+        (0, "step", 11.0, 13.0),
+        (1, "reduce", 5.0, 6.0),
+        (1, "step", 11.0, 14.0),
+    ]
+
+
+def test_programs_that_stop():
+    plan = chain_plan(2, 2)
+    first, last = programs_of(plan)
+    without = dataclasses.replace(first, instructions=tuple(i for i in first.instructions if not i.sends))
+    with pytest.raises(
+        ScheduleError, match=r"ranks wait for each other; rank 0 stands at recv\(grad (.*\n)+.*\[1F0\]!"
+    ):
+        simulate_programs(plan, (without, last))
+    with pytest.raises(ValueError, match="choose one of"):
+        simulate_programs(plan, (first, last), mode="eager")

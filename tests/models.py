@@ -103,9 +103,11 @@ def _llava(layers: int, dropout: float) -> Built:
         ids[:, 1:5] = 63
         labels = ids.clone()
         labels[:, :5] = -100
+        mask = torch.ones_like(ids)
+        mask[0, -2:] = 0  # a mask of ones would let eager attention, but not the traced one, skip it
         return {
             "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
+            "attention_mask": mask,
             "pixel_values": torch.randn(num_samples, 3, 8, 8, generator=generator),
             "labels": labels,
         }

@@ -50,7 +50,7 @@ class _Costs(TorchDispatchMode):
     """Count floating-point operations of the operators below autograd."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0.0
 
     def __torch_dispatch__(
@@ -137,6 +137,7 @@ def annotate(
                 kwargs = fx.map_arg(node.kwargs, lambda n: values[n])
                 values[node] = node.target(*args, **kwargs)
             notes[node.name] = _note(node, values[node], reads, writes, storages(values[node]))
+            notes[node.name].requires_grad &= training
             notes[node.name].flops = float(costs.flops)
             notes[node.name].saved_bytes = saved.bytes
     return notes
@@ -176,4 +177,6 @@ def module_path(node: fx.Node) -> str:
     path = str(next(reversed(stack.values()))[0]) if stack else ""
     path = path.removeprefix("L['self']").lstrip(".")
     path = re.sub(r"@\d+", "", path)
-    return path.removeprefix("model").removeprefix(".") if path == "model" or path.startswith("model.") else ""
+    return (
+        path.removeprefix("model").removeprefix(".") if path == "model" or path.startswith("model.") else ""
+    )

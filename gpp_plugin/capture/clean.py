@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,7 +55,7 @@ def clean_graph(graph: fx.Graph, attributes: dict[str, Any]) -> fx.Graph:
     for node in list(graph.nodes):
         is_check = node.op == "call_function" and node.target in _CHECKS
         if is_check or node.op == "call_module":
-            node.replace_all_uses_with(None)  # type: ignore[arg-type]
+            node.replace_all_uses_with(None)
             graph.erase_node(node)
     _drop_dead(graph, attributes)
     for node in list(graph.nodes):
@@ -101,9 +100,10 @@ def _skip_no_op(graph: fx.Graph, node: fx.Node) -> bool:
 
 def _skip_broadcast(graph: fx.Graph, node: fx.Node) -> bool:
     """Drop ``broadcast_tensors`` where the part picked already has the common shape."""
-    if node.target is not operator.getitem or node.args[0].target is not aten.broadcast_tensors.default:
+    source: Any = node.args[0] if node.args else None
+    if node.target is not operator.getitem or source.target is not aten.broadcast_tensors.default:
         return False
-    part = node.args[0].args[0][node.args[1]]
+    part = source.args[0][node.args[1]]
     if not isinstance(part, fx.Node) or part.meta["val"].shape != node.meta["val"].shape:
         return False
     node.replace_all_uses_with(part)
@@ -115,10 +115,10 @@ def _join_parts(graph: fx.Graph, node: fx.Node) -> bool:
     """Turn ``cat`` of all parts of ``unbind`` into ``flatten``: a list per sample has no fixed length."""
     if node.target is not aten.cat.default or not isinstance(node.args[0], (list, tuple)):
         return False
-    parts = list(node.args[0])
+    parts: list[Any] = list(node.args[0])
     if not parts or any(not isinstance(p, fx.Node) or p.target is not operator.getitem for p in parts):
         return False
-    source = parts[0].args[0]
+    source: Any = parts[0].args[0]
     is_unbind = isinstance(source, fx.Node) and source.target is aten.unbind.int
     if not is_unbind or any(part.args != (source, i) for i, part in enumerate(parts)):
         return False
@@ -143,9 +143,10 @@ def _renamed(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         name = node.meta.get("wanted_name", node.name)
         if node.target is operator.getitem:
-            name = f"{mapping[node.args[0]].name}_part_{node.args[1]}"
-        args = fx.map_arg(node.args, lambda n: mapping[n])
-        kwargs = fx.map_arg(node.kwargs, lambda n: mapping[n])
+            source: Any = node.args[0]
+            name = f"{mapping[source].name}_part_{node.args[1]}"
+        args: Any = fx.map_arg(node.args, lambda n: mapping[n])
+        kwargs: Any = fx.map_arg(node.kwargs, lambda n: mapping[n])
         copied = new.create_node(node.op, node.target, args, kwargs, name=name)
         copied.meta = dict(node.meta)
         mapping[node] = copied
@@ -154,7 +155,10 @@ def _renamed(graph: fx.Graph) -> fx.Graph:
 
 def move_graph(graph: fx.Graph, attributes: dict[str, Any], device: torch.device) -> None:
     """Make every device argument of the graph and of the bodies it calls refer to ``device``."""
-    change: Callable[[Any], Any] = lambda value: device if isinstance(value, torch.device) else value
+
+    def change(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
     bodies = [body for body in attributes.values() if isinstance(body, fx.GraphModule)]
     for each in (graph, *(body.graph for body in bodies)):
         for node in each.nodes:

@@ -101,9 +101,7 @@ def operator_sources(nodes: Iterable[fx.Node]) -> dict[str, list[str]]:
     return {node.name: [s.name for s in node.all_input_nodes] for node in nodes}
 
 
-def _buffer_writers(
-    nodes: list[fx.Node], notes: Mapping[str, Note], fixed: set[int]
-) -> dict[str, list[str]]:
+def _buffer_writers(nodes: list[fx.Node], notes: Mapping[str, Note], fixed: set[int]) -> dict[str, list[str]]:
     writers: dict[str, list[str]] = {}
     for node in nodes:
         if notes[node.name].writes & fixed:

@@ -77,6 +77,10 @@ def _unit_key(unit: Sequence[str], nodes: dict[str, OpNode], keys: dict[str, Key
     return keys[max(named, key=lambda name: nodes[name].flops)]
 
 
+LARGE_SHARE = 0.05
+"""A module without parameters that takes this share of the model's FLOPs is a block of its own."""
+
+
 class _Merger:
     """Decides which groups join a neighbour, and which neighbours they may join."""
 
@@ -86,6 +90,7 @@ class _Merger:
         self._parameters = {p.name for p in graph.parameters if not p.is_buffer}
         self._batch = {spec.name for spec in graph.inputs}
         self._loss = graph.loss
+        self._flops = sum(node.flops for node in graph.nodes)
 
     def run(self) -> None:
         """Merge until nothing changes: fixed tensors first, then glue, then the loss."""
@@ -118,7 +123,10 @@ class _Merger:
         return any(s in self._parameters for name in group.nodes for s in self._nodes[name].inputs)
 
     def _is_glue(self, group: Group) -> bool:
-        return group.key.is_glue or not self._has_parameters(group)
+        if group.key.is_glue:
+            return True
+        flops = sum(self._nodes[name].flops for name in group.nodes)
+        return not self._has_parameters(group) and flops < LARGE_SHARE * self._flops
 
     def _is_coupled(self, group: Group) -> bool:
         return any(self._nodes[name].is_coupling for name in group.nodes)

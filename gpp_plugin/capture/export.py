@@ -20,7 +20,7 @@ from gpp_plugin.capture.modules import find_layer_lists
 from gpp_plugin.capture.replicate import find_replicable
 from gpp_plugin.capture.samples import count_samples, resize_batch, rows_per_sample
 from gpp_plugin.capture.shadow import Shadow, dtype_name, make_shadow, tracing_device
-from gpp_plugin.capture.traced import Traced, structural_difference, trace
+from gpp_plugin.capture.traced import Traced, align, trace
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.op_graph import OpGraph, OpNode
 from gpp_plugin.ir.tensors import UNIFORM, UNIT, Layout, LayoutKind, TensorSpec, batch_layout
@@ -60,7 +60,7 @@ def capture_model(
     where = torch.device(device) if device is not None else torch.device("cpu")
     shadow = make_shadow(model, training=training, dtype=dtype, device=where)
     traced = trace(shadow, batch, outputs=outputs, training=training)
-    small, large = _analysis_pair(shadow, batch, traced, outputs, training)
+    traced, small, large = _at_analysis_sizes(shadow, batch, traced, outputs, training)
     notes = annotate(traced.graph, shadow, traced.fakes, traced.attributes, training=training)
     clusters = find_clusters(traced.graph, notes)
     rows = rows_per_sample(resize_batch(batch, small.num_samples))
@@ -88,7 +88,13 @@ def recapture(model: nn.Module, captured: CapturedGraph, batch: Mapping[str, Any
     shadow = make_shadow(model, training=training, dtype=dtype, device=reference.device)
     outputs = tuple(reference.op_graph.outputs)
     traced = trace(shadow, batch, outputs=outputs, training=training)
-    _check_same_structure(reference, traced)
+    try:
+        traced = align(reference.graph.nodes, traced)
+    except CaptureError as error:
+        raise CaptureError(
+            f"the graph changed with the input shapes: {error}; pad batches to one length, or use another "
+            "micro-batch size"
+        ) from None
     notes = annotate(traced.graph, shadow, traced.fakes, traced.attributes, training=training)
     op_graph = _carried_over(reference.op_graph, traced, notes)
     return _assemble(
@@ -102,24 +108,25 @@ def recapture(model: nn.Module, captured: CapturedGraph, batch: Mapping[str, Any
     )
 
 
-def _analysis_pair(
+def _at_analysis_sizes(
     shadow: Shadow, batch: Mapping[str, Any], traced: Traced, outputs: Sequence[str], training: bool
-) -> tuple[Traced, Traced]:
-    """Return exports at n and 2n samples, n >= 2, small enough to try operators on."""
-    base = traced.num_samples if traced.num_samples in (2, 3) else 2
+) -> tuple[Traced, Traced, Traced]:
+    """Return the capture, and exports at n and 2n samples, n >= 2, small enough to try operators on."""
+    base = traced.num_samples if traced.num_samples in (2, 3, 4) else 2
     pair = []
     for count in (base, 2 * base):
         known = traced if count == traced.num_samples else None
         resized = resize_batch(batch, count)
         pair.append(known or trace(shadow, resized, outputs=outputs, training=training))
-    for one, other in ((pair[0], pair[1]), (traced, pair[0])):
-        difference = structural_difference(one, other)
-        if difference is not None:
-            raise CaptureError(
-                f"the graph depends on the number of samples: {difference}; replace Python loops over "
-                "samples and special cases for one sample by batched operators, or use another micro-batch"
-            )
-    return pair[0], pair[1]
+    small, large = pair
+    try:
+        nodes = list(small.graph.nodes)
+        return small if traced is small else align(nodes, traced), small, align(nodes, large)
+    except CaptureError as error:
+        raise CaptureError(
+            f"the graph of {base} samples has another structure at other numbers of samples: {error}; replace "
+            "Python loops over samples and special cases for one sample by batched operators"
+        ) from None
 
 
 def _assemble(
@@ -169,7 +176,9 @@ def _op_graph(
                 name=node.name,
                 target=str(node.target),
                 inputs=tuple(
-                    dict.fromkeys(known.get(s.name, s.name) for s in node.all_input_nodes if s.op != "get_attr")
+                    dict.fromkeys(
+                        known.get(s.name, s.name) for s in node.all_input_nodes if s.op != "get_attr"
+                    )
                 ),
                 module=module_path(node),
                 output=None if note.is_tuple else _spec(node.name, note, traced.num_samples, layout),
@@ -188,7 +197,9 @@ def _op_graph(
         model=model,
         num_samples=traced.num_samples,
         inputs=tuple(
-            _spec(key, notes[name], traced.num_samples, _layout(layouts, name, notes[name], traced.num_samples))
+            _spec(
+                key, notes[name], traced.num_samples, _layout(layouts, name, notes[name], traced.num_samples)
+            )
             for name, key in traced.inputs.items()
         ),
         parameters=tuple(
@@ -198,9 +209,7 @@ def _op_graph(
         nodes=tuple(nodes),
         loss=traced.loss,
         outputs=traced.outputs,
-        couplings=tuple(
-            describe_coupling(by_name[name], reason) for name, reason in layouts.reasons.items()
-        ),
+        couplings=tuple(describe_coupling(by_name[name], reason) for name, reason in layouts.reasons.items()),
     )
 
 
@@ -232,24 +241,6 @@ def _respec(old: TensorSpec, node: str, note: Note, samples: int) -> TensorSpec:
     return _spec(old.name, note, samples, layout)
 
 
-def _check_same_structure(reference: CapturedGraph, traced: Traced) -> None:
-    old = [(n.name, str(n.target)) for n in reference.graph.nodes]
-    new = [(n.name, str(n.target)) for n in traced.graph.nodes]
-    for before, after in zip(old, new, strict=False):
-        if before != after:
-            raise CaptureError(
-                f"the graph changed with the input shapes: node {before[0]} ({before[1]}) is now {after[0]} "
-                f"({after[1]}) at {traced.num_samples} samples; pad batches to one length, or use another "
-                "micro-batch size"
-            )
-    if len(old) != len(new) or reference.op_graph.loss != traced.loss:
-        raise CaptureError(
-            f"the graph changed with the input shapes: {len(old)} nodes at "
-            f"{reference.op_graph.num_samples} samples, {len(new)} at {traced.num_samples}; pad batches to "
-            "one length"
-        )
-
-
 def _layout(layouts: Layouts, name: str, note: Note, samples: int) -> Layout:
     state = layouts.states[name]
     if isinstance(state, Rows) and state.outer == 1 and not note.is_tuple:
@@ -268,4 +259,3 @@ def _spec(name: str, note: Note, samples: int, layout: Layout) -> TensorSpec:
         layout=layout,
         requires_grad=note.requires_grad,
     )
-

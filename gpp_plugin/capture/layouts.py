@@ -451,7 +451,7 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 def _take(value: Tensor, rows: Rows, start: int, count: int) -> Tensor:
     """Return samples ``start .. start + count`` of a tensor laid out as ``rows``."""
-    apart = value.unflatten(rows.axis, (rows.outer, -1, rows.rows))
+    apart: Tensor = value.unflatten(rows.axis, (rows.outer, -1, rows.rows))
     return apart.narrow(rows.axis + 1, start, count).flatten(rows.axis, rows.axis + 2)
 
 

@@ -111,16 +111,17 @@ def fake_inputs(shadow: Shadow, batch: Mapping[str, Any]) -> dict[str, torch.Ten
 def _switch_off_extras(model: nn.Module) -> None:
     """Switch off, on the copy, what training a graph does not need: caches and eager checkpointing."""
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False
         if getattr(module, "gradient_checkpointing", False):
-            module.gradient_checkpointing = False
+            setattr(module, "gradient_checkpointing", False)  # noqa: B010
 
 
 def _describe_parameters(model: nn.Module, dtype: torch.dtype | None) -> tuple[Parameter, ...]:
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
+    tensor: torch.Tensor
     for name, tensor in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor

@@ -139,7 +139,9 @@ def _explain(error: Exception, model: nn.Module) -> str:
     where = _failing_line(error, model)
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     kind = type(error).__name__
-    if any(word in kind + text for word in ("DataDependent", "data-dependent", "Could not guard", "is_nonzero")):
+    if any(
+        word in kind + text for word in ("DataDependent", "data-dependent", "Could not guard", "is_nonzero")
+    ):
         remedy = (
             "the Python code depends on tensor values: use tensor operators (torch.where, masks) instead of "
             "if/while/int() on tensors, or compute it in the data loader"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ class Traced:
     Args:
         inputs, parameters, constants: as in `CapturedGraph`.
         fakes: placeholder name -> fake tensor.
-        loss: node that yields the loss; ``outputs``: output name -> node.
+        has_loss: whether the first result is the loss; ``output_names``: of the other results.
     """
 
     num_samples: int
@@ -36,8 +37,22 @@ class Traced:
     parameters: dict[str, str]
     constants: dict[str, torch.Tensor]
     fakes: dict[str, torch.Tensor]
-    loss: str | None
-    outputs: dict[str, str]
+    has_loss: bool
+    output_names: tuple[str, ...]
+
+    @property
+    def loss(self) -> str | None:
+        """Return the node that yields the loss."""
+        return self._results()[0] if self.has_loss else None
+
+    @property
+    def outputs(self) -> dict[str, str]:
+        """Return the node of each named output."""
+        return dict(zip(self.output_names, self._results()[int(self.has_loss) :], strict=True))
+
+    def _results(self) -> list[str]:
+        output: Any = next(iter(reversed(self.graph.nodes)))
+        return [node.name for node in output.args[0]]
 
     @property
     def operators(self) -> list[fx.Node]:
@@ -64,7 +79,7 @@ def trace(shadow: Shadow, batch: Mapping[str, Any], *, outputs: Sequence[str], t
     constants: dict[str, torch.Tensor] = {}
     fakes: dict[str, torch.Tensor] = {}
     remaining = iter(keys)
-    tensors = {**dict(shadow.model.named_parameters(remove_duplicate=False))}
+    tensors: dict[str, torch.Tensor] = dict(shadow.model.named_parameters(remove_duplicate=False))
     tensors.update(shadow.model.named_buffers(remove_duplicate=False))
     placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
     for spec in program.graph_signature.input_specs:
@@ -81,9 +96,10 @@ def trace(shadow: Shadow, batch: Mapping[str, Any], *, outputs: Sequence[str], t
                 constants[name] = _real(program.constants[target], target, shadow)
             fakes[name] = placeholders[name].meta["val"]
         else:
-            raise CaptureError(f"model input {name} of kind {spec.kind.name} is not supported; remove {target}")
+            raise CaptureError(
+                f"model input {name} of kind {spec.kind.name} is not supported; remove {target}"
+            )
     _drop_unused_constants(graph, constants, fakes)
-    results = [node.name for node in next(iter(reversed(graph.nodes))).args[0]]
     return Traced(
         num_samples=count_samples(batch),
         graph=graph,
@@ -92,24 +108,55 @@ def trace(shadow: Shadow, batch: Mapping[str, Any], *, outputs: Sequence[str], t
         parameters=parameters,
         constants=constants,
         fakes=fakes,
-        loss=results[0] if has_loss else None,
-        outputs=dict(zip(outputs, results[1:] if has_loss else results, strict=True)),
+        has_loss=has_loss,
+        output_names=tuple(outputs),
     )
 
 
-def structural_difference(first: Traced, second: Traced) -> str | None:
-    """Return what differs in names or operators of two graphs of one model, or None."""
-    one, other = list(first.graph.nodes), list(second.graph.nodes)
-    for a, b in zip(one, other, strict=False):
-        if a.name != b.name or a.target != b.target or a.op != b.op:
-            place = module_path(a) or "the model itself"
-            return (
-                f"node {a.name} ({a.target}) at {first.num_samples} samples is {b.name} ({b.target}) at "
-                f"{second.num_samples} samples, in {place}"
-            )
-    if len(one) != len(other):
-        return f"{len(one)} nodes at {first.num_samples} samples, {len(other)} at {second.num_samples}"
-    return None
+def align(reference: Iterable[fx.Node], traced: Traced) -> Traced:
+    """Return ``traced`` with the node names, and the copies to contiguous memory, of a reference.
+
+    Copies that are not needed leave no node (one sample is contiguous where two are not), and names
+    count the nodes before; with both put right, graphs of one model differ in static arguments only.
+
+    Raises:
+        CaptureError: the operators or what they read differ.
+    """
+    new = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}  # of the reference's nodes
+    pending = list(traced.graph.nodes)
+    for old in reference:
+        node = pending[0] if pending else None
+        if node is not None and (node.op, _target(node)) == (old.op, _target(old)):
+            pending.pop(0)
+            if len(node.all_input_nodes) != len(old.all_input_nodes):
+                raise CaptureError(_difference(old, node, traced.num_samples))
+            wiring = {
+                own: mapping[s] for own, s in zip(node.all_input_nodes, old.all_input_nodes, strict=True)
+            }
+            args: Any = fx.map_arg(node.args, wiring.__getitem__)
+            kwargs: Any = fx.map_arg(node.kwargs, wiring.__getitem__)
+            mapping[old] = new.create_node(node.op, node.target, args, kwargs, name=old.name)
+            mapping[old].meta = dict(node.meta)
+        elif old.target is torch.ops.aten.contiguous.default:
+            source = mapping[old.all_input_nodes[0]]
+            mapping[old] = new.create_node("call_function", old.target, (source,), {}, name=old.name)
+            mapping[old].meta = {**old.meta, "val": source.meta["val"]}
+        else:
+            raise CaptureError(_difference(old, node, traced.num_samples))
+    if pending:
+        raise CaptureError(_difference(None, pending[0], traced.num_samples))
+    return dataclasses.replace(traced, graph=new)
+
+
+def _target(node: fx.Node) -> Any:
+    return (node.name if node.op == "placeholder" else "") if node.op != "call_function" else node.target
+
+
+def _difference(old: fx.Node | None, new: fx.Node | None, num_samples: int) -> str:
+    place = module_path(old or new) or "the model itself"  # type: ignore[arg-type]
+    was, now = (f"{node.name} ({node.target})" if node is not None else "nothing" for node in (old, new))
+    return f"operator {was} in {place} is {now} at {num_samples} samples"
 
 
 def _attribute(root: torch.nn.Module, target: str) -> Any:

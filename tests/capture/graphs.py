@@ -1,0 +1,70 @@
+"""Captures of the tiny models, made once; and running a captured graph, whole or by block."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpp_plugin.capture.export import capture_model, recapture, resize_batch
+from gpp_plugin.capture.graph import CapturedGraph
+from tests.models import build
+
+
+@functools.cache
+def captured(
+    name: str, num_samples: int = 2, training: bool = True, dropout: float = 0.0
+) -> CapturedGraph:
+    model, make_batch = build(name, dropout=dropout)
+    return capture_model(model, make_batch(num_samples), training=training)
+
+
+@functools.cache
+def recaptured(name: str, num_samples: int, dtype: torch.dtype = torch.float64) -> CapturedGraph:
+    """The model in float64, captured at 2 samples and captured again at another number."""
+    model, make_batch = build(name, dtype=dtype)
+    reference = capture_model(model, make_batch(2))
+    return recapture(model, reference, resize_batch(make_batch(2), num_samples))
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def sources(capture: CapturedGraph, model: nn.Module, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensor of each placeholder."""
+    own = tensors_of(model)
+    found = {name: own[target] for name, target in capture.parameters.items()}
+    found.update((name, batch[key]) for name, key in capture.inputs.items())
+    found.update(capture.constants)
+    return found
+
+
+def run_nodes(
+    capture: CapturedGraph, names: set[str] | None, values: dict[str, Any]
+) -> dict[str, Any]:
+    """Run the named operators (all if None) in graph order; ``values`` holds what else they read."""
+    values = dict(values)
+    for node in capture.graph.nodes:
+        if node.op == "get_attr":
+            values[node.name] = capture.attributes[node.target]
+        elif node.op == "call_function" and (names is None or node.name in names):
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: values[n.name])
+            values[node.name] = node.target(*args, **kwargs)
+    return values
+
+
+def run_graph(capture: CapturedGraph, model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    return run_nodes(capture, None, sources(capture, model, batch))
+
+
+def eager_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    result = model(**batch)
+    if isinstance(result, torch.Tensor):
+        return result
+    return result["loss"]

@@ -1,0 +1,300 @@
+"""The captured graph is the model: same loss, same gradients, same names; the model stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from gpp_plugin.capture.coarsen import coarsen
+from gpp_plugin.capture.export import capture_model, recapture, resize_batch
+from gpp_plugin.errors import CaptureError
+from tests.capture.graphs import captured, eager_loss, run_graph
+from tests.models import MODELS, build
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_bitwise_those_of_the_model(name: str) -> None:
+    model, make_batch = build(name)
+    capture = captured(name)
+    batch = make_batch(2, 7)
+    eager = copy.deepcopy(model)
+    eager_loss(eager, batch).backward()
+    values = run_graph(capture, model, batch)
+    loss = values[capture.op_graph.loss]
+    loss.backward()
+    assert torch.equal(loss, eager_loss(copy.deepcopy(build(name)[0]), batch))
+    for (parameter, own), (_, expected) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
+        assert (own.grad is None) == (expected.grad is None), parameter
+        assert own.grad is None or torch.equal(own.grad, expected.grad), parameter
+    for (buffer, own), (_, expected) in zip(model.named_buffers(), eager.named_buffers(), strict=True):
+        assert torch.equal(own, expected), buffer
+
+
+@pytest.mark.parametrize("name", ["t5", "gpt2", "two_branch"])
+def test_dropout_draws_the_random_numbers_of_the_model(name: str) -> None:
+    model, make_batch = build(name, dropout=0.3)
+    capture = captured(name, dropout=0.3)
+    batch = make_batch(2)
+    torch.manual_seed(5)
+    expected = eager_loss(model, batch)
+    torch.manual_seed(5)
+    assert torch.equal(run_graph(capture, model, batch)[capture.op_graph.loss], expected)
+    assert any(node.is_random for node in capture.op_graph.nodes)
+
+
+@pytest.mark.parametrize("name", ["t5", "bert", "batch_norm_mlp", "llava"])
+def test_evaluation_graph_has_no_dropout_and_no_statistics(name: str) -> None:
+    capture = captured(name, training=False, dropout=0.3)
+    model, make_batch = build(name, dropout=0.3)
+    before = copy.deepcopy(dict(model.named_buffers()))
+    batch = make_batch(2)
+    with torch.no_grad():
+        expected = eager_loss(copy.deepcopy(model).eval(), batch)
+        loss = run_graph(capture, model, batch)[capture.op_graph.loss]
+    assert torch.equal(loss, expected)
+    assert not any(node.is_random for node in capture.op_graph.nodes)
+    assert not any(p.is_mutated for p in capture.op_graph.parameters)
+    assert all(torch.equal(before[key], buffer) for key, buffer in model.named_buffers())
+    assert not any(n.saved_bytes or (n.output and n.output.requires_grad) for n in capture.op_graph.nodes)
+
+
+def test_evaluation_without_labels_returns_the_outputs_asked_for() -> None:
+    model, make_batch = build("gpt2")
+    batch = {k: v for k, v in make_batch(2).items() if k != "labels"}
+    capture = capture_model(model, batch, training=False, outputs=("logits",))
+    assert capture.op_graph.loss is None
+    values = run_graph(capture, model, batch)
+    assert torch.equal(values[capture.op_graph.outputs["logits"]], model.eval()(**batch).logits)
+    assert coarsen(capture).loss_block is None
+
+
+def test_named_outputs_come_beside_the_loss() -> None:
+    model, make_batch = build("batch_norm_mlp")
+    capture = capture_model(model, make_batch(4), outputs=("logits",))
+    values = run_graph(capture, copy.deepcopy(model), make_batch(4))
+    result = model(**make_batch(4))
+    assert torch.equal(values[capture.op_graph.loss], result["loss"])
+    assert torch.equal(values[capture.op_graph.outputs["logits"]], result["logits"])
+
+
+@pytest.mark.parametrize("name", ["clip", "t5", "batch_norm_mlp", "frozen_branch"])
+def test_parameters_and_buffers_keep_names_order_and_ties(name: str) -> None:
+    model, _ = build(name)
+    described = captured(name).op_graph.parameters
+    names = [key for key, _ in model.named_parameters()] + [key for key, _ in model.named_buffers()]
+    assert [p.name for p in described] == names
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    for p in described:
+        tensor = tensors[p.name]
+        assert (p.shape, p.requires_grad) == (tuple(tensor.shape), tensor.requires_grad)
+        assert p.bytes == tensor.numel() * tensor.element_size()
+        assert {p.name, *p.aliases} == {key for key, other in tensors.items() if other is tensor}
+    state = model.state_dict()
+    assert {p.name for p in described if p.is_buffer and not p.is_persistent} == {
+        key for key, _ in model.named_buffers() if key not in state
+    }
+
+
+def test_t5_ties_its_embeddings_and_batch_norm_writes_its_buffers() -> None:
+    shared = captured("t5").op_graph.parameters[0]
+    assert shared.name == "shared.weight"
+    assert set(shared.aliases) == {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"}
+    written = {p.name for p in captured("batch_norm_mlp").op_graph.parameters if p.is_mutated}
+    parts = ("running_mean", "running_var", "num_batches_tracked")
+    assert written == {f"layers.{i}.1.{part}" for i in (0, 1) for part in parts}
+
+
+def test_frozen_branch_carries_no_gradient() -> None:
+    graph = captured("frozen_branch")
+    blocks = {block.name: block for block in coarsen(graph).blocks}
+    assert [blocks[name].is_trainable for name in ("left.0", "left.1", "right.0")] == [False, False, True]
+    edge = coarsen(graph).tensors_between(["left.1"], ["head"])
+    assert [spec.requires_grad for spec in edge] == [False]
+    assert all(node.saved_bytes == 0 for node in graph.op_graph.nodes if node.module.startswith("left"))
+
+
+@pytest.mark.parametrize("name", ["clip", "llava", "t5", "batch_norm_mlp"])
+def test_meta_model_gives_the_same_capture(name: str) -> None:
+    _, make_batch = build(name)
+    model, _ = build(name, device="meta")
+    capture = capture_model(model, make_batch(2))
+    assert capture.op_graph == captured(name).op_graph
+    assert str(capture.graph) == str(captured(name).graph)
+    assert "meta" not in str(capture.graph)
+
+
+def test_model_is_left_as_it_was() -> None:
+    model, make_batch = build("gpt2")
+    model.transformer.h[0].eval()
+    model.config.use_cache = True
+    modes = {key: module.training for key, module in model.named_modules()}
+    tensors = {key: (id(t), t._version) for key, t in model.state_dict(keep_vars=True).items()}
+    random = torch.random.get_rng_state()
+    capture_model(model, make_batch(2), dtype=torch.bfloat16)
+    assert {key: module.training for key, module in model.named_modules()} == modes
+    assert {key: (id(t), t._version) for key, t in model.state_dict(keep_vars=True).items()} == tensors
+    assert model.config.use_cache is True
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    assert torch.equal(torch.random.get_rng_state(), random)
+
+
+def test_dtype_is_cast_before_tracing() -> None:
+    model, make_batch = build("clip")
+    capture = capture_model(model, make_batch(2), dtype=torch.bfloat16)
+    assert {p.dtype for p in capture.op_graph.parameters if not p.is_buffer} == {"bfloat16"}
+    assert next(s for s in capture.op_graph.inputs if s.name == "pixel_values").dtype == "bfloat16"
+    boundary = coarsen(capture).tensors
+    assert {spec.dtype for spec in boundary.values()} == {"bfloat16"}
+    batch = make_batch(2)
+    batch["pixel_values"] = batch["pixel_values"].bfloat16()
+    low = copy.deepcopy(model).bfloat16()
+    loss = run_graph(capture, low, batch)[capture.op_graph.loss]
+    assert torch.equal(loss, eager_loss(low, batch))
+
+
+def test_graph_for_another_device_names_that_device() -> None:
+    model, make_batch = build("t5")
+    text = str(capture_model(model, make_batch(2), device="cuda").graph)
+    assert "device: cuda" in text
+    assert "cpu" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "num_samples"),
+    [(name, 1) for name in MODELS if name != "batch_norm_mlp"]  # which refuses to train on one sample
+    + [("clip", 3), ("batch_norm_mlp", 3), ("sequence_first", 5)],
+)
+def test_recapture_is_the_capture_at_that_size(name: str, num_samples: int) -> None:
+    model, make_batch = build(name)
+    batch = make_batch(num_samples)
+    again = recapture(model, captured(name), batch)
+    fresh = capture_model(model, batch)
+    strip = dict(couplings=())
+    assert dataclasses.replace(again.op_graph, **strip) == dataclasses.replace(fresh.op_graph, **strip)
+    assert str(again.graph) == str(fresh.graph)
+    assert coarsen(again) == coarsen(fresh)
+
+
+@pytest.mark.parametrize("name", ["clip", "t5", "llava", "gpt2"])
+def test_other_sequence_length_keeps_the_blocks(name: str) -> None:
+    model, make_batch = build(name)
+    batch = {
+        k: torch.cat([v, v[:, -1:]], dim=1) if isinstance(v, torch.Tensor) and v.dim() == 2 else v
+        for k, v in make_batch(2).items()
+    }
+    again = recapture(model, captured(name), batch)
+    old, new = coarsen(captured(name)), coarsen(again)
+    assert [b.name for b in old.blocks] == [b.name for b in new.blocks]
+    assert [(e.src, e.dst, e.tensors) for e in old.edges] == [(e.src, e.dst, e.tensors) for e in new.edges]
+    loss = run_graph(again, model, batch)[again.op_graph.loss]
+    assert torch.equal(loss, eager_loss(model, batch))
+
+
+class _Returns(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), _Call(function))
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class _Call(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda x: x.mean() if x.sum() > 0 else x.std(), ("inner.1 (_Call", "test_export.py", "x.sum() > 0", "torch.where")),
+        (lambda x: x, ("has shape (2, 4)", "one number")),
+        (lambda x: x[x > 0].mean(), ("depends on values", "torch.where")),
+        (lambda x: torch.stack([row.exp().sum() for row in x]).mean(), ("operator exp", "in inner.1", "at 4 samples", "batched operators")),
+        (lambda x: {"logits": x}, ("returned no loss", "labels=")),
+        (lambda x: (x @ x.new_zeros(5, 2)).sum(), ("inner.1 (_Call", "x.new_zeros(5, 2)", "cannot be captured")),
+    ],
+)  # fmt: skip
+def test_errors_name_place_and_remedy(function, words) -> None:
+    with pytest.raises(CaptureError) as error:
+        capture_model(_Returns(function), {"x": torch.randn(2, 4)})
+    text = str(error.value)
+    assert all(word in text for word in words), text
+    assert "\n" not in text
+
+
+def test_missing_loss_says_how_to_get_one() -> None:
+    model, make_batch = build("gpt2")
+    batch = {k: v for k, v in make_batch(2).items() if k != "labels"}
+    with pytest.raises(CaptureError, match=r"GPT2LMHeadModel returned no loss .*labels=.*return_loss=True"):
+        capture_model(model, batch)
+    with pytest.raises(CaptureError, match=r"outputs=\('logits',\)"):
+        capture_model(model, batch, training=False)
+    with pytest.raises(CaptureError, match="output 'logit' of GPT2LMHeadModel is NoneType"):
+        capture_model(model, make_batch(2), outputs=("logit",))
+
+
+def test_bad_batches_are_refused() -> None:
+    model, make_batch = build("two_branch")
+    batch = make_batch(2)
+    with pytest.raises(CaptureError, match="batch entry 'y' is a list of tensors"):
+        capture_model(model, {**batch, "y": [batch["y"]]})
+    with pytest.raises(CaptureError, match=r"TwoBranch cannot be captured.*batch keys must be arguments"):
+        capture_model(model, {**batch, "z": batch["y"]})
+
+
+def test_recapture_of_a_changed_structure_is_refused() -> None:
+    model = _Returns(lambda x: x.mean() if x.shape[1] == 3 else x.sigmoid().mean())
+    model.inner[0] = nn.Identity()
+    first = capture_model(model, {"x": torch.randn(2, 3)})
+    with pytest.raises(CaptureError, match=r"graph changed with the input shapes: operator mean .* in inner.1 is sigmoid"):
+        recapture(model, first, {"x": torch.randn(2, 4)})
+
+
+@pytest.mark.slow
+def test_seven_billion_parameters_on_meta_within_time_and_memory() -> None:
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    vision = {
+        "model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096,
+        "num_hidden_layers": 24, "num_attention_heads": 16, "image_size": 336, "patch_size": 14,
+    }  # fmt: skip
+    text = {
+        "model_type": "llama", "vocab_size": 32064, "hidden_size": 4096, "intermediate_size": 11008,
+        "num_hidden_layers": 32, "num_attention_heads": 32,
+    }  # fmt: skip
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=32000, image_token_id=32000)
+    with torch.device("meta"):
+        model = LlavaForConditionalGeneration(config)
+    ids = torch.full((2, 640), 7)
+    ids[:, 1:577] = 32000
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+    start = time.process_time()
+    capture = capture_model(
+        model, {**batch, "pixel_values": torch.randn(2, 3, 336, 336)}, dtype=torch.bfloat16
+    )
+    graph = coarsen(capture)
+    assert time.process_time() - start < 60
+    assert len(graph.blocks) == 62
+    assert [b.name for b in graph.blocks if b.is_coupled] == ["model", "lm_head"]
+    assert sum(p.bytes for p in capture.op_graph.parameters) > 14e9
+    matrix = 2 * 6.6e9 * 2 * 640  # two operations a weight and token
+    assert 0.9 * matrix < sum(b.flops for b in graph.blocks) < 1.5 * matrix
+
+
+def test_resized_batches_capture_alike() -> None:
+    model, make_batch = build("clip")
+    names = [
+        [block.name for block in coarsen(capture_model(model, resize_batch(make_batch(2), n))).blocks]
+        for n in (2, 5)
+    ]
+    assert names[0] == names[1]

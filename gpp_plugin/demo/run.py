@@ -116,7 +116,7 @@ def _run_in(folder: Path, settings: DemoSettings, timeout_s: float) -> dict[str,
 def _train(folder: Path, settings: DemoSettings, timeout_s: float) -> tuple[list[float], float]:
     """Run the ranks and show their progress; return the losses and the seconds of the training loop."""
     losses: list[float] = []
-    plan_time = time.perf_counter()
+    start = plan_time = time.perf_counter()
     events = run_ranks(
         "gpp_plugin.demo.worker",
         [json.dumps(dataclasses.asdict(settings)), str(folder)],
@@ -126,9 +126,12 @@ def _train(folder: Path, settings: DemoSettings, timeout_s: float) -> tuple[list
     end_time = plan_time
     with _Progress(settings.steps) as progress:
         for event in events:
-            if event["event"] == "plan":
+            if event["event"] == "phase":
+                progress.show(f"{time.perf_counter() - start:.0f} s: {event['text']}")
+            elif event["event"] == "plan":
                 plan_time = time.perf_counter()
-                progress.show(format_plan(load(PipelinePlan, folder / "plan.json")) + "\n")
+                text = format_plan(load(PipelinePlan, folder / "plan.json"))
+                progress.show(f"{plan_time - start:.0f} s: the plan\n\n{text}\n")
             elif event["event"] == "step":
                 losses.append(event["loss"])
                 progress.advance(event["step"], event["loss"])
@@ -139,11 +142,13 @@ def _train(folder: Path, settings: DemoSettings, timeout_s: float) -> tuple[list
 def _compare(folder: Path, settings: DemoSettings) -> tuple[float, list[float]]:
     """Return the accuracy of the saved model and the losses of training in one process."""
     from transformers import CLIPModel
+    from transformers.utils import logging as transformers_logging
 
     from gpp_plugin.demo.clip import zero_shot_accuracy
     from gpp_plugin.demo.digits import load_digit_captions
     from gpp_plugin.demo.reference import train_in_one_process
 
+    transformers_logging.disable_progress_bar()
     data = load_digit_captions()
     model = CLIPModel.from_pretrained(folder / "model")
     accuracy = zero_shot_accuracy(model, data.held_out)

@@ -47,6 +47,18 @@ class DemoSettings:
         }
         return {"type": "WarmupDecayLR", "params": params}
 
+    def learning_rate_factor(self, step: int) -> float:
+        """Return what `scheduler_block` makes of the learning rate at a step, counted from 0.
+
+        DeepSpeed's scheduler starts one step behind the optimizer, so two steps are taken at rate 0.
+        """
+        params = self.scheduler_block()["params"]
+        total, warm = params["total_num_steps"], params["warmup_num_steps"]
+        position = max(step - 1, 0)
+        if position < warm:
+            return position / warm
+        return max(0.0, (total - position) / max(1.0, total - warm))
+
     def ds_config(self) -> dict[str, Any]:
         """Return the DeepSpeed configuration, the ``graph_pipeline`` block in it."""
         return {

@@ -28,6 +28,8 @@ def main() -> None:
     settings = DemoSettings(**json.loads(sys.argv[1]))
     output = Path(sys.argv[2])
     is_first = os.environ["RANK"] == "0"
+    if is_first:
+        emit_event(event="phase", text="the ranks are up; capturing, profiling and planning")
     data = load_digit_captions()
     engine, _, _, _ = deepspeed.initialize(
         model=make_clip(data.tokenizer, seed=settings.seed),

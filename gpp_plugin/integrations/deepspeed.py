@@ -32,6 +32,7 @@ from gpp_plugin.errors import ConfigError
 from gpp_plugin.import_hook import register
 from gpp_plugin.integrations.data import prepare_batch, sample_from_dataset
 from gpp_plugin.integrations.engine import GraphPipelineEngine
+from gpp_plugin.integrations.native_ops import without_shared_memory_op
 from gpp_plugin.integrations.preparation import Setting
 from gpp_plugin.integrations.stage_config import derive_stage_config
 from gpp_plugin.runtime.batches import Batch
@@ -193,7 +194,8 @@ def _init_distributed(given: Mapping[str, Any]) -> None:
         backend = "gloo"
     elif int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():
         backend = "gloo"  # ranks that share one device: NCCL cannot serve two of them
-    deepspeed.init_distributed(dist_backend=backend, dist_init_required=given.get("dist_init_required"))
+    with without_shared_memory_op():
+        deepspeed.init_distributed(dist_backend=backend, dist_init_required=given.get("dist_init_required"))
 
 
 def _optimizer_of(

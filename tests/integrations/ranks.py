@@ -14,6 +14,7 @@ from typing import Any
 
 CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["gpp_plugin.integrations.stage_engine", "tests.integrations.ranks"])
+START_TIMEOUT_S = 120.0
 
 
 class RankPool:
@@ -31,11 +32,21 @@ class RankPool:
         ]
         for process in self.processes:
             process.start()
+        self._ready = False
+
+    def wait_until_ready(self) -> None:
+        """Wait for the ranks to have joined their process group."""
+        if not self._ready:
+            self._collect(START_TIMEOUT_S)
+            self._ready = True
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
         """Return every rank's answer; raise AssertionError with the first failure."""
         for tasks in self.tasks:
             tasks.put((function, args))
+        return self._collect(timeout_s)
+
+    def _collect(self, timeout_s: float) -> list[Any]:
         deadline = time.monotonic() + timeout_s
         answers: dict[int, Any] = {}
         while len(answers) < len(self.tasks):
@@ -70,6 +81,7 @@ def run_ranks(
     if pool is None:
         pool = _pools[world_size] = RankPool(world_size)
     try:
+        pool.wait_until_ready()
         return pool.run(function, args, timeout_s)
     except BaseException:
         del _pools[world_size]
@@ -97,8 +109,12 @@ def _work(rank: int, world_size: int, port: int, tasks: Any, results: Any) -> No
     import torch
     from deepspeed.accelerator import get_accelerator
 
+    from gpp_plugin.integrations.native_ops import without_shared_memory_op
+
     torch.set_num_threads(1)
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    with without_shared_memory_op():
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    results.put((rank, True, None))
     while True:
         function, args = tasks.get()
         try:

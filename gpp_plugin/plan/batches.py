@@ -22,6 +22,7 @@ class BatchRules:
         coupled: blocks that compute on whole loss units: those that mix samples, and those at either
             end of a tensor with one value a unit.
         fixed: block -> micro-batch size of its stage, as the user wants it.
+        smallest_local: fewest samples one rank may compute at a time.
         universal: the size of all other stages that are not coupled, as the user wants it.
     """
 
@@ -32,6 +33,7 @@ class BatchRules:
     coupled: frozenset[str]
     fixed: dict[str, int]
     universal: int | None
+    smallest_local: int = 1
 
     def micro_batch_size(self, blocks: Iterable[str], degree: int, wish: int) -> int | None:
         """Return the micro-batch size of a stage of ``degree`` ranks, or None where there is none.
@@ -46,6 +48,8 @@ class BatchRules:
             return None
         size = sizes.pop() if sizes else unit if unit is not None else wish
         if (unit is not None and size != unit) or size % degree or self.mini_batch % size:
+            return None
+        if size // degree < self.smallest_local:
             return None
         return size
 
@@ -102,6 +106,7 @@ def batch_rules(request: PlanRequest) -> BatchRules:
         coupled=coupled_blocks(graph),
         fixed=fixed,
         universal=universal,
+        smallest_local=request.smallest_local_batch,
     )
 
 

@@ -141,7 +141,7 @@ def _check_keys(plain: Any, known: set[str], needed: set[str], where: str) -> No
 def _positive(
     plain: dict[str, Any], key: str, where: str, *, default: float | None = None, may_be_zero: bool = False
 ) -> float:
-    value = plain.get(key, default)
+    value: Any = plain.get(key, default)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or value < 0 or (value == 0 and not may_be_zero):
         raise ConfigError(f"{where}.{key} is {value!r}; it must be a number above 0")

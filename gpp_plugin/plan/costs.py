@@ -10,7 +10,7 @@ import numpy.typing as npt
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster, Link
-from gpp_plugin.ir.plan import Stage, StageEdge
+from gpp_plugin.ir.plan import StageEdge
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
 
@@ -129,18 +129,6 @@ class CostModel:
         """
         times = num_micro_batches if self.zero_stage >= 2 else 1
         return times * self.all_reduce_us(float(self.gradient_bytes[list(blocks)].sum()), ranks)
-
-    def edge_us(self, bytes_per_sample: float, bytes_fixed: float, sender: Stage, receiver: Stage) -> float:
-        """Return microseconds from the end of the sender's task to the arrival of its last message.
-
-        The message of one pair of ranks holds the samples both compute; the slowest pair counts.
-        """
-        if bytes_per_sample + bytes_fixed == 0:
-            return 0.0
-        samples = min(sender.local_batch_size, receiver.local_batch_size)
-        num_bytes = bytes_per_sample * samples + bytes_fixed
-        first, last = (sender, receiver) if sender.ranks[0] <= receiver.ranks[0] else (receiver, sender)
-        return self.cluster.transfer_us(first.ranks[0], last.ranks[-1], num_bytes)
 
 
 def ring_us(num_bytes: float, degree: int, link: Link) -> float:

@@ -1,7 +1,8 @@
 """A quick prediction of one step's time, for ranking many candidate plans.
 
-It plays every task of every stage in its order, with fixed delays on the edges and no contention for
-links: what `simulate` computes, less link sharing. The ranks of a stage run in lockstep.
+It plays every task of every stage in its order; the ranks of a stage run in lockstep. Messages take turns
+at the sender's port and at the receiver's, in the order of the tasks that need them: close to what
+`simulate` computes rank by rank and message by message, at a fraction of the cost.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.schedule.kfkb import kfkb_schedule
@@ -30,12 +31,22 @@ class StageTiming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeTiming:
-    """Delays of an edge: from a forward's end to its consumer, and of the gradient's way back, if any."""
+    """Messages of an edge; ``out`` the time they hold the sender's port, ``in`` the receiver's.
+
+    Args:
+        latency_us: from leaving to arriving.
+        forward_out_us, forward_in_us: activations of one micro-batch of the sender, of the receiver.
+        backward_out_us, backward_in_us: gradients, likewise (the edge's consumer sends).
+        has_gradient: the producer waits for gradients.
+    """
 
     src: int
     dst: int
-    forward_us: float
-    backward_us: float
+    latency_us: float = 0.0
+    forward_out_us: float = 0.0
+    forward_in_us: float = 0.0
+    backward_out_us: float = 0.0
+    backward_in_us: float = 0.0
     has_gradient: bool = True
 
 
@@ -50,65 +61,73 @@ def task_order(num_micro_batches: int, in_flight: int, k: int) -> tuple[int, ...
     return tuple(t.micro_batch if t.kind is TaskKind.FORWARD else ~t.micro_batch for t in schedule.tasks)
 
 
+_Feed = tuple[int, list[float], float, float]
+"""(micro-batch size of the sender, when each of its messages has left, time at the port, latency)."""
+
+
 def estimate_us(mini_batch: int, stages: Sequence[StageTiming], edges: Sequence[EdgeTiming]) -> float:
     """Return microseconds from the first forward to the last reduction; inf where it would stop."""
-    incoming: list[list[tuple[int, float]]] = [[] for _ in stages]
-    outgoing: list[list[tuple[int, float]]] = [[] for _ in stages]
-    neighbours: list[list[int]] = [[] for _ in stages]
-    for edge in edges:
-        incoming[edge.dst].append((edge.src, edge.forward_us))
-        neighbours[edge.src].append(edge.dst)
-        neighbours[edge.dst].append(edge.src)
-        if edge.has_gradient:
-            outgoing[edge.src].append((edge.dst, edge.backward_us))
     sizes = [s.micro_batch_size for s in stages]
     orders = [task_order(mini_batch // s.micro_batch_size, s.in_flight, s.k) for s in stages]
+    # By stage and direction: what a task waits for, and what its messages are added to.
+    feeds: tuple[list[list[_Feed]], list[list[_Feed]]] = ([[] for _ in stages], [[] for _ in stages])
+    sends: tuple[list[list[tuple[list[float], float]]], ...] = ([[] for _ in stages], [[] for _ in stages])
+    neighbours: list[list[int]] = [[] for _ in stages]
+    for edge in edges:
+        sent: list[float] = []
+        feeds[0][edge.dst].append((sizes[edge.src], sent, edge.forward_in_us, edge.latency_us))
+        sends[0][edge.src].append((sent, edge.forward_out_us))
+        if edge.has_gradient:
+            returned: list[float] = []
+            feeds[1][edge.src].append((sizes[edge.dst], returned, edge.backward_in_us, edge.latency_us))
+            sends[1][edge.dst].append((returned, edge.backward_out_us))
+        neighbours[edge.src].append(edge.dst)
+        neighbours[edge.dst].append(edge.src)
     heads = [0] * len(stages)
     clocks = [0.0] * len(stages)
-    forward_ends: list[list[float]] = [[] for _ in stages]
-    backward_ends: list[list[float]] = [[] for _ in stages]
+    out_free = [0.0] * len(stages)
+    in_free = [0.0] * len(stages)
     waiting = list(range(len(stages)))
     while waiting:
         s = waiting.pop()
-        order, size, head, clock = orders[s], sizes[s], heads[s], clocks[s]
-        begun = head
-        while head < len(order):
-            task = order[head]
-            if task >= 0:
-                end, start, is_ready = (task + 1) * size, clock, True
-                for other, delay in incoming[s]:
-                    need = -(-end // sizes[other]) - 1
-                    ends = forward_ends[other]
-                    if len(ends) <= need:
-                        is_ready = False
-                        break
-                    if ends[need] + delay > start:
-                        start = ends[need] + delay
-                if not is_ready:
-                    break
-                clock = start + stages[s].forward_us
-                forward_ends[s].append(clock)
-            else:
-                end, start, is_ready = -task * size, clock, True
-                for other, delay in outgoing[s]:
-                    need = -(-end // sizes[other]) - 1
-                    ends = backward_ends[other]
-                    if len(ends) <= need:
-                        is_ready = False
-                        break
-                    if ends[need] + delay > start:
-                        start = ends[need] + delay
-                if not is_ready:
-                    break
-                clock = start + stages[s].backward_us
-                backward_ends[s].append(clock)
-            head += 1
-        heads[s], clocks[s] = head, clock
-        if head > begun:
+        order, size, begun = orders[s], sizes[s], heads[s]
+        durations = stages[s].forward_us, stages[s].backward_us
+        while heads[s] < len(order):
+            task = order[heads[s]]
+            way, end = (0, (task + 1) * size) if task >= 0 else (1, -task * size)
+            left = _departures(feeds[way][s], end)
+            if left is None:
+                break
+            start, port = clocks[s], in_free[s]
+            for departure, hold, latency in left:
+                port = max(departure, port + hold)
+                start = max(start, port + latency)
+            in_free[s] = port
+            clocks[s] = clock = start + durations[way]
+            port = out_free[s]
+            for messages, hold in sends[way][s]:
+                port = max(port, clock) + hold
+                messages.append(port)
+            out_free[s] = port
+            heads[s] += 1
+        if heads[s] > begun:
             waiting.extend(other for other in neighbours[s] if heads[other] < len(orders[other]))
     if any(head < len(order) for head, order in zip(heads, orders, strict=True)):
         return float("inf")
     return max(clock + stage.reduce_us for clock, stage in zip(clocks, stages, strict=True))
+
+
+def _departures(feeds: Sequence[_Feed], end: int) -> list[tuple[float, float, float]] | None:
+    """Return when the messages up to sample ``end`` left, earliest first; None where one has not yet."""
+    left = []
+    for size, sent, hold, latency in feeds:
+        need = -(-end // size) - 1
+        if len(sent) <= need:
+            return None
+        left.append((sent[need], hold, latency))
+    if len(left) > 1:
+        left.sort()
+    return left
 
 
 def estimate_plan_us(plan: PipelinePlan, costs: CostModel) -> float:
@@ -126,21 +145,28 @@ def estimate_plan_us(plan: PipelinePlan, costs: CostModel) -> float:
         )
         for i, stage in enumerate(plan.stages)
     ]
-    edges = [
-        EdgeTiming(
-            src=edge.src,
-            dst=edge.dst,
-            forward_us=costs.edge_us(
-                edge.bytes_per_sample, edge.bytes_fixed, plan.stages[edge.src], plan.stages[edge.dst]
-            ),
-            backward_us=costs.edge_us(
-                edge.gradient_bytes_per_sample,
-                edge.gradient_bytes_fixed,
-                plan.stages[edge.dst],
-                plan.stages[edge.src],
-            ),
-            has_gradient=bool(edge.gradient_tensors),
-        )
-        for edge in plan.edges
-    ]
+    edges = [_edge_timing(edge, plan.stages[edge.src], plan.stages[edge.dst], costs) for edge in plan.edges]
     return estimate_us(plan.mini_batch, stages, edges)
+
+
+def _edge_timing(edge: StageEdge, src: Stage, dst: Stage, costs: CostModel) -> EdgeTiming:
+    low, high = sorted((src, dst), key=lambda stage: stage.ranks[0])
+    link = costs.cluster.link_between(low.ranks[0], high.ranks[-1])
+    rate = 1e6 / link.bytes_per_s
+
+    def hold(per_sample: float, fixed: float, stage: Stage) -> float:
+        return (per_sample * stage.local_batch_size + fixed) * rate
+
+    sample, whole = edge.bytes_per_sample, edge.bytes_fixed
+    grad_sample, grad_whole = edge.gradient_bytes_per_sample, edge.gradient_bytes_fixed
+    is_silent = sample + whole == 0
+    return EdgeTiming(
+        src=edge.src,
+        dst=edge.dst,
+        latency_us=0.0 if is_silent else link.latency_us,
+        forward_out_us=hold(sample, whole, src),
+        forward_in_us=hold(sample, whole, dst),
+        backward_out_us=hold(grad_sample, grad_whole, dst),
+        backward_in_us=hold(grad_sample, grad_whole, src),
+        has_gradient=bool(edge.gradient_tensors),
+    )

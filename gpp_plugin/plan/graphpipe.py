@@ -35,7 +35,7 @@ from gpp_plugin.plan.selection import explain_infeasible
 from gpp_plugin.plan.stage_search import StageSearch
 from gpp_plugin.plan.stages import build_plan
 
-SLACK = 1.15
+SLACK = 1.06
 """Partitions whose (B + (depth - 1) b) t is within this factor of the best are predicted exactly."""
 MAX_FINALISTS = 12
 REFINE_BUDGET = 40_000
@@ -152,10 +152,11 @@ def find_partitions(request: PlanRequest, costs: CostModel, rules: BatchRules) -
     found: list[Partition] = []
     best = float("inf")
     for wish in sorted(rules.wishes(), key=lambda size: _lower_bound(request, costs, size)):
-        if _lower_bound(request, costs, wish) > best * SLACK:
+        bound_us = _lower_bound(request, costs, wish)
+        if bound_us > best * SLACK:
             continue
         search = _search(request, costs, rules, root, wish, longest)
-        for t, levels, score in _frontier(request, search, wish, best):
+        for t, levels, score in _frontier(request, search, wish, best, bound_us):
             best = min(best, score)
             groups = search.groups(levels)
             found.append(
@@ -205,9 +206,13 @@ def _search(
 
 
 def _frontier(
-    request: PlanRequest, search: StageSearch, wish: int, best: float
+    request: PlanRequest, search: StageSearch, wish: int, best: float, bound_us: float
 ) -> Iterator[tuple[float, int, float]]:
-    """Yield (t, levels, score) of ever shallower solutions that may be among the best."""
+    """Yield (t, levels, score) of ever shallower solutions that may be among the best.
+
+    Args:
+        bound_us: a step is never shorter.
+    """
     times = search.times()
     ranks, mini_batch = request.num_ranks, request.mini_batch
 
@@ -216,9 +221,10 @@ def _frontier(
         allowed = (fewest <= ranks).nonzero()[0]
         return int(allowed[0]) if allowed.size else None
 
-    low, high = 0, len(times) - 1
+    low = int(times.searchsorted(bound_us * (1 - 1e-9) / mini_batch))
+    high = min(len(times) - 1, int(times.searchsorted(best * SLACK / mini_batch, side="right")) - 1)
     cap: int | None = None
-    while high >= 0:
+    while high >= low:
         if cap is not None:
             if cap < 1:
                 return

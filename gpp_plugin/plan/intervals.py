@@ -54,12 +54,14 @@ class Branches:
     Args:
         kinds: one series table a kind; ``instances`` the components of each kind.
         states: every way to count branches of each kind; the last is all of them.
+        moves: by state, the bins it may fill next and the states left then; made by the first search.
     """
 
     component: Component
     kinds: list[Series]
     instances: list[list[Component]]
     states: list[tuple[int, ...]]
+    moves: list[tuple[Ints, Ints]] | None = None
 
     @property
     def counts(self) -> tuple[int, ...]:

@@ -28,6 +28,8 @@ from gpp_plugin.plan.intervals import (
 )
 
 Group = tuple[int, ...]
+Leavings = dict[int, tuple[Ints, Ints, dict[int, tuple[Ints, Ints, Ints]]]]
+"""By position: virtual rows or columns, the states they leave over, by kind (which, counts, cuts) of parts."""
 
 
 @dataclass(slots=True)
@@ -52,7 +54,7 @@ class StageSearch:
         self.degrees = np.array(maker.degrees, dtype=float)
         self._tables: dict[int, StageTable] = {}
         self._bins: dict[int, StageTable] = {}
-        self._moves: dict[int, list[tuple[Ints, Ints]]] = {}
+        self._leavings: dict[int, tuple[Leavings, Leavings]] = {}
         self._order: list[Series] = []
         self._collect(root, maker)
         self._solved: dict[int, _Solved] = {}
@@ -67,8 +69,13 @@ class StageSearch:
             for kind in branches.kinds:
                 self._collect(kind, maker)
             self._bins[id(branches)] = maker.bins(branches)
-            self._moves[id(branches)] = _bin_moves(branches)
+            if branches.moves is None:
+                branches.moves = _bin_moves(branches)
         self._tables[id(series)] = maker.table(series)
+        self._leavings[id(series)] = (
+            _leavings(series, series.row_extra),
+            _leavings(series, series.column_extra),
+        )
         self._order.append(series)
 
     def times(self) -> Floats:
@@ -146,30 +153,38 @@ class StageSearch:
                     after[:, 0, :] = np.minimum(after[:, 0, :], at_sink)
                 value = (cost[None, None] + after[:, :, None, :]).min(axis=3)
                 rows[:, :, level] = np.minimum(rows[:, :, level], value)
-            fewest[:, :, level, :num] = np.minimum(fewest[:, :, level - 1, :num], rows[:, :, level, :num])
+            own = np.minimum(fewest[:, :, level - 1, :num], rows[:, :, level, :num])
+            fewest[:, :, level, :num] = np.minimum(fewest[:, :, level, :num], own)  # keeps 0 at the end
             for place, branches in series.branches.items():
                 every = self._best[id(branches)][-1]
                 value = (fewest[:, :, :level, place + 1] + every[:level, level]).min(axis=2)
-                for r, rest in rests[0].get(place, ()):
-                    owned = (rows[:, :, 1:level, r] + rest[1:level, level]).min(axis=2, initial=np.inf)
-                    value = np.minimum(value, owned)
+                if place in rests[0] and level > 1:
+                    which, rest = rests[0][place]
+                    owned = rows[:, :, 1:level, which] + rest[:, 1:level, level].T
+                    value = np.minimum(value, owned.min(axis=(2, 3)))
                 fewest[:, :, level, place] = np.minimum(fewest[:, :, level, place], value)
             columns[:, :, level, :num] = fewest[:, :, level, 1:]
-            for place, members in rests[1].items():
-                for c, rest in members:
-                    value = (fewest[:, :, :level, place + 1] + rest[:level, level]).min(axis=2)
-                    columns[:, :, level, c] = value
+            for place, (which, rest) in rests[1].items():
+                after = fewest[:, :, :level, place + 1, None] + rest[:, :level, level].T
+                columns[:, :, level, which] = after.min(axis=2)
         return _Solved(fewest=fewest, rows=rows, columns=columns)
 
-    def _rests(self, series: Series) -> tuple[dict[int, list[tuple[int, Floats]]], ...]:
-        """Return by position the virtual rows and columns with the cost of what they leave over."""
-        result: tuple[dict[int, list[tuple[int, Floats]]], ...] = ({}, {})
-        for side, extras in enumerate((series.row_extra, series.column_extra)):
-            for i, extra in enumerate(extras):
-                if extra is not None:
-                    rest = self._rest(series.branches[extra.position], extra, is_tail=side == 0)
-                    if np.isfinite(rest).any():
-                        result[side].setdefault(extra.position, []).append((i, rest))
+    def _rests(self, series: Series) -> tuple[dict[int, tuple[Ints, Floats]], ...]:
+        """Return by position the virtual rows and columns, and the cost of what each leaves over."""
+        result: tuple[dict[int, tuple[Ints, Floats]], ...] = ({}, {})
+        for side, leavings in enumerate(self._leavings[id(series)]):
+            for place, (which, states, parts) in leavings.items():
+                branches = series.branches[place]
+                rest = self._best[id(branches)][states]
+                for kind, (members, counts, cuts) in parts.items():
+                    fewest = self._solved[id(branches.kinds[kind])].fewest
+                    part = (
+                        fewest[cuts - 1, :, :, 0] if side == 0 else fewest[-1][:, :, cuts].transpose(2, 0, 1)
+                    )
+                    rest[members] += counts[:, None, None] * part
+                is_possible = np.isfinite(rest).any(axis=(1, 2))
+                if is_possible.any():
+                    result[side][place] = which[is_possible], rest[is_possible]
         return result
 
     def _rest(self, branches: Branches, extra: Absorbed, *, is_tail: bool) -> Floats:
@@ -201,7 +216,8 @@ class StageSearch:
             kind = next(k for k, count in enumerate(state) if count)
             without = tuple(c - (k == kind) for k, c in enumerate(state))
             best[i] = singles[kind] + best[index[without]]
-            taken, left = self._moves[id(branches)][i]
+            assert branches.moves is not None
+            taken, left = branches.moves[i]
             if taken.size:
                 best[i] = np.minimum(best[i], (bins[taken] + best[left]).min(axis=0))
         return best
@@ -249,7 +265,8 @@ class StageSearch:
             if every[middle, level] + fewest[middle, place + 1] == target:
                 found = self._branch_groups(branches, pools, everything, middle, level)
                 return found + self._groups_of(series, end, exit_level, middle, place + 1)
-        for r, rest in self._rests(series)[0].get(place, ()):
+        none = np.zeros(0, dtype=np.int64), np.zeros((0, 1, 1))
+        for r, rest in zip(*self._rests(series)[0].get(place, none), strict=True):
             for middle in range(1, level):
                 if solved.rows[end, exit_level, middle, r] + rest[middle, level] == target:
                     extra = series.row_extra[r]
@@ -362,7 +379,8 @@ class StageSearch:
                 found.extend(self._single_groups(branches.kinds[kind], pools[kind].pop(), exit_level, level))
                 state = without
                 continue
-            taken, left = self._moves[id(branches)][i]
+            assert branches.moves is not None
+            taken, left = branches.moves[i]
             values = bins[taken, exit_level, level] + best[left, exit_level, level]
             choice = int(np.flatnonzero(values == target)[0])
             members = branches.states[taken[choice]]
@@ -379,6 +397,27 @@ class StageSearch:
 def is_short(series: Series) -> bool:
     """Return whether parts of a branch like this may be absorbed by a join's stage."""
     return series.num_items <= MAX_PARTIAL_ITEMS
+
+
+def _leavings(series: Series, extras: list[Absorbed | None]) -> Leavings:
+    found: Leavings = {}
+    for place, branches in series.branches.items():
+        own = [(i, extra) for i, extra in enumerate(extras) if extra is not None and extra.position == place]
+        if not own:
+            continue
+        index = {state: i for i, state in enumerate(branches.states)}
+        states = np.array([index[_left_over(branches, extra)] for _, extra in own])
+        parts = {}
+        for kind in range(len(branches.kinds)):
+            of_kind = [(n, extra) for n, (_, extra) in enumerate(own) if extra.kind == kind]
+            if of_kind:
+                parts[kind] = (
+                    np.array([n for n, _ in of_kind]),
+                    np.array([extra.count for _, extra in of_kind]),
+                    np.array([extra.cut for _, extra in of_kind]),
+                )
+        found[place] = np.array([i for i, _ in own]), states, parts
+    return found
 
 
 def _left_over(branches: Branches, extra: Absorbed) -> tuple[int, ...]:

@@ -1,0 +1,229 @@
+"""Block graphs of the papers' models from their dimensions, and their costs on a device; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
+from gpp_plugin.ir.cluster import Device
+from gpp_plugin.ir.profile import BlockCost, Profile
+from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.ir.tensors import TensorSpec, batch_layout
+from gpp_plugin.library.gemm import Gemm, backward_us, forward_us
+
+FLOAT = 4
+ADAM_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSpec:
+    """One block by its dimensions; sizes are elements of one sample.
+
+    Args:
+        output: elements of its output tensor; ``saved`` kept for backward.
+        elementwise: elements read or written outside matrix products, forward; twice that backward.
+        launches: operators beside the matrix products.
+    """
+
+    name: str
+    output: tuple[int, ...]
+    gemms: tuple[Gemm, ...] = ()
+    parameters: int = 0
+    saved: int = 0
+    elementwise: int = 0
+    launches: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnalyticModel:
+    """A block graph and what its costs follow from."""
+
+    graph: BlockGraph
+    specs: tuple[BlockSpec, ...]
+
+
+def assemble(
+    model: str, specs: Sequence[BlockSpec], edges: Sequence[tuple[str, str]], *, loss: str
+) -> AnalyticModel:
+    """Return the block graph of these blocks; every block makes one tensor."""
+    tensors = {
+        f"{spec.name}:out": TensorSpec(
+            name=f"{spec.name}:out",
+            dtype="float32",
+            shape=(1, *spec.output),
+            num_samples=1,
+            layout=batch_layout(),
+            requires_grad=True,
+        )
+        for spec in specs
+    }
+    blocks = tuple(
+        Block(
+            name=spec.name,
+            parameters=(f"{spec.name}.weight",) if spec.parameters else (),
+            parameter_bytes=spec.parameters * FLOAT,
+            trainable_bytes=spec.parameters * FLOAT,
+            flops=float(sum(2 * g.rows * g.k * g.n * g.count for g in spec.gemms)),
+            saved_bytes=spec.saved * FLOAT,
+            is_trainable=spec.parameters > 0,
+        )
+        for spec in specs
+    )
+    graph = BlockGraph(
+        model=model,
+        num_samples=1,
+        blocks=blocks,
+        edges=tuple(BlockEdge(src=a, dst=b, tensors=(f"{a}:out",)) for a, b in edges),
+        tensors=tensors,
+        loss_block=loss,
+        tied={},
+    )
+    return AnalyticModel(graph=graph, specs=tuple(specs))
+
+
+def profile_model(model: AnalyticModel, device: Device, *, largest: int, recompute: bool = False) -> Profile:
+    """Return the costs of a model on a device, by the efficiency curve of `gemm`.
+
+    Args:
+        largest: times are given for every power of two up to this number of samples.
+        recompute: keep only each block's input and run its forward again before its backward.
+    """
+    samples = tuple(1 << n for n in range(largest.bit_length()) if 1 << n <= largest) or (1,)
+    costs = []
+    for spec in model.specs:
+        forward = tuple(_forward(device, spec, n) for n in samples)
+        backward = tuple(_backward(device, spec, n) for n in samples)
+        saved, transient = spec.saved, _elements(spec.output)
+        if recompute:
+            backward = tuple(f + b for f, b in zip(forward, backward, strict=True))
+            saved, transient = _elements(spec.output), spec.saved + _elements(spec.output)
+        costs.append(
+            BlockCost(
+                block=spec.name,
+                samples=samples,
+                forward_us=forward,
+                backward_us=backward,
+                saved_bytes_per_sample=float(saved * FLOAT),
+                parameter_bytes=spec.parameters * FLOAT,
+                gradient_bytes=spec.parameters * FLOAT,
+                optimizer_bytes=spec.parameters * ADAM_BYTES,
+                transient_bytes_per_sample=float(transient * FLOAT),
+            )
+        )
+    return Profile(graph=fingerprint(model.graph), device=device.name, source="analytic", costs=tuple(costs))
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _moved_us(device: Device, elements: int) -> float:
+    return elements * FLOAT / device.memory_bytes_per_s * 1e6
+
+
+def _forward(device: Device, spec: BlockSpec, samples: int) -> float:
+    products = sum(forward_us(device, gemm, samples) for gemm in spec.gemms)
+    return products + spec.launches * device.launch_us + _moved_us(device, spec.elementwise * samples)
+
+
+def _backward(device: Device, spec: BlockSpec, samples: int) -> float:
+    products = sum(backward_us(device, gemm, samples) for gemm in spec.gemms)
+    return products + 2 * spec.launches * device.launch_us + _moved_us(device, 2 * spec.elementwise * samples)
+
+
+# ---- parts -------------------------------------------------------------------------------------------
+
+
+def attention(name: str, *, length: int, hidden: int, heads: int) -> BlockSpec:
+    """Return a self-attention block with its normalisation and residual."""
+    head = hidden // heads
+    tokens = length * hidden
+    scores = heads * length * length
+    return BlockSpec(
+        name=name,
+        output=(length, hidden),
+        gemms=(
+            Gemm(rows=length, k=hidden, n=3 * hidden),
+            Gemm(rows=length, k=head, n=length, count=heads, is_batched=True),
+            Gemm(rows=length, k=length, n=head, count=heads, is_batched=True),
+            Gemm(rows=length, k=hidden, n=hidden),
+        ),
+        parameters=4 * hidden * hidden + 6 * hidden,
+        saved=7 * tokens + 2 * scores,
+        elementwise=10 * tokens + 4 * scores,
+        launches=6,
+    )
+
+
+def feed_forward(name: str, *, length: int, hidden: int, inner: int) -> BlockSpec:
+    """Return a transformer's feed-forward block with its normalisation and residual."""
+    tokens = length * hidden
+    return BlockSpec(
+        name=name,
+        output=(length, hidden),
+        gemms=(Gemm(rows=length, k=hidden, n=inner), Gemm(rows=length, k=inner, n=hidden)),
+        parameters=2 * hidden * inner + inner + 3 * hidden,
+        saved=3 * tokens + 2 * length * inner,
+        elementwise=6 * tokens + 2 * length * inner,
+        launches=4,
+    )
+
+
+def merged(name: str, parts: Sequence[BlockSpec]) -> BlockSpec:
+    """Return several blocks in a row as one."""
+    return BlockSpec(
+        name=name,
+        output=parts[-1].output,
+        gemms=tuple(gemm for part in parts for gemm in part.gemms),
+        parameters=sum(part.parameters for part in parts),
+        saved=sum(part.saved for part in parts),
+        elementwise=sum(part.elementwise for part in parts),
+        launches=sum(part.launches for part in parts),
+    )
+
+
+def linear(name: str, inputs: int, outputs: int, *, rows: int = 1) -> BlockSpec:
+    """Return a linear layer with its activation."""
+    return BlockSpec(
+        name=name,
+        output=(outputs,) if rows == 1 else (rows, outputs),
+        gemms=(Gemm(rows=rows, k=inputs, n=outputs),),
+        parameters=inputs * outputs + outputs,
+        saved=rows * (inputs + outputs),
+        elementwise=2 * rows * outputs,
+        launches=2,
+    )
+
+
+def transformer_layers(
+    prefix: str, count: int, *, length: int, hidden: int, heads: int, inner: int, granularity: str
+) -> list[BlockSpec]:
+    """Return the blocks of transformer layers: one a layer, or attention and feed-forward apart."""
+    blocks: list[BlockSpec] = []
+    for i in range(count):
+        parts = [
+            attention(f"{prefix}.{i}.attention", length=length, hidden=hidden, heads=heads),
+            feed_forward(f"{prefix}.{i}.mlp", length=length, hidden=hidden, inner=inner),
+        ]
+        blocks += parts if granularity == "sublayer" else [merged(f"{prefix}.{i}", parts)]
+    return blocks
+
+
+def path_edges(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the edges of a chain."""
+    return list(zip(names, names[1:], strict=False))
+
+
+def check_granularity(granularity: str) -> None:
+    """Refuse an unknown granularity.
+
+    Raises:
+        PlanError: it is neither ``layer`` nor ``sublayer``.
+    """
+    if granularity not in ("layer", "sublayer"):
+        raise PlanError(f"granularity {granularity!r} is not known; choose layer or sublayer")

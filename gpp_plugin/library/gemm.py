@@ -1,0 +1,81 @@
+"""How long matrix products take by their size: the efficiency curve behind micro-batch sizes.
+
+A GPU computes C [m, n] in tiles, one a multiprocessor at a time, in waves. A product of few tiles leaves
+multiprocessors idle (tile and wave quantisation: NVIDIA, "Matrix Multiplication Background User's
+Guide"), which is why larger micro-batches are more efficient:
+
+    time = launch + max(flops / (peak x efficiency x utilisation), bytes / bandwidth)
+    utilisation = (tiles' useful part) x tiles / (waves x multiprocessors)
+
+with the better of tiles of 128 x 128, of 64 x 64 (at 0.8 of the rate), and the reduction split in two or
+four (at 0.9). The fractions are of the order such kernels show; peak, efficiency, bandwidth and launch
+come from the cluster description.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from gpp_plugin.ir.cluster import Device
+
+MULTIPROCESSORS = {"V100": 80, "A100": 108, "H100": 132, "H200": 132, "RTX3090": 82, "CPU": 1}
+TILES = ((128, 1.0), (64, 0.8))
+SPLITS = ((1, 1.0), (2, 0.9), (4, 0.9))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemm:
+    """``count`` products [rows x samples, k] @ [k, n] a forward pass.
+
+    Args:
+        rows: rows a sample brings (tokens of a sequence; 1 for a feature vector).
+        is_batched: a product of its own for every sample (attention): rows do not add up.
+    """
+
+    rows: int
+    k: int
+    n: int
+    count: int = 1
+    is_batched: bool = False
+
+
+def multiprocessors(device: Device) -> int:
+    """Return the number of multiprocessors of a device, by the first part of its name; 100 where unknown."""
+    return MULTIPROCESSORS.get(device.name.split("-")[0].split(" ")[0], 100)
+
+
+def gemm_us(device: Device, m: int, n: int, k: int, *, batch: int = 1) -> float:
+    """Return microseconds of ``batch`` products [m, k] @ [k, n] in one launch."""
+    units = multiprocessors(device)
+    best = 0.0
+    for tile, rate in TILES:
+        rows, columns = math.ceil(m / tile), math.ceil(n / tile)
+        useful = m * n / (rows * columns * tile * tile)
+        for split, split_rate in SPLITS:
+            if k // split < 64 and split > 1:
+                continue
+            tiles = rows * columns * split * batch
+            waves = math.ceil(tiles / units)
+            best = max(best, rate * split_rate * useful * tiles / (waves * units))
+    seconds = 2.0 * m * n * k * batch / (device.flops_per_s * device.efficiency * best)
+    moved = 4.0 * batch * (m * k + k * n + m * n)
+    return device.launch_us + max(seconds, moved / device.memory_bytes_per_s) * 1e6
+
+
+def forward_us(device: Device, gemm: Gemm, samples: int) -> float:
+    """Return microseconds of the forward products of ``samples`` samples."""
+    if gemm.is_batched:
+        return gemm_us(device, gemm.rows, gemm.n, gemm.k, batch=gemm.count * samples)
+    return gemm.count * gemm_us(device, gemm.rows * samples, gemm.n, gemm.k)
+
+
+def backward_us(device: Device, gemm: Gemm, samples: int) -> float:
+    """Return microseconds of the two backward products (gradients of the input and of the weight)."""
+    if gemm.is_batched:
+        batch = gemm.count * samples
+        return gemm_us(device, gemm.rows, gemm.k, gemm.n, batch=batch) + gemm_us(
+            device, gemm.k, gemm.n, gemm.rows, batch=batch
+        )
+    rows = gemm.rows * samples
+    return gemm.count * (gemm_us(device, rows, gemm.k, gemm.n) + gemm_us(device, gemm.k, gemm.n, rows))

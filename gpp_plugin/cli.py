@@ -44,8 +44,18 @@ COMMANDS = (
         help="check what is installed and which backends work, and say what to do",
     ),
     Command(
+        name="plan",
+        module="gpp_plugin.commands.plan",
+        help="plan a model's stages for a cluster, without weights or devices",
+    ),
+    Command(
+        name="simulate",
+        module="gpp_plugin.commands.simulate",
+        help="predict the timeline of a plan",
+    ),
+    Command(
         name="report",
-        module="gpp_plugin.report.command",
+        module="gpp_plugin.commands.report",
         help="show a plan or a timeline, or write it as a trace",
     ),
 )

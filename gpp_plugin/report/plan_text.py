@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.serialize import to_plain
 from gpp_plugin.report.picture import draw_graph
 from gpp_plugin.report.units import format_bytes, format_ms, format_table
 
@@ -71,6 +74,12 @@ def stage_loads_us(plan: PipelinePlan) -> list[float]:
         (stage.forward_us + stage.backward_us) * plan.num_micro_batches(index)
         for index, stage in enumerate(plan.stages)
     ]
+
+
+def stage_rows(plan: PipelinePlan) -> list[dict[str, Any]]:
+    """Return one JSON object per stage, with the load of `stage_loads_us`."""
+    loads = stage_loads_us(plan)
+    return [{**to_plain(stage), "load_us": load} for stage, load in zip(plan.stages, loads, strict=True)]
 
 
 def format_stages(plan: PipelinePlan) -> str:

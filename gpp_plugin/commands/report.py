@@ -12,7 +12,7 @@ from gpp_plugin.errors import GppError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint, load, to_plain, write_text_whole
 from gpp_plugin.ir.timeline import Timeline
-from gpp_plugin.report.plan_text import format_plan, stage_loads_us
+from gpp_plugin.report.plan_text import format_plan, stage_rows
 from gpp_plugin.report.summary import summarize_timeline
 from gpp_plugin.report.timeline_text import format_timeline
 from gpp_plugin.report.trace import chrome_trace
@@ -38,9 +38,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if kind == "PipelinePlan":
         plan = load(PipelinePlan, args.file)
         print(format_plan(plan, width=args.width))
-        loads = stage_loads_us(plan)
-        rows = [{**to_plain(stage), "load_us": load} for stage, load in zip(plan.stages, loads, strict=True)]
-        return {"rows": rows, "depth": plan.depth, "num_ranks": plan.num_ranks, "plan": fingerprint(plan)}
+        return {
+            "rows": stage_rows(plan),
+            "depth": plan.depth,
+            "num_ranks": plan.num_ranks,
+            "plan": fingerprint(plan),
+        }
     if args.plan is None:
         raise GppError(f"{args.file}: a timeline is shown with its plan; add --plan PLAN.json")
     timeline, plan = load(Timeline, args.file), load(PipelinePlan, args.plan)

@@ -1,0 +1,1 @@
+"""Sub-commands of ``gpp``: each module has ``add_arguments(parser)`` and ``run(args) -> dict``."""

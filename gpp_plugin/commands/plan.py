@@ -1,0 +1,147 @@
+"""`gpp plan`: makes a plan for a model, without its weights, on a cluster that need not be there."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.cluster import Cluster
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.profile import Profile
+from gpp_plugin.ir.serialize import fingerprint, save
+from gpp_plugin.plan.clusters import cluster_names, read_cluster
+from gpp_plugin.plan.registry import PlanRequest, make_plan, planner_names
+from gpp_plugin.report.plan_text import format_plan, stage_rows
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `gpp plan`."""
+    from gpp_plugin.library.graphs import MODELS
+
+    models = ", ".join(MODELS)
+    clusters = ", ".join(cluster_names())
+    parser.add_argument(
+        "model", help=f"a HuggingFace config.json or its directory, or a library model: {models}"
+    )
+    parser.add_argument("--devices", type=int, help="ranks to plan for (those of the cluster)")
+    parser.add_argument("--cluster", default="dgx_h100", help=f"a file, or one of {clusters} (%(default)s)")
+    parser.add_argument(
+        "--planner", default="auto", help=f"one of {', '.join(planner_names())} (%(default)s)"
+    )
+    parser.add_argument("--mini-batch", type=int, default=64, help="samples of one step (%(default)s)")
+    parser.add_argument("--loss-unit", type=int, help="samples of one loss (the mini-batch)")
+    parser.add_argument("--micro-batch", type=int, help="samples every stage takes at a time")
+    parser.add_argument("--stages", type=int, help="exactly that many stages")
+    parser.add_argument("--data-parallel", type=int, help="ranks of every stage")
+    parser.add_argument("--schedule", choices=["1f1b", "gpipe"], default="1f1b")
+    parser.add_argument("--zero", type=int, choices=[0, 1], default=0, help="ZeRO stage (%(default)s)")
+    parser.add_argument(
+        "--granularity", choices=["layer", "sub_layer"], default="layer", help="size of a block (%(default)s)"
+    )
+    parser.add_argument(
+        "--length", type=int, default=512, help="tokens of a text, for a HuggingFace model (%(default)s)"
+    )
+    parser.add_argument(
+        "--size",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a dimension of a library model, e.g. --size branches=8; may be repeated",
+    )
+    parser.add_argument("--out", type=Path, help="write the plan there")
+    parser.add_argument("--width", type=int, default=100, help="columns of the picture (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Print the plan and what it is predicted to cost.
+
+    Raises:
+        ConfigError: an option is wrong.
+        PlanError: no plan meets the options.
+    """
+    cluster = read_cluster(args.cluster, num_devices=args.devices)
+    unit = args.loss_unit or args.mini_batch
+    graph, profile = _model(args, cluster, unit)
+    request = PlanRequest(
+        graph=graph,
+        profile=profile,
+        cluster=cluster,
+        num_ranks=cluster.num_devices,
+        mini_batch=args.mini_batch,
+        loss_unit=unit,
+        num_stages=args.stages,
+        micro_batch_sizes={"*": args.micro_batch} if args.micro_batch else None,
+        schedule=args.schedule,
+        data_parallel=args.data_parallel,
+        zero_stage=args.zero,
+    )
+    start = time.perf_counter()
+    plan = make_plan(args.planner, request)
+    seconds = time.perf_counter() - start
+    print(format_plan(plan, width=args.width))
+    throughput = plan.mini_batch / plan.iteration_us * 1e6 if plan.iteration_us else 0.0
+    print(
+        f"\n{len(graph.blocks)} blocks planned on {cluster.name} in {seconds:.2f} s; costs: {profile.source}, of "
+        f"{profile.device}; {throughput:.1f} samples/s predicted"
+    )
+    if args.out is not None:
+        save(plan, args.out)
+        print(f"plan written to {args.out}")
+    return {"rows": stage_rows(plan), **_figures(plan), "seconds": seconds, "samples_per_s": throughput}
+
+
+def _figures(plan: PipelinePlan) -> dict[str, Any]:
+    return {
+        "model": plan.model,
+        "planner": plan.planner,
+        "plan": fingerprint(plan),
+        "num_stages": len(plan.stages),
+        "depth": plan.depth,
+        "num_ranks": plan.num_ranks,
+        "iteration_us": plan.iteration_us,
+    }
+
+
+def _model(args: argparse.Namespace, cluster: Cluster, unit: int) -> tuple[BlockGraph, Profile]:
+    if args.mini_batch < 1 or unit < 1:
+        raise ConfigError(f"--mini-batch {args.mini_batch}, --loss-unit {unit}: give at least 1 sample")
+    if Path(args.model).exists():
+        if args.size:
+            raise ConfigError("--size: is for library models; edit the HuggingFace configuration instead")
+        return _huggingface_model(args, cluster, unit)
+    return _library_model(args, cluster)
+
+
+def _library_model(args: argparse.Namespace, cluster: Cluster) -> tuple[BlockGraph, Profile]:
+    from gpp_plugin.library.analytic import profile_model
+    from gpp_plugin.library.graphs import build_model
+
+    sizes: dict[str, int | str] = {}
+    for text in args.size:
+        name, equals, value = text.partition("=")
+        if not equals or not value:
+            raise ConfigError(f"--size: {text!r} is not NAME=VALUE, e.g. branches=8")
+        sizes[name] = int(value) if value.isdecimal() else value
+    model = build_model(args.model, **sizes)
+    return model.graph, profile_model(model, cluster.devices[0], largest=args.mini_batch)
+
+
+def _huggingface_model(args: argparse.Namespace, cluster: Cluster, unit: int) -> tuple[BlockGraph, Profile]:
+    from gpp_plugin.integrations.hf_models import build_on_meta, make_example_batch, read_hf_config
+    from gpp_plugin.profile.analytic import analytic_profile, default_sample_counts
+    from gpp_plugin.runtime.pipeline import capture_reference
+
+    model = build_on_meta(read_hf_config(args.model))
+    batch = make_example_batch(model, num_samples=unit, length=args.length)
+    reference = capture_reference(model, batch, num_samples=unit, granularity=args.granularity)
+    profile = analytic_profile(
+        reference.block_graph,
+        cluster.devices[0],
+        sample_counts=default_sample_counts(args.mini_batch),
+        op_graph=reference.captured.op_graph,
+    )
+    return reference.block_graph, profile

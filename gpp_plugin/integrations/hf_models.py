@@ -1,0 +1,127 @@
+"""A HuggingFace model from its configuration alone: on the meta device, with a batch of the right shapes.
+
+For planning a model without its weights; training takes the user's own model and batches.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from gpp_plugin.errors import ConfigError
+
+FIRST_ORDINARY_ID = 3
+
+
+def read_hf_config(path: str | Path) -> Any:
+    """Return the `transformers` configuration in a directory's ``config.json`` or in a JSON file.
+
+    Raises:
+        ConfigError: there is none, or its ``model_type`` is unknown to the installed transformers.
+    """
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    try:
+        plain = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: is no HuggingFace configuration ({error})") from error
+    model_type = plain.pop("model_type", None) if isinstance(plain, dict) else None
+    if model_type is None:
+        raise ConfigError(f"{file}: has no model_type; give a HuggingFace config.json")
+    try:
+        return transformers.AutoConfig.for_model(model_type, **plain)
+    except ValueError as error:
+        raise ConfigError(
+            f"{file}: transformers {transformers.__version__} knows no model_type {model_type!r}"
+        ) from error
+
+
+def build_on_meta(config: Any) -> nn.Module:
+    """Return the model a configuration describes, in training mode, without weights.
+
+    Raises:
+        ConfigError: the configuration names no architecture, or one that transformers does not have.
+    """
+    names = getattr(config, "architectures", None) or []
+    kind = getattr(transformers, names[0], None) if names else None
+    if kind is None:
+        raise ConfigError(
+            f"architectures: {names or 'missing'} in the configuration of a {config.model_type}; give the class to "
+            'train, e.g. "architectures": ["GPT2LMHeadModel"]'
+        )
+    config.use_cache = False
+    with torch.device("meta"):
+        model: nn.Module = kind(config)
+    return model.train()
+
+
+def make_example_batch(model: Any, *, num_samples: int, length: int) -> dict[str, Any]:
+    """Return a batch with a loss for ``model``: shapes and dtypes as in training, values without meaning.
+
+    Args:
+        length: tokens of a text; cut to what the model has positions for.
+
+    Raises:
+        ConfigError: the model wants inputs that cannot be made up from its configuration.
+    """
+    known = inspect.signature(model.forward).parameters
+    config = model.config
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or length
+    length = min(length, positions)
+    batch: dict[str, Any] = {}
+    if "pixel_values" in known:
+        batch["pixel_values"] = _pixels(config, num_samples)
+    if "input_features" in known:
+        frames = 2 * config.max_source_positions
+        batch["input_features"] = torch.zeros(num_samples, config.num_mel_bins, frames)
+        length = min(length, getattr(config, "max_target_positions", length))
+    elif "input_ids" in known:
+        batch["input_ids"] = _token_ids(config, text, num_samples, length)
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    if not batch:
+        raise ConfigError(f"{type(model).__name__}: takes {list(known)}; no example batch can be made up")
+    if "return_loss" in known:
+        batch["return_loss"] = True
+    elif "labels" in known:
+        batch["labels"] = _labels(model, batch, num_samples, length)
+    else:
+        raise ConfigError(f"{type(model).__name__}: computes no loss; name a class with a head and labels")
+    return batch
+
+
+def _pixels(config: Any, num_samples: int) -> Tensor:
+    vision = getattr(config, "vision_config", config)
+    size = vision.image_size
+    height, width = (size, size) if isinstance(size, int) else tuple(size)
+    return torch.zeros(num_samples, vision.num_channels, height, width)
+
+
+def _token_ids(config: Any, text: Any, num_samples: int, length: int) -> Tensor:
+    image_token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
+    num_images = 0
+    if image_token is not None:
+        vision = config.vision_config
+        num_images = (vision.image_size // vision.patch_size) ** 2
+        num_images += int(getattr(config, "vision_feature_select_strategy", "default") == "full")
+    ids = torch.full((num_samples, num_images + length), min(FIRST_ORDINARY_ID, text.vocab_size - 1))
+    if num_images:
+        ids[:, :num_images] = image_token
+    end: Any = getattr(text, "eos_token_id", None)
+    if isinstance(end, int) and end < text.vocab_size:
+        ids[:, -1] = end
+    return ids
+
+
+def _labels(model: Any, batch: dict[str, Any], num_samples: int, length: int) -> Tensor:
+    if type(model).__name__.endswith("Classification"):
+        return torch.zeros(num_samples, dtype=torch.int64)
+    if getattr(model.config, "is_encoder_decoder", False) or "input_ids" not in batch:
+        return torch.full((num_samples, length), FIRST_ORDINARY_ID)
+    labels: Tensor = batch["input_ids"].clone()
+    return labels

@@ -38,6 +38,7 @@ def block_codes(captured: CapturedGraph, block_graph: BlockGraph) -> list[BlockC
     owned = {name for block in block_graph.blocks for name in block.nodes}
     has_tensor = {node.name for node in captured.op_graph.nodes if node.output is not None}
     made: set[str] = set()
+    signer = _Signer(captured)
     codes = []
     for block in block_graph.blocks:
         new = captured.replicated_closure(block.nodes) - owned - made
@@ -54,7 +55,7 @@ def block_codes(captured: CapturedGraph, block_graph: BlockGraph) -> list[BlockC
                 block=block.name,
                 function=function,
                 replicas=replicas,
-                signature=signature_of(captured, block.nodes, outputs),
+                signature=signer.sign(block.nodes, outputs),
             )
         )
     return codes
@@ -74,38 +75,49 @@ def _outputs(captured: CapturedGraph, graph: BlockGraph, block: Block) -> list[s
 
 def signature_of(captured: CapturedGraph, nodes: Iterable[str], outputs: Sequence[str]) -> str:
     """Return a text that depends on operators, literals, shapes, dtypes and gradient flags, not on names."""
-    members = set(nodes)
-    specs = {node.name: node.output for node in captured.op_graph.nodes}
-    specs.update({spec.name: spec for spec in captured.op_graph.inputs})
-    parameters = {name: p for p in captured.op_graph.parameters for name in (p.name, *p.aliases)}
-    numbers: dict[str, int] = {}
-    lines: list[str] = []
+    return _Signer(captured).sign(nodes, outputs)
 
-    def describe(node: torch.fx.Node) -> str:
+
+class _Signer:
+    """Signs the blocks of one capture."""
+
+    def __init__(self, captured: CapturedGraph) -> None:
+        self._captured = captured
+        self._nodes = {node.name: (i, node) for i, node in enumerate(captured.graph.nodes)}
+        self._specs = {node.name: node.output for node in captured.op_graph.nodes}
+        self._specs.update({spec.name: spec for spec in captured.op_graph.inputs})
+        self._parameters = {n: p for p in captured.op_graph.parameters for n in (p.name, *p.aliases)}
+
+    def sign(self, names: Iterable[str], outputs: Sequence[str]) -> str:
+        """Return the signature of the block of these nodes."""
+        numbers: dict[str, int] = {}
+        lines: list[str] = []
+
+        def number(node: torch.fx.Node) -> _Reference:
+            if node.name not in numbers:
+                numbers[node.name] = len(numbers)
+                lines.append(f"{numbers[node.name]} = {self._describe(node)}")
+            return _Reference(f"%{numbers[node.name]}")
+
+        for _, node in sorted((self._nodes[name] for name in names), key=lambda entry: entry[0]):
+            arguments: Any = torch.fx.node.map_arg((node.args, node.kwargs), number)
+            lines.append(f"{number(node)} <- {node.target} {arguments}")
+        lines.append(f"return {[numbers[name] for name in outputs]}")
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def _describe(self, node: torch.fx.Node) -> str:
+        captured = self._captured
         if node.name in captured.parameters:
-            parameter = parameters[captured.parameters[node.name]]
+            parameter = self._parameters[captured.parameters[node.name]]
             return f"parameter {parameter.shape} {parameter.dtype} {parameter.requires_grad}"
         if node.name in captured.constants:
             constant = captured.constants[node.name]
             return f"constant {tuple(constant.shape)} {constant.dtype}"
-        spec = specs.get(captured.inputs.get(node.name, node.name))
+        spec = self._specs.get(captured.inputs.get(node.name, node.name))
         if spec is None:
             return f"{node.op} {node.target}" if node.op == "get_attr" else "several"
         kind = "input" if node.name in captured.inputs else "tensor"
         return f"{kind} {spec.shape} {spec.dtype} {spec.requires_grad}"
-
-    def number(node: torch.fx.Node) -> str:
-        if node.name not in numbers:
-            numbers[node.name] = len(numbers)
-            lines.append(f"{numbers[node.name]} = {describe(node)}")
-        return f"%{numbers[node.name]}"
-
-    for node in captured.graph.nodes:
-        if node.name in members:
-            arguments: Any = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: _Reference(number(n)))
-            lines.append(f"{number(node)} <- {node.target} {arguments}")
-    lines.append(f"return {[numbers[name] for name in outputs]}")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 class _Reference(str):

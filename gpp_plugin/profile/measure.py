@@ -13,6 +13,8 @@ stage add up to the bytes of the stage. Nodes replicated in each stage (masks) a
 from __future__ import annotations
 
 import logging
+import os
+import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -120,6 +122,7 @@ def profile_blocks(
         "is_training": captured.is_training,
         "samples": list(counts),
         "device": name,
+        "processor": processor_name(),
         "torch": str(torch.__version__),
         "optimizer_bytes_per_parameter": optimizer_bytes_per_parameter,
         "share_identical": share_identical,
@@ -133,6 +136,16 @@ def describe_device(device: torch.device, threads: int) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return f"{device.type} ({threads} thread{'s' if threads != 1 else ''})"
+
+
+def processor_name() -> str:
+    """Return the CPU's model; a home directory, and the store in it, may be shared by unlike machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else platform.processor()} x {os.cpu_count()}"
 
 
 class _Survey:

@@ -209,15 +209,23 @@ def _initialise_one(
 ) -> Tensor:
     """Return the value the model's initialisers give ``name``.
 
-    The tensor is filled twice with different values and initialised with the same seed: what differs afterwards was
-    never set, and takes the value the model's constructor gives.
+    What they leave unset shows, and takes the value the model's constructor gives: floating tensors start as NaN,
+    others are initialised twice from different values.
     """
     like = places[0][2]
     dtype = like.dtype if not _is_low_precision(like.dtype) else torch.float32
     own_seed = derive_seed(seed, home)
-    low, tried = _run_initialisers(model, name, torch.full(like.shape, 0, dtype=dtype), places, own_seed)
-    high, _ = _run_initialisers(model, name, torch.full(like.shape, 1, dtype=dtype), places, own_seed)
-    if not _same(low, high):
+
+    def run(start: Tensor) -> tuple[Tensor, list[str]]:
+        return _run_initialisers(model, name, start, places, own_seed)
+
+    if dtype.is_floating_point or dtype.is_complex:
+        value, tried = run(torch.full(like.shape, float("nan"), dtype=dtype))
+        is_set = not bool(value.isnan().any())
+    else:
+        value, tried = run(torch.zeros(like.shape, dtype=dtype))
+        is_set = torch.equal(value, run(torch.ones(like.shape, dtype=dtype))[0])
+    if not is_set:
         start = constants.find(name)
         if start is None or start.shape != like.shape:
             raise CheckpointError(
@@ -225,8 +233,8 @@ def _initialise_one(
                 f"({_tried(tried)}); build the model with real weights, pass a safetensors directory, or give "
                 "the module that owns it a reset_parameters() method"
             )
-        low, _ = _run_initialisers(model, name, start.to(dtype, copy=True), places, own_seed)
-    return low.to(like.dtype)
+        value, _ = run(start.to(dtype, copy=True))
+    return value.to(like.dtype)
 
 
 def _tried(calls: list[str]) -> str:
@@ -235,10 +243,6 @@ def _tried(calls: list[str]) -> str:
 
 def _is_low_precision(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and torch.finfo(dtype).bits < 32
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return bool(torch.equal(a, b)) or bool(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)))
 
 
 def _run_initialisers(

@@ -333,7 +333,8 @@ def _all_ranks(engine: StageEngine, action: Callable[[], T], *, doing: str) -> l
         error = caught
     line = None if error is None else str(error) if isinstance(error, GppError) else repr(error)
     answers: list[Any] = [None] * engine.plan.num_ranks
-    dist.all_gather_object(answers, (value, line), group=engine.groups.world)
+    # On the default group, whose timeout is the job's: files may be large and disks slow.
+    dist.all_gather_object(answers, (value, line))
     for rank, (_, text) in enumerate(answers):
         if text is not None:
             raise CheckpointError(f"rank {rank} cannot {doing}: {text}") from error

@@ -117,8 +117,8 @@ def derive_stage_config(
     data_types.pop("grad_accum_dtype", None)  # gradients are added up before DeepSpeed sees them
     _derive_zero(derived)
     _derive_optimizer(derived, device_type=device_type, notes=notes)
-    for key in ("prescale_gradients", "gradient_predivide_factor"):
-        if config.get(key) not in (None, False, 1, 1.0):
+    for key, default in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
+        if config.get(key, default) != default:
             notes.append(f"{key} has no effect: gradients are summed over ranks, never averaged")
     for key in ("wall_clock_breakdown", "flops_profiler"):
         value = config.get(key)

@@ -263,7 +263,8 @@ class StageEngine:
             error = caught
         said: list[str | None] = [None] * self.plan.num_ranks
         line = None if error is None else f"{type(error).__name__}: {error}"
-        dist.all_gather_object(said, line, group=self.groups.world)
+        # On the default group, whose timeout is the job's: a rank may be compiling an optimizer meanwhile.
+        dist.all_gather_object(said, line)
         if isinstance(error, ConfigError):
             raise error
         first = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)

@@ -148,6 +148,40 @@ def test_zero_changes_no_bit_and_uses_deepspeeds_optimizer(matrix: list[Any]) ->
     assert matrix[0][0, "bf16"]["optimizer"] == "FP16_UnfusedOptimizer"
 
 
+def train_with_sgd(rank: int, cases: list[tuple[int, float]]) -> list[dict[str, Tensor]]:
+    allow_fp16()
+    states = []
+    for zero_stage, clipping in cases:
+        config = make_config(
+            zero_stage, "fp16", gradient_clipping=clipping, zero_allow_untested_optimizer=True
+        )
+        config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+        engine = toy.make_engine(rank, config)
+        for step in range(3):
+            toy.feed(engine, step, MICRO_BATCHES)
+            engine.step()
+        states.append(engine.parameter_state())
+    return states
+
+
+def test_gradients_are_unscaled_and_clipped_to_the_right_length() -> None:
+    """Adam hides a wrong factor on all gradients, SGD does not."""
+    cases = [(zero_stage, clipping) for zero_stage in (0, 1) for clipping in (0.0, 0.7)]
+    found = run_ranks(train_with_sgd, toy.NUM_RANKS, cases)
+    half = {"dtype": torch.float16, "sum_dtype": torch.float16, "scale": 1024.0}
+    for case, (_, clipping) in enumerate(cases):
+        oracle = toy.Alone([{"params": list(toy.SHAPES)}], dtype=torch.float16)
+        oracle.optimizer = torch.optim.SGD(oracle.masters.values(), lr=0.1, momentum=0.9)
+        for step in range(3):
+            gradients = {name: toy.summed(name, step, MICRO_BATCHES, **half) for name in toy.SHAPES}
+            oracle.step(gradients, clipping)
+        for states in found:
+            for name in set(states[case]) & set(toy.SHAPES):
+                torch.testing.assert_close(
+                    states[case][name], oracle.masters[name].detach(), rtol=2e-6, atol=2e-7
+                )
+
+
 # ---- overflow --------------------------------------------------------------------------------------------
 
 
@@ -471,6 +505,22 @@ def test_a_construction_that_fails_on_one_stage_fails_on_all() -> None:
     for text in run_ranks(construct_on_one_bad_stage, toy.NUM_RANKS):
         assert "rank 3 (stage 'loss'" in text
         assert "no optimizer for out.weight" in text
+
+
+def construct_fp16(rank: int) -> str:
+    with pytest.raises(ConfigError) as caught:
+        toy.make_engine(rank, make_config(0, "fp16"))
+    return str(caught.value)
+
+
+def test_fp16_is_refused_where_deepspeed_refuses_it() -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().is_fp16_supported():
+        pytest.skip("this device computes fp16")
+    assert set(run_ranks(construct_fp16, toy.NUM_RANKS)) == {
+        "fp16.enabled: this device (cpu) computes no fp16; use bf16"
+    }
 
 
 def construct_untested(rank: int) -> str:

@@ -1,0 +1,251 @@
+"""Checkpoints of four gloo ranks: exact resumption, torn and foreign files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpp_plugin.errors import CheckpointError
+from gpp_plugin.integrations.checkpoint import load_checkpoint, save_checkpoint
+from gpp_plugin.integrations.stage_engine import StageEngine
+from gpp_plugin.integrations.stage_groups import StageGroups
+from tests.integrations import toy
+from tests.integrations.ranks import run_ranks
+from tests.integrations.test_stage_engine import allow_fp16, make_config
+
+SCHEDULE = {
+    "type": "OneCycle",
+    "params": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.02, "cycle_first_step_size": 3},
+}
+FP16 = {"enabled": True, "initial_scale_power": 6, "hysteresis": 2, "loss_scale_window": 2}
+
+
+def make_engine(rank: int, config: dict[str, Any], seed: int = 0) -> StageEngine:
+    """Return an engine whose weights depend on ``seed`` and whose first stage has a statistic in a buffer."""
+    plan = toy.make_plan()
+    module = toy.make_stage(plan.stage_of_rank(rank))
+    if rank < 2:
+        module.register_buffer("running_mean", torch.full((2,), float(rank)))
+        module.register_buffer("table", torch.full((2,), 9.0), persistent=False)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(seed)
+    groups = StageGroups.create(plan, (toy.TIE,), timeout_s=60)
+    return StageEngine(module=module, config=config, plan=plan, rank=rank, groups=groups, tied=(toy.TIE,))
+
+
+def advance(engine: StageEngine, steps: range) -> list[Any]:
+    """Train, with an overflow in step 1; return everything that must be equal after resumption."""
+    seen: list[Any] = []
+    for step in steps:
+        toy.feed(engine, step, 2, spoil="out.bias" if step == 1 else None)
+        result = engine.step()
+        seen.append((result, torch.rand(3), random.random()))
+        for buffer in engine.module.buffers():
+            buffer.add_(step)
+    return seen
+
+
+def weights(engine: StageEngine) -> dict[str, Tensor]:
+    state = {f"master.{name}": value for name, value in engine.parameter_state().items()}
+    state.update({name: p.detach().clone() for name, p in engine.module.named_parameters()})
+    state.update({name: b.clone() for name, b in engine.module.named_buffers() if name == "running_mean"})
+    return state
+
+
+def train_save_resume(rank: int, config: dict[str, Any], directory: str) -> dict[str, Any]:
+    allow_fp16()
+    torch.manual_seed(rank)
+    random.seed(rank)
+    straight = make_engine(rank, config)
+    advance(straight, range(3))
+    save_checkpoint(
+        straight,
+        directory,
+        "middle",
+        client_state={"epoch": 3},
+        counters={"batches": 3},
+        rank_state={"rank": rank},
+    )
+    expected = advance(straight, range(3, 6)), weights(straight)
+    resumed = make_engine(rank, config, seed=1)
+    loaded = load_checkpoint(resumed, directory)
+    found = advance(resumed, range(3, 6)), weights(resumed)
+    counters = (straight.global_steps, straight.skipped_steps, straight.global_samples)
+    assert counters == (resumed.global_steps, resumed.skipped_steps, resumed.global_samples) == (6, 1, 48)
+    return {"expected": expected, "found": found, "loaded": loaded}
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_training_goes_on_bit_for_bit(tmp_path: Path, zero_stage: int, precision: str) -> None:
+    more: dict[str, Any] = {"fp16": FP16} if precision == "fp16" else {}
+    config = make_config(zero_stage, precision, scheduler=SCHEDULE, gradient_clipping=1.0, **more)
+    for rank, report in enumerate(run_ranks(train_save_resume, toy.NUM_RANKS, config, str(tmp_path))):
+        (expected, expected_weights), (found, found_weights) = report["expected"], report["found"]
+        for (result, noise, number), (result_2, noise_2, number_2) in zip(expected, found, strict=True):
+            assert result == result_2
+            assert torch.equal(noise, noise_2)
+            assert number == number_2
+        assert expected_weights.keys() == found_weights.keys()
+        for name, value in expected_weights.items():
+            assert torch.equal(value, found_weights[name]), (rank, name)
+        loaded = report["loaded"]
+        assert (loaded.client_state, loaded.counters, loaded.rank_state) == (
+            {"epoch": 3},
+            {"batches": 3},
+            {"rank": rank},
+        )
+        assert loaded.directory == tmp_path / "middle"
+    files = {path.name for path in (tmp_path / "middle").iterdir()}
+    parts = ("00000", "00001") if zero_stage else ("00000",)
+    assert files == {
+        *(f"optimizer-00-front-{part}.pt" for part in parts),
+        "optimizer-02-loss-00000.pt",
+        *(f"model-{stem}.pt" for stem in ("00-front", "01-middle", "02-loss")),
+        *(f"rank-0000{rank}.pt" for rank in range(4)),
+        "shared.pt",
+        "manifest.json",
+    }
+    assert (tmp_path / "latest").read_text() == "middle\n"
+
+
+def save_two(rank: int, directory: str) -> None:
+    engine = toy.make_engine(rank, make_config(1, "bf16"))
+    for step, tag in enumerate(("first", "second")):
+        toy.feed(engine, step, 1)
+        engine.step()
+        save_checkpoint(engine, directory, tag)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("saved")
+    run_ranks(save_two, toy.NUM_RANKS, str(directory))
+    return directory
+
+
+def test_every_parameter_is_saved_once_under_its_name(saved: Path) -> None:
+    models = [torch.load(path, weights_only=True) for path in sorted((saved / "second").glob("model-*.pt"))]
+    names = [name for model in models for name in model]
+    assert sorted(names) == sorted([*toy.SHAPES, "frozen.weight"])
+    manifest = json.loads((saved / "second" / "manifest.json").read_text())
+    assert manifest["world_size"] == 4
+    assert all((saved / "second" / name).stat().st_size == size for name, size in manifest["files"].items())
+
+
+def load_and_tell(rank: int, directory: str, tag: str | None, options: dict[str, Any]) -> str:
+    """Return the error of a load on this rank; the engine is of another plan, or none, as told."""
+    config = make_config(options.get("zero_stage", 1), options.get("precision", "bf16"))
+    if options.get("fewer_stages"):
+        plan = toy.make_plan()
+        front = dataclasses.replace(plan.stages[0], ranks=(0, 1, 2, 3), blocks=("front", "middle", "head"))
+        plan = dataclasses.replace(plan, stages=(front,), edges=())
+        module: nn.Module = toy.Holder(tuple(toy.SHAPES))
+        groups = StageGroups.create(plan, timeout_s=60)
+        engine = StageEngine(module=module, config=config, plan=plan, rank=rank, groups=groups)
+    else:
+        engine = toy.make_engine(rank, config)
+    try:
+        loaded = load_checkpoint(engine, directory, tag, load_optimizer=options.get("load_optimizer", True))
+    except CheckpointError as error:
+        return str(error)
+    return f"loaded {loaded.directory.name}, step {engine.global_steps}"
+
+
+def tell(directory: Path, tag: str | None = None, **options: Any) -> str:
+    texts = run_ranks(load_and_tell, toy.NUM_RANKS, str(directory), tag, options)
+    assert len(set(texts)) == 1, "every rank must say the same"
+    return texts[0]
+
+
+def test_latest_and_named_tags(saved: Path) -> None:
+    assert tell(saved) == "loaded second, step 2"
+    assert tell(saved, "first") == "loaded first, step 1"
+    assert "does not exist" in tell(saved, "third")
+
+
+def test_another_plan_is_refused_with_both_plans(saved: Path) -> None:
+    text = tell(saved, fewer_stages=True)
+    assert "front (1 blocks on ranks 0,1), middle (1 blocks on ranks 2), loss (1 blocks on ranks 3)" in text
+    assert "front (3 blocks on ranks 0,1,2,3)" in text
+
+
+def test_another_zero_stage_loads_weights_only(saved: Path) -> None:
+    text = tell(saved, zero_stage=0)
+    assert "'zero_stage': 1" in text and "'zero_stage': 0" in text and "without the optimizer" in text
+    assert tell(saved, zero_stage=0, precision="fp32", load_optimizer=False) == "loaded second, step 2"
+
+
+def torn_copy(saved: Path, target: Path) -> Path:
+    (target / "second").mkdir(parents=True)
+    for path in (saved / "second").iterdir():
+        (target / "second" / path.name).write_bytes(path.read_bytes())
+    (target / "latest").write_text("second\n")
+    return target
+
+
+def test_torn_checkpoints_are_refused(saved: Path, tmp_path: Path) -> None:
+    without_manifest = torn_copy(saved, tmp_path / "a")
+    (without_manifest / "second" / "manifest.json").unlink()
+    assert "did not finish" in tell(without_manifest)
+    without_file = torn_copy(saved, tmp_path / "b")
+    (without_file / "second" / "optimizer-00-front-00001.pt").unlink()
+    assert "torn: optimizer-00-front-00001.pt has no file" in tell(without_file)
+    cut = torn_copy(saved, tmp_path / "c")
+    file = cut / "second" / "model-02-loss.pt"
+    file.write_bytes(file.read_bytes()[:-5])
+    assert f"torn: model-02-loss.pt has {file.stat().st_size} bytes" in tell(cut)
+    (cut / "latest").unlink()
+    assert "latest cannot be read" in tell(cut)
+
+
+def save_where_one_rank_cannot(rank: int, directory: str) -> tuple[str, str]:
+    engine = toy.make_engine(rank, make_config())
+    save_checkpoint(engine, directory, "good")
+    if rank == 3:
+        engine.model_state = unwritable  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError) as caught:
+        save_checkpoint(engine, directory, "bad")
+    with pytest.raises(CheckpointError) as caught_tags:
+        save_checkpoint(engine, directory, f"tag{rank}")
+    dist.barrier()
+    return str(caught.value), str(caught_tags.value)
+
+
+def unwritable() -> dict[str, Tensor]:
+    raise OSError("no space left on device")
+
+
+def test_a_save_that_fails_on_one_rank_leaves_latest_as_it_was(tmp_path: Path) -> None:
+    for text, tags in run_ranks(save_where_one_rank_cannot, toy.NUM_RANKS, str(tmp_path)):
+        assert "rank 3" in text and "no space left" in text
+        assert "different tags" in tags
+    assert (tmp_path / "latest").read_text() == "good\n"
+    assert not (tmp_path / "bad" / "manifest.json").exists()
+    assert not list(tmp_path.glob("**/.*")), "no temporary files may stay"
+
+
+def reload_over_itself(rank: int, directory: str) -> list[bool]:
+    """Save twice under one tag; the second must be what is read."""
+    engine = toy.make_engine(rank, make_config())
+    save_checkpoint(engine, directory, "same")
+    toy.feed(engine, 0, 1)
+    engine.step()
+    save_checkpoint(engine, directory, "same", save_latest=False)
+    after = weights(engine)
+    again = toy.make_engine(rank, make_config())
+    load_checkpoint(again, directory, "same", load_scheduler=False)
+    return [torch.equal(value, after[name]) for name, value in weights(again).items()]
+
+
+def test_a_tag_can_be_written_over(tmp_path: Path) -> None:
+    assert all(all(same) for same in run_ranks(reload_over_itself, toy.NUM_RANKS, str(tmp_path)))

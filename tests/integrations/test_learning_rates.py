@@ -1,0 +1,127 @@
+"""Parameter groups and schedules of the whole model on a stage that holds a part of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.integrations.learning_rates import LearningRates, StageParameterGroups
+
+
+def make_parameters(*names: str) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(torch.zeros(2)) for name in names}
+
+
+def make_rates(groups: StageParameterGroups, **options: Any) -> LearningRates:
+    given = {
+        "optimizer": None,
+        "optimizer_block": None,
+        "scheduler": None,
+        "scheduler_block": None,
+        **options,
+    }
+    return LearningRates(groups, **given)
+
+
+GROUPS = [{"params": ["a", "b"], "weight_decay": 0.0}, {"params": ["c"]}, {"params": ["d", "e"], "lr": 0.5}]
+ADAMW = {"type": "AdamW", "params": {"lr": 0.1, "betas": (0.8, 0.9)}}
+
+
+def test_a_stage_keeps_its_own_names_in_the_models_order() -> None:
+    parameters = make_parameters("e", "b", "d")
+    groups = StageParameterGroups(parameters, GROUPS)
+    assert groups.names() == ["b", "d", "e"]
+    assert groups.local == [0, 2]
+    made = groups.optimizer_input(parameters)
+    assert [set(group) for group in made] == [{"params", "weight_decay"}, {"params", "lr"}]
+    assert made[1]["params"][0] is parameters["d"]
+    assert len(groups.placeholder_input()) == 3
+
+
+def test_a_second_name_of_one_parameter_counts_once() -> None:
+    shared = nn.Parameter(torch.zeros(2))
+    groups = StageParameterGroups({"a": shared, "b": shared}, GROUPS)
+    assert groups.names() == ["a"]
+    with pytest.raises(ConfigError, match="in the groups 0 and 1; name it once"):
+        StageParameterGroups({"a": shared, "c": shared}, GROUPS)
+
+
+def test_groups_must_hold_names() -> None:
+    with pytest.raises(ConfigError, match="parameter group 0: 'params' must list parameter names"):
+        StageParameterGroups({}, [{"params": [torch.zeros(1)]}])
+
+
+def test_rates_of_all_groups_on_a_stage_that_trains_nothing() -> None:
+    rates = make_rates(StageParameterGroups({}, GROUPS), optimizer_block=ADAMW)
+    assert rates.current(None) == (0.1, 0.1, 0.5)
+    rates.step()
+    assert rates.current(None) == (0.1, 0.1, 0.5)
+
+
+def test_a_schedule_reaches_the_stages_groups_by_their_place_in_the_model() -> None:
+    parameters = make_parameters("b", "d")
+    groups = StageParameterGroups(parameters, GROUPS)
+    block = {"type": "OneCycleLR", "params": {"max_lr": [1.0, 2.0, 3.0], "total_steps": 10}}
+    rates = make_rates(groups, optimizer_block=ADAMW, scheduler_block=block)
+    own = torch.optim.AdamW(groups.optimizer_input(parameters), lr=0.1)
+    rates.publish(own)
+    for _ in range(4):
+        rates.step()
+        rates.publish(own)
+        mirrored = [rates.mirror.param_groups[index] for index in (0, 2)]
+        for group, expected in zip(own.param_groups, mirrored, strict=True):
+            assert (group["lr"], group["betas"]) == (
+                expected["lr"],
+                expected["betas"],
+            )  # it cycles momentum too
+    assert own.param_groups[1]["lr"] == pytest.approx(3 * own.param_groups[0]["lr"])
+    assert own.param_groups[0]["weight_decay"] == 0.0
+
+
+def test_rates_the_user_sets_by_hand_stay_without_a_schedule() -> None:
+    parameters = make_parameters("c")
+    groups = StageParameterGroups(parameters, GROUPS)
+    rates = make_rates(groups, optimizer_block=ADAMW)
+    own = torch.optim.AdamW(groups.optimizer_input(parameters), lr=0.1)
+    own.param_groups[0]["lr"] = 0.7
+    rates.step()
+    rates.publish(own)
+    assert rates.current(own) == (0.1, 0.7, 0.5)
+
+
+def test_state_round_trip() -> None:
+    block = {"type": "StepLR", "params": {"step_size": 2}}
+    first = make_rates(StageParameterGroups({}, GROUPS), optimizer_block=ADAMW, scheduler_block=block)
+    for _ in range(3):
+        first.step()
+    second = make_rates(StageParameterGroups({}, GROUPS), optimizer_block=ADAMW, scheduler_block=block)
+    second.load_state_dict(first.state_dict())
+    assert second.current(None) == first.current(None) == pytest.approx((0.01, 0.01, 0.05))
+    first.step()
+    second.step()
+    assert second.current(None) == first.current(None) == pytest.approx((0.001, 0.001, 0.005))
+    with pytest.raises(
+        ConfigError, match="3 parameter groups and a scheduler; the configuration has 1 and no"
+    ):
+        make_rates(StageParameterGroups({}, None), optimizer_block=ADAMW).load_state_dict(first.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"optimizer_block": {"type": "Nope"}}, "optimizer.type: 'Nope'"),
+        ({"optimizer_block": {"type": "AdamW", "params": {"lr": -1.0}}}, "optimizer.params: "),
+        ({"optimizer": lambda groups: None}, "optimizer: the callable returned NoneType"),
+        ({"scheduler_block": {"type": "Nope"}}, "scheduler.type: 'Nope'"),
+        ({"scheduler_block": {"type": "StepLR", "params": {}}}, "scheduler.params: "),
+        ({"scheduler": lambda optimizer: 3}, "lr_scheduler: the callable returned int"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_rates(StageParameterGroups({}, GROUPS), **options)
+    assert str(caught.value).startswith(text)

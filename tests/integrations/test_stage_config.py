@@ -1,0 +1,176 @@
+"""What a stage takes from the user's DeepSpeed JSON."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.integrations.stage_config import StageConfig, derive_stage_config
+
+USER: dict[str, Any] = {
+    "train_batch_size": 24,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 0.5,
+    "steps_per_print": 10,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+    "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32", "buffer_dtype": "fp32"},
+    "zero_optimization": {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 1000},
+    "communication_data_type": "bf16",
+    "tensorboard": {"enabled": True},
+    "csv_monitor": {"enabled": True},
+    "graph_pipeline": {"enabled": True},
+}
+
+
+def derive(config: dict[str, Any], device_type: str = "cuda") -> StageConfig:
+    return derive_stage_config(config, mini_batch=24, degree=3, device_type=device_type)
+
+
+def test_a_whole_configuration() -> None:
+    before = copy.deepcopy(USER)
+    derived = derive(USER)
+    assert before == USER, "the user's dict must stay as it is"
+    assert derived == StageConfig(
+        deepspeed={
+            "train_batch_size": 24,
+            "train_micro_batch_size_per_gpu": 8,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 0.0,
+            "steps_per_print": None,
+            "optimizer": USER["optimizer"],
+            "bf16": {"enabled": True},
+            "data_types": {"buffer_dtype": "fp32"},
+            "zero_optimization": {
+                "stage": 1,
+                "overlap_comm": False,
+                "contiguous_gradients": False,
+                "round_robin_gradients": False,
+                "elastic_checkpoint": False,
+                "reduce_bucket_size": 1000,
+            },
+        },
+        dtype="bfloat16",
+        accumulation_dtype="float32",
+        communication_dtype="bfloat16",
+        gradient_clipping=0.5,
+        bucket_elements=1000,
+        zero_stage=1,
+        check_overflow=True,
+        notes=(),
+    )
+
+
+def test_an_empty_configuration_trains_in_fp32() -> None:
+    derived = derive({})
+    assert (derived.dtype, derived.accumulation_dtype, derived.zero_stage) == ("float32", "float32", 0)
+    assert (derived.gradient_clipping, derived.communication_dtype) == (0.0, None)
+    assert "zero_optimization" not in derived.deepspeed
+
+
+@pytest.mark.parametrize(
+    ("block", "dtype", "accumulation", "check"),
+    [
+        ({"bf16": {"enabled": True}}, "bfloat16", "bfloat16", True),
+        ({"bfloat16": {"enabled": True}}, "bfloat16", "bfloat16", True),
+        ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "bfloat16", "bfloat16", False),
+        ({"fp16": {"enabled": True}}, "float16", "float16", True),
+        ({"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, "float16", "float32", True),
+        ({"fp16": {"enabled": False}, "bf16": {"enabled": False}}, "float32", "float32", True),
+    ],
+)
+def test_precisions(block: dict[str, Any], dtype: str, accumulation: str, check: bool) -> None:
+    derived = derive(block)
+    assert (derived.dtype, derived.accumulation_dtype, derived.check_overflow) == (dtype, accumulation, check)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "adamw", "AdamW"])
+def test_adam_on_the_cpu_is_torchs_with_fused_adams_defaults(kind: str) -> None:
+    derived = derive({"optimizer": {"type": kind, "params": {"lr": 1e-3, "bias_correction": True}}}, "cpu")
+    params = derived.deepspeed["optimizer"]["params"]
+    assert params == {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True}
+    assert len(derived.notes) == 1 and '"torch_adam": false' in derived.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "device_type"),
+    [
+        ({"type": "AdamW", "params": {"lr": 1e-3}}, "cuda"),
+        ({"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": False}}, "cpu"),
+        ({"type": "AdamW", "params": {"lr": 1e-3, "bias_correction": False}}, "cpu"),
+        ({"type": "SGD", "params": {"lr": 1e-3}}, "cpu"),
+    ],
+)
+def test_other_optimizers_pass_unchanged(optimizer: dict[str, Any], device_type: str) -> None:
+    derived = derive({"optimizer": optimizer}, device_type)
+    assert derived.deepspeed["optimizer"] == optimizer
+    assert derived.notes == ()
+
+
+def test_what_has_no_effect_is_said() -> None:
+    notes = derive(
+        {"prescale_gradients": True, "wall_clock_breakdown": True, "flops_profiler": {"enabled": True}}
+    ).notes
+    assert [note.split()[0] for note in notes] == [
+        "prescale_gradients",
+        "wall_clock_breakdown",
+        "flops_profiler",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "start"),
+    [
+        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage: 2 "),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage: 3 "),
+        ({"zero_optimization": 1}, "zero_optimization: expected an object"),
+        ({"zero_optimization": {"stage": 1, "zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow: "),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
+            "zero_optimization.offload_optimizer.device: 'nvme'",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            "zero_optimization.offload_optimizer: ",
+        ),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled, bf16.enabled: "),
+        (
+            {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
+            "data_types.grad_accum_dtype: ",
+        ),
+        ({"communication_data_type": "int8"}, "communication_data_type: 'int8'"),
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op: 'sum'"),
+        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation: "),
+        ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled: "),
+        ({"sparse_gradients": True}, "sparse_gradients: "),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size: "),
+        ({"optimizer": {"type": "Muon", "params": {}}}, "optimizer.type: Muon"),
+        ({"elasticity": {"enabled": True}}, "elasticity.enabled: "),
+        ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal: "),
+    ],
+)
+def test_what_stages_cannot_do_is_refused_by_its_key(config: dict[str, Any], start: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        derive(config)
+    assert str(caught.value).startswith(start)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"torch_autocast": {"enabled": False}},
+        {"elasticity": {"enabled": False}},
+        {"compile": {"deepcompile": False}},
+        {"gradient_allreduce_op": "mean"},
+        {"tensor_parallel": {"autotp_size": 1}},
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+    ],
+)
+def test_switched_off_blocks_are_accepted(config: dict[str, Any]) -> None:
+    derive(config)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,9 @@ from gpp_plugin.integrations.huggingface import (
     rebuild_constants,
     tied_names,
 )
+
+Finish = Callable[[str, Tensor], Tensor]
+"""Moves and casts the tensor of a first name."""
 
 
 def materialize_parameters(
@@ -69,21 +72,23 @@ def materialize_parameters(
     on_meta = dict.fromkeys(
         first[name] for name in wanted if all(tensors[n].is_meta for n in groups[first[name]])
     )
+
+    def finish(home: str, tensor: Tensor) -> Tensor:
+        """Move one tensor to where it will live as soon as it is made, so that only one is ever held twice."""
+        casts = dtype is not None and home in parameter_names and tensor.is_floating_point()
+        return tensor.to(device=device, dtype=dtype if casts else None)
+
     made: dict[str, Tensor] = {}
     if on_meta and weights is not None:
         persistent = set(model.state_dict(keep_vars=True))
-        from_files = [home for home in on_meta if persistent.intersection(groups[home])]
-        made.update(_read_weights(model, weights, {home: groups[home] for home in from_files}, tensors))
-    made.update(_initialise(model, [home for home in on_meta if home not in made], groups, seed))
-    result = {}
-    for name in wanted:
-        home = first[name]
+        from_files = {home: groups[home] for home in on_meta if persistent.intersection(groups[home])}
+        made.update(_read_weights(model, weights, from_files, tensors, finish))
+    made.update(_initialise(model, [home for home in on_meta if home not in made], groups, seed, finish))
+    for home in dict.fromkeys(first[name] for name in wanted):
         if home not in made:
-            made[home] = next(tensors[n] for n in groups[home] if not tensors[n].is_meta).detach()
-        casts = dtype is not None and home in parameter_names and made[home].is_floating_point()
-        made[home] = made[home].to(device=device, dtype=dtype if casts else None)
-        result[name] = made[home]
-    return result
+            real = next(tensors[name] for name in groups[home] if not tensors[name].is_meta)
+            made[home] = finish(home, real.detach())
+    return {name: made[first[name]] for name in wanted}
 
 
 def release_parameters(model: nn.Module, keep: Iterable[str] = ()) -> int:
@@ -160,7 +165,7 @@ def _like(tensor: Tensor, value: Tensor) -> Tensor:
 
 
 def _initialise(
-    model: nn.Module, homes: list[str], groups: dict[str, list[str]], seed: int
+    model: nn.Module, homes: list[str], groups: dict[str, list[str]], seed: int, finish: Finish
 ) -> dict[str, Tensor]:
     if not homes:
         return {}
@@ -174,7 +179,7 @@ def _initialise(
         for home in homes:
             name = next((n for n in groups[home] if n in sources), home)
             places = [slot for alias in groups[home] for slot in slots[alias]]
-            made[home] = _initialise_one(model, name, home, places, seed, constants)
+            made[home] = finish(home, _initialise_one(model, name, home, places, seed, constants))
     return made
 
 
@@ -291,7 +296,11 @@ def _nothing_real(model: nn.Module) -> Iterator[None]:
 
 
 def _read_weights(
-    model: nn.Module, weights: str | Path, groups: dict[str, list[str]], tensors: dict[str, Tensor]
+    model: nn.Module,
+    weights: str | Path,
+    groups: dict[str, list[str]],
+    tensors: dict[str, Tensor],
+    finish: Finish,
 ) -> dict[str, Tensor]:
     """Read one tensor for each group of tied names, lazily."""
     from safetensors import safe_open
@@ -319,7 +328,7 @@ def _read_weights(
                     raise CheckpointError(
                         f"{path}: {key!r} has shape {tuple(value.shape)}, the model wants {tuple(tensors[home].shape)}"
                     )
-                made[home] = value.to(tensors[home].dtype)
+                made[home] = finish(home, value.to(tensors[home].dtype))
     return made
 
 

@@ -5,22 +5,26 @@ Every rank captures (cheap, on fake tensors); rank 0 alone profiles and plans, a
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpp_plugin.capture.export import count_samples, recapture, resize_batch
-from gpp_plugin.plan.clusters import local_cluster, read_cluster
 from torch import nn
 
+from gpp_plugin.capture.export import recapture, resize_batch
+from gpp_plugin.capture.graph import CapturedGraph
 from gpp_plugin.config import BatchSizes, GraphPipelineConfig
-from gpp_plugin.ir.cluster import Cluster
+from gpp_plugin.errors import CaptureError, ConfigError
+from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import Profile
-from gpp_plugin.plan.explicit import explicit_plan, read_plan
+from gpp_plugin.plan.explicit import explicit_plan
 from gpp_plugin.plan.registry import PlanRequest, make_plan
 from gpp_plugin.profile.analytic import default_sample_counts
 from gpp_plugin.profile.measure import profile_blocks
@@ -93,19 +97,34 @@ def _make_plan(
     config: GraphPipelineConfig,
     setting: Setting,
 ) -> PipelinePlan:
+    captures = _captures(model, sample_batch, reference, setting.sizes)
+    profile = _profile(model, sample_batch, reference, captures, config, setting)
+    request = _request(reference, config, setting, profile, smallest_local_batch=min(captures))
     if config.plan is not None:
-        request = _request(
-            reference, config, setting, _profile(model, sample_batch, reference, config, setting)
-        )
-        return explicit_plan(read_plan(config.plan), request)
-    profile = _profile(model, sample_batch, reference, config, setting)
-    request = _request(reference, config, setting, profile)
+        return explicit_plan(_read_plan(config.plan), request)
     planner = "graphpipe" if config.planner == "auto" else config.planner
     return make_plan(planner, request)
 
 
+def _read_plan(plan: str | dict[str, Any]) -> dict[str, Any]:
+    if isinstance(plan, dict):
+        return plan
+    try:
+        loaded = json.loads(Path(plan).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConfigError(f"graph_pipeline.plan: {plan} cannot be read as JSON: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"graph_pipeline.plan: {plan} holds a {type(loaded).__name__}, not an object")
+    return loaded
+
+
 def _request(
-    reference: Reference, config: GraphPipelineConfig, setting: Setting, profile: Profile
+    reference: Reference,
+    config: GraphPipelineConfig,
+    setting: Setting,
+    profile: Profile,
+    *,
+    smallest_local_batch: int,
 ) -> PlanRequest:
     mini_batch = setting.sizes.mini_batch
     sizes = config.micro_batch_sizes
@@ -128,20 +147,25 @@ def _request(
         memory_limit_bytes=int(limit * 1e9) if isinstance(limit, (int, float)) else None,
         data_parallel=config.data_parallel if isinstance(config.data_parallel, int) else None,
         zero_stage=setting.zero_stage,
+        smallest_local_batch=smallest_local_batch,
     )
 
 
 def _cluster(config: GraphPipelineConfig, setting: Setting) -> Cluster:
+    """Return the cluster described in the configuration, or this machine for every rank."""
     if config.cluster != "auto":
-        return read_cluster(config.cluster, num_devices=setting.num_ranks)
+        raise NotImplementedError
+    sharing = local_ranks(setting.num_ranks)
     if setting.device.type == "cuda":
         properties = torch.cuda.get_device_properties(setting.device)
-        memory = properties.total_memory * torch.cuda.device_count() // max(local_ranks(setting.num_ranks), 1)
-        return local_cluster(
-            setting.num_ranks, memory_bytes=min(memory, properties.total_memory), device=properties.name
-        )
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return local_cluster(setting.num_ranks, memory_bytes=total // local_ranks(setting.num_ranks))
+        share = min(1.0, torch.cuda.device_count() / sharing)
+        name, memory = properties.name, int(properties.total_memory * share)
+    else:
+        name, memory = "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // sharing
+    # speeds only matter to analytic costs; here costs are measured
+    device = Device(name=name, memory_bytes=memory, flops_per_s=1e12, memory_bytes_per_s=1e11)
+    link = Link(name="this machine", span=setting.num_ranks, bytes_per_s=2e9, latency_us=100.0)
+    return Cluster(name="auto", devices=(device,) * setting.num_ranks, links=(link,))
 
 
 def local_ranks(num_ranks: int) -> int:
@@ -149,22 +173,40 @@ def local_ranks(num_ranks: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
 
 
+def _captures(
+    model: nn.Module, sample_batch: Batch, reference: Reference, sizes: BatchSizes
+) -> dict[int, CapturedGraph]:
+    """Capture at the numbers of samples to profile: powers of two up to the loss unit, and some more.
+
+    A model may not allow the smallest ones (BatchNorm trains on no single sample): they are left out,
+    and the planner gives no rank fewer samples than the smallest that works.
+    """
+    unit = sizes.loss_unit
+    captures = {unit: reference.captured}
+    for count in sorted({*default_sample_counts(unit), min(sizes.mini_batch, 4 * unit)} - {unit}):
+        try:
+            captures[count] = recapture(model, reference.captured, resize_batch(sample_batch, count))
+        except CaptureError as error:
+            logger.info("%d samples at a time are not possible: %s", count, error)
+    return captures
+
+
 def _profile(
     model: nn.Module,
     sample_batch: Batch,
     reference: Reference,
+    captures: Mapping[int, CapturedGraph],
     config: GraphPipelineConfig,
     setting: Setting,
 ) -> Profile:
     state: dict[str, Any] = dict(model.named_parameters()) | dict(model.named_buffers())
-    unit = setting.sizes.loss_unit
     return profile_blocks(
         reference.captured,
         reference.block_graph,
         model_state=state,
-        batch=resize_batch(sample_batch, max(unit, count_samples(sample_batch))),
-        capture_at=lambda n: recapture(model, reference.captured, resize_batch(sample_batch, n)),
-        sample_counts=default_sample_counts(unit),
+        batch=resize_batch(sample_batch, max(captures)),
+        capture_at=captures.__getitem__,
+        sample_counts=sorted(captures),
         device=setting.device,
         threads=torch.get_num_threads(),
         optimizer_bytes_per_parameter=setting.optimizer_bytes,

@@ -24,14 +24,26 @@ def make_config(job: Job) -> dict[str, Any]:
 
 
 def make_batches(make_batch: Any, job: Job) -> list[dict[str, Any]]:
-    """Return the mini-batches of a job."""
-    return [make_batch(job["mini_batch"], seed) for seed in range(job.get("steps", 5))]
+    """Return the mini-batches of a job, cut to its lengths, with labels left out where it says so."""
+    batches = [make_batch(job["mini_batch"], seed) for seed in range(job.get("steps", 5))]
+    for batch, length in zip(batches, job.get("lengths", ()), strict=False):
+        for key in ("input_ids", "attention_mask", "labels"):
+            batch[key] = batch[key][:, :length].contiguous()
+    if job.get("ignore"):
+        for batch in batches:
+            for row, labels in enumerate(batch["labels"]):
+                labels[: row % labels.numel()] = -100
+    return batches
 
 
 def build_model(job: Job) -> Any:
     """Build a job's model with its fixed seed."""
     from tests.models import build
+    from tests.runtime.odd_models import build_odd
 
+    odd = build_odd(job["model"])
+    if odd is not None:
+        return odd
     return build(job["model"], **job.get("model_options", {}))
 
 
@@ -49,12 +61,14 @@ def train(jobs: list[Job]) -> list[dict[str, Any]]:
         engine, *_ = deepspeed.initialize(model=wrapped, config=make_config(job))
         engine.retain_gradients()
         losses: list[float] = []
-        gradients: dict[str, Tensor] = {}
+        gradients: dict[str, Tensor] | None = None
+        first_buffers: dict[str, Tensor] = {}
         for batch in batches:
             losses.append(float(engine.train_batch(data_iter=iter([batch]))))
-            if not gradients:
+            if gradients is None:
                 gradients = {name: g.clone() for name, g in engine.gradients.items()}
                 engine.retain_gradients(False)
+                first_buffers = _buffers(engine)
         answers.append(
             {
                 "losses": losses,
@@ -62,6 +76,12 @@ def train(jobs: list[Job]) -> list[dict[str, Any]]:
                 "stage": engine.stage_name,
                 "stages": [(s.name, s.degree, s.micro_batch_size, s.in_flight) for s in engine.plan.stages],
                 "depth": engine.plan.depth,
+                "buffers": _buffers(engine),
+                "first_buffers": first_buffers,
             }
         )
     return answers
+
+
+def _buffers(engine: Any) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in engine.module.named_buffers()}

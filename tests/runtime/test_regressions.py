@@ -1,0 +1,96 @@
+"""Edges and batches that broke other pipelines (see each test's name), against a single process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.runtime import jobs
+from tests.runtime.test_equality import check
+
+
+def by_hand(model: str, *stages: str | dict[str, Any], **options: Any) -> jobs.Job:
+    """Return a job whose stages are the given modules; the last one takes everything else."""
+    described = [stage if isinstance(stage, dict) else {"modules": stage.split("+")} for stage in stages]
+    block = {"plan": {"stages": [*described, {"name": "loss", "modules": ["*"]}]}}
+    return {"model": model, "mini_batch": 8, "unit": 2, "steps": 3, "block": block, **options}
+
+
+THREE_RANKS = {
+    "branches called in another order than their inputs": by_hand("swappable", "left", "right"),
+    "a tensor read by two stages": by_hand("diamond", "stem", "up"),
+    "a tensor read by two stages, one a skip": by_hand("diamond", "stem", "up+down"),
+    "views, int64, bool, no-gradient and mixed dtypes on three stages": by_hand(
+        "odd_edges", "stem", "middle"
+    ),
+    "two root stages, a stage without parameters": by_hand("no_parameters", "left+right", "interaction"),
+    "an edge without a batch axis": by_hand("shared_bias", "bias", "first"),
+    "an edge without a batch axis, unequal micro-batches": by_hand(
+        "shared_bias",
+        {"modules": ["bias"], "micro_batch_size": 1},
+        {"modules": ["first"], "micro_batch_size": 4},
+    ),
+    "a frozen stage": by_hand("frozen", "tower", "adapter"),
+    "several sinks": by_hand("two_heads", "trunk", "classify"),
+    "more micro-batches than stages": by_hand("diamond", "stem", "up", mini_batch=24, unit=1),
+    "unequal micro-batches everywhere": by_hand(
+        "diamond",
+        {"modules": ["stem"], "micro_batch_size": 8},
+        {"modules": ["up"], "micro_batch_size": 1},
+    ),
+}
+
+
+def test_odd_edges_on_three_ranks() -> None:
+    tasks = list(THREE_RANKS.values())
+    per_rank = run_ranks(jobs.train, 3, tasks, timeout_s=240)
+    for index, (name, one) in enumerate(THREE_RANKS.items()):
+        answers = [of_rank[index] for of_rank in per_rank]
+        try:
+            check(one, answers)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+LENGTHS = [8, 5, 7, 5]
+
+CHANGING = {
+    "padded to other lengths from step to step": {
+        "model": "t5", "mini_batch": 8, "unit": 2, "steps": 4, "lengths": LENGTHS,
+        "block": {"stages": 2, "planner": "graphpipe"},
+    },
+    "labels with ignore_index of unequal counts, other lengths": {
+        "model": "gpt2", "mini_batch": 8, "unit": 4, "steps": 4, "lengths": LENGTHS, "ignore": True,
+        "block": {"stages": 2, "planner": "graphpipe"},
+    },
+    "batch norm": {
+        "model": "normed", "mini_batch": 8, "unit": 4, "steps": 3,
+        "block": {"plan": {"stages": [{"modules": ["first"]}, {"modules": ["*"]}]}},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(CHANGING))
+def test_changing_batches_on_two_ranks(name: str) -> None:
+    one = CHANGING[name]
+    per_rank = run_ranks(jobs.train, 2, [one], timeout_s=120)
+    check(one, [of_rank[0] for of_rank in per_rank])
+
+
+def test_running_statistics_are_updated_once_a_micro_batch() -> None:
+    one = CHANGING["batch norm"]
+    per_rank = run_ranks(jobs.train, 2, [one], timeout_s=120)
+    buffers = {name: value for of_rank in per_rank for name, value in of_rank[0]["buffers"].items()}
+    model, make_batch = jobs.build_model(one)
+    model.train()
+    for batch in jobs.make_batches(make_batch, one)[:1]:
+        for start in range(0, 8, 4):
+            model(**{key: value[start : start + 4] for key, value in batch.items()})
+    counts = {name: int(value) for name, value in buffers.items() if name.endswith("num_batches_tracked")}
+    assert counts and set(counts.values()) == {one["steps"] * 2}
+    first = {name: value for of_rank in per_rank for name, value in of_rank[0]["first_buffers"].items()}
+    expected = dict(model.named_buffers())
+    for name, value in first.items():
+        assert value.numpy() == pytest.approx(expected[name].numpy(), rel=1e-6, abs=1e-7), name

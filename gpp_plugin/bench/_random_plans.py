@@ -44,7 +44,7 @@ def random_plan(rng: random.Random, *, most_stages: int = 9, most_ranks: int = 2
         for index in range(num_stages):
             size = common if is_uniform else rng.choice(divisors)
             degree = rng.choice([d for d in (1, 1, 2, 3, 4) if size % d == 0])
-            schedule = rng.choice(["1f1b", "1f1b", "1f1b", "gpipe"])
+            schedule = rng.choice(["1f1b", "1f1b", "1f1b", "gpipe", "greedy"])
             stages.append(
                 Stage(
                     name=f"s{index}",
@@ -62,6 +62,10 @@ def random_plan(rng: random.Random, *, most_stages: int = 9, most_ranks: int = 2
         if next_rank > most_ranks:
             continue
         edges = tuple(_random_edge(rng, src, dst) for src, dst in random_links(rng, num_stages))
+        numbers = rng.sample(range(next_rank), next_rank)  # ranks of a stage need not follow each other
+        stages = [
+            dataclasses.replace(stage, ranks=tuple(numbers[rank] for rank in stage.ranks)) for stage in stages
+        ]
         plan = PipelinePlan(
             model="random",
             graph="none",

@@ -15,12 +15,16 @@ Deviations from the paper:
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
-from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan, Stage
-from gpp_plugin.schedule.build import check_divisibility
+from gpp_plugin.ir.schedule import StageSchedule
+from gpp_plugin.schedule.build import build_stage_schedule
+from gpp_plugin.schedule.greedy import greedy_schedule
+from gpp_plugin.schedule.messages import check_divisibility
+from gpp_plugin.schedule.stage_order import sinks_first, stages_behind
 
 
 def compute_in_flight(*, k_x: int, b_x: int, k_y: int, b_y: int, i_y: int) -> int:
@@ -83,8 +87,8 @@ def plan_in_flight(plan: PipelinePlan) -> tuple[int, ...]:
     """Return for each stage the micro-batches it holds, from the sinks back to the sources.
 
     A stage takes the most that any of its successors asks for, at most all micro-batches; a GPipe
-    stage holds all. A stage that gets no gradients (a frozen one) holds a micro-batch until its
-    consumers have run on it, and needs only enough to keep them fed.
+    stage holds all, a greedy one what its order comes to. A stage that gets no gradients (a frozen
+    one) holds a micro-batch until its consumers have run on it, and needs only enough to keep them fed.
 
     Raises:
         PlanError: micro-batches do not divide the mini-batch, or the stages depend on each other in a circle.
@@ -94,24 +98,28 @@ def plan_in_flight(plan: PipelinePlan) -> tuple[int, ...]:
     for edge in plan.edges:
         outgoing[edge.src].append((edge.dst, bool(edge.gradient_tensors)))
     counts = [0] * len(plan.stages)
-    order = _sinks_first(plan, outgoing)
-    reachable: list[set[int]] = [set() for _ in plan.stages]
-    for index in order:
+    behind = stages_behind(plan)
+    is_simulated = any(stage.schedule == "greedy" for stage in plan.stages)
+    schedules: dict[int, StageSchedule] = {}
+    for index in sinks_first(plan):
         stage = plan.stages[index]
         check_divisibility(plan, index)
-        for other, _ in outgoing[index]:
-            reachable[index] |= {other} | reachable[other]
+        asked = _needs_of(plan, index, outgoing[index], samples, behind)
         if stage.schedule == "gpipe":
             needed = plan.mini_batch
+        elif stage.schedule == "greedy":
+            held = greedy_schedule(plan, index, schedules).num_in_flight * stage.micro_batch_size
+            is_fed_back = any(flows for _, flows in outgoing[index])
+            needed = held if is_fed_back else max([held, *asked])  # it may be run as a frozen stage
         else:
-            needed = max(
-                [
-                    stage.k * stage.micro_batch_size,
-                    *_needs_of(plan, index, outgoing[index], samples, reachable),
-                ]
-            )
+            needed = max([stage.k * stage.micro_batch_size, *asked])
         counts[index] = min(-(-needed // stage.micro_batch_size), plan.num_micro_batches(index))
         samples[index] = counts[index] * stage.micro_batch_size
+        if is_simulated:
+            stages = list(plan.stages)
+            stages[index] = dataclasses.replace(stage, in_flight=counts[index])
+            plan = dataclasses.replace(plan, stages=tuple(stages))
+            schedules[index] = build_stage_schedule(plan, index, schedules)
     return tuple(counts)
 
 
@@ -120,7 +128,7 @@ def _needs_of(
     index: int,
     outgoing: Sequence[tuple[int, bool]],
     samples: Sequence[int],
-    reachable: Sequence[set[int]],
+    behind: Sequence[set[int]],
 ) -> list[int]:
     """Return the samples that each successor asks of a stage."""
     stage = plan.stages[index]
@@ -130,7 +138,7 @@ def _needs_of(
         successor = plan.stages[other]
         # A frozen stage with a consumer behind another consumer holds its output while the samples
         # travel between the two: as long as if it waited for their backward, to be safe.
-        is_behind = any(other in reachable[first] for first, _ in outgoing)
+        is_behind = any(other in behind[first] for first, _ in outgoing)
         if flows or (is_behind and not has_gradients):
             needs.append(_ask(stage, successor, k_x=stage.k, k_y=successor.k, i_y=samples[other]))
         else:
@@ -142,23 +150,3 @@ def _ask(stage: Stage, successor: Stage, *, k_x: int, k_y: int, i_y: int) -> int
     return compute_in_flight(
         k_x=k_x, b_x=stage.micro_batch_size, k_y=k_y, b_y=successor.micro_batch_size, i_y=i_y
     )
-
-
-def _sinks_first(plan: PipelinePlan, outgoing: Sequence[Sequence[tuple[int, bool]]]) -> list[int]:
-    waiting = [len(out) for out in outgoing]
-    incoming: list[list[int]] = [[] for _ in plan.stages]
-    for edge in plan.edges:
-        incoming[edge.dst].append(edge.src)
-    ready = [index for index, count in enumerate(waiting) if count == 0]
-    order = []
-    while ready:
-        index = ready.pop()
-        order.append(index)
-        for other in incoming[index]:
-            waiting[other] -= 1
-            if waiting[other] == 0:
-                ready.append(other)
-    if len(order) < len(plan.stages):
-        circle = [plan.stages[i].name for i, count in enumerate(waiting) if count]
-        raise PlanError(f"the stages {circle} depend on each other in a circle; no schedule can run them")
-    return order

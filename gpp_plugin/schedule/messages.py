@@ -1,4 +1,4 @@
-"""Which messages a plan needs: the one definition of who sends which samples to whom.
+"""How samples are cut over tasks, and which messages that needs: the one definition of who sends what to whom.
 
 Seen in the order of samples, the tasks of a stage cut the mini-batch into equal parts: part ``a`` is
 micro-batch ``a // degree`` on the stage's rank ``a % degree``. A producer's and a consumer's part that
@@ -13,6 +13,25 @@ from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.ir.samples import SampleRange
+
+
+def check_divisibility(plan: PipelinePlan, index: int) -> None:
+    """Refuse a stage whose micro-batches or ranks do not divide evenly.
+
+    Raises:
+        PlanError: says which number does not divide which.
+    """
+    stage = plan.stages[index]
+    if stage.micro_batch_size < 1 or plan.mini_batch % stage.micro_batch_size:
+        raise PlanError(
+            f"stage {stage.name!r}: micro-batches of {stage.micro_batch_size} samples do not divide the "
+            f"mini-batch of {plan.mini_batch}; choose a divisor"
+        )
+    if not stage.ranks or stage.micro_batch_size % stage.degree:
+        raise PlanError(
+            f"stage {stage.name!r}: {stage.degree} ranks do not divide a micro-batch of "
+            f"{stage.micro_batch_size} samples; choose a multiple"
+        )
 
 
 def edge_overlaps(plan: PipelinePlan, edge_index: int) -> Iterator[tuple[int, int, int, int, bool]]:

@@ -14,11 +14,11 @@ from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Message
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
-from gpp_plugin.schedule.build import check_divisibility
 from gpp_plugin.schedule.grid import format_grid
 from gpp_plugin.schedule.messages import (
     activation_bytes,
     activation_message,
+    check_divisibility,
     edge_overlaps,
     gradient_bytes,
     gradient_kinds,

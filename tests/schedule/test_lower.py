@@ -1,7 +1,10 @@
 import dataclasses
+import random
+import time
 
 import pytest
 
+from gpp_plugin.bench._random_plans import random_plan
 from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.plan import Stage, StageEdge
 from gpp_plugin.ir.program import Direction, InstructionKind
@@ -245,3 +248,29 @@ def test_overlaps_and_messages_agree():
         (1, 2, 4, 2, False),
     ]
     assert str(activation_message(plan, 0, (1, 2, 4, 2, False))) == "act e0 r1.0>r4.0 [4..5]"
+
+
+def test_costs_affect_the_order_but_never_safety():
+    rng = random.Random(0)
+    differs = 0
+    for seed in range(30):
+        plan = random_plan(random.Random(seed))
+        schedules = build_schedules(plan)
+        usual = lower_schedules(plan, schedules)
+        wild = lower_schedules(plan, schedules, costs=lambda *_: 10 ** rng.uniform(-3, 3))
+        validate_programs(plan, schedules, wild)
+        differs += usual != wild
+    assert differs > 5
+
+
+def test_lowering_is_deterministic():
+    plan = random_plan(random.Random(11))
+    assert lower_schedules(plan, build_schedules(plan)) == lower_schedules(plan, build_schedules(plan))
+
+
+def test_eight_ranks_of_sixty_four_micro_batches_lower_in_well_under_a_second():
+    plan = chain_plan(8, 64)
+    schedules = build_schedules(plan)
+    begin = time.process_time()
+    validate_programs(plan, schedules, lower_schedules(plan, schedules))
+    assert time.process_time() - begin < 0.5

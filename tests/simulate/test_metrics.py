@@ -29,9 +29,7 @@ def text(path):
 def test_in_flight_over_time():
     plan = chain_plan(2, 3)
     assert in_flight_over_time(simulate_plan(plan)) == {
-        0: ((0.0, 1), (1.0, 2), (4.0, 2), (6.0, 1), (8.0, 0))
-        if False
-        else in_flight_over_time(simulate_plan(plan))[0],
+        0: ((0.0, 1), (1.0, 2), (4.0, 2), (6.0, 1), (8.0, 0)),
         1: ((1.0, 1), (3.0, 1), (5.0, 1), (7.0, 0)),
     }
     assert peak_in_flight(simulate_plan(plan)) == {0: 2, 1: 1}
@@ -42,7 +40,10 @@ def test_in_flight_never_exceeds_the_plan():
         plan = random_plan(random.Random(seed))
         for rank, peak in peak_in_flight(simulate_plan(plan)).items():
             stage = plan.stages[plan.stage_of_rank(rank)]
-            assert peak == stage.in_flight  # and the warm-up does reach it
+            assert peak <= stage.in_flight
+            assert (
+                peak == stage.in_flight or stage.schedule == "greedy"
+            )  # the warm-up of the others reaches it
 
 
 def test_frozen_stage_holds_until_its_messages_have_arrived():

@@ -182,6 +182,40 @@ def test_gradients_are_unscaled_and_clipped_to_the_right_length() -> None:
                 )
 
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {"zero_optimization": {"stage": 1}},
+    "small buckets": {"zero_optimization": {"stage": 1, "reduce_bucket_size": 10}},
+    "aligned": {"zero_optimization": {"stage": 1, "parameter_alignment": True}},
+    "round robin": {"zero_optimization": {"stage": 1, "round_robin_gradients": True}},
+    "offloaded": {
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+        "zero_force_ds_cpu_optimizer": False,
+    },
+}
+
+
+def train_variants(rank: int) -> dict[str, dict[str, Tensor]]:
+    states = {}
+    for name, more in VARIANTS.items():
+        config = make_config(0, "bf16", **more)
+        config["optimizer"]["params"]["torch_adam"] = True
+        engine = toy.make_engine(rank, config, frozen_middle=True)
+        for step in range(3):
+            toy.feed(engine, step, MICRO_BATCHES)
+            engine.step()
+        states[name] = engine.parameter_state()
+        assert all(p.dtype == torch.bfloat16 for p in engine.module.parameters())
+    return states
+
+
+def test_how_zero_lays_out_and_sends_changes_no_bit() -> None:
+    for states in run_ranks(train_variants, toy.NUM_RANKS):
+        assert states["plain"]
+        for variant in VARIANTS:
+            for name, value in states["plain"].items():
+                assert torch.equal(value, states[variant][name]), (variant, name)
+
+
 # ---- overflow --------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,17 @@ _CHECKS = {
     aten.sym_constrain_range_for_size.default,
 }
 _CASTS = {aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.alias.default, aten.lift_fresh.default}
+_FACTORIES = {
+    aten.zeros_like.default: aten.zeros.default,
+    aten.new_zeros.default: aten.zeros.default,
+    aten.ones_like.default: aten.ones.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.full_like.default: aten.full.default,
+    aten.new_full.default: aten.full.default,
+    aten.empty_like.default: aten.empty.memory_format,
+    aten.new_empty.default: aten.empty.memory_format,
+}
+"""Operators that read only the shape and type of their operand, and those that are told them."""
 _UPDATE_STATISTICS = {aten.batch_norm.default: (3, 4, 5), aten.instance_norm.default: (3, 4, 5)}
 """Operators that write their running statistics without saying so: positions of mean, var, switch."""
 
@@ -45,6 +56,8 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
 def clean_graph(graph: fx.Graph, attributes: dict[str, Any]) -> fx.Graph:
     """Return a new graph without runtime checks, dead code and operators that change nothing.
 
+    Constants made in the shape of a tensor no longer read that tensor.
+
     Values and gradients stay bitwise the same. Parts of a tuple are named after the tuple, so that
     the names of other nodes do not depend on how many parts there are.
 
@@ -60,6 +73,7 @@ def clean_graph(graph: fx.Graph, attributes: dict[str, Any]) -> fx.Graph:
     _drop_dead(graph, attributes)
     for node in list(graph.nodes):
         if node.op == "call_function":
+            _make_from_shape(node)
             _join_parts(graph, node) or _skip_no_op(graph, node) or _skip_broadcast(graph, node)
     _drop_dead(graph, attributes)
     return _renamed(graph)
@@ -96,6 +110,21 @@ def _skip_no_op(graph: fx.Graph, node: fx.Node) -> bool:
     node.replace_all_uses_with(node.args[0])
     graph.erase_node(node)
     return True
+
+
+def _make_from_shape(node: fx.Node) -> None:
+    """Let a constant not depend on the tensor whose shape it has."""
+    value = node.meta.get("val")
+    if node.target not in _FACTORIES or not isinstance(value, torch.Tensor):
+        return
+    args: list[Any] = [list(value.shape)]
+    if node.target is aten.full_like.default:
+        args.append(node.args[1])
+    elif node.target is aten.new_full.default:
+        args.append(node.args[2])
+    node.target = _FACTORIES[node.target]
+    node.args = tuple(args)
+    node.kwargs = {"dtype": value.dtype, "device": value.device}
 
 
 def _skip_broadcast(graph: fx.Graph, node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from gpp_plugin.capture.clusters import ordered_units
-from gpp_plugin.capture.graph import CapturedGraph
+from gpp_plugin.capture.graph import CapturedGraph, with_replicated
 from gpp_plugin.capture.keys import Key, ModuleKeys, sub_layer_keys
 from gpp_plugin.capture.quotient import Group, Quotient
 from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
@@ -41,7 +41,7 @@ def coarsen(captured: CapturedGraph, *, granularity: str = "layer") -> BlockGrap
         raise ValueError(f"granularity must be one of {GRANULARITIES}, got {granularity!r}")
     reference = captured.reference or captured
     partition = _partition(reference, granularity)
-    return _block_graph(captured.op_graph, partition)
+    return _block_graph(captured, partition)
 
 
 def _partition(captured: CapturedGraph, granularity: str) -> list[tuple[str, list[str]]]:
@@ -56,6 +56,7 @@ def _partition(captured: CapturedGraph, granularity: str) -> list[tuple[str, lis
             first = nodes[unit[0]]
             name = f"{first.module}:{first.name}" if first.module else first.name
             quotient.open(Key(name), unit)
+        quotient.merge_isolated()
         return _named(quotient, graph.loss)
     module_keys = ModuleKeys(captured.layer_lists)
     keys = {name: module_keys.layer_key(node.module) for name, node in nodes.items()}
@@ -67,7 +68,8 @@ def _partition(captured: CapturedGraph, granularity: str) -> list[tuple[str, lis
         group = latest.get(key.path)
         if key.is_glue or group is None or not quotient.extend(group, unit):
             latest[key.path] = quotient.open(key, unit)
-    _Merger(quotient, graph).run()
+    _Merger(quotient, captured).run()
+    quotient.merge_isolated()
     return _named(quotient, graph.loss)
 
 
@@ -84,8 +86,10 @@ LARGE_SHARE = 0.05
 class _Merger:
     """Decides which groups join a neighbour, and which neighbours they may join."""
 
-    def __init__(self, quotient: Quotient, graph: OpGraph) -> None:
+    def __init__(self, quotient: Quotient, captured: CapturedGraph) -> None:
+        graph = captured.op_graph
         self._quotient = quotient
+        self._clusters = captured.clusters
         self._nodes = {node.name: node for node in graph.nodes}
         self._parameters = {p.name for p in graph.parameters if not p.is_buffer}
         self._batch = {spec.name for spec in graph.inputs}
@@ -133,7 +137,7 @@ class _Merger:
 
     def _is_fixed(self, group: Group) -> bool:
         """Return whether the group depends on no sample (position embeddings)."""
-        needed = _with_replicated(group.nodes, self._nodes)
+        needed = with_replicated(group.nodes, self._nodes, self._clusters)
         reads_batch = any(s in self._batch for name in needed for s in self._nodes[name].inputs)
         is_source = not reads_batch and not self._quotient.sources(group)
         return is_source and not self._is_coupled(group) and self._loss not in group.nodes
@@ -149,7 +153,8 @@ def _named(quotient: Quotient, loss: str | None) -> list[tuple[str, list[str]]]:
     return named
 
 
-def _block_graph(graph: OpGraph, partition: Sequence[tuple[str, list[str]]]) -> BlockGraph:
+def _block_graph(captured: CapturedGraph, partition: Sequence[tuple[str, list[str]]]) -> BlockGraph:
+    graph = captured.op_graph
     nodes = {node.name: node for node in graph.nodes}
     block_of = {name: block for block, names in partition for name in names}
     users: dict[str, list[str]] = {}
@@ -157,7 +162,8 @@ def _block_graph(graph: OpGraph, partition: Sequence[tuple[str, list[str]]]) -> 
     edges: dict[tuple[str, str], dict[str, None]] = {}
     tensors: dict[str, TensorSpec] = {}
     for block, names in partition:
-        blocks.append(_block(block, names, graph, nodes))
+        needed = with_replicated(names, nodes, captured.clusters)
+        blocks.append(_block(block, names, needed, graph))
         for name in names:
             for source in nodes[name].inputs:
                 if block_of.get(source, block) != block:
@@ -183,9 +189,10 @@ def _block_graph(graph: OpGraph, partition: Sequence[tuple[str, list[str]]]) -> 
     )
 
 
-def _block(block: str, names: list[str], graph: OpGraph, nodes: dict[str, OpNode]) -> Block:
-    needed = _with_replicated(names, nodes)
-    read = {source for name in needed for source in nodes[name].inputs}
+def _block(block: str, names: list[str], needed: list[str], graph: OpGraph) -> Block:
+    wanted = set(needed)
+    members = [node for node in graph.nodes if node.name in wanted]
+    read = {source for node in members for source in node.inputs}
     own = [p for p in graph.parameters if p.name in read]
     return Block(
         name=block,
@@ -194,19 +201,8 @@ def _block(block: str, names: list[str], graph: OpGraph, nodes: dict[str, OpNode
         inputs=tuple(spec.name for spec in graph.inputs if spec.name in read),
         parameter_bytes=sum(p.bytes for p in own),
         trainable_bytes=sum(p.bytes for p in own if p.requires_grad),
-        flops=sum(nodes[name].flops for name in needed),
-        saved_bytes=sum(nodes[name].saved_bytes for name in needed),
-        is_coupled=any(nodes[name].is_coupling for name in needed),
+        flops=sum(node.flops for node in members),
+        saved_bytes=sum(node.saved_bytes for node in members),
+        is_coupled=any(node.is_coupling for node in members),
         is_trainable=any(p.requires_grad for p in own),
     )
-
-
-def _with_replicated(names: Sequence[str], nodes: dict[str, OpNode]) -> list[str]:
-    needed = dict.fromkeys(names)
-    pending = list(names)
-    while pending:
-        for source in nodes[pending.pop()].inputs:
-            if source in nodes and nodes[source].is_replicable and source not in needed:
-                needed[source] = None
-                pending.append(source)
-    return list(needed)

@@ -14,7 +14,7 @@ from gpp_plugin.capture.annotate import Note, annotate, module_path
 from gpp_plugin.capture.clean import move_graph, written_arguments
 from gpp_plugin.capture.clusters import find_clusters
 from gpp_plugin.capture.graph import CapturedGraph
-from gpp_plugin.capture.layout_rules import Fixed, Rows
+from gpp_plugin.capture.layout_rules import Counted, Fixed, Rows
 from gpp_plugin.capture.layouts import Layouts, analyse_layouts, describe_coupling, is_random
 from gpp_plugin.capture.modules import find_layer_lists
 from gpp_plugin.capture.replicate import find_replicable
@@ -67,6 +67,7 @@ def capture_model(
     layouts = analyse_layouts(small, large, clusters, rows, tracing_device(where))
     clusters = find_clusters(traced.graph, notes, uncuttable=layouts.uncuttable())
     replicable = find_replicable(traced, notes, clusters, layouts)
+    _couple_readers_of_counts(traced, layouts, replicable)
     op_graph = _op_graph(type(model).__name__, shadow, traced, notes, layouts, replicable)
     logger.debug("captured %s: %d operators", op_graph.model, len(op_graph.nodes))
     return _assemble(
@@ -127,6 +128,13 @@ def _at_analysis_sizes(
             f"the graph of {base} samples has another structure at other numbers of samples: {error}; replace "
             "Python loops over samples and special cases for one sample by batched operators"
         ) from None
+
+
+def _couple_readers_of_counts(traced: Traced, layouts: Layouts, replicable: set[str]) -> None:
+    """Keep to whole units whatever reads a count of samples that is sent instead of made anew."""
+    for node in traced.operators:
+        if isinstance(layouts.states[node.name], Counted) and node.name not in replicable:
+            layouts.coupling.update((node.name, *(u.name for u in node.users if u.op == "call_function")))
 
 
 def _assemble(

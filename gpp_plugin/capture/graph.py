@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from gpp_plugin.ir.op_graph import OpGraph
+from gpp_plugin.ir.op_graph import OpGraph, OpNode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +50,26 @@ class CapturedGraph:
         Replicated nodes that write into one storage come as a whole: a reader of the storage has no
         edge from a write into a view of it.
         """
-        flags = {node.name: node.is_replicable for node in self.op_graph.nodes}
-        by_name = {node.name: node for node in self.graph.nodes}
-        together = {name: cluster for cluster in self.clusters for name in cluster}
-        wanted = set(nodes)
-        pending = list(wanted)
-        while pending:
-            for source in by_name[pending.pop()].all_input_nodes:
-                if flags.get(source.name, False) and source.name not in wanted:
-                    added = [n for n in together.get(source.name, (source.name,)) if n not in wanted]
-                    wanted.update(added)
-                    pending.extend(added)
-        return wanted
+        known = {node.name: node for node in self.op_graph.nodes}
+        return set(with_replicated(nodes, known, self.clusters))
+
+
+def with_replicated(
+    names: Iterable[str], nodes: Mapping[str, OpNode], clusters: Iterable[Sequence[str]]
+) -> list[str]:
+    """Return ``names`` and the replicated operators that computing them takes.
+
+    Args:
+        nodes: every operator by name.
+        clusters: groups of operators of which a reader of one needs all.
+    """
+    together = {name: tuple(cluster) for cluster in clusters for name in cluster}
+    wanted = dict.fromkeys(names)
+    pending = list(wanted)
+    while pending:
+        for source in nodes[pending.pop()].inputs:
+            if source in nodes and nodes[source].is_replicable and source not in wanted:
+                added = [name for name in together.get(source, (source,)) if name not in wanted]
+                wanted.update(dict.fromkeys(added))
+                pending.extend(added)
+    return list(wanted)

@@ -34,10 +34,6 @@ MAX_PROBE_BYTES = 1 << 30
 """Operators with larger operands are not run; without a rule they count as mixing samples."""
 MAX_CONSTANT_ELEMENTS = 1 << 26
 
-_SHAPE_ONLY = {
-    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.zeros_like.default,
-    aten.ones_like.default, aten.full_like.default, aten.new_empty.default, aten.empty_like.default,
-}  # fmt: skip
 _MOVEMENT = {
     aten.view.default, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.expand.default,
     aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
@@ -153,9 +149,8 @@ class _Analysis:
             return
         buffers = [s.name for s in sources if s.name in self.written]
         if buffers:
-            own = [s.name for name in unit for s in written_arguments(self.pairs[name][0])]
-            buffer = next((self.small.parameters[b] for b in buffers if b in own), buffers[0])
-            self._couple(unit, f"updates the buffer {buffer} in place")
+            names = ", ".join(self.small.parameters[name] for name in buffers)
+            self._couple(unit, f"updates buffers in place over all samples ({names})")
             return
         if any(isinstance(state, Whole) for state in states):
             self._couple(unit, None)
@@ -182,7 +177,7 @@ class _Analysis:
                 self._set(unit[0], rows)
                 return
             has_rows = any(isinstance(o.state, Rows) for o in operands.values())
-            if has_rows and _shape(small) == _shape(large) and small.target not in _SHAPE_ONLY:
+            if has_rows and _shape(small) == _shape(large):
                 self._couple(unit, "reduces over the samples")
                 return
         outcome = self._try(unit, sources)
@@ -212,8 +207,6 @@ class _Analysis:
     def _is_constant(self, unit: tuple[str, ...], sources: list[fx.Node]) -> bool:
         if any(_is_random(self.pairs[name][0]) for name in unit):
             return False
-        if len(unit) == 1 and self.pairs[unit[0]][0].target in _SHAPE_ONLY:
-            return True
         return all(source.name in self.constants or source.op == "get_attr" for source in sources)
 
     def _evaluate(self, unit: tuple[str, ...], sources: list[fx.Node]) -> bool:
@@ -240,9 +233,7 @@ class _Analysis:
     def _known(self, node: fx.Node, which: int) -> Any:
         if node.op == "get_attr":
             return (self.small, self.large)[which].attributes[str(node.target)]
-        if node.name in self.constants:
-            return self.constants[node.name][which]
-        return torch.empty(_shape(node), dtype=node.meta["val"].dtype, device=self.device)
+        return self.constants[node.name][which]
 
     def _constant_state(self, name: str, small: Tensor, large: Tensor) -> State:
         self.constants[name] = (small, large)

@@ -90,6 +90,14 @@ class Quotient:
                 return True
         return False
 
+    def merge_isolated(self) -> None:
+        """Merge groups without edges (a counter of steps) into the group of the loss, or the last one."""
+        groups = self.groups
+        last = next((group for group in groups if self._loss in group.nodes), groups[-1])
+        for group in groups:
+            if group is not last and self._graph.degree(group) == 0:
+                self._merge(group, last)
+
     def in_order(self) -> list[Group]:
         """Return the groups in a topological order, earliest first operator first."""
         for group in self._graph.nodes:

@@ -14,9 +14,7 @@ from tests.models import build
 
 
 @functools.cache
-def captured(
-    name: str, num_samples: int = 2, training: bool = True, dropout: float = 0.0
-) -> CapturedGraph:
+def captured(name: str, num_samples: int = 2, training: bool = True, dropout: float = 0.0) -> CapturedGraph:
     model, make_batch = build(name, dropout=dropout)
     return capture_model(model, make_batch(num_samples), training=training)
 
@@ -45,9 +43,7 @@ def sources(capture: CapturedGraph, model: nn.Module, batch: dict[str, Any]) -> 
     return found
 
 
-def run_nodes(
-    capture: CapturedGraph, names: set[str] | None, values: dict[str, Any]
-) -> dict[str, Any]:
+def run_nodes(capture: CapturedGraph, names: set[str] | None, values: dict[str, Any]) -> dict[str, Any]:
     """Run the named operators (all if None) in graph order; ``values`` holds what else they read."""
     values = dict(values)
     for node in capture.graph.nodes:

@@ -28,7 +28,9 @@ def test_loss_and_gradients_are_bitwise_those_of_the_model(name: str) -> None:
     loss = values[capture.op_graph.loss]
     loss.backward()
     assert torch.equal(loss, eager_loss(copy.deepcopy(build(name)[0]), batch))
-    for (parameter, own), (_, expected) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
+    for (parameter, own), (_, expected) in zip(
+        model.named_parameters(), eager.named_parameters(), strict=True
+    ):
         assert (own.grad is None) == (expected.grad is None), parameter
         assert own.grad is None or torch.equal(own.grad, expected.grad), parameter
     for (buffer, own), (_, expected) in zip(model.named_buffers(), eager.named_buffers(), strict=True):
@@ -103,7 +105,11 @@ def test_parameters_and_buffers_keep_names_order_and_ties(name: str) -> None:
 def test_t5_ties_its_embeddings_and_batch_norm_writes_its_buffers() -> None:
     shared = captured("t5").op_graph.parameters[0]
     assert shared.name == "shared.weight"
-    assert set(shared.aliases) == {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"}
+    assert set(shared.aliases) == {
+        "encoder.embed_tokens.weight",
+        "decoder.embed_tokens.weight",
+        "lm_head.weight",
+    }
     written = {p.name for p in captured("batch_norm_mlp").op_graph.parameters if p.is_mutated}
     parts = ("running_mean", "running_var", "num_batches_tracked")
     assert written == {f"layers.{i}.1.{part}" for i in (0, 1) for part in parts}
@@ -256,7 +262,9 @@ def test_recapture_of_a_changed_structure_is_refused() -> None:
     model = _Returns(lambda x: x.mean() if x.shape[1] == 3 else x.sigmoid().mean())
     model.inner[0] = nn.Identity()
     first = capture_model(model, {"x": torch.randn(2, 3)})
-    with pytest.raises(CaptureError, match=r"graph changed with the input shapes: operator mean .* in inner.1 is sigmoid"):
+    with pytest.raises(
+        CaptureError, match=r"graph changed with the input shapes: operator mean .* in inner.1 is sigmoid"
+    ):
         recapture(model, first, {"x": torch.randn(2, 4)})
 
 
@@ -272,7 +280,9 @@ def test_seven_billion_parameters_on_meta_within_time_and_memory() -> None:
         "model_type": "llama", "vocab_size": 32064, "hidden_size": 4096, "intermediate_size": 11008,
         "num_hidden_layers": 32, "num_attention_heads": 32,
     }  # fmt: skip
-    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=32000, image_token_id=32000)
+    config = LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=32000, image_token_id=32000
+    )
     with torch.device("meta"):
         model = LlavaForConditionalGeneration(config)
     ids = torch.full((2, 640), 7)

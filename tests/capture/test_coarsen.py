@@ -1,0 +1,244 @@
+"""Blocks: a convex partition whose graph is acyclic, with the branches the model has."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import networkx as nx
+import pytest
+import torch
+from torch import nn
+
+from gpp_plugin.capture.coarsen import GRANULARITIES, coarsen
+from gpp_plugin.capture.export import capture_model
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.serialize import dumps, loads
+from tests.capture.graphs import captured
+from tests.models import MODELS
+
+
+def _names(graph: BlockGraph) -> list[str]:
+    return [block.name for block in graph.blocks]
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_are_a_convex_acyclic_partition(name: str, granularity: str) -> None:
+    capture = captured(name)
+    graph = coarsen(capture, granularity=granularity)
+    assert graph == coarsen(capture, granularity=granularity) == loads(BlockGraph, dumps(graph))
+    nodes = {node.name: node for node in capture.op_graph.nodes}
+    block_of = {n: block.name for block in graph.blocks for n in block.nodes}
+    assert sum(len(block.nodes) for block in graph.blocks) == len(block_of)
+    assert set(block_of) == {n for n, node in nodes.items() if not node.is_replicable}
+    order = list(nodes)
+    assert all(
+        [order.index(n) for n in b.nodes] == sorted(order.index(n) for n in b.nodes) for b in graph.blocks
+    )
+    expected: dict[tuple[str, str], set[str]] = {}
+    for node in nodes.values():
+        for source in node.inputs:
+            ends = (block_of.get(source), block_of.get(node.name))
+            if None not in ends and ends[0] != ends[1]:
+                expected.setdefault(ends, set()).add(source)
+    assert {(e.src, e.dst): set(e.tensors) for e in graph.edges} == expected
+    digraph = graph.digraph()
+    assert nx.is_directed_acyclic_graph(digraph)  # of a partition: every block is convex
+    position = {block: i for i, block in enumerate(_names(graph))}
+    assert len(position) == len(graph.blocks)
+    assert all(position[e.src] < position[e.dst] for e in graph.edges)
+    assert graph.loss_block == block_of[capture.op_graph.loss]
+    assert sum(b.flops for b in graph.blocks) >= sum(node.flops for n, node in nodes.items() if n in block_of)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_inputs_and_parameters_are_what_running_the_block_takes(name: str) -> None:
+    capture = captured(name)
+    graph = coarsen(capture)
+    keys = {**capture.inputs, **capture.parameters}
+    by_name = {node.name: node for node in capture.graph.nodes}
+    users: dict[str, list[str]] = {}
+    for block in graph.blocks:
+        closure = capture.replicated_closure(block.nodes)
+        read = {keys[s.name] for n in closure for s in by_name[n].all_input_nodes if s.name in keys}
+        assert read == {*block.inputs, *block.parameters}
+        for parameter in block.parameters:
+            users.setdefault(parameter, []).append(block.name)
+    weights = {p.name for p in capture.op_graph.parameters if not p.is_buffer}
+    assert graph.tied == {p: tuple(by) for p, by in users.items() if len(by) > 1 and p in weights}
+
+
+LAYERS = {
+    "clip": [
+        "vision_model.embeddings", "vision_model.pre_layrnorm", "vision_model.encoder.layers.0",
+        "vision_model.encoder.layers.1", "vision_model.post_layernorm", "visual_projection",
+        "text_model.embeddings", "text_model.encoder.layers.0", "text_model.encoder.layers.1",
+        "text_model.final_layer_norm", "text_projection", "loss",
+    ],
+    "llava": [
+        "model.language_model.embed_tokens", "model.vision_tower.embeddings", "model.vision_tower.pre_layrnorm",
+        "model.vision_tower.encoder.layers.0", "model.multi_modal_projector", "model",
+        "model.language_model.layers.0", "model.language_model.layers.1", "model.language_model.norm", "lm_head",
+    ],
+    "t5": [
+        "encoder.embed_tokens", "encoder.block.0", "encoder.block.1", "encoder.final_layer_norm",
+        "decoder.embed_tokens", "decoder.block.0", "decoder.block.1", "decoder.final_layer_norm", "lm_head",
+    ],
+    "gpt2": ["transformer.wte", "transformer.h.0", "transformer.h.1", "transformer.ln_f", "lm_head"],
+    "dlrm": [*(f"embeddings.{i}" for i in range(7)), "bottom.0", "bottom.2", "top.0", "top.2"],
+    "batch_norm_mlp": ["layers.0", "layers.1", "head"],
+    "two_branch": ["left.0", "left.1", "right.0", "right.1", "right.2", "head"],
+    "multi_sink": ["trunk.0", "trunk.1", "classify", "regress", "loss"],
+}  # fmt: skip
+PARTS = {
+    "clip": ["vision_model.encoder.layers.0.self_attn", "vision_model.encoder.layers.0.mlp"],
+    "t5": ["decoder.block.1.layer.0", "decoder.block.1.layer.1", "decoder.block.1.layer.2"],
+    "whisper": [
+        "model.decoder.layers.0.self_attn", "model.decoder.layers.0.encoder_attn", "model.decoder.layers.0.fc1",
+    ],
+    "bert": ["bert.encoder.layer.0.attention", "bert.encoder.layer.0.intermediate"],
+    "gpt2": ["transformer.h.1.attn", "transformer.h.1.mlp"],
+    "llava": ["model.language_model.layers.1.self_attn", "model.language_model.layers.1.mlp"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer_blocks(name: str) -> None:
+    assert _names(coarsen(captured(name))) == LAYERS[name]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_a_layer_come_in_turn_and_leave_the_rest(name: str) -> None:
+    layers, parts = coarsen(captured(name)), coarsen(captured(name), granularity="sub_layer")
+    names = _names(parts)
+    first = names.index(PARTS[name][0])
+    assert names[first : first + len(PARTS[name])] == PARTS[name]
+    lists = tuple(f"{path}." for path in captured(name).layer_lists)
+    assert [n for n in names if not n.startswith(lists)] == [
+        n for n in _names(layers) if not n.startswith(lists)
+    ]
+    chain = list(zip(PARTS[name], PARTS[name][1:], strict=False))
+    assert all(len(parts.tensors_between([a], [b])) == 1 for a, b in chain)  # the residual stream alone
+
+
+def test_clip_has_two_branches_that_meet_in_the_loss() -> None:
+    graph = coarsen(captured("clip"))
+    reduced = graph.dependencies()
+    reduced.remove_node("loss")
+    branches = sorted(nx.weakly_connected_components(reduced), key=lambda names: sorted(names)[0])
+    assert [{n.split(".")[0].split("_")[0] for n in names} for names in branches] == [
+        {"text"},
+        {"vision", "visual"},
+    ]
+    assert [e.src for e in graph.edges if e.dst == "loss"] == ["visual_projection", "text_projection"]
+    loss = graph.block("loss")
+    assert loss.is_coupled
+    assert loss.parameters == ("logit_scale",)
+    assert [b.name for b in graph.blocks if b.is_coupled] == ["loss"]
+    assert {s.shape_for(8) for s in graph.tensors_between(_names(graph), ["loss"])} == {(8, 16), (16, 8)}
+
+
+def test_t5_decoder_waits_for_the_encoder_once() -> None:
+    graph = coarsen(captured("t5"))
+    into = {e.dst for e in graph.edges if e.src == "encoder.final_layer_norm"}
+    assert into == {"decoder.block.0", "decoder.block.1"}
+    assert sorted(graph.dependencies().edges) == sorted(
+        [
+            ("encoder.embed_tokens", "encoder.block.0"),
+            ("encoder.block.0", "encoder.block.1"),
+            ("encoder.block.1", "encoder.final_layer_norm"),
+            ("encoder.final_layer_norm", "decoder.block.0"),
+            ("decoder.embed_tokens", "decoder.block.0"),
+            ("decoder.block.0", "decoder.block.1"),
+            ("decoder.block.1", "decoder.final_layer_norm"),
+            ("decoder.final_layer_norm", "lm_head"),
+        ]
+    )
+    bias = graph.tensors_between(["encoder.block.0"], ["encoder.block.1"])
+    assert {(s.layout.kind.value, s.shape) for s in bias} == {
+        ("batch", (2, 8, 32)),
+        ("uniform", (1, 4, 8, 8)),
+    }
+    assert graph.tied == {"shared.weight": ("encoder.embed_tokens", "decoder.embed_tokens", "lm_head")}
+    assert graph.block("decoder.block.1").inputs == ("attention_mask",)
+
+
+def test_dlrm_has_eight_branches_that_meet_in_the_interaction() -> None:
+    graph = coarsen(captured("dlrm"))
+    into = [e.src for e in graph.edges if e.dst == "top.0"]
+    assert into == [*(f"embeddings.{i}" for i in range(7)), "bottom.2"]
+    assert [graph.block(f"embeddings.{i}").inputs for i in range(7)] == [(f"sparse_{i}",) for i in range(7)]
+
+
+def test_names_and_edges_do_not_depend_on_samples_dropout_mode_or_hashes() -> None:
+    for name in ("clip", "t5"):
+        graphs = [
+            coarsen(captured(name)),
+            coarsen(captured(name, num_samples=6)),
+            coarsen(captured(name, dropout=0.1)),
+        ]
+        described = [(_names(g), [(e.src, e.dst, e.tensors) for e in g.edges]) for g in graphs]
+        assert described[0] == described[1] == described[2]
+    script = (
+        "from tests.capture.graphs import captured; from gpp_plugin.capture.coarsen import coarsen\n"
+        "from gpp_plugin.ir.serialize import fingerprint\n"
+        "print([fingerprint(coarsen(captured(n), granularity=g)) for n in ('dlrm', 'two_branch')"
+        " for g in ('layer', 'sub_layer', 'node')])"
+    )
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1", "PATH": ""},
+            capture_output=True, text=True, timeout=120, check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    assert runs[0] == runs[1] != ""
+
+
+class _Glue(nn.Module):
+    """Own code before, between and after: forks must stay forks."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        hidden = torch.tanh(self.stem(x * 2))
+        left = torch.sin(self.left(hidden))
+        right = torch.cos(self.right(hidden))
+        return (left * right * self.scale).mean()
+
+
+def test_glue_does_not_join_branches() -> None:
+    graph = coarsen(capture_model(_Glue(), {"x": torch.randn(2, 4)}))
+    assert _names(graph) == ["stem", "left", "right", "forward", "loss"]
+    assert not nx.has_path(graph.digraph(), "left", "right")
+    assert not nx.has_path(graph.digraph(), "right", "left")
+    assert {n.split(".")[-1] for n in graph.block("stem").nodes} == {"linear", "tanh"}
+
+
+class _Again(nn.Module):
+    """A layer that runs twice with another in between: its block is split, not made cyclic."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x):
+        first, second = self.layers
+        return first(second(first(x))).pow(2).mean()
+
+
+def test_recurring_layers_are_split_and_tied() -> None:
+    graph = coarsen(capture_model(_Again(), {"x": torch.randn(2, 4)}))
+    assert _names(graph) == ["layers.0", "layers.1", "layers.0#2"]
+    assert graph.tied == {f"layers.0.{p}": ("layers.0", "layers.0#2") for p in ("weight", "bias")}
+
+
+def test_unknown_granularity_is_refused() -> None:
+    with pytest.raises(ValueError, match="granularity must be one of .* got 'block'"):
+        coarsen(captured("two_branch"), granularity="block")

@@ -109,8 +109,9 @@ def plan_in_flight(plan: PipelinePlan) -> tuple[int, ...]:
             needed = plan.mini_batch
         elif stage.schedule == "greedy":
             held = greedy_schedule(plan, index, schedules).num_in_flight * stage.micro_batch_size
-            is_fed_back = any(flows for _, flows in outgoing[index])
-            needed = held if is_fed_back else max([held, *asked])  # it may be run as a frozen stage
+            # Its order is made for successors that send gradients; the others must be fed in forwards alone.
+            fed = [ask for ask, (_, flows) in zip(asked, outgoing[index], strict=True) if not flows]
+            needed = max([held, *fed])
         else:
             needed = max([stage.k * stage.micro_batch_size, *asked])
         counts[index] = min(-(-needed // stage.micro_batch_size), plan.num_micro_batches(index))

@@ -55,6 +55,8 @@ def build_on_meta(config: Any) -> nn.Module:
             'train, e.g. "architectures": ["GPT2LMHeadModel"]'
         )
     config.use_cache = False
+    if getattr(config, "is_encoder_decoder", False) and not hasattr(config, "decoder_start_token_id"):
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     with torch.device("meta"):
         model: nn.Module = kind(config)
     return model.train()
@@ -103,7 +105,7 @@ def _pixels(config: Any, num_samples: int) -> Tensor:
 
 
 def _token_ids(config: Any, text: Any, num_samples: int, length: int) -> Tensor:
-    image_token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
+    image_token: Any = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
     num_images = 0
     if image_token is not None:
         vision = config.vision_config
@@ -112,9 +114,9 @@ def _token_ids(config: Any, text: Any, num_samples: int, length: int) -> Tensor:
     ids = torch.full((num_samples, num_images + length), min(FIRST_ORDINARY_ID, text.vocab_size - 1))
     if num_images:
         ids[:, :num_images] = image_token
-    end: Any = getattr(text, "eos_token_id", None)
+    end = getattr(text, "eos_token_id", None)
     if isinstance(end, int) and end < text.vocab_size:
-        ids[:, -1] = end
+        ids[:, -1] = int(end)
     return ids
 
 

@@ -1,0 +1,163 @@
+"""The gpp command: what it prints, its JSON line, its exit codes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from gpp_plugin.cli import COMMANDS, main
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.serialize import fingerprint, load, save
+from gpp_plugin.ir.timeline import Timeline
+from gpp_plugin.simulate.engine import simulate_plan
+
+
+@pytest.fixture
+def plan_file(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    assert (
+        main(
+            [
+                "plan",
+                "mmt",
+                "--devices",
+                "4",
+                "--cluster",
+                "summit",
+                "--size",
+                "branches=2",
+                "--out",
+                str(path),
+            ]
+        )
+        == 0
+    )
+    capsys.readouterr()
+    return path
+
+
+def last_json(text):
+    return json.loads(text.splitlines()[-1])
+
+
+def test_help_names_every_command_and_needs_no_torch():
+    code = "import sys; from gpp_plugin.cli import main\ntry: main(['--help'])\nexcept SystemExit: print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "False"
+    assert all(f"    {command.name}" in done.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize("arguments", [[], ["frobnicate"], ["report"], ["plan", "mmt", "--devices", "four"]])
+def test_wrong_usage_exits_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    assert raised.value.code == 2
+    assert "usage: gpp" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["report", "missing.json"], "gpp report: missing.json: cannot be read (No such file or directory)\n"),
+        (
+            ["plan", "mmtt"],
+            "gpp plan: no model 'mmtt' in the library; did you mean 'mmt'? (models: ",
+        ),
+        (["plan", "mmt", "--cluster", "sumit"], "gpp plan: cluster 'sumit': no such file; did you mean 'summit'?"),
+        (["plan", "mmt", "--size", "branches"], "gpp plan: --size: 'branches' is not NAME=VALUE, e.g. branches=8\n"),
+        (["plan", "mmt", "--mini-batch", "0"], "gpp plan: --mini-batch 0, --loss-unit 0: give at least 1 sample\n"),
+        (["demo", "--steps", "0"], "gpp demo: --steps: 0 is not valid; give at least 1\n"),
+    ],
+)  # fmt: skip
+def test_a_failure_is_one_line_and_exit_code_1(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(message)
+    assert error.count("\n") == 1
+
+
+def test_plan(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    arguments = ["plan", "mmt", "--devices", "4", "--cluster", "summit", "--size", "branches=2", "--json"]
+    assert main([*arguments, "--out", str(path)]) == 0
+    printed = capsys.readouterr().out
+    result = last_json(printed)
+    plan = load(PipelinePlan, path)
+    assert result["command"] == "plan"
+    assert result["plan"] == fingerprint(plan)
+    assert [row["name"] for row in result["rows"]] == [stage.name for stage in plan.stages]
+    assert (result["num_ranks"], result["depth"]) == (4, plan.depth)
+    assert result["samples_per_s"] == pytest.approx(plan.mini_batch / plan.iteration_us * 1e6)
+    assert "┌" in printed and f"plan written to {path}" in printed
+
+
+def test_simulate_then_report(plan_file, tmp_path, capsys):
+    out = tmp_path / "timeline.json"
+    assert main(["simulate", str(plan_file), "--cluster", "summit", "--out", str(out), "--json"]) == 0
+    result = last_json(capsys.readouterr().out)
+    plan, timeline = load(PipelinePlan, plan_file), load(Timeline, out)
+    assert timeline.source == "predicted"
+    assert result["summary"]["iteration_us"] == timeline.iteration_us
+    assert len(result["rows"]) == len(timeline.events)
+
+    trace = tmp_path / "trace.json"
+    assert main(["report", str(out), "--plan", str(plan_file), "--trace", str(trace)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("predicted: ")
+    assert all(f"rank {rank} " in printed for rank in range(plan.num_ranks))
+    assert json.loads(trace.read_text())["otherData"]["plan"] == fingerprint(plan)
+
+
+def test_without_links_a_message_takes_no_time(plan_file, capsys):
+    assert main(["simulate", str(plan_file), "--json"]) == 0
+    predicted = last_json(capsys.readouterr().out)["summary"]["iteration_us"]
+    assert predicted == simulate_plan(load(PipelinePlan, plan_file)).iteration_us
+
+
+def test_report_of_a_plan(plan_file, capsys):
+    assert main(["report", str(plan_file), "--json"]) == 0
+    result = last_json(capsys.readouterr().out)
+    assert result["command"] == "report"
+    assert len(result["rows"]) == len(load(PipelinePlan, plan_file).stages)
+
+
+def test_report_of_a_timeline_needs_its_own_plan(plan_file, tmp_path, capsys):
+    save(Timeline(source="measured", plan="0" * 16, events=()), tmp_path / "t.json")
+    assert main(["report", str(tmp_path / "t.json")]) == 1
+    assert capsys.readouterr().err.endswith("a timeline is shown with its plan; add --plan PLAN.json\n")
+    assert main(["report", str(tmp_path / "t.json"), "--plan", str(plan_file)]) == 1
+    assert (
+        f"is plan {fingerprint(load(PipelinePlan, plan_file))}, the timeline is of plan"
+        in capsys.readouterr().err
+    )
+
+
+def test_report_of_something_else(tmp_path, capsys):
+    path = tmp_path / "other.json"
+    path.write_text('{"type": "Cluster"}')
+    assert main(["report", str(path)]) == 1
+    assert (
+        capsys.readouterr().err
+        == f"gpp report: {path}: holds a Cluster; gpp report shows a PipelinePlan or a Timeline\n"
+    )
+
+
+def test_plan_of_a_huggingface_configuration(tmp_path, capsys):
+    config = {
+        "model_type": "clip", "architectures": ["CLIPModel"], "projection_dim": 16,
+        "text_config": {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
+                        "num_hidden_layers": 2, "vocab_size": 64, "eos_token_id": 63, "bos_token_id": 62},
+        "vision_config": {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
+                          "num_hidden_layers": 2, "image_size": 32, "patch_size": 8},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ["plan", str(tmp_path), "--devices", "3", "--mini-batch", "8", "--stages", "3", "--json"]
+    assert main(arguments) == 0
+    result = last_json(capsys.readouterr().out)
+    assert (result["model"], result["num_stages"]) == ("CLIPModel", 3)
+    blocks = [block for row in result["rows"] for block in row["blocks"]]
+    assert {"vision_model.encoder.layers.1", "text_model.encoder.layers.1"} <= set(blocks)

@@ -1,0 +1,86 @@
+"""Launching ranks: events arrive, failures name the rank and its last words, nobody is left behind."""
+
+import os
+import sys
+import time
+
+import pytest
+
+from gpp_plugin.errors import RuntimeFailure
+from gpp_plugin.launch import run_ranks
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """Return a function that makes a module of the given text and runs it on ranks."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+
+    def run(text, *arguments, num_ranks=2, timeout_s=30.0, **options):
+        (tmp_path / "launched_job.py").write_text(
+            "import os, sys, time\nfrom gpp_plugin.launch import emit_event\n" + text
+        )
+        return run_ranks("launched_job", arguments, num_ranks=num_ranks, timeout_s=timeout_s, **options)
+
+    return run
+
+
+def has_ended(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_events_come_in_order_with_the_usual_variables(job):
+    text = """
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "EXTRA")
+if os.environ["RANK"] == "0":
+    emit_event(variables=[os.environ[name] for name in names], arguments=sys.argv[1:])
+    for step in range(2000):
+        emit_event(step=step)
+"""
+    events = list(job(text, "a b", num_ranks=3, environment={"EXTRA": "x"}))
+    assert events[0] == {"variables": ["0", "3", "0", "3", "x"], "arguments": ["a b"]}
+    assert [event["step"] for event in events[1:]] == list(range(2000))
+
+
+def test_a_failed_rank_is_named_and_the_others_are_ended(job):
+    text = """
+if os.environ["RANK"] == "0":
+    emit_event(pid=os.getpid())
+    time.sleep(60)
+time.sleep(0.5)
+print("something about the cause")
+sys.exit(3)
+"""
+    start = time.monotonic()
+    pids = []
+    with pytest.raises(RuntimeFailure) as raised:
+        pids += [event["pid"] for event in job(text)]
+        raise AssertionError("no failure")
+    assert str(raised.value) == "rank 1 ended with exit code 3; it said last:\nsomething about the cause"
+    assert time.monotonic() - start < 20
+
+
+def test_ranks_that_hang_are_ended_after_the_time(job):
+    text = """
+if os.environ["RANK"] == "0":
+    emit_event(pid=os.getpid())
+    print("waiting for ever", flush=True)
+time.sleep(60)
+"""
+    pids = []
+    with pytest.raises(RuntimeFailure) as raised:
+        for event in job(text, timeout_s=3.0):
+            pids.append(event["pid"])
+    assert str(raised.value) == "the 2 ranks did not end within 3 s; rank 0 said last:\nwaiting for ever"
+    assert len(pids) == 1 and has_ended(pids[0])
+
+
+def test_leaving_early_ends_the_ranks(job):
+    events = job("emit_event(pid=os.getpid())\ntime.sleep(60)\n", num_ranks=1)
+    pid = next(events)["pid"]
+    assert not has_ended(pid)
+    events.close()
+    assert has_ended(pid)

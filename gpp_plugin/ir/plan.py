@@ -19,7 +19,7 @@ class Stage:
         blocks: block names in topological order.
         ranks: the global ranks of its data-parallel group, in order; the degree is their number.
         micro_batch_size: samples the whole stage takes at a time; each rank gets an equal part.
-        schedule: ``1f1b`` or ``gpipe``; ``k`` is the k of kFkB.
+        schedule: ``1f1b``, ``gpipe`` or ``greedy``; ``k`` is the k of kFkB (with ``1f1b``).
         in_flight: most micro-batches held between forward and backward.
         forward_us, backward_us: predicted time of one micro-batch on one rank.
         memory_bytes: predicted peak of one rank; 0 where not predicted.

@@ -18,23 +18,30 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
 from gpp_plugin.errors import ConfigError
 
 BLOCK = "graph_pipeline"
 
-Planner = Literal["auto", "graphpipe", "uniform"]
 Schedule = Literal["auto", "1f1b", "gpipe"]
 Granularity = Literal["layer", "sub_layer"]
 Auto = Literal["auto"]
 Count = Annotated[int, Field(ge=1)]
+_PLANNER = "the name of a planner"
 _OFF = 'not supported by this release; remove it, or write "auto" or "off"'
 
 
 def _one_of(names: Any) -> str:
     return "one of " + ", ".join(get_args(names))
+
+
+def _planners() -> tuple[str, ...]:
+    """Return the registered planners; they are loaded only to check a block."""
+    from gpp_plugin.plan.registry import planner_names
+
+    return tuple(dict.fromkeys(("auto", *planner_names())))
 
 
 class _Block(BaseModel):
@@ -76,7 +83,7 @@ class GraphPipelineConfig(_Block):
     """
 
     enabled: bool = Field(default=True, description="true or false")
-    planner: Planner = Field(default="auto", description=_one_of(Planner))
+    planner: str = Field(default="auto", description=_PLANNER)
     stages: Auto | Count = Field(default="auto", description='"auto" or a whole number of at least 1')
     data_parallel: Auto | Count = Field(default="auto", description='"auto" or a whole number of at least 1')
     schedule: Schedule = Field(default="auto", description=_one_of(Schedule))
@@ -98,6 +105,13 @@ class GraphPipelineConfig(_Block):
     trace_path: str | None = Field(default=None, description="null or a file name")
     seed: Annotated[int, Field(ge=0)] = Field(default=0, description="a whole number of at least 0")
     weights: str | None = Field(default=None, description="null or a directory with safetensors files")
+
+    @field_validator("planner")
+    @classmethod
+    def _is_planner(cls, name: str) -> str:
+        if name not in _planners():
+            raise ValueError("no such planner")
+        return name
 
     def micro_batch_size_of(self, stage: str, mini_batch: int) -> int | None:
         """Return the samples asked for at ``stage``, or None where the choice is the planner's."""
@@ -255,6 +269,8 @@ def _unknown_key(path: str, key: str, value: Any, known: Iterable[str]) -> str:
 
 def _wrong_value(path: str, value: Any, field: FieldInfo | None) -> str:
     expected = field.description if field is not None else None
+    if expected == _PLANNER:
+        expected = "one of " + ", ".join(_planners())
     if expected == _OFF:
         return f"{path}: {_show(value)} is {_OFF}"
     if path.startswith(f"{BLOCK}.micro_batch_sizes."):

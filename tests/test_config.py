@@ -8,6 +8,9 @@ from pydantic import ValidationError
 
 from gpp_plugin.config import GraphPipelineConfig, batch_arithmetic, check_ranks, read_config
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.plan.registry import planner_names
+
+PLANNERS = ", ".join(planner_names())
 
 DESIGN_BLOCK = {
     "enabled": True, "planner": "auto", "stages": "auto", "schedule": "auto",
@@ -31,6 +34,12 @@ def lines_of(config):
 def test_the_documented_block_is_the_default():
     assert read_config({"graph_pipeline": DESIGN_BLOCK}) == read_config({"graph_pipeline": {}})
     assert read_config({"graph_pipeline": {}}) == GraphPipelineConfig()
+
+
+@pytest.mark.parametrize("planner", planner_names())
+def test_every_registered_planner_can_be_named(planner):
+    config = read_config(block_of(planner=planner))
+    assert config is not None and config.planner == planner
 
 
 @pytest.mark.parametrize("config", [{}, {"pipeline": {"stages": 2}}, {"graph_pipeline": {"enabled": False}}])
@@ -100,7 +109,7 @@ def test_one_micro_batch_size_is_for_all_stages():
         ({"stages": 2.0}, 'stages: 2.0 is not valid; give "auto" or a whole number of at least 1'),
         (
             {"planner": "grahpipe"},
-            "planner: \"grahpipe\" is not valid; give one of auto, graphpipe, uniform; did you mean 'graphpipe'?",
+            f"planner: \"grahpipe\" is not valid; give one of {PLANNERS}; did you mean 'graphpipe'?",
         ),
         (
             {"schedule": "1F1B"},

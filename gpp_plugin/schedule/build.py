@@ -14,6 +14,7 @@ from gpp_plugin.schedule.greedy import greedy_schedule
 from gpp_plugin.schedule.kfkb import kfkb_schedule
 from gpp_plugin.schedule.messages import check_divisibility
 from gpp_plugin.schedule.stage_order import sinks_first
+from gpp_plugin.schedule.table_2 import compute_in_flight
 
 ScheduleMaker = Callable[[PipelinePlan, int, Mapping[int, StageSchedule]], StageSchedule]
 """From (plan, stage index, schedules of all stages behind it) to the stage's order."""
@@ -101,8 +102,26 @@ def _forward_only(plan: PipelinePlan, index: int) -> StageSchedule:
 def forward_schedules(plan: PipelinePlan) -> tuple[StageSchedule, ...]:
     """Return the order of every stage in evaluation: forwards only.
 
+    Nothing is kept for a backward there, so `Stage.in_flight` has no meaning; a stage runs ahead of
+    its consumers as far as 1F1B would if gradients came back over every edge, which cannot stop.
+
     Raises:
-        ScheduleError: an ``in_flight`` is below 1.
         PlanError: micro-batches do not divide the mini-batch, or ranks a micro-batch.
     """
-    return tuple(_forward_only(plan, index) for index in range(len(plan.stages)))
+    samples = [0] * len(plan.stages)
+    schedules: dict[int, StageSchedule] = {}
+    for index in sinks_first(plan):
+        check_divisibility(plan, index)
+        size = plan.stages[index].micro_batch_size
+        asked = [
+            compute_in_flight(
+                k_x=1, b_x=size, k_y=1, b_y=plan.stages[edge.dst].micro_batch_size, i_y=samples[edge.dst]
+            )
+            for edge in plan.edges
+            if edge.src == index
+        ]
+        samples[index] = min(max([size, *asked]), plan.mini_batch)
+        schedules[index] = forward_only_schedule(
+            index, plan.num_micro_batches(index), num_in_flight=samples[index] // size
+        )
+    return tuple(schedules[index] for index in range(len(plan.stages)))

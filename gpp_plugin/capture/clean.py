@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from gpp_plugin.capture.inline import inline_regions
+
 aten = torch.ops.aten
 
 _CHECKS = {
@@ -54,7 +56,7 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
 
 
 def clean_graph(graph: fx.Graph, attributes: dict[str, Any]) -> fx.Graph:
-    """Return a new graph without runtime checks, dead code and operators that change nothing.
+    """Return a new graph without regions, runtime checks, dead code and operators that change nothing.
 
     Constants made in the shape of a tensor no longer read that tensor.
 
@@ -65,6 +67,7 @@ def clean_graph(graph: fx.Graph, attributes: dict[str, Any]) -> fx.Graph:
         graph: of an exported program; it is taken apart.
         attributes: what its ``get_attr`` nodes refer to.
     """
+    inline_regions(graph, attributes, lambda node: bool(written_arguments(node)))
     for node in list(graph.nodes):
         is_check = node.op == "call_function" and node.target in _CHECKS
         if is_check or node.op == "call_module":

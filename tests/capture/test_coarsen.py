@@ -13,7 +13,7 @@ from torch import nn
 from gpp_plugin.capture.coarsen import GRANULARITIES, coarsen
 from gpp_plugin.capture.export import capture_model
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.ir.serialize import dumps, loads
+from gpp_plugin.ir.serialize import dumps, fingerprint, loads
 from tests.capture.graphs import captured
 from tests.models import MODELS
 
@@ -171,7 +171,7 @@ def test_dlrm_has_eight_branches_that_meet_in_the_interaction() -> None:
     assert [graph.block(f"embeddings.{i}").inputs for i in range(7)] == [(f"sparse_{i}",) for i in range(7)]
 
 
-def test_names_and_edges_do_not_depend_on_samples_dropout_mode_or_hashes() -> None:
+def test_names_and_edges_do_not_depend_on_samples_or_dropout() -> None:
     for name in ("clip", "t5"):
         graphs = [
             coarsen(captured(name)),
@@ -180,21 +180,23 @@ def test_names_and_edges_do_not_depend_on_samples_dropout_mode_or_hashes() -> No
         ]
         described = [(_names(g), [(e.src, e.dst, e.tensors) for e in g.edges]) for g in graphs]
         assert described[0] == described[1] == described[2]
+
+
+def test_blocks_do_not_depend_on_the_order_of_hashes() -> None:
+    call = "[fingerprint(coarsen(captured('dlrm'), granularity=g)) for g in GRANULARITIES]"
     script = (
-        "from tests.capture.graphs import captured; from gpp_plugin.capture.coarsen import coarsen\n"
-        "from gpp_plugin.ir.serialize import fingerprint\n"
-        "print([fingerprint(coarsen(captured(n), granularity=g)) for n in ('dlrm', 'two_branch')"
-        " for g in ('layer', 'sub_layer', 'node')])"
+        "from tests.capture.graphs import captured\n"
+        "from gpp_plugin.capture.coarsen import GRANULARITIES, coarsen\n"
+        f"from gpp_plugin.ir.serialize import fingerprint\nprint({call})"
     )
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", script],
-            env={"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1", "PATH": ""},
-            capture_output=True, text=True, timeout=120, check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]  # fmt: skip
-    assert runs[0] == runs[1] != ""
+    other = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert other.stdout.strip() == str(
+        [fingerprint(coarsen(captured("dlrm"), granularity=g)) for g in GRANULARITIES]
+    )
 
 
 class _Glue(nn.Module):
@@ -215,7 +217,7 @@ class _Glue(nn.Module):
 
 def test_glue_does_not_join_branches() -> None:
     graph = coarsen(capture_model(_Glue(), {"x": torch.randn(2, 4)}))
-    assert _names(graph) == ["stem", "left", "right", "forward", "loss"]
+    assert _names(graph) == ["stem", "left", "right", "loss"]
     assert not nx.has_path(graph.digraph(), "left", "right")
     assert not nx.has_path(graph.digraph(), "right", "left")
     assert {n.split(".")[-1] for n in graph.block("stem").nodes} == {"linear", "tanh"}

@@ -201,6 +201,53 @@ def test_other_sequence_length_keeps_the_blocks(name: str) -> None:
     assert torch.equal(loss, eager_loss(model, batch))
 
 
+class _FrozenRegion(nn.Module):
+    """A no_grad region with layers, BatchNorm and dropout inside, between trainable layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.encoder = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)])
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        with torch.no_grad():
+            frozen = hidden
+            for layer in self.encoder:
+                frozen = torch.dropout(torch.tanh(layer(frozen)), 0.2, self.training)
+        return (self.head(frozen) + hidden[:, :2]).pow(2).mean()
+
+
+def test_no_grad_regions_are_made_of_their_operators() -> None:
+    torch.manual_seed(0)
+    model = _FrozenRegion()
+    batch = {"x": torch.randn(4, 4)}
+    capture = capture_model(model, batch)
+    eager = copy.deepcopy(model)
+    torch.manual_seed(1)
+    expected = eager(**batch)
+    expected.backward()
+    torch.manual_seed(1)
+    loss = run_graph(capture, model, batch)[capture.op_graph.loss]
+    loss.backward()
+    assert torch.equal(loss, expected)
+    for (name, own), (_, other) in zip(model.named_parameters(), eager.named_parameters(), strict=True):
+        assert (own.grad is None) == (other.grad is None) == name.startswith("encoder"), name
+        assert own.grad is None or torch.equal(own.grad, other.grad)
+    for (name, own), (_, other) in zip(model.named_buffers(), eager.named_buffers(), strict=True):
+        assert torch.equal(own, other), name
+    graph = coarsen(capture)
+    assert [b.name for b in graph.blocks] == ["first", "encoder.0", "encoder.1", "encoder.2", "head"]
+    assert [p.name for p in capture.op_graph.parameters if p.is_mutated and "var" in p.name] == [
+        "encoder.1.running_var"
+    ]
+    crossing = graph.tensors_between(
+        ["encoder.0", "encoder.1", "encoder.2"], ["encoder.1", "encoder.2", "head"]
+    )
+    assert [spec.requires_grad for spec in crossing] == [False, False, False]
+
+
 class _Returns(nn.Module):
     def __init__(self, function):
         super().__init__()

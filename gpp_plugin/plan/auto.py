@@ -21,9 +21,12 @@ logger = logging.getLogger(__name__)
 BUDGET = 400_000
 """Simulated tasks in all: about a second."""
 NUM_JUDGED = 5
-RIVALS = ("uniform",)
-"""Planners whose plans are compared and refined as well."""
-MAX_RIVAL_BLOCKS = 400
+RIVALS = ("uniform", "pipedream", "autopipe")
+SLOW_RIVALS = ("piper", "dapple")
+"""Planners whose plans are compared and refined as well; the slow ones on small problems only."""
+MAX_RIVAL_SIZE = 6_000
+MAX_SLOW_SIZE = 400
+"""Blocks x ranks."""
 
 
 @register_planner("auto")
@@ -38,7 +41,7 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
     candidates = search_stages(request, costs, rules, budget=BUDGET, num_refined=3)
     refiner = Refiner(request, costs, rules, budget=BUDGET // 2)
     notes: dict[tuple[StageDraft, ...], str] = {}
-    for name in RIVALS if len(request.graph.blocks) <= MAX_RIVAL_BLOCKS else ():
+    for name in _rivals(request):
         try:
             rival = run_planner(name, request)
         except PlanError as error:
@@ -59,6 +62,12 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
         found = [[draft.blocks for draft in candidate.drafts] for candidate in candidates[:3]]
         explain_infeasible(request, costs, rules, [*found, [[name] for name in names], [names]])
     return _judge(request, costs, fitting, notes)
+
+
+def _rivals(request: PlanRequest) -> tuple[str, ...]:
+    """Return the planners worth asking: chains may win where branches are few or much shorter than others."""
+    size = len(request.graph.blocks) * request.num_ranks
+    return (RIVALS if size <= MAX_RIVAL_SIZE else ()) + (SLOW_RIVALS if size <= MAX_SLOW_SIZE else ())
 
 
 def _judge(

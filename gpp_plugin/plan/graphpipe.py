@@ -35,7 +35,7 @@ from gpp_plugin.plan.selection import explain_infeasible
 from gpp_plugin.plan.stage_search import StageSearch
 from gpp_plugin.plan.stages import build_plan
 
-SLACK = 1.06
+SLACK = 1.1
 """Partitions whose (B + (depth - 1) b) t is within this factor of the best are predicted exactly."""
 MAX_FINALISTS = 12
 REFINE_BUDGET = 40_000
@@ -86,9 +86,10 @@ def search_stages(
     if counts is None:
         partitions = find_partitions(request, costs, rules)
         for partition in sorted(partitions, key=lambda p: p.score)[:MAX_FINALISTS]:
-            found = refiner.candidate(partition.groups, partition.micro_batch_size)
-            if found is not None:
-                candidates.append(found)
+            for slack in (0.0, 1.0):
+                found = refiner.candidate(partition.groups, partition.micro_batch_size, slack=slack)
+                if found is not None:
+                    candidates.append(found)
     if not any(candidate.score[0] == 0 for candidate in candidates):
         candidates.extend(_with_counts(request, costs, rules, refiner, counts))
     candidates.sort(key=lambda candidate: candidate.score)

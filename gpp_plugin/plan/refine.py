@@ -9,14 +9,17 @@ less than any that fits, the less the more it exceeds, so the moves also lead to
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 from gpp_plugin.plan.batches import BatchRules
 from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.degrees import DegreeChooser
+from gpp_plugin.plan.degrees import DegreeChooser, stage_heights
 from gpp_plugin.plan.estimate import estimate_plan_us
 from gpp_plugin.plan.registry import PlanRequest
 from gpp_plugin.plan.stages import StageDraft, build_plan
+
+SLACKS = (0.0, 0.5, 1.0)
 
 Mask = int
 Score = tuple[float, float, float]
@@ -31,6 +34,9 @@ class Candidate:
 
     Args:
         wish: the micro-batch size stages have unless something fixes it.
+        slack: micro-batches held in excess of Table 2 for each stage on the way to a sink; Table 2
+            takes communication to be free, and where it is not every hop on a round trip delays the
+            next micro-batch unless another one is there to work on.
         score: (bytes too many, predicted microseconds, unevenness); smaller is better.
     """
 
@@ -38,6 +44,7 @@ class Candidate:
     wish: int
     drafts: tuple[StageDraft, ...]
     score: Score
+    slack: float = 0.0
 
 
 class Refiner:
@@ -70,21 +77,23 @@ class Refiner:
 
     # ---- candidates -------------------------------------------------------------------------------
 
-    def candidate(self, groups: Sequence[Sequence[str]], wish: int) -> Candidate | None:
+    def candidate(
+        self, groups: Sequence[Sequence[str]], wish: int, *, slack: float = 0.0
+    ) -> Candidate | None:
         """Return the candidate of these groups of blocks, or None where ranks cannot be shared out."""
         masks = [sum(1 << self.costs.index[name] for name in group) for group in groups]
-        return self.with_masks(masks, wish)
+        return self.with_masks(masks, wish, slack)
 
     def from_drafts(self, drafts: Sequence[StageDraft], wish: int) -> Candidate:
         """Return the candidate of complete drafts."""
         masks = tuple(sum(1 << self.costs.index[name] for name in draft.blocks) for draft in drafts)
         return Candidate(masks=masks, wish=wish, drafts=tuple(drafts), score=self._score(drafts))
 
-    def with_masks(self, masks: Sequence[Mask], wish: int) -> Candidate | None:
+    def with_masks(self, masks: Sequence[Mask], wish: int, slack: float = 0.0) -> Candidate | None:
         """Return the candidate of these stages, or None where it is no plan or was met before."""
         if self.num_stages is not None and len(masks) != self.num_stages:
             return None
-        key = (frozenset(masks), wish)
+        key = (frozenset(masks), wish, slack)
         if key in self._seen:
             return None
         groups = [self._names_of(mask) for mask in masks]
@@ -92,9 +101,18 @@ class Refiner:
         if drafts is None:
             self._seen[key] = (float("inf"),) * 3
             return None
+        if slack > 0:
+            drafts = self._with_slack(drafts, slack)
         score = self._score(drafts)
         self._seen[key] = score
-        return Candidate(masks=tuple(masks), wish=wish, drafts=tuple(drafts), score=score)
+        return Candidate(masks=tuple(masks), wish=wish, drafts=tuple(drafts), score=score, slack=slack)
+
+    def _with_slack(self, drafts: Sequence[StageDraft], slack: float) -> list[StageDraft]:
+        heights = stage_heights(self.costs, [draft.blocks for draft in drafts])
+        return [
+            dataclasses.replace(draft, extra_in_flight=math.ceil((height - 1) * slack))
+            for draft, height in zip(drafts, heights, strict=True)
+        ]
 
     def _names_of(self, mask: Mask) -> list[str]:
         return [self.names[i] for i in bits(mask)]
@@ -138,7 +156,7 @@ class Refiner:
             if not options or min(options)[0] >= best * (1 - 1e-12):
                 break
             best, _, masks = min(options)
-        return self.with_masks(masks, start.wish) or start
+        return self.with_masks(masks, start.wish, start.slack) or start
 
     def _unevenness(self, masks: Sequence[Mask], wish: int) -> float:
         drafts = self.chooser.choose([self._names_of(mask) for mask in masks], wish)
@@ -160,24 +178,29 @@ class Refiner:
 
     def _neighbours(self, at: Candidate) -> Iterator[Candidate]:
         """Yield the candidates one move away, the most promising kinds first."""
+        for slack in SLACKS:
+            if slack != at.slack:
+                found = self.with_masks(at.masks, at.wish, slack)
+                if found is not None:
+                    yield found
         for masks in self._regroupings(at):
-            found = self.with_masks(masks, at.wish)
+            found = self.with_masks(masks, at.wish, at.slack)
             if found is not None:
                 yield found
         wishes = self.rules.wishes()
         place = wishes.index(at.wish) if at.wish in wishes else 0
         for wish in [*wishes[place + 1 : place + 3], *wishes[max(place - 2, 0) : place][::-1]]:
-            found = self.with_masks(at.masks, wish)
+            found = self.with_masks(at.masks, wish, at.slack)
             if found is not None:
                 yield found
         for drafts in self._changed_drafts(at):
-            key = (frozenset((d.blocks, d.degree, d.micro_batch_size, d.k) for d in drafts), -1)
+            key = frozenset(drafts)
             if key not in self._seen:
                 self._seen[key] = score = self._score(drafts)
                 yield dataclasses.replace(at, drafts=tuple(drafts), score=score)
         if self.num_stages is not None or len(at.masks) >= self.request.num_ranks:
             for masks in self._merged_and_cut(at):
-                found = self.with_masks(masks, at.wish)
+                found = self.with_masks(masks, at.wish, at.slack)
                 if found is not None:
                     yield found
 

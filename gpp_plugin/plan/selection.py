@@ -47,7 +47,7 @@ def best_plan(
 
     Ties go to the shallower plan, then to the earlier candidate.
     """
-    best: PipelinePlan | None = None
+    best: Sequence[StageDraft] | None = None
     best_key = (float("inf"), 0)
     seen = set()
     for drafts in candidates:
@@ -55,14 +55,29 @@ def best_plan(
         if identity in seen:
             continue
         seen.add(identity)
-        plan = build_plan(request, drafts, planner=planner, notes=notes, costs=costs)
+        if busiest_us(request, costs, drafts) > best_key[0]:
+            continue
+        plan = build_plan(request, drafts, planner=planner, costs=costs, is_named=False)
         if memory_excess(request, plan)[0] > 0:
             continue
         us = estimate_plan_us(plan, costs)
         key = (us, plan.depth)
         if key < best_key:
-            best, best_key = dataclasses.replace(plan, iteration_us=us), key
-    return None if best is None else dataclasses.replace(best, iteration_us=judge_us(best, costs))
+            best, best_key = drafts, key
+    if best is None:
+        return None
+    plan = build_plan(request, best, planner=planner, notes=notes, costs=costs)
+    return dataclasses.replace(plan, iteration_us=judge_us(plan, costs))
+
+
+def busiest_us(request: PlanRequest, costs: CostModel, drafts: Sequence[StageDraft]) -> float:
+    """Return how long the busiest stage computes in one step: no plan of these stages is quicker."""
+    worst = 0.0
+    for draft in drafts:
+        local = draft.micro_batch_size / draft.degree
+        forward, backward = costs.stage_times(costs.indices(draft.blocks), local)
+        worst = max(worst, (forward + backward) * (request.mini_batch // draft.micro_batch_size))
+    return worst
 
 
 def explain_infeasible(
@@ -83,7 +98,7 @@ def explain_infeasible(
             worst = memory_excess(request, build_plan(request, drafts, planner="", costs=costs))
             if closest is None or worst[0] < closest[0]:
                 closest = worst
-    if closest is not None:
+    if closest is not None and closest[0] > 0:
         excess, stage, rank = closest
         limit = rank_limit(request, rank)
         raise PlanInfeasible(

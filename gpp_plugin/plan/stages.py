@@ -27,6 +27,7 @@ class StageDraft:
         degree: number of data-parallel ranks.
         name: given by the user, or None.
         ranks: given by the user, or None: consecutive ranks in stage order.
+        extra_in_flight: micro-batches held beyond what Table 2 asks for, to hide communication.
     """
 
     blocks: tuple[str, ...]
@@ -35,6 +36,7 @@ class StageDraft:
     k: int = 1
     name: str | None = None
     ranks: tuple[int, ...] | None = None
+    extra_in_flight: int = 0
 
 
 def build_plan(
@@ -92,12 +94,18 @@ def build_plan(
         edges=stage_edges(costs, [stage.blocks for stage in stages]),
         notes=tuple(notes),
     )
-    return with_in_flight(plan, costs)
+    return with_in_flight(plan, costs, extra=[draft.extra_in_flight for draft in ordered])
 
 
-def with_in_flight(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
-    """Return the plan with in-flight counts from its sinks and the memory they lead to."""
-    counts = plan_in_flight(plan)
+def with_in_flight(plan: PipelinePlan, costs: CostModel, *, extra: Sequence[int] = ()) -> PipelinePlan:
+    """Return the plan with in-flight counts from its sinks and the memory they lead to.
+
+    Args:
+        extra: by stage, micro-batches to hold beyond those counts.
+    """
+    counts = list(plan_in_flight(plan))
+    for i, more in enumerate(extra):
+        counts[i] = min(counts[i] + more, plan.num_micro_batches(i))
     stages = tuple(
         dataclasses.replace(
             stage,

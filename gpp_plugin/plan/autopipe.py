@@ -1,0 +1,291 @@
+"""AutoPipe's planner: balanced stages of a chain by the critical path (AutoPipe, section III-B).
+
+Legend: f_i, b_i are forward and backward of stage i, m the micro-batches, p the stages. The *master
+stage* is the one the critical path runs through in the steady phase, the one closest to the last stage
+where several paths are equally long.
+
+- Start: Algorithm 1, the partition with the smallest largest f + b (exact DP; time[0][0] = 0, which the
+  listing forgets).
+- Step 2 shifts work after the master stage i so that for every s > i: sum_{i<j<=s} (f_j + b_j) <=
+  (s - i) b_i. Only s = p - 1 binds physically (what follows the master in the cool-down); the others are
+  kept, as the paper has them, where they can be met.
+- Step 3 moves the master's first block to stage i - 1 or its last to stage i + 1, with and without
+  Algorithm 1 on the stages before it, and goes on with every partition whose master is not later.
+
+Deviations: the simulator is exact (the paper approximates the warm-up, adds communication after the
+maximum and fails for m < p). The heuristic explores all partitions it reaches, each once. `search_exact`
+is a branch and bound over all partitions with the bound fill + m (f_i + b_i) + drain, and is used where
+``MAX_EXACT`` nodes suffice.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+
+from gpp_plugin.errors import PlanInfeasible
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.plan.batches import batch_rules
+from gpp_plugin.plan.chain import ChainCosts
+from gpp_plugin.plan.costs import CostModel
+from gpp_plugin.plan.linear import split_by_weight
+from gpp_plugin.plan.registry import PlanRequest, register_planner
+from gpp_plugin.plan.selection import best_plan, explain_infeasible
+from gpp_plugin.plan.stages import StageDraft
+
+MAX_EXACT = 20_000
+MAX_HEURISTIC = 400
+
+Cuts = tuple[int, ...]
+"""First block of every stage, and the number of blocks last: p + 1 numbers."""
+
+
+class ChainSimulator:
+    """Exact 1F1B of a chain of blocks at any cuts; communication takes ``comm_us`` a hop and overlaps."""
+
+    def __init__(
+        self, forward: Sequence[float], backward: Sequence[float], *, micro_batches: int, comm_us: float = 0.0
+    ) -> None:
+        self.forward, self.backward = list(forward), list(backward)
+        self.micro_batches, self.comm_us = micro_batches, comm_us
+        self._f, self._b = [0.0], [0.0]
+        for f, b in zip(forward, backward, strict=True):
+            self._f.append(self._f[-1] + f)
+            self._b.append(self._b[-1] + b)
+        self._known: dict[Cuts, tuple[float, int]] = {}
+
+    def stage_times(self, cuts: Cuts) -> tuple[list[float], list[float]]:
+        """Return forward and backward microseconds of every stage."""
+        pairs = list(zip(cuts, cuts[1:], strict=False))
+        return [self._f[e] - self._f[s] for s, e in pairs], [self._b[e] - self._b[s] for s, e in pairs]
+
+    def run(self, cuts: Cuts) -> tuple[float, int]:
+        """Return the time of one step and the master stage."""
+        if cuts not in self._known:
+            self._known[cuts] = self._run(cuts)
+        return self._known[cuts]
+
+    def _run(self, cuts: Cuts) -> tuple[float, int]:
+        f, b = self.stage_times(cuts)
+        p, m, comm = len(f), self.micro_batches, self.comm_us
+        orders = [_order(m, min(p - i, m)) for i in range(p)]
+        ends: tuple[list[list[float]], ...] = ([[] for _ in range(p)], [[] for _ in range(p)])
+        # For the critical path: which task was waited for. Tasks are (way, stage, micro-batch).
+        cause: dict[tuple[int, int, int], tuple[int, int, int] | None] = {}
+        heads, clocks = [0] * p, [0.0] * p
+        previous: list[tuple[int, int, int] | None] = [None] * p
+        waiting = list(range(p))
+        while waiting:
+            s = waiting.pop()
+            moved = False
+            while heads[s] < len(orders[s]):
+                way, j = orders[s][heads[s]]
+                other = s - 1 if way == 0 else s + 1
+                start, why = clocks[s], previous[s]
+                if 0 <= other < p:
+                    if len(ends[way][other]) <= j:
+                        break
+                    arrival = ends[way][other][j] + comm
+                    # Of equally long paths the one closest to the last stage is taken.
+                    if arrival > start + 1e-9 or (abs(arrival - start) <= 1e-9 and other > s):
+                        start, why = max(arrival, start), (way, other, j)
+                clocks[s] = start + (f[s] if way == 0 else b[s])
+                ends[way][s].append(clocks[s])
+                cause[way, s, j] = why
+                previous[s] = (way, s, j)
+                heads[s] += 1
+                moved = True
+            if moved:
+                waiting.extend(o for o in (s - 1, s + 1) if 0 <= o < p and heads[o] < len(orders[o]))
+        last = max(range(p), key=lambda s: (clocks[s], s))
+        return clocks[last], self._master(previous[last], cause, p)
+
+    def _master(
+        self,
+        at: tuple[int, int, int] | None,
+        cause: dict[tuple[int, int, int], tuple[int, int, int] | None],
+        p: int,
+    ) -> int:
+        """Return the stage with most steps of the critical path in the steady phase, the later of equals."""
+        steps = [0] * p
+        while at is not None:
+            way, stage, j = at
+            is_steady = j >= p - 1 - stage if way == 0 else j <= self.micro_batches - (p - stage)
+            steps[stage] += is_steady
+            at = cause[at]
+        return max(range(p), key=lambda s: (steps[s], s))
+
+
+def _order(m: int, in_flight: int) -> list[tuple[int, int]]:
+    order = [(0, j) for j in range(in_flight)]
+    for j in range(m):
+        order.append((1, j))
+        if in_flight + j < m:
+            order.append((0, in_flight + j))
+    return order
+
+
+def balance_blocks(weights: Sequence[float], num_stages: int) -> Cuts:
+    """Return Algorithm 1's partition: the smallest largest sum of weights."""
+    bounds = split_by_weight(weights, num_stages)
+    return (*(start for start, _ in bounds), len(weights))
+
+
+def search_heuristic(simulator: ChainSimulator, num_stages: int) -> tuple[float, Cuts]:
+    """Return time and cuts of the best partition the master-stage heuristic meets."""
+    weights = [f + b for f, b in zip(simulator.forward, simulator.backward, strict=True)]
+    start = balance_blocks(weights, num_stages)
+    seen: set[Cuts] = set()
+    time, master = simulator.run(start)
+    best = time, start
+    queue: list[tuple[float, Cuts, int]] = [(time, start, master)]
+    while queue and len(seen) < MAX_HEURISTIC:
+        _, cuts, master = heapq.heappop(queue)
+        if cuts in seen:
+            continue
+        seen.add(cuts)
+        for found in _shifted(simulator, weights, cuts, master):
+            if found in seen:
+                continue
+            time, new_master = simulator.run(found)
+            best = min(best, (time, found))
+            if new_master <= master:
+                heapq.heappush(queue, (time, found, new_master))
+    return best
+
+
+def _shifted(simulator: ChainSimulator, weights: Sequence[float], cuts: Cuts, master: int) -> Iterator[Cuts]:
+    """Yield the partitions of steps 2 and 3 around a master stage."""
+    eased = _ease_cool_down(simulator, cuts, master)
+    if eased != cuts:
+        yield eased
+    p = len(cuts) - 1
+    if master > 0 and cuts[master + 1] - cuts[master] > 1:
+        moved = (*cuts[:master], cuts[master] + 1, *cuts[master + 1 :])
+        yield moved
+        yield _rebalance_first(weights, moved, master)
+    if master < p - 1 and cuts[master + 1] - cuts[master] > 1:
+        moved = (*cuts[: master + 1], cuts[master + 1] - 1, *cuts[master + 2 :])
+        yield moved
+        yield _rebalance_first(weights, moved, master + 1)
+
+
+def _rebalance_first(weights: Sequence[float], cuts: Cuts, count: int) -> Cuts:
+    """Return the cuts with Algorithm 1 applied to the first ``count`` stages."""
+    if count < 2:
+        return cuts
+    head = balance_blocks(weights[: cuts[count]], count)
+    return (*head[:-1], *cuts[count:])
+
+
+def _ease_cool_down(simulator: ChainSimulator, cuts: Cuts, master: int) -> Cuts:
+    """Return the cuts with stages after the master made lighter towards its equation (1), front first."""
+    p = len(cuts) - 1
+    changed = list(cuts)
+    forward, backward = simulator.stage_times(cuts)
+    budget = backward[master]
+    for stage in range(master + 1, p - 1):
+        allowed = (stage - master) * budget
+        while changed[stage + 1] - changed[stage] > 1:
+            f, b = simulator.stage_times(tuple(changed))
+            if sum(f[master + 1 : stage + 1]) + sum(b[master + 1 : stage + 1]) <= allowed:
+                break
+            changed[stage + 1] -= 1
+    return tuple(changed)
+
+
+def search_exact(
+    simulator: ChainSimulator, num_stages: int, *, limit: int = MAX_EXACT
+) -> tuple[float, Cuts] | None:
+    """Return time and cuts of the best partition of all, or None where ``limit`` nodes do not suffice."""
+    best = search_heuristic(simulator, num_stages)
+    num, m = len(simulator.forward), simulator.micro_batches
+    f, b = simulator._f, simulator._b
+    nodes = 0
+
+    def extend(cuts: tuple[int, ...]) -> bool:
+        nonlocal best, nodes
+        nodes += 1
+        if nodes > limit:
+            return False
+        start, left = cuts[-1], num_stages - len(cuts)
+        if left == 0:
+            full = (*cuts, num)
+            if bound(start, num) < best[0]:
+                best = min(best, (simulator.run(full)[0], full))
+            return True
+        # What is left must be shared among ``left`` + 1 stages, the next of them begins at ``start``.
+        for stop in range(start + 1, num - left + 1):
+            if bound(start, stop) >= best[0]:
+                break
+            rest = (f[num] - f[stop] + b[num] - b[stop]) / left
+            if f[stop] + b[stop] + m * rest >= best[0] * (1 + 1e-12):
+                continue
+            if not extend((*cuts, stop)):
+                return False
+        return True
+
+    def bound(start: int, stop: int) -> float:
+        return f[start] + b[start] + m * (f[stop] - f[start] + b[stop] - b[start])
+
+    return best if extend((0,)) else None
+
+
+@register_planner("autopipe")
+def autopipe_plan(request: PlanRequest) -> PipelinePlan:
+    """Return the balanced chain: every number of stages that divides the ranks, every micro-batch size.
+
+    Raises:
+        PlanInfeasible: no chain fits.
+    """
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    rules = batch_rules(request)
+    if request.num_stages is not None:
+        counts = [request.num_stages]
+    elif request.data_parallel is not None:
+        counts = [request.num_ranks // request.data_parallel]
+    else:
+        counts = [p for p in range(1, request.num_ranks + 1) if request.num_ranks % p == 0]
+    if all(request.num_ranks % count for count in counts):
+        raise PlanInfeasible(
+            f"autopipe gives every stage the same number of ranks: {request.num_ranks} ranks in {counts[0]} stages "
+            "do not divide; change stages or the number of ranks, or take another planner"
+        )
+    candidates: list[list[StageDraft]] = []
+    order: list[str] = []
+    for wish in rules.wishes():
+        chain = ChainCosts(request, costs, rules, wish)
+        order = chain.order
+        for count in counts:
+            if count <= len(order) and request.num_ranks % count == 0:
+                drafts = _drafts_for(chain, count)
+                if drafts is not None:
+                    candidates.append(drafts)
+    plan = best_plan(request, costs, candidates, planner="autopipe")
+    if plan is None:
+        explain_infeasible(request, costs, rules, [[[name] for name in order], [order]])
+    return plan
+
+
+def _drafts_for(chain: ChainCosts, count: int) -> list[StageDraft] | None:
+    degree = chain.request.num_ranks // count
+    if chain.wish % degree:
+        return None
+    simulator = simulator_of(chain, degree)
+    _, cuts = search_heuristic(simulator, count)
+    exact = search_exact(simulator, count, limit=MAX_EXACT // 10) if count <= 4 else None
+    if exact is not None:
+        cuts = exact[1]
+    return chain.drafts([(start, stop, degree) for start, stop in zip(cuts, cuts[1:], strict=False)])
+
+
+def simulator_of(chain: ChainCosts, degree: int) -> ChainSimulator:
+    """Return the simulator of a chain at one degree, with the mean hop between blocks as communication."""
+    forward, backward = chain.costs.block_times(chain.wish / degree)
+    hops = chain.link_us_per_sample(chain.request.num_ranks)[1:-1] / 2
+    return ChainSimulator(
+        [float(forward[row]) for row in chain.rows],
+        [float(backward[row]) for row in chain.rows],
+        micro_batches=chain.request.mini_batch // chain.wish,
+        comm_us=float(hops.mean()) * chain.wish / degree if len(hops) else 0.0,
+    )

@@ -112,7 +112,8 @@ def _matrix_parts(nodes: Sequence[OpNode], child: Mapping[str, str]) -> dict[str
     part_of: dict[str, str] = {}
     previous = ""
     for name, is_attention in order.items():
-        joins = previous and not is_attention and not order[previous]
+        is_listed = "." in name or "." in previous  # elements of a list inside the layer stay apart
+        joins = previous and not is_attention and not order[previous] and not is_listed
         part_of[name] = part_of[previous] if joins else name
         previous = name
     return part_of

@@ -30,7 +30,7 @@ from gpp_plugin.capture.traced import Traced
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 
-MAX_PROBE_BYTES = 1 << 30
+MAX_PROBE_BYTES = 1 << 29
 """Operators with larger operands are not run; without a rule they count as mixing samples."""
 MAX_CONSTANT_ELEMENTS = 1 << 26
 
@@ -189,8 +189,8 @@ class _Analysis:
             self._spread(name, [next(results) for _ in range(self._num_results(name))])
 
     def _judge_random(self, unit: tuple[str, ...], sources: list[fx.Node]) -> None:
-        """Dropout follows its operand; other draws keep their operand's layout only at its shape."""
-        node = self.pairs[unit[0]][0]
+        """Dropout follows its operand, other draws an operand of their shape, or their own shape."""
+        node, large = self.pairs[unit[0]]
         operands = self._operands(sources)
         if len(unit) == 1 and operands and isinstance(node.meta.get("val"), Tensor):
             state: State | None = self._rule(unit[0], sources)
@@ -199,6 +199,11 @@ class _Analysis:
                 state = first.state
             if isinstance(state, (Rows, Fixed)):
                 self._set(unit[0], state)
+                return
+        if len(unit) == 1 and not operands and isinstance(node.meta.get("val"), Tensor):
+            drawn = _whole_or_rows(_shape(node), _shape(large), self.small.num_samples)
+            if isinstance(drawn, Rows):
+                self._set(unit[0], drawn)
                 return
         self._couple(unit, "draws random numbers whose shape does not follow the samples")
 
@@ -401,8 +406,11 @@ class _Analysis:
             ]
             self._spread(name, states or [Whole()])
         if reason is not None:
-            mixing = [n for n in unit if written_arguments(self.pairs[n][0])] or [unit[-1]]
-            self.found.reasons[mixing[-1]] = reason
+            culprits = [n for n in unit if self._writes_buffer(n)] or [unit[-1]]
+            self.found.reasons[culprits[-1]] = reason
+
+    def _writes_buffer(self, name: str) -> bool:
+        return any(a.name in self.written for a in written_arguments(self.pairs[name][0]))
 
 
 def describe_coupling(node: fx.Node, reason: str) -> str:

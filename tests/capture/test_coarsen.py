@@ -172,14 +172,15 @@ def test_dlrm_has_eight_branches_that_meet_in_the_interaction() -> None:
 
 
 def test_names_and_edges_do_not_depend_on_samples_or_dropout() -> None:
-    for name in ("clip", "t5"):
-        graphs = [
-            coarsen(captured(name)),
-            coarsen(captured(name, num_samples=6)),
-            coarsen(captured(name, dropout=0.1)),
+    for first, second in (
+        (captured("clip"), captured("clip", num_samples=6)),
+        (captured("t5"), captured("t5", dropout=0.3)),
+    ):
+        one, other = coarsen(first), coarsen(second)
+        assert _names(one) == _names(other)
+        assert [(e.src, e.dst, e.tensors) for e in one.edges] == [
+            (e.src, e.dst, e.tensors) for e in other.edges
         ]
-        described = [(_names(g), [(e.src, e.dst, e.tensors) for e in g.edges]) for g in graphs]
-        assert described[0] == described[1] == described[2]
 
 
 def test_blocks_do_not_depend_on_the_order_of_hashes() -> None:

@@ -162,6 +162,9 @@ def _middle_nodes(function) -> set[str]:
         (lambda x: x.repeat_interleave(2, 0).view(-1, 12), set()),
         (lambda x: x.gather(1, x.argsort(1)), set()),
         (lambda x: x + torch.ones(x.shape[0], 1), set()),
+        (lambda x: x * torch.rand(x.shape[0], 1), set()),  # stochastic depth draws for each sample
+        (lambda x: x * torch.rand(()), {"rand", "mul"}),
+        (lambda x: x * torch.rand_like(x), set()),
     ],
 )  # fmt: skip
 def test_mixing_operators_are_found(function, operators) -> None:

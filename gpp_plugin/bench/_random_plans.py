@@ -99,7 +99,7 @@ def _random_edge(rng: random.Random, src: int, dst: int) -> StageEdge:
 def forward_only_of(plan: PipelinePlan, rng: random.Random) -> frozenset[int]:
     """Return some of the stages through which no gradient need flow."""
     touched = {i for edge in plan.edges if edge.gradient_tensors for i in (edge.src, edge.dst)}
-    return frozenset(i for i in range(len(plan.stages)) if i not in touched and rng.random() < 0.7)
+    return frozenset(i for i in range(len(plan.stages)) if i not in touched and rng.random() < 0.9)
 
 
 def check_draw(seed: int) -> PipelinePlan:

@@ -11,6 +11,7 @@ Deviations:
   stages behind the successors; what other branches feed them is taken to be there in time.
 - The shortest running time is that of GPipe's order: every forward is as early as it can be, so every
   gradient comes as early as it can, and the backwards follow each other without a forward between.
+- Every edge between stages that run backwards counts as one with gradients (see `in_flight`).
 - ``most_in_flight`` caps what is held; at the cap the next task is a backward.
 """
 
@@ -21,11 +22,11 @@ from collections.abc import Mapping, Sequence
 
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.cluster import Cluster
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, StageEdge
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.gpipe import gpipe_schedule
 from gpp_plugin.schedule.stage_order import stages_behind
-from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph
+from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph, has_backwards
 from gpp_plugin.simulate.durations import nominal_durations
 from gpp_plugin.simulate.event_loop import Transfers, message_transfers, run_task_graph
 
@@ -99,6 +100,11 @@ def _tasks(stage: int, order: Sequence[int]) -> tuple[Task, ...]:
     )
 
 
+def _with_gradients(edge: StageEdge) -> StageEdge:
+    """Return the edge with gradients for all its tensors, as in-flight counts are made for."""
+    return dataclasses.replace(edge, gradient_tensors=(*edge.batch_tensors, *edge.whole_tensors))
+
+
 class _Judge:
     """The stage and all behind it as one task graph, run again for every order tried."""
 
@@ -107,7 +113,12 @@ class _Judge:
     ) -> None:
         # Stages that this one does not feed run alone: without their edges they delay nothing.
         kept = stages_behind(plan)[stage]
-        edges = tuple(e for e in plan.edges if e.src in kept or (e.src == stage and e.dst in kept))
+        trained = {stage, *(index for index in kept if has_backwards(behind[index]))}
+        edges = tuple(
+            _with_gradients(edge) if {edge.src, edge.dst} <= trained else edge
+            for edge in plan.edges
+            if edge.src in kept or edge.src == stage
+        )
         alone = dataclasses.replace(plan, edges=edges)
         schedules = [
             behind[index] if index in kept else gpipe_schedule(index, plan.num_micro_batches(index))

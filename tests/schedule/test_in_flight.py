@@ -2,11 +2,15 @@ import random
 
 import pytest
 
+from gpp_plugin.bench._random_plans import with_in_flight
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import Stage, StageEdge
 from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.in_flight import compute_in_flight, plan_in_flight
 from gpp_plugin.schedule.kfkb import kfkb_schedule
+from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.schedule.validate import validate_programs
 from tests.schedule.plans import make_plan, simple_plan
 
 
@@ -128,12 +132,26 @@ def test_gpipe_holds_all_and_so_does_what_feeds_it():
     assert plan_in_flight(plan) == (6, 6, 1)
 
 
-def test_frozen_stage_only_keeps_its_consumer_fed():
+def test_edges_without_gradients_count_like_the_others():
     chain = simple_plan([1] * 4, [(0, 1), (1, 2), (2, 3)], mini_batch=8)
     frozen = StageEdge(src=0, dst=1, batch_tensors=("t0",))
-    plan = make_plan(chain.stages, (frozen, *chain.edges[1:]), mini_batch=8)
-    assert plan_in_flight(plan) == (2, 3, 2, 1)
-    assert plan_in_flight(chain) == (4, 3, 2, 1)
+    assert plan_in_flight(make_plan(chain.stages, (frozen, *chain.edges[1:]), mini_batch=8)) == (4, 3, 2, 1)
+
+
+def test_frozen_stages_that_feed_two_branches_which_meet_again():
+    """0 and 1 are frozen; 4 takes single samples of 1 and of 3, which first gathers eight that come from 0."""
+    links = [(0, 1), (0, 2), (1, 4), (2, 3), (3, 4)]
+    plan = simple_plan([1, 1, 2, 8, 1], links, mini_batch=16)
+    edges = tuple(
+        edge if edge.src >= 2 else StageEdge(src=edge.src, dst=edge.dst, batch_tensors=edge.batch_tensors)
+        for edge in plan.edges
+    )
+    plan = with_in_flight(make_plan(plan.stages, edges, mini_batch=16))
+    frozen = frozenset({0, 1})
+    schedules = build_schedules(plan, forward_only_stages=frozen)
+    validate_programs(plan, schedules, lower_schedules(plan, schedules, forward_only_stages=frozen))
+    forwards = forward_schedules(plan)
+    validate_programs(plan, forwards, lower_schedules(plan, forwards, training=False))
 
 
 def test_micro_batch_that_does_not_divide():

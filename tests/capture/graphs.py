@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpp_plugin.capture.export import capture_model, recapture, resize_batch
+from gpp_plugin.capture.export import capture_model
 from gpp_plugin.capture.graph import CapturedGraph
 from tests.models import build
 
@@ -17,14 +17,6 @@ from tests.models import build
 def captured(name: str, num_samples: int = 2, training: bool = True, dropout: float = 0.0) -> CapturedGraph:
     model, make_batch = build(name, dropout=dropout)
     return capture_model(model, make_batch(num_samples), training=training)
-
-
-@functools.cache
-def recaptured(name: str, num_samples: int, dtype: torch.dtype = torch.float64) -> CapturedGraph:
-    """The model in float64, captured at 2 samples and captured again at another number."""
-    model, make_batch = build(name, dtype=dtype)
-    reference = capture_model(model, make_batch(2))
-    return recapture(model, reference, resize_batch(make_batch(2), num_samples))
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -141,6 +141,7 @@ def _train(folder: Path, settings: DemoSettings, timeout_s: float) -> tuple[list
 
 def _compare(folder: Path, settings: DemoSettings) -> tuple[float, list[float]]:
     """Return the accuracy of the saved model and the losses of training in one process."""
+    import torch
     from transformers import CLIPModel
     from transformers.utils import logging as transformers_logging
 
@@ -149,6 +150,7 @@ def _compare(folder: Path, settings: DemoSettings) -> tuple[float, list[float]]:
     from gpp_plugin.demo.reference import train_in_one_process
 
     transformers_logging.disable_progress_bar()
+    torch.set_num_threads(1)  # as each rank has; with operators this small, more only wait for each other
     data = load_digit_captions()
     model = CLIPModel.from_pretrained(folder / "model")
     accuracy = zero_shot_accuracy(model, data.held_out)

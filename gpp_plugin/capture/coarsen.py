@@ -16,6 +16,7 @@ from gpp_plugin.capture.clusters import ordered_units
 from gpp_plugin.capture.graph import CapturedGraph, with_replicated
 from gpp_plugin.capture.keys import Key, ModuleKeys, sub_layer_keys
 from gpp_plugin.capture.quotient import Group, Quotient
+from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
 from gpp_plugin.ir.op_graph import OpGraph, OpNode
 from gpp_plugin.ir.tensors import TensorSpec
@@ -25,12 +26,13 @@ LOSS, ROOT = "loss", "forward"
 """Names of blocks made of the model's own forward code: with the loss, and without."""
 
 
-def coarsen(captured: CapturedGraph, *, granularity: str = "layer") -> BlockGraph:
+def coarsen(captured: CapturedGraph | Analysis, *, granularity: str = "layer") -> BlockGraph:
     """Return the blocks of a captured model, every edge between them, and the tensors on the edges.
 
     Block names and edge tensors are the same at every number of samples and sequence length.
 
     Args:
+        captured: a capture at any size, or the analysis of the first one.
         granularity: ``layer``; ``sub_layer`` cuts layers into attention and feed-forward parts;
             ``node`` makes every operator a block, except those that must stay together.
 
@@ -39,16 +41,15 @@ def coarsen(captured: CapturedGraph, *, granularity: str = "layer") -> BlockGrap
     """
     if granularity not in GRANULARITIES:
         raise ValueError(f"granularity must be one of {GRANULARITIES}, got {granularity!r}")
-    reference = captured.reference or captured
-    partition = _partition(reference, granularity)
-    return _block_graph(captured, partition)
+    analysis = captured if isinstance(captured, Analysis) else captured.analysis
+    return _block_graph(captured.op_graph, analysis, _partition(analysis, granularity))
 
 
-def _partition(captured: CapturedGraph, granularity: str) -> list[tuple[str, list[str]]]:
+def _partition(analysis: Analysis, granularity: str) -> list[tuple[str, list[str]]]:
     """Return block names and their operators, in a topological order."""
-    graph = captured.op_graph
+    graph = analysis.op_graph
     nodes = {node.name: node for node in graph.nodes if not node.is_replicable}
-    units = ordered_units({name: node.inputs for name, node in nodes.items()}, captured.clusters)
+    units = ordered_units({name: node.inputs for name, node in nodes.items()}, analysis.clusters)
     parameters = {p.name for p in graph.parameters if not p.is_buffer}
     quotient = Quotient(nodes, graph.loss)
     if granularity == "node":
@@ -58,7 +59,7 @@ def _partition(captured: CapturedGraph, granularity: str) -> list[tuple[str, lis
             quotient.open(Key(name), unit)
         quotient.merge_isolated()
         return _named(quotient, graph.loss)
-    module_keys = ModuleKeys(captured.layer_lists)
+    module_keys = ModuleKeys(analysis.layer_lists)
     keys = {name: module_keys.layer_key(node.module) for name, node in nodes.items()}
     if granularity == "sub_layer":
         keys = sub_layer_keys(module_keys, list(nodes.values()), parameters)
@@ -68,7 +69,7 @@ def _partition(captured: CapturedGraph, granularity: str) -> list[tuple[str, lis
         group = latest.get(key.path)
         if key.is_glue or group is None or not quotient.extend(group, unit):
             latest[key.path] = quotient.open(key, unit)
-    _Merger(quotient, captured).run()
+    _Merger(quotient, analysis).run()
     quotient.merge_isolated()
     return _named(quotient, graph.loss)
 
@@ -86,10 +87,10 @@ LARGE_SHARE = 0.05
 class _Merger:
     """Decides which groups join a neighbour, and which neighbours they may join."""
 
-    def __init__(self, quotient: Quotient, captured: CapturedGraph) -> None:
-        graph = captured.op_graph
+    def __init__(self, quotient: Quotient, analysis: Analysis) -> None:
+        graph = analysis.op_graph
         self._quotient = quotient
-        self._clusters = captured.clusters
+        self._clusters = analysis.clusters
         self._nodes = {node.name: node for node in graph.nodes}
         self._parameters = {p.name for p in graph.parameters if not p.is_buffer}
         self._batch = {spec.name for spec in graph.inputs}
@@ -153,8 +154,9 @@ def _named(quotient: Quotient, loss: str | None) -> list[tuple[str, list[str]]]:
     return named
 
 
-def _block_graph(captured: CapturedGraph, partition: Sequence[tuple[str, list[str]]]) -> BlockGraph:
-    graph = captured.op_graph
+def _block_graph(
+    graph: OpGraph, analysis: Analysis, partition: Sequence[tuple[str, list[str]]]
+) -> BlockGraph:
     nodes = {node.name: node for node in graph.nodes}
     block_of = {name: block for block, names in partition for name in names}
     users: dict[str, list[str]] = {}
@@ -162,7 +164,7 @@ def _block_graph(captured: CapturedGraph, partition: Sequence[tuple[str, list[st
     edges: dict[tuple[str, str], dict[str, None]] = {}
     tensors: dict[str, TensorSpec] = {}
     for block, names in partition:
-        needed = with_replicated(names, nodes, captured.clusters)
+        needed = with_replicated(names, nodes, analysis.clusters)
         blocks.append(_block(block, names, needed, graph))
         for name in names:
             for source in nodes[name].inputs:

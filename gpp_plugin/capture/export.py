@@ -20,8 +20,9 @@ from gpp_plugin.capture.modules import find_layer_lists
 from gpp_plugin.capture.replicate import find_replicable
 from gpp_plugin.capture.samples import count_samples, resize_batch, rows_per_sample
 from gpp_plugin.capture.shadow import Shadow, dtype_name, make_shadow, tracing_device
-from gpp_plugin.capture.traced import Traced, align, trace
+from gpp_plugin.capture.traced import Traced, align, structure_of, trace
 from gpp_plugin.errors import CaptureError
+from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.op_graph import OpGraph, OpNode
 from gpp_plugin.ir.tensors import UNIFORM, UNIT, Layout, LayoutKind, TensorSpec, batch_layout
 
@@ -70,43 +71,43 @@ def capture_model(
     _couple_readers_of_counts(traced, layouts, replicable)
     op_graph = _op_graph(type(model).__name__, shadow, traced, notes, layouts, replicable)
     logger.debug("captured %s: %d operators", op_graph.model, len(op_graph.nodes))
-    return _assemble(
-        traced, op_graph, training, shadow, clusters=clusters, layer_lists=find_layer_lists(shadow.model)
+    analysis = Analysis(
+        op_graph=op_graph,
+        nodes=structure_of(traced.graph),
+        is_training=training,
+        dtype=dtype_name(dtype) if dtype is not None else None,
+        device=str(where),
+        layer_lists=find_layer_lists(shadow.model),
+        clusters=clusters,
     )
+    return _assemble(traced, op_graph, shadow, analysis)
 
 
-def recapture(model: nn.Module, captured: CapturedGraph, batch: Mapping[str, Any]) -> CapturedGraph:
+def recapture(model: nn.Module, analysis: Analysis, batch: Mapping[str, Any]) -> CapturedGraph:
     """Capture the same model at another number of samples or other lengths.
 
     One export; layouts, couplings and what is replicated carry over by name, so that `coarsen` gives the
     same blocks.
 
+    Args:
+        analysis: of the first capture, on this rank or another.
+
     Raises:
         CaptureError: the graph has another structure at these shapes; the message says where.
     """
-    reference = captured.reference or captured
-    training, dtype = reference.is_training, reference.dtype
-    shadow = make_shadow(model, training=training, dtype=dtype, device=reference.device)
-    outputs = tuple(reference.op_graph.outputs)
-    traced = trace(shadow, batch, outputs=outputs, training=training)
+    dtype = getattr(torch, analysis.dtype) if analysis.dtype is not None else None
+    training = analysis.is_training
+    shadow = make_shadow(model, training=training, dtype=dtype, device=torch.device(analysis.device))
+    traced = trace(shadow, batch, outputs=tuple(analysis.op_graph.outputs), training=training)
     try:
-        traced = align(reference.graph.nodes, traced)
+        traced = align(analysis.nodes, traced)
     except CaptureError as error:
         raise CaptureError(
             f"the graph changed with the input shapes: {error}; pad batches to one length, or use another "
             "micro-batch size"
         ) from None
     notes = annotate(traced.graph, shadow, traced.fakes, traced.attributes, training=training)
-    op_graph = _carried_over(reference.op_graph, traced, notes)
-    return _assemble(
-        traced,
-        op_graph,
-        training,
-        shadow,
-        clusters=reference.clusters,
-        layer_lists=reference.layer_lists,
-        reference=reference,
-    )
+    return _assemble(traced, _carried_over(analysis.op_graph, traced, notes), shadow, analysis)
 
 
 def _at_analysis_sizes(
@@ -121,7 +122,7 @@ def _at_analysis_sizes(
         pair.append(known or trace(shadow, resized, outputs=outputs, training=training))
     small, large = pair
     try:
-        nodes = list(small.graph.nodes)
+        nodes = structure_of(small.graph)
         return small if traced is small else align(nodes, traced), small, align(nodes, large)
     except CaptureError as error:
         raise CaptureError(
@@ -137,16 +138,7 @@ def _couple_readers_of_counts(traced: Traced, layouts: Layouts, replicable: set[
             layouts.coupling.update((node.name, *(u.name for u in node.users if u.op == "call_function")))
 
 
-def _assemble(
-    traced: Traced,
-    op_graph: OpGraph,
-    training: bool,
-    shadow: Shadow,
-    *,
-    clusters: tuple[tuple[str, ...], ...],
-    layer_lists: tuple[str, ...],
-    reference: CapturedGraph | None = None,
-) -> CapturedGraph:
+def _assemble(traced: Traced, op_graph: OpGraph, shadow: Shadow, analysis: Analysis) -> CapturedGraph:
     if tracing_device(shadow.device) != shadow.device:
         move_graph(traced.graph, traced.attributes, shadow.device)
     return CapturedGraph(
@@ -156,12 +148,7 @@ def _assemble(
         parameters=traced.parameters,
         constants=traced.constants,
         op_graph=op_graph,
-        is_training=training,
-        layer_lists=layer_lists,
-        clusters=clusters,
-        dtype=shadow.dtype,
-        device=shadow.device,
-        reference=reference,
+        analysis=analysis,
     )
 
 

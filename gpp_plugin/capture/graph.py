@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.op_graph import OpGraph, OpNode
 
 
@@ -23,12 +24,7 @@ class CapturedGraph:
         parameters: placeholder name -> name of the parameter or buffer (the first name of a tied one).
         constants: placeholder name -> tensor the model made while it was traced.
         op_graph: the same graph as data.
-        is_training: whether modules were in training mode.
-        layer_lists: module paths whose children are repeated layers (module lists, long sequentials).
-        clusters: groups of nodes that belong together: writers and readers of one storage, operators
-            with several results and their parts, tensors that no batch axis can cut.
-        dtype, device: what `capture_model` was asked for.
-        reference: the capture whose analysis this one (`recapture`) carries on.
+        analysis: what the first capture of the model found out; `recapture` carries it on.
     """
 
     graph: torch.fx.Graph
@@ -37,12 +33,22 @@ class CapturedGraph:
     parameters: dict[str, str]
     constants: dict[str, torch.Tensor]
     op_graph: OpGraph
-    is_training: bool
-    layer_lists: tuple[str, ...] = ()
-    clusters: tuple[tuple[str, ...], ...] = ()
-    dtype: torch.dtype | None = None
-    device: torch.device = torch.device("cpu")
-    reference: CapturedGraph | None = None
+    analysis: Analysis
+
+    @property
+    def is_training(self) -> bool:
+        """Return whether modules were in training mode."""
+        return self.analysis.is_training
+
+    @property
+    def clusters(self) -> tuple[tuple[str, ...], ...]:
+        """Return the groups of nodes that belong together."""
+        return self.analysis.clusters
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device the graph was captured for."""
+        return torch.device(self.analysis.device)
 
     def replicated_closure(self, nodes: Iterable[str]) -> set[str]:
         """Return ``nodes`` and every replicated node that computing them takes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from gpp_plugin.capture.samples import count_samples
 from gpp_plugin.capture.shadow import Shadow, tracing_device
 from gpp_plugin.capture.trace import WRAPPED, export_model, split_batch
 from gpp_plugin.errors import CaptureError
+from gpp_plugin.ir.analysis import GraphNode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +115,21 @@ def trace(shadow: Shadow, batch: Mapping[str, Any], *, outputs: Sequence[str], t
     )
 
 
-def align(reference: Iterable[fx.Node], traced: Traced) -> Traced:
+def structure_of(graph: fx.Graph) -> tuple[GraphNode, ...]:
+    """Return the nodes of a graph as data, for `align`."""
+    return tuple(
+        GraphNode(
+            name=node.name,
+            op=node.op,
+            target=_target(node),
+            inputs=tuple(source.name for source in node.all_input_nodes),
+            module=module_path(node),
+        )
+        for node in graph.nodes
+    )
+
+
+def align(reference: Iterable[GraphNode], traced: Traced) -> Traced:
     """Return ``traced`` with the node names, and the copies to contiguous memory, of a reference.
 
     Copies that are not needed leave no node (one sample is contiguous where two are not), and names
@@ -123,25 +139,24 @@ def align(reference: Iterable[fx.Node], traced: Traced) -> Traced:
         CaptureError: the operators or what they read differ.
     """
     new = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}  # of the reference's nodes
-    pending = list(traced.graph.nodes)
+    mapping: dict[str, fx.Node] = {}  # of the reference's nodes
+    pending = deque(traced.graph.nodes)
     for old in reference:
         node = pending[0] if pending else None
-        if node is not None and (node.op, _target(node)) == (old.op, _target(old)):
-            pending.pop(0)
-            if len(node.all_input_nodes) != len(old.all_input_nodes):
+        if node is not None and (node.op, _target(node)) == (old.op, old.target):
+            pending.popleft()
+            if len(node.all_input_nodes) != len(old.inputs):
                 raise CaptureError(_difference(old, node, traced.num_samples))
-            wiring = {
-                own: mapping[s] for own, s in zip(node.all_input_nodes, old.all_input_nodes, strict=True)
-            }
+            wiring = {own: mapping[s] for own, s in zip(node.all_input_nodes, old.inputs, strict=True)}
             args: Any = fx.map_arg(node.args, wiring.__getitem__)
             kwargs: Any = fx.map_arg(node.kwargs, wiring.__getitem__)
-            mapping[old] = new.create_node(node.op, node.target, args, kwargs, name=old.name)
-            mapping[old].meta = dict(node.meta)
-        elif old.target is torch.ops.aten.contiguous.default:
-            source = mapping[old.all_input_nodes[0]]
-            mapping[old] = new.create_node("call_function", old.target, (source,), {}, name=old.name)
-            mapping[old].meta = {**old.meta, "val": source.meta["val"]}
+            mapping[old.name] = new.create_node(node.op, node.target, args, kwargs, name=old.name)
+            mapping[old.name].meta = dict(node.meta)
+        elif old.target == str(torch.ops.aten.contiguous.default):
+            source = mapping[old.inputs[0]]
+            contiguous = torch.ops.aten.contiguous.default
+            mapping[old.name] = new.create_node("call_function", contiguous, (source,), {}, name=old.name)
+            mapping[old.name].meta = dict(source.meta)
         else:
             raise CaptureError(_difference(old, node, traced.num_samples))
     if pending:
@@ -149,14 +164,17 @@ def align(reference: Iterable[fx.Node], traced: Traced) -> Traced:
     return dataclasses.replace(traced, graph=new)
 
 
-def _target(node: fx.Node) -> Any:
-    return (node.name if node.op == "placeholder" else "") if node.op != "call_function" else node.target
+def _target(node: fx.Node) -> str:
+    if node.op == "call_function":
+        return str(node.target)
+    return node.name if node.op == "placeholder" else ""
 
 
-def _difference(old: fx.Node | None, new: fx.Node | None, num_samples: int) -> str:
-    place = module_path(old or new) or "the model itself"  # type: ignore[arg-type]
-    was, now = (f"{node.name} ({node.target})" if node is not None else "nothing" for node in (old, new))
-    return f"operator {was} in {place} is {now} at {num_samples} samples"
+def _difference(old: GraphNode | None, new: fx.Node | None, num_samples: int) -> str:
+    place = old.module if old is not None else module_path(new) if new is not None else ""
+    was = f"{old.name} ({old.target})" if old is not None else "nothing"
+    now = f"{new.name} ({new.target})" if new is not None else "nothing"
+    return f"operator {was} in {place or 'the model itself'} is {now} at {num_samples} samples"
 
 
 def _attribute(root: torch.nn.Module, target: str) -> Any:

@@ -131,17 +131,19 @@ def _library_model(args: argparse.Namespace, cluster: Cluster) -> tuple[BlockGra
 
 
 def _huggingface_model(args: argparse.Namespace, cluster: Cluster, unit: int) -> tuple[BlockGraph, Profile]:
+    from gpp_plugin.capture.coarsen import coarsen
+    from gpp_plugin.capture.export import capture_model
     from gpp_plugin.integrations.hf_models import build_on_meta, make_example_batch, read_hf_config
     from gpp_plugin.profile.analytic import analytic_profile, default_sample_counts
-    from gpp_plugin.runtime.pipeline import capture_reference
 
     model = build_on_meta(read_hf_config(args.model))
     batch = make_example_batch(model, num_samples=unit, length=args.length)
-    reference = capture_reference(model, batch, num_samples=unit, granularity=args.granularity)
+    captured = capture_model(model, batch)
+    graph = coarsen(captured, granularity=args.granularity)
     profile = analytic_profile(
-        reference.block_graph,
+        graph,
         cluster.devices[0],
         sample_counts=default_sample_counts(args.mini_batch),
-        op_graph=reference.captured.op_graph,
+        op_graph=captured.op_graph,
     )
-    return reference.block_graph, profile
+    return graph, profile

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpp_plugin.capture.export import count_samples
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from gpp_plugin.capture.export import count_samples
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.runtime.batches import Batch, check_batch, collect_mini_batch, shape_key
 

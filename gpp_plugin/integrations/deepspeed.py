@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import PipelineModule
-from gpp_plugin.capture.export import count_samples
 from torch import nn
 
+from gpp_plugin.capture.export import count_samples
 from gpp_plugin.config import (
     GraphPipelineConfig,
     batch_arithmetic,

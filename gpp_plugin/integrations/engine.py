@@ -15,15 +15,15 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from gpp_plugin.capture.export import count_samples
 from torch import Tensor, nn
 
+from gpp_plugin.capture.export import count_samples
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.integrations import checkpoint, huggingface
 from gpp_plugin.integrations.data import Feed, make_loader, repeat
 from gpp_plugin.integrations.metrics import Metrics
-from gpp_plugin.integrations.preparation import Setting, prepare_plan
+from gpp_plugin.integrations.preparation import Setting, analyse, prepare_plan
 from gpp_plugin.integrations.stage_engine import StageEngine, StepResult, TiedParameter
 from gpp_plugin.integrations.stage_groups import StageGroups
 from gpp_plugin.ir.plan import PipelinePlan
@@ -35,7 +35,6 @@ from gpp_plugin.runtime.materialize import materialize_parameters, release_param
 from gpp_plugin.runtime.pipeline import (
     Lane,
     Reference,
-    capture_reference,
     channels_of,
     make_programs,
     tied_stages,
@@ -95,7 +94,7 @@ class GraphPipelineEngine:
         lane = self._make_lane(self._reference, self.plan)
         assert lane is not None, "every rank is in a stage of the training plan"
         self._lane: Lane = lane
-        self.module = self._make_module(self._lane)
+        self.module = self._make_module(self._lane, sample_batch)
         self._tied = tuple(
             TiedParameter(name=name, stages=stages, owner=stages[0])
             for name, stages in tied_stages(self.plan, self._reference).items()
@@ -160,9 +159,9 @@ class GraphPipelineEngine:
                 )
         return None
 
-    def _make_module(self, lane: Lane) -> StageModule:
+    def _make_module(self, lane: Lane, sample_batch: Batch) -> StageModule:
         """Take this stage's parameters from the model and let go of the others."""
-        known = {p.name: p for p in self._reference.captured.op_graph.parameters}
+        known = {p.name: p for p in self._reference.analysis.op_graph.parameters}
         graph = self._reference.block_graph
         blocks = {block.name: block for block in graph.blocks}
         stage = self.plan.stages[lane.stage_index]
@@ -172,7 +171,7 @@ class GraphPipelineEngine:
         unused = [p.name for p in known.values() if p.name not in used and not p.is_buffer]
         if lane.stage_index == len(self.plan.stages) - 1:
             own += unused
-        names = tuple(dict.fromkeys((*lane.needed_tensors(), *own)))
+        names = tuple(dict.fromkeys((*lane.prepare(sample_batch).tensors, *own)))
         tensors = materialize_parameters(
             self._model,
             names,
@@ -317,10 +316,10 @@ class GraphPipelineEngine:
         total = 0.0
         collected: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in wanted}
         for part in split_evaluation(plan, num_samples):
-            lane = self._evaluation_lane(reference, part.plan, wanted)
+            rows = _take_samples(batch, part.first_sample, part.plan.mini_batch, num_samples)
+            lane = self._evaluation_lane(reference, part.plan, wanted, rows)
             if lane is None:
                 continue
-            rows = _take_samples(batch, part.first_sample, part.plan.mini_batch, num_samples)
             result = lane.run(rows)
             total += sum(float(loss) * count for loss, count in result.losses)
             for name, pieces in result.outputs.items():
@@ -336,34 +335,32 @@ class GraphPipelineEngine:
     def _evaluation_reference(self, batch: Batch, wanted: tuple[str, ...]) -> tuple[Reference, PipelinePlan]:
         key = (wanted, tuple(sorted(batch)))
         if key not in self._evaluation:
-            reference = capture_reference(
+            reference = analyse(
                 self._model,
                 batch,
-                num_samples=self._setting.sizes.loss_unit,
-                granularity=self.config.granularity,
+                config=self.config,
+                setting=self._setting,
                 is_training=False,
                 outputs=wanted,
-                dtype=self._setting.dtype,
-                device=self.device,
             )
             self._evaluation[key] = (reference, evaluation_plan(self.plan, reference.block_graph))
         return self._evaluation[key]
 
     def _evaluation_lane(
-        self, reference: Reference, plan: PipelinePlan, wanted: tuple[str, ...]
+        self, reference: Reference, plan: PipelinePlan, wanted: tuple[str, ...], batch: Batch
     ) -> Lane | None:
         key = (plan.graph, plan.mini_batch, plan.loss_unit, wanted)
         if key not in self._evaluation_lanes:
             lane = self._make_lane(reference, plan)
             if lane is not None:
-                self._add_missing_buffers(lane)
+                self._add_missing_buffers(lane.prepare(batch).tensors)
                 lane.bind(self.module, None)
             self._evaluation_lanes[key] = lane
         return self._evaluation_lanes[key]
 
-    def _add_missing_buffers(self, lane: Lane) -> None:
+    def _add_missing_buffers(self, needed: Sequence[str]) -> None:
         """Give the stage what only evaluation reads (a mask's buffer, say)."""
-        missing = [name for name in lane.needed_tensors() if name not in self.module.named_tensors()]
+        missing = [name for name in needed if name not in self.module.named_tensors()]
         if missing:
             self.module.add_buffers(
                 materialize_parameters(
@@ -605,7 +602,7 @@ class GraphPipelineEngine:
         state: dict[str, Tensor] = {}
         for part in gathered:
             state.update(part)
-        for parameter in self._reference.captured.op_graph.parameters:
+        for parameter in self._reference.analysis.op_graph.parameters:
             for alias in parameter.aliases:
                 if parameter.name in state:
                     state[alias] = state[parameter.name]

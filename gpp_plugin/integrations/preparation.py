@@ -1,6 +1,7 @@
 """From a model, a sample batch and the configuration to a plan: capture, profile, plan.
 
-Every rank captures (cheap, on fake tensors); rank 0 alone profiles and plans, and tells the others.
+Rank 0 alone captures, profiles and plans, and tells the others what it found out and decided; each rank
+then captures once more, at the local batch of its own stage.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,24 +18,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gpp_plugin.capture.export import recapture, resize_batch
+from gpp_plugin.capture.coarsen import coarsen
+from gpp_plugin.capture.export import capture_model, recapture, resize_batch
 from gpp_plugin.capture.graph import CapturedGraph
 from gpp_plugin.config import BatchSizes, GraphPipelineConfig
 from gpp_plugin.errors import CaptureError, ConfigError
+from gpp_plugin.ir.analysis import Analysis
+from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import Profile
+from gpp_plugin.plan.clusters import read_cluster
 from gpp_plugin.plan.explicit import explicit_plan
 from gpp_plugin.plan.registry import PlanRequest, make_plan
 from gpp_plugin.profile.analytic import default_sample_counts
 from gpp_plugin.profile.measure import profile_blocks
 from gpp_plugin.runtime.agree import call_on_rank_zero
 from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.pipeline import Reference, capture_reference
+from gpp_plugin.runtime.pipeline import Reference, make_reference
 
 logger = logging.getLogger(__name__)
 
-PROFILE_TIMEOUT_S = 1800.0
+PREPARATION_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,53 +62,87 @@ class Setting:
     group: dist.ProcessGroup | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """What rank 0 finds out for all: the model's analysis and the plan on it."""
+
+    analysis: Analysis
+    plan: PipelinePlan
+
+
 def prepare_plan(
     model: nn.Module, sample_batch: Batch, *, config: GraphPipelineConfig, setting: Setting
 ) -> tuple[Reference, PipelinePlan]:
-    """Capture the model and agree on a plan for it; collective over all ranks.
+    """Agree on the analysis of the model and on a plan for it; collective over all ranks.
 
     Raises:
         CaptureError: the model cannot be exported.
         PlanError, PlanInfeasible: no plan meets the configuration.
     """
-    reference = capture_reference(
+    prepared = call_on_rank_zero(
+        lambda: _prepare(model, sample_batch, config, setting),
+        Preparation,
+        what="plan",
+        group=setting.group,
+        timeout_s=PREPARATION_TIMEOUT_S,
+    )
+    return make_reference(prepared.analysis, config.granularity), prepared.plan
+
+
+def analyse(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    config: GraphPipelineConfig,
+    setting: Setting,
+    is_training: bool,
+    outputs: Sequence[str] = (),
+) -> Reference:
+    """Agree on the analysis of the model in one mode; collective over all ranks.
+
+    Raises:
+        CaptureError: the model cannot be exported.
+    """
+    analysis = call_on_rank_zero(
+        lambda: _capture(model, batch, setting, is_training, outputs).analysis,
+        Analysis,
+        what="capture",
+        group=setting.group,
+        timeout_s=PREPARATION_TIMEOUT_S,
+    )
+    return make_reference(analysis, config.granularity)
+
+
+def _capture(
+    model: nn.Module, batch: Batch, setting: Setting, is_training: bool, outputs: Sequence[str] = ()
+) -> CapturedGraph:
+    return capture_model(
         model,
-        sample_batch,
-        num_samples=setting.sizes.loss_unit,
-        granularity=config.granularity,
+        resize_batch(batch, setting.sizes.loss_unit),
+        training=is_training,
+        outputs=outputs,
         dtype=setting.dtype,
         device=setting.device,
     )
-    if setting.rank == 0:
-        for line in reference.captured.op_graph.couplings:
-            logger.info("samples are mixed by %s", line)
-    plan = call_on_rank_zero(
-        lambda: _make_plan(model, sample_batch, reference, config, setting),
-        PipelinePlan,
-        what="plan",
-        group=setting.group,
-        timeout_s=PROFILE_TIMEOUT_S,
-    )
-    if setting.rank == 0:
-        for note in plan.notes:
-            logger.info("plan: %s", note)
-    return reference, plan
 
 
-def _make_plan(
-    model: nn.Module,
-    sample_batch: Batch,
-    reference: Reference,
-    config: GraphPipelineConfig,
-    setting: Setting,
-) -> PipelinePlan:
-    captures = _captures(model, sample_batch, reference, setting.sizes)
-    profile = _profile(model, sample_batch, reference, captures, config, setting)
-    request = _request(reference, config, setting, profile, smallest_local_batch=min(captures))
+def _prepare(
+    model: nn.Module, sample_batch: Batch, config: GraphPipelineConfig, setting: Setting
+) -> Preparation:
+    captured = _capture(model, sample_batch, setting, True)
+    for line in captured.op_graph.couplings:
+        logger.info("samples are mixed by %s", line)
+    graph = coarsen(captured, granularity=config.granularity)
+    captures = _captures(model, sample_batch, captured, setting.sizes)
+    profile = _profile(model, sample_batch, graph, captures, config, setting)
+    request = _request(graph, config, setting, profile, smallest_local_batch=min(captures))
     if config.plan is not None:
-        return explicit_plan(_read_plan(config.plan), request)
-    planner = "graphpipe" if config.planner == "auto" else config.planner
-    return make_plan(planner, request)
+        plan = explicit_plan(_read_plan(config.plan), request)
+    else:
+        plan = make_plan(config.planner, request)
+    for note in plan.notes:
+        logger.info("plan: %s", note)
+    return Preparation(analysis=captured.analysis, plan=plan)
 
 
 def _read_plan(plan: str | dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +158,7 @@ def _read_plan(plan: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def _request(
-    reference: Reference,
+    graph: BlockGraph,
     config: GraphPipelineConfig,
     setting: Setting,
     profile: Profile,
@@ -135,7 +174,7 @@ def _request(
         wanted = {"*": sizes}
     limit = config.memory.limit_gb
     return PlanRequest(
-        graph=reference.block_graph,
+        graph=graph,
         profile=profile,
         cluster=_cluster(config, setting),
         num_ranks=setting.num_ranks,
@@ -154,7 +193,7 @@ def _request(
 def _cluster(config: GraphPipelineConfig, setting: Setting) -> Cluster:
     """Return the cluster described in the configuration, or this machine for every rank."""
     if config.cluster != "auto":
-        raise NotImplementedError
+        return read_cluster(config.cluster, num_devices=setting.num_ranks)
     sharing = local_ranks(setting.num_ranks)
     if setting.device.type == "cuda":
         properties = torch.cuda.get_device_properties(setting.device)
@@ -174,7 +213,7 @@ def local_ranks(num_ranks: int) -> int:
 
 
 def _captures(
-    model: nn.Module, sample_batch: Batch, reference: Reference, sizes: BatchSizes
+    model: nn.Module, sample_batch: Batch, captured: CapturedGraph, sizes: BatchSizes
 ) -> dict[int, CapturedGraph]:
     """Capture at the numbers of samples to profile: powers of two up to the loss unit, and some more.
 
@@ -182,10 +221,10 @@ def _captures(
     and the planner gives no rank fewer samples than the smallest that works.
     """
     unit = sizes.loss_unit
-    captures = {unit: reference.captured}
+    captures = {unit: captured}
     for count in sorted({*default_sample_counts(unit), min(sizes.mini_batch, 4 * unit)} - {unit}):
         try:
-            captures[count] = recapture(model, reference.captured, resize_batch(sample_batch, count))
+            captures[count] = recapture(model, captured.analysis, resize_batch(sample_batch, count))
         except CaptureError as error:
             logger.info("%d samples at a time are not possible: %s", count, error)
     return captures
@@ -194,15 +233,15 @@ def _captures(
 def _profile(
     model: nn.Module,
     sample_batch: Batch,
-    reference: Reference,
+    graph: BlockGraph,
     captures: Mapping[int, CapturedGraph],
     config: GraphPipelineConfig,
     setting: Setting,
 ) -> Profile:
     state: dict[str, Any] = dict(model.named_parameters()) | dict(model.named_buffers())
     return profile_blocks(
-        reference.captured,
-        reference.block_graph,
+        captures[setting.sizes.loss_unit],
+        graph,
         model_state=state,
         batch=resize_batch(sample_batch, max(captures)),
         capture_at=captures.__getitem__,

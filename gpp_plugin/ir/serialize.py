@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import json
 import os
@@ -65,18 +66,26 @@ def from_plain(kind: Any, plain: Any) -> Any:
 def _dataclass_from_plain(kind: type, plain: Any) -> Any:
     if not isinstance(plain, dict):
         raise GppError(f"{kind.__name__}: expected an object, found {type(plain).__name__}")
-    hints = typing.get_type_hints(kind)
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    unknown = sorted(set(plain) - set(fields))
-    required = {
-        name
-        for name, f in fields.items()
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    }
-    missing = sorted(required - set(plain))
-    if unknown or missing:
-        raise GppError(f"{kind.__name__}: unknown fields {unknown}, missing fields {missing}; is the file of this release?")
+    hints, required = _fields_of(kind)
+    if not required <= plain.keys() <= hints.keys():
+        unknown, missing = sorted(plain.keys() - hints.keys()), sorted(required - plain.keys())
+        raise GppError(
+            f"{kind.__name__}: unknown fields {unknown}, missing fields {missing}; is the file of this release?"
+        )
     return kind(**{name: from_plain(hints[name], item) for name, item in plain.items()})
+
+
+@functools.cache
+def _fields_of(kind: type) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return the types of a dataclass's fields, and the fields that must be given."""
+    hints = typing.get_type_hints(kind)
+    fields = dataclasses.fields(kind)
+    required = frozenset(
+        f.name
+        for f in fields
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    )
+    return {f.name: hints[f.name] for f in fields}, required
 
 
 def fingerprint(value: Any) -> str:
@@ -87,7 +96,9 @@ def fingerprint(value: Any) -> str:
 
 def dumps(value: Any) -> str:
     """Return the JSON text of a dataclass of `ir`, with its type and schema version."""
-    return json.dumps({"schema": SCHEMA_VERSION, "type": type(value).__name__, "value": to_plain(value)}, indent=1)
+    return json.dumps(
+        {"schema": SCHEMA_VERSION, "type": type(value).__name__, "value": to_plain(value)}, indent=1
+    )
 
 
 def loads(kind: type[T], text: str) -> T:
@@ -103,7 +114,9 @@ def loads(kind: type[T], text: str) -> T:
     if not isinstance(envelope, dict) or not {"schema", "type", "value"} <= set(envelope):
         raise GppError(f"not a {kind.__name__} file: keys schema, type and value expected")
     if envelope["schema"] != SCHEMA_VERSION:
-        raise GppError(f"schema {envelope['schema']} of this {kind.__name__} is not {SCHEMA_VERSION}; write it anew with this release")
+        raise GppError(
+            f"schema {envelope['schema']} of this {kind.__name__} is not {SCHEMA_VERSION}; write it anew with this release"
+        )
     if envelope["type"] != kind.__name__:
         raise GppError(f"the file holds a {envelope['type']}, not a {kind.__name__}")
     return typing.cast(T, from_plain(kind, envelope["value"]))

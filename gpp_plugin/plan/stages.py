@@ -91,7 +91,7 @@ def build_plan(
         mini_batch=request.mini_batch,
         loss_unit=request.loss_unit,
         stages=tuple(stages),
-        edges=stage_edges(costs, [stage.blocks for stage in stages]),
+        edges=stage_edges(graph, [stage.blocks for stage in stages], known=costs.edge_cache),
         notes=tuple(notes),
     )
     return with_in_flight(plan, costs, extra=[draft.extra_in_flight for draft in ordered])
@@ -122,43 +122,50 @@ def with_in_flight(plan: PipelinePlan, costs: CostModel, *, extra: Sequence[int]
     return dataclasses.replace(plan, stages=stages)
 
 
-def stage_edges(costs: CostModel, groups: Sequence[Sequence[str]]) -> tuple[StageEdge, ...]:
-    """Return the edges between groups of blocks: every tensor once per pair of stages."""
-    index = costs.index
-    stage_of = [0] * len(index)
-    for i, blocks in enumerate(groups):
-        for block in blocks:
-            stage_of[index[block]] = i
+def stage_edges(
+    graph: BlockGraph,
+    groups: Sequence[Sequence[str]],
+    *,
+    known: dict[tuple[str, ...], StageEdge] | None = None,
+) -> tuple[StageEdge, ...]:
+    """Return the edges between groups of blocks: every tensor once per pair of stages.
+
+    Args:
+        known: edges described before, by their tensors; a search that makes many plans keeps it.
+    """
+    stage_of = {block: i for i, blocks in enumerate(groups) for block in blocks}
     between: dict[tuple[int, int], dict[str, None]] = {}
-    for src, dst, tensors in costs.block_edges:
-        pair = (stage_of[src], stage_of[dst])
+    for edge in graph.edges:
+        pair = (stage_of[edge.src], stage_of[edge.dst])
         if pair[0] != pair[1]:
-            between.setdefault(pair, {}).update(tensors)
-    return tuple(_stage_edge(costs, src, dst, tuple(between[src, dst])) for src, dst in sorted(between))
+            between.setdefault(pair, {}).update(dict.fromkeys(edge.tensors))
+    described = {} if known is None else known
+    edges = []
+    for src, dst in sorted(between):
+        names = tuple(between[src, dst])
+        if names not in described:
+            described[names] = _describe_edge(graph, names)
+        edges.append(dataclasses.replace(described[names], src=src, dst=dst))
+    return tuple(edges)
 
 
-def _stage_edge(costs: CostModel, src: int, dst: int, names: tuple[str, ...]) -> StageEdge:
-    key = names
-    found = costs.edge_cache.get(key)
-    if found is None:
-        specs = [costs.graph.tensors[name] for name in names]
-        batch = [spec for spec in specs if spec.layout.kind is LayoutKind.BATCH]
-        whole = [spec for spec in specs if spec.layout.kind is not LayoutKind.BATCH]
-        found = StageEdge(
-            src=0,
-            dst=0,
-            batch_tensors=tuple(spec.name for spec in batch),
-            whole_tensors=tuple(spec.name for spec in whole),
-            gradient_tensors=tuple(spec.name for spec in specs if spec.requires_grad),
-            bytes_per_sample=sum(s.bytes_for(s.num_samples) / s.num_samples for s in batch),
-            bytes_fixed=float(sum(s.bytes_for(s.num_samples) for s in whole)),
-            gradient_bytes_per_sample=sum(
-                s.bytes_for(s.num_samples) / s.num_samples for s in batch if s.requires_grad
-            ),
-            gradient_bytes_fixed=float(sum(s.bytes_for(s.num_samples) for s in whole if s.requires_grad)),
-        )
-        costs.edge_cache[key] = found
-    return dataclasses.replace(found, src=src, dst=dst)
+def _describe_edge(graph: BlockGraph, names: tuple[str, ...]) -> StageEdge:
+    specs = [graph.tensors[name] for name in names]
+    batch = [spec for spec in specs if spec.layout.kind is LayoutKind.BATCH]
+    whole = [spec for spec in specs if spec.layout.kind is not LayoutKind.BATCH]
+    return StageEdge(
+        src=0,
+        dst=0,
+        batch_tensors=tuple(spec.name for spec in batch),
+        whole_tensors=tuple(spec.name for spec in whole),
+        gradient_tensors=tuple(spec.name for spec in specs if spec.requires_grad),
+        bytes_per_sample=sum(s.bytes_for(s.num_samples) / s.num_samples for s in batch),
+        bytes_fixed=float(sum(s.bytes_for(s.num_samples) for s in whole)),
+        gradient_bytes_per_sample=sum(
+            s.bytes_for(s.num_samples) / s.num_samples for s in batch if s.requires_grad
+        ),
+        gradient_bytes_fixed=float(sum(s.bytes_for(s.num_samples) for s in whole if s.requires_grad)),
+    )
 
 
 def order_stages(

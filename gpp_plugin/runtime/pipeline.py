@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.capture.coarsen import coarsen
-from gpp_plugin.capture.export import capture_model, recapture, resize_batch
+from gpp_plugin.capture.export import count_samples, recapture, resize_batch
 from gpp_plugin.capture.graph import CapturedGraph
 from gpp_plugin.errors import CaptureError
+from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.op_graph import OpGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import InstructionKind, RankProgram
 from gpp_plugin.runtime.batches import Batch, shape_key, slice_batch
@@ -38,39 +40,17 @@ MAX_SHAPES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """A model as captured once, in one mode, at the sizes of the sample batch."""
+    """A model as captured once, in one mode: what was found out, and its blocks."""
 
-    captured: CapturedGraph
+    analysis: Analysis
     block_graph: BlockGraph
     granularity: str
 
 
-def capture_reference(
-    model: nn.Module,
-    batch: Batch,
-    *,
-    num_samples: int,
-    granularity: str = "layer",
-    is_training: bool = True,
-    outputs: Sequence[str] = (),
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-) -> Reference:
-    """Capture ``model`` at ``num_samples`` samples and coarsen it to blocks.
-
-    Raises:
-        CaptureError: the model cannot be exported.
-    """
-    captured = capture_model(
-        model,
-        resize_batch(batch, num_samples),
-        training=is_training,
-        outputs=outputs,
-        dtype=dtype,
-        device=device,
-    )
-    graph = coarsen(captured, granularity=granularity)
-    return Reference(captured=captured, block_graph=graph, granularity=granularity)
+def make_reference(analysis: Analysis, granularity: str) -> Reference:
+    """Coarsen what a capture found out to blocks."""
+    graph = coarsen(analysis, granularity=granularity)
+    return Reference(analysis=analysis, block_graph=graph, granularity=granularity)
 
 
 def forward_only_stages(plan: PipelinePlan, block_graph: BlockGraph) -> frozenset[int]:
@@ -85,7 +65,7 @@ def forward_only_stages(plan: PipelinePlan, block_graph: BlockGraph) -> frozense
 
 def tied_stages(plan: PipelinePlan, reference: Reference) -> dict[str, tuple[int, ...]]:
     """Return the trainable parameters used on several stages, parameter name -> stage indices."""
-    trainable = {p.name for p in reference.captured.op_graph.parameters if p.requires_grad}
+    trainable = {p.name for p in reference.analysis.op_graph.parameters if p.requires_grad}
     stage_of = {block: index for index, stage in enumerate(plan.stages) for block in stage.blocks}
     shared = {}
     for name, blocks in reference.block_graph.tied.items():
@@ -101,7 +81,7 @@ def make_programs(plan: PipelinePlan, reference: Reference) -> tuple[RankProgram
     Raises:
         ScheduleError: the programs would deadlock, reorder messages or exceed their in-flight counts.
     """
-    if not reference.captured.is_training:
+    if not reference.analysis.is_training:
         schedules = forward_schedules(plan)
         programs = lower_schedules(plan, schedules, training=False)
     else:
@@ -126,12 +106,21 @@ def channels_of(programs: Sequence[RankProgram]) -> set[Channel]:
     }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StageCapture:
+    """A stage captured at its local batch: its code, and the graph's tensors at that shape."""
+
+    op_graph: OpGraph
+    block_graph: BlockGraph
+    function: StageFunction
+
+
 class Lane:
     """This rank's pipeline in one mode.
 
     Args:
         model: as the user gave it; only its structure is read after parameters were taken from it.
-        reference: the model captured in this mode, and its blocks.
+        reference: what the model's capture in this mode found out, and its blocks.
         plan: on ``reference.block_graph``.
         program: this rank's.
         module: the stage's parameters; None until `bind`.
@@ -159,12 +148,13 @@ class Lane:
         self._tensors: Mapping[str, Tensor] = {}
         self._hooks: StageHooks | None = None
         self._executors: OrderedDict[tuple[Any, ...], tuple[StageExecutor, StageFunction]] = OrderedDict()
+        self._prepared: tuple[tuple[Any, ...], _StageCapture] | None = None
         self._has_warned = False
 
     @property
     def is_training(self) -> bool:
         """Return whether the lane was captured in training mode."""
-        return self.reference.captured.is_training
+        return self.reference.analysis.is_training
 
     def stage_nodes(self, captured: CapturedGraph, graph: BlockGraph) -> list[str]:
         """Return the operator nodes of this rank's stage in a graph captured at any shape.
@@ -193,9 +183,11 @@ class Lane:
         outputs += [node for node in captured.op_graph.outputs.values() if node in own]
         return build_stage_function(captured, nodes, tuple(dict.fromkeys(outputs)))
 
-    def needed_tensors(self) -> tuple[str, ...]:
-        """Return the parameters and buffers this rank's stage reads."""
-        return self.stage_function(self.reference.captured, self.reference.block_graph).tensors
+    def prepare(self, batch: Batch) -> StageFunction:
+        """Capture the stage for batches like this one and return its code, before parameters are bound."""
+        key = shape_key(batch, count_samples(batch))
+        self._prepared = (key, self._capture(batch))
+        return self._prepared[1].function
 
     def bind(self, module: StageModule, hooks: StageHooks | None) -> None:
         """Use these parameters and this optimizer side from now on; drops compiled executors."""
@@ -206,7 +198,7 @@ class Lane:
     def run(self, batch: Batch, *, record: bool = False) -> MiniBatchResult:
         """Run one mini-batch of ``plan.mini_batch`` samples; only this rank's rows are read."""
         executor, function = self._executor_for(batch)
-        specs = {spec.name: spec for spec in self.reference.captured.op_graph.inputs}
+        specs = {spec.name: spec for spec in self.reference.analysis.op_graph.inputs}
         inputs = slice_batch(
             batch,
             function.batch_inputs,
@@ -234,28 +226,38 @@ class Lane:
                     "Pad sequences to a few lengths (bucketing) to avoid it",
                     MAX_SHAPES,
                 )
-        self._executors[key] = self._compile(batch)
+        if self._prepared is not None and self._prepared[0] == key:
+            capture = self._prepared[1]
+        else:
+            capture = self._capture(batch)
+        self._prepared = None
+        self._executors[key] = self._compile(capture)
         return self._executors[key]
 
-    def _compile(self, batch: Batch) -> tuple[StageExecutor, StageFunction]:
+    def _capture(self, batch: Batch) -> _StageCapture:
         stage = self.plan.stages[self.stage_index]
         local = resize_batch(batch, stage.local_batch_size)
-        captured = recapture(self._model, self.reference.captured, local)
+        captured = recapture(self._model, self.reference.analysis, local)
         graph = coarsen(captured, granularity=self.reference.granularity)
-        function = self.stage_function(captured, graph)
+        return _StageCapture(
+            op_graph=captured.op_graph, block_graph=graph, function=self.stage_function(captured, graph)
+        )
+
+    def _compile(self, capture: _StageCapture) -> tuple[StageExecutor, StageFunction]:
+        function = capture.function
         own = set(function.outputs)
-        loss = captured.op_graph.loss
+        loss = capture.op_graph.loss
         executor = StageExecutor(
             plan=self.plan,
             program=self._program,
             function=function,
             parameters=[self._tensors[name] for name in function.tensors],
-            specs=graph.tensors,
+            specs=capture.block_graph.tensors,
             transport=self._transport,
             hooks=self._hooks,
             device=self._device,
             loss=loss if loss in own else None,
-            named_outputs={name: node for name, node in captured.op_graph.outputs.items() if node in own},
+            named_outputs={name: node for name, node in capture.op_graph.outputs.items() if node in own},
             is_training=self.is_training,
         )
         return executor, function

@@ -114,7 +114,7 @@ def test_parts_of_a_layer_come_in_turn_and_leave_the_rest(name: str) -> None:
     names = _names(parts)
     first = names.index(PARTS[name][0])
     assert names[first : first + len(PARTS[name])] == PARTS[name]
-    lists = tuple(f"{path}." for path in captured(name).layer_lists)
+    lists = tuple(f"{path}." for path in captured(name).analysis.layer_lists)
     assert [n for n in names if not n.startswith(lists)] == [
         n for n in _names(layers) if not n.startswith(lists)
     ]

@@ -178,7 +178,7 @@ def test_graph_for_another_device_names_that_device() -> None:
 def test_recapture_is_the_capture_at_that_size(name: str, num_samples: int) -> None:
     model, make_batch = build(name)
     batch = make_batch(num_samples)
-    again = recapture(model, captured(name), batch)
+    again = recapture(model, captured(name).analysis, batch)
     fresh = capture_model(model, batch)
     strip = dict(couplings=())
     assert dataclasses.replace(again.op_graph, **strip) == dataclasses.replace(fresh.op_graph, **strip)
@@ -193,7 +193,7 @@ def test_other_sequence_length_keeps_the_blocks(name: str) -> None:
         k: torch.cat([v, v[:, -1:]], dim=1) if isinstance(v, torch.Tensor) and v.dim() == 2 else v
         for k, v in make_batch(2).items()
     }
-    again = recapture(model, captured(name), batch)
+    again = recapture(model, captured(name).analysis, batch)
     old, new = coarsen(captured(name)), coarsen(again)
     assert [b.name for b in old.blocks] == [b.name for b in new.blocks]
     assert [(e.src, e.dst, e.tensors) for e in old.edges] == [(e.src, e.dst, e.tensors) for e in new.edges]
@@ -312,7 +312,7 @@ def test_recapture_of_a_changed_structure_is_refused() -> None:
     with pytest.raises(
         CaptureError, match=r"graph changed with the input shapes: operator mean .* in inner.1 is sigmoid"
     ):
-        recapture(model, first, {"x": torch.randn(2, 4)})
+        recapture(model, first.analysis, {"x": torch.randn(2, 4)})
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def test_every_operator_that_does_not_mix_samples_runs_on_slices(name: str) -> N
     model, make_batch = build(name, dtype=torch.float64)
     batch = make_batch(4, 3)
     small = capture_model(model, resize_batch(batch, 2))
-    large = recapture(model, small, batch)
+    large = recapture(model, small.analysis, batch)
     assert _assert_blocks_run_on_slices(model, batch, small, large, "node") > 5
     _assert_blocks_run_on_slices(model, batch, small, large, "layer")
 
@@ -179,7 +179,7 @@ def test_mixing_operators_are_found(function, operators) -> None:
 def test_merged_axis_never_crosses_blocks() -> None:
     capture = captured("sequence_first")
     model, make_batch = build("sequence_first")
-    large = recapture(model, capture, make_batch(4))
+    large = recapture(model, capture.analysis, make_batch(4))
     merged = [
         (a.name, a.output.shape)
         for a, b in zip(capture.op_graph.nodes, large.op_graph.nodes, strict=True)
@@ -228,7 +228,7 @@ def test_writes_stay_with_what_reads_before_them() -> None:
     assert not any(nodes[n].is_replicable for n in active)
     assert set(shift) <= capture.replicated_closure(["embedding"])
     assert [p.name for p in capture.op_graph.parameters if p.is_mutated] == ["steps"]
-    large = recapture(model, capture, {"ids": ids})
+    large = recapture(model, capture.analysis, {"ids": ids})
     for granularity in ("layer", "node"):
         assert _assert_blocks_run_on_slices(model, {"ids": ids}, capture, large, granularity) >= 4
         blocks = coarsen(capture, granularity=granularity).blocks

@@ -209,7 +209,7 @@ def test_several_sample_counts_fit_fixed_and_per_sample_bytes() -> None:
 
     def capture_at(num_samples: int) -> CapturedGraph:
         asked.append(num_samples)
-        return recapture(model, captured, resize_batch(batch, num_samples))
+        return recapture(model, captured.analysis, resize_batch(batch, num_samples))
 
     profile = profile_blocks(
         captured, coarsen(captured), model_state=state_of(model), batch=batch, capture_at=capture_at,

@@ -1,0 +1,52 @@
+"""What one capture of a model found out, as data: made once, on one rank, and carried on by every other.
+
+With it another rank captures at the size of its own stage in one export, and gets the same names,
+layouts and blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpp_plugin.ir.op_graph import OpGraph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphNode:
+    """One node of the captured torch graph, for graphs of other sizes to be held against.
+
+    Args:
+        op: ``placeholder``, ``get_attr``, ``call_function`` or ``output``.
+        target: the operator (its name), or the placeholder's name; "" for the others.
+        inputs: names of the nodes it reads.
+        module: path of the module that called it.
+    """
+
+    name: str
+    op: str
+    target: str
+    inputs: tuple[str, ...]
+    module: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Analysis:
+    """A captured model without its torch graph.
+
+    Args:
+        nodes: the torch graph's nodes in order.
+        is_training: whether modules were in training mode.
+        dtype: what floating parameters and inputs were cast to (torch's name of it); None left them.
+        device: what the graph was captured for, e.g. ``cuda:0``.
+        layer_lists: module paths whose children are repeated layers (module lists, long sequentials).
+        clusters: groups of nodes that belong together: writers and readers of one storage, operators
+            with several results and their parts, tensors that no batch axis can cut.
+    """
+
+    op_graph: OpGraph
+    nodes: tuple[GraphNode, ...]
+    is_training: bool
+    dtype: str | None = None
+    device: str = "cpu"
+    layer_lists: tuple[str, ...] = ()
+    clusters: tuple[tuple[str, ...], ...] = ()

@@ -18,8 +18,9 @@ from gpp_plugin.plan.stages import StageDraft, build_plan
 
 logger = logging.getLogger(__name__)
 
-BUDGET = 400_000
+BUDGET = 300_000
 """Simulated tasks in all: about a second."""
+NUM_REFINED = 12
 NUM_JUDGED = 5
 RIVALS = ("uniform", "pipedream", "autopipe")
 SLOW_RIVALS = ("piper", "dapple")
@@ -38,7 +39,9 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
     """
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     rules = batch_rules(request)
-    candidates = search_stages(request, costs, rules, budget=BUDGET, num_refined=3)
+    candidates = search_stages(
+        request, costs, rules, budget=BUDGET, num_refined=NUM_REFINED, is_thorough=True
+    )
     refiner = Refiner(request, costs, rules, budget=BUDGET // 2)
     notes: dict[tuple[StageDraft, ...], str] = {}
     for name in _rivals(request):
@@ -65,9 +68,13 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
 
 
 def _rivals(request: PlanRequest) -> tuple[str, ...]:
-    """Return the planners worth asking: chains may win where branches are few or much shorter than others."""
+    """Return the planners worth asking: all on a chain, where theirs is the whole search space."""
     size = len(request.graph.blocks) * request.num_ranks
-    return (RIVALS if size <= MAX_RIVAL_SIZE else ()) + (SLOW_RIVALS if size <= MAX_SLOW_SIZE else ())
+    if size > MAX_RIVAL_SIZE:
+        return ()
+    order = request.graph.dependencies()
+    is_chain = all(order.in_degree(block) <= 1 and order.out_degree(block) <= 1 for block in order)
+    return RIVALS + (SLOW_RIVALS if is_chain and size <= MAX_SLOW_SIZE else ())
 
 
 def _judge(

@@ -34,7 +34,10 @@ from gpp_plugin.plan.selection import best_plan, explain_infeasible
 from gpp_plugin.plan.stages import StageDraft
 
 MAX_EXACT = 20_000
-MAX_HEURISTIC = 400
+MAX_HEURISTIC = 120
+NUM_SEARCHED = 3
+SETTLED = 8
+"""Micro-batches a stage after which the steady phase repeats itself."""
 
 Cuts = tuple[int, ...]
 """First block of every stage, and the number of blocks last: p + 1 numbers."""
@@ -62,12 +65,22 @@ class ChainSimulator:
     def run(self, cuts: Cuts) -> tuple[float, int]:
         """Return the time of one step and the master stage."""
         if cuts not in self._known:
-            self._known[cuts] = self._run(cuts)
+            self._known[cuts] = self._run_any(cuts)
         return self._known[cuts]
 
-    def _run(self, cuts: Cuts) -> tuple[float, int]:
+    def _run_any(self, cuts: Cuts) -> tuple[float, int]:
+        p = len(cuts) - 1
+        settled = SETTLED * p
+        if self.micro_batches <= settled + p:
+            return self._run(cuts, self.micro_batches)
+        # In the steady phase further micro-batches take the same time, to a part in a thousand.
+        before, master = self._run(cuts, settled)
+        after, _ = self._run(cuts, settled + p)
+        return after + (after - before) / p * (self.micro_batches - settled - p), master
+
+    def _run(self, cuts: Cuts, m: int) -> tuple[float, int]:
         f, b = self.stage_times(cuts)
-        p, m, comm = len(f), self.micro_batches, self.comm_us
+        p, comm = len(f), self.comm_us
         orders = [_order(m, min(p - i, m)) for i in range(p)]
         ends: tuple[list[list[float]], ...] = ([[] for _ in range(p)], [[] for _ in range(p)])
         # For the critical path: which task was waited for. Tasks are (way, stage, micro-batch).
@@ -98,19 +111,20 @@ class ChainSimulator:
             if moved:
                 waiting.extend(o for o in (s - 1, s + 1) if 0 <= o < p and heads[o] < len(orders[o]))
         last = max(range(p), key=lambda s: (clocks[s], s))
-        return clocks[last], self._master(previous[last], cause, p)
+        return clocks[last], self._master(previous[last], cause, p, m)
 
     def _master(
         self,
         at: tuple[int, int, int] | None,
         cause: dict[tuple[int, int, int], tuple[int, int, int] | None],
         p: int,
+        m: int,
     ) -> int:
         """Return the stage with most steps of the critical path in the steady phase, the later of equals."""
         steps = [0] * p
         while at is not None:
             way, stage, j = at
-            is_steady = j >= p - 1 - stage if way == 0 else j <= self.micro_batches - (p - stage)
+            is_steady = j >= p - 1 - stage if way == 0 else j <= m - (p - stage)
             steps[stage] += is_steady
             at = cause[at]
         return max(range(p), key=lambda s: (steps[s], s))
@@ -251,31 +265,41 @@ def autopipe_plan(request: PlanRequest) -> PipelinePlan:
             f"autopipe gives every stage the same number of ranks: {request.num_ranks} ranks in {counts[0]} stages "
             "do not divide; change stages or the number of ranks, or take another planner"
         )
-    candidates: list[list[StageDraft]] = []
     order: list[str] = []
+    starts: list[tuple[float, int, int, ChainCosts]] = []
     for wish in rules.wishes():
         chain = ChainCosts(request, costs, rules, wish)
         order = chain.order
         for count in counts:
-            if count <= len(order) and request.num_ranks % count == 0:
-                drafts = _drafts_for(chain, count)
-                if drafts is not None:
-                    candidates.append(drafts)
+            degree = request.num_ranks // count
+            if count <= len(order) and request.num_ranks % count == 0 and wish % degree == 0:
+                simulator = simulator_of(chain, degree)
+                weights = [f + b for f, b in zip(simulator.forward, simulator.backward, strict=True)]
+                starts.append((simulator.run(balance_blocks(weights, count))[0], count, wish, chain))
+    starts.sort(key=lambda start: start[:3])
+    # Algorithm 1 ranks the numbers of stages and sizes; the heuristic works on the best of them.
+    candidates = [
+        drafts
+        for i, (_, count, _, chain) in enumerate(starts)
+        if (drafts := _drafts_for(chain, count, is_searched=i < NUM_SEARCHED)) is not None
+    ]
     plan = best_plan(request, costs, candidates, planner="autopipe")
     if plan is None:
         explain_infeasible(request, costs, rules, [[[name] for name in order], [order]])
     return plan
 
 
-def _drafts_for(chain: ChainCosts, count: int) -> list[StageDraft] | None:
+def _drafts_for(chain: ChainCosts, count: int, *, is_searched: bool) -> list[StageDraft] | None:
     degree = chain.request.num_ranks // count
-    if chain.wish % degree:
-        return None
     simulator = simulator_of(chain, degree)
-    _, cuts = search_heuristic(simulator, count)
-    exact = search_exact(simulator, count, limit=MAX_EXACT // 10) if count <= 4 else None
-    if exact is not None:
-        cuts = exact[1]
+    if is_searched:
+        _, cuts = search_heuristic(simulator, count)
+        exact = search_exact(simulator, count, limit=MAX_EXACT // 20) if count <= 4 else None
+        cuts = exact[1] if exact is not None else cuts
+    else:
+        cuts = balance_blocks(
+            [f + b for f, b in zip(simulator.forward, simulator.backward, strict=True)], count
+        )
     return chain.drafts([(start, stop, degree) for start, stop in zip(cuts, cuts[1:], strict=False)])
 
 

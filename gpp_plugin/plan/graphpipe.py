@@ -72,13 +72,20 @@ def graphpipe_plan(request: PlanRequest) -> PipelinePlan:
 
 
 def search_stages(
-    request: PlanRequest, costs: CostModel, rules: BatchRules, *, budget: int, num_refined: int = 2
+    request: PlanRequest,
+    costs: CostModel,
+    rules: BatchRules,
+    *,
+    budget: int,
+    num_refined: int = 2,
+    is_thorough: bool = False,
 ) -> list[Candidate]:
     """Return candidates, best first: the frontier's partitions with all ranks shared out, then refined.
 
     Args:
         budget: tasks that may be predicted in the refinement.
         num_refined: how many of the best are refined.
+        is_thorough: also start from plans for every number of stages.
     """
     refiner = Refiner(request, costs, rules, budget=budget)
     counts = _stage_counts(request)
@@ -90,11 +97,14 @@ def search_stages(
                 found = refiner.candidate(partition.groups, partition.micro_batch_size, slack=slack)
                 if found is not None:
                     candidates.append(found)
-    if not any(candidate.score[0] == 0 for candidate in candidates):
+    if is_thorough or not any(candidate.score[0] == 0 for candidate in candidates):
         candidates.extend(_with_counts(request, costs, rules, refiner, counts))
     candidates.sort(key=lambda candidate: candidate.score)
     refined = []
     for candidate in candidates[:num_refined]:
+        if refiner.budget <= 0:
+            refined.append(candidate)
+            continue
         refined.append(refiner.improve(candidate))
         refined.append(refiner.improve(refiner.balance(candidate)))
     return sorted([*refined, *candidates[num_refined:]], key=lambda candidate: candidate.score)
@@ -156,7 +166,7 @@ def find_partitions(request: PlanRequest, costs: CostModel, rules: BatchRules) -
         bound_us = _lower_bound(request, costs, wish)
         if bound_us > best * SLACK:
             continue
-        search = _search(request, costs, rules, root, wish, longest)
+        search = make_search(request, costs, rules, root, wish, longest)
         for t, levels, score in _frontier(request, search, wish, best, bound_us):
             best = min(best, score)
             groups = search.groups(levels)
@@ -181,9 +191,14 @@ def _lower_bound(request: PlanRequest, costs: CostModel, wish: int) -> float:
     return least * request.mini_batch / request.num_ranks
 
 
-def _search(
+def make_search(
     request: PlanRequest, costs: CostModel, rules: BatchRules, root: Series, wish: int, longest: int
 ) -> StageSearch:
+    """Return the search at one micro-batch size.
+
+    Args:
+        longest: blocks on the longest path.
+    """
     cluster = request.cluster
     degrees = rules.degrees()
     limit = float(max(device.memory_bytes for device in cluster.devices[: request.num_ranks]))

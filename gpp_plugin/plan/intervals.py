@@ -96,14 +96,24 @@ class Series:
         return len(self.items)
 
 
-def build_series(graph: BlockGraph, costs: CostModel, rules: BatchRules, component: Component) -> Series:
+def build_series(
+    graph: BlockGraph,
+    costs: CostModel,
+    rules: BatchRules,
+    component: Component,
+    *,
+    has_absorption: bool = True,
+) -> Series:
     """Return the table of a component; equal branches share one table.
 
     A parallel component or a single block is a series of one item.
+
+    Args:
+        has_absorption: False leaves purely series-parallel plans: no stage owns part of a branch.
     """
     items = component.children if component.kind == "series" else (component,)
     signatures = _block_signatures(graph, costs, rules)
-    return _build(graph, items, component, signatures, {})
+    return _build(graph, items, component, signatures, {}, has_absorption)
 
 
 def _build(
@@ -112,9 +122,10 @@ def _build(
     component: Component,
     signatures: Sequence[int],
     known: dict[object, Series],
+    has_absorption: bool,
 ) -> Series:
     branches = {
-        i: _build_branches(graph, item, signatures, known)
+        i: _build_branches(graph, item, signatures, known, has_absorption)
         for i, item in enumerate(items)
         if item.kind == "parallel"
     }
@@ -131,7 +142,7 @@ def _build(
         column_blocks=[()] * num,
         bytes_through=_interval_bytes(graph, items),
     )
-    for position, parallel in branches.items():
+    for position, parallel in branches.items() if has_absorption else ():
         if position + 1 < num:
             for extra, blocks in _absorptions(parallel, position, is_tail=True):
                 series.row_start.append(position + 1)
@@ -146,7 +157,11 @@ def _build(
 
 
 def _build_branches(
-    graph: BlockGraph, item: Component, signatures: Sequence[int], known: dict[object, Series]
+    graph: BlockGraph,
+    item: Component,
+    signatures: Sequence[int],
+    known: dict[object, Series],
+    has_absorption: bool,
 ) -> Branches:
     grouped: dict[object, list[Component]] = {}
     for child in item.children:
@@ -155,7 +170,7 @@ def _build_branches(
     for signature, members in grouped.items():
         if signature not in known:
             children = members[0].children if members[0].kind == "series" else (members[0],)
-            known[signature] = _build(graph, children, members[0], signatures, known)
+            known[signature] = _build(graph, children, members[0], signatures, known, has_absorption)
         kinds.append(known[signature])
     counts = [len(members) for members in grouped.values()]
     # A kind met elsewhere keeps its first table; its own members come first here all the same.

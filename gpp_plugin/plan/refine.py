@@ -9,6 +9,7 @@ less than any that fits, the less the more it exceeds, so the moves also lead to
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -24,6 +25,8 @@ SLACKS = (0.0, 0.5, 1.0)
 Mask = int
 Score = tuple[float, float, float]
 
+OVERHEAD = 100
+"""Simulated tasks that cost as much as building a candidate does."""
 MAX_CROSS_BLOCKS = 40
 """Up to so many blocks a block may move to any stage; beyond, to stages next to it."""
 
@@ -96,6 +99,7 @@ class Refiner:
         key = (frozenset(masks), wish, slack)
         if key in self._seen:
             return None
+        self.budget -= OVERHEAD
         groups = [self._names_of(mask) for mask in masks]
         drafts = self.chooser.choose(groups, wish) or self.chooser.choose(groups, wish, ignore_memory=True)
         if drafts is None:
@@ -119,7 +123,7 @@ class Refiner:
 
     def _score(self, drafts: Sequence[StageDraft]) -> Score:
         plan = build_plan(self.request, drafts, planner="", costs=self.costs, is_named=False)
-        self.budget -= 2 * sum(plan.num_micro_batches(i) for i in range(len(plan.stages)))
+        self.budget -= OVERHEAD + 2 * sum(plan.num_micro_batches(i) for i in range(len(plan.stages)))
         times = [(s.forward_us + s.backward_us) / s.micro_batch_size for s in plan.stages]
         excess = sum(max(0, self.chooser.excess_of(stage.memory_bytes, stage.ranks)) for stage in plan.stages)
         return float(excess), estimate_plan_us(plan, self.costs), sum(t * t for t in times)
@@ -198,11 +202,10 @@ class Refiner:
             if key not in self._seen:
                 self._seen[key] = score = self._score(drafts)
                 yield dataclasses.replace(at, drafts=tuple(drafts), score=score)
-        if self.num_stages is not None or len(at.masks) >= self.request.num_ranks:
-            for masks in self._merged_and_cut(at):
-                found = self.with_masks(masks, at.wish, at.slack)
-                if found is not None:
-                    yield found
+        for masks in itertools.chain(self._swaps(list(at.masks)), self._merged_and_cut(at)):
+            found = self.with_masks(masks, at.wish, at.slack)
+            if found is not None:
+                yield found
 
     def _regroupings(self, at: Candidate) -> Iterator[list[Mask]]:
         masks = list(at.masks)
@@ -237,6 +240,22 @@ class Refiner:
                 changed[j] = other | 1 << block
                 if self.is_acyclic(changed):
                     yield changed
+
+    def _swaps(self, masks: list[Mask]) -> Iterator[list[Mask]]:
+        """Yield what results when two boundary blocks of different stages change places."""
+        if len(self.names) > MAX_CROSS_BLOCKS:
+            return
+        edge_blocks = [self._boundary(mask) for mask in masks]
+        for i, j in itertools.combinations(range(len(masks)), 2):
+            for a, b in itertools.product(edge_blocks[i], edge_blocks[j]):
+                changed = list(masks)
+                changed[i] = masks[i] & ~(1 << a) | 1 << b
+                changed[j] = masks[j] & ~(1 << b) | 1 << a
+                if self.is_acyclic(changed):
+                    yield changed
+
+    def _boundary(self, mask: Mask) -> list[int]:
+        return [block for block in bits(mask) if not (self.before[block] & mask and self.after[block] & mask)]
 
     def _cuts(self, mask: Mask) -> list[Mask]:
         """Return prefixes of a stage: of its topological order, and of each of its branches."""

@@ -1,0 +1,243 @@
+"""Random block graphs, and plans by brute force: slow, short, and without the planners' code for search."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+import networkx as nx
+
+from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
+from gpp_plugin.ir.cluster import Cluster, Device, Link
+from gpp_plugin.ir.profile import BlockCost, Profile
+from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.ir.tensors import TensorSpec, batch_layout
+from gpp_plugin.plan.components import Component, decompose
+from gpp_plugin.plan.costs import CostModel
+from gpp_plugin.plan.judge import judge_us
+from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.selection import busiest_us, memory_excess
+from gpp_plugin.plan.stages import StageDraft, build_plan
+
+Groups = tuple[tuple[str, ...], ...]
+
+
+def random_dag(rng: random.Random, num: int) -> nx.DiGraph:
+    """Return a random connected-ish graph over 0..num-1 whose edges go upwards."""
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(num))
+    density = rng.uniform(0.15, 0.5)
+    for a, b in itertools.combinations(range(num), 2):
+        if rng.random() < density:
+            graph.add_edge(a, b)
+    for node in range(1, num):
+        if graph.degree(node) == 0:
+            graph.add_edge(rng.randrange(node), node)
+    return graph
+
+
+def random_series_parallel(rng: random.Random, num: int) -> nx.DiGraph:
+    """Return a random series-parallel order over 0..num-1."""
+    graph = nx.DiGraph()
+    counter = itertools.count()
+
+    def build(size: int) -> tuple[list[int], list[int]]:
+        if size == 1:
+            node = next(counter)
+            graph.add_node(node)
+            return [node], [node]
+        left = rng.randint(1, size - 1)
+        first, second = build(left), build(size - left)
+        if rng.random() < 0.55:
+            graph.add_edges_from(itertools.product(first[1], second[0]))
+            return first[0], second[1]
+        return first[0] + second[0], first[1] + second[1]
+
+    build(num)
+    order = {node: i for i, node in enumerate(nx.lexicographical_topological_sort(graph))}
+    return nx.relabel_nodes(graph, order)
+
+
+def random_request(
+    rng: random.Random, graph: nx.DiGraph, *, ranks: int, is_tight: bool, micro_batch_size: int = 4
+) -> PlanRequest:
+    """Return a request with random times and bytes; ``is_tight``: memory near what the best plan needs."""
+    names = [f"n{node}" for node in sorted(graph)]
+    block_graph = BlockGraph(
+        model="random",
+        num_samples=1,
+        blocks=tuple(Block(name=name) for name in names),
+        edges=tuple(BlockEdge(src=f"n{a}", dst=f"n{b}", tensors=(f"t{a}",)) for a, b in sorted(graph.edges)),
+        tensors={
+            f"t{node}": TensorSpec(
+                name=f"t{node}",
+                dtype="float32",
+                shape=(1, rng.randint(1, 500)),
+                num_samples=1,
+                layout=batch_layout(),
+                requires_grad=True,
+            )
+            for node in sorted(graph)
+        },
+        loss_block=None,
+        tied={},
+    )
+    costs = []
+    for name in names:
+        us = float(rng.randint(20, 200))
+        costs.append(
+            BlockCost(
+                block=name,
+                samples=(1,),
+                forward_us=(us,),
+                backward_us=(2 * us,),
+                saved_bytes_per_sample=float(rng.randint(10, 100)),
+                parameter_bytes=rng.randint(50, 500),
+                gradient_bytes=rng.randint(50, 500),
+            )
+        )
+    profile = Profile(graph=fingerprint(block_graph), device="unit", source="given", costs=tuple(costs))
+    everything = sum(c.parameter_bytes + c.gradient_bytes for c in costs)
+    activations = sum(c.saved_bytes_per_sample for c in costs) * micro_batch_size
+    need = (everything + 1.5 * activations) / ranks
+    memory = round(need * rng.uniform(1.0, 1.8)) if is_tight else 1 << 40
+    device = Device(name="unit", memory_bytes=memory, flops_per_s=1e12, memory_bytes_per_s=1e12)
+    link = Link(
+        name="all", span=ranks, bytes_per_s=rng.choice([2e7, 1e8, 1e9]), latency_us=rng.choice([0.0, 5.0])
+    )
+    return PlanRequest(
+        graph=block_graph,
+        profile=profile,
+        cluster=Cluster(name="random", devices=(device,) * ranks, links=(link,)),
+        num_ranks=ranks,
+        mini_batch=8 * micro_batch_size,
+        loss_unit=1,
+        micro_batch_sizes={"*": micro_batch_size},
+    )
+
+
+def all_partitions(graph: BlockGraph, most: int) -> Iterator[Groups]:
+    """Yield every way to cut the blocks into at most ``most`` stages whose graph has no circle."""
+    names = [block.name for block in graph.blocks]
+    index = {name: i for i, name in enumerate(names)}
+    edges = [(index[e.src], index[e.dst]) for e in graph.edges]
+
+    def grow(labels: list[int], used: int) -> Iterator[list[int]]:
+        if len(labels) == len(names):
+            yield labels
+            return
+        for label in range(min(used + 1, most)):
+            yield from grow([*labels, label], max(used, label + 1))
+
+    for labels in grow([], 0):
+        quotient = nx.DiGraph((labels[a], labels[b]) for a, b in edges if labels[a] != labels[b])
+        if nx.is_directed_acyclic_graph(quotient):
+            yield tuple(
+                tuple(name for name, label in zip(names, labels, strict=True) if label == stage)
+                for stage in range(max(labels) + 1)
+            )
+
+
+def all_degrees(num_stages: int, ranks: int, allowed: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield every way to give the stages degrees that add up to ``ranks``."""
+    for degrees in itertools.product(allowed, repeat=num_stages):
+        if sum(degrees) == ranks:
+            yield degrees
+
+
+def brute_force(request: PlanRequest) -> float | None:
+    """Return the shortest simulated step of any plan at the request's one micro-batch size; None: none fits."""
+    assert request.micro_batch_sizes is not None
+    size = request.micro_batch_sizes["*"]
+    costs = CostModel(request.graph, request.profile, request.cluster)
+    allowed = [d for d in range(1, request.num_ranks + 1) if size % d == 0]
+    best: float | None = None
+    for groups in all_partitions(request.graph, request.num_ranks):
+        for degrees in all_degrees(len(groups), request.num_ranks, allowed):
+            drafts = [
+                StageDraft(blocks=group, degree=degree, micro_batch_size=size)
+                for group, degree in zip(groups, degrees, strict=True)
+            ]
+            if best is not None and busiest_us(request, costs, drafts) >= best:
+                continue
+            plan = build_plan(request, drafts, planner="brute force", costs=costs, is_named=False)
+            if memory_excess(request, plan)[0] <= 0:
+                us = judge_us(plan, costs)
+                best = us if best is None else min(best, us)
+    return best
+
+
+def series_parallel_plans(component: Component) -> list[frozenset[tuple[int, ...]]]:
+    """Return all plans whose stages are whole parts of the tree: intervals of a series, sets of branches."""
+    whole = frozenset([component.blocks])
+    if component.kind == "block":
+        return [whole]
+    found = set()
+    if component.kind == "parallel":
+        for labels in itertools.product(range(len(component.children)), repeat=len(component.children)):
+            parts = [
+                [child for child, label in zip(component.children, labels, strict=True) if label == part]
+                for part in range(len(component.children))
+            ]
+            found |= _products([part for part in parts if part])
+    else:
+        num = len(component.children)
+        for cuts in itertools.chain.from_iterable(
+            itertools.combinations(range(1, num), n) for n in range(num)
+        ):
+            bounds = [0, *cuts, num]
+            found |= _products(
+                [list(component.children[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+            )
+    found.add(whole)
+    return list(found)
+
+
+def _products(parts: list[list[Component]]) -> set[frozenset[tuple[int, ...]]]:
+    options = [
+        series_parallel_plans(part[0])
+        if len(part) == 1
+        else [frozenset([tuple(sorted(b for child in part for b in child.blocks))])]
+        for part in parts
+    ]
+    return {frozenset().union(*choice) for choice in itertools.product(*options)}
+
+
+def best_series_parallel(request: PlanRequest) -> float | None:
+    """Return the smallest bottleneck time a sample of any series-parallel plan that fits, or None."""
+    assert request.micro_batch_sizes is not None
+    size = request.micro_batch_sizes["*"]
+    names = [block.name for block in request.graph.blocks]
+    order = {name: i for i, name in enumerate(names)}
+    tree = decompose(nx.relabel_nodes(request.graph.dependencies(), order))
+    costs = CostModel(request.graph, request.profile, request.cluster)
+    allowed = [d for d in range(1, request.num_ranks + 1) if size % d == 0]
+    best: float | None = None
+    for groups in series_parallel_plans(tree):
+        if len(groups) > request.num_ranks:
+            continue
+        for degrees in itertools.product(allowed, repeat=len(groups)):
+            if sum(degrees) > request.num_ranks:
+                continue
+            drafts = [
+                StageDraft(blocks=tuple(names[i] for i in group), degree=degree, micro_batch_size=size)
+                for group, degree in zip(sorted(groups), degrees, strict=True)
+            ]
+            plan = build_plan(request, drafts, planner="brute force", costs=costs, is_named=False)
+            if memory_excess(request, plan)[0] <= 0:
+                us = bottleneck_us(plan.stages)
+                best = us if best is None else min(best, us)
+    return best
+
+
+def bottleneck_us(stages: Sequence[object]) -> float:
+    """Return the largest forward and backward time a sample of any stage."""
+    return max((s.forward_us + s.backward_us) / s.micro_batch_size for s in stages)  # type: ignore[attr-defined]
+
+
+def without_communication(request: PlanRequest) -> PlanRequest:
+    """Return the request with links that cost nothing and blocks without gradients to reduce."""
+    link = dataclasses.replace(request.cluster.links[0], bytes_per_s=1e30, latency_us=0.0)
+    return dataclasses.replace(request, cluster=dataclasses.replace(request.cluster, links=(link,)))

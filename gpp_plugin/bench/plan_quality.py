@@ -1,0 +1,116 @@
+"""How good plans are: the DP and `auto` against brute force on random graphs."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from typing import Any
+
+import networkx as nx
+
+from gpp_plugin.bench._oracle import (
+    best_series_parallel,
+    brute_force,
+    random_dag,
+    random_request,
+    random_series_parallel,
+    without_communication,
+)
+from gpp_plugin.errors import PlanInfeasible
+from gpp_plugin.plan.batches import batch_rules
+from gpp_plugin.plan.components import decompose
+from gpp_plugin.plan.costs import CostModel
+from gpp_plugin.plan.graphpipe import make_search
+from gpp_plugin.plan.intervals import build_series
+from gpp_plugin.plan.registry import PlanRequest, make_plan
+
+TOLERANCE = 1e-6
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    parser.add_argument("--cases", type=int, default=60, help="random graphs for auto (half of them tight)")
+    parser.add_argument("--sp-cases", type=int, default=500, help="random series-parallel graphs for the DP")
+    parser.add_argument("--seed", type=int, default=0, help="of the random graphs")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Return one row a case and a summary."""
+    rows = [check_series_parallel(args.seed + i) for i in range(args.sp_cases)]
+    rows += [check_auto(args.seed + i) for i in range(args.cases)]
+    found = [row for row in rows if row["kind"] == "auto" and row["best_us"] is not None]
+    ratios = [row["us"] / row["best_us"] for row in found if row["us"] is not None]
+    missed = sum(row["us"] is None for row in found)
+    exact = [row for row in rows if row["kind"] == "series-parallel"]
+    summary = {
+        "cases": len(found),
+        "optimal_fraction": sum(ratio <= 1 + TOLERANCE for ratio in ratios) / len(found) if found else None,
+        "worst_ratio": max(ratios, default=None),
+        "missed_feasible": missed,
+        "series_parallel_cases": len(exact),
+        "series_parallel_equal": sum(row["is_equal"] for row in exact),
+    }
+    return {"rows": rows, "summary": summary}
+
+
+def check_series_parallel(seed: int) -> dict[str, Any]:
+    """Compare the DP's bottleneck, without absorption, with brute force on one series-parallel graph."""
+    rng = random.Random(seed)
+    num = rng.randint(2, 8)
+    request = without_communication(
+        random_request(
+            rng, random_series_parallel(rng, num), ranks=rng.randint(1, 4), is_tight=rng.random() < 0.5
+        )
+    )
+    expected, found = best_series_parallel(request), search_bottleneck(request)
+    is_equal = expected == found or (
+        expected is not None and found is not None and abs(found / expected - 1) < TOLERANCE
+    )
+    return {
+        "kind": "series-parallel",
+        "seed": seed,
+        "blocks": num,
+        "best_us": expected,
+        "us": found,
+        "is_equal": is_equal,
+    }
+
+
+def search_bottleneck(request: PlanRequest) -> float | None:
+    """Return the smallest time a sample for which the DP finds enough devices."""
+    costs, rules = CostModel(request.graph, request.profile, request.cluster), batch_rules(request)
+    order = {block.name: i for i, block in enumerate(request.graph.blocks)}
+    dependencies = nx.relabel_nodes(request.graph.dependencies(), order)
+    root = build_series(request.graph, costs, rules, decompose(dependencies), has_absorption=False)
+    wish = rules.wishes()[0]
+    search = make_search(request, costs, rules, root, wish, len(order))
+    for t in search.times():
+        if (search.fewest_devices(float(t)) <= request.num_ranks).any():
+            return float(t)
+    return None
+
+
+def check_auto(seed: int) -> dict[str, Any]:
+    """Compare `auto` with brute force over all DAG partitions of one random graph."""
+    rng = random.Random(1_000_003 * (seed + 1))
+    num = rng.randint(5, 9)
+    request = random_request(rng, random_dag(rng, num), ranks=rng.choice([2, 3, 4]), is_tight=seed % 2 == 1)
+    begin = time.perf_counter()
+    try:
+        us: float | None = make_plan("auto", request).iteration_us
+    except PlanInfeasible:
+        us = None
+    seconds = time.perf_counter() - begin
+    best = brute_force(request)
+    return {
+        "kind": "auto",
+        "seed": seed,
+        "blocks": num,
+        "ranks": request.num_ranks,
+        "is_tight": seed % 2 == 1,
+        "us": us,
+        "best_us": best,
+        "ratio": us / best if us is not None and best is not None else None,
+        "seconds": round(seconds, 3),
+    }

@@ -1,0 +1,93 @@
+"""AutoPipe's planner: Algorithm 1, the simulator, the heuristic against the exact search, Table II."""
+
+import itertools
+import random
+
+import pytest
+
+from gpp_plugin.library.analytic import profile_model
+from gpp_plugin.library.graphs import build_model
+from gpp_plugin.plan.autopipe import ChainSimulator, balance_blocks, search_exact, search_heuristic
+from gpp_plugin.plan.clusters import read_cluster
+
+
+def test_equal_stages_take_the_closed_form():
+    """(m + p - 1) (f + b), and the master is the last stage."""
+    simulator = ChainSimulator([2.0] * 4, [4.0] * 4, micro_batches=6)
+    assert simulator.run((0, 1, 2, 3, 4)) == ((6 + 3) * 6.0, 3)
+
+
+def test_fewer_micro_batches_than_stages():
+    simulator = ChainSimulator([1.0] * 4, [2.0] * 4, micro_batches=2)
+    assert simulator.run((0, 1, 2, 3, 4))[0] == (2 + 3) * 3.0
+
+
+def test_the_heaviest_stage_is_the_master():
+    simulator = ChainSimulator([1.0, 5.0, 1.0], [2.0, 10.0, 2.0], micro_batches=12)
+    assert simulator.run((0, 1, 2, 3))[1] == 1
+
+
+def test_many_micro_batches_follow_from_the_steady_phase():
+    rng = random.Random(1)
+    forward = [rng.uniform(1, 5) for _ in range(6)]
+    simulator = ChainSimulator(forward, [2 * f for f in forward], micro_batches=100, comm_us=0.3)
+    cuts = (0, 2, 4, 6)
+    assert simulator.run(cuts)[0] == pytest.approx(simulator._run(cuts, 100)[0], rel=2e-3)
+
+
+def test_algorithm_1_is_exact():
+    rng = random.Random(2)
+    for _ in range(20):
+        weights = [rng.randint(1, 9) for _ in range(8)]
+        cuts = balance_blocks(weights, 3)
+        found = max(sum(weights[a:b]) for a, b in zip(cuts, cuts[1:], strict=False))
+        assert found == min(
+            max(sum(weights[:a]), sum(weights[a:b]), sum(weights[b:]))
+            for a, b in itertools.combinations(range(1, 8), 2)
+        )
+
+
+def gpt2(micro_batches: int) -> ChainSimulator:
+    model = build_model("gpt2_345m")
+    device = read_cluster("rtx3090_100g").devices[0]
+    profile = profile_model(model, device, largest=4, recompute=True)
+    costs = profile.by_block()
+    order = [costs[block.name] for block in model.graph.blocks]
+    return ChainSimulator(
+        [c.forward_us_for(4) for c in order],
+        [c.backward_us_for(4) for c in order],
+        micro_batches=micro_batches,
+    )
+
+
+@pytest.mark.parametrize("stages", [4, 6])
+def test_the_heuristic_equals_the_exact_search_on_gpt2(stages):
+    simulator = gpt2(2 * stages)
+    exact = search_exact(simulator, stages, limit=100_000)
+    assert exact is not None
+    assert search_heuristic(simulator, stages)[0] == pytest.approx(exact[0], rel=1e-9)
+
+
+def test_exact_search_equals_brute_force():
+    rng = random.Random(3)
+    for _ in range(10):
+        forward = [rng.uniform(1, 5) for _ in range(8)]
+        simulator = ChainSimulator(forward, [2 * f for f in forward], micro_batches=5, comm_us=0.2)
+        best = min(simulator.run((0, *cuts, 8))[0] for cuts in itertools.combinations(range(1, 8), 3))
+        found = search_exact(simulator, 4)
+        assert found is not None
+        assert found[0] == pytest.approx(best)
+
+
+def test_table_2_of_the_paper():
+    """Of its seven partitions of GPT-2 345M, (6.5, 6.5, 6.5, 4.5) layers is the quickest."""
+    table = [
+        (5, 7, 6, 6), (6, 6.5, 6.5, 5), (6, 7, 6, 5), (6.5, 6.5, 6.5, 4.5),
+        (6.5, 6.5, 6, 5), (7, 5.5, 6, 5.5), (7, 6.5, 5.5, 5),
+    ]  # fmt: skip
+    simulator = gpt2(8)
+    times = {}
+    for layers in table:
+        ends = list(itertools.accumulate(int(2 * count) for count in layers))
+        times[layers] = simulator.run((0, *(1 + end for end in ends[:-1]), 50))[0]
+    assert min(times, key=times.__getitem__) == (6.5, 6.5, 6.5, 4.5)

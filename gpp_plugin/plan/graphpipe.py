@@ -130,6 +130,7 @@ def _with_counts(
     largest = min(request.num_ranks, len(request.graph.blocks))
     # Any number may be the one whose degrees add up or whose stages fit: powers of two, then all ranks.
     open_counts = sorted({1 << n for n in range(largest.bit_length())} | {largest, (largest + 1) // 2})
+    sizes = sorted(rules.wishes(), key=lambda size: _lower_bound(request, costs, size))
     for count in counts if counts is not None else open_counts:
         if count > len(request.graph.blocks):
             continue
@@ -146,7 +147,7 @@ def _with_counts(
         groupings.add((tuple(block.name for block in request.graph.blocks),))
         for groups in sorted(groupings):
             masks = refiner.reshape(groups, count)
-            for wish in rules.wishes() if masks is not None else ():
+            for wish in sizes if masks is not None else ():
                 assert masks is not None
                 found = refiner.with_masks(masks, wish)
                 if found is not None:

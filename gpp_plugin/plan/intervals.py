@@ -26,7 +26,7 @@ Total = Callable[[Floats], Floats]
 
 MAX_PARTIAL_ITEMS = 12
 """Longest branch whose parts may join another stage; longer ones are left to the refinement."""
-MAX_STATES = 128
+MAX_STATES = 512
 """Most ways to choose branches of a parallel item that are enumerated."""
 
 
@@ -191,6 +191,7 @@ def _absorptions(
     found: dict[Absorbed, tuple[int, ...]] = {}
     full = tuple(counts)
     empty = tuple([0] * len(counts))
+    states = set(parallel.states)
     for whole in parallel.states:
         if whole not in (empty, full):
             extra = Absorbed(position=position, kind=-1, count=0, cut=0, whole=whole)
@@ -202,7 +203,10 @@ def _absorptions(
             if count > counts[kind]:
                 continue
             others = tuple(0 if k == kind else c for k, c in enumerate(counts))
-            for whole in {empty, others} & set(parallel.states):
+            for whole in {empty, others}:
+                taken = tuple(w + count * (k == kind) for k, w in enumerate(whole))
+                if whole not in states or tuple(np.subtract(counts, taken)) not in states:
+                    continue  # the branches were too many to count: only none or all can be left over
                 part = series.items[cut:] if is_tail else series.items[:cut]
                 own = [block for item in part for block in item.blocks]
                 extra = Absorbed(position=position, kind=kind, count=count, cut=cut, whole=whole)

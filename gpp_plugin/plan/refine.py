@@ -18,6 +18,7 @@ from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.degrees import DegreeChooser, stage_heights
 from gpp_plugin.plan.estimate import estimate_plan_us
 from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.selection import busiest_us
 from gpp_plugin.plan.stages import StageDraft, build_plan
 
 SLACKS = (0.0, 0.5, 1.0)
@@ -25,6 +26,8 @@ SLACKS = (0.0, 0.5, 1.0)
 Mask = int
 Score = tuple[float, float, float]
 
+HOPELESS = 1.2
+"""Stages whose busiest computes longer than this many times the best step are not predicted."""
 OVERHEAD = 100
 """Simulated tasks that cost as much as building a candidate does."""
 MAX_CROSS_BLOCKS = 40
@@ -77,6 +80,7 @@ class Refiner:
             self.before[dst] |= 1 << src
         self.chooser = DegreeChooser(request, costs, rules)
         self._seen: dict[object, Score] = {}
+        self._best_us = float("inf")
 
     # ---- candidates -------------------------------------------------------------------------------
 
@@ -105,6 +109,9 @@ class Refiner:
         if drafts is None:
             self._seen[key] = (float("inf"),) * 3
             return None
+        if busiest_us(self.request, self.costs, drafts) > HOPELESS * self._best_us:
+            self._seen[key] = (float("inf"),) * 3
+            return None
         if slack > 0:
             drafts = self._with_slack(drafts, slack)
         score = self._score(drafts)
@@ -126,7 +133,10 @@ class Refiner:
         self.budget -= OVERHEAD + 2 * sum(plan.num_micro_batches(i) for i in range(len(plan.stages)))
         times = [(s.forward_us + s.backward_us) / s.micro_batch_size for s in plan.stages]
         excess = sum(max(0, self.chooser.excess_of(stage.memory_bytes, stage.ranks)) for stage in plan.stages)
-        return float(excess), estimate_plan_us(plan, self.costs), sum(t * t for t in times)
+        us = estimate_plan_us(plan, self.costs)
+        if excess == 0:
+            self._best_us = min(self._best_us, us)
+        return float(excess), us, sum(t * t for t in times)
 
     # ---- search -----------------------------------------------------------------------------------
 

@@ -3,8 +3,8 @@
     deepspeed --num_gpus 4 examples/train_clip_digits.py --deepspeed_config configs/clip_graph_pipeline.json
     torchrun --nproc-per-node 4 examples/train_clip_digits.py --deepspeed_config configs/clip_graph_pipeline.json
 
-Without a GPU name the ranks to DeepSpeed's launcher yourself: ``deepspeed --num_accelerators 4 ...``.
-Everything below is what a single-process script would have, but for `import gpp_plugin` and the JSON.
+Both start four ranks with or without GPUs; on a CPU set OMP_NUM_THREADS=1 if it has fewer cores than ranks
+have threads. What a single-process DeepSpeed script lacks of this is `import gpp_plugin` and the JSON's block.
 """
 
 import argparse
@@ -50,7 +50,8 @@ class CaptionedDigits(Dataset):
 def make_model():
     """Return a small CLIP with random weights, the same on every rank."""
     tower = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
-    text = {"vocab_size": len(WORDS), "max_position_embeddings": LENGTH, "eos_token_id": len(WORDS) - 1}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": len(WORDS) - 1}
+    text = {"vocab_size": len(WORDS), "max_position_embeddings": LENGTH, **special}
     vision = {"image_size": 8, "patch_size": 2, "num_channels": 1}
     torch.manual_seed(0)
     return CLIPModel(

@@ -1,0 +1,64 @@
+"""The example runs under both launchers, and its configuration is what the documentation says."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import CLIPModel
+
+from gpp_plugin.config import batch_arithmetic, read_config
+
+ROOT = Path(__file__).parent.parent
+CONFIG = ROOT / "configs" / "clip_graph_pipeline.json"
+
+
+def launcher(name):
+    program = Path(sys.executable).parent / name
+    if name == "torchrun":
+        return [str(program), "--standalone", "--nproc-per-node", "4"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [str(program), "--num_gpus", "4", "--master_port", str(port)]
+
+
+def test_the_configuration_is_accepted():
+    config = read_config(CONFIG)
+    assert config is not None and config.stages == 4
+    assert config.micro_batch_size_of("loss", 64) == 64
+    assert batch_arithmetic(CONFIG, num_ranks=4) == (64, 64, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["torchrun", "deepspeed"])
+def test_the_example_trains_and_saves(name, tmp_path):
+    out = tmp_path / "model"
+    arguments = [
+        "examples/train_clip_digits.py",
+        "--deepspeed_config",
+        str(CONFIG),
+        "--steps",
+        "3",
+        "--save",
+        str(out),
+    ]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path}
+    process = subprocess.Popen(
+        [*launcher(name), *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment, start_new_session=True,
+    )  # fmt: skip
+    try:
+        printed, _ = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the launcher's ranks are in its session
+        raise
+    assert process.returncode == 0, printed
+    assert "zero-shot accuracy on held-out digits: " in printed
+    assert len(list(out.glob("model-*.safetensors"))) == 4
+    model = CLIPModel.from_pretrained(out)
+    assert sum(p.numel() for p in model.parameters()) > 100_000

@@ -19,8 +19,8 @@ class BatchRules:
     """What `PlanRequest` and the graph say of micro-batch sizes, resolved to blocks.
 
     Args:
-        coupled: blocks that compute on whole loss units: those that mix samples, and those at either
-            end of a tensor with one value a unit.
+        coupled: blocks that compute on whole loss units: those that mix samples, those at either end of
+            a tensor with one value a unit, and all others where the request keeps units.
         fixed: block -> micro-batch size of its stage, as the user wants it.
         smallest_local: fewest samples one rank may compute at a time.
         universal: the size of all other stages that are not coupled, as the user wants it.
@@ -98,12 +98,16 @@ def batch_rules(request: PlanRequest) -> BatchRules:
     for key, size in sorted(wanted.items(), key=lambda item: len(item[0])):
         for name in blocks_under(graph, key):
             fixed[name] = size
+    coupled = coupled_blocks(graph)
+    if request.keep_units and universal is None:
+        coupled |= {block.name for block in graph.blocks if block.name not in fixed}
+        universal = request.loss_unit
     return BatchRules(
         mini_batch=request.mini_batch,
         loss_unit=request.loss_unit,
         num_ranks=request.num_ranks,
         data_parallel=request.data_parallel,
-        coupled=coupled_blocks(graph),
+        coupled=coupled,
         fixed=fixed,
         universal=universal,
         smallest_local=request.smallest_local_batch,

@@ -37,7 +37,7 @@ from gpp_plugin.plan.stages import build_plan
 
 SLACK = 1.1
 """Partitions whose (B + (depth - 1) b) t is within this factor of the best are predicted exactly."""
-MAX_FINALISTS = 12
+MAX_FINALISTS = 20
 REFINE_BUDGET = 40_000
 """Simulated tasks: about a tenth of a second."""
 

@@ -28,6 +28,8 @@ class PlanRequest:
         memory_limit_bytes: what one rank may use, where less than its device has.
         data_parallel: degree of every stage, or None: the planner chooses.
         zero_stage: 0, 1 or 2; what the ranks of a stage share out among themselves.
+        keep_units: every stage the user has not fixed computes one loss unit a rank at a time, as those
+            that mix samples must; otherwise the planner chooses any size that divides the mini-batch.
         smallest_local_batch: fewest samples one rank may compute at a time (some models cannot be captured,
             or cannot train, on a single sample).
         max_k: largest k of kFkB the refining planners try.
@@ -45,6 +47,7 @@ class PlanRequest:
     memory_limit_bytes: int | None = None
     data_parallel: int | None = None
     zero_stage: int = 0
+    keep_units: bool = False
     smallest_local_batch: int = 1
     max_k: int = 1
 

@@ -23,7 +23,7 @@ def as_sequential(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
     """
     present = {(edge.src, edge.dst) for edge in plan.edges}
     added = tuple(
-        StageEdge(src=i, dst=i + 1, gradient_tensors=(ORDER_ONLY,))
+        StageEdge(src=i, dst=i + 1, batch_tensors=(ORDER_ONLY,), gradient_tensors=(ORDER_ONLY,))
         for i in range(len(plan.stages) - 1)
         if (i, i + 1) not in present
     )

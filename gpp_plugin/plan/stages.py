@@ -94,7 +94,29 @@ def build_plan(
         edges=stage_edges(graph, [stage.blocks for stage in stages], known=costs.edge_cache),
         notes=tuple(notes),
     )
-    return with_in_flight(plan, costs, extra=[draft.extra_in_flight for draft in ordered])
+    plan = with_in_flight(plan, costs, extra=[draft.extra_in_flight for draft in ordered])
+    is_mixed = len({device.memory_bytes for device in request.cluster.devices[: request.num_ranks]}) > 1
+    return place_by_memory(plan, costs) if is_mixed and all(d.ranks is None for d in drafts) else plan
+
+
+def place_by_memory(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
+    """Return the plan with the stages that need most on the devices that have most, where ranks differ.
+
+    The consecutive placement is kept where it fits: neighbours stay neighbours.
+    """
+    devices = costs.cluster.devices
+    fits = all(
+        stage.memory_bytes <= devices[rank].memory_bytes for stage in plan.stages for rank in stage.ranks
+    )
+    if fits:
+        return plan
+    free = sorted(range(plan.num_ranks), key=lambda rank: (-devices[rank].memory_bytes, rank))
+    placed: dict[int, tuple[int, ...]] = {}
+    for i in sorted(range(len(plan.stages)), key=lambda i: -plan.stages[i].memory_bytes):
+        degree = plan.stages[i].degree
+        placed[i], free = tuple(sorted(free[:degree])), free[degree:]
+    stages = tuple(dataclasses.replace(stage, ranks=placed[i]) for i, stage in enumerate(plan.stages))
+    return dataclasses.replace(plan, stages=stages)
 
 
 def with_in_flight(plan: PipelinePlan, costs: CostModel, *, extra: Sequence[int] = ()) -> PipelinePlan:

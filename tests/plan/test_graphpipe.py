@@ -1,5 +1,7 @@
 """GraphPipe's partitioner against closed forms and the cases of the papers."""
 
+import dataclasses
+
 import pytest
 
 from gpp_plugin.errors import PlanInfeasible
@@ -134,3 +136,13 @@ def test_heavier_stages_get_more_ranks():
     request = make_request(graph, profile, ranks=6, num_stages=2, mini_batch=48, micro_batch_sizes={"*": 8})
     plan = make_plan("graphpipe", request)
     assert [s.degree for s in plan.stages] == [4, 2]
+
+
+def test_the_stage_that_needs_most_gets_the_device_that_has_most():
+    """The first stage holds two micro-batches: it goes to the larger device, which is rank 1."""
+    graph = chain(6)
+    profile = make_profile(graph, saved=10.0)
+    small, large = make_cluster(1, memory=40).devices[0], make_cluster(1, memory=60).devices[0]
+    cluster = dataclasses.replace(make_cluster(2), devices=(small, large))
+    plan = make_plan("graphpipe", make_request(graph, profile, ranks=2, cluster=cluster, **FREE))
+    assert [(s.ranks, s.memory_bytes) for s in plan.stages] == [((1,), 60), ((0,), 30)]

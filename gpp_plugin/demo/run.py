@@ -77,7 +77,7 @@ def _run_in(folder: Path, settings: DemoSettings, timeout_s: float) -> dict[str,
     losses, train_seconds = _train(folder, settings, timeout_s)
     plan = load(PipelinePlan, folder / "plan.json")
     timeline = load(Timeline, folder / "timeline.json")
-    print(f"\nOne step, as it ran:\n{format_timeline(timeline, plan)}")
+    print(f"\nOne step as it ran, the median of the last ones:\n{format_timeline(timeline, plan)}")
     overlap = find_tower_overlap(timeline, plan)
     if overlap is not None:
         print(

@@ -19,8 +19,8 @@ from gpp_plugin.demo.settings import DemoSettings
 from gpp_plugin.ir.serialize import save
 from gpp_plugin.launch import emit_event
 
-TIMELINE_STEPS = 3
-"""Steps at the end whose timelines are recorded; the last one is shown, the first ones warm up."""
+TIMELINE_STEPS = 5
+"""Steps at the end whose timelines are recorded; the one of median length is kept."""
 
 
 def main() -> None:
@@ -42,13 +42,17 @@ def main() -> None:
     batches = mini_batches(
         data.train, mini_batch=settings.mini_batch, steps=settings.steps, seed=settings.seed
     )
+    timelines = []
     for step in range(settings.steps):
         engine.record_timelines = step >= settings.steps - TIMELINE_STEPS
         loss = engine.train_batch(data_iter=batches)
         if is_first:
             emit_event(event="step", step=step + 1, loss=float(loss))
+            if engine.record_timelines:
+                timelines.append(engine.last_timeline)
     if is_first:
-        save(engine.last_timeline, output / "timeline.json")
+        timelines.sort(key=lambda timeline: timeline.iteration_us)
+        save(timelines[len(timelines) // 2], output / "timeline.json")
     engine.save_pretrained(output / "model")
 
 

@@ -6,12 +6,15 @@ Exit codes: 0 it worked, 1 it did not (one line on standard error says why), 2 w
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
+import importlib.util
 import json
 import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gpp_plugin import __version__
@@ -115,12 +118,11 @@ def _add_bench(
     bench = commands.add_parser("bench", help=text, description=_sentence(text))
     benches = bench.add_subparsers(dest="bench", metavar="NAME", required=True)
     for name in names:
-        module = None
+        text = _docstring(_bench_module(name))
+        sub = benches.add_parser(name, help=text.splitlines()[0], description=text)
+        _add_json(sub)
         if name in arguments:
             module = importlib.import_module(_bench_module(name))
-        sub = benches.add_parser(name, description=module.__doc__ if module else None)
-        _add_json(sub)
-        if module is not None:
             module.add_arguments(sub)
             runners["bench"] = _named_runner(module.run)
 
@@ -141,6 +143,13 @@ def bench_names() -> list[str]:
 
 def _bench_module(name: str) -> str:
     return f"gpp_plugin.bench.{name.replace('-', '_')}"
+
+
+def _docstring(module: str) -> str:
+    """Return a module's docstring without importing it."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None, f"{module} is listed but not found"
+    return ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:

@@ -88,6 +88,13 @@ def test_values_are_kept():
         config.stages = 4
 
 
+@pytest.mark.parametrize("word", ["auto", "search"])
+def test_micro_batch_sizes_left_to_the_planner(word):
+    config = read_config(block_of(micro_batch_sizes=word))
+    assert config is not None and config.micro_batch_sizes == word
+    assert config.micro_batch_size_of("loss", 64) is None
+
+
 def test_one_micro_batch_size_is_for_all_stages():
     config = read_config(block_of(micro_batch_sizes=4))
     assert config is not None
@@ -136,7 +143,7 @@ def test_one_micro_batch_size_is_for_all_stages():
         ),
         (
             {"micro_batch_sizes": [1]},
-            'micro_batch_sizes: [1] is not valid; give "auto", a number of samples for all stages, '
+            'micro_batch_sizes: [1] is not valid; give "auto", "search", a number of samples for all stages, '
             'or {"stage name": number or "full", ...}',
         ),
         (

@@ -115,7 +115,8 @@ def loads(kind: type[T], text: str) -> T:
         raise GppError(f"not a {kind.__name__} file: keys schema, type and value expected")
     if envelope["schema"] != SCHEMA_VERSION:
         raise GppError(
-            f"schema {envelope['schema']} of this {kind.__name__} is not {SCHEMA_VERSION}; write it anew with this release"
+            f"schema {envelope['schema']} of this {kind.__name__} is not {SCHEMA_VERSION}; "
+            "write it anew with this release"
         )
     if envelope["type"] != kind.__name__:
         raise GppError(f"the file holds a {envelope['type']}, not a {kind.__name__}")

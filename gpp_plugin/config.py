@@ -71,7 +71,8 @@ class GraphPipelineConfig(_Block):
         data_parallel: ranks of each stage, or what the planner finds best.
         schedule: order of the tasks of a stage.
         micro_batch_sizes: samples a stage takes at a time: for all stages, or by stage name
-            ("full" is the whole mini-batch).
+            ("full" is the whole mini-batch). "auto" is one loss unit a rank, as in DeepSpeed, where the
+            mini-batch has several; "search" lets the planner choose any size that divides it.
         granularity: size of the blocks that are never split.
         cluster: the machine's own description, a file, or a description in place.
         plan: a plan made before or written by hand: a file, or in place.
@@ -87,9 +88,9 @@ class GraphPipelineConfig(_Block):
     stages: Auto | Count = Field(default="auto", description='"auto" or a whole number of at least 1')
     data_parallel: Auto | Count = Field(default="auto", description='"auto" or a whole number of at least 1')
     schedule: Schedule = Field(default="auto", description=_one_of(Schedule))
-    micro_batch_sizes: Auto | Count | dict[str, Count | Literal["full"]] = Field(
+    micro_batch_sizes: Literal["auto", "search"] | Count | dict[str, Count | Literal["full"]] = Field(
         default="auto",
-        description='"auto", a number of samples for all stages, or {"stage name": number or "full", ...}',
+        description='"auto", "search", a number of samples for all stages, or {"stage name": number or "full", ...}',
     )
     granularity: Granularity = Field(default="layer", description=_one_of(Granularity))
     slicing: Literal["auto", "off"] = Field(default="auto", description=_OFF)

@@ -65,12 +65,12 @@ def train_reference(
     return ReferenceRun(losses=losses, gradients=gradients)
 
 
-def gradient_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """Return the largest ||g - g_ref|| / max(||g_ref||, 1e-3 x the largest gradient tensor's norm)."""
+def gradient_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+    """Return ||g - g_ref|| / max(||g_ref||, 1e-3 x the largest gradient tensor's norm) of each in ``found``."""
     largest = max(float(g.double().norm()) for g in wanted.values())
-    worst = 0.0
-    for name, reference in wanted.items():
-        g = found[name].double().cpu()
-        scale = max(float(reference.double().norm()), 1e-3 * largest)
-        worst = max(worst, float((g - reference.double()).norm()) / scale)
-    return worst
+    errors = {}
+    for name, gradient in found.items():
+        reference = wanted[name].double()
+        scale = max(float(reference.norm()), 1e-3 * largest)
+        errors[name] = float((gradient.double().cpu() - reference).norm()) / scale
+    return errors

@@ -186,6 +186,8 @@ def _request(
         memory_limit_bytes=int(limit * 1e9) if isinstance(limit, (int, float)) else None,
         data_parallel=config.data_parallel if isinstance(config.data_parallel, int) else None,
         zero_stage=setting.zero_stage,
+        # with one loss a mini-batch there is nothing to pipeline unless the other stages take less
+        keep_units=sizes != "search" and setting.sizes.loss_unit < mini_batch,
         smallest_local_batch=smallest_local_batch,
     )
 

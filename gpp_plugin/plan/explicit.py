@@ -8,7 +8,7 @@ from typing import Any
 from gpp_plugin.errors import GppError, PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import SCHEMA_VERSION, fingerprint, from_plain
-from gpp_plugin.plan.batches import BatchRules, batch_rules, is_under, nearest_names
+from gpp_plugin.plan.batches import BatchRules, batch_rules, coupled_blocks, is_under, nearest_names
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.degrees import choose_degrees
 from gpp_plugin.plan.registry import PlanRequest
@@ -44,7 +44,7 @@ def explicit_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
         _check_stage(i, stage)
     groups = _assign_blocks(stages, request)
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
-    rules = _rules_with(batch_rules(request), stages, groups)
+    rules = _rules_with(request, stages, groups)
     degrees = _given_degrees(stages, request.num_ranks)
     if all(degree is not None for degree in degrees):
         candidates = [_fixed_degrees(stages, groups, degrees, rules, w) for w in rules.wishes()]
@@ -176,7 +176,8 @@ def _stage_name(stage: dict[str, Any], blocks: tuple[str, ...], request: PlanReq
     return name
 
 
-def _rules_with(rules: BatchRules, stages: list[dict[str, Any]], groups: list[list[str]]) -> BatchRules:
+def _rules_with(request: PlanRequest, stages: list[dict[str, Any]], groups: list[list[str]]) -> BatchRules:
+    rules = batch_rules(request)
     fixed = dict(rules.fixed)
     for stage, group in zip(stages, groups, strict=True):
         if "micro_batch_size" in stage:
@@ -186,7 +187,9 @@ def _rules_with(rules: BatchRules, stages: list[dict[str, Any]], groups: list[li
                     f"does not divide the mini-batch of {rules.mini_batch}"
                 )
             fixed.update(dict.fromkeys(group, stage["micro_batch_size"]))
-    return dataclasses.replace(rules, fixed=fixed)
+    # a size given here wins over the wish to keep units, never over operators that mix samples
+    coupled = (rules.coupled - fixed.keys()) | coupled_blocks(request.graph)
+    return dataclasses.replace(rules, fixed=fixed, coupled=coupled)
 
 
 def _given_degrees(stages: list[dict[str, Any]], num_ranks: int) -> list[int | None]:

@@ -124,6 +124,7 @@ class StageExecutor:
         self._inbox: dict[Message, list[Tensor]] = {}
         self._pending_receives: dict[Message, list[Pending]] = {}
         self._pending_sends: deque[Pending] = deque()
+        self._sends_of: defaultdict[int, list[Pending]] = defaultdict(list)
         self._made: dict[int, dict[str, Tensor]] = {}
         self._leaves: dict[int, dict[str, Tensor]] = {}
         self._inputs: list[tuple[Tensor, ...]] = []
@@ -273,10 +274,16 @@ class StageExecutor:
             assemblies.append((name, incoming.get(name, []), axis, empty, getattr(torch, spec.dtype)))
         has_backward = micro_batch in self._has_backward
         is_sent = micro_batch in self._sent
+        # a stage without backwards is held back by nothing but its sends: wait for those of the
+        # micro-batch that must be gone before this one starts
+        expired = micro_batch - self._stage.in_flight if self._is_training and not has_backward else -1
 
         def forward() -> None:
             for message in messages:
                 self._complete(message)
+            if expired >= 0:
+                for pending in self._sends_of.pop(expired, ()):
+                    pending.wait()
             start = self._now()
             received = []
             leaves: dict[str, Tensor] = {}
@@ -374,6 +381,7 @@ class StageExecutor:
             ) from error
         finally:
             self._inputs = []
+            self._sends_of.clear()
             self._made.clear()
             self._leaves.clear()
             self._inbox.clear()
@@ -412,7 +420,10 @@ class StageExecutor:
                     f"{wire.name} is {tuple(tensor.shape)} {tensor.dtype}, the plan was compiled for "
                     f"{wire.shape} {wire.dtype}; its shape depends on the data"
                 )
-            self._pending_sends.append(transport.send(message, wire.slot, tensor.contiguous()))
+            pending = transport.send(message, wire.slot, tensor.contiguous())
+            self._pending_sends.append(pending)
+            if not self._has_backward:
+                self._sends_of[message.src_micro_batch].append(pending)
         while self._pending_sends and self._pending_sends[0].is_done():
             self._pending_sends.popleft().wait()
         self._record_message(EventKind.SEND, message, start, sum(w.num_bytes for w in wires))

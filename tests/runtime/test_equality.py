@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from tests.ranks import run_ranks
-from tests.reference import gradient_error, train_reference
+from tests.reference import gradient_errors, train_reference
 from tests.runtime import jobs
 
 FIRST_LOSS, LATER_LOSSES, GRADIENTS = 1e-6, 1e-5, 2e-6
@@ -27,11 +28,37 @@ def check(one: jobs.Job, answers: list[dict[str, Any]]) -> None:
     assert losses == pytest.approx(reference.losses, rel=LATER_LOSSES)
     covered: set[str] = set()
     for answer in answers:
-        own = {name: reference.gradients[name] for name in answer["gradients"]}
-        largest = {k: v for k, v in reference.gradients.items()}
-        assert gradient_error({**largest, **answer["gradients"]}, reference.gradients) <= GRADIENTS
-        covered |= set(own)
+        covered |= set(answer["gradients"])
+        errors = gradient_errors(answer["gradients"], reference.gradients)
+        inexact = {name: error for name, error in errors.items() if error > GRADIENTS}
+        if inexact:
+            assert_is_rounding(one, answer["gradients"], reference.gradients, inexact)
     assert covered == set(reference.gradients), "some parameters are on no stage"
+
+
+def assert_is_rounding(
+    one: jobs.Job, found: dict[str, Tensor], reference: dict[str, Tensor], inexact: dict[str, float]
+) -> None:
+    """Hold gradients that differ in fp32 against fp64: both must be equally far from the truth.
+
+    Only gradients that fp32 itself does not reproduce may get here (a key projection's bias, whose
+    gradient is structurally zero): what is left of them is noise, which changes with the micro-batch size.
+    """
+    model, make_batch = jobs.build_model(one)
+    exact = train_reference(
+        model.double(),
+        [
+            {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in b.items()}
+            for b in jobs.make_batches(make_batch, one)[:1]
+        ],
+        unit=one["unit"],
+    ).gradients
+    noise = gradient_errors(reference, exact)
+    ours = gradient_errors(found, exact)
+    for name, error in inexact.items():
+        assert noise[name] > GRADIENTS and ours[name] <= 3 * noise[name], (
+            f"{name}: error {error:.1e} against fp32, {ours[name]:.1e} against fp64 (single process {noise[name]:.1e})"
+        )
 
 
 JOBS: dict[str, tuple[int, list[jobs.Job]]] = {
@@ -43,6 +70,7 @@ JOBS: dict[str, tuple[int, list[jobs.Job]]] = {
             job("clip", stages=4),
             job("clip", stages=2, zero=1),
             job("clip", unit=8, stages=3, micro_batch_sizes={"loss": "full"}),
+            job("clip", stages=3, micro_batch_sizes="search"),
         ],
     ),
     "siglip": (4, [job("siglip", stages=2), job("siglip", stages=3), job("siglip", stages=4, zero=1)]),

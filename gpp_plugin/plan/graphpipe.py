@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
+import numpy as np
 
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batches import BatchRules, batch_rules
@@ -37,6 +38,8 @@ from gpp_plugin.plan.stages import build_plan
 
 SLACK = 1.1
 """Partitions whose (B + (depth - 1) b) t is within this factor of the best are predicted exactly."""
+OPTIMISM = 1.3
+"""First only plans within this factor of perfectly shared work are searched; then, if none, all."""
 MAX_FINALISTS = 20
 REFINE_BUDGET = 40_000
 """Simulated tasks: about a tenth of a second."""
@@ -130,7 +133,7 @@ def _with_counts(
     largest = min(request.num_ranks, len(request.graph.blocks))
     # Any number may be the one whose degrees add up or whose stages fit: powers of two, then all ranks.
     open_counts = sorted({1 << n for n in range(largest.bit_length())} | {largest, (largest + 1) // 2})
-    sizes = sorted(rules.wishes(), key=lambda size: _lower_bound(request, costs, size))
+    sizes = sorted(rules.wishes(), key=lambda size: _lower_bound(request, costs, rules, size))
     for count in counts if counts is not None else open_counts:
         if count > len(request.graph.blocks):
             continue
@@ -161,35 +164,45 @@ def find_partitions(request: PlanRequest, costs: CostModel, rules: BatchRules) -
     tree = decompose(dependencies)
     root = build_series(request.graph, costs, rules, tree)
     longest = int(nx.dag_longest_path_length(dependencies, weight=None, default_weight=1)) + 1
-    found: list[Partition] = []
-    best = float("inf")
-    for wish in sorted(rules.wishes(), key=lambda size: _lower_bound(request, costs, size)):
-        bound_us = _lower_bound(request, costs, wish)
-        if bound_us > best * SLACK:
-            continue
-        search = make_search(request, costs, rules, root, wish, longest)
-        for t, levels, score in _frontier(request, search, wish, best, bound_us):
-            best = min(best, score)
-            groups = search.groups(levels)
-            found.append(
-                Partition(
-                    groups=tuple(tuple(names[i] for i in sorted(group)) for group in groups),
-                    micro_batch_size=wish,
-                    us_per_sample=t,
-                    levels=levels,
-                    score=score,
+    bounds = {wish: _lower_bound(request, costs, rules, wish) for wish in rules.wishes()}
+    for factor in (OPTIMISM, float("inf")):
+        best = min(bounds.values()) * factor / SLACK
+        found: list[Partition] = []
+        for wish in sorted(bounds, key=bounds.__getitem__):
+            if bounds[wish] > best * SLACK:
+                continue
+            # Levels at which even perfectly shared work would take too long are not searched.
+            spare = (best * SLACK / bounds[wish] - 1) * request.mini_batch / wish if bounds[wish] > 0 else 0.0
+            deepest = longest if spare > longest else 1 + int(spare)
+            search = make_search(request, costs, rules, root, wish, deepest)
+            for t, levels, score in _frontier(request, search, wish, best, bounds[wish]):
+                best = min(best, score)
+                groups = search.groups(levels)
+                found.append(
+                    Partition(
+                        groups=tuple(tuple(names[i] for i in sorted(group)) for group in groups),
+                        micro_batch_size=wish,
+                        us_per_sample=t,
+                        levels=levels,
+                        score=score,
+                    )
                 )
-            )
-    return [partition for partition in found if partition.score <= best * SLACK] or found
+        if found:
+            return [partition for partition in found if partition.score <= best * SLACK]
+    return []
 
 
-def _lower_bound(request: PlanRequest, costs: CostModel, wish: int) -> float:
+def _lower_bound(request: PlanRequest, costs: CostModel, rules: BatchRules, wish: int) -> float:
     """Return a time no plan at this micro-batch size goes below: all work, shared out perfectly."""
-    least = min(
-        float(sum(map(sum, costs.block_times(wish / degree)))) / wish * degree
-        for degree in (1, min(wish, request.num_ranks))
+    is_fixed = np.array(
+        [block.name in rules.coupled or block.name in rules.fixed for block in request.graph.blocks]
     )
-    return least * request.mini_batch / request.num_ranks
+    unit = np.add(*costs.block_times(request.loss_unit))[is_fixed] / request.loss_unit
+    sizes = {wish, wish / min(wish, request.num_ranks)}
+    free = min(float((np.add(*costs.block_times(local))[~is_fixed] / local).sum()) for local in sizes)
+    # What the user fixes may be quicker than at one loss unit: no bound from it.
+    total = free + (float(unit.sum()) if not rules.fixed else 0.0)
+    return total * request.mini_batch / request.num_ranks
 
 
 def make_search(
@@ -198,7 +211,7 @@ def make_search(
     """Return the search at one micro-batch size.
 
     Args:
-        longest: blocks on the longest path.
+        longest: most stages on a path.
     """
     cluster = request.cluster
     degrees = rules.degrees()
@@ -265,4 +278,5 @@ def _frontier(
         score = float(times[high]) * (mini_batch + (found - 1) * wish)
         best = min(best, score)
         yield float(times[high]), found, score
-        cap = found - 1
+        # Of deep solutions only some depths are kept: neighbours differ by less than the prediction errs.
+        cap = found - max(1, found // 6)

@@ -131,7 +131,8 @@ class StageSearch:
     def _solve(self, series: Series, is_root: bool) -> _Solved:
         num, top = series.num_items, self.max_level
         ends = [num] if is_root or not is_short(series) else list(range(1, num + 1))
-        exits = 1 if is_root else top + 1
+        is_shifted = not is_root and self._is_shift_invariant(series)
+        exits = 1 if is_root or is_shifted else top + 1
         num_rows, num_columns = len(series.row_start), len(series.column_end)
         fewest = np.full((len(ends), exits, top + 1, num + 1), np.inf)
         rows = np.full((len(ends), exits, top + 1, num_rows), np.inf)
@@ -167,7 +168,22 @@ class StageSearch:
             for place, (which, rest) in rests[1].items():
                 after = fewest[:, :, :level, place + 1, None] + rest[:, :level, level].T
                 columns[:, :, level, which] = after.min(axis=2)
+        if is_shifted:
+            return _Solved(fewest=_shift(fewest), rows=_shift(rows), columns=_shift(columns))
         return _Solved(fewest=fewest, rows=rows, columns=columns)
+
+    def _is_shift_invariant(self, series: Series) -> bool:
+        """Return whether costs are the same at every level: one exit then tells all.
+
+        So it is for a chain of blocks none of whose stages in time is limited by memory.
+        """
+        if series.branches:
+            return False
+        table = self._tables[id(series)]
+        is_in_time = table.us_per_sample <= self._t
+        return bool(
+            (table.max_level[is_in_time] == NO_LIMIT).all() and (table.first_step[is_in_time] == 1).all()
+        )
 
     def _rests(self, series: Series) -> tuple[dict[int, tuple[Ints, Floats]], ...]:
         """Return by position the virtual rows and columns, and the cost of what each leaves over."""
@@ -392,6 +408,15 @@ class StageSearch:
 
     def _single_groups(self, series: Series, member: Component, exit_level: int, level: int) -> list[Group]:
         return _mapped(self._groups_of(series, -1, exit_level, level, 0), _mapping(series.component, member))
+
+
+def _shift(values: Floats) -> Floats:
+    """Return [end, exit, level, ...] from the values at exit 0: level counted from the exit."""
+    ends, _, levels, width = values.shape
+    result = np.full((ends, levels, levels, width), np.inf)
+    for exit_level in range(levels):
+        result[:, exit_level, exit_level:] = values[:, 0, : levels - exit_level]
+    return result
 
 
 def is_short(series: Series) -> bool:

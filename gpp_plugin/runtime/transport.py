@@ -69,7 +69,7 @@ class _Work:
         keep: Tensor,
         after: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        self._work = work
+        self._work: dist.Work | None = work
         self._message = message
         self._timeout = timeout
         self._place = place
@@ -77,16 +77,19 @@ class _Work:
         self._after = after
 
     def wait(self) -> None:
+        if self._work is None:
+            return  # gloo counts completions: waiting twice would wait for a transfer never posted
         try:
             self._work.wait(self._timeout)
         except RuntimeError as error:
             raise CommTimeout(_describe_failure(self._message, self._place, self._timeout, error)) from error
+        self._work = None
         if self._after is not None:
             destination, staged = self._after
             destination.copy_(staged, non_blocking=True)
 
     def is_done(self) -> bool:
-        return bool(self._work.is_completed())
+        return self._work is None or bool(self._work.is_completed())
 
 
 def _describe_failure(message: Message, place: str, timeout: datetime.timedelta, error: Exception) -> str:

@@ -145,15 +145,12 @@ def with_in_flight(plan: PipelinePlan, costs: CostModel, *, extra: Sequence[int]
 
 
 def stage_edges(
-    graph: BlockGraph,
-    groups: Sequence[Sequence[str]],
-    *,
-    known: dict[tuple[str, ...], StageEdge] | None = None,
+    graph: BlockGraph, groups: Sequence[Sequence[str]], *, costs: CostModel | None = None
 ) -> tuple[StageEdge, ...]:
     """Return the edges between groups of blocks: every tensor once per pair of stages.
 
     Args:
-        known: edges described before, by their tensors; a search that makes many plans keeps it.
+        costs: of the same graph; remembers edges from call to call.
     """
     stage_of = {block: i for i, blocks in enumerate(groups) for block in blocks}
     between: dict[tuple[int, int], dict[str, None]] = {}
@@ -161,17 +158,17 @@ def stage_edges(
         pair = (stage_of[edge.src], stage_of[edge.dst])
         if pair[0] != pair[1]:
             between.setdefault(pair, {}).update(dict.fromkeys(edge.tensors))
-    described = {} if known is None else known
+    known = costs.edge_cache if costs is not None else {}
     edges = []
-    for src, dst in sorted(between):
-        names = tuple(between[src, dst])
-        if names not in described:
-            described[names] = _describe_edge(graph, names)
-        edges.append(dataclasses.replace(described[names], src=src, dst=dst))
+    for (src, dst), tensors in sorted(between.items()):
+        names = tuple(tensors)
+        if names not in known:
+            known[names] = _edge_of(graph, names)
+        edges.append(dataclasses.replace(known[names], src=src, dst=dst))
     return tuple(edges)
 
 
-def _describe_edge(graph: BlockGraph, names: tuple[str, ...]) -> StageEdge:
+def _edge_of(graph: BlockGraph, names: tuple[str, ...]) -> StageEdge:
     specs = [graph.tensors[name] for name in names]
     batch = [spec for spec in specs if spec.layout.kind is LayoutKind.BATCH]
     whole = [spec for spec in specs if spec.layout.kind is not LayoutKind.BATCH]

@@ -91,7 +91,7 @@ def build_plan(
         mini_batch=request.mini_batch,
         loss_unit=request.loss_unit,
         stages=tuple(stages),
-        edges=stage_edges(graph, [stage.blocks for stage in stages], known=costs.edge_cache),
+        edges=stage_edges(graph, [stage.blocks for stage in stages], costs=costs),
         notes=tuple(notes),
     )
     plan = with_in_flight(plan, costs, extra=[draft.extra_in_flight for draft in ordered])

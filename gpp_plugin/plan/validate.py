@@ -44,6 +44,7 @@ def validate_plan(
     _check_batches(plan, graph)
     _check_edges(plan, graph)
     _check_in_flight(plan)
+    _check_progress(plan)
     if profile is not None:
         _check_memory(plan, graph, profile, cluster, memory_limit_bytes, zero_stage)
 
@@ -174,6 +175,50 @@ def _check_in_flight(plan: PipelinePlan) -> None:
                 f"stage {src.name!r} holds at most {held} samples in flight and {dst.name!r} takes {needed} "
                 "at a time; the pipeline would stop"
             )
+
+
+def _check_progress(plan: PipelinePlan) -> None:
+    """Play every stage's order without times: with these in-flight counts all tasks must get their turn.
+
+    A stage runs ``in_flight`` forwards, then k backwards and k forwards in turn. A forward needs its
+    samples from every producer, a backward its samples' gradients from every consumer that returns some.
+    """
+    totals = [plan.num_micro_batches(i) for i in range(len(plan.stages))]
+    done = [[0, 0] for _ in plan.stages]  # forwards and backwards each stage has run
+
+    def has_samples(way: int, stage: int, other: int) -> bool:
+        end = (done[stage][way] + 1) * plan.stages[stage].micro_batch_size
+        return done[other][way] * plan.stages[other].micro_batch_size >= end
+
+    def next_way(stage: int) -> int:
+        forwards, backwards = done[stage]
+        k = plan.stages[stage].k
+        # Before its backward of group g a stage has run in_flight + g k forwards, or all there are.
+        allowed = min(plan.stages[stage].in_flight + backwards // k * k, totals[stage])
+        return 0 if forwards < allowed else 1
+
+    feeders: list[tuple[list[int], list[int]]] = [([], []) for _ in plan.stages]
+    for edge in plan.edges:
+        feeders[edge.dst][0].append(edge.src)
+        if edge.gradient_tensors:
+            feeders[edge.src][1].append(edge.dst)
+    moved = True
+    while moved:
+        moved = False
+        for stage in range(len(plan.stages)):
+            while done[stage][1] < totals[stage]:
+                way = next_way(stage)
+                if not all(has_samples(way, stage, other) for other in feeders[stage][way]):
+                    break
+                done[stage][way] += 1
+                moved = True
+    stuck = [stage.name for i, stage in enumerate(plan.stages) if done[i][1] < totals[i]]
+    if stuck:
+        held = [stage.in_flight for i, stage in enumerate(plan.stages) if done[i][1] < totals[i]]
+        raise PlanError(
+            f"stages {stuck} would wait for each other with {held} micro-batches in flight; allow the first of "
+            "them more, or give them the same micro_batch_sizes"
+        )
 
 
 def _check_memory(

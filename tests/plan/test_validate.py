@@ -93,3 +93,23 @@ def test_a_unit_tensor_joins_equal_units():
     last = dataclasses.replace(plan.stages[1], micro_batch_size=8)
     with pytest.raises(PlanError, match="one value a loss unit"):
         validate_plan(dataclasses.replace(plan, stages=(plan.stages[0], last)), graph)
+
+
+def test_too_few_in_flight_to_ever_run_a_backward():
+    """A stage of 1-sample micro-batches feeds a skip: it must hold 2 while the middle takes 2 at a time."""
+    graph = make_graph([("a", "b"), ("b", "c"), ("a", "c")], loss="c")
+    spec = {
+        "stages": [
+            {"name": "first", "modules": ["a"], "devices": 1, "micro_batch_size": 1},
+            {"name": "middle", "modules": ["b"], "devices": 1, "micro_batch_size": 2},
+            {"modules": ["c"], "devices": 1, "micro_batch_size": 4},
+        ]
+    }
+    plan = explicit_plan(spec, make_request(graph, ranks=3))
+    validate_plan(plan, graph)
+    starved = dataclasses.replace(plan.stages[1], in_flight=1)
+    with pytest.raises(PlanError, match="holds at most 2 samples|wait for each other"):
+        validate_plan(dataclasses.replace(plan, stages=(plan.stages[0], starved, plan.stages[2])), graph)
+    starved = dataclasses.replace(plan.stages[0], in_flight=4)
+    middle = dataclasses.replace(plan.stages[1], in_flight=2, k=2)
+    validate_plan(dataclasses.replace(plan, stages=(starved, middle, plan.stages[2])), graph)

@@ -1,15 +1,15 @@
 """The exceptions of gpp_plugin; every message says what is wrong, with which values, and the fix.
 
-    GppError
-    ├── ConfigError          the graph_pipeline block or the DeepSpeed JSON around it
-    ├── CaptureError         the model cannot be exported or split
-    ├── ProfileError         costs cannot be measured or read
-    ├── PlanError            a plan is malformed, or no plan can be made
-    │   └── PlanInfeasible   no plan fits the devices
-    ├── ScheduleError        a schedule or lowered program is unsafe
-    ├── RuntimeFailure       a rank failed while running a program
-    │   └── CommTimeout      a message did not arrive in time
-    └── CheckpointError      a checkpoint is missing, torn or of another plan
+GppError
+├── ConfigError          the graph_pipeline block or the DeepSpeed JSON around it
+├── CaptureError         the model cannot be exported or split
+├── ProfileError         costs cannot be measured or read
+├── PlanError            a plan is malformed, or no plan can be made
+│   └── PlanInfeasible   no plan fits the devices
+├── ScheduleError        a schedule or lowered program is unsafe
+├── RuntimeFailure       a rank failed while running a program
+│   └── CommTimeout      a message did not arrive in time
+└── CheckpointError      a checkpoint is missing, torn or of another plan
 """
 
 from __future__ import annotations

@@ -125,14 +125,14 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
     if isinstance(model, GraphPipelineModule):
         sample = model.sample_batch
         model = model.model
-    setting = _make_setting(ds_config, block, given)
     data, collate_fn = given.get("training_data"), given.get("collate_fn")
+    if sample is None and data is None:
+        raise ConfigError(
+            "graph_pipeline: capture needs a sample batch; pass training_data, or wrap the model: "
+            "gpp_plugin.GraphPipelineModule(model, sample_batch=batch)"
+        )
+    setting = _make_setting(ds_config, block, given)
     if sample is None:
-        if data is None:
-            raise ConfigError(
-                "graph_pipeline: capture needs a sample batch; pass training_data, or wrap the model: "
-                "gpp_plugin.GraphPipelineModule(model, sample_batch=batch)"
-            )
         sample = sample_from_dataset(data, num_samples=setting.sizes.mini_batch, collate_fn=collate_fn)
     sample = prepare_batch(model, sample)
     count_samples(sample)  # a batch without a common number of samples is refused here, before any work

@@ -514,7 +514,11 @@ class GraphPipelineEngine:
     # ---- files ---------------------------------------------------------------------------------
 
     def save_checkpoint(
-        self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
     ) -> bool:
         """Write a checkpoint of all stages to ``save_dir/tag``; collective. ``latest`` is written last."""
         checkpoint.save_checkpoint(
@@ -523,6 +527,7 @@ class GraphPipelineEngine:
             tag or f"global_step{self.global_steps}",
             client_state=dict(client_state or {}),
             counters=self._counters(),
+            save_latest=save_latest,
         )
         return True
 
@@ -532,7 +537,8 @@ class GraphPipelineEngine:
         tag: str | None = None,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
-    ) -> tuple[str | None, dict[str, Any]]:
+        load_module_only: bool = False,
+    ) -> tuple[str, dict[str, Any]]:
         """Read a checkpoint written on the same plan; collective.
 
         Returns:
@@ -545,11 +551,12 @@ class GraphPipelineEngine:
             self.stage_engine,
             load_dir,
             tag,
-            load_optimizer=load_optimizer_states,
-            load_scheduler=load_lr_scheduler_states,
+            load_optimizer=load_optimizer_states and not load_module_only,
+            load_scheduler=load_lr_scheduler_states and not load_module_only,
         )
-        for name, value in loaded.counters.items():
-            setattr(self, name, value)
+        if not load_module_only:
+            for name, value in loaded.counters.items():
+                setattr(self, name, value)
         return str(loaded.directory), loaded.client_state
 
     def _counters(self) -> dict[str, int]:

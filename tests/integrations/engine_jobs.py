@@ -1,0 +1,272 @@
+"""What each rank runs in the tests of the engine; importable by the processes that run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.models import build
+from tests.runtime.odd_models import build_odd
+
+B, U = 8, 2
+
+
+def config_of(**changes: Any) -> dict[str, Any]:
+    block = changes.pop("block", {})
+    config: dict[str, Any] = {
+        "train_batch_size": B,
+        "train_micro_batch_size_per_gpu": U,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+        "steps_per_print": 1000,
+        "graph_pipeline": {"comm_timeout_s": 60, **block},
+    }
+    return {**config, **changes}
+
+
+def make_engine(model: nn.Module, sample: dict[str, Any], config: dict[str, Any], **given: Any) -> Any:
+    import deepspeed
+
+    import gpp_plugin
+
+    wrapped = gpp_plugin.GraphPipelineModule(model, sample_batch=sample)
+    return deepspeed.initialize(model=wrapped, config=config, **given)[0]
+
+
+def steps(engine: Any, batches: list[dict[str, Any]]) -> list[float]:
+    return [float(engine.train_batch(data_iter=iter([batch]))) for batch in batches]
+
+
+def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    return [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+
+
+def train_with_everything(zero: int, directory: str) -> dict[str, Any]:
+    """Clipping, parameter groups, a schedule, and every report of the JSON switched on."""
+    model, make_batch = build("t5")
+    batches = [make_batch(B, seed) for seed in range(4)]
+    config = config_of(
+        zero_optimization={"stage": zero},
+        gradient_clipping=0.5,
+        scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 3,
+                                                  "warmup_type": "linear"}},
+        csv_monitor={"enabled": True, "output_path": directory, "job_name": "job"},
+        tensorboard={"enabled": True, "output_path": directory, "job_name": "board"},
+        wall_clock_breakdown=True,
+        comms_logger={"enabled": True},
+        flops_profiler={"enabled": True, "profile_step": 1},
+        block={"stages": 2},
+    )  # fmt: skip
+    engine = make_engine(model, batches[0], config, model_parameters=decay_groups(model))
+    losses, norms, rates = [], [], []
+    first_rate = engine.get_lr()[0]
+    for batch in batches:
+        losses += steps(engine, [batch])
+        norms.append(engine.get_global_grad_norm())
+        rates.append(engine.get_lr())
+    return {"losses": losses, "norms": norms, "rates": rates, "first_rate": first_rate}
+
+
+def train_in_precision(precision: str) -> dict[str, Any]:
+    """Mixed precision on T5 (tied embeddings) and CLIP."""
+    answers = {}
+    for name in ("t5", "clip"):
+        model, make_batch = build(name)
+        batches = [make_batch(B, seed) for seed in range(3)]
+        config = config_of(
+            **{precision: {"enabled": True}}, zero_optimization={"stage": 1}, block={"stages": 2}
+        )
+        engine = make_engine(model, batches[0], config)
+        answers[name] = {
+            "losses": steps(engine, batches),
+            "dtypes": {str(p.dtype) for p in engine.module.parameters()},
+        }
+    return answers
+
+
+def train_fp16_with_overflow() -> dict[str, Any]:
+    """A loss scale far too high: skipped everywhere, halved everywhere, until steps are taken."""
+    import deepspeed.accelerator
+
+    accelerator = deepspeed.accelerator.get_accelerator()
+    accelerator.is_fp16_supported = lambda: True  # stock refuses fp16 on this CPU; its kernels exist
+    model, make_batch = build("two_branch")
+    batch = make_batch(B, 0)
+    config = config_of(
+        fp16={"enabled": True, "initial_scale_power": 24, "hysteresis": 1}, block={"stages": 2}
+    )
+    engine = make_engine(model, batch, config)
+    before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    scales, skipped, same = [], [], []
+    for _ in range(14):
+        steps(engine, [batch])
+        scales.append(engine.loss_scale)
+        skipped.append(engine.skipped_steps)
+        same.append(all(torch.equal(p, before[name]) for name, p in engine.module.named_parameters()))
+    return {"scales": scales, "skipped": skipped, "same": same}
+
+
+def evaluate() -> dict[str, Any]:
+    """Evaluation of batches of any size, with and without labels, with dropout in training."""
+    model, make_batch = build("gpt2", dropout=0.3)
+    engine = make_engine(model, make_batch(B, 0), config_of(block={"stages": 2, "data_parallel": 2}))
+    answers: dict[str, Any] = {"losses": {}}
+    for size in (8, 16, 5, 1):
+        loss, logits = engine.eval_batch(iter([make_batch(size, size)]), return_logits=True)
+        answers["losses"][size] = (float(loss), logits)
+    answers["plain"] = float(engine.eval_batch(iter([make_batch(8, 8)])))
+    unlabelled = {k: v for k, v in make_batch(6, 6).items() if k != "labels"}
+    answers["unlabelled"] = engine.eval_batch(iter([unlabelled]), compute_loss=False)
+    answers["after"] = steps(engine, [make_batch(B, 0)])[0]
+    return answers
+
+
+def resume(directory: str, zero: int) -> dict[str, Any]:
+    """Save after two steps, go on for two; a fresh engine that loads must go on the same."""
+    from gpp_plugin.errors import CheckpointError
+
+    batches = [build("t5")[1](B, seed) for seed in range(4)]
+    config = config_of(zero_optimization={"stage": zero}, block={"stages": 2})
+    engine = make_engine(build("t5")[0], batches[0], config)
+    steps(engine, batches[:2])
+    engine.save_checkpoint(directory, client_state={"epoch": 7})
+    expected = steps(engine, batches[2:])
+    other = make_engine(build("t5", seed=5)[0], batches[0], config)
+    path, client_state = other.load_checkpoint(directory)
+    found = steps(other, batches[2:])
+    elsewhere = make_engine(build("t5")[0], batches[0], config_of(block={"stages": 1}))
+    try:
+        elsewhere.load_checkpoint(directory)
+        refusal = ""
+    except CheckpointError as error:
+        refusal = str(error)
+    return {
+        "expected": expected,
+        "found": found,
+        "client_state": client_state,
+        "tag": Path(path).name,
+        "global_steps": other.global_steps,
+        "refusal": refusal,
+    }
+
+
+def export(directory: str) -> dict[str, Any]:
+    """Train, then write HuggingFace files; rank 0 also returns the gathered state."""
+    answers = {}
+    for name in ("t5", "clip"):
+        model, make_batch = build(name)
+        engine = make_engine(model, make_batch(B, 0), config_of(block={"stages": 3}))
+        steps(engine, [make_batch(B, 0)])
+        engine.save_pretrained(f"{directory}/{name}")
+        answers[name] = engine.gather_state_dict()
+    return answers
+
+
+def train_from_meta(directory: str) -> dict[str, Any]:
+    """A model built without weights: each rank holds its stage only, from files or initialised by seed."""
+    from gpp_plugin.runtime.materialize import resident_bytes
+
+    _, make_batch = build("t5")
+    batches = [make_batch(B, seed) for seed in range(2)]
+    answers: dict[str, Any] = {}
+    for source in ("files", "seed"):
+        model, _ = build("t5", device="meta")
+        block = {"stages": 3, "weights": directory if source == "files" else None}
+        engine = make_engine(model, batches[0], config_of(block=block))
+        stage = engine.plan.stages[engine.stage_id]
+        answers[source] = {
+            "model_bytes": resident_bytes(model),
+            "stage_bytes": resident_bytes(engine.module),
+            "names": sorted(dict(engine.module.named_parameters())),
+            "stage": stage.name,
+            "losses": steps(engine, batches),
+        }
+    return answers
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """A dataset of 32 samples for the diamond."""
+
+    def __init__(self) -> None:
+        self._batch = build_odd("diamond")[1](32, 3)
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {key: value[index] for key, value in self._batch.items()}
+
+
+def load_data() -> dict[str, Any]:
+    """The engine's own loader; ranks whose stages read no inputs load nothing."""
+    import deepspeed
+
+    model, _ = build_odd("diamond")
+    block = {"plan": {"stages": [{"modules": ["stem"]}, {"modules": ["up"]}, {"modules": ["*"]}]}}
+    engine, optimizer, loader, _ = deepspeed.initialize(
+        model=model, config=config_of(block=block), training_data=Rows()
+    )
+    return {
+        "losses": [float(engine.train_batch()) for _ in range(6)],
+        "reads": engine._feed.reads_inputs,
+        "num_batches": len(loader),
+        "has_optimizer": optimizer is not None,
+    }
+
+
+def refuse() -> dict[str, str]:
+    """Each mistake and what it says."""
+    import deepspeed
+
+    model, make_batch = build("two_branch")
+    batch = make_batch(B, 0)
+    said: dict[str, str] = {}
+
+    def attempt(name: str, action: Any) -> None:
+        try:
+            action()
+            said[name] = ""
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    engine = make_engine(model, batch, config_of(block={"stages": 2}))
+    for name in ("forward", "backward", "step", "no_sync"):
+        attempt(name, getattr(engine, name))
+    attempt("no data", engine.train_batch)
+    attempt("short", lambda: engine.train_batch(data_iter=iter([make_batch(3, 0)])))
+    attempt("mistyped", lambda: make_engine(model, batch, config_of(graph_pipline={})))
+    attempt("unknown key", lambda: make_engine(model, batch, config_of(block={"stage": 2})))
+    attempt("too many", lambda: make_engine(model, batch, config_of(block={"stages": 9})))
+    attempt("zero 2", lambda: make_engine(model, batch, config_of(zero_optimization={"stage": 2})))
+    attempt("no sample", lambda: deepspeed.initialize(model=model, config=config_of()))
+    return said
+
+
+def different_data() -> str:
+    """Ranks that are given different batches must not train silently."""
+    model, make_batch = build("two_branch")
+    engine = make_engine(model, make_batch(B, 0), config_of(block={"stages": 1}))
+    try:
+        steps(engine, [make_batch(B, torch.distributed.get_rank())])
+        return ""
+    except Exception as error:
+        return str(error)
+
+
+def lose_a_rank() -> str:
+    """Rank 1 leaves before the second step; rank 0 must say what it waited for."""
+    model, make_batch = build("two_branch")
+    batch = make_batch(B, 0)
+    engine = make_engine(model, batch, config_of(block={"stages": 2, "comm_timeout_s": 5}))
+    steps(engine, [batch])
+    if torch.distributed.get_rank() == 1:
+        return "left"
+    try:
+        steps(engine, [batch])
+        return ""
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"

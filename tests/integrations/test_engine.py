@@ -1,0 +1,157 @@
+"""The engine as a user has it: precision, clipping, groups, evaluation, checkpoints, exports, refusals."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations import engine_jobs as jobs
+from tests.models import build
+from tests.ranks import run_ranks
+from tests.reference import loss_of, train_reference, units_of
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_clipping_groups_and_schedule_equal_torch(zero: int, tmp_path: Path) -> None:
+    answers = run_ranks(jobs.train_with_everything, 4, zero, str(tmp_path))
+    model, make_batch = build("t5")
+    optimizer = torch.optim.AdamW(jobs.decay_groups(model), lr=1e-3)
+    losses, norms, rates = [], [], []
+    for step in range(4):
+        optimizer.zero_grad()
+        total = 0.0
+        for part in units_of(make_batch(jobs.B, step), jobs.U):
+            loss = loss_of(model(**part)) / (jobs.B // jobs.U)
+            loss.backward()
+            total += float(loss.detach())
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        losses.append(total)
+        for group in optimizer.param_groups:  # WarmupLR's first steps: linear to 2e-3 over three
+            group["lr"] = answers[0]["rates"][step - 1][0] if step else answers[0]["first_rate"]
+        optimizer.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    for answer in answers:
+        assert answer["norms"] == pytest.approx(norms, rel=2e-5)
+        assert answer["losses"] == pytest.approx(losses, rel=2e-5)
+    assert answers[0]["rates"][-1] == pytest.approx([2e-3, 2e-3])
+    rows = list(csv.reader(next(tmp_path.glob("job/*train_loss*.csv")).open()))
+    assert [float(row[1]) for row in rows[1:]] == pytest.approx(answers[0]["losses"], rel=1e-5)
+    assert list(tmp_path.glob("board/*tfevents*")), "the tensorboard monitor wrote nothing"
+
+
+def test_bf16_trains_within_its_rounding() -> None:
+    answers = run_ranks(jobs.train_in_precision, 4, "bf16")
+    for name in ("t5", "clip"):
+        model, make_batch = build(name)
+        batches = [make_batch(jobs.B, seed) for seed in range(3)]
+        reference = train_reference(model, batches, unit=jobs.U)
+        for answer in answers:
+            assert answer[name]["losses"] == pytest.approx(reference.losses, rel=2e-2)
+            assert answer[name]["dtypes"] == {"torch.bfloat16"}
+
+
+def test_fp16_overflow_skips_everywhere_and_recovers() -> None:
+    first, second = run_ranks(jobs.train_fp16_with_overflow, 2)
+    assert first["scales"] == second["scales"] and first["skipped"] == second["skipped"]
+    num_skipped = first["skipped"][-1]
+    assert 1 <= num_skipped < 14, "the scale of 2^24 must overflow first and train later"
+    assert first["scales"][0] == 2.0**23, "one overflow halves the scale"
+    for answer in (first, second):
+        assert all(answer["same"][:num_skipped]) and not answer["same"][-1]
+
+
+def test_evaluation_equals_the_plain_model() -> None:
+    answers = run_ranks(jobs.evaluate, 4)
+    model, make_batch = build("gpt2", dropout=0.3)
+    model.eval()
+    with torch.no_grad():
+        for size, (loss, logits) in answers[0]["losses"].items():
+            batch = make_batch(size, size)
+            parts = units_of(batch, jobs.U)
+            expected = sum(float(loss_of(model(**p))) * p["input_ids"].shape[0] for p in parts) / size
+            assert loss == pytest.approx(expected, rel=1e-6), size
+            assert torch.allclose(logits, model(**batch).logits, rtol=1e-5, atol=1e-6), size
+        unlabelled = {k: v for k, v in make_batch(6, 6).items() if k != "labels"}
+        assert torch.allclose(answers[0]["unlabelled"], model(**unlabelled).logits, rtol=1e-5, atol=1e-6)
+    assert answers[0]["plain"] == answers[0]["losses"][8][0]
+    assert all(answer["losses"][5][0] == answers[0]["losses"][5][0] for answer in answers)
+    assert len({answer["after"] for answer in answers}) == 1
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_checkpoints_resume_bit_for_bit(zero: int, tmp_path: Path) -> None:
+    for answer in run_ranks(jobs.resume, 4, str(tmp_path), zero):
+        assert answer["found"] == answer["expected"]
+        assert answer["client_state"] == {"epoch": 7}
+        assert answer["tag"] == "global_step2" and answer["global_steps"] == 4
+        assert "another plan" in answer["refusal"], answer["refusal"]
+    assert (tmp_path / "latest").read_text().strip() == "global_step2"
+
+
+def test_exports_reload_bit_equal(tmp_path: Path) -> None:
+    answers = run_ranks(jobs.export, 3, str(tmp_path))
+    for name in ("t5", "clip"):
+        model, _ = build(name)
+        reloaded = type(model).from_pretrained(tmp_path / name)
+        state = answers[0][name]
+        assert all(answer[name] is None for answer in answers[1:])
+        wanted = reloaded.state_dict()
+        assert set(wanted) <= set(state)
+        assert all(torch.equal(state[key], value) for key, value in wanted.items())
+        model.load_state_dict(state)
+
+
+def test_a_model_without_weights_is_materialised_stage_by_stage(tmp_path: Path) -> None:
+    model, make_batch = build("t5")
+    model.save_pretrained(tmp_path)
+    answers = run_ranks(jobs.train_from_meta, 3, str(tmp_path))
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    batches = [make_batch(jobs.B, seed) for seed in range(2)]
+    reference = train_reference(model, batches, unit=jobs.U)
+    shapes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+    for answer in answers:
+        assert answer["files"]["losses"] == pytest.approx(reference.losses, rel=1e-5)
+        for source in ("files", "seed"):
+            one: dict[str, Any] = answer[source]
+            own = sum(shapes[name] for name in one["names"])
+            assert one["stage_bytes"] - own < 1024, "only small buffers beside the stage's parameters"
+            assert own < 0.8 * whole, f"stage {one['stage']} holds most of the model"
+            assert one["model_bytes"] < 1024, "the user's model keeps no parameters"
+    assert len({tuple(answer["seed"]["losses"]) for answer in answers}) == 1
+
+
+def test_the_engine_loads_data_where_it_is_read() -> None:
+    answers = run_ranks(jobs.load_data, 3)
+    assert len({tuple(answer["losses"]) for answer in answers}) == 1
+    assert not all(answer["reads"] for answer in answers) and any(answer["reads"] for answer in answers)
+    assert all(answer["num_batches"] == 4 for answer in answers)
+    assert all(answer["has_optimizer"] for answer in answers)
+
+
+def test_mistakes_get_one_clear_line() -> None:
+    for said in run_ranks(jobs.refuse, 2):
+        assert all(said.values()), [name for name, text in said.items() if not text]
+        assert "train_batch" in said["forward"] and "train_batch" in said["no_sync"]
+        assert "training_data" in said["no data"]
+        assert "train_batch_size=8" in said["short"]
+        assert "graph_pipline" in said["mistyped"] and "graph_pipeline" in said["mistyped"]
+        assert "graph_pipeline.stage" in said["unknown key"] and "'stages'" in said["unknown key"]
+        assert "9" in said["too many"] and "2" in said["too many"]
+        assert "zero_optimization" in said["zero 2"]
+        assert "sample_batch" in said["no sample"]
+        assert all("\n" not in text for text in said.values())
+
+
+def test_different_data_on_ranks_is_refused() -> None:
+    for said in run_ranks(jobs.different_data, 2):
+        assert "different mini-batches" in said and "step 1" in said
+
+
+def test_a_lost_rank_is_named() -> None:
+    left, said = reversed(run_ranks(jobs.lose_a_rank, 2))
+    assert left == "left"
+    assert "rank 1" in said and "stage" in said and "edge" in said and "micro-batch" in said

@@ -40,9 +40,11 @@ def train_reference(
     *,
     unit: int,
     make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    device: str = "cpu",
 ) -> ReferenceRun:
     """Train a copy of ``model`` one step a batch; the loss is the mean over units of ``unit`` samples."""
-    model = copy.deepcopy(model).train()
+    model = copy.deepcopy(model).train().to(device)
+    batches = [{k: v.to(device) if isinstance(v, Tensor) else v for k, v in b.items()} for b in batches]
     parameters = [p for p in model.parameters() if p.requires_grad]
     make = make_optimizer or (lambda ps: torch.optim.AdamW(ps, lr=1e-3, weight_decay=0.01))
     optimizer = make(parameters)
@@ -58,7 +60,9 @@ def train_reference(
             total += float(loss.detach())
         if not gradients:
             gradients = {
-                name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None
+                name: p.grad.detach().cpu().clone()
+                for name, p in model.named_parameters()
+                if p.grad is not None
             }
         losses.append(total)
         optimizer.step()

@@ -47,12 +47,29 @@ def build_model(job: Job) -> Any:
     return build(job["model"], **job.get("model_options", {}))
 
 
+def use_device(device: str) -> None:
+    """Make DeepSpeed compute on ``device`` whatever the machine has; ranks share one CUDA device."""
+    import torch
+    from deepspeed.accelerator import set_accelerator
+
+    if device == "cuda":
+        from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+        torch.backends.cudnn.allow_tf32 = False
+        set_accelerator(CUDA_Accelerator())
+    else:
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        set_accelerator(CPU_Accelerator())
+
+
 def train(jobs: list[Job]) -> list[dict[str, Any]]:
     """Train each job in turn on this rank; return losses, this stage's first gradients, and the plan."""
     import deepspeed
 
     import gpp_plugin
 
+    use_device(jobs[0].get("device", "cpu"))
     answers = []
     for job in jobs:
         model, make_batch = build_model(job)
@@ -66,7 +83,7 @@ def train(jobs: list[Job]) -> list[dict[str, Any]]:
         for batch in batches:
             losses.append(float(engine.train_batch(data_iter=iter([batch]))))
             if gradients is None:
-                gradients = {name: g.clone() for name, g in engine.gradients.items()}
+                gradients = {name: g.cpu().clone() for name, g in engine.gradients.items()}
                 engine.retain_gradients(False)
                 first_buffers = _buffers(engine)
         answers.append(
@@ -84,4 +101,4 @@ def train(jobs: list[Job]) -> list[dict[str, Any]]:
 
 
 def _buffers(engine: Any) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in engine.module.named_buffers()}
+    return {name: value.cpu().clone() for name, value in engine.module.named_buffers()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from tests.ranks import run_ranks
@@ -21,7 +22,8 @@ def job(model: str, *, mini_batch: int = 8, unit: int = 2, zero: int = 0, **bloc
 def check(one: jobs.Job, answers: list[dict[str, Any]]) -> None:
     """Compare what all ranks returned for one job with the single process."""
     model, make_batch = jobs.build_model(one)
-    reference = train_reference(model, jobs.make_batches(make_batch, one), unit=one["unit"])
+    device = one.get("device", "cpu")
+    reference = train_reference(model, jobs.make_batches(make_batch, one), unit=one["unit"], device=device)
     losses = answers[0]["losses"]
     assert all(answer["losses"] == losses for answer in answers), "ranks disagree on the loss"
     assert losses[0] == pytest.approx(reference.losses[0], rel=FIRST_LOSS)
@@ -52,6 +54,7 @@ def assert_is_rounding(
             for b in jobs.make_batches(make_batch, one)[:1]
         ],
         unit=one["unit"],
+        device=one.get("device", "cpu"),
     ).gradients
     noise = gradient_errors(reference, exact)
     ours = gradient_errors(found, exact)
@@ -90,9 +93,22 @@ JOBS: dict[str, tuple[int, list[jobs.Job]]] = {
 }
 
 
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=pytest.mark.skipif(
+            not torch.cuda.is_available(), reason="no CUDA device; ranks would share one over gloo"
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", sorted(JOBS))
-def test_training_equals_single_process(name: str) -> None:
+def test_training_equals_single_process(name: str, device: str) -> None:
     num_ranks, tasks = JOBS[name]
+    tasks = [{**task, "device": device} for task in tasks]
     per_rank = run_ranks(jobs.train, num_ranks, tasks, timeout_s=240)
     for index, one in enumerate(tasks):
         answers = [answers_of[index] for answers_of in per_rank]

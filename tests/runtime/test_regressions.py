@@ -8,7 +8,7 @@ import pytest
 
 from tests.ranks import run_ranks
 from tests.runtime import jobs
-from tests.runtime.test_equality import check
+from tests.runtime.test_equality import DEVICES, check
 
 
 def by_hand(model: str, *stages: str | dict[str, Any], **options: Any) -> jobs.Job:
@@ -43,10 +43,11 @@ THREE_RANKS = {
 }
 
 
-def test_odd_edges_on_three_ranks() -> None:
-    tasks = list(THREE_RANKS.values())
+@pytest.mark.parametrize("device", DEVICES)
+def test_odd_edges_on_three_ranks(device: str) -> None:
+    tasks = [{**one, "device": device} for one in THREE_RANKS.values()]
     per_rank = run_ranks(jobs.train, 3, tasks, timeout_s=240)
-    for index, (name, one) in enumerate(THREE_RANKS.items()):
+    for index, (name, one) in enumerate(zip(THREE_RANKS, tasks, strict=True)):
         answers = [of_rank[index] for of_rank in per_rank]
         try:
             check(one, answers)
@@ -72,9 +73,10 @@ CHANGING = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", sorted(CHANGING))
-def test_changing_batches_on_two_ranks(name: str) -> None:
-    one = CHANGING[name]
+def test_changing_batches_on_two_ranks(name: str, device: str) -> None:
+    one = {**CHANGING[name], "device": device}
     per_rank = run_ranks(jobs.train, 2, [one], timeout_s=120)
     check(one, [of_rank[0] for of_rank in per_rank])
 

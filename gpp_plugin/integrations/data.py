@@ -38,7 +38,6 @@ def make_loader(
     mini_batch: int,
     collate_fn: Callable[[list[Any]], Any] | None,
     seed: int,
-    num_workers: int = 0,
 ) -> DataLoader[Any]:
     """Return a loader of whole mini-batches, in the same shuffled order on every rank.
 
@@ -60,7 +59,6 @@ def make_loader(
         drop_last=True,
         collate_fn=collate,
         generator=torch.Generator().manual_seed(seed),
-        num_workers=num_workers,
     )
 
 
@@ -111,6 +109,7 @@ class Feed:
         source: int,
         group: dist.ProcessGroup | None,
     ) -> None:
+        self.batch_fn: Callable[[Any], Any] = lambda batch: batch
         self._model = model
         self._mini_batch = mini_batch
         self.reads_inputs = reads_inputs
@@ -121,12 +120,12 @@ class Feed:
 
     def collect(self, iterator: Iterator[Any]) -> dict[str, Any]:
         """Take one mini-batch from the user's iterator (every rank has the same stream)."""
-        prepared = (prepare_batch(self._model, batch) for batch in iterator)
+        prepared = (prepare_batch(self._model, batch) for batch in _check_iterator(iterator))
         return collect_mini_batch(prepared, self._mini_batch, count_samples)
 
     def take(self, iterator: Iterator[Any]) -> dict[str, Any]:
         """Take one batch of any size from the user's iterator."""
-        return prepare_batch(self._model, next(iter(iterator)))
+        return prepare_batch(self._model, next(_check_iterator(iterator)))
 
     def load(self, iterator: Iterator[Any]) -> dict[str, Any]:
         """Take one mini-batch of the engine's own loader; without inputs, only learn its shape."""
@@ -146,25 +145,28 @@ class Feed:
         dist.broadcast(number, src=self._source, group=self._group)
         index = int(number)
         if index == len(self._shapes):  # a new shape: its source tells it once
-            told = [_skeleton(batch) if is_source and batch is not None else None]
+            told = [_without_values(batch) if is_source and batch is not None else None]
             dist.broadcast_object_list(told, src=self._source, group=self._group)
             assert told[0] is not None
             self._shapes.append(told[0])
-        return batch if batch is not None else _empty_batch(self._shapes[index])
+        return batch if batch is not None else self._shapes[index]
 
 
-def _skeleton(batch: Mapping[str, Any]) -> dict[str, Any]:
+def _check_iterator(iterator: Any) -> Iterator[Any]:
+    """Refuse what starts anew at every call, a loader or a list: its first batches would be all that is seen."""
+    if not isinstance(iterator, Iterator):
+        raise ConfigError(
+            f"data_iter is a {type(iterator).__name__}, which is no iterator; pass the same iter(...) of it at every "
+            "call, or give a loader to set_dataloader()"
+        )
+    return iterator
+
+
+def _without_values(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the batch with its tensors on the meta device."""
     return {
-        key: (tuple(value.shape), str(value.dtype)) if isinstance(value, Tensor) else value
+        key: torch.empty(value.shape, dtype=value.dtype, device="meta")
+        if isinstance(value, Tensor)
+        else value
         for key, value in batch.items()
     }
-
-
-def _empty_batch(skeleton: Mapping[str, Any]) -> dict[str, Any]:
-    def build(value: Any) -> Any:
-        if not isinstance(value, tuple):
-            return value
-        shape, dtype = value
-        return torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device="meta")
-
-    return {key: build(value) for key, value in skeleton.items()}

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from gpp_plugin.capture.export import count_samples
 from gpp_plugin.config import GraphPipelineConfig
-from gpp_plugin.errors import ConfigError, RuntimeFailure
+from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure
 from gpp_plugin.integrations import checkpoint, huggingface
 from gpp_plugin.integrations.data import Feed, make_loader, repeat
 from gpp_plugin.integrations.metrics import Metrics
 from gpp_plugin.integrations.preparation import Setting, analyse, prepare_plan
 from gpp_plugin.integrations.stage_engine import StageEngine, StepResult, TiedParameter
 from gpp_plugin.integrations.stage_groups import StageGroups
+from gpp_plugin.integrations.surface import PipelineSurface
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.runtime.batches import Batch, batch_checksum
@@ -46,7 +47,7 @@ from gpp_plugin.runtime.transport import make_transport
 logger = logging.getLogger(__name__)
 
 
-class GraphPipelineEngine:
+class GraphPipelineEngine(PipelineSurface):
     """Trains a model as a graph of pipeline stages; made by `deepspeed.initialize`.
 
     Args:
@@ -113,6 +114,7 @@ class GraphPipelineEngine:
             device=setting.device,
         )
         self._last_step: StepResult | None = None
+        self._failure: str | None = None
         self._gradients: dict[str, Tensor] | None = None
         self._keeps_gradients = False
         self._lane.bind(self.module, _Hooks(self))
@@ -220,7 +222,7 @@ class GraphPipelineEngine:
         batch = self._next_batch(data_iter)
         clock = start_clock(self._setting.group) if self.record_timelines else None
         self.module.train()
-        result = self._lane.run(batch, record=clock is not None)
+        result = self._run(self._lane, batch, record=clock is not None)
         loss = self._agree_on_loss(result, batch)
         self.global_steps += 1
         self.global_samples += self.plan.mini_batch
@@ -242,6 +244,24 @@ class GraphPipelineEngine:
             seconds=time.perf_counter() - start,
         )
         return torch.tensor(loss, dtype=torch.float32, device=self.device)
+
+    def _run(self, lane: Lane, batch: Batch, *, record: bool = False) -> MiniBatchResult:
+        """Run one mini-batch, and leave nothing of it behind if it fails.
+
+        Raises:
+            RuntimeFailure: an earlier mini-batch failed on its way, so that messages of it may still arrive.
+        """
+        if self._failure is not None:
+            raise RuntimeFailure(
+                f"this job cannot go on: {self._failure}; start it anew from a checkpoint"
+            )
+        try:
+            return lane.run(batch, record=record)
+        except BaseException as error:
+            self.stage_engine.zero_grad()
+            if self._setting.group is not None and not isinstance(error, (CaptureError, ConfigError)):
+                self._failure = f"the mini-batch after step {self.global_steps} failed ({error})"
+            raise
 
     def _next_batch(self, data_iter: Iterator[Any] | None) -> dict[str, Any]:
         if data_iter is not None:
@@ -313,6 +333,11 @@ class GraphPipelineEngine:
         self.module.eval()
         num_samples = count_samples(batch)
         reference, plan = self._evaluation_reference(batch, wanted)
+        if compute_loss and reference.analysis.op_graph.loss is None:
+            raise ConfigError(
+                f"eval_batch: the model returns no loss for a batch of {sorted(batch)}; give labels, or pass "
+                "compute_loss=False"
+            )
         total = 0.0
         collected: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in wanted}
         for part in split_evaluation(plan, num_samples):
@@ -320,7 +345,7 @@ class GraphPipelineEngine:
             lane = self._evaluation_lane(reference, part.plan, wanted, rows)
             if lane is None:
                 continue
-            result = lane.run(rows)
+            result = self._run(lane, rows)
             total += sum(float(loss) * count for loss, count in result.losses)
             for name, pieces in result.outputs.items():
                 collected[name] += [(part.first_sample + first, piece) for first, piece in pieces]
@@ -396,7 +421,7 @@ class GraphPipelineEngine:
             joined[name] = (torch.cat(tensors) if tensors[0].ndim else torch.stack(tensors)).to(self.device)
         return joined
 
-    # ---- the rest of PipelineEngine's surface --------------------------------------------------
+    # ---- data ----------------------------------------------------------------------------------
 
     def set_dataloader(self, loader: Any) -> None:
         """Use ``loader`` (the same batches on every rank) when `train_batch` is called without data."""
@@ -404,69 +429,16 @@ class GraphPipelineEngine:
         self._data_iterator = None
         self._owns_loader = False
 
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Apply ``fn`` to every batch that is taken from an iterator; it returns a dict of tensors."""
+        self._feed.batch_fn = fn
+
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Use ``iterator`` when `train_batch` is called without data."""
         self._data_iterator = iterator
         self._owns_loader = False
 
-    def is_first_stage(self) -> bool:
-        """Return whether this rank's stage has no predecessor in the stage graph."""
-        return not any(edge.dst == self._lane.stage_index for edge in self.plan.edges)
-
-    def is_last_stage(self) -> bool:
-        """Return whether this rank's stage yields the loss."""
-        loss = self._reference.block_graph.loss_block
-        return loss in self.plan.stages[self._lane.stage_index].blocks
-
-    @property
-    def stage_name(self) -> str:
-        """Return the name of this rank's stage."""
-        return self.plan.stages[self._lane.stage_index].name
-
-    @property
-    def stage_id(self) -> int:
-        """Return the index of this rank's stage in ``plan.stages``."""
-        return self._lane.stage_index
-
-    @property
-    def optimizer(self) -> Any:
-        """Return the stage's optimizer; None on a stage without trainable parameters."""
-        return self.stage_engine.optimizer
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """Return the stage's learning-rate scheduler, if any."""
-        return self.stage_engine.lr_scheduler
-
-    def train_batch_size(self) -> int:
-        """Return the samples of one optimizer step (B)."""
-        return self.plan.mini_batch
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the samples one rank computes one loss on (u)."""
-        return self.plan.loss_unit
-
-    def gradient_accumulation_steps(self) -> int:
-        """Return the losses of one step: ``train_batch_size`` / ``train_micro_batch_size_per_gpu``."""
-        return self.plan.mini_batch // self.plan.loss_unit
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Return True: every `train_batch` ends with a step."""
-        return True
-
-    def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group of this stage."""
-        optimizer = self.stage_engine.optimizer
-        return [group["lr"] for group in optimizer.param_groups] if optimizer is not None else []
-
-    def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the whole model's gradient in the last step, before clipping."""
-        return None if self._last_step is None else self._last_step.grad_norm
-
-    @property
-    def loss_scale(self) -> float:
-        """Return the loss scale in force."""
-        return self.stage_engine.loss_scale
+    # ---- gradients -----------------------------------------------------------------------------
 
     def retain_gradients(self, retain: bool = True) -> None:
         """Keep each step's gradients for `gradients`; costs a copy of this stage's gradients."""
@@ -482,34 +454,6 @@ class GraphPipelineEngine:
         if self._gradients is None:
             raise ConfigError("gradients are not kept; call engine.retain_gradients() before train_batch()")
         return self._gradients
-
-    def train(self, mode: bool = True) -> None:
-        """Do nothing: `train_batch` trains and `eval_batch` evaluates, whatever was called before."""
-
-    def eval(self) -> None:
-        """Do nothing: `eval_batch` evaluates."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: a graph of stages runs whole mini-batches."""
-        raise ConfigError(
-            "engine.forward() does not exist for a pipeline; call train_batch() or eval_batch()"
-        )
-
-    __call__ = forward
-
-    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: `train_batch` runs forward and backward."""
-        raise ConfigError("engine.backward() does not exist for a pipeline; train_batch() runs it")
-
-    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: `train_batch` steps the optimizer."""
-        raise ConfigError("engine.step() does not exist for a pipeline; train_batch() steps the optimizer")
-
-    def no_sync(self) -> NoReturn:
-        """Refuse: the program says when gradients are reduced."""
-        raise ConfigError(
-            "engine.no_sync() does not exist for a pipeline; gradients are reduced once a train_batch()"
-        )
 
     # ---- files ---------------------------------------------------------------------------------
 
@@ -586,10 +530,6 @@ class GraphPipelineEngine:
         self.save_pretrained(save_dir)
         return True
 
-    def module_state_dict(self) -> dict[str, Tensor]:
-        """Return this stage's parameters and persistent buffers under their HuggingFace names."""
-        return dict(self.module.state_dict())
-
     def gather_state_dict(self) -> dict[str, Tensor] | None:
         """Return the whole model's state dict on rank 0 (CPU tensors), None elsewhere; collective.
 
@@ -614,16 +554,6 @@ class GraphPipelineEngine:
                 if parameter.name in state:
                     state[alias] = state[parameter.name]
         return state
-
-    def __getattr__(self, name: str) -> Any:
-        """Answer configuration questions (``zero_optimization_stage()``, ...) as DeepSpeed's engine does."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        inner = self.__dict__.get("stage_engine")
-        deepspeed_engine = getattr(inner, "deepspeed", None)
-        if deepspeed_engine is not None and hasattr(deepspeed_engine, name):
-            return getattr(deepspeed_engine, name)
-        raise AttributeError(f"GraphPipelineEngine has no attribute {name!r}")
 
 
 class _Hooks:

@@ -1,0 +1,191 @@
+"""The small part of `PipelineEngine`'s public surface: what it answers, and what it refuses.
+
+Kept apart from the engine's work so that the names DeepSpeed's users call are in one place.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.integrations.stage_engine import StageEngine, StepResult
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.runtime.pipeline import Lane, Reference
+from gpp_plugin.runtime.stage_module import StageModule
+
+logger = logging.getLogger(__name__)
+
+
+class PipelineSurface:
+    """Queries and refusals of `GraphPipelineEngine`, which sets these attributes."""
+
+    plan: PipelinePlan
+    module: StageModule
+    stage_engine: StageEngine
+    global_rank: int
+    global_steps: int
+    _lane: Lane
+    _reference: Reference
+    _last_step: StepResult | None
+
+    def is_first_stage(self) -> bool:
+        """Return whether this rank's stage has no predecessor in the stage graph."""
+        return not any(edge.dst == self._lane.stage_index for edge in self.plan.edges)
+
+    def is_last_stage(self) -> bool:
+        """Return whether this rank's stage yields the loss."""
+        loss = self._reference.block_graph.loss_block
+        return loss in self.plan.stages[self._lane.stage_index].blocks
+
+    @property
+    def stage_name(self) -> str:
+        """Return the name of this rank's stage."""
+        return self.plan.stages[self._lane.stage_index].name
+
+    @property
+    def stage_id(self) -> int:
+        """Return the index of this rank's stage in ``plan.stages``."""
+        return self._lane.stage_index
+
+    @property
+    def optimizer(self) -> Any:
+        """Return the stage's optimizer; one without parameters where the stage trains nothing."""
+        return self.stage_engine.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """Return the stage's learning-rate scheduler, if any."""
+        return self.stage_engine.lr_scheduler
+
+    def train_batch_size(self) -> int:
+        """Return the samples of one optimizer step (B)."""
+        return self.plan.mini_batch
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples one rank computes one loss on (u)."""
+        return self.plan.loss_unit
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the losses of one step: ``train_batch_size`` / ``train_micro_batch_size_per_gpu``."""
+        return self.plan.mini_batch // self.plan.loss_unit
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return True: every `train_batch` ends with a step."""
+        return True
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group of this stage."""
+        optimizer = self.stage_engine.optimizer
+        return [group["lr"] for group in optimizer.param_groups] if optimizer is not None else []
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the whole model's gradient in the last step, before clipping."""
+        return None if self._last_step is None else self._last_step.grad_norm
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the loss scale in force."""
+        return self.stage_engine.loss_scale
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """Return the index of this rank's stage in ``plan.stages``."""
+        return self.stage_id
+
+    def get_additional_losses(self) -> None:
+        """Return None: the model's loss is the only one."""
+
+    def mem_status(self, msg: str, print_rank: int = -1) -> None:
+        """Log the memory this rank's device holds, on ``print_rank`` (-1: every rank)."""
+        if print_rank in (-1, self.global_rank):
+            held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+            logger.info("%s: rank %d holds %.1f MiB on its device", msg, self.global_rank, held / 2**20)
+
+    def log_for_device(self, *msg: Any) -> None:
+        """Log a line with this rank and its stage in front."""
+        logger.info("[rank %d stage %s] %s", self.global_rank, self.stage_name, " ".join(map(str, msg)))
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        """Return this stage's parameters and persistent buffers under their HuggingFace names."""
+        state = dict(self.module.state_dict())
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters():
+                if not parameter.requires_grad:
+                    state.pop(name)
+        return state
+
+    def load_module_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Take this stage's tensors from a state dict of the whole model or of the stage.
+
+        Raises:
+            ConfigError: ``strict``, and a tensor of the stage is missing.
+        """
+        own = self.module.state_dict()
+        missing = sorted(own.keys() - state_dict.keys())
+        if strict and missing:
+            raise ConfigError(
+                f"load_module_state_dict: the state lacks {missing[0]!r} and {len(missing) - 1} more of stage "
+                f"{self.stage_name}; give the whole model's state, or strict=False"
+            )
+        self.module.load_state_dict({n: v for n, v in state_dict.items() if n in own}, strict=False)
+        self.stage_engine.refresh_masters()
+
+    def tput_log(self, *msg: Any) -> None:
+        """Log a line on rank 0."""
+        if self.global_rank == 0:
+            logger.info("%s", " ".join(map(str, msg)))
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Do nothing: masks are inputs or operators of the graph like any other."""
+
+    def reset_activation_shape(self) -> None:
+        """Do nothing: a new shape is noticed by itself."""
+
+    def set_train_batch_size(self, train_batch_size: int) -> NoReturn:
+        """Refuse: the plan is made for one mini-batch."""
+        raise ConfigError(
+            f"set_train_batch_size({train_batch_size}): the plan is made for {self.plan.mini_batch} samples; set "
+            "train_batch_size in the JSON and start anew from a checkpoint"
+        )
+
+    def train(self, mode: bool = True) -> None:
+        """Do nothing: `train_batch` trains and `eval_batch` evaluates, whatever was called before."""
+
+    def eval(self) -> None:
+        """Do nothing: `eval_batch` evaluates."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: a graph of stages runs whole mini-batches."""
+        raise ConfigError(
+            "engine.forward() does not exist for a pipeline; call train_batch() or eval_batch()"
+        )
+
+    __call__ = forward
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: `train_batch` runs forward and backward."""
+        raise ConfigError("engine.backward() does not exist for a pipeline; train_batch() runs it")
+
+    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: `train_batch` steps the optimizer."""
+        raise ConfigError("engine.step() does not exist for a pipeline; train_batch() steps the optimizer")
+
+    def no_sync(self) -> NoReturn:
+        """Refuse: the program says when gradients are reduced."""
+        raise ConfigError(
+            "engine.no_sync() does not exist for a pipeline; gradients are reduced once a train_batch()"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer configuration questions (``zero_optimization_stage()``, ...) as DeepSpeed's engine does."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        inner = self.__dict__.get("stage_engine")
+        deepspeed_engine = getattr(inner, "deepspeed", None)
+        if deepspeed_engine is not None and hasattr(deepspeed_engine, name):
+            return getattr(deepspeed_engine, name)
+        raise AttributeError(f"GraphPipelineEngine has no attribute {name!r}")

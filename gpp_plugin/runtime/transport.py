@@ -13,6 +13,7 @@ that two channels never wait for each other.
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -64,7 +65,7 @@ class _Work:
         self,
         work: dist.Work,
         message: Message,
-        timeout: datetime.timedelta,
+        timeout: datetime.timedelta | None,
         place: str,
         keep: Tensor,
         after: tuple[Tensor, Tensor] | None = None,
@@ -80,7 +81,10 @@ class _Work:
         if self._work is None:
             return  # gloo counts completions: waiting twice would wait for a transfer never posted
         try:
-            self._work.wait(self._timeout)
+            if self._timeout is None:
+                self._work.wait()
+            else:
+                self._work.wait(self._timeout)
         except RuntimeError as error:
             raise CommTimeout(_describe_failure(self._message, self._place, self._timeout, error)) from error
         self._work = None
@@ -92,9 +96,14 @@ class _Work:
         return self._work is None or bool(self._work.is_completed())
 
 
-def _describe_failure(message: Message, place: str, timeout: datetime.timedelta, error: Exception) -> str:
+def _describe_failure(
+    message: Message, place: str, timeout: datetime.timedelta | None, error: Exception
+) -> str:
     gone = "closed by peer" in str(error).lower() or "reset by peer" in str(error).lower()
-    reason = "the other rank is gone" if gone else f"nothing came within {timeout.total_seconds():g} s"
+    if gone or timeout is None:
+        reason = "the other rank is gone" if gone else str(error)
+    else:
+        reason = f"nothing came within {timeout.total_seconds():g} s"
     micro_batch = message.dst_micro_batch if place.startswith("receive") else message.src_micro_batch
     return (
         f"{place}, micro-batch {micro_batch}, samples {message.samples.first_sample}.."
@@ -149,7 +158,8 @@ class GlooTransport:
 class NcclTransport:
     """Transfers over one two-rank NCCL communicator per channel, each with its own stream.
 
-    `Pending.wait` makes the compute stream wait for the transfer; the host never does.
+    `Pending.wait` makes the compute stream wait for the transfer; the host never does (a wait with a
+    timeout would block it), so the communicators' own timeout ends a rank whose peer is gone.
 
     Args:
         groups: the communicator of every channel this rank is an end of.
@@ -157,22 +167,19 @@ class NcclTransport:
 
     prepost_depth = 0  # a posted receive is a kernel: it may not run ahead of the program's order
 
-    def __init__(
-        self, *, groups: dict[Channel, dist.ProcessGroup], names: Sequence[str], timeout_s: float
-    ) -> None:
+    def __init__(self, *, groups: dict[Channel, dist.ProcessGroup], names: Sequence[str]) -> None:
         self._groups = groups
         self._names = names
-        self._timeout = datetime.timedelta(seconds=timeout_s)
 
     def send(self, message: Message, slot: int, tensor: Tensor) -> Pending:
         """Post the transfer of a contiguous device tensor."""
         work = self._groups[message.channel].send([tensor], _group_rank(message, message.dst_rank), slot)
-        return _Work(work, message, self._timeout, f"send on edge {self._names[message.edge]}", tensor)
+        return _Work(work, message, None, f"send on edge {self._names[message.edge]}", tensor)
 
     def receive(self, message: Message, slot: int, buffer: Tensor) -> Pending:
         """Post the transfer into a contiguous device buffer."""
         work = self._groups[message.channel].recv([buffer], _group_rank(message, message.src_rank), slot)
-        return _Work(work, message, self._timeout, f"receive on edge {self._names[message.edge]}", buffer)
+        return _Work(work, message, None, f"receive on edge {self._names[message.edge]}", buffer)
 
 
 def _group_rank(message: Message, rank: int) -> int:
@@ -196,12 +203,10 @@ def make_transport(
             group: Any = dist.new_group(pair, timeout=timeout, backend="nccl")
             if rank in pair:
                 groups[channel] = group
-        return NcclTransport(groups=groups, names=names, timeout_s=timeout_s)
+        return NcclTransport(groups=groups, names=names)
     group = dist.new_group(None, timeout=timeout, backend="gloo")
     return GlooTransport(group=group, names=names, timeout_s=timeout_s)
 
 
 def _local_world_size() -> int:
-    import os
-
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))

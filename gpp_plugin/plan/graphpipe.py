@@ -28,12 +28,13 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batches import BatchRules, batch_rules
 from gpp_plugin.plan.components import decompose
 from gpp_plugin.plan.costs import CostModel, link_for_span, ring_us
-from gpp_plugin.plan.intervals import Series, TableMaker, build_series
+from gpp_plugin.plan.intervals import Series, build_series
 from gpp_plugin.plan.judge import judge_us
 from gpp_plugin.plan.refine import Candidate, Refiner
 from gpp_plugin.plan.registry import PlanRequest, register_planner
 from gpp_plugin.plan.selection import explain_infeasible
 from gpp_plugin.plan.stage_search import StageSearch
+from gpp_plugin.plan.stage_table import StageShapes, TableMaker
 from gpp_plugin.plan.stages import build_plan
 
 SLACK = 1.1
@@ -165,6 +166,7 @@ def find_partitions(request: PlanRequest, costs: CostModel, rules: BatchRules) -
     root = build_series(request.graph, costs, rules, tree)
     longest = int(nx.dag_longest_path_length(dependencies, weight=None, default_weight=1)) + 1
     bounds = {wish: _lower_bound(request, costs, rules, wish) for wish in rules.wishes()}
+    shapes: dict[int, StageShapes] = {}
     for factor in (OPTIMISM, float("inf")):
         best = min(bounds.values()) * factor / SLACK
         found: list[Partition] = []
@@ -174,7 +176,7 @@ def find_partitions(request: PlanRequest, costs: CostModel, rules: BatchRules) -
             # Levels at which even perfectly shared work would take too long are not searched.
             spare = (best * SLACK / bounds[wish] - 1) * request.mini_batch / wish if bounds[wish] > 0 else 0.0
             deepest = longest if spare > longest else 1 + int(spare)
-            search = make_search(request, costs, rules, root, wish, deepest)
+            search = make_search(request, costs, rules, root, wish, deepest, shapes)
             for t, levels, score in _frontier(request, search, wish, best, bounds[wish]):
                 best = min(best, score)
                 groups = search.groups(levels)
@@ -206,12 +208,19 @@ def _lower_bound(request: PlanRequest, costs: CostModel, rules: BatchRules, wish
 
 
 def make_search(
-    request: PlanRequest, costs: CostModel, rules: BatchRules, root: Series, wish: int, longest: int
+    request: PlanRequest,
+    costs: CostModel,
+    rules: BatchRules,
+    root: Series,
+    wish: int,
+    longest: int,
+    shapes: dict[int, StageShapes] | None = None,
 ) -> StageSearch:
     """Return the search at one micro-batch size.
 
     Args:
         longest: most stages on a path.
+        shapes: kept from one micro-batch size of the same tree to the next (`TableMaker`).
     """
     cluster = request.cluster
     degrees = rules.degrees()
@@ -228,6 +237,7 @@ def make_search(
         is_gpipe=request.schedule == "gpipe",
         reduce_us_per_byte=[ring_us(1e9, d, link_for_span(cluster, d)) / 1e9 for d in degrees],
         degrees=degrees,
+        shapes={} if shapes is None else shapes,
     )
     largest = max([request.loss_unit * request.num_ranks if rules.coupled else 1, *rules.fixed.values()])
     extra = -(-2 * min(largest, request.mini_batch) // wish) if largest > wish else 0

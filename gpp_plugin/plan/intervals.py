@@ -1,15 +1,16 @@
-"""Costs of every stage the GraphPipe search may form: intervals of a series, with absorbed branches.
+"""Every stage the GraphPipe search may form: intervals of a series, with absorbed branches.
 
 A series component has items 0..n-1 (blocks, or parallel components). A stage is an interval of items.
 It may also own a join: then it begins with the tails of branches of the parallel item just before its
 first item; or a fork: then it ends with the heads of branches of the parallel item after its last.
-*Rows* are the ways a stage can begin, *columns* the ways it can end; every cost is a matrix over them.
+*Rows* are the ways a stage can begin, *columns* the ways it can end; every cost is a matrix over them
+(`stage_table`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +23,6 @@ from gpp_plugin.plan.components import Component
 from gpp_plugin.plan.costs import CostModel, Floats
 
 Ints = npt.NDArray[np.int64]
-Total = Callable[[Floats], Floats]
 
 MAX_PARTIAL_ITEMS = 12
 """Longest branch whose parts may join another stage; longer ones are left to the refinement."""
@@ -48,6 +48,23 @@ class Absorbed:
 
 
 @dataclass(slots=True)
+class BinLayer:
+    """States with as many branches of the same first kind, and every move from them.
+
+    Args:
+        members, without: the states, and what each is with one branch of ``kind`` less.
+        taken, left: by move, the bin filled and the state left; ``starts`` where each state's moves begin.
+    """
+
+    kind: int
+    members: Ints
+    without: Ints
+    taken: Ints
+    left: Ints
+    starts: Ints
+
+
+@dataclass(slots=True)
 class Branches:
     """A parallel item: its kinds of structurally equal branches and the states of taking some.
 
@@ -55,6 +72,7 @@ class Branches:
         kinds: one series table a kind; ``instances`` the components of each kind.
         states: every way to count branches of each kind; the last is all of them.
         moves: by state, the bins it may fill next and the states left then; made by the first search.
+        layers: the same moves, of all states at once whose values depend on earlier layers alone.
     """
 
     component: Component
@@ -62,6 +80,7 @@ class Branches:
     instances: list[list[Component]]
     states: list[tuple[int, ...]]
     moves: list[tuple[Ints, Ints]] | None = None
+    layers: list[BinLayer] | None = None
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -195,7 +214,7 @@ def _absorptions(
     for whole in parallel.states:
         if whole not in (empty, full):
             extra = Absorbed(position=position, kind=-1, count=0, cut=0, whole=whole)
-            found[extra] = _whole_blocks(parallel, whole)
+            found[extra] = whole_blocks(parallel, whole)
     for kind, series in enumerate(parallel.kinds):
         if not 1 < series.num_items <= MAX_PARTIAL_ITEMS:
             continue
@@ -211,11 +230,12 @@ def _absorptions(
                 own = [block for item in part for block in item.blocks]
                 extra = Absorbed(position=position, kind=kind, count=count, cut=cut, whole=whole)
                 # Blocks of the representative stand for every branch: repeated once for each.
-                found[extra] = (*(own * count), *_whole_blocks(parallel, whole))
+                found[extra] = (*(own * count), *whole_blocks(parallel, whole))
     return list(found.items())
 
 
-def _whole_blocks(parallel: Branches, whole: tuple[int, ...]) -> tuple[int, ...]:
+def whole_blocks(parallel: Branches, whole: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the blocks of so many whole branches of each kind, those of representatives repeated."""
     return tuple(
         block for kind, count in enumerate(whole) for block in parallel.kinds[kind].component.blocks * count
     )
@@ -279,162 +299,3 @@ def _interval_bytes(graph: BlockGraph, items: tuple[Component, ...]) -> Floats:
             result[previous + 1 : reader + 1, reader + 1 :] += size
             previous = reader
     return result
-
-
-@dataclass(slots=True)
-class StageTable:
-    """Costs of every stage of one series at one micro-batch size, by degree, row and column.
-
-    Args:
-        us_per_sample: time; inf where there is no such stage.
-        max_level: the greatest level (stages to the sink, in units of the micro-batch size) at which
-            its in-flight micro-batches still fit; ``no_limit`` where all do.
-        first_step, step: levels a stage adds after a sink and after another stage.
-    """
-
-    us_per_sample: Floats
-    max_level: npt.NDArray[np.int64]
-    first_step: npt.NDArray[np.int64]
-    step: npt.NDArray[np.int64]
-
-
-NO_LIMIT = 1 << 40
-
-
-class TableMaker:
-    """Makes the tables of one micro-batch size (``wish``) for all series of a tree."""
-
-    def __init__(
-        self,
-        graph: BlockGraph,
-        costs: CostModel,
-        rules: BatchRules,
-        *,
-        wish: int,
-        memory_limit: float,
-        link_us_per_byte: float,
-        is_gpipe: bool,
-        reduce_us_per_byte: Sequence[float],
-        degrees: Sequence[int],
-    ) -> None:
-        self.costs, self.rules, self.wish = costs, rules, wish
-        self.memory_limit, self.link_us_per_byte, self.is_gpipe = memory_limit, link_us_per_byte, is_gpipe
-        self.degrees, self.reduce_us_per_byte = list(degrees), list(reduce_us_per_byte)
-        names = [block.name for block in graph.blocks]
-        self.coupled = np.array([name in rules.coupled for name in names], dtype=float)
-        self.fixed_sizes = sorted(set(rules.fixed.values()))
-        self.fixed = [
-            np.array([rules.fixed.get(name) == size for name in names], dtype=float)
-            for size in self.fixed_sizes
-        ]
-
-    def table(self, series: Series) -> StageTable:
-        """Return the table of a series' intervals."""
-        start, end = np.array(series.row_start), np.array(series.column_end)
-        valid = end[None, :] > start[:, None]
-
-        def total(values: Floats) -> Floats:
-            return self._interval_sums(series, values, start, end)
-
-        through = series.bytes_through[start[:, None], np.where(valid, end[None, :], start[:, None])]
-        rows = [list(blocks) for blocks in series.row_blocks]
-        columns = [list(blocks) for blocks in series.column_blocks]
-        peak = self._interval_peaks(series, start, end, rows, columns)
-        return self._make(total, peak, valid, through)
-
-    def bins(self, parallel: Branches) -> StageTable:
-        """Return the table of stages that hold whole branches: one row, one column a state."""
-        columns = [list(_whole_blocks(parallel, state)) for state in parallel.states]
-
-        def total(values: Floats) -> Floats:
-            return np.array([[values[blocks].sum() for blocks in columns]])
-
-        transient = self.costs.transient_per_sample
-        peak = np.array([[transient[blocks].max(initial=0.0) for blocks in columns]])
-        valid = np.array([[len(blocks) > 0 for blocks in columns]])
-        per_kind = [kind.bytes_through[0, kind.num_items] for kind in parallel.kinds]
-        through = np.array([[float(np.dot(state, per_kind)) for state in parallel.states]])
-        return self._make(total, peak, valid, through)
-
-    def _interval_sums(self, series: Series, values: Floats, start: Ints, end: Ints) -> Floats:
-        prefix = np.concatenate(
-            [[0.0], np.cumsum([values[list(item.blocks)].sum() for item in series.items])]
-        )
-        row = np.array([values[list(blocks)].sum() for blocks in series.row_blocks])
-        column = np.array([values[list(blocks)].sum() for blocks in series.column_blocks])
-        return row[:, None] + column[None, :] + prefix[end][None, :] - prefix[start][:, None]
-
-    def _interval_peaks(
-        self, series: Series, start: Ints, end: Ints, rows: list[list[int]], columns: list[list[int]]
-    ) -> Floats:
-        transient = self.costs.transient_per_sample
-        num = series.num_items
-        items = np.array([transient[list(item.blocks)].max(initial=0.0) for item in series.items])
-        peak = np.zeros((num + 1, num + 1))
-        for i in range(num):
-            peak[i, i + 1 :] = np.maximum.accumulate(items[i:])
-        row = np.array([transient[blocks].max(initial=0.0) for blocks in rows])
-        column = np.array([transient[blocks].max(initial=0.0) for blocks in columns])
-        return np.maximum(peak[np.ix_(start, end)], np.maximum(row[:, None], column[None, :]))
-
-    def _make(self, total: Total, peak: Floats, valid: npt.NDArray[np.bool_], through: Floats) -> StageTable:
-        costs, mini_batch = self.costs, self.rules.mini_batch
-        shape = (len(self.degrees), *valid.shape)
-        us = np.full(shape, np.inf)
-        level = np.zeros(shape, dtype=np.int64)
-        first_step, step = np.ones(shape, dtype=np.int64), np.ones(shape, dtype=np.int64)
-        saved, saved_fixed = total(costs.saved_per_sample), total(costs.saved_fixed)
-        parameter, gradient = total(costs.parameter_bytes), total(costs.gradient_bytes)
-        optimizer = total(costs.optimizer_bytes)
-        classes = self._classes(total, valid)
-        for i, degree in enumerate(self.degrees):
-            held = costs.held_bytes_of(parameter, gradient, optimizer, degree)
-            for (is_coupled, fixed), mask in classes.items():
-                size = self._size(is_coupled, fixed, degree)
-                if size is None:
-                    continue
-                local = size / degree
-                forward, backward = costs.block_times(local)
-                compute = total(forward + backward) / size
-                link = 2 * through * self.link_us_per_byte / degree
-                reduces = mini_batch // size if costs.zero_stage >= 2 else 1
-                reduction = gradient * (self.reduce_us_per_byte[i] * reduces / mini_batch)
-                us[i][mask] = (np.maximum(compute, link) + reduction)[mask]
-                per_micro_batch = saved * local + saved_fixed
-                room = self.memory_limit - held - peak * local
-                with np.errstate(divide="ignore", invalid="ignore"):
-                    count = np.where(per_micro_batch > 0, np.floor(room / per_micro_batch + 1e-9), NO_LIMIT)
-                count = np.where(room < 0, 0, count)
-                all_of_them = mini_batch // size
-                levels = np.floor(np.minimum(count, NO_LIMIT) * size / self.wish)
-                levels = np.where(count < 1, 0, np.maximum(levels, 1))
-                if self.is_gpipe:
-                    levels = np.zeros_like(levels)
-                level[i][mask] = np.where(count >= all_of_them, NO_LIMIT, levels)[mask]
-                if size > self.wish:
-                    first_step[i][mask] = -(-size // self.wish)
-                    step[i][mask] = -(-2 * size // self.wish) - 1
-        us[level == 0] = np.inf
-        return StageTable(us_per_sample=us, max_level=level, first_step=first_step, step=step)
-
-    def _classes(
-        self, total: Total, valid: npt.NDArray[np.bool_]
-    ) -> dict[tuple[bool, int | None], npt.NDArray[np.bool_]]:
-        coupled = total(self.coupled) > 0.5
-        fixed = [total(flags) > 0.5 for flags in self.fixed]
-        conflict = sum(flags.astype(int) for flags in fixed) > 1 if fixed else np.zeros_like(valid)
-        free = ~np.any(fixed, axis=0) if fixed else np.ones_like(valid)
-        classes: dict[tuple[bool, int | None], npt.NDArray[np.bool_]] = {}
-        for is_coupled in (False, True):
-            base = valid & (coupled == is_coupled) & ~conflict
-            classes[is_coupled, None] = base & free
-            for size, flags in zip(self.fixed_sizes, fixed, strict=True):
-                classes[is_coupled, size] = base & flags
-        return {key: mask for key, mask in classes.items() if mask.any()}
-
-    def _size(self, is_coupled: bool, fixed: int | None, degree: int) -> int | None:
-        unit = self.rules.loss_unit * degree if is_coupled else None
-        size = fixed if fixed is not None else unit if unit is not None else self.wish
-        if (unit is not None and size != unit) or size % degree or self.rules.mini_batch % size:
-            return None
-        return size

@@ -18,14 +18,13 @@ from gpp_plugin.plan.components import Component
 from gpp_plugin.plan.costs import Floats
 from gpp_plugin.plan.intervals import (
     MAX_PARTIAL_ITEMS,
-    NO_LIMIT,
     Absorbed,
+    BinLayer,
     Branches,
     Ints,
     Series,
-    StageTable,
-    TableMaker,
 )
+from gpp_plugin.plan.stage_table import NO_LIMIT, StageTable, TableMaker
 
 Group = tuple[int, ...]
 Leavings = dict[int, tuple[Ints, Ints, dict[int, tuple[Ints, Ints, Ints]]]]
@@ -71,6 +70,7 @@ class StageSearch:
             self._bins[id(branches)] = maker.bins(branches)
             if branches.moves is None:
                 branches.moves = _bin_moves(branches)
+                branches.layers = _bin_layers(branches, branches.moves)
         self._tables[id(series)] = maker.table(series)
         self._leavings[id(series)] = (
             _leavings(series, series.row_extra),
@@ -227,15 +227,10 @@ class StageSearch:
             best[1] = sum(count * single for count, single in zip(branches.counts, singles, strict=True))
             best[1] = np.minimum(best[1], bins[1])
             return best
-        index = {state: i for i, state in enumerate(branches.states)}
-        for i, state in enumerate(branches.states[1:], start=1):
-            kind = next(k for k, count in enumerate(state) if count)
-            without = tuple(c - (k == kind) for k, c in enumerate(state))
-            best[i] = singles[kind] + best[index[without]]
-            assert branches.moves is not None
-            taken, left = branches.moves[i]
-            if taken.size:
-                best[i] = np.minimum(best[i], (bins[taken] + best[left]).min(axis=0))
+        assert branches.layers is not None
+        for layer in branches.layers:
+            packed = np.minimum.reduceat(bins[layer.taken] + best[layer.left], layer.starts, axis=0)
+            best[layer.members] = np.minimum(singles[layer.kind] + best[layer.without], packed)
         return best
 
     def _bin_costs(self, branches: Branches) -> Floats:
@@ -471,6 +466,39 @@ def _bin_moves(branches: Branches) -> list[tuple[Ints, Ints]]:
                 left.append(index[rest])
         moves.append((np.array(taken, dtype=int), np.array(left, dtype=int)))
     return moves
+
+
+def _bin_layers(branches: Branches, moves: list[tuple[Ints, Ints]]) -> list[BinLayer]:
+    """Return the states by first kind and its count, in an order in which values can be computed.
+
+    A move takes at least one branch of the first kind: what is left is in an earlier layer.
+    """
+    index = {state: i for i, state in enumerate(branches.states)}
+    grouped: dict[tuple[int, int], list[int]] = {}
+    for i, state in enumerate(branches.states):
+        kind = next((k for k, count in enumerate(state) if count), None)
+        if kind is not None:
+            grouped.setdefault((-kind, state[kind]), []).append(i)
+    layers = []
+    for (kind, _), members in sorted(grouped.items()):
+        less = [tuple(count - (k == -kind) for k, count in enumerate(branches.states[i])) for i in members]
+        if any(state not in index for state in less):
+            return []  # the branches were too many to count: each is alone, or all share a stage
+        # A state that fills no bin takes the empty one, which no stage is: infinitely dear.
+        taken = [moves[i][0] if moves[i][0].size else np.zeros(1, dtype=int) for i in members]
+        left = [moves[i][1] if moves[i][1].size else np.zeros(1, dtype=int) for i in members]
+        lengths = np.array([0, *(len(found) for found in taken[:-1])])
+        layers.append(
+            BinLayer(
+                kind=-kind,
+                members=np.array(members),
+                without=np.array([index[state] for state in less]),
+                taken=np.concatenate(taken),
+                left=np.concatenate(left),
+                starts=np.cumsum(lengths),
+            )
+        )
+    return layers
 
 
 def _leaves(component: Component) -> list[int]:

@@ -44,15 +44,23 @@ def wrap_initialize(module: ModuleType) -> None:
 
 
 class _DeepSpeedFinder(importlib.abc.MetaPathFinder):
-    """Finds DeepSpeed as Python would, and wraps its `initialize` once its module has run."""
+    """Finds DeepSpeed as Python would, and wraps its `initialize` once its module has run.
+
+    It stays in place when it is asked: others look for DeepSpeed without importing it (transformers does).
+    """
+
+    _is_looking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != "deepspeed":
+        if fullname != "deepspeed" or self._is_looking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._is_looking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._is_looking = False
         if spec is None or spec.loader is None:
             return None
         spec.loader = _WrappingLoader(spec.loader)

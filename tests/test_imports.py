@@ -107,3 +107,11 @@ def test_public_names_resolve_to_what_they_say():
     assert set(gpp_plugin.__all__) <= set(dir(gpp_plugin))
     with pytest.raises(AttributeError, match="no attribute 'GraphPipelineModul'"):
         gpp_plugin.GraphPipelineModul  # noqa: B018
+
+
+@pytest.mark.parametrize("before", ["", "import importlib.util; importlib.util.find_spec('deepspeed'); "])
+def test_the_hook_waits_for_deepspeed_to_be_imported(before: str) -> None:
+    """Also where another package looks for DeepSpeed first without importing it, as transformers does."""
+    code = f"import gpp_plugin; {before}import deepspeed; print(deepspeed.initialize._gpp_plugin_original)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -77,9 +77,19 @@ def join_batches(batches: Sequence[Batch]) -> dict[str, Any]:
     if len(batches) == 1:
         return dict(batches[0])
     joined: dict[str, Any] = {}
+    if any(batch.keys() != batches[0].keys() for batch in batches):
+        raise ConfigError(
+            f"batches of one mini-batch have unlike keys {sorted({tuple(sorted(b)) for b in batches})}; "
+            "collate all of them alike"
+        )
     for key, value in batches[0].items():
-        parts = [batch.get(key) for batch in batches]
+        parts = [batch[key] for batch in batches]
         if not isinstance(value, Tensor):
+            if any(isinstance(part, Tensor) or part != value for part in parts):
+                raise ConfigError(
+                    f"{key} has values {parts} within one mini-batch; what is no tensor must be the same in all its "
+                    "batches"
+                )
             joined[key] = value
             continue
         shapes = {tuple(p.shape[1:]) if isinstance(p, Tensor) else None for p in parts}
@@ -140,7 +150,10 @@ def shape_key(batch: Batch, num_samples: int) -> tuple[Any, ...]:
 
 
 def batch_checksum(batch: Batch) -> int:
-    """Return a number below 2^24 that tells different mini-batches apart (up to 64 KiB of each tensor)."""
+    """Return a number that tells different mini-batches apart (up to 64 KiB of each tensor).
+
+    It is below 2^20, so that fp64 holds the sum of its squares over 8,192 ranks exactly.
+    """
     checksum = 0
     for key in sorted(batch):
         value = batch[key]
@@ -149,4 +162,4 @@ def batch_checksum(batch: Batch) -> int:
             step = max(1, flat.numel() * flat.element_size() // 65536)
             data = flat[::step].contiguous().cpu().view(torch.uint8).numpy().tobytes()
             checksum = zlib.crc32(data, checksum)
-    return checksum & 0xFFFFFF
+    return checksum & 0xFFFFF

@@ -21,11 +21,15 @@ class ReferenceRun:
 
 def units_of(batch: Batch, unit: int) -> list[Batch]:
     """Cut a mini-batch into loss units."""
-    total = next(v.shape[0] for v in batch.values() if isinstance(v, Tensor))
-    return [
-        {k: v[i : i + unit] if isinstance(v, Tensor) else v for k, v in batch.items()}
-        for i in range(0, total, unit)
-    ]
+    total = min(v.shape[0] for v in batch.values() if isinstance(v, Tensor))
+
+    def rows(value: Any, first: int) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        per_sample = value.shape[0] // total
+        return value[first * per_sample : (first + unit) * per_sample]
+
+    return [{k: rows(v, first) for k, v in batch.items()} for first in range(0, total, unit)]
 
 
 def loss_of(output: Any) -> Tensor:

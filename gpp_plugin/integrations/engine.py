@@ -37,6 +37,7 @@ from gpp_plugin.runtime.pipeline import (
     Lane,
     Reference,
     channels_of,
+    held_tensors,
     make_programs,
     tied_stages,
 )
@@ -164,15 +165,8 @@ class GraphPipelineEngine(PipelineSurface):
     def _make_module(self, lane: Lane, sample_batch: Batch) -> StageModule:
         """Take this stage's parameters from the model and let go of the others."""
         known = {p.name: p for p in self._reference.analysis.op_graph.parameters}
-        graph = self._reference.block_graph
-        blocks = {block.name: block for block in graph.blocks}
-        stage = self.plan.stages[lane.stage_index]
-        own = [name for block in stage.blocks for name in blocks[block].parameters]
-        used = {name for block in graph.blocks for name in block.parameters}
-        # what no block uses (an unused head) must still be in exports: it rests on the last stage
-        unused = [p.name for p in known.values() if p.name not in used and not p.is_buffer]
-        if lane.stage_index == len(self.plan.stages) - 1:
-            own += unused
+        used = {name for block in self._reference.block_graph.blocks for name in block.parameters}
+        own = held_tensors(self.plan, self._reference)[lane.stage_index]
         names = tuple(dict.fromkeys((*lane.prepare(sample_batch).tensors, *own)))
         tensors = materialize_parameters(
             self._model,
@@ -184,7 +178,7 @@ class GraphPipelineEngine(PipelineSurface):
         )
         buffers = {p.name for p in known.values() if p.is_buffer}
         release_parameters(self._model, keep=buffers.union(names))
-        frozen = {name for name in names if not known[name].requires_grad} | set(unused)
+        frozen = {name for name in names if not known[name].requires_grad or name not in used}
         return StageModule(
             tensors=tensors,
             parameters=[name for name in names if not known[name].is_buffer],
@@ -252,9 +246,7 @@ class GraphPipelineEngine(PipelineSurface):
             RuntimeFailure: an earlier mini-batch failed on its way, so that messages of it may still arrive.
         """
         if self._failure is not None:
-            raise RuntimeFailure(
-                f"this job cannot go on: {self._failure}; start it anew from a checkpoint"
-            )
+            raise RuntimeFailure(f"this job cannot go on: {self._failure}; start it anew from a checkpoint")
         try:
             return lane.run(batch, record=record)
         except BaseException as error:
@@ -368,7 +360,10 @@ class GraphPipelineEngine(PipelineSurface):
                 is_training=False,
                 outputs=wanted,
             )
-            self._evaluation[key] = (reference, evaluation_plan(self.plan, reference.block_graph))
+            parameters = {p.name for p in reference.analysis.op_graph.parameters if not p.is_buffer}
+            held = [parameters.intersection(names) for names in held_tensors(self.plan, self._reference)]
+            plan = evaluation_plan(self.plan, reference.block_graph, parameters=parameters, held=held)
+            self._evaluation[key] = (reference, plan)
         return self._evaluation[key]
 
     def _evaluation_lane(

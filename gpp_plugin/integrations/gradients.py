@@ -44,6 +44,10 @@ class GradientStore:
         """Return the gradient of ``name``; None where no loss reached the parameter."""
         return self._sums.get(name) if name in self._separate else self.parameters[name].grad
 
+    def is_empty(self) -> bool:
+        """Return whether no loss reached any parameter, as in a stage without backwards."""
+        return all(self.get(name) is None for name in self.parameters)
+
     @torch.no_grad()
     def put(self, name: str, gradient: Tensor) -> None:
         """Replace the gradient of ``name``.

@@ -305,7 +305,7 @@ class StageEngine:
         Every rank of a stage holds the stage's sum by then, so one rank of each stage brings it, whatever the
         degrees: no sum is divided again.
         """
-        if not self._reduced_data:
+        if not self._reduced_data and not self.gradients.is_empty():
             raise RuntimeFailure("reduce_tied before reduce_data: the stage's own sum must be complete first")
         if not self._reduced_tied:
             for stages in sorted({tuple(sorted(set(tie.stages))) for tie in self.tied}):
@@ -336,9 +336,10 @@ class StageEngine:
         Raises:
             RuntimeFailure: gradients were not reduced, or the loss scale cannot sink any further.
         """
-        if (self.stage.degree > 1 and not self._reduced_data) or (self.tied and not self._reduced_tied):
-            raise RuntimeFailure("step before reduce_data and reduce_tied: replicas would step differently")
         self.gradients.accumulate()
+        is_short_of_data = self.stage.degree > 1 and not self._reduced_data
+        if (is_short_of_data or (self.tied and not self._reduced_tied)) and not self.gradients.is_empty():
+            raise RuntimeFailure("step before reduce_data and reduce_tied: replicas would step differently")
         norm = self._global_norm() / self.loss_scale
         overflow = self.config.check_overflow and not math.isfinite(norm)
         if not overflow:

@@ -1,7 +1,7 @@
 """Evaluation on the training plan's stages: its own graph, and mini-batches of any size.
 
 The evaluation graph is captured on its own (dropout off, perhaps no labels), so its blocks are matched
-to the training plan's stages by name, then by parameters, then by what they read. A mini-batch that
+to the training plan's stages by name, and new ones by their parameters and what they read. A mini-batch that
 the plan's micro-batches do not divide is run in up to three parts: whole micro-batches on all ranks,
 then whole loss units and a last smaller unit on the first rank of each stage.
 """
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
+from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.serialize import fingerprint
@@ -26,12 +28,21 @@ class EvaluationPart:
     plan: PipelinePlan
 
 
-def evaluation_plan(plan: PipelinePlan, graph: BlockGraph) -> PipelinePlan:
+def evaluation_plan(
+    plan: PipelinePlan, graph: BlockGraph, *, parameters: Set[str], held: Sequence[Set[str]]
+) -> PipelinePlan:
     """Return ``plan`` with its stages holding the blocks of an evaluation graph.
 
     A stage may end up without blocks (the loss stage, when there are no labels).
+
+    Args:
+        parameters: names of the model's parameters, without buffers.
+        held: those of them that each stage of ``plan`` holds.
+
+    Raises:
+        PlanError: no stage holds all the parameters that a block reads in evaluation.
     """
-    groups = _match_blocks(plan, graph)
+    groups = _match_blocks(plan, graph, parameters, held)
     stages = tuple(
         dataclasses.replace(stage, blocks=tuple(blocks), in_flight=1)
         for stage, blocks in zip(plan.stages, groups, strict=True)
@@ -41,16 +52,27 @@ def evaluation_plan(plan: PipelinePlan, graph: BlockGraph) -> PipelinePlan:
     )
 
 
-def _match_blocks(plan: PipelinePlan, graph: BlockGraph) -> list[list[str]]:
+def _match_blocks(
+    plan: PipelinePlan, graph: BlockGraph, parameters: Set[str], held: Sequence[Set[str]]
+) -> list[list[str]]:
     stage_of = {block: index for index, stage in enumerate(plan.stages) for block in stage.blocks}
     matched: dict[str, int] = {}
     for block in graph.blocks:
         sources = [matched[edge.src] for edge in graph.edges if edge.dst == block.name]
         earliest = max(sources, default=0)
+        needed = parameters & set(block.parameters)
         if block.name in stage_of:
             matched[block.name] = stage_of[block.name]
-        else:  # new in evaluation (the loss's block without its loss): stay with what it reads
-            matched[block.name] = earliest
+        else:  # new in evaluation (a head that training skips): where its parameters are, after what it reads
+            matched[block.name] = next(
+                (stage for stage in range(earliest, len(held)) if needed <= held[stage]), earliest
+            )
+        if not needed <= held[matched[block.name]]:
+            raise PlanError(
+                f"evaluation runs {block.name} on stage {plan.stages[matched[block.name]].name}, which does not hold "
+                f"{sorted(needed - held[matched[block.name]])[:3]}; ask for other outputs, or evaluate after "
+                "save_pretrained with the plain model"
+            )
     return [[b.name for b in graph.blocks if matched[b.name] == index] for index in range(len(plan.stages))]
 
 

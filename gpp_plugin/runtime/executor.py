@@ -385,6 +385,8 @@ class StageExecutor:
             self._made.clear()
             self._leaves.clear()
             self._inbox.clear()
+            self._pending_receives.clear()
+            self._pending_sends.clear()
         return self._result
 
     def _post_receives(self, mark: int) -> None:

@@ -25,6 +25,7 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.op_graph import OpGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import InstructionKind, RankProgram
+from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.runtime.batches import Batch, shape_key, slice_batch
 from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor, StageHooks
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule, build_stage_function
@@ -75,6 +76,24 @@ def tied_stages(plan: PipelinePlan, reference: Reference) -> dict[str, tuple[int
     return shared
 
 
+def held_tensors(plan: PipelinePlan, reference: Reference) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the parameters and buffers each stage holds.
+
+    What no block reads (a head that training does not use) must still be in exports: it rests on the last
+    stage.
+    """
+    blocks = {block.name: block for block in reference.block_graph.blocks}
+    used = {name for block in blocks.values() for name in block.parameters}
+    unused = [
+        p.name
+        for p in reference.analysis.op_graph.parameters
+        if p.name not in used and (p.is_persistent or not p.is_buffer)
+    ]
+    held = [[name for block in stage.blocks for name in blocks[block].parameters] for stage in plan.stages]
+    held[-1] += unused
+    return tuple(tuple(dict.fromkeys(names)) for names in held)
+
+
 def make_programs(plan: PipelinePlan, reference: Reference) -> tuple[RankProgram, ...]:
     """Schedule, lower and validate ``plan`` in the mode of ``reference``: the programs of all ranks.
 
@@ -115,6 +134,15 @@ class _StageCapture:
     function: StageFunction
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Compiled:
+    """A stage ready to run at one shape; ``inputs`` are the model's inputs there, by batch key."""
+
+    executor: StageExecutor
+    function: StageFunction
+    inputs: Mapping[str, TensorSpec]
+
+
 class Lane:
     """This rank's pipeline in one mode.
 
@@ -147,7 +175,7 @@ class Lane:
         self._dtype = dtype
         self._tensors: Mapping[str, Tensor] = {}
         self._hooks: StageHooks | None = None
-        self._executors: OrderedDict[tuple[Any, ...], tuple[StageExecutor, StageFunction]] = OrderedDict()
+        self._executors: OrderedDict[tuple[Any, ...], _Compiled] = OrderedDict()
         self._prepared: tuple[tuple[Any, ...], _StageCapture] | None = None
         self._has_warned = False
 
@@ -197,21 +225,20 @@ class Lane:
 
     def run(self, batch: Batch, *, record: bool = False) -> MiniBatchResult:
         """Run one mini-batch of ``plan.mini_batch`` samples; only this rank's rows are read."""
-        executor, function = self._executor_for(batch)
-        specs = {spec.name: spec for spec in self.reference.analysis.op_graph.inputs}
+        compiled = self._executor_for(batch)
         inputs = slice_batch(
             batch,
-            function.batch_inputs,
+            compiled.function.batch_inputs,
             stage=self.plan.stages[self.stage_index],
             rank=self._program.rank,
             num_micro_batches=self.plan.num_micro_batches(self.stage_index),
-            specs=specs,
+            specs=compiled.inputs,
             device=self._device,
             dtype=self._dtype,
         )
-        return executor.run(inputs, record=record)
+        return compiled.executor.run(inputs, record=record)
 
-    def _executor_for(self, batch: Batch) -> tuple[StageExecutor, StageFunction]:
+    def _executor_for(self, batch: Batch) -> _Compiled:
         key = shape_key(batch, self.plan.mini_batch)
         found = self._executors.get(key)
         if found is not None:
@@ -243,7 +270,7 @@ class Lane:
             op_graph=captured.op_graph, block_graph=graph, function=self.stage_function(captured, graph)
         )
 
-    def _compile(self, capture: _StageCapture) -> tuple[StageExecutor, StageFunction]:
+    def _compile(self, capture: _StageCapture) -> _Compiled:
         function = capture.function
         own = set(function.outputs)
         loss = capture.op_graph.loss
@@ -260,4 +287,5 @@ class Lane:
             named_outputs={name: node for name, node in capture.op_graph.outputs.items() if node in own},
             is_training=self.is_training,
         )
-        return executor, function
+        inputs = {spec.name: spec for spec in capture.op_graph.inputs}
+        return _Compiled(executor=executor, function=function, inputs=inputs)

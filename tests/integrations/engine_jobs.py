@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import build
-from tests.runtime.odd_models import build_odd
+from tests.runtime.odd_models import Diamond, build_odd
 
 B, U = 8, 2
 
@@ -188,6 +188,17 @@ def train_from_meta(directory: str) -> dict[str, Any]:
     return answers
 
 
+class Shaped(Diamond):
+    """A model that also takes a tuple, the same for all samples."""
+
+    def forward(self, a: Tensor, target: Tensor, shape: tuple[int, int]) -> dict[str, Tensor]:
+        return super().forward(a.reshape(-1, *shape).flatten(1), target)
+
+
+def collate_with_shape(items: list[dict[str, Tensor]]) -> dict[str, Any]:
+    return {**torch.utils.data.default_collate(items), "shape": (4, 4)}
+
+
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
     """A dataset of 32 samples for the diamond."""
 
@@ -205,10 +216,10 @@ def load_data() -> dict[str, Any]:
     """The engine's own loader; ranks whose stages read no inputs load nothing."""
     import deepspeed
 
-    model, _ = build_odd("diamond")
+    torch.manual_seed(0)
     block = {"plan": {"stages": [{"modules": ["stem"]}, {"modules": ["up"]}, {"modules": ["*"]}]}}
     engine, optimizer, loader, _ = deepspeed.initialize(
-        model=model, config=config_of(block=block), training_data=Rows()
+        model=Shaped(), config=config_of(block=block), training_data=Rows(), collate_fn=collate_with_shape
     )
     return {
         "losses": [float(engine.train_batch()) for _ in range(6)],
@@ -238,6 +249,7 @@ def refuse() -> dict[str, str]:
         attempt(name, getattr(engine, name))
     attempt("no data", engine.train_batch)
     attempt("short", lambda: engine.train_batch(data_iter=iter([make_batch(3, 0)])))
+    attempt("no iterator", lambda: engine.train_batch(data_iter=[batch]))
     attempt("mistyped", lambda: make_engine(model, batch, config_of(graph_pipline={})))
     attempt("unknown key", lambda: make_engine(model, batch, config_of(block={"stage": 2})))
     attempt("too many", lambda: make_engine(model, batch, config_of(block={"stages": 9})))
@@ -255,6 +267,38 @@ def different_data() -> str:
         return ""
     except Exception as error:
         return str(error)
+
+
+def evaluate_a_head() -> dict[str, Any]:
+    """Outputs and state that training does not use; a batch that gives no loss."""
+    model, make_batch = build_odd("evaluation_head")
+    block = {"plan": {"stages": [{"modules": ["stem"]}, {"modules": ["*"]}]}}
+    engine = make_engine(model, make_batch(B, 0), config_of(block=block))
+    _, extra = engine.eval_batch(iter([make_batch(B, 1)]), return_logits=True, outputs=("extra",))
+    unlabelled = {"a": make_batch(B, 1)["a"]}
+    try:
+        engine.eval_batch(iter([unlabelled]), return_logits=True)
+        refusal = ""
+    except Exception as error:
+        refusal = str(error)
+    return {"extra": extra, "refusal": refusal, "state": engine.gather_state_dict()}
+
+
+def fail_and_go_on(stages: int) -> dict[str, Any]:
+    """A batch that fails in its third micro-batch, then a good one."""
+    model, make_batch = build("gpt2")
+    good, bad = make_batch(B, 0), make_batch(B, 1)
+    bad["input_ids"][4, 0] = 10**6
+    engine = make_engine(model, good, config_of(block={"stages": stages, "comm_timeout_s": 5}))
+    engine.retain_gradients()
+    said = []
+    for batch in (bad, good):
+        try:
+            steps(engine, [batch])
+            said.append("")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return {"said": said, "gradients": engine.gradients if not said[1] else {}}
 
 
 def lose_a_rank() -> str:

@@ -12,7 +12,8 @@ import torch
 from tests.integrations import engine_jobs as jobs
 from tests.models import build
 from tests.ranks import run_ranks
-from tests.reference import loss_of, train_reference, units_of
+from tests.reference import gradient_errors, loss_of, train_reference, units_of
+from tests.runtime.odd_models import build_odd
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -138,6 +139,7 @@ def test_mistakes_get_one_clear_line() -> None:
         assert "train_batch" in said["forward"] and "train_batch" in said["no_sync"]
         assert "training_data" in said["no data"]
         assert "train_batch_size=8" in said["short"]
+        assert "list" in said["no iterator"] and "iter(...)" in said["no iterator"]
         assert "graph_pipline" in said["mistyped"] and "graph_pipeline" in said["mistyped"]
         assert "graph_pipeline.stage" in said["unknown key"] and "'stages'" in said["unknown key"]
         assert "9" in said["too many"] and "2" in said["too many"]
@@ -149,6 +151,33 @@ def test_mistakes_get_one_clear_line() -> None:
 def test_different_data_on_ranks_is_refused() -> None:
     for said in run_ranks(jobs.different_data, 2):
         assert "different mini-batches" in said and "step 1" in said
+
+
+def test_evaluation_runs_what_training_skips() -> None:
+    answers = run_ranks(jobs.evaluate_a_head, 2)
+    model, make_batch = build_odd("evaluation_head")
+    expected = model.eval()(**make_batch(jobs.B, 1))["extra"].detach()
+    for answer in answers:
+        assert torch.allclose(answer["extra"], expected, rtol=1e-5, atol=1e-6)
+        assert "no loss" in answer["refusal"]
+    state = answers[0]["state"]
+    assert set(state) == set(model.state_dict()) and torch.equal(state["table"], model.table)
+
+
+def test_a_failed_mini_batch_leaves_nothing_behind() -> None:
+    (answer,) = run_ranks(jobs.fail_and_go_on, 1, 1)
+    assert "micro" in answer["said"][0] or "index" in answer["said"][0]
+    assert not answer["said"][1]
+    model, make_batch = build("gpt2")
+    reference = train_reference(model, [make_batch(jobs.B, 0)], unit=jobs.U)
+    errors = gradient_errors(answer["gradients"], reference.gradients)
+    assert set(errors) == set(reference.gradients) and max(errors.values()) < 1e-5
+
+
+def test_ranks_do_not_go_on_among_messages_of_a_failed_mini_batch() -> None:
+    for answer in run_ranks(jobs.fail_and_go_on, 2, 2):
+        assert answer["said"][0]
+        assert "cannot go on" in answer["said"][1]
 
 
 def test_a_lost_rank_is_named() -> None:

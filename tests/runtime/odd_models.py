@@ -152,6 +152,19 @@ class Frozen(nn.Module):
         return {"loss": ((self.head(h).squeeze(-1) - target) ** 2).mean()}
 
 
+class Detached(nn.Module):
+    """A trainable tower that no gradient reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, a: Tensor, target: Tensor) -> dict[str, Tensor]:
+        h = self.tower(a).detach()
+        return {"loss": ((self.head(h).squeeze(-1) - target) ** 2).mean()}
+
+
 class TwoHeads(nn.Module):
     """Two losses on two stages that only meet in their sum."""
 
@@ -180,6 +193,39 @@ class Normed(nn.Module):
         return {"loss": ((self.head(self.second(self.first(a))).squeeze(-1) - target) ** 2).mean()}
 
 
+class Bags(nn.Module):
+    """Several rows of an input belong to one sample, how many changes from batch to batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, bags: Tensor, target: Tensor) -> dict[str, Tensor]:
+        h = torch.tanh(self.each(bags)).reshape(target.shape[0], -1, WIDTH).mean(1)
+        return {"loss": ((self.head(h).squeeze(-1) - target) ** 2).mean()}
+
+
+class EvaluationHead(nn.Module):
+    """A head that only evaluation runs, and a buffer that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.classify = nn.Linear(WIDTH, 4)
+        self.extra = nn.Linear(WIDTH, 3)
+        self.register_buffer("table", torch.arange(5.0))
+
+    def forward(self, a: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        h = torch.tanh(self.stem(a))
+        answer = {"logits": self.classify(h)}
+        if not self.training:
+            answer["extra"] = self.extra(h)
+        if labels is not None:
+            answer["loss"] = functional.cross_entropy(answer["logits"], labels)
+        return answer
+
+
 _MODELS: dict[str, type[nn.Module]] = {
     "swappable": Swappable,
     "diamond": Diamond,
@@ -187,8 +233,11 @@ _MODELS: dict[str, type[nn.Module]] = {
     "no_parameters": NoParameters,
     "shared_bias": SharedBias,
     "frozen": Frozen,
+    "detached": Detached,
     "two_heads": TwoHeads,
     "normed": Normed,
+    "bags": Bags,
+    "evaluation_head": EvaluationHead,
 }
 
 
@@ -206,6 +255,7 @@ def build_odd(name: str) -> tuple[nn.Module, Callable[[int, int], Batch]] | None
         every = {
             "a": torch.randn(num_samples, WIDTH, generator=generator),
             "b": torch.randn(num_samples, WIDTH, generator=generator),
+            "bags": torch.randn(num_samples * (seed + 1), WIDTH, generator=generator),
             "target": torch.randn(num_samples, generator=generator),
             "labels": torch.randint(0, 4, (num_samples,), generator=generator),
         }

@@ -11,10 +11,12 @@ from tests.runtime import jobs
 from tests.runtime.test_equality import DEVICES, check
 
 
-def by_hand(model: str, *stages: str | dict[str, Any], **options: Any) -> jobs.Job:
+def by_hand(
+    model: str, *stages: str | dict[str, Any], last: dict[str, Any] | None = None, **options: Any
+) -> jobs.Job:
     """Return a job whose stages are the given modules; the last one takes everything else."""
     described = [stage if isinstance(stage, dict) else {"modules": stage.split("+")} for stage in stages]
-    block = {"plan": {"stages": [*described, {"name": "loss", "modules": ["*"]}]}}
+    block = {"plan": {"stages": [*described, {"name": "loss", "modules": ["*"], **(last or {})}]}}
     return {"model": model, "mini_batch": 8, "unit": 2, "steps": 3, "block": block, **options}
 
 
@@ -33,6 +35,12 @@ THREE_RANKS = {
         {"modules": ["first"], "micro_batch_size": 4},
     ),
     "a frozen stage": by_hand("frozen", "tower", "adapter"),
+    "a frozen stage on two ranks": by_hand(
+        "frozen", {"modules": ["tower"], "ranks": [0, 1]}, last={"ranks": [2]}
+    ),
+    "a stage on two ranks whose gradient never comes": by_hand(
+        "detached", {"modules": ["tower"], "ranks": [0, 1]}, last={"ranks": [2]}
+    ),
     "several sinks": by_hand("two_heads", "trunk", "classify"),
     "more micro-batches than stages": by_hand("diamond", "stem", "up", mini_batch=24, unit=1),
     "unequal micro-batches everywhere": by_hand(
@@ -65,6 +73,10 @@ CHANGING = {
     "labels with ignore_index of unequal counts, other lengths": {
         "model": "gpt2", "mini_batch": 8, "unit": 4, "steps": 4, "lengths": LENGTHS, "ignore": True,
         "block": {"stages": 2, "planner": "graphpipe"},
+    },
+    "another number of rows a sample from step to step": {
+        "model": "bags", "mini_batch": 8, "unit": 2, "steps": 3,
+        "block": {"plan": {"stages": [{"modules": ["each"]}, {"modules": ["*"]}]}},
     },
     "batch norm": {
         "model": "normed", "mini_batch": 8, "unit": 4, "steps": 3,

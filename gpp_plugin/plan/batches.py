@@ -41,9 +41,9 @@ class BatchRules:
         Args:
             wish: the size it shall have unless it is coupled or the user has fixed it.
         """
-        names = list(blocks)
-        sizes = {self.fixed[name] for name in names if name in self.fixed}
-        unit = self.loss_unit * degree if any(name in self.coupled for name in names) else None
+        names = list(blocks) if self.fixed or self.coupled else []
+        sizes = {self.fixed[name] for name in names if name in self.fixed} if self.fixed else set()
+        unit = None if self.coupled.isdisjoint(names) else self.loss_unit * degree
         if len(sizes) > 1:
             return None
         size = sizes.pop() if sizes else unit if unit is not None else wish

@@ -51,8 +51,19 @@ class CostModel:
         self.block_edges = [
             (self.index[edge.src], self.index[edge.dst], dict.fromkeys(edge.tensors)) for edge in graph.edges
         ]
-        self.edge_cache: dict[tuple[str, ...], StageEdge] = {}
+        self.edge_cache: dict[tuple[int, int, tuple[str, ...]], StageEdge] = {}
         self._times: dict[float, tuple[Floats, Floats]] = {}
+        self._static = np.stack(
+            [
+                self.parameter_bytes,
+                self.gradient_bytes,
+                self.optimizer_bytes,
+                self.saved_per_sample,
+                self.saved_fixed,
+            ]
+        )
+        self._group_bytes: dict[tuple[int, ...], tuple[float, ...]] = {}
+        self._group_times: dict[tuple[tuple[int, ...], float], tuple[float, float]] = {}
 
     def block_times(self, local: float) -> tuple[Floats, Floats]:
         """Return forward and backward microseconds of every block for ``local`` samples a rank."""
@@ -68,9 +79,13 @@ class CostModel:
 
     def stage_times(self, blocks: Sequence[int], local: float) -> tuple[float, float]:
         """Return forward and backward microseconds of one micro-batch of ``local`` samples a rank."""
-        forward, backward = self.block_times(local)
-        rows = list(blocks)
-        return float(forward[rows].sum()), float(backward[rows].sum())
+        key = tuple(blocks), local
+        found = self._group_times.get(key)
+        if found is None:
+            forward, backward = self.block_times(local)
+            rows = list(blocks)
+            found = self._group_times[key] = float(forward[rows].sum()), float(backward[rows].sum())
+        return found
 
     def held_bytes(self, parameter: float, gradient: float, optimizer: float, degree: int) -> float:
         """Return the bytes one rank holds all the time, after ZeRO has shared them out."""
@@ -102,16 +117,24 @@ class CostModel:
 
     def stage_memory(self, blocks: Sequence[int], *, degree: int, local: float, in_flight: int) -> int:
         """Return the bytes one rank of the stage needs at its peak."""
-        rows = list(blocks)
-        held = self.held_bytes(
-            float(self.parameter_bytes[rows].sum()),
-            float(self.gradient_bytes[rows].sum()),
-            float(self.optimizer_bytes[rows].sum()),
-            degree,
-        )
-        saved = float(self.saved_per_sample[rows].sum()) * local + float(self.saved_fixed[rows].sum())
-        transient = float(self.transient_per_sample[rows].max(initial=0.0)) * local
-        return round(held + in_flight * saved + transient)
+        parameter, gradient, optimizer, saved, saved_fixed, transient = self._bytes_of(blocks)
+        held = self.held_bytes(parameter, gradient, optimizer, degree)
+        return round(held + in_flight * (saved * local + saved_fixed) + transient * local)
+
+    def group_gradient_bytes(self, blocks: Sequence[int]) -> float:
+        """Return the bytes of the blocks' gradients."""
+        return self._bytes_of(blocks)[1]
+
+    def _bytes_of(self, blocks: Sequence[int]) -> tuple[float, ...]:
+        """Return sums of parameters, gradients, optimizer, saved a sample, saved; the largest transient."""
+        key = tuple(blocks)
+        found = self._group_bytes.get(key)
+        if found is None:
+            rows = list(blocks)
+            sums = self._static[:, rows].sum(axis=1).tolist()
+            found = (*sums, float(self.transient_per_sample[rows].max(initial=0.0)))
+            self._group_bytes[key] = found
+        return found
 
     def all_reduce_us(self, gradient_bytes: float, ranks: Sequence[int]) -> float:
         """Return microseconds of a ring all-reduce (or reduce-scatter and all-gather) of gradients."""
@@ -128,7 +151,7 @@ class CostModel:
         ZeRO 2 reduces after every micro-batch; 0 and 1 once.
         """
         times = num_micro_batches if self.zero_stage >= 2 else 1
-        return times * self.all_reduce_us(float(self.gradient_bytes[list(blocks)].sum()), ranks)
+        return times * self.all_reduce_us(self.group_gradient_bytes(blocks), ranks)
 
 
 def ring_us(num_bytes: float, degree: int, link: Link) -> float:

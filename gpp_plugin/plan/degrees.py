@@ -57,6 +57,12 @@ class DegreeChooser:
             for group, option in zip(groups, chosen, strict=True)
         ]
 
+    def least_shares(self, group: Sequence[str], wish: int) -> tuple[float, float]:
+        """Return the least microseconds a sample of a stage, and the least times its ranks; inf if none."""
+        options = self._make_options(tuple(group), wish, 1, True)
+        slowest = min((option.us_per_sample for option in options), default=float("inf"))
+        return slowest, min((o.us_per_sample * o.degree for o in options), default=float("inf"))
+
     def sizes(self, blocks: tuple[str, ...], degree: int) -> list[int]:
         """Return the micro-batch sizes a stage of that degree may have."""
         key = (blocks, degree)
@@ -83,7 +89,7 @@ class DegreeChooser:
     ) -> list[_Option]:
         request, costs = self.request, self.costs
         rows = costs.indices(group)
-        gradient = float(costs.gradient_bytes[rows].sum())
+        gradient = costs.group_gradient_bytes(rows)
         options = []
         for degree in self.rules.degrees():
             size = self.rules.micro_batch_size(group, degree, wish)

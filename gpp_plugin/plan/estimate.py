@@ -90,27 +90,32 @@ def estimate_us(mini_batch: int, stages: Sequence[StageTiming], edges: Sequence[
     waiting = list(range(len(stages)))
     while waiting:
         s = waiting.pop()
-        order, size, begun = orders[s], sizes[s], heads[s]
+        order, size = orders[s], sizes[s]
+        begun = head = heads[s]
+        last = len(order)
+        stage_feeds, stage_sends = (feeds[0][s], feeds[1][s]), (sends[0][s], sends[1][s])
         durations = stages[s].forward_us, stages[s].backward_us
-        while heads[s] < len(order):
-            task = order[heads[s]]
+        clock, in_port, out_port = clocks[s], in_free[s], out_free[s]
+        while head < last:
+            task = order[head]
             way, end = (0, (task + 1) * size) if task >= 0 else (1, -task * size)
-            left = _departures(feeds[way][s], end)
-            if left is None:
-                break
-            start, port = clocks[s], in_free[s]
-            for departure, hold, latency in left:
-                port = max(departure, port + hold)
-                start = max(start, port + latency)
-            in_free[s] = port
-            clocks[s] = clock = start + durations[way]
-            port = out_free[s]
-            for messages, hold in sends[way][s]:
-                port = max(port, clock) + hold
-                messages.append(port)
-            out_free[s] = port
-            heads[s] += 1
-        if heads[s] > begun:
+            if stage_feeds[way]:
+                left = _departures(stage_feeds[way], end)
+                if left is None:
+                    break
+                for departure, hold, latency in left:
+                    in_port += hold
+                    if departure > in_port:
+                        in_port = departure
+                    if in_port + latency > clock:
+                        clock = in_port + latency
+            clock += durations[way]
+            for messages, hold in stage_sends[way]:
+                out_port = (out_port if out_port > clock else clock) + hold
+                messages.append(out_port)
+            head += 1
+        heads[s], clocks[s], in_free[s], out_free[s] = head, clock, in_port, out_port
+        if head > begun:
             waiting.extend(other for other in neighbours[s] if heads[other] < len(orders[other]))
     if any(head < len(order) for head, order in zip(heads, orders, strict=True)):
         return float("inf")
@@ -119,14 +124,17 @@ def estimate_us(mini_batch: int, stages: Sequence[StageTiming], edges: Sequence[
 
 def _departures(feeds: Sequence[_Feed], end: int) -> list[tuple[float, float, float]] | None:
     """Return when the messages up to sample ``end`` left, earliest first; None where one has not yet."""
+    if len(feeds) == 1:
+        size, sent, hold, latency = feeds[0]
+        need = -(-end // size) - 1
+        return [(sent[need], hold, latency)] if len(sent) > need else None
     left = []
     for size, sent, hold, latency in feeds:
         need = -(-end // size) - 1
         if len(sent) <= need:
             return None
         left.append((sent[need], hold, latency))
-    if len(left) > 1:
-        left.sort()
+    left.sort()
     return left
 
 

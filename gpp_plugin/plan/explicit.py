@@ -88,10 +88,12 @@ def _saved_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
             f"plan: made for graph {plan.graph} of model {plan.model!r}; this model's graph is "
             f"{fingerprint(request.graph)}; plan again"
         )
-    if plan.num_ranks != request.num_ranks or plan.mini_batch != request.mini_batch:
+    made = (plan.num_ranks, plan.mini_batch, plan.loss_unit)
+    wanted = (request.num_ranks, request.mini_batch, request.loss_unit)
+    if made != wanted:
         raise PlanError(
-            f"plan: made for {plan.num_ranks} ranks and a mini-batch of {plan.mini_batch}, the run has "
-            f"{request.num_ranks} and {request.mini_batch}; plan again"
+            "plan: made for {} ranks, a mini-batch of {} and losses of {} samples; the run has {}, {} and {}; plan "
+            "again".format(*made, *wanted)
         )
     _validate(plan, request)
     return plan

@@ -18,7 +18,6 @@ from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.degrees import DegreeChooser, stage_heights
 from gpp_plugin.plan.estimate import estimate_plan_us
 from gpp_plugin.plan.registry import PlanRequest
-from gpp_plugin.plan.selection import busiest_us
 from gpp_plugin.plan.stages import StageDraft, build_plan
 
 SLACKS = (0.0, 0.5, 1.0)
@@ -79,8 +78,15 @@ class Refiner:
             self.after[src] |= 1 << dst
             self.before[dst] |= 1 << src
         self.chooser = DegreeChooser(request, costs, rules)
+        tensors = request.graph.tensors
+        self._edges = [
+            (src, dst, any(tensors[name].requires_grad for name in names))
+            for src, dst, names in costs.block_edges
+        ]
         self._seen: dict[object, Score] = {}
         self._best_us = float("inf")
+        self._cutoff_us = float("inf")
+        self._shares: dict[tuple[Mask, int], tuple[float, float]] = {}
 
     # ---- candidates -------------------------------------------------------------------------------
 
@@ -104,12 +110,16 @@ class Refiner:
         if key in self._seen:
             return None
         self.budget -= OVERHEAD
+        limit = min(HOPELESS * self._best_us, self._cutoff_us)
+        if limit < float("inf") and self._least_shared_us(masks, wish) > limit:
+            self._seen[key] = (float("inf"),) * 3
+            return None
         groups = [self._names_of(mask) for mask in masks]
         drafts = self.chooser.choose(groups, wish) or self.chooser.choose(groups, wish, ignore_memory=True)
         if drafts is None:
             self._seen[key] = (float("inf"),) * 3
             return None
-        if busiest_us(self.request, self.costs, drafts) > HOPELESS * self._best_us:
+        if self._least_us(drafts) > limit:
             self._seen[key] = (float("inf"),) * 3
             return None
         if slack > 0:
@@ -146,13 +156,56 @@ class Refiner:
         is_better = True
         while is_better and self.budget > 0:
             is_better = False
+            # What cannot be quicker than a plan that fits need not be predicted.
+            self._cutoff_us = best.score[1] * (1 + 1e-9) if best.score[0] == 0 else float("inf")
             for found in self._neighbours(best):
                 if _is_better(found.score, best.score):
                     best, is_better = found, True
                     break
                 if self.budget <= 0:
                     break
+        self._cutoff_us = float("inf")
         return best
+
+    def _least_shared_us(self, masks: Sequence[Mask], wish: int) -> float:
+        """Return a time no step of these stages is shorter than, however the ranks are shared out."""
+        slowest = work = 0.0
+        for mask in masks:
+            found = self._shares.get((mask, wish))
+            if found is None:
+                found = self._shares[mask, wish] = self.chooser.least_shares(self._names_of(mask), wish)
+            slowest, work = max(slowest, found[0]), work + found[1]
+        return max(slowest, work / self.request.num_ranks) * self.request.mini_batch
+
+    def _least_us(self, drafts: Sequence[StageDraft]) -> float:
+        """Return a time no step of these stages is shorter than, messages taken to be free.
+
+        A stage begins after a forward of every stage on a path to it, and its gradients then pass
+        through a backward of each.
+        """
+        stage_of = [0] * len(self.names)
+        work, once = [], []
+        for i, draft in enumerate(drafts):
+            rows = self.costs.indices(draft.blocks)
+            for row in rows:
+                stage_of[row] = i
+            forward, backward = self.costs.stage_times(rows, draft.micro_batch_size / draft.degree)
+            work.append((forward + backward) * (self.request.mini_batch // draft.micro_batch_size))
+            once.append((forward, backward))
+        links: dict[tuple[int, int], float] = {}
+        for src, dst, has_gradient in self._edges:
+            a, b = stage_of[src], stage_of[dst]
+            if a != b:
+                ramp = once[a][0] + (once[a][1] if has_gradient else 0.0)
+                links[a, b] = max(links.get((a, b), 0.0), ramp)
+        before = [0.0] * len(drafts)
+        is_changed = True
+        while is_changed:  # few rounds: drafts come in nearly the order of the graph
+            is_changed = False
+            for (a, b), ramp in links.items():
+                if before[a] + ramp > before[b]:
+                    before[b], is_changed = before[a] + ramp, True
+        return max(ramp + own for ramp, own in zip(before, work, strict=True))
 
     def balance(self, start: Candidate, *, rounds: int = 64) -> Candidate:
         """Return the candidate reached by moves that even out the stages' times per sample, unpredicted.
@@ -209,7 +262,7 @@ class Refiner:
                 yield found
         for drafts in self._changed_drafts(at):
             key = frozenset(drafts)
-            if key not in self._seen:
+            if key not in self._seen and self._least_us(drafts) <= self._cutoff_us:
                 self._seen[key] = score = self._score(drafts)
                 yield dataclasses.replace(at, drafts=tuple(drafts), score=score)
         for masks in itertools.chain(self._swaps(list(at.masks)), self._merged_and_cut(at)):

@@ -58,7 +58,14 @@ class StageSearch:
         self._collect(root, maker)
         self._solved: dict[int, _Solved] = {}
         self._best: dict[int, Floats] = {}
-        self._cost_cache: dict[tuple[int, int], list[tuple[int, int, Floats]]] = {}
+        # A table's stages in time are the same between two of its times: so are values that rest on them.
+        self._sorted_times = {
+            key: np.unique(table.us_per_sample) for key, table in (*self._tables.items(), *self._bins.items())
+        }
+        self._ranks: dict[int, int] = {}
+        self._known_solved: dict[tuple[int, object], _Solved] = {}
+        self._known_best: dict[tuple[int, object], Floats] = {}
+        self._cost_cache: dict[tuple[int, int, int], list[tuple[int, int, Floats]]] = {}
         self._t = -1.0
 
     def _collect(self, series: Series, maker: TableMaker) -> None:
@@ -87,14 +94,26 @@ class StageSearch:
     def fewest_devices(self, t: float) -> Floats:
         """Return [level]: the fewest devices for stages of at most ``t`` a sample and that many levels."""
         self._t = t
-        self._solved.clear()
-        self._best.clear()
-        self._cost_cache.clear()
+        self._ranks = {
+            key: int(times.searchsorted(t, side="right")) for key, times in self._sorted_times.items()
+        }
+        keys: dict[int, object] = {}
         for series in self._order:
             is_root = series is self.root
+            own: list[object] = [self._ranks[id(series)]]
             for branches in series.branches.values():
-                self._best[id(branches)] = self._solve_branches(branches)
-            self._solved[id(series)] = self._solve(series, is_root)
+                key = self._ranks[id(branches)], *(keys[id(kind)] for kind in branches.kinds)
+                own.append(key)
+                best = self._known_best.get((id(branches), key))
+                if best is None:
+                    best = self._known_best[id(branches), key] = self._solve_branches(branches)
+                self._best[id(branches)] = best
+            keys[id(series)] = tuple(own)
+            solved = self._known_solved.get((id(series), keys[id(series)]))
+            if solved is None:
+                solved = self._solve(series, is_root)
+                self._known_solved[id(series), keys[id(series)]] = solved
+            self._solved[id(series)] = solved
         values: Floats = self._solved[id(self.root)].fewest[0, 0, :, 0]
         return values
 
@@ -109,7 +128,7 @@ class StageSearch:
         # Costs change with the level only where memory limits one of the stages in time.
         finite = limits[limits < NO_LIMIT]
         bound = 1 if finite.size == 0 else level
-        cached = self._cost_cache.get((key, bound))
+        cached = self._cost_cache.get((key, self._ranks[key], bound))
         if cached is not None:
             return cached
         fits = is_in_time & (table.max_level >= bound)
@@ -125,7 +144,7 @@ class StageSearch:
             chosen = allowed.argmax(axis=0)
             cost = np.where(allowed.any(axis=0), self.degrees[chosen], np.inf)
             result.append((first, step, cost))
-        self._cost_cache[key, bound] = result
+        self._cost_cache[key, self._ranks[key], bound] = result
         return result
 
     def _solve(self, series: Series, is_root: bool) -> _Solved:
@@ -204,10 +223,13 @@ class StageSearch:
         return result
 
     def _rest(self, branches: Branches, extra: Absorbed, *, is_tail: bool) -> Floats:
-        rest = self._best[id(branches)][branches.states.index(_left_over(branches, extra))]
+        rest: Floats = self._best[id(branches)][branches.states.index(_left_over(branches, extra))]
         if extra.kind < 0:
             return rest
-        return rest + extra.count * self._part(branches.kinds[extra.kind], extra.cut, is_tail=is_tail)
+        whole: Floats = rest + extra.count * self._part(
+            branches.kinds[extra.kind], extra.cut, is_tail=is_tail
+        )
+        return whole
 
     def _part(self, kind: Series, cut: int, *, is_tail: bool) -> Floats:
         """Return [exit, level] of what is left of a branch whose tail (or head) is taken away."""
@@ -452,19 +474,19 @@ def _bin_moves(branches: Branches) -> list[tuple[Ints, Ints]]:
 
     A bin always holds a branch of the state's first kind, so that every packing is met once.
     """
-    index = {state: i for i, state in enumerate(branches.states)}
-    moves = []
-    for state in branches.states:
-        first = next((k for k, count in enumerate(state) if count), None)
-        taken, left = [], []
-        for i, bin_state in enumerate(branches.states):
-            if first is None or sum(bin_state) < 2 or not bin_state[first]:
-                continue
-            rest = tuple(a - b for a, b in zip(state, bin_state, strict=True))
-            if min(rest) >= 0:
-                taken.append(i)
-                left.append(index[rest])
-        moves.append((np.array(taken, dtype=int), np.array(left, dtype=int)))
+    states = np.array(branches.states)
+    # States are numbered like numbers of mixed base; those too many to count have no moves but the last.
+    place = np.append(np.cumprod(np.array(branches.counts[:0:-1], dtype=int) + 1)[::-1], 1)
+    is_counted = len(states) == int(np.prod(np.array(branches.counts) + 1))
+    is_bin = states.sum(axis=1) > 1
+    moves: list[tuple[Ints, Ints]] = []
+    for state in states:
+        fits = is_bin & (states <= state).all(axis=1)
+        if state.any():
+            fits &= states[:, int((state > 0).argmax())] > 0
+        taken = np.flatnonzero(fits)
+        left = (state - states[taken]) @ place if is_counted else np.zeros(len(taken), dtype=int)
+        moves.append((taken, left))
     return moves
 
 

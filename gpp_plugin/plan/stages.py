@@ -161,10 +161,14 @@ def stage_edges(
     known = costs.edge_cache if costs is not None else {}
     edges = []
     for (src, dst), tensors in sorted(between.items()):
-        names = tuple(tensors)
-        if names not in known:
-            known[names] = _edge_of(graph, names)
-        edges.append(dataclasses.replace(known[names], src=src, dst=dst))
+        key = src, dst, tuple(tensors)
+        if key not in known:
+            # Stages change their numbers more often than what passes between them changes.
+            same = known.get((0, 0, key[2]))
+            if same is None:
+                same = known[0, 0, key[2]] = _edge_of(graph, key[2])
+            known[key] = dataclasses.replace(same, src=src, dst=dst)
+        edges.append(known[key])
     return tuple(edges)
 
 

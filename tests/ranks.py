@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import pickle
+import queue
 import socket
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "transformers", "deepspeed", "gpp_plugin", "tests.models"])
+_CONTEXT.set_forkserver_preload(
+    ["torch", "transformers", "deepspeed", "gpp_plugin.integrations.stage_engine", "tests.models"]
+)
+START_TIMEOUT_S = 120.0
+LAST_WORDS_S = 10.0
+"""How long the other ranks may say what they saw after the first one failed."""
 
 
 class RanksFailed(AssertionError):
@@ -30,49 +35,111 @@ def free_port() -> int:
 def run_ranks(
     function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0
 ) -> list[Any]:
-    """Call ``function(*args)`` on ``num_ranks`` processes and return what each returned, in rank order.
+    """Call ``function(*args)`` on ``num_ranks`` new processes and return what each returned, in rank order.
 
     The launcher's environment variables are set; the function joins the process group itself (or lets
     `deepspeed.initialize` do it). Processes that outlive the deadline are ended.
     """
-    with tempfile.TemporaryDirectory() as directory:
+    ranks = _Ranks(num_ranks, are_kept=False)
+    try:
+        return ranks.run(function, args, timeout_s)
+    finally:
+        ranks.end()
+
+
+def run_kept_ranks(
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 90.0
+) -> list[Any]:
+    """Do the same on ranks that live as long as the tests: starting four costs more than a small test.
+
+    They have joined a process group. A function that fails may leave other ranks waiting, so the ranks
+    are then ended and made anew.
+    """
+    ranks = _kept.get(num_ranks)
+    if ranks is None:
+        ranks = _kept[num_ranks] = _Ranks(num_ranks, are_kept=True)
+    try:
+        ranks.wait_until_joined()
+        return ranks.run(function, args, timeout_s)
+    except BaseException:
+        del _kept[num_ranks]
+        ranks.end()
+        raise
+
+
+class _Ranks:
+    """Processes that run one function after the other, or one and no more."""
+
+    def __init__(self, num_ranks: int, *, are_kept: bool) -> None:
         port = free_port()
-        processes = [
-            _CONTEXT.Process(target=_run_one, args=(function, args, rank, num_ranks, port, directory))
-            for rank in range(num_ranks)
+        self._answers = _CONTEXT.Queue()
+        self._tasks = [_CONTEXT.Queue() for _ in range(num_ranks)]
+        self._processes = [
+            _CONTEXT.Process(
+                target=_serve, args=(rank, num_ranks, port, are_kept, tasks, self._answers), daemon=True
+            )
+            for rank, tasks in enumerate(self._tasks)
         ]
-        for process in processes:
+        for process in self._processes:
             process.start()
+        self._has_joined = not are_kept
+
+    def wait_until_joined(self) -> None:
+        if not self._has_joined:
+            self._collect(START_TIMEOUT_S)
+            self._has_joined = True
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
+        for tasks in self._tasks:
+            tasks.put((function, args))
+        return self._collect(timeout_s)
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join(timeout=5)
+
+    def _collect(self, timeout_s: float) -> list[Any]:
         deadline = time.monotonic() + timeout_s
-        failed = False
-        while any(process.is_alive() for process in processes) and time.monotonic() < deadline and not failed:
-            time.sleep(0.02)
-            failed = any(process.exitcode not in (None, 0) for process in processes)
-        if failed:  # give the others a moment to say what they saw
-            until = min(deadline, time.monotonic() + 10.0)
-            while any(process.is_alive() for process in processes) and time.monotonic() < until:
-                time.sleep(0.02)
-        late = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
-        results, errors = [], []
-        for rank in range(num_ranks):
-            path = Path(directory, f"{rank}.pickle")
-            kind, value = pickle.loads(path.read_bytes()) if path.exists() else ("error", "no result")
-            results.append(value)
-            if kind == "error":
-                errors.append(f"--- rank {rank}{' (still running, ended)' if rank in late else ''}\n{value}")
-        if errors:
-            raise RanksFailed("\n".join(errors))
-        return results
+        answers: dict[int, Any] = {}
+        failed: dict[int, str] = {}
+        while len(answers) + len(failed) < len(self._tasks) and time.monotonic() < deadline:
+            has_died = any(process.exitcode not in (None, 0) for process in self._processes)
+            try:
+                rank, is_answer, value = self._answers.get(timeout=0.2)
+            except queue.Empty:
+                if has_died and not failed:
+                    deadline = min(deadline, time.monotonic() + LAST_WORDS_S)
+                    failed.update(
+                        {r: "died" for r, p in enumerate(self._processes) if p.exitcode not in (None, 0)}
+                    )
+                continue
+            if is_answer:
+                answers[rank] = pickle.loads(value)
+            else:
+                failed[rank] = value
+                deadline = min(deadline, time.monotonic() + LAST_WORDS_S)
+        silent = set(range(len(self._tasks))) - set(answers) - set(failed)
+        failed.update({rank: f"no answer, ended (limit {timeout_s:g} s)" for rank in silent})
+        if failed:
+            raise RanksFailed("\n".join(f"--- rank {rank}\n{failed[rank]}" for rank in sorted(failed)))
+        return [answers[rank] for rank in range(len(self._tasks))]
 
 
-def _run_one(
-    function: Callable[..., Any], args: tuple[Any, ...], rank: int, num_ranks: int, port: int, directory: str
-) -> None:
+_kept: dict[int, _Ranks] = {}
+
+
+@atexit.register
+def end_kept_ranks() -> None:
+    """End all ranks."""
+    for ranks in _kept.values():
+        ranks.end()
+    _kept.clear()
+
+
+def _serve(rank: int, num_ranks: int, port: int, is_kept: bool, tasks: Any, answers: Any) -> None:
     import torch
+    from deepspeed.accelerator import get_accelerator
 
     torch.set_num_threads(1)
     os.environ.update(
@@ -84,13 +151,29 @@ def _run_one(
         MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",
     )
-    code = 0
-    try:
-        answer: tuple[str, Any] = ("result", function(*args))
+    if is_kept:
+        answers.put((rank, *_answer(_join, ())))
+    while True:
+        function, args = tasks.get()
+        answers.put((rank, *_answer(function, args)))
+        vars(get_accelerator()).pop("is_fp16_supported", None)  # what `allow_fp16` of a test may have set
+        if not is_kept:
+            answers.close()
+            answers.join_thread()
+            os._exit(0)  # a process group that lost a rank must not be torn down politely
+
+
+def _join() -> None:
+    import deepspeed
+
+    from gpp_plugin.integrations.native_ops import without_shared_memory_op
+
+    with without_shared_memory_op():
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+
+
+def _answer(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
+    try:  # pickled here: tensors would otherwise be shared memory that goes with its process
+        return True, pickle.dumps(function(*args))
     except BaseException:
-        answer = ("error", traceback.format_exc())
-        code = 1
-    path = Path(directory, f"{rank}.pickle")
-    path.with_suffix(".part").write_bytes(pickle.dumps(answer))
-    path.with_suffix(".part").rename(path)
-    os._exit(code)  # a process group that lost a rank must not be torn down politely
+        return False, traceback.format_exc()

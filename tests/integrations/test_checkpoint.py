@@ -18,8 +18,8 @@ from gpp_plugin.integrations.checkpoint import load_checkpoint, save_checkpoint
 from gpp_plugin.integrations.stage_engine import StageEngine
 from gpp_plugin.integrations.stage_groups import StageGroups
 from tests.integrations import toy
-from tests.integrations.ranks import run_ranks
 from tests.integrations.test_stage_engine import allow_fp16, make_config
+from tests.ranks import run_kept_ranks
 
 SCHEDULE = {
     "type": "OneCycle",
@@ -61,7 +61,8 @@ def weights(engine: StageEngine) -> dict[str, Tensor]:
     return state
 
 
-def train_save_resume(rank: int, config: dict[str, Any], directory: str) -> dict[str, Any]:
+def train_save_resume(config: dict[str, Any], directory: str) -> dict[str, Any]:
+    rank = dist.get_rank()
     allow_fp16()
     torch.manual_seed(rank)
     random.seed(rank)
@@ -89,7 +90,7 @@ def train_save_resume(rank: int, config: dict[str, Any], directory: str) -> dict
 def test_training_goes_on_bit_for_bit(tmp_path: Path, zero_stage: int, precision: str) -> None:
     more: dict[str, Any] = {"fp16": FP16} if precision == "fp16" else {}
     config = make_config(zero_stage, precision, scheduler=SCHEDULE, gradient_clipping=1.0, **more)
-    for rank, report in enumerate(run_ranks(train_save_resume, toy.NUM_RANKS, config, str(tmp_path))):
+    for rank, report in enumerate(run_kept_ranks(train_save_resume, toy.NUM_RANKS, config, str(tmp_path))):
         (expected, expected_weights), (found, found_weights) = report["expected"], report["found"]
         for (result, noise, number), (result_2, noise_2, number_2) in zip(expected, found, strict=True):
             assert result == result_2
@@ -118,7 +119,8 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path, zero_stage: int, precision
     assert (tmp_path / "latest").read_text() == "middle\n"
 
 
-def save_two(rank: int, directory: str) -> None:
+def save_two(directory: str) -> None:
+    rank = dist.get_rank()
     engine = toy.make_engine(rank, make_config(1, "bf16"))
     for step, tag in enumerate(("first", "second")):
         toy.feed(engine, step, 1)
@@ -129,7 +131,7 @@ def save_two(rank: int, directory: str) -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("saved")
-    run_ranks(save_two, toy.NUM_RANKS, str(directory))
+    run_kept_ranks(save_two, toy.NUM_RANKS, str(directory))
     return directory
 
 
@@ -142,8 +144,9 @@ def test_every_parameter_is_saved_once_under_its_name(saved: Path) -> None:
     assert all((saved / "second" / name).stat().st_size == size for name, size in manifest["files"].items())
 
 
-def load_and_tell(rank: int, directory: str, tag: str | None, options: dict[str, Any]) -> str:
+def load_and_tell(directory: str, tag: str | None, options: dict[str, Any]) -> str:
     """Return the error of a load on this rank; the engine is of another plan, or none, as told."""
+    rank = dist.get_rank()
     config = make_config(options.get("zero_stage", 1), options.get("precision", "bf16"))
     if options.get("fewer_stages"):
         plan = toy.make_plan()
@@ -162,7 +165,7 @@ def load_and_tell(rank: int, directory: str, tag: str | None, options: dict[str,
 
 
 def tell(directory: Path, tag: str | None = None, **options: Any) -> str:
-    texts = run_ranks(load_and_tell, toy.NUM_RANKS, str(directory), tag, options)
+    texts = run_kept_ranks(load_and_tell, toy.NUM_RANKS, str(directory), tag, options)
     assert len(set(texts)) == 1, "every rank must say the same"
     return texts[0]
 
@@ -208,7 +211,8 @@ def test_torn_checkpoints_are_refused(saved: Path, tmp_path: Path) -> None:
     assert "latest cannot be read" in tell(cut)
 
 
-def save_where_one_rank_cannot(rank: int, directory: str) -> tuple[str, str]:
+def save_where_one_rank_cannot(directory: str) -> tuple[str, str]:
+    rank = dist.get_rank()
     engine = toy.make_engine(rank, make_config())
     save_checkpoint(engine, directory, "good")
     if rank == 3:
@@ -226,7 +230,7 @@ def unwritable() -> dict[str, Tensor]:
 
 
 def test_a_save_that_fails_on_one_rank_leaves_latest_as_it_was(tmp_path: Path) -> None:
-    for text, tags in run_ranks(save_where_one_rank_cannot, toy.NUM_RANKS, str(tmp_path)):
+    for text, tags in run_kept_ranks(save_where_one_rank_cannot, toy.NUM_RANKS, str(tmp_path)):
         assert "rank 3" in text and "no space left" in text
         assert "different tags" in tags
     assert (tmp_path / "latest").read_text() == "good\n"
@@ -234,8 +238,9 @@ def test_a_save_that_fails_on_one_rank_leaves_latest_as_it_was(tmp_path: Path) -
     assert not list(tmp_path.glob("**/.*")), "no temporary files may stay"
 
 
-def reload_over_itself(rank: int, directory: str) -> list[bool]:
+def reload_over_itself(directory: str) -> list[bool]:
     """Save twice under one tag; the second must be what is read."""
+    rank = dist.get_rank()
     engine = toy.make_engine(rank, make_config())
     save_checkpoint(engine, directory, "same")
     toy.feed(engine, 0, 1)
@@ -248,4 +253,4 @@ def reload_over_itself(rank: int, directory: str) -> list[bool]:
 
 
 def test_a_tag_can_be_written_over(tmp_path: Path) -> None:
-    assert all(all(same) for same in run_ranks(reload_over_itself, toy.NUM_RANKS, str(tmp_path)))
+    assert all(all(same) for same in run_kept_ranks(reload_over_itself, toy.NUM_RANKS, str(tmp_path)))

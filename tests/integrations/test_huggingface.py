@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from gpp_plugin.errors import CheckpointError
 from gpp_plugin.integrations.huggingface import checkpoint_keys, save_pretrained, saved_names, tied_names
-from tests.integrations.ranks import run_ranks
 from tests.models import build
+from tests.ranks import run_kept_ranks
 
 PRETRAINED = ("clip", "siglip", "llava", "whisper", "t5", "gpt2", "bert")
 
@@ -73,8 +73,9 @@ def _stage_names(name: str) -> list[list[str]]:
     return [stages[0], [*stages[1], "lm_head.weight"]] if name == "t5" else stages
 
 
-def _save_in_stages(rank: int, directory: str) -> None:
+def _save_in_stages(directory: str) -> None:
     """Ranks 0 and 1 are replicas of stage 0; rank 2 is stage 1."""
+    rank = dist.get_rank()
     stage = 1 if rank == 2 else 0
     for name in STAGES:
         model, _ = build(name, dtype=torch.bfloat16)
@@ -96,7 +97,7 @@ def test_stages_reload_bit_equal(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokenizer.json").write_text("kept")
         (tmp_path / name / "model-00007-of-00009.safetensors").write_text("of an older save")
-    run_ranks(_save_in_stages, 3, str(tmp_path))
+    run_kept_ranks(_save_in_stages, 3, str(tmp_path))
     for name in STAGES:
         target = tmp_path / name
         files = {path.name for path in target.iterdir()}
@@ -112,7 +113,8 @@ def test_stages_reload_bit_equal(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(STAGES)
 
 
-def _save_with_a_failure(rank: int, directory: str) -> str:
+def _save_with_a_failure(directory: str) -> str:
+    rank = dist.get_rank()
     model, _ = build("gpt2")
     tensors = all_tensors(model)
     state = {n: t for n, t in tensors.items() if (".h.1." in n) == (rank == 1)}
@@ -130,7 +132,7 @@ def test_a_rank_that_fails_fails_all_and_leaves_the_old_files(tmp_path: Path) ->
     target = tmp_path / "export"
     target.mkdir()
     (target / "model.safetensors.index.json").write_text("old")
-    messages = run_ranks(_save_with_a_failure, 2, str(target))
+    messages = run_kept_ranks(_save_with_a_failure, 2, str(target))
     assert messages[0] == messages[1]
     assert "rank 1" in messages[0] and "meta device" in messages[0]
     assert [path.name for path in target.iterdir()] == ["model.safetensors.index.json"]

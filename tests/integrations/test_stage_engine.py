@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.errors import ConfigError, RuntimeFailure
@@ -17,7 +18,7 @@ from gpp_plugin.integrations.stage_engine import StageEngine, StepResult
 from gpp_plugin.integrations.stage_groups import StageGroups
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from tests.integrations import toy
-from tests.integrations.ranks import run_ranks
+from tests.ranks import run_kept_ranks
 
 MICRO_BATCHES = 3
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -60,7 +61,8 @@ def parameters(engine: StageEngine) -> dict[str, Tensor]:
 # ---- precision x ZeRO ------------------------------------------------------------------------------------
 
 
-def train_matrix(rank: int, cases: list[tuple[int, str]]) -> dict[tuple[int, str], dict[str, Any]]:
+def train_matrix(cases: list[tuple[int, str]]) -> dict[tuple[int, str], dict[str, Any]]:
+    rank = dist.get_rank()
     allow_fp16()
     report = {}
     for zero_stage, precision in cases:
@@ -85,7 +87,7 @@ MATRIX = list(itertools.product((0, 1), PRECISIONS))
 
 @pytest.fixture(scope="module")
 def matrix() -> list[dict[tuple[int, str], dict[str, Any]]]:
-    return run_ranks(train_matrix, toy.NUM_RANKS, MATRIX)
+    return run_kept_ranks(train_matrix, toy.NUM_RANKS, MATRIX)
 
 
 @functools.cache
@@ -148,7 +150,8 @@ def test_zero_changes_no_bit_and_uses_deepspeeds_optimizer(matrix: list[Any]) ->
     assert matrix[0][0, "bf16"]["optimizer"] == "FP16_UnfusedOptimizer"
 
 
-def train_with_sgd(rank: int, cases: list[tuple[int, float]]) -> list[dict[str, Tensor]]:
+def train_with_sgd(cases: list[tuple[int, float]]) -> list[dict[str, Tensor]]:
+    rank = dist.get_rank()
     allow_fp16()
     states = []
     for zero_stage, clipping in cases:
@@ -167,7 +170,7 @@ def train_with_sgd(rank: int, cases: list[tuple[int, float]]) -> list[dict[str, 
 def test_gradients_are_unscaled_and_clipped_to_the_right_length() -> None:
     """Adam hides a wrong factor on all gradients, SGD does not."""
     cases = [(zero_stage, clipping) for zero_stage in (0, 1) for clipping in (0.0, 0.7)]
-    found = run_ranks(train_with_sgd, toy.NUM_RANKS, cases)
+    found = run_kept_ranks(train_with_sgd, toy.NUM_RANKS, cases)
     half = {"dtype": torch.float16, "sum_dtype": torch.float16, "scale": 1024.0}
     for case, (_, clipping) in enumerate(cases):
         oracle = toy.Alone([{"params": list(toy.SHAPES)}], dtype=torch.float16)
@@ -194,7 +197,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def train_variants(rank: int) -> dict[str, dict[str, Tensor]]:
+def train_variants() -> dict[str, dict[str, Tensor]]:
+    rank = dist.get_rank()
     states = {}
     for name, more in VARIANTS.items():
         config = make_config(0, "bf16", **more)
@@ -209,7 +213,7 @@ def train_variants(rank: int) -> dict[str, dict[str, Tensor]]:
 
 
 def test_how_zero_lays_out_and_sends_changes_no_bit() -> None:
-    for states in run_ranks(train_variants, toy.NUM_RANKS):
+    for states in run_kept_ranks(train_variants, toy.NUM_RANKS):
         assert states["plain"]
         for variant in VARIANTS:
             for name, value in states["plain"].items():
@@ -219,7 +223,8 @@ def test_how_zero_lays_out_and_sends_changes_no_bit() -> None:
 # ---- overflow --------------------------------------------------------------------------------------------
 
 
-def train_through_overflow(rank: int, config: dict[str, Any], spoiled: str) -> dict[str, Any]:
+def train_through_overflow(config: dict[str, Any], spoiled: str) -> dict[str, Any]:
+    rank = dist.get_rank()
     allow_fp16()
     engine = toy.make_engine(rank, config)
     scales, steps, weights, rates = [engine.loss_scale], [], [parameters(engine)], []
@@ -249,7 +254,7 @@ def test_overflow_on_one_stage_skips_all(zero_stage: int, spoiled: str) -> None:
         },
         fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 2},
     )
-    for found in run_ranks(train_through_overflow, toy.NUM_RANKS, config, spoiled):
+    for found in run_kept_ranks(train_through_overflow, toy.NUM_RANKS, config, spoiled):
         assert [s.overflow for s in found["steps"]] == [False, True, False, False, False]
         assert found["steps"][1].grad_norm == math.inf
         assert found["scales"] == [256.0, 256.0, 128.0, 128.0, 128.0, 256.0]
@@ -262,12 +267,13 @@ def test_overflow_on_one_stage_skips_all(zero_stage: int, spoiled: str) -> None:
 
 
 def test_bf16_gradients_that_are_not_finite_skip_the_step() -> None:
-    for found in run_ranks(train_through_overflow, toy.NUM_RANKS, make_config(1, "bf16"), "out.bias"):
+    for found in run_kept_ranks(train_through_overflow, toy.NUM_RANKS, make_config(1, "bf16"), "out.bias"):
         assert [s.overflow for s in found["steps"]] == [False, True, False, False, False]
         assert found["scales"] == [1.0] * 6
 
 
-def overflow_at_the_smallest_scale(rank: int) -> str:
+def overflow_at_the_smallest_scale() -> str:
+    rank = dist.get_rank()
     allow_fp16()
     scaling = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1}
     engine = toy.make_engine(rank, make_config(fp16=scaling))
@@ -278,7 +284,7 @@ def overflow_at_the_smallest_scale(rank: int) -> str:
 
 
 def test_a_scale_that_cannot_sink_is_an_error_on_every_rank() -> None:
-    for text in run_ranks(overflow_at_the_smallest_scale, toy.NUM_RANKS):
+    for text in run_kept_ranks(overflow_at_the_smallest_scale, toy.NUM_RANKS):
         assert "smallest loss scale, 1;" in text
 
 
@@ -292,7 +298,8 @@ GROUPS = [
 ]
 
 
-def train_groups(rank: int, config: dict[str, Any], source: str) -> dict[str, Any]:
+def train_groups(config: dict[str, Any], source: str) -> dict[str, Any]:
+    rank = dist.get_rank()
     options: dict[str, Any] = {"parameter_groups": GROUPS, "frozen_middle": True}
     if source == "callables":
         config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
@@ -333,7 +340,7 @@ def warmup_rates(applied: int) -> list[float]:
 def test_groups_and_schedules_are_those_of_the_whole_model(source: str) -> None:
     config = make_config(1, scheduler=WARMUP)
     config["optimizer"]["params"].pop("weight_decay")
-    found = run_ranks(train_groups, toy.NUM_RANKS, config, source)
+    found = run_kept_ranks(train_groups, toy.NUM_RANKS, config, source)
     oracle = toy.Alone(GROUPS[1:], lr=1e-2, betas=(0.9, 0.95))
     expected = []
     base = [1e-2, 1e-2, 3e-2, 1e-2]
@@ -396,11 +403,12 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(12, 6, generator=generator), torch.randn(12, 6, generator=generator)
 
 
-def train_perceptron(rank: int, config: dict[str, Any]) -> dict[str, Any]:
+def train_perceptron(config: dict[str, Any]) -> dict[str, Any]:
     """Each rank backpropagates the whole model on its stage's samples and keeps its stage's part.
 
     A tied weight's gradient has two parts; the part of each stage comes from detaching the other use.
     """
+    rank = dist.get_rank()
     from gpp_plugin.integrations.stage_groups import TiedParameter
 
     plan = TIED_PLAN
@@ -443,8 +451,6 @@ def train_perceptron(rank: int, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _share_weights(whole: Perceptron, local: dict[str, nn.Parameter], rank: int) -> None:
-    import torch.distributed as dist
-
     with torch.no_grad():
         for name, parameter in whole.named_parameters():
             if name in local:
@@ -464,7 +470,7 @@ def _backward_part(whole: Perceptron, index: int, x: Tensor, y: Tensor, weight: 
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_five_steps_of_a_tied_model_on_degrees_three_and_one(zero_stage: int) -> None:
     config = make_config(zero_stage, train_batch_size=12, gradient_clipping=0.3)
-    found = run_ranks(train_perceptron, 4, config)
+    found = run_kept_ranks(train_perceptron, 4, config)
     model = Perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
     for step in range(5):
@@ -484,7 +490,8 @@ def test_five_steps_of_a_tied_model_on_degrees_three_and_one(zero_stage: int) ->
 # ---- the edges -------------------------------------------------------------------------------------------
 
 
-def step_with_unused_parameter(rank: int) -> dict[str, Tensor]:
+def step_with_unused_parameter() -> dict[str, Tensor]:
+    rank = dist.get_rank()
     engine = toy.make_engine(rank, make_config())
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad and not (name == "layer.weight" or (name == "layer.bias" and rank == 1)):
@@ -497,7 +504,7 @@ def step_with_unused_parameter(rank: int) -> dict[str, Tensor]:
 
 
 def test_a_parameter_without_gradient_is_left_alone() -> None:
-    found = run_ranks(step_with_unused_parameter, toy.NUM_RANKS)
+    found = run_kept_ranks(step_with_unused_parameter, toy.NUM_RANKS)
     for rank in (0, 1):
         assert "layer.weight" not in found[rank]["before"]
         assert torch.equal(
@@ -507,8 +514,11 @@ def test_a_parameter_without_gradient_is_left_alone() -> None:
         assert torch.equal(found[rank]["before"]["embed.weight"], torch.full((7, 5), 3.0))
 
 
-def refuse_wrong_order(rank: int) -> list[str]:
+def refuse_wrong_order() -> list[str]:
+    rank = dist.get_rank()
     engine = toy.make_engine(rank, make_config())
+    for name, parameter in engine.gradients.parameters.items():
+        engine.set_gradient(name, torch.ones_like(parameter))
     texts = []
     if rank != 2:
         with pytest.raises(RuntimeFailure) as caught:
@@ -520,11 +530,13 @@ def refuse_wrong_order(rank: int) -> list[str]:
 
 
 def test_a_step_without_reduction_is_refused() -> None:
-    for texts in run_ranks(refuse_wrong_order, toy.NUM_RANKS):
+    for texts in run_kept_ranks(refuse_wrong_order, toy.NUM_RANKS):
         assert all("reduce_data" in text for text in texts)
 
 
-def construct_on_one_bad_stage(rank: int) -> str:
+def construct_on_one_bad_stage() -> str:
+    rank = dist.get_rank()
+
     def make(groups: Any) -> torch.optim.Optimizer:
         if any(p.shape == (3, 5) for p in groups):
             raise ValueError("no optimizer for out.weight")
@@ -536,12 +548,13 @@ def construct_on_one_bad_stage(rank: int) -> str:
 
 
 def test_a_construction_that_fails_on_one_stage_fails_on_all() -> None:
-    for text in run_ranks(construct_on_one_bad_stage, toy.NUM_RANKS):
+    for text in run_kept_ranks(construct_on_one_bad_stage, toy.NUM_RANKS):
         assert "rank 3 (stage 'loss'" in text
         assert "no optimizer for out.weight" in text
 
 
-def construct_fp16(rank: int) -> str:
+def construct_fp16() -> str:
+    rank = dist.get_rank()
     with pytest.raises(ConfigError) as caught:
         toy.make_engine(rank, make_config(0, "fp16"))
     return str(caught.value)
@@ -552,12 +565,13 @@ def test_fp16_is_refused_where_deepspeed_refuses_it() -> None:
 
     if get_accelerator().is_fp16_supported():
         pytest.skip("this device computes fp16")
-    assert set(run_ranks(construct_fp16, toy.NUM_RANKS)) == {
+    assert set(run_kept_ranks(construct_fp16, toy.NUM_RANKS)) == {
         "fp16.enabled: this device (cpu) computes no fp16; use bf16"
     }
 
 
-def construct_untested(rank: int) -> str:
+def construct_untested() -> str:
+    rank = dist.get_rank()
     config = make_config(1)
     config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
     with pytest.raises(ConfigError) as caught:
@@ -566,11 +580,12 @@ def construct_untested(rank: int) -> str:
 
 
 def test_deepspeeds_refusals_are_config_errors_on_every_rank() -> None:
-    for text in run_ranks(construct_untested, toy.NUM_RANKS):
+    for text in run_kept_ranks(construct_untested, toy.NUM_RANKS):
         assert "zero_allow_untested_optimizer" in text
 
 
-def train_with_everything_on(rank: int, directory: str) -> list[StepResult]:
+def train_with_everything_on(directory: str) -> list[StepResult]:
+    rank = dist.get_rank()
     config = make_config(
         1,
         wall_clock_breakdown=True,
@@ -589,12 +604,13 @@ def train_with_everything_on(rank: int, directory: str) -> list[StepResult]:
 
 
 def test_timers_profilers_and_monitors_neither_crash_nor_write(tmp_path: Path) -> None:
-    found = run_ranks(train_with_everything_on, toy.NUM_RANKS, str(tmp_path))
+    found = run_kept_ranks(train_with_everything_on, toy.NUM_RANKS, str(tmp_path))
     assert all(len(steps) == 3 and not any(s.overflow for s in steps) for steps in found)
     assert list(tmp_path.iterdir()) == []
 
 
-def replace_gradients(rank: int) -> dict[str, Tensor]:
+def replace_gradients() -> dict[str, Tensor]:
+    rank = dist.get_rank()
     allow_fp16()
     engine = toy.make_engine(rank, make_config(1, "fp16"))
     toy.feed(engine, 0, 1)
@@ -608,12 +624,13 @@ def replace_gradients(rank: int) -> dict[str, Tensor]:
 
 
 def test_gradients_can_be_replaced() -> None:
-    for rank, gradients in enumerate(run_ranks(replace_gradients, toy.NUM_RANKS)):
+    for rank, gradients in enumerate(run_kept_ranks(replace_gradients, toy.NUM_RANKS)):
         assert all(torch.equal(value, torch.full_like(value, 0.5)) for value in gradients.values())
         assert bool(gradients) == (rank != 2)
 
 
-def write_from_outside(rank: int) -> dict[str, Tensor]:
+def write_from_outside() -> dict[str, Tensor]:
+    rank = dist.get_rank()
     engine = toy.make_engine(rank, make_config(1, "bf16"))
     with torch.no_grad():
         for parameter in engine.module.parameters():
@@ -623,5 +640,5 @@ def write_from_outside(rank: int) -> dict[str, Tensor]:
 
 
 def test_masters_follow_weights_written_from_outside() -> None:
-    for state in run_ranks(write_from_outside, toy.NUM_RANKS):
+    for state in run_kept_ranks(write_from_outside, toy.NUM_RANKS):
         assert all(torch.equal(value, torch.full_like(value, 2.0)) for value in state.values())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -19,8 +20,8 @@ from gpp_plugin.runtime.materialize import (
     release_parameters,
     resident_bytes,
 )
-from tests.integrations.ranks import run_ranks
 from tests.models import MODELS, build
+from tests.ranks import run_kept_ranks
 
 
 def all_names(model: nn.Module) -> list[str]:
@@ -79,8 +80,9 @@ def test_seeds_differ_by_name_and_are_stable() -> None:
     assert len({derive_seed(s, n) for s in (0, 1) for n in ("a", "b")}) == 4
 
 
-def _make_on_rank(rank: int) -> dict[str, list[float]]:
+def _make_on_rank() -> dict[str, list[float]]:
     """Each rank asks for its own stage's names; both hold the tied embedding, under different names."""
+    rank = dist.get_rank()
     model, _ = build("t5", device="meta")
     torch.manual_seed(rank)
     names = ["shared.weight", "encoder.block.0.layer.0.SelfAttention.q.weight"]
@@ -91,7 +93,7 @@ def _make_on_rank(rank: int) -> dict[str, list[float]]:
 
 
 def test_replicas_and_ties_agree_across_processes() -> None:
-    first, second = run_ranks(_make_on_rank, 2)
+    first, second = run_kept_ranks(_make_on_rank, 2)
     replica = "encoder.block.0.layer.0.SelfAttention.q.weight"
     assert first[replica] == second[replica]
     assert first["shared.weight"] == second["lm_head.weight"]

@@ -32,6 +32,7 @@ class DegreeChooser:
             limits = [min(limit, request.memory_limit_bytes) for limit in limits]
         self.limits = limits
         self._options: dict[tuple[tuple[str, ...], int, int, bool], list[_Option]] = {}
+        self._timed: dict[tuple[tuple[str, ...], int], list[_Option]] = {}
         self._sizes: dict[tuple[tuple[str, ...], int], list[int]] = {}
 
     def choose(
@@ -59,7 +60,7 @@ class DegreeChooser:
 
     def least_shares(self, group: Sequence[str], wish: int) -> tuple[float, float]:
         """Return the least microseconds a sample of a stage, and the least times its ranks; inf if none."""
-        options = self._make_options(tuple(group), wish, 1, True)
+        options = self._timed_options(tuple(group), wish)
         slowest = min((option.us_per_sample for option in options), default=float("inf"))
         return slowest, min((o.us_per_sample * o.degree for o in options), default=float("inf"))
 
@@ -87,6 +88,28 @@ class DegreeChooser:
     def _make_options(
         self, group: tuple[str, ...], wish: int, height: int, ignore_memory: bool
     ) -> list[_Option]:
+        options = self._timed_options(group, wish)
+        if ignore_memory:
+            return options
+        request, rows, limit = self.request, self.costs.indices(group), max(self.limits)
+        fitting = []
+        for option in options:
+            num = request.mini_batch // option.micro_batch_size
+            memory = self.costs.stage_memory(
+                rows,
+                degree=option.degree,
+                local=option.micro_batch_size // option.degree,
+                in_flight=num if request.schedule == "gpipe" else min(num, height),
+            )
+            if memory <= limit:
+                fitting.append(option)
+        return fitting
+
+    def _timed_options(self, group: tuple[str, ...], wish: int) -> list[_Option]:
+        """Return every degree of a stage with its time, whatever memory it needs."""
+        found = self._timed.get((group, wish))
+        if found is not None:
+            return found
         request, costs = self.request, self.costs
         rows = costs.indices(group)
         gradient = costs.group_gradient_bytes(rows)
@@ -95,18 +118,13 @@ class DegreeChooser:
             size = self.rules.micro_batch_size(group, degree, wish)
             if size is None:
                 continue
-            local = size // degree
-            num = request.mini_batch // size
-            in_flight = num if request.schedule == "gpipe" else min(num, height)
-            memory = costs.stage_memory(rows, degree=degree, local=local, in_flight=in_flight)
-            if not ignore_memory and memory > max(self.limits):
-                continue
-            forward, backward = costs.stage_times(rows, local)
+            forward, backward = costs.stage_times(rows, size // degree)
             link = link_for_span(request.cluster, degree)
             reduce_us = ring_us(gradient, degree, link) if gradient > 0 else 0.0
-            reduces = num if costs.zero_stage >= 2 else 1
+            reduces = request.mini_batch // size if costs.zero_stage >= 2 else 1
             us = (forward + backward) / size + reduce_us * reduces / request.mini_batch
             options.append(_Option(degree=degree, micro_batch_size=size, us_per_sample=us))
+        self._timed[group, wish] = options
         return options
 
 

@@ -61,10 +61,11 @@ def build_plan(
         costs = CostModel(graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     position = costs.index
     order = order_stages(graph, [draft.blocks for draft in drafts], costs=costs)
-    ordered = [
-        dataclasses.replace(drafts[i], blocks=tuple(sorted(drafts[i].blocks, key=position.__getitem__)))
-        for i in order
-    ]
+    ordered = []
+    for i in order:
+        blocks = tuple(sorted(drafts[i].blocks, key=position.__getitem__))
+        is_sorted = blocks == drafts[i].blocks
+        ordered.append(drafts[i] if is_sorted else dataclasses.replace(drafts[i], blocks=blocks))
     names = name_stages(graph, ordered) if is_named else [str(i) for i in range(len(ordered))]
     stages = []
     for draft, name, group in zip(ordered, names, assign_ranks(ordered), strict=True):
@@ -128,20 +129,27 @@ def with_in_flight(plan: PipelinePlan, costs: CostModel, *, extra: Sequence[int]
     counts = list(plan_in_flight(plan))
     for i, more in enumerate(extra):
         counts[i] = min(counts[i] + more, plan.num_micro_batches(i))
-    stages = tuple(
-        dataclasses.replace(
-            stage,
-            in_flight=count,
-            memory_bytes=costs.stage_memory(
-                costs.indices(stage.blocks),
-                degree=stage.degree,
-                local=stage.local_batch_size,
-                in_flight=count,
-            ),
+    stages = []
+    for stage, count in zip(plan.stages, counts, strict=True):
+        memory = costs.stage_memory(
+            costs.indices(stage.blocks), degree=stage.degree, local=stage.local_batch_size, in_flight=count
         )
-        for stage, count in zip(plan.stages, counts, strict=True)
-    )
-    return dataclasses.replace(plan, stages=stages)
+        # Thousands of candidates pass here: `dataclasses.replace` would take several times as long.
+        stages.append(
+            Stage(
+                name=stage.name,
+                blocks=stage.blocks,
+                ranks=stage.ranks,
+                micro_batch_size=stage.micro_batch_size,
+                in_flight=count,
+                schedule=stage.schedule,
+                k=stage.k,
+                forward_us=stage.forward_us,
+                backward_us=stage.backward_us,
+                memory_bytes=memory,
+            )
+        )
+    return dataclasses.replace(plan, stages=tuple(stages))
 
 
 def stage_edges(

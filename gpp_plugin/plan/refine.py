@@ -434,21 +434,23 @@ class Refiner:
         masks = [sum(1 << self.costs.index[name] for name in group) for group in groups]
         forward, backward = self.costs.block_times(self.request.mini_batch / max(self.request.num_ranks, 1))
         weight = forward + backward
+        loads: dict[Mask, float] = {}
 
         def load(mask: Mask) -> float:
-            return float(sum(weight[i] for i in bits(mask)))
+            if mask not in loads:
+                loads[mask] = float(weight[list(bits(mask))].sum())
+            return loads[mask]
 
         while len(masks) < count:
-            options = [
-                (max(load(prefix), load(mask & ~prefix)) - load(mask), i, prefix)
-                for i, mask in enumerate(masks)
-                for prefix in self._cuts(mask)
-            ]
-            if not options:
+            for i in sorted(range(len(masks)), key=lambda i: -load(masks[i])):
+                mask = masks[i]
+                options = [(max(load(prefix), load(mask & ~prefix)), prefix) for prefix in self._cuts(mask)]
+                if options:
+                    break
+            else:
                 return None
-            heaviest = max((i for _, i, _ in options), key=lambda i: load(masks[i]))
-            _, i, prefix = min(option for option in options if option[1] == heaviest)
-            mask = masks.pop(i)
+            prefix = min(options)[1]
+            del masks[i]
             masks += [prefix, mask & ~prefix]
         while len(masks) > count:
             pairs = [

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from gpp_plugin.plan.components import Component
 from gpp_plugin.plan.costs import Floats
@@ -66,6 +67,7 @@ class StageSearch:
         self._known_solved: dict[tuple[int, object], _Solved] = {}
         self._known_best: dict[tuple[int, object], Floats] = {}
         self._cost_cache: dict[tuple[int, int, int], list[tuple[int, int, Floats]]] = {}
+        self._in_time: dict[tuple[int, int], tuple[npt.NDArray[np.bool_], Ints]] = {}
         self._t = -1.0
 
     def _collect(self, series: Series, maker: TableMaker) -> None:
@@ -121,13 +123,16 @@ class StageSearch:
 
     def _costs_at(self, key: int, table: StageTable, level: int) -> list[tuple[int, int, Floats]]:
         """Return (first step, step, fewest devices [row, column]) of the stages allowed at a level."""
-        is_in_time = table.us_per_sample <= self._t
-        limits = table.max_level[is_in_time]
+        in_time = self._in_time.get((key, self._ranks[key]))
+        if in_time is None:
+            is_in_time = table.us_per_sample <= self._t
+            limits = np.unique(table.max_level[is_in_time])
+            in_time = self._in_time[key, self._ranks[key]] = is_in_time, limits
+        is_in_time, limits = in_time
         if limits.size == 0:
             return []
-        # Costs change with the level only where memory limits one of the stages in time.
-        finite = limits[limits < NO_LIMIT]
-        bound = 1 if finite.size == 0 else level
+        # Costs change only at levels where memory begins to limit one of the stages in time.
+        bound = int(limits[limits.searchsorted(level)]) if level <= limits[-1] else NO_LIMIT + 1
         cached = self._cost_cache.get((key, self._ranks[key], bound))
         if cached is not None:
             return cached

@@ -276,7 +276,7 @@ def _wrong_value(path: str, value: Any, field: FieldInfo | None) -> str:
         return f"{path}: {_show(value)} is {_OFF}"
     if path.startswith(f"{BLOCK}.micro_batch_sizes."):
         expected = 'a whole number of samples of at least 1, or "full"'
-    words = re.findall(r"\w+", expected or "")
+    words = [word for word in re.findall(r"\w+", expected or "") if not word.isdigit()]
     near = difflib.get_close_matches(value.lower(), words, n=1, cutoff=0.6) if isinstance(value, str) else []
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"{path}: {_show(value)} is not valid; give {expected}{hint}"

@@ -122,6 +122,7 @@ def test_one_micro_batch_size_is_for_all_stages():
             {"schedule": "1F1B"},
             "schedule: \"1F1B\" is not valid; give one of auto, 1f1b, gpipe; did you mean '1f1b'?",
         ),
+        ({"comm_timeout_s": "60"}, 'comm_timeout_s: "60" is not valid; give a number of seconds above 0'),
         ({"enabled": "yes"}, 'enabled: "yes" is not valid; give true or false'),
         ({"comm_timeout_s": 0}, "comm_timeout_s: 0 is not valid; give a number of seconds above 0"),
         (

@@ -98,6 +98,7 @@ class Feed:
         reads_inputs: whether this rank's stage reads model inputs.
         source: a rank that does.
         group: a CPU group of all ranks, for announcements.
+        keys: what the batch the model was captured with has; mini-batches have the same.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Feed:
         reads_inputs: bool,
         source: int,
         group: dist.ProcessGroup | None,
+        keys: Iterable[str],
     ) -> None:
         self.batch_fn: Callable[[Any], Any] = lambda batch: batch
         self._model = model
@@ -115,13 +117,22 @@ class Feed:
         self.reads_inputs = reads_inputs
         self._source = source
         self._group = group
+        self._keys = frozenset(keys)
         self._announced: dict[tuple[Any, ...], int] = {}
         self._shapes: list[dict[str, Any]] = []
 
     def collect(self, iterator: Iterator[Any]) -> dict[str, Any]:
         """Take one mini-batch from the user's iterator (every rank has the same stream)."""
         prepared = (prepare_batch(self._model, batch) for batch in _check_iterator(iterator))
-        return collect_mini_batch(prepared, self._mini_batch, count_samples)
+        batch = collect_mini_batch(prepared, self._mini_batch, count_samples)
+        if batch.keys() != self._keys:
+            parts = (("lacks", self._keys - batch.keys()), ("also has", batch.keys() - self._keys))
+            differ = " and ".join(f"{verb} {sorted(names)}" for verb, names in parts if names)
+            raise ConfigError(
+                f"a batch {differ}, unlike the one the model was captured with; give train_batch() the same keys as "
+                "the sample batch (by default the first of training_data)"
+            )
+        return batch
 
     def take(self, iterator: Iterator[Any]) -> dict[str, Any]:
         """Take one batch of any size from the user's iterator."""

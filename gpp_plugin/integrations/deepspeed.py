@@ -136,6 +136,11 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
         sample = sample_from_dataset(data, num_samples=setting.sizes.mini_batch, collate_fn=collate_fn)
     sample = prepare_batch(model, sample)
     count_samples(sample)  # a batch without a common number of samples is refused here, before any work
+    if getattr(model, "is_gradient_checkpointing", False):
+        logger.warning(
+            "gradient checkpointing of %s has no effect under graph_pipeline: stages keep what backward needs",
+            type(model).__name__,
+        )
     optimizer, groups = _optimizer_of(model, given)
     engine = GraphPipelineEngine(
         model=model,

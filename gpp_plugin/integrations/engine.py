@@ -126,7 +126,9 @@ class GraphPipelineEngine(PipelineSurface):
             reads_inputs=setting.rank in reading,
             source=min(reading),
             group=setting.group,
+            keys=sample_batch,
         )
+        self._can_step = optimizer is not None or bool(self._ds_config.get("optimizer"))
         self.training_dataloader: Any = None
         self._data_iterator: Iterator[Any] | None = None
         self._owns_loader = False
@@ -209,7 +211,8 @@ class GraphPipelineEngine(PipelineSurface):
             The mean loss of the mini-batch, a scalar on this rank's device, the same on every rank.
 
         Raises:
-            ConfigError: there is no data, or its sizes do not fit.
+            ConfigError: there is no optimizer, no data, or its keys or sizes do not fit.
+            StopIteration: ``data_iter`` had ended already.
             CommTimeout, RuntimeFailure: a rank failed; names rank, stage, edge and micro-batch.
         """
         start = time.perf_counter()
@@ -256,6 +259,11 @@ class GraphPipelineEngine(PipelineSurface):
             raise
 
     def _next_batch(self, data_iter: Iterator[Any] | None) -> dict[str, Any]:
+        if not self._can_step:
+            raise ConfigError(
+                "optimizer: missing, train_batch() would change no weights; add an optimizer block to the DeepSpeed "
+                "configuration, or pass optimizer= to deepspeed.initialize"
+            )
         if data_iter is not None:
             return self._feed.collect(data_iter)
         if self._data_iterator is None:

@@ -129,6 +129,7 @@ def _capture(
 def _prepare(
     model: nn.Module, sample_batch: Batch, config: GraphPipelineConfig, setting: Setting
 ) -> Preparation:
+    _check_files(model, config)
     captured = _capture(model, sample_batch, setting, True)
     for line in captured.op_graph.couplings:
         logger.info("samples are mixed by %s", line)
@@ -138,11 +139,49 @@ def _prepare(
     request = _request(graph, config, setting, profile, smallest_local_batch=min(captures))
     if config.plan is not None:
         plan = explicit_plan(_read_plan(config.plan), request)
+        _check_agreement(plan, config)
     else:
         plan = make_plan(config.planner, request)
     for note in plan.notes:
         logger.info("plan: %s", note)
     return Preparation(analysis=captured.analysis, plan=plan)
+
+
+def _check_files(model: nn.Module, config: GraphPipelineConfig) -> None:
+    """Refuse now what would fail only after the first step, or not be read at all."""
+    if config.weights is not None and not any(p.is_meta for p in model.parameters()):
+        raise ConfigError(
+            f"graph_pipeline.weights: {config.weights!r} would not be read, the model has weights; remove the key, or "
+            "build the model under torch.device('meta')"
+        )
+    if config.trace_path is not None:
+        folder = Path(config.trace_path.replace("{step}", "1")).absolute().parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"graph_pipeline.trace_path: {folder} cannot be made ({error.strerror}); name a file in a "
+                "directory that can be written"
+            ) from error
+        if not os.access(folder, os.W_OK):
+            raise ConfigError(
+                f"graph_pipeline.trace_path: {folder} cannot be written; name another directory"
+            )
+
+
+def _check_agreement(plan: PipelinePlan, config: GraphPipelineConfig) -> None:
+    """Refuse a given plan that other keys of the block contradict: only one of them could hold."""
+    degrees = sorted({len(stage.ranks) for stage in plan.stages})
+    for key, asked, has in (
+        ("stages", config.stages, [len(plan.stages)]),
+        ("data_parallel", config.data_parallel, degrees),
+        ("schedule", config.schedule, sorted({stage.schedule for stage in plan.stages})),
+    ):
+        if asked != "auto" and has != [asked]:
+            shown = " and ".join(str(value) for value in has)
+            raise ConfigError(
+                f"graph_pipeline.{key}: {asked} is asked for, graph_pipeline.plan has {shown}; remove one of them"
+            )
 
 
 def _read_plan(plan: str | dict[str, Any]) -> dict[str, Any]:

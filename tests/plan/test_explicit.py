@@ -61,6 +61,8 @@ def test_a_saved_plan_is_read_back():
     assert explicit_plan(json.loads(dumps(plan)), request) == plan
     with pytest.raises(PlanError, match="made for 4 ranks.*plan again"):
         explicit_plan(json.loads(dumps(plan)), make_request(clip(), ranks=8, loss_unit=4))
+    with pytest.raises(PlanError, match="losses of 4 samples; the run has 4, 16 and 8; plan again"):
+        explicit_plan(json.loads(dumps(plan)), make_request(clip(), loss_unit=8))
 
 
 @pytest.mark.parametrize(

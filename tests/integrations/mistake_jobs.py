@@ -1,0 +1,39 @@
+"""A user's mistakes that only the whole engine can see, as ranks make them; importable by their processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.integrations.engine_jobs import B, config_of, make_engine, steps
+from tests.models import build
+
+
+def make_mistakes() -> dict[str, str]:
+    """Each mistake and what it says."""
+    batch = build("two_branch")[1](B, 0)
+    said: dict[str, str] = {}
+
+    def start(**block: Any) -> Any:
+        return make_engine(build("two_branch")[0], batch, config_of(block={"stages": 2, **block}))
+
+    def attempt(name: str, action: Callable[[], Any]) -> None:
+        try:
+            action()
+            said[name] = ""
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    engine = start()
+    unlabelled = {key: value for key, value in batch.items() if key != "labels"}
+    attempt("no labels", lambda: steps(engine, [unlabelled]))
+    attempt("more keys", lambda: steps(engine, [{**batch, "weight": torch.ones(B)}]))
+    steps(engine, [batch])  # a refused batch does not end the training
+    idle = make_engine(build("two_branch")[0], batch, config_of(optimizer={}, block={"stages": 2}))
+    attempt("no optimizer", lambda: steps(idle, [batch]))
+    attempt("two plans", lambda: start(plan={"stages": [{"modules": ["*"]}]}))
+    attempt("weights", lambda: start(weights="nowhere"))
+    attempt("trace", lambda: start(trace_path="/dev/null/trace.json"))
+    return said

@@ -1,0 +1,18 @@
+"""Mistakes that only the whole engine can see: one line, the same on every rank, before time is lost."""
+
+from __future__ import annotations
+
+from tests.integrations import mistake_jobs as jobs
+from tests.ranks import run_ranks
+
+
+def test_a_mistake_gets_the_same_line_on_every_rank() -> None:
+    first, second = run_ranks(jobs.make_mistakes, 2)
+    assert first == second
+    assert all(text.startswith("ConfigError: ") and "\n" not in text for text in first.values()), first
+    assert "lacks ['labels']" in first["no labels"]
+    assert "also has ['weight']" in first["more keys"]
+    assert "optimizer: missing" in first["no optimizer"]
+    assert "graph_pipeline.stages: 2" in first["two plans"] and "plan has 1" in first["two plans"]
+    assert "graph_pipeline.weights: 'nowhere'" in first["weights"]
+    assert "graph_pipeline.trace_path: /dev/null" in first["trace"]

@@ -28,6 +28,7 @@ from gpp_plugin.integrations.stage_engine import StageEngine, StepResult, TiedPa
 from gpp_plugin.integrations.stage_groups import StageGroups
 from gpp_plugin.integrations.surface import PipelineSurface
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.runtime.batches import Batch, batch_checksum
 from gpp_plugin.runtime.evaluation import evaluation_plan, split_evaluation
@@ -411,17 +412,29 @@ class GraphPipelineEngine(PipelineSurface):
     def _gather_outputs(
         self, collected: Mapping[str, list[tuple[int, Tensor]]], reference: Reference
     ) -> dict[str, Tensor]:
-        """Return the named outputs of all samples on every rank, in the order of samples."""
+        """Return the named outputs of all samples on every rank, in the order of samples.
+
+        Those with a batch axis are joined along it; what is the same for every sample is returned once; what
+        each loss unit has one of is joined along axis 0, or stacked where it has no axes.
+        """
         own = {name: [(first, piece.cpu()) for first, piece in pieces] for name, pieces in collected.items()}
         slots: list[Any] = [own]
         if self._setting.group is not None:
             slots = [None] * self._setting.num_ranks
             dist.all_gather_object(slots, own, group=self._setting.group)
+        layouts = {node.name: node.output.layout for node in reference.analysis.op_graph.nodes if node.output}
         joined = {}
         for name in collected:
+            layout = layouts[reference.analysis.op_graph.outputs[name]]
             pieces = sorted((pair for slot in slots for pair in slot[name]), key=lambda pair: pair[0])
             tensors = [piece for _, piece in pieces]
-            joined[name] = (torch.cat(tensors) if tensors[0].ndim else torch.stack(tensors)).to(self.device)
+            if layout.kind is LayoutKind.UNIFORM:
+                whole = tensors[0]
+            elif layout.kind is LayoutKind.BATCH:
+                whole = torch.cat(tensors, dim=layout.axis)
+            else:
+                whole = torch.cat(tensors) if tensors[0].ndim else torch.stack(tensors)
+            joined[name] = whole.to(self.device)
         return joined
 
     # ---- data ----------------------------------------------------------------------------------

@@ -274,14 +274,15 @@ def evaluate_a_head() -> dict[str, Any]:
     model, make_batch = build_odd("evaluation_head")
     block = {"plan": {"stages": [{"modules": ["stem"]}, {"modules": ["*"]}]}}
     engine = make_engine(model, make_batch(B, 0), config_of(block=block))
-    _, extra = engine.eval_batch(iter([make_batch(B, 1)]), return_logits=True, outputs=("extra",))
+    asked = ("extra", "turned", "norm")
+    _, found = engine.eval_batch(iter([make_batch(B, 1)]), return_logits=True, outputs=asked)
     unlabelled = {"a": make_batch(B, 1)["a"]}
     try:
         engine.eval_batch(iter([unlabelled]), return_logits=True)
         refusal = ""
     except Exception as error:
         refusal = str(error)
-    return {"extra": extra, "refusal": refusal, "state": engine.gather_state_dict()}
+    return {"found": found, "refusal": refusal, "state": engine.gather_state_dict()}
 
 
 def fail_and_go_on(stages: int) -> dict[str, Any]:

@@ -156,9 +156,12 @@ def test_different_data_on_ranks_is_refused() -> None:
 def test_evaluation_runs_what_training_skips() -> None:
     answers = run_ranks(jobs.evaluate_a_head, 2)
     model, make_batch = build_odd("evaluation_head")
-    expected = model.eval()(**make_batch(jobs.B, 1))["extra"].detach()
+    expected = model.eval()(**make_batch(jobs.B, 1))
     for answer in answers:
-        assert torch.allclose(answer["extra"], expected, rtol=1e-5, atol=1e-6)
+        assert set(answer["found"]) == {"extra", "turned", "norm"}
+        for name, value in answer["found"].items():
+            assert value.shape == expected[name].shape, name
+            assert torch.allclose(value, expected[name], rtol=1e-5, atol=1e-6), name
         assert "no loss" in answer["refusal"]
     state = answers[0]["state"]
     assert set(state) == set(model.state_dict()) and torch.equal(state["table"], model.table)

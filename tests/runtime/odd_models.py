@@ -207,7 +207,7 @@ class Bags(nn.Module):
 
 
 class EvaluationHead(nn.Module):
-    """A head that only evaluation runs, and a buffer that nothing reads."""
+    """A head and outputs of other layouts that only evaluation makes, and a buffer that nothing reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,6 +221,8 @@ class EvaluationHead(nn.Module):
         answer = {"logits": self.classify(h)}
         if not self.training:
             answer["extra"] = self.extra(h)
+            answer["turned"] = h.t() * 2.0
+            answer["norm"] = self.extra.weight.square().sum()
         if labels is not None:
             answer["loss"] = functional.cross_entropy(answer["logits"], labels)
         return answer

@@ -8,6 +8,7 @@ import logging
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batches import batch_rules
+from gpp_plugin.plan.branch_chains import refine_chains
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.graphpipe import search_stages
 from gpp_plugin.plan.judge import judge_us
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 BUDGET = 300_000
 """Simulated tasks in all: about a second."""
 NUM_REFINED = 12
+NUM_CHAINED = 2
+"""Candidates whose chains inside branches are refined by the critical path."""
 NUM_JUDGED = 5
 RIVALS = ("uniform", "pipedream", "autopipe")
 SLOW_RIVALS = ("piper", "dapple")
@@ -43,6 +46,9 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
         request, costs, rules, budget=BUDGET, num_refined=NUM_REFINED, is_thorough=True
     )
     refiner = Refiner(request, costs, rules, budget=BUDGET // 2)
+    for candidate in candidates[:NUM_CHAINED]:
+        if candidate.score[0] == 0:
+            candidates.append(refine_chains(refiner, candidate))
     notes: dict[tuple[StageDraft, ...], str] = {}
     for name in _rivals(request):
         try:

@@ -153,14 +153,14 @@ class Refiner:
     def improve(self, start: Candidate) -> Candidate:
         """Return the best candidate reached from ``start`` by taking every move that improves."""
         best = start
-        is_better = True
-        while is_better and self.budget > 0:
-            is_better = False
+        is_improved = True
+        while is_improved and self.budget > 0:
+            is_improved = False
             # What cannot be quicker than a plan that fits need not be predicted.
             self._cutoff_us = best.score[1] * (1 + 1e-9) if best.score[0] == 0 else float("inf")
             for found in self._neighbours(best):
-                if _is_better(found.score, best.score):
-                    best, is_better = found, True
+                if is_better(found.score, best.score):
+                    best, is_improved = found, True
                     break
                 if self.budget <= 0:
                     break
@@ -471,7 +471,8 @@ def _resized(draft: StageDraft, degree: int, sizes: Sequence[int]) -> StageDraft
     return dataclasses.replace(draft, degree=degree, micro_batch_size=size)
 
 
-def _is_better(score: Score, best: Score) -> bool:
+def is_better(score: Score, best: Score) -> bool:
+    """Return whether a score beats another: fewer bytes too many, then time, then evenness."""
     if score[0] != best[0]:
         return score[0] < best[0]
     tolerance = 1e-9 * best[1]

@@ -21,7 +21,8 @@ from typing import Any
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 
-CLUSTER_DIR = Path(__file__).resolve().parents[2] / "configs" / "clusters"
+CLUSTER_DIR = Path(__file__).resolve().parents[1] / "clusters"
+"""Package data; `configs/clusters` is a link to it."""
 
 _DEVICE_KEYS = {"name", "count", "memory_gb", "tflops", "memory_gb_per_s", "efficiency", "launch_us"}
 _LINK_KEYS = {"name", "span", "gb_per_s", "latency_us"}

@@ -28,7 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", help=f"a HuggingFace config.json or its directory, or a library model: {models}"
     )
     parser.add_argument("--devices", type=int, help="ranks to plan for (those of the cluster)")
-    parser.add_argument("--cluster", default="dgx_h100", help=f"a file, or one of {clusters} (%(default)s)")
+    parser.add_argument(
+        "--cluster",
+        default="dgx_h100",
+        help=f"a file, one of {clusters}, or auto: this machine (%(default)s)",
+    )
     parser.add_argument(
         "--planner", default="auto", help=f"one of {', '.join(planner_names())} (%(default)s)"
     )
@@ -63,7 +67,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         ConfigError: an option is wrong.
         PlanError: no plan meets the options.
     """
-    cluster = read_cluster(args.cluster, num_devices=args.devices)
+    cluster = _cluster(args)
     unit = args.loss_unit or args.mini_batch
     graph, profile = _model(args, cluster, unit)
     request = PlanRequest(
@@ -92,6 +96,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         save(plan, args.out)
         print(f"plan written to {args.out}")
     return {"rows": stage_rows(plan), **_figures(plan), "seconds": seconds, "samples_per_s": throughput}
+
+
+def _cluster(args: argparse.Namespace) -> Cluster:
+    if args.cluster != "auto":
+        return read_cluster(args.cluster, num_devices=args.devices)
+    if args.devices is not None and args.devices < 1:
+        raise ConfigError(f"--devices {args.devices}: give at least 1")
+    from gpp_plugin.profile.machine import read_machine
+
+    return read_machine(args.devices)
 
 
 def _figures(plan: PipelinePlan) -> dict[str, Any]:

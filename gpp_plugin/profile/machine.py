@@ -1,0 +1,65 @@
+"""This machine as a cluster: what its devices and memory are, and how fast they turn out to be."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import torch
+
+from gpp_plugin.ir.cluster import Cluster, Device, Link
+
+WIDTH = 1024
+COPY_BYTES = 1 << 26
+REPEATS = 5
+CPU_LINK = Link(name="loopback", span=1, bytes_per_s=2e9, latency_us=100.0)
+CUDA_LINK = Link(name="PCIe", span=1, bytes_per_s=2e10, latency_us=10.0)
+
+
+def read_machine(num_devices: int | None = None) -> Cluster:
+    """Return this machine as ranks: its CUDA devices, or its memory and cores shared by CPU ranks.
+
+    Multiplication and copying are timed (a fraction of a second), so speeds are reached ones and the
+    efficiency is 1. Links are not timed: 2 GB/s between processes, 20 GB/s between CUDA devices.
+
+    Args:
+        num_devices: ranks; by default the CUDA devices, or one a core. More ranks than devices share them.
+    """
+    is_cuda = torch.cuda.is_available()
+    there = torch.cuda.device_count() if is_cuda else os.cpu_count() or 1
+    ranks = num_devices if num_devices is not None else there
+    if is_cuda:
+        properties = torch.cuda.get_device_properties(0)
+        name, memory, share = properties.name, properties.total_memory, min(1.0, there / ranks)
+    else:
+        name, memory, share = "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 1 / ranks
+    kind = torch.device("cuda" if is_cuda else "cpu")
+    left, right = torch.rand(2, WIDTH, WIDTH, device=kind)
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=kind)
+    target = torch.empty_like(source)
+    tiny = torch.zeros(1, device=kind)
+    device = Device(
+        name=name,
+        memory_bytes=int(memory * share),
+        flops_per_s=2 * WIDTH**3 / _seconds(lambda: left @ right) * share,
+        memory_bytes_per_s=2 * COPY_BYTES / _seconds(lambda: target.copy_(source)) * share,
+        efficiency=1.0,
+        launch_us=_seconds(lambda: tiny.add_(1)) * 1e6,
+    )
+    base = CUDA_LINK if is_cuda else CPU_LINK
+    link = Link(name=base.name, span=ranks, bytes_per_s=base.bytes_per_s, latency_us=base.latency_us)
+    return Cluster(name="auto", devices=(device,) * ranks, links=(link,))
+
+
+def _seconds(operation: Callable[[], object]) -> float:
+    """Return the shortest of a few runs, after one that does not count."""
+    best = float("inf")
+    for i in range(REPEATS + 1):
+        begin = time.perf_counter()
+        operation()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if i:
+            best = min(best, time.perf_counter() - begin)
+    return best

@@ -179,8 +179,10 @@ class GraphPipelineEngine(PipelineSurface):
             seed=self.config.seed,
             weights=self.config.weights,
         )
-        buffers = {p.name for p in known.values() if p.is_buffer}
-        release_parameters(self._model, keep=buffers.union(names))
+        own_tensors = dict(self._model.named_parameters())
+        # what was cast is a copy: the model keeps only what the stage shares with it, and its buffers
+        shared = {n for n, t in tensors.items() if n in own_tensors and _is_same(own_tensors[n], t)}
+        release_parameters(self._model, keep=shared.union(p.name for p in known.values() if p.is_buffer))
         frozen = {name for name in names if not known[name].requires_grad or name not in used}
         return StageModule(
             tensors=tensors,
@@ -590,6 +592,10 @@ class _Hooks:
         if self._engine._keeps_gradients:
             self._engine._gradients = self._stage.full_gradients()
         return self._stage.step()
+
+
+def _is_same(tensor: Tensor, other: Tensor) -> bool:
+    return not tensor.is_meta and tensor.data_ptr() == other.data_ptr()
 
 
 def _take_samples(batch: Batch, first: int, count: int, total: int) -> dict[str, Any]:

@@ -39,7 +39,8 @@ class Metrics:
         """Report one optimizer step."""
         if not self._is_writer:
             return
-        self._seconds.append(seconds)
+        if self._steps_per_print:
+            self._seconds.append(seconds)
         if self._monitor is not None and self._monitor.enabled:
             events = [("Train/Samples/train_loss", loss, global_samples)]
             events += [("Train/Samples/lr", rate, global_samples) for rate in step.learning_rates[:1]]

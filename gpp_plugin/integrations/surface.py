@@ -29,6 +29,7 @@ class PipelineSurface:
     stage_engine: StageEngine
     global_rank: int
     global_steps: int
+    _ds_config: dict[str, Any]
     _lane: Lane
     _reference: Reference
     _last_step: StepResult | None
@@ -54,7 +55,7 @@ class PipelineSurface:
 
     @property
     def optimizer(self) -> Any:
-        """Return the stage's optimizer; one without parameters where the stage trains nothing."""
+        """Return the stage's optimizer; one over placeholders where the stage trains nothing."""
         return self.stage_engine.optimizer
 
     @property
@@ -180,12 +181,43 @@ class PipelineSurface:
             "engine.no_sync() does not exist for a pipeline; gradients are reduced once a train_batch()"
         )
 
-    def __getattr__(self, name: str) -> Any:
-        """Answer configuration questions (``zero_optimization_stage()``, ...) as DeepSpeed's engine does."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        inner = self.__dict__.get("stage_engine")
-        deepspeed_engine = getattr(inner, "deepspeed", None)
-        if deepspeed_engine is not None and hasattr(deepspeed_engine, name):
-            return getattr(deepspeed_engine, name)
-        raise AttributeError(f"GraphPipelineEngine has no attribute {name!r}")
+    # ---- what the configuration says, as DeepSpeed's engine answers it ---------------------------
+
+    def zero_optimization_stage(self) -> int:
+        """Return the ZeRO stage within each stage's data-parallel group."""
+        return int((self._ds_config.get("zero_optimization") or {}).get("stage", 0))
+
+    def zero_optimization(self) -> bool:
+        """Return whether a ZeRO stage above 0 is on."""
+        return self.zero_optimization_stage() > 0
+
+    def gradient_clipping(self) -> float:
+        """Return the largest global gradient norm; 0 does not clip."""
+        return float(self._ds_config.get("gradient_clipping") or 0.0)
+
+    def fp16_enabled(self) -> bool:
+        """Return whether parameters are fp16."""
+        return self.stage_engine.dtype == torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        """Return whether parameters are bf16."""
+        return self.stage_engine.dtype == torch.bfloat16
+
+    def steps_per_print(self) -> int | None:
+        """Return how many steps lie between two lines of the step log."""
+        steps: int | None = self._ds_config.get("steps_per_print", 10)
+        return steps
+
+    def wall_clock_breakdown(self) -> bool:
+        """Return whether step times are logged."""
+        return bool(self._ds_config.get("wall_clock_breakdown", False))
+
+    def optimizer_name(self) -> str | None:
+        """Return the type of the JSON's optimizer block."""
+        name: str | None = (self._ds_config.get("optimizer") or {}).get("type")
+        return name
+
+    def scheduler_name(self) -> str | None:
+        """Return the type of the JSON's scheduler block."""
+        name: str | None = (self._ds_config.get("scheduler") or {}).get("type")
+        return name

@@ -73,6 +73,8 @@ def train_with_everything(zero: int, directory: str) -> dict[str, Any]:
 
 def train_in_precision(precision: str) -> dict[str, Any]:
     """Mixed precision on T5 (tied embeddings) and CLIP."""
+    from gpp_plugin.runtime.materialize import resident_bytes
+
     answers = {}
     for name in ("t5", "clip"):
         model, make_batch = build(name)
@@ -84,6 +86,12 @@ def train_in_precision(precision: str) -> dict[str, Any]:
         answers[name] = {
             "losses": steps(engine, batches),
             "dtypes": {str(p.dtype) for p in engine.module.parameters()},
+            "resident": resident_bytes(model),
+            "says": (
+                engine.zero_optimization_stage(),
+                engine.gradient_clipping(),
+                engine.bfloat16_enabled(),
+            ),
         }
     return answers
 

@@ -53,6 +53,8 @@ def test_bf16_trains_within_its_rounding() -> None:
         for answer in answers:
             assert answer[name]["losses"] == pytest.approx(reference.losses, rel=2e-2)
             assert answer[name]["dtypes"] == {"torch.bfloat16"}
+            assert answer[name]["resident"] < 1024, "the model keeps no uncast copy of the stage's parameters"
+            assert answer[name]["says"] == (1, 0.0, True)
 
 
 def test_fp16_overflow_skips_everywhere_and_recovers() -> None:

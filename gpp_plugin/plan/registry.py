@@ -144,7 +144,7 @@ def check_request(request: PlanRequest) -> None:
         if r.num_stages > num_blocks:
             raise PlanInfeasible(
                 f"{r.num_stages} stages are asked for and the model has {num_blocks} blocks; "
-                f"lower stages to {num_blocks} or coarsen less (granularity: sub-layer)"
+                f"lower stages to {num_blocks} or set granularity to sub_layer"
             )
         if r.num_stages > r.num_ranks:
             raise PlanInfeasible(

@@ -105,19 +105,16 @@ def gradient_message(
     plan: PipelinePlan, edge_index: int, overlap: tuple[int, int, int, int, bool]
 ) -> Message:
     """Return the gradient message that answers the activation message of one overlap."""
-    producer, consumer, first, num_samples, is_whole = overlap
-    edge = plan.edges[edge_index]
-    src_micro_batch, src_rank = _task_of(plan.stages[edge.dst], consumer)
-    dst_micro_batch, dst_rank = _task_of(plan.stages[edge.src], producer)
+    asked = activation_message(plan, edge_index, overlap)
     return Message(
         edge=edge_index,
         direction=Direction.GRADIENT,
-        src_rank=src_rank,
-        dst_rank=dst_rank,
-        src_micro_batch=src_micro_batch,
-        dst_micro_batch=dst_micro_batch,
-        samples=SampleRange(first_sample=first, num_samples=num_samples),
-        has_whole_tensors=is_whole and gradient_kinds(edge)[1],
+        src_rank=asked.dst_rank,
+        dst_rank=asked.src_rank,
+        src_micro_batch=asked.dst_micro_batch,
+        dst_micro_batch=asked.src_micro_batch,
+        samples=asked.samples,
+        has_whole_tensors=asked.has_whole_tensors and gradient_kinds(plan.edges[edge_index])[1],
     )
 
 

@@ -19,7 +19,8 @@ class Stage:
         blocks: block names in topological order.
         ranks: the global ranks of its data-parallel group, in order; the degree is their number.
         micro_batch_size: samples the whole stage takes at a time; each rank gets an equal part.
-        schedule: ``1f1b``, ``gpipe`` or ``greedy``; ``k`` is the k of kFkB (with ``1f1b``).
+        schedule: ``1f1b``, ``gpipe``, ``greedy`` or ``zero_bubble``; ``k`` is the k of kFkB (with ``1f1b``).
+        num_sliced: micro-batches, the first ones, whose forwards run in two halves (AutoPipe's slicer).
         in_flight: most micro-batches held between forward and backward.
         forward_us, backward_us: predicted time of one micro-batch on one rank.
         memory_bytes: predicted peak of one rank; 0 where not predicted.
@@ -32,6 +33,7 @@ class Stage:
     in_flight: int
     schedule: str = "1f1b"
     k: int = 1
+    num_sliced: int = 0
     forward_us: float = 0.0
     backward_us: float = 0.0
     memory_bytes: int = 0

@@ -26,6 +26,8 @@ class Message:
         src_micro_batch, dst_micro_batch: the micro-batch of the sending and of the receiving task.
         samples: the samples of the mini-batch whose rows it holds.
         has_whole_tensors: whether it also holds the edge's tensors without a batch axis.
+        src_half, dst_half: the half of a forward that sends and that first needs an activation message;
+            None where the task is whole.
     """
 
     edge: int
@@ -36,6 +38,8 @@ class Message:
     dst_micro_batch: int
     samples: SampleRange
     has_whole_tensors: bool
+    src_half: int | None = None
+    dst_half: int | None = None
 
     @property
     def channel(self) -> tuple[int, Direction, int, int]:

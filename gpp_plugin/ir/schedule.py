@@ -1,4 +1,8 @@
-"""The order of one stage's tasks, printed and parsed as ``2F0`` (stage 2, forward of micro-batch 0)."""
+"""The order of one stage's tasks, printed and parsed as ``2F0`` (stage 2, forward of micro-batch 0).
+
+A micro-batch's backward is one task (B), or two: the input gradient (I), which other stages wait for, and
+later the weight gradient (W). A forward may run in two halves of its samples, ``2F0a`` and ``2F0b``.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +18,28 @@ class TaskKind(enum.Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT_GRADIENT = "I"
+    """The part of a backward that makes the gradients of received tensors."""
+    WEIGHT_GRADIENT = "W"
+    """The rest of that backward: the gradients of parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One forward or backward of one micro-batch on one stage."""
+    """One forward or backward of one micro-batch on one stage, or a part of it.
+
+    Args:
+        half: 0 or 1 for the forward of only the first or second half of the samples; None for all.
+    """
 
     stage: int
     kind: TaskKind
     micro_batch: int
+    half: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}{self.micro_batch}"
+        half = "" if self.half is None else "ab"[self.half]
+        return f"{self.stage}{self.kind.value}{self.micro_batch}{half}"
 
 
 def parse_task(text: str) -> Task:
@@ -34,10 +48,14 @@ def parse_task(text: str) -> Task:
     Raises:
         ScheduleError: the text is not of that form.
     """
-    match = re.fullmatch(r"(\d+)([FB])(\d+)", text)
+    match = re.fullmatch(r"(\d+)(?:([FBIW])(\d+)|(F)(\d+)([ab]))", text)
     if match is None:
-        raise ScheduleError(f"not a task: {text!r}; write it as 2F0 (stage, F or B, micro-batch)")
-    return Task(stage=int(match[1]), kind=TaskKind(match[2]), micro_batch=int(match[3]))
+        raise ScheduleError(
+            f"not a task: {text!r}; write it as 2F0 (stage, F, B, I or W, micro-batch), half a forward as 2F0a or 2F0b"
+        )
+    half = None if match[6] is None else "ab".index(match[6])
+    kind, micro_batch = match[2] or match[4], match[3] or match[5]
+    return Task(stage=int(match[1]), kind=TaskKind(kind), micro_batch=int(micro_batch), half=half)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

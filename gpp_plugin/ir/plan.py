@@ -8,6 +8,7 @@ import networkx as nx
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.samples import SampleRange, task_samples
+from gpp_plugin.ir.tensors import TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class Stage:
         in_flight: most micro-batches held between forward and backward.
         forward_us, backward_us: predicted time of one micro-batch on one rank.
         memory_bytes: predicted peak of one rank; 0 where not predicted.
+        gradient_bytes: gradients of the stage's parameters, which its ranks reduce among themselves.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Stage:
     forward_us: float = 0.0
     backward_us: float = 0.0
     memory_bytes: int = 0
+    gradient_bytes: int = 0
 
     @property
     def degree(self) -> int:
@@ -91,6 +94,7 @@ class PipelinePlan:
         loss_unit: samples one rank computes one loss on (u); a coupled stage's local batch.
         iteration_us: predicted time of one optimizer step; 0 where not predicted.
         notes: lines for the user (what was chosen and why).
+        tensors: every tensor an edge names, once; what a rehearsal, without the model, makes messages of.
     """
 
     model: str
@@ -102,6 +106,7 @@ class PipelinePlan:
     edges: tuple[StageEdge, ...]
     iteration_us: float = 0.0
     notes: tuple[str, ...] = ()
+    tensors: tuple[TensorSpec, ...] = ()
 
     @property
     def num_ranks(self) -> int:

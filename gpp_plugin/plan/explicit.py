@@ -9,6 +9,7 @@ from gpp_plugin.errors import GppError, PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import SCHEMA_VERSION, fingerprint, from_plain
 from gpp_plugin.plan.batches import BatchRules, batch_rules, coupled_blocks, is_under, nearest_names
+from gpp_plugin.plan.complete import complete_plan
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.degrees import choose_degrees
 from gpp_plugin.plan.registry import PlanRequest
@@ -70,6 +71,7 @@ def explicit_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
     plan = best_plan(request, costs, drafts, planner="explicit")
     if plan is None:
         plan = build_plan(request, drafts[0], planner="explicit", costs=costs)
+    plan = complete_plan(plan, request.graph, request.profile)
     _validate(plan, request)
     return plan
 

@@ -82,6 +82,7 @@ def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
         PlanError: there is no such planner, or the request contradicts itself.
         PlanInfeasible: no plan meets the request; the message says what to change.
     """
+    from gpp_plugin.plan.complete import complete_plan
     from gpp_plugin.plan.validate import validate_plan
 
     names = planner_names()
@@ -90,7 +91,7 @@ def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise PlanError(f"no planner {name!r}{hint} (planners: {', '.join(names)})")
     check_request(request)
-    plan = run_planner(name, request)
+    plan = complete_plan(run_planner(name, request), request.graph, request.profile)
     validate_plan(
         plan,
         request.graph,

@@ -22,8 +22,12 @@ class Stage:
         micro_batch_size: samples the whole stage takes at a time; each rank gets an equal part.
         schedule: ``1f1b``, ``gpipe``, ``greedy`` or ``zero_bubble``; ``k`` is the k of kFkB (with ``1f1b``).
         num_sliced: micro-batches, the first ones, whose forwards run in two halves (AutoPipe's slicer).
-        in_flight: most micro-batches held between forward and backward.
+        joins_last_slice: the halves of the last of those leave together, after the second one.
+        in_flight: most micro-batches held, from the first forward to the end of the backward.
         forward_us, backward_us: predicted time of one micro-batch on one rank.
+        half_forward_us: of half a micro-batch's forward; 0 is half of ``forward_us``.
+        input_gradient_us, weight_gradient_us: of the parts of a split backward; 0 both is half of
+            ``backward_us`` each.
         memory_bytes: predicted peak of one rank; 0 where not predicted.
         gradient_bytes: gradients of the stage's parameters, which its ranks reduce among themselves.
     """
@@ -36,8 +40,12 @@ class Stage:
     schedule: str = "1f1b"
     k: int = 1
     num_sliced: int = 0
+    joins_last_slice: bool = False
     forward_us: float = 0.0
     backward_us: float = 0.0
+    half_forward_us: float = 0.0
+    input_gradient_us: float = 0.0
+    weight_gradient_us: float = 0.0
     memory_bytes: int = 0
     gradient_bytes: int = 0
 
@@ -51,14 +59,15 @@ class Stage:
         """Return the samples one rank computes at a time."""
         return self.micro_batch_size // len(self.ranks)
 
-    def samples(self, micro_batch: int, rank: int) -> SampleRange:
-        """Return the samples of the mini-batch that ``rank`` computes in ``micro_batch``."""
-        return task_samples(
+    def samples(self, micro_batch: int, rank: int, half: int | None = None) -> SampleRange:
+        """Return the samples of the mini-batch that ``rank`` computes in (half of) ``micro_batch``."""
+        whole = task_samples(
             micro_batch=micro_batch,
             micro_batch_size=self.micro_batch_size,
             position=self.ranks.index(rank),
             degree=len(self.ranks),
         )
+        return whole if half is None else whole.halves()[half]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

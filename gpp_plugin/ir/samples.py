@@ -23,6 +23,14 @@ class SampleRange:
         end = min(self.end, other.end)
         return SampleRange(first_sample=first, num_samples=end - first) if first < end else None
 
+    def halves(self) -> tuple[SampleRange, SampleRange]:
+        """Return the first and the second half; of an odd number the second is the longer one."""
+        middle = self.num_samples // 2
+        return (
+            SampleRange(first_sample=self.first_sample, num_samples=middle),
+            SampleRange(first_sample=self.first_sample + middle, num_samples=self.num_samples - middle),
+        )
+
 
 def task_samples(*, micro_batch: int, micro_batch_size: int, position: int, degree: int) -> SampleRange:
     """Return what rank ``position`` of ``degree`` computes of a stage's micro-batch.

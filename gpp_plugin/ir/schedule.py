@@ -63,9 +63,11 @@ class StageSchedule:
     """The tasks of one stage in the order each of its ranks runs them.
 
     Args:
-        num_in_flight: most micro-batches held between forward and backward.
+        num_in_flight: most micro-batches held, from the first forward to the B or W.
+        joined: micro-batches run in halves whose outputs leave together, after the second half.
     """
 
     stage: int
     tasks: tuple[Task, ...]
     num_in_flight: int
+    joined: tuple[int, ...] = ()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import enum
 from collections import defaultdict
 from dataclasses import dataclass
+from types import MappingProxyType
+
+from gpp_plugin.ir.schedule import Task, TaskKind
 
 
 class EventKind(enum.Enum):
@@ -12,13 +15,29 @@ class EventKind(enum.Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    INPUT_GRADIENT = "input_gradient"
+    WEIGHT_GRADIENT = "weight_gradient"
     SEND = "send"
     RECEIVE = "receive"
     REDUCE = "reduce"
     STEP = "step"
 
 
-COMPUTE_KINDS = frozenset({EventKind.FORWARD, EventKind.BACKWARD})
+EVENT_OF_TASK = MappingProxyType(
+    {
+        TaskKind.FORWARD: EventKind.FORWARD,
+        TaskKind.BACKWARD: EventKind.BACKWARD,
+        TaskKind.INPUT_GRADIENT: EventKind.INPUT_GRADIENT,
+        TaskKind.WEIGHT_GRADIENT: EventKind.WEIGHT_GRADIENT,
+    }
+)
+"""The kind of event that running a task is."""
+
+COMPUTE_KINDS = frozenset(EVENT_OF_TASK.values())
+LAST_KINDS = frozenset({EventKind.BACKWARD, EventKind.WEIGHT_GRADIENT})
+"""Tasks after which a micro-batch is no longer held."""
+
+_TASK_OF_EVENT = MappingProxyType({event: kind for kind, event in EVENT_OF_TASK.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +47,7 @@ class Event:
     Args:
         micro_batch: of the stage; -1 where it has no meaning.
         edge: index of the plan's edge for messages; -1 otherwise.
+        half: of a forward of half the samples, 0 or 1.
     """
 
     rank: int
@@ -38,6 +58,15 @@ class Event:
     micro_batch: int = -1
     edge: int = -1
     bytes: int = 0
+    half: int | None = None
+
+    @property
+    def task(self) -> Task | None:
+        """Return the task that was computed; None for what is not a task."""
+        kind = _TASK_OF_EVENT.get(self.kind)
+        if kind is None:
+            return None
+        return Task(stage=self.stage, kind=kind, micro_batch=self.micro_batch, half=self.half)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """A timeline as a Gantt picture in text: one row per rank, time from left to right.
 
-A digit is the forward of a micro-batch (its last digit), a letter the backward (a is micro-batch 0),
-``=`` a reduction, ``#`` the optimizer step, ``.`` idle; messages are not drawn.
+A digit is the forward of a micro-batch (its last digit) or half of one, a letter the backward (a is
+micro-batch 0); of a split backward the letter is the input gradient and a capital the weight gradient.
+``=`` is a reduction, ``#`` the optimizer step, ``.`` idle; messages are not drawn.
 
     rank 0 vision_model  0123....abcd==#  80 %
     rank 1 text_model    0123....abcd==#  80 %
@@ -18,6 +19,7 @@ from gpp_plugin.report.summary import summarize_timeline
 from gpp_plugin.report.units import format_bytes, format_ms
 
 LEGEND = "digit: forward of that micro-batch, letter: backward (a is 0), = reduce, # step, . idle"
+SPLIT_LEGEND = "where a backward is split: letter: input gradient, capital: weight gradient"
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -44,7 +46,8 @@ def format_timeline(timeline: Timeline, plan: PipelinePlan, *, width: int = 96) 
         row = _draw_row(events, start, column_us, width)
         busy = summary.busy_us.get(rank, 0.0) / summary.iteration_us if summary.iteration_us else 0.0
         lines.append(f"{labels[rank]:<{label_width}}  {row}  {100 * busy:3.0f} %")
-    return "\n".join([*lines, LEGEND])
+    is_split = any(event.kind is EventKind.WEIGHT_GRADIENT for event in timeline.events)
+    return "\n".join([*lines, LEGEND, *([SPLIT_LEGEND] if is_split else [])])
 
 
 def _draw_row(events: list[Event], start_us: float, column_us: float, width: int) -> str:
@@ -66,6 +69,8 @@ def _draw_row(events: list[Event], start_us: float, column_us: float, width: int
 def _mark(event: Event) -> str | None:
     if event.kind is EventKind.FORWARD:
         return str(event.micro_batch % 10)
-    if event.kind is EventKind.BACKWARD:
+    if event.kind in (EventKind.BACKWARD, EventKind.INPUT_GRADIENT):
         return _LETTERS[event.micro_batch % len(_LETTERS)]
+    if event.kind is EventKind.WEIGHT_GRADIENT:
+        return _LETTERS[event.micro_batch % len(_LETTERS)].upper()
     return {EventKind.REDUCE: "=", EventKind.STEP: "#"}.get(event.kind)

@@ -10,6 +10,8 @@ from gpp_plugin.ir.timeline import Event, EventKind, Timeline
 _TRACKS = {
     EventKind.FORWARD: (0, "compute"),
     EventKind.BACKWARD: (0, "compute"),
+    EventKind.INPUT_GRADIENT: (0, "compute"),
+    EventKind.WEIGHT_GRADIENT: (0, "compute"),
     EventKind.REDUCE: (0, "compute"),
     EventKind.STEP: (0, "compute"),
     EventKind.RECEIVE: (100, "receive"),
@@ -64,10 +66,8 @@ def _rank_events(events: list[Event], plan: PipelinePlan) -> list[dict[str, Any]
 
 
 def _event_name(event: Event, plan: PipelinePlan) -> str:
-    if event.kind is EventKind.FORWARD:
-        return f"{event.stage}F{event.micro_batch}"
-    if event.kind is EventKind.BACKWARD:
-        return f"{event.stage}B{event.micro_batch}"
+    if event.task is not None:
+        return str(event.task)
     if event.edge >= 0:
         edge = plan.edges[event.edge]
         return f"{event.kind.value} {plan.stages[edge.src].name} -> {plan.stages[edge.dst].name}"
@@ -82,6 +82,8 @@ def _event_args(event: Event, plan: PipelinePlan) -> dict[str, Any]:
     }
     if event.micro_batch >= 0:
         args["micro_batch"] = event.micro_batch
+    if event.half is not None:
+        args["half"] = event.half
     if event.edge >= 0:
         args["edge"] = event.edge
     return args

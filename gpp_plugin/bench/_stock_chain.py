@@ -19,20 +19,17 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe import schedule as ds_schedule
-from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.native_ops import without_shared_memory_op
+from gpp_plugin.integrations.pipeline_peer import PipelinePeer, join_ranks
 from gpp_plugin.launch import emit_event, run_ranks
 from gpp_plugin.runtime.delay import wait_us
 
@@ -168,44 +165,18 @@ def _stages(chain: Chain) -> list[_DelayStage]:
     ]
 
 
-class _WithoutStep(ds_schedule.TrainSchedule):
-    """DeepSpeed's 1F1B up to the last backward."""
-
-    def steps(self) -> Iterator[list[Any]]:
-        left_out = (ds_schedule.ReduceTiedGrads, ds_schedule.ReduceGrads, ds_schedule.OptimizerStep)
-        for commands in super().steps():
-            yield [command for command in commands if not isinstance(command, left_out)]
-
-
 def _deepspeed_iteration(chain: Chain) -> Iteration:
-    module = PipelineModule(
-        layers=_stages(chain),
-        num_stages=chain.num_stages,
-        loss_fn=lambda output, label: output.sum(),
-        partition_method="uniform",
+    peer = PipelinePeer(
+        _stages(chain),
+        loss=lambda output, label: output.sum(),
+        micro_batch_size=1,
+        num_micro_batches=chain.num_micro_batches,
+        make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
     )
-    engine, *_ = deepspeed.initialize(
-        model=module,
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": chain.num_micro_batches,
-            "train_batch_size": chain.num_micro_batches,
-            "steps_per_print": 0,
-        },
-        optimizer=torch.optim.SGD(module.parameters(), lr=0.0),
-    )
-    one = torch.zeros(1, 1)
-    engine.set_dataiterator(iter(lambda: (one, one), None))
+    row = torch.zeros(1, 1)
 
     def iterate() -> None:
-        engine.module.train()
-        engine.total_loss = None
-        engine._compute_loss = True
-        engine._exec_schedule(
-            _WithoutStep(
-                micro_batches=chain.num_micro_batches, stages=chain.num_stages, stage_id=engine.stage_id
-            )
-        )
+        peer.run(iter([(row, row)] * chain.num_micro_batches))
 
     return iterate
 
@@ -234,8 +205,7 @@ def main() -> None:
     task = json.loads(sys.argv[1])
     chain = Chain(**{name: _tuple(value) for name, value in task["chain"].items()})
     torch.set_num_threads(1)
-    with without_shared_memory_op():
-        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    join_ranks()
     iterations = {name: make_iteration(name, chain) for name in task["runtimes"]}
     times = time_iterations(iterations, repeats=task["repeats"])
     if os.environ["RANK"] == "0":

@@ -13,8 +13,7 @@ def _measure(chain: Chain, repeats: int) -> dict[str, list[float]]:
 
 
 def test_an_iteration_takes_at_least_its_critical_path():
-    # 1F1B of 3 micro-batches on 2 stages, forward 4 and 2 ms, backward 6 and 2 ms:
-    # 0F0 0F1 .. 1F0 1B0: the first stage is never idle longer than 4 ms a micro-batch
+    # 4 and 2 ms forward, 6 and 2 ms backward: what stage 1 does is hidden behind stage 0
     chain = Chain(
         forward_us=(4000.0, 2000.0), backward_us=(6000.0, 2000.0), boundary_bytes=(256,), num_micro_batches=3
     )
@@ -22,7 +21,7 @@ def test_an_iteration_takes_at_least_its_critical_path():
     assert set(times) == {"deepspeed", "torch_1f1b"}
     for measured in times.values():
         assert len(measured) == 2
-        assert min(measured) >= 3 * 10.0 + 4.0  # all of stage 0, and one trip through stage 1
+        assert min(measured) >= 3 * (4.0 + 6.0)
 
 
 def test_a_chain_whose_numbers_disagree_is_refused():

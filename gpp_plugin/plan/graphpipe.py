@@ -241,7 +241,7 @@ def make_search(
         degrees=degrees,
         shapes={} if shapes is None else shapes,
     )
-    largest = max([request.loss_unit * request.num_ranks if rules.coupled else 1, *rules.fixed.values()])
+    largest = max([request.loss_unit * degrees[-1] if rules.coupled else 1, *rules.fixed.values()])
     extra = -(-2 * min(largest, request.mini_batch) // wish) if largest > wish else 0
     top = min(longest, request.num_ranks) + min(extra, request.mini_batch // wish + 1, 2 * longest + 16)
     return StageSearch(root, maker, top)

@@ -14,6 +14,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule, Task
 from gpp_plugin.schedule.placement import Placement, place_messages
+from gpp_plugin.schedule.reductions import reduce_after_backwards
 from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph, has_backwards
 from gpp_plugin.simulate.durations import Durations, nominal_durations, task_durations
 from gpp_plugin.simulate.event_loop import message_transfers, run_task_graph
@@ -25,6 +26,7 @@ def lower_schedules(
     *,
     tied_stages: Collection[int] = (),
     forward_only_stages: frozenset[int] = frozenset(),
+    reduce_each_backward: bool = False,
     costs: Durations | None = None,
     cluster: Cluster | None = None,
     training: bool = True,
@@ -34,6 +36,7 @@ def lower_schedules(
     Args:
         tied_stages: stages that share a parameter with another one; they reduce its gradient at the end.
         forward_only_stages: stages whose schedules must have no backwards.
+        reduce_each_backward: reduce gradients after each micro-batch's backward, not only at the end (ZeRO 2).
         costs: task durations to order by; the plan's by default. They affect speed, never correctness.
         cluster: links to order by; without one messages take no time.
         training: end with reductions and the optimizer step.
@@ -61,6 +64,8 @@ def lower_schedules(
         stage = plan.stage_of_rank(rank)
         tail = _tail(stage in trained, stage in tied) if training else ()
         programs.append(RankProgram(rank=rank, stage=stage, instructions=(*bodies[rank], *tail)))
+    if training and reduce_each_backward:
+        return reduce_after_backwards(plan, programs, trained)
     return tuple(programs)
 
 

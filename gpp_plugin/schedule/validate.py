@@ -8,10 +8,11 @@ What is proven for a plan, its schedules and the programs of all ranks:
 3. a message leaves after the task that makes it; before a task runs it has received the rows of
    exactly its samples, each once, and each tensor without a batch axis once; the same for gradients;
 4. no stage holds more micro-batches than the plan's ``in_flight``;
-5. reductions and the step come last, in one order on all ranks;
+5. reductions and the step come last, in one order on all ranks; a stage may also reduce its data between
+   tasks, after a backward, at the same place on all its ranks;
 6. everything finishes when each rank executes its groups serially, in order, with rendezvous
    messages: an exchange posts all its messages together and ends when all of them are posted at
-   their other ends.
+   their other ends; a reduction of data ends when all ranks of the stage have come to it.
 """
 
 from __future__ import annotations
@@ -269,9 +270,11 @@ class _Validator:
 
     def _check_tail(self, program: RankProgram) -> None:
         kinds = [(i, x.kind) for i, x in enumerate(program.instructions) if x.kind in _TAIL_ORDER]
-        first = len(program.instructions) - len(kinds)
+        last = max((i for i, x in enumerate(program.instructions) if x.kind not in _TAIL_ORDER), default=-1)
+        early = [i for i, kind in kinds if i < last and kind is InstructionKind.REDUCE_DATA]
+        kinds = [(i, kind) for i, kind in kinds if i not in early]
         expected = [kind for kind in _TAIL_ORDER if any(kind is found for _, found in kinds)]
-        if [kind for _, kind in kinds] != expected or any(i < first for i, _ in kinds):
+        if [kind for _, kind in kinds] != expected or any(i < last for i, _ in kinds):
             names = ", ".join(kind.value for _, kind in kinds)
             raise self._fail(
                 program.rank,
@@ -279,24 +282,27 @@ class _Validator:
                 f"ends with {names}; reductions and the step come last: "
                 f"{', '.join(kind.value for kind in _TAIL_ORDER)}, each at most once",
             )
+        if early and InstructionKind.REDUCE_DATA not in expected:
+            raise self._fail(program.rank, early[-1], "reduces between tasks but not at its end; do both")
+        if early and program.stage not in self._trained:
+            raise self._fail(program.rank, early[0], "reduces without backwards; there are no gradients")
 
     # ---- all ranks together --------------------------------------------------------------------
 
     def _check_tails_agree(self) -> None:
-        """Collective instructions are on every rank that takes part."""
-        tails = {
-            rank: tuple(x.kind for x in program.instructions if x.kind in _TAIL_ORDER)
-            for rank, program in self._programs.items()
-        }
-        for rank, tail in tails.items():
+        """Collective instructions are on every rank that takes part, between the same tasks."""
+        places = {rank: _collectives(program) for rank, program in self._programs.items()}
+        tails = {rank: tuple(kind for _, kind in found) for rank, found in places.items()}
+        for rank, found in places.items():
             stage = self._plan.stages[self._programs[rank].stage]
-            first = tails[stage.ranks[0]]
-            if tail != first:
+            first = places[stage.ranks[0]]
+            if found != first:
+                shown = [f"{kind.value} after {count} tasks" for count, kind in found]
+                wanted = [f"{kind.value} after {count} tasks" for count, kind in first]
                 raise self._fail(
                     rank,
                     len(self._programs[rank].instructions) - 1,
-                    f"ends with {[k.value for k in tail]}, rank {stage.ranks[0]} of its stage with "
-                    f"{[k.value for k in first]}; they must agree",
+                    f"has {shown}, rank {stage.ranks[0]} of its stage {wanted}; they must agree",
                 )
         steps = {rank: InstructionKind.STEP in tail for rank, tail in tails.items()}
         if len(set(steps.values())) > 1:
@@ -339,12 +345,22 @@ class _Validator:
         position = dict.fromkeys(self._programs, 0)
         missing = dict.fromkeys(self._programs, 0)
         posted: dict[Message, int] = {}
+        present: dict[int, list[int]] = defaultdict(list)
         ready = list(self._programs)
         while ready:
             rank = ready.pop()
             instructions = self._programs[rank].instructions
+            stage = self._programs[rank].stage
             while position[rank] < len(instructions):
                 group = instructions[position[rank]]
+                if group.kind is InstructionKind.REDUCE_DATA:
+                    present[stage].append(rank)
+                    if len(present[stage]) < self._plan.stages[stage].degree:
+                        break
+                    waiting = present.pop(stage)[:-1]
+                    ready += waiting
+                    for peer in waiting:
+                        position[peer] += 1
                 waits = 0
                 for message in _both(group):
                     other = posted.pop(message, None)
@@ -362,12 +378,17 @@ class _Validator:
                 position[rank] += 1
         stuck = {rank: at for rank, at in position.items() if at < len(self._programs[rank].instructions)}
         if stuck:
-            self._raise_deadlock(stuck, posted)
+            self._raise_deadlock(stuck, posted, present)
 
-    def _raise_deadlock(self, stuck: dict[int, int], posted: dict[Message, int]) -> None:
-        waits_for = {}
+    def _raise_deadlock(
+        self, stuck: dict[int, int], posted: dict[Message, int], present: dict[int, list[int]]
+    ) -> None:
+        waits_for: dict[int, tuple[int, Message | str]] = {}
         for message, rank in posted.items():
             waits_for[rank] = (message.dst_rank if rank == message.src_rank else message.src_rank, message)
+        for stage, ranks in present.items():
+            late = next(rank for rank in self._plan.stages[stage].ranks if rank not in ranks)
+            waits_for.update(dict.fromkeys(ranks, (late, "a reduction")))
         rank = next(iter(stuck))
         path: list[int] = []
         while rank not in path:
@@ -389,6 +410,17 @@ def _messages_of(program: RankProgram) -> Iterator[tuple[int, Message, bool]]:
             yield position, message, True
         for message in instruction.receives:
             yield position, message, False
+
+
+def _collectives(program: RankProgram) -> tuple[tuple[int, InstructionKind], ...]:
+    """Return (number of tasks before it, kind) of each collective instruction."""
+    found = []
+    num_tasks = 0
+    for instruction in program.instructions:
+        num_tasks += instruction.task is not None
+        if instruction.kind in _TAIL_ORDER:
+            found.append((num_tasks, instruction.kind))
+    return tuple(found)
 
 
 def _both(group: Instruction) -> Iterator[Message]:

@@ -207,6 +207,7 @@ class _ProgramRun:
         present[program.rank] = now
         if len(present) < len(members):
             return
+        del self._barriers[kind, group]
         for rank in members:
             stage = self._programs[rank].stage
             end = now + self._tail_us.get(kind, {}).get(stage, 0.0)

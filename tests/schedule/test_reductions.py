@@ -1,0 +1,118 @@
+"""Reductions behind each backward (ZeRO 2): where they stand, and that nothing stops because of them."""
+
+import dataclasses
+import random
+
+import pytest
+
+from gpp_plugin.bench._random_plans import random_plan
+from gpp_plugin.errors import ScheduleError
+from gpp_plugin.ir.program import Instruction, InstructionKind
+from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.schedule.reductions import reduce_after_backwards
+from gpp_plugin.schedule.validate import validate_programs
+from gpp_plugin.simulate.programs import simulate_programs
+from tests.schedule.plans import simple_plan
+
+REDUCE = InstructionKind.REDUCE_DATA
+
+
+def wide_plan(sizes, links, degrees, **options):
+    """Return `simple_plan` with several ranks a stage."""
+    plan = simple_plan(sizes, links, **options)
+    stages, first = [], 0
+    for stage, degree in zip(plan.stages, degrees, strict=True):
+        stages.append(dataclasses.replace(stage, ranks=tuple(range(first, first + degree))))
+        first += degree
+    return dataclasses.replace(plan, stages=tuple(stages))
+
+
+def short(program):
+    """Return the program as words, messages left out."""
+    return " ".join(str(i) for i in program.instructions if i.kind is not InstructionKind.EXCHANGE)
+
+
+def test_where_they_stand():
+    plan = wide_plan([2, 2], [(0, 1)], [2, 1], mini_batch=6)
+    schedules = build_schedules(plan)
+    programs = lower_schedules(plan, schedules, reduce_each_backward=True)
+    validate_programs(plan, schedules, programs)
+    expected = "0F0 0F1 0B0 reduce_data 0F2 0B1 reduce_data 0B2 reduce_data step"
+    assert [short(program) for program in programs[:2]] == [expected, expected]
+    assert short(programs[2]) == "1F0 1B0 1F1 1B1 1F2 1B2 reduce_data step", "one rank has nothing to reduce"
+
+
+def test_messages_that_follow_a_backward_leave_before_the_reduction():
+    plan = wide_plan([2, 2], [(0, 1)], [1, 2], mini_batch=4)
+    programs = lower_schedules(plan, build_schedules(plan), reduce_each_backward=True)
+    kinds = [i.kind.value for i in programs[1].instructions]
+    assert kinds[:6] == ["exchange", "compute", "compute", "exchange", "reduce_data", "compute"]
+
+
+def test_random_programs_still_finish_and_keep_nearly_all_reductions():
+    rng = random.Random(3)
+    kept = asked = 0
+    for _ in range(150):
+        plan = random_plan(rng)
+        schedules = build_schedules(plan)
+        programs = lower_schedules(plan, schedules, reduce_each_backward=True)
+        validate_programs(plan, schedules, programs)
+        simulate_programs(plan, programs, mode="rendezvous")
+        for program in programs:
+            stage = plan.stages[program.stage]
+            if stage.degree > 1:
+                asked += plan.num_micro_batches(program.stage)
+                kept += sum(i.kind is REDUCE for i in program.instructions)
+    assert 0.95 * asked <= kept <= asked, (kept, asked)
+
+
+def test_a_reduction_that_would_stop_the_programs_is_left_out():
+    """Rank 1 of the wide stage needs, for its backward, what rank 0 causes only after its own."""
+    rng = random.Random(0)
+    for _ in range(3000):
+        plan = random_plan(rng, most_stages=6, most_ranks=8)
+        schedules = build_schedules(plan)
+        programs = lower_schedules(plan, schedules)
+        everywhere = tuple(_with_all(program, plan) for program in programs)
+        if everywhere == reduce_after_backwards(plan, programs, range(len(plan.stages))):
+            continue
+        with pytest.raises(ScheduleError, match="stop under serial rendezvous.*a reduction"):
+            validate_programs(plan, schedules, everywhere)
+        return
+    pytest.skip("no such plan among the draws")
+
+
+def _with_all(program, plan):
+    if plan.stages[program.stage].degree == 1:
+        return program
+    body, is_due = [], False
+    for instruction in program.instructions:
+        if instruction.task is not None:
+            if is_due:
+                body.append(Instruction(kind=REDUCE))
+            is_due = instruction.task.kind.value == "B"
+        body.append(instruction)
+    return dataclasses.replace(program, instructions=tuple(body))
+
+
+def test_damage_is_found():
+    plan = wide_plan([2, 2], [(0, 1)], [2, 2], mini_batch=6)
+    schedules = build_schedules(plan)
+    programs = lower_schedules(plan, schedules, reduce_each_backward=True)
+    at = next(i for i, x in enumerate(programs[1].instructions) if x.kind is REDUCE)
+    without = (*programs[1].instructions[:at], *programs[1].instructions[at + 1 :])
+    changed = (programs[0], dataclasses.replace(programs[1], instructions=without), *programs[2:])
+    with pytest.raises(ScheduleError, match="they must agree"):
+        validate_programs(plan, schedules, changed)
+    only_early = [
+        dataclasses.replace(
+            p,
+            instructions=tuple(
+                x for i, x in enumerate(p.instructions) if x.kind is not REDUCE or i < len(p.instructions) - 2
+            ),
+        )
+        for p in programs
+    ]
+    with pytest.raises(ScheduleError, match="not at its end"):
+        validate_programs(plan, schedules, only_early)

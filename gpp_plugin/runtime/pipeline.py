@@ -25,9 +25,11 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.op_graph import OpGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import InstructionKind, RankProgram
+from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.runtime.batches import Batch, shape_key, slice_batch
-from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor, StageHooks
+from gpp_plugin.runtime.compute import AutogradCompute, StageHooks, boundary_gradients
+from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule, build_stage_function
 from gpp_plugin.runtime.transport import Channel, Transport
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
@@ -273,17 +275,28 @@ class Lane:
     def _compile(self, capture: _StageCapture) -> _Compiled:
         function = capture.function
         own = set(function.outputs)
-        loss = capture.op_graph.loss
+        specs = capture.block_graph.tensors
+        loss = capture.op_graph.loss if capture.op_graph.loss in own else None
+        is_trained = any(
+            i.task is not None and i.task.kind is not TaskKind.FORWARD for i in self._program.instructions
+        )
+        compute = AutogradCompute(
+            function=function,
+            parameters=[self._tensors[name] for name in function.tensors],
+            gradients=boundary_gradients(self._program, self.plan, specs),
+            hooks=self._hooks if is_trained else None,
+            loss=loss,
+            loss_share=self.plan.stages[self.stage_index].local_batch_size / self.plan.mini_batch,
+        )
         executor = StageExecutor(
             plan=self.plan,
             program=self._program,
-            function=function,
-            parameters=[self._tensors[name] for name in function.tensors],
-            specs=capture.block_graph.tensors,
+            compute=compute,
+            specs=specs,
             transport=self._transport,
             hooks=self._hooks,
             device=self._device,
-            loss=loss if loss in own else None,
+            loss=loss,
             named_outputs={name: node for name, node in capture.op_graph.outputs.items() if node in own},
             is_training=self.is_training,
         )

@@ -1,0 +1,293 @@
+"""What a stage computes: the forward and backward of one micro-batch, behind one small interface.
+
+The executor moves messages in the order of the program and knows nothing of autograd; a `StageCompute` gets
+whole tensors and keeps what a backward needs. `AutogradCompute` is the real one. Which tensors cross the
+stage's boundary, and in which order, is frozen when it is made, so that a task passes plain sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import Direction, RankProgram
+from gpp_plugin.ir.tensors import TensorSpec
+from gpp_plugin.runtime.stage_module import StageFunction
+
+
+class StageHooks(Protocol):
+    """What the program asks of the stage's optimizer side."""
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of every loss's seed gradient, the same on all ranks."""
+
+    def accumulate(self) -> None:
+        """Take up the gradients of one micro-batch's backward."""
+
+    def reduce_data(self) -> None:
+        """Sum gradients over the stage's data-parallel group."""
+
+    def reduce_tied(self) -> None:
+        """Sum gradients of tied parameters over the stages that share them."""
+
+    def step(self) -> object:
+        """Agree on norm and overflow with all ranks; update, or skip."""
+
+
+class StageCompute(Protocol):
+    """Computes the tasks of one stage on one rank.
+
+    A micro-batch goes through `forward` once, or once for each of its halves, and then through `backward`
+    once, or through `input_gradient` and later `weight_gradient`; it is held in between.
+
+    Attributes:
+        received: names of the tensors `forward` takes from other stages, in order.
+        outputs: names of the tensors it returns, in order.
+        gradient_outputs: those outputs whose gradients `backward` takes, in order.
+        gradient_inputs: those received tensors whose gradients it returns, in order.
+    """
+
+    received: tuple[str, ...]
+    outputs: tuple[str, ...]
+    gradient_outputs: tuple[str, ...]
+    gradient_inputs: tuple[str, ...]
+
+    def forward(
+        self, micro_batch: int, half: int | None, inputs: Sequence[Tensor], received: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Return the outputs of a micro-batch, or of one half of it.
+
+        Args:
+            half: 0 or 1 for the first or second half of the samples; None for all.
+            inputs: the rank's rows of the model's inputs for the whole micro-batch.
+            received: the tensors of the half, or of the micro-batch.
+        """
+
+    def backward(self, micro_batch: int, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Add up the gradients of parameters and return those of received tensors; lets go of the micro-batch."""
+
+    def input_gradient(self, micro_batch: int, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the gradients of received tensors only; `weight_gradient` must follow."""
+
+    def weight_gradient(self, micro_batch: int) -> None:
+        """Add up the gradients of parameters after `input_gradient`; lets go of the micro-batch."""
+
+    def clear(self) -> None:
+        """Forget all micro-batches: a mini-batch ended or failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundaryGradients:
+    """Which gradients cross a stage's boundary on one rank: the two orders of `StageCompute`."""
+
+    outputs: tuple[str, ...]
+    inputs: tuple[str, ...]
+
+
+def boundary_gradients(
+    program: RankProgram, plan: PipelinePlan, specs: Mapping[str, TensorSpec]
+) -> BoundaryGradients:
+    """Return the gradients that a rank's program receives and sends, each name once, in the order of edges.
+
+    Nothing travels for tensors without elements.
+    """
+    outputs: set[int] = set()
+    inputs: set[int] = set()
+    for instruction in program.instructions:
+        outputs.update(m.edge for m in instruction.receives if m.direction is Direction.GRADIENT)
+        inputs.update(m.edge for m in instruction.sends if m.direction is Direction.GRADIENT)
+
+    def names(edges: set[int]) -> tuple[str, ...]:
+        found = dict.fromkeys(name for edge in sorted(edges) for name in plan.edges[edge].gradient_tensors)
+        return tuple(name for name in found if name in specs and specs[name].bytes_for(1))
+
+    return BoundaryGradients(outputs=names(outputs), inputs=names(inputs))
+
+
+NO_GRADIENTS = BoundaryGradients(outputs=(), inputs=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfForwards:
+    """What a stage needs to run a forward in two halves.
+
+    Args:
+        function: the stage's code at half the samples; inputs and outputs are those of the whole, in order.
+        input_axes: batch axis of each model input, in the order of ``function.batch_inputs``.
+        axes: batch axis of every boundary tensor by name; -1 for those that are the same for all samples.
+    """
+
+    function: StageFunction
+    input_axes: tuple[int, ...]
+    axes: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What is kept of a forward, or of one half of it, for its backward."""
+
+    roots: list[Tensor]
+    leaves: list[Tensor]
+
+
+class AutogradCompute:
+    """Computes a stage with its generated code and torch's autograd.
+
+    Two halves of a forward draw their dropout masks one after the other, so a sliced micro-batch has other
+    masks than a whole one would.
+
+    Args:
+        function: the stage's code; ``parameters`` are bound in the order of ``function.tensors``.
+        gradients: which gradients the stage takes and makes.
+        hooks: the optimizer side; None for a stage that runs no backwards, which keeps nothing.
+        loss: node name of the loss if this stage yields it.
+        loss_share: samples of one loss over those of the mini-batch.
+        halves: None where no forward runs in halves.
+    """
+
+    def __init__(
+        self,
+        *,
+        function: StageFunction,
+        parameters: Sequence[Tensor],
+        gradients: BoundaryGradients = NO_GRADIENTS,
+        hooks: StageHooks | None = None,
+        loss: str | None = None,
+        loss_share: float = 1.0,
+        halves: HalfForwards | None = None,
+    ) -> None:
+        self.received = function.received
+        self.outputs = function.outputs
+        self.gradient_outputs = gradients.outputs
+        self.gradient_inputs = gradients.inputs
+        self._call = function.call
+        self._parameters = tuple(parameters)
+        self._trained = tuple(p for p in parameters if p.requires_grad)
+        self._hooks = hooks
+        self._loss_share = loss_share
+        self._has_loss = loss is not None
+        self._halves = halves
+        roots = (*((loss,) if loss is not None else ()), *self.gradient_outputs)
+        self._roots = tuple(function.outputs.index(name) for name in roots)
+        self._leaves = tuple(function.received.index(name) for name in self.gradient_inputs)
+        self._kept: dict[int, list[_Part]] = {}
+        self._split: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]] = {}
+
+    def forward(
+        self, micro_batch: int, half: int | None, inputs: Sequence[Tensor], received: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Return the outputs of a micro-batch or half of it; keeps the graph if the stage has backwards."""
+        call = self._call
+        if half is not None:
+            assert self._halves is not None, "a program with half forwards needs their code"
+            call = self._halves.function.call
+            inputs = [_half_of(t, a, half) for t, a in zip(inputs, self._halves.input_axes, strict=True)]
+        if self._hooks is None:
+            return call(*self._parameters, *inputs, *received)
+        leaves = [received[index].requires_grad_(True) for index in self._leaves]
+        outputs = call(*self._parameters, *inputs, *received)
+        part = _Part([outputs[index] for index in self._roots], leaves)
+        if half:
+            self._kept[micro_batch].append(part)
+        else:
+            self._kept[micro_batch] = [part]
+        return outputs
+
+    def backward(self, micro_batch: int, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Add up the gradients of parameters and return those of received tensors."""
+        hooks = self._hooks
+        assert hooks is not None, "a stage with backward tasks needs hooks"
+        parts = self._kept.pop(micro_batch)
+        roots, seeds = self._seed(parts, gradients, hooks.loss_scale)
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        hooks.accumulate()
+        return self._join_leaves(parts, [[leaf.grad for leaf in part.leaves] for part in parts])
+
+    def input_gradient(self, micro_batch: int, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the gradients of received tensors only."""
+        hooks = self._hooks
+        assert hooks is not None, "a stage with backward tasks needs hooks"
+        parts = self._kept.pop(micro_batch)
+        roots, seeds = self._seed(parts, gradients, hooks.loss_scale)
+        self._split[micro_batch] = (roots, seeds)
+        leaves = list({id(leaf): leaf for part in parts for leaf in part.leaves}.values())
+        found: dict[int, Tensor | None] = {}
+        if roots and leaves:
+            grads = torch.autograd.grad(roots, leaves, seeds, retain_graph=True, allow_unused=True)
+            found = {id(leaf): grad for leaf, grad in zip(leaves, grads, strict=True)}
+        return self._join_leaves(parts, [[found.get(id(leaf)) for leaf in part.leaves] for part in parts])
+
+    def weight_gradient(self, micro_batch: int) -> None:
+        """Add up the gradients of parameters after `input_gradient`."""
+        hooks = self._hooks
+        assert hooks is not None, "a stage with backward tasks needs hooks"
+        roots, seeds = self._split.pop(micro_batch)
+        if roots and self._trained:
+            torch.autograd.backward(roots, seeds, inputs=self._trained)
+        hooks.accumulate()
+
+    def clear(self) -> None:
+        """Forget all micro-batches."""
+        self._kept.clear()
+        self._split.clear()
+
+    def _seed(
+        self, parts: Sequence[_Part], gradients: Sequence[Tensor], loss_scale: float
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return what the backward starts from, and with which gradients: of the loss, and of outputs."""
+        if len(parts) == 1 and not self._has_loss:
+            return parts[0].roots, gradients
+        roots: list[Tensor] = []
+        seeds: list[Tensor] = []
+        seed = loss_scale * self._loss_share / len(parts)
+        for half, part in enumerate(parts):
+            if self._has_loss:
+                roots.append(part.roots[0])
+                seeds.append(part.roots[0].new_tensor(seed))
+            outputs = part.roots[1:] if self._has_loss else part.roots
+            for name, root, gradient in zip(self.gradient_outputs, outputs, gradients, strict=True):
+                axis = -1 if self._halves is None else self._halves.axes[name]
+                if len(parts) == 1 or axis >= 0:
+                    roots.append(root)
+                    seeds.append(gradient if len(parts) == 1 else _half_of(gradient, axis, half))
+                elif half == 0:  # the same for all samples: the first half's was sent for both
+                    roots.append(root)
+                    seeds.append(gradient)
+        return roots, seeds
+
+    def _join_leaves(
+        self, parts: Sequence[_Part], gradients: Sequence[Sequence[Tensor | None]]
+    ) -> list[Tensor]:
+        """Return the gradients of received tensors: rows of both halves joined, or their sum."""
+        found = [
+            [g if g is not None else torch.zeros_like(leaf) for g, leaf in zip(row, part.leaves, strict=True)]
+            for row, part in zip(gradients, parts, strict=True)
+        ]
+        if len(parts) == 1:
+            return found[0]
+        assert self._halves is not None
+        joined = []
+        for index, name in enumerate(self.gradient_inputs):
+            axis = self._halves.axes[name]
+            if axis >= 0:
+                joined.append(torch.cat([found[0][index], found[1][index]], dim=axis))
+            elif parts[0].leaves[index] is parts[1].leaves[index]:
+                joined.append(found[0][index])
+            else:
+                joined.append(found[0][index] + found[1][index])
+        return joined
+
+
+def _half_of(tensor: Tensor, axis: int, half: int) -> Tensor:
+    """Return the rows of one half, or the tensor itself where it is the same for all samples."""
+    if axis < 0:
+        return tensor
+    rows = tensor.shape[axis] // 2
+    return tensor.narrow(axis, half * rows, rows)

@@ -1,0 +1,326 @@
+"""Where the rows of every task's tensors come from and go to, resolved once from a rank's program.
+
+Messages become numbers, tasks whose tensors are sent become slots, names become positions: the executor looks
+nothing up. A forward in two halves reads its rows out of messages that may hold both, and a message may
+be sent out of both; everything else is a special case of that.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgram
+from gpp_plugin.ir.samples import SampleRange
+from gpp_plugin.ir.schedule import Task, TaskKind
+from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
+from gpp_plugin.runtime.compute import StageCompute
+from gpp_plugin.runtime.wires import Wire, wires_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One received part of a tensor.
+
+    Args:
+        number: of the message among all that the rank receives; ``position`` of the tensor within it.
+        first_row, num_rows: what is read of it; ``num_rows`` -1 for all.
+        is_last: nobody reads that tensor afterwards.
+    """
+
+    number: int
+    position: int
+    first_row: int
+    num_rows: int
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """One tensor that a task reads: groups of pieces, joined along ``axis`` and then summed in order.
+
+    Args:
+        shape, dtype: of the tensor; what has no elements is made, not received.
+    """
+
+    name: str
+    groups: tuple[tuple[Piece, ...], ...]
+    axis: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskReads:
+    """What a task waits for (numbers of messages nobody waited for before), and the tensors it reads."""
+
+    waits: tuple[int, ...] = ()
+    tensors: tuple[Reading, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Rows of one tensor of a task: the task's slot, the tensor's position in what the task made."""
+
+    slot: int
+    position: int
+    first_row: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parcel:
+    """One tensor of a message to send; more than one source only where it holds rows of both halves."""
+
+    wire: Wire
+    sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routes:
+    """All of a rank's routes.
+
+    Args:
+        receives: the messages in the order they are posted, with what they hold.
+        sends: for each exchange, its messages with their parcels.
+        drops: for each exchange, the slots that nothing is sent from afterwards.
+        reads: what each task with something to read reads.
+        slots: the tasks whose tensors are sent, and where they are kept.
+    """
+
+    receives: tuple[tuple[Message, tuple[Wire, ...]], ...]
+    sends: tuple[tuple[tuple[Message, tuple[Parcel, ...]], ...], ...]
+    drops: tuple[tuple[int, ...], ...]
+    reads: Mapping[Task, TaskReads]
+    slots: Mapping[Task, int]
+
+
+def resolve_routes(
+    program: RankProgram, *, plan: PipelinePlan, boundary: StageCompute, specs: Mapping[str, TensorSpec]
+) -> Routes:
+    """Return the routes of one rank's program.
+
+    Args:
+        boundary: names the tensors that the stage reads and makes, and their order.
+
+    Raises:
+        PlanError: an edge names a tensor that was not captured.
+    """
+    return _Resolver(program, plan, boundary, specs).resolve()
+
+
+class _Resolver:
+    """Reads a program once; what it knows of it."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        plan: PipelinePlan,
+        boundary: StageCompute,
+        specs: Mapping[str, TensorSpec],
+    ) -> None:
+        self._program = program
+        self._plan = plan
+        self._boundary = boundary
+        self._specs = specs
+        self._local = plan.stages[program.stage].local_batch_size
+        self._tasks = [i.task for i in program.instructions if i.task is not None]
+        self._exchanges = [i for i in program.instructions if i.kind is InstructionKind.EXCHANGE]
+        self._receives = [(m, self._wires(m)) for exchange in self._exchanges for m in exchange.receives]
+        self._slots: dict[Task, int] = {}
+
+    def resolve(self) -> Routes:
+        sends = tuple(
+            tuple((message, self._parcels(message)) for message in exchange.sends)
+            for exchange in self._exchanges
+        )
+        return Routes(
+            receives=tuple(self._receives),
+            sends=sends,
+            drops=_drops(sends),
+            reads=self._reads(),
+            slots=self._slots,
+        )
+
+    def _wires(self, message: Message) -> tuple[Wire, ...]:
+        return wires_of(message, rank=self._program.rank, plan=self._plan, specs=self._specs)
+
+    # ---- what is sent ----------------------------------------------------------------------------
+
+    def _parcels(self, message: Message) -> tuple[Parcel, ...]:
+        micro_batch = message.src_micro_batch
+        if message.direction is Direction.GRADIENT:
+            makers = [
+                task
+                for task in self._tasks
+                if task.micro_batch == micro_batch
+                and task.kind in (TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT)
+            ]
+            names = self._boundary.gradient_inputs
+        else:
+            makers = [
+                task
+                for task in self._tasks
+                if task.micro_batch == micro_batch and task.kind is TaskKind.FORWARD
+            ]
+            names = self._boundary.outputs
+        return tuple(
+            Parcel(wire=wire, sources=self._sources(wire, makers, names.index(wire.name)))
+            for wire in self._wires(message)
+        )
+
+    def _sources(self, wire: Wire, makers: Sequence[Task], position: int) -> tuple[Source, ...]:
+        sources: list[Source] = []
+        for task in makers:
+            first, count = wire.first_row, wire.num_rows
+            if wire.axis >= 0:
+                start, end = self._rows(task, wire.name)
+                first, count = max(first, start) - start, min(first + count, end) - max(first, start)
+                if count <= 0:
+                    continue
+            elif sources:
+                continue  # the same for all samples: the first half's does for both
+            slot = self._slots.setdefault(task, len(self._slots))
+            sources.append(Source(slot=slot, position=position, first_row=first, num_rows=count))
+        assert sources, f"no task makes {wire.name}"
+        return tuple(sources)
+
+    def _rows(self, task: Task, name: str) -> tuple[int, int]:
+        """Return the rows of a tensor that a task has, within those of its micro-batch."""
+        rows = self._local * self._specs[name].layout.rows_per_sample
+        if task.half is None:
+            return 0, rows
+        return task.half * rows // 2, (task.half + 1) * rows // 2
+
+    # ---- what is read ----------------------------------------------------------------------------
+
+    def _reads(self) -> dict[Task, TaskReads]:
+        arrived = self._arrived()
+        groups: dict[Task, dict[str, list[list[Piece]]]] = {}
+        last_reader: dict[tuple[int, int], Task] = {}
+        for task in self._tasks:
+            groups[task] = {}
+            for name in self._names_read(task):
+                found = arrived.get((task.kind is TaskKind.FORWARD, task.micro_batch, name), [])
+                groups[task][name] = self._groups(task, name, found)
+                for piece in (piece for group in groups[task][name] for piece in group):
+                    last_reader[piece.number, piece.position] = task
+        reads = {}
+        is_awaited: set[int] = set()
+        for task, groups_of in groups.items():
+            tensors = tuple(
+                self._reading(task, name, pieces, last_reader) for name, pieces in groups_of.items()
+            )
+            numbers = dict.fromkeys(
+                p.number for reading in tensors for group in reading.groups for p in group
+            )
+            reads[task] = TaskReads(waits=tuple(n for n in numbers if n not in is_awaited), tensors=tensors)
+            is_awaited.update(numbers)
+        return reads
+
+    def _names_read(self, task: Task) -> tuple[str, ...]:
+        if task.kind is TaskKind.FORWARD:
+            return self._boundary.received
+        return () if task.kind is TaskKind.WEIGHT_GRADIENT else self._boundary.gradient_outputs
+
+    def _arrived(self) -> dict[tuple[bool, int, str], list[tuple[int, int]]]:
+        """Return (number, position) of what comes of a tensor for a micro-batch, in an order that is fixed."""
+        found: dict[tuple[bool, int, str], list[tuple[int, int]]] = defaultdict(list)
+        for number, (message, wires) in enumerate(self._receives):
+            is_activation = message.direction is Direction.ACTIVATION
+            for position, wire in enumerate(wires):
+                found[is_activation, message.dst_micro_batch, wire.name].append((number, position))
+        for pieces in found.values():
+            pieces.sort(key=lambda p: self._order(p[0]))
+        return found
+
+    def _order(self, number: int) -> tuple[int, SampleRange, int]:
+        message = self._receives[number][0]
+        return (message.edge, message.samples, message.src_rank)
+
+    def _groups(self, task: Task, name: str, arrived: Sequence[tuple[int, int]]) -> list[list[Piece]]:
+        """Return the pieces of a tensor: those of a group are joined by rows, the groups added up."""
+        is_batch = self._specs[name].layout.kind is LayoutKind.BATCH
+        if task.kind is TaskKind.FORWARD:
+            joined = (
+                self._rows_of_half(task, name, arrived)
+                if is_batch
+                else _of_half(task, self._receives, arrived)
+            )
+            return [joined] if joined else []
+        pieces = [_whole(number, position) for number, position in arrived]
+        if not is_batch:  # the same tensor for every consumer micro-batch: their gradients add up
+            return [[piece] for piece in pieces]
+        by_edge: dict[int, list[Piece]] = defaultdict(list)
+        for piece in pieces:
+            by_edge[self._receives[piece.number][0].edge].append(piece)
+        return [by_edge[edge] for edge in sorted(by_edge)]
+
+    def _rows_of_half(self, task: Task, name: str, arrived: Sequence[tuple[int, int]]) -> list[Piece]:
+        start, end = self._rows(task, name)
+        pieces = []
+        for number, position in arrived:
+            wire = self._receives[number][1][position]
+            first, last = max(wire.first_row, start), min(wire.first_row + wire.num_rows, end)
+            if (first, last) == (wire.first_row, wire.first_row + wire.num_rows):
+                pieces.append(_whole(number, position))
+            elif first < last:
+                pieces.append(
+                    Piece(
+                        number=number,
+                        position=position,
+                        first_row=first - wire.first_row,
+                        num_rows=last - first,
+                    )
+                )
+        return pieces
+
+    def _reading(
+        self,
+        task: Task,
+        name: str,
+        groups: Sequence[Sequence[Piece]],
+        last_reader: Mapping[tuple[int, int], Task],
+    ) -> Reading:
+        spec = self._specs[name]
+        samples = self._local if task.half is None else self._local // 2
+        return Reading(
+            name=name,
+            groups=tuple(
+                tuple(replace(p, is_last=last_reader[p.number, p.position] == task) for p in group)
+                for group in groups
+            ),
+            axis=spec.layout.axis if spec.layout.kind is LayoutKind.BATCH else -1,
+            shape=spec.shape_for(samples),
+            dtype=getattr(torch, spec.dtype),
+        )
+
+
+def _whole(number: int, position: int) -> Piece:
+    return Piece(number=number, position=position, first_row=0, num_rows=-1)
+
+
+def _of_half(
+    task: Task,
+    receives: Sequence[tuple[Message, tuple[Wire, ...]]],
+    arrived: Sequence[tuple[int, int]],
+) -> list[Piece]:
+    """Return the piece that holds a tensor without a batch axis: the half's own, or what came for the first."""
+    own = [pair for pair in arrived if receives[pair[0]][0].dst_half == task.half]
+    return [_whole(*pair) for pair in (own or arrived)[:1]]
+
+
+def _drops(sends: Sequence[Sequence[tuple[Message, tuple[Parcel, ...]]]]) -> tuple[tuple[int, ...], ...]:
+    """Return, for each exchange, the slots that it is the last to send from."""
+    last = {
+        source.slot: index
+        for index, exchange in enumerate(sends)
+        for _, parcels in exchange
+        for parcel in parcels
+        for source in parcel.sources
+    }
+    return tuple(tuple(slot for slot, at in last.items() if at == index) for index in range(len(sends)))

@@ -48,6 +48,24 @@ class BlockEdge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTensor:
+    """A storage that autograd keeps from forward to backward: what can be swapped or recomputed.
+
+    Args:
+        name: the operator whose result it is, or ``<operator>:inside`` for what an operator keeps beside
+            operands and results (masks, statistics).
+        made_by: the block that makes it.
+        kept_by: blocks whose backward reads it, in order; the first is charged with it in ``saved_bytes``.
+        bytes: at ``BlockGraph.num_samples`` samples.
+    """
+
+    name: str
+    made_by: str
+    kept_by: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockGraph:
     """Blocks in a topological order, every edge between them, and the tensors on the edges.
 
@@ -55,6 +73,7 @@ class BlockGraph:
         num_samples: samples the sizes refer to.
         loss_block: the block that yields the loss, or None.
         tied: groups of blocks that share a parameter, parameter name -> block names.
+        saved: what is kept for backward, tensor by tensor, where blocks are single operators; else empty.
     """
 
     model: str
@@ -64,6 +83,7 @@ class BlockGraph:
     tensors: dict[str, TensorSpec]
     loss_block: str | None
     tied: dict[str, tuple[str, ...]]
+    saved: tuple[SavedTensor, ...] = ()
 
     def block(self, name: str) -> Block:
         """Return the block of that name.

@@ -41,6 +41,9 @@ class OpNode:
         output: its tensor, or None for an operator that returns several (read by getitem nodes).
         flops: floating-point operations of the forward at the captured number of samples.
         saved_bytes: bytes kept for backward that no earlier node keeps already.
+        keeps: nodes, perhaps itself, whose results it keeps for backward, with the bytes of the storage (of
+            results that share one: the first); model inputs and parameters, held anyway, are left out.
+        kept_inside_bytes: of ``saved_bytes``, what is no node's result (a dropout's mask, softmax inside attention).
         is_coupling: mixes samples (in-batch losses, BatchNorm, means over the batch).
         is_random: draws random numbers (dropout).
         is_replicable: cheap, parameter-free, depends on model inputs only; recomputed per stage.
@@ -53,6 +56,8 @@ class OpNode:
     output: TensorSpec | None
     flops: float = 0.0
     saved_bytes: int = 0
+    keeps: tuple[tuple[str, int], ...] = ()
+    kept_inside_bytes: int = 0
     is_coupling: bool = False
     is_random: bool = False
     is_replicable: bool = False

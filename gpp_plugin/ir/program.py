@@ -49,9 +49,10 @@ class Message:
     def __str__(self) -> str:
         arrow = "act" if self.direction is Direction.ACTIVATION else "grad"
         end = self.samples.end - 1
+        sent, needed = ("" if half is None else "ab"[half] for half in (self.src_half, self.dst_half))
         return (
-            f"{arrow} e{self.edge} r{self.src_rank}.{self.src_micro_batch}"
-            f">r{self.dst_rank}.{self.dst_micro_batch} [{self.samples.first_sample}..{end}]"
+            f"{arrow} e{self.edge} r{self.src_rank}.{self.src_micro_batch}{sent}"
+            f">r{self.dst_rank}.{self.dst_micro_batch}{needed} [{self.samples.first_sample}..{end}]"
         )
 
 

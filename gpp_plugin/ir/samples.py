@@ -23,6 +23,10 @@ class SampleRange:
         end = min(self.end, other.end)
         return SampleRange(first_sample=first, num_samples=end - first) if first < end else None
 
+    def first(self) -> SampleRange:
+        """Return the range of only the first sample."""
+        return SampleRange(first_sample=self.first_sample, num_samples=1)
+
     def halves(self) -> tuple[SampleRange, SampleRange]:
         """Return the first and the second half; of an odd number the second is the longer one."""
         middle = self.num_samples // 2

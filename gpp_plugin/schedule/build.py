@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from gpp_plugin.errors import ScheduleError
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.schedule import StageSchedule
 from gpp_plugin.schedule.forward_only import forward_only_schedule
 from gpp_plugin.schedule.gpipe import gpipe_schedule
 from gpp_plugin.schedule.greedy import greedy_schedule
+from gpp_plugin.schedule.halves import halve_forwards
 from gpp_plugin.schedule.kfkb import kfkb_schedule
 from gpp_plugin.schedule.messages import check_divisibility
 from gpp_plugin.schedule.stage_order import sinks_first
@@ -86,7 +87,7 @@ def build_stage_schedule(
             f"stage {stage.name!r}: no schedule {stage.schedule!r}; the schedules are {sorted(SCHEDULES)}"
         )
     try:
-        return maker(plan, index, behind)
+        return _sliced(stage, maker(plan, index, behind))
     except ValueError as error:
         raise ScheduleError(f"stage {stage.name!r}: {error}") from error
 
@@ -96,7 +97,20 @@ def _forward_only(plan: PipelinePlan, index: int) -> StageSchedule:
     stage = plan.stages[index]
     if stage.in_flight < 1:
         raise ScheduleError(f"stage {stage.name!r}: in_flight is {stage.in_flight}; at least 1 is needed")
-    return forward_only_schedule(index, plan.num_micro_batches(index), num_in_flight=stage.in_flight)
+    schedule = forward_only_schedule(index, plan.num_micro_batches(index), num_in_flight=stage.in_flight)
+    return _sliced(stage, schedule)
+
+
+def _sliced(stage: Stage, schedule: StageSchedule) -> StageSchedule:
+    """Return the schedule with the stage's first forwards in halves, as the plan says."""
+    if stage.num_sliced < 0 or (stage.num_sliced and stage.local_batch_size % 2):
+        raise ScheduleError(
+            f"stage {stage.name!r}: num_sliced is {stage.num_sliced} with {stage.local_batch_size} samples a rank; "
+            "only even numbers of samples run in halves: set it to 0"
+        )
+    if not stage.num_sliced:
+        return schedule
+    return halve_forwards(schedule, stage.num_sliced, joins_last=stage.joins_last_slice)
 
 
 def forward_schedules(plan: PipelinePlan) -> tuple[StageSchedule, ...]:

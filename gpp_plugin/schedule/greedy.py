@@ -24,9 +24,10 @@ from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan, StageEdge
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
+from gpp_plugin.schedule.check import has_backwards
 from gpp_plugin.schedule.gpipe import gpipe_schedule
 from gpp_plugin.schedule.stage_order import stages_behind
-from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph, has_backwards
+from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph
 from gpp_plugin.simulate.durations import nominal_durations
 from gpp_plugin.simulate.event_loop import Transfers, message_transfers, run_task_graph
 

@@ -13,9 +13,10 @@ from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule, Task
+from gpp_plugin.schedule.check import has_backwards
 from gpp_plugin.schedule.placement import Placement, place_messages
 from gpp_plugin.schedule.reductions import reduce_after_backwards
-from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph, has_backwards
+from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph
 from gpp_plugin.simulate.durations import Durations, nominal_durations, task_durations
 from gpp_plugin.simulate.event_loop import message_transfers, run_task_graph
 

@@ -2,17 +2,46 @@
 
 Seen in the order of samples, the tasks of a stage cut the mini-batch into equal parts: part ``a`` is
 micro-batch ``a // degree`` on the stage's rank ``a % degree``. A producer's and a consumer's part that
-overlap need a message; stages of any two micro-batch sizes and degrees reshard this way.
+overlap need a message; stages of any two micro-batch sizes and degrees reshard this way. A forward
+that runs in halves cuts the activations there too; gradients are of whole micro-batches always.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.ir.samples import SampleRange
+from gpp_plugin.ir.schedule import StageSchedule
+
+Overlap = tuple[int, int, int, int, bool, int | None, int | None]
+"""Producer part, consumer part, first sample, samples, has whole tensors, producer's and consumer's half."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slicing:
+    """Which micro-batches of a stage run their forward in halves.
+
+    Args:
+        halved: those micro-batches.
+        joined: those of them whose outputs leave together, after the second half.
+    """
+
+    halved: frozenset[int] = frozenset()
+    joined: frozenset[int] = frozenset()
+
+
+WHOLE = Slicing()
+"""No forward runs in halves."""
+
+
+def slicing_of(schedule: StageSchedule) -> Slicing:
+    """Return which micro-batches run in halves under this schedule."""
+    halved = frozenset(task.micro_batch for task in schedule.tasks if task.half is not None)
+    return Slicing(halved=halved, joined=frozenset(schedule.joined)) if halved else WHOLE
 
 
 def check_divisibility(plan: PipelinePlan, index: int) -> None:
@@ -34,11 +63,17 @@ def check_divisibility(plan: PipelinePlan, index: int) -> None:
         )
 
 
-def edge_overlaps(plan: PipelinePlan, edge_index: int) -> Iterator[tuple[int, int, int, int, bool]]:
-    """Yield (producer part, consumer part, first sample, samples, has whole tensors) of each activation message.
+def edge_overlaps(
+    plan: PipelinePlan, edge_index: int, *, producer: Slicing = WHOLE, consumer: Slicing = WHOLE
+) -> Iterator[Overlap]:
+    """Yield an `Overlap` for each activation message of an edge, in the order of samples.
 
     The edge's tensors without a batch axis travel once for each consumer part, with its first sample;
-    a message that would hold nothing is left out.
+    a message that would hold nothing is left out. Without slicing these are the gradient messages too.
+
+    Args:
+        producer, consumer: which forwards run in halves at either end. A message is cut where any of
+            their tasks ends, except that what a joined micro-batch made leaves after its second half.
 
     Raises:
         PlanError: the edge names no tensors.
@@ -51,14 +86,30 @@ def edge_overlaps(plan: PipelinePlan, edge_index: int) -> Iterator[tuple[int, in
             "tensors; name what it holds or leave it out"
         )
     produced, consumed = plan.stages[edge.src].local_batch_size, plan.stages[edge.dst].local_batch_size
+    src_degree, dst_degree = plan.stages[edge.src].degree, plan.stages[edge.dst].degree
+    is_sliced = bool(producer.halved or consumer.halved)
+    src_half = dst_half = None
     first = 0
     while first < plan.mini_batch:
-        producer, consumer = first // produced, first // consumed
-        end = min((producer + 1) * produced, (consumer + 1) * consumed)
-        is_whole = has_whole and first == consumer * consumed
+        src_part, dst_part = first // produced, first // consumed
+        end = min((src_part + 1) * produced, (dst_part + 1) * consumed)
+        if is_sliced:
+            src_half = dst_half = None
+            if src_part // src_degree in producer.joined:
+                src_half = 1
+            elif src_part // src_degree in producer.halved:
+                src_half, end = _half_at(first, end, src_part * produced + produced // 2)
+            if dst_part // dst_degree in consumer.halved:
+                dst_half, end = _half_at(first, end, dst_part * consumed + consumed // 2)
+        is_whole = has_whole and first == dst_part * consumed
         if has_batch or is_whole:
-            yield producer, consumer, first, end - first, is_whole
+            yield src_part, dst_part, first, end - first, is_whole, src_half, dst_half
         first = end
+
+
+def _half_at(first: int, end: int, middle: int) -> tuple[int, int]:
+    """Return the half that sample ``first`` lies in, and where a range from there to ``end`` is cut."""
+    return (0, min(end, middle)) if first < middle else (1, end)
 
 
 def activation_bytes(edge: StageEdge, num_samples: int, has_whole_tensors: bool) -> float:
@@ -81,11 +132,9 @@ def gradient_kinds(edge: StageEdge) -> tuple[bool, bool]:
     )
 
 
-def activation_message(
-    plan: PipelinePlan, edge_index: int, overlap: tuple[int, int, int, int, bool]
-) -> Message:
+def activation_message(plan: PipelinePlan, edge_index: int, overlap: Overlap) -> Message:
     """Return the message of one overlap that `edge_overlaps` yields."""
-    producer, consumer, first, num_samples, is_whole = overlap
+    producer, consumer, first, num_samples, is_whole, src_half, dst_half = overlap
     edge = plan.edges[edge_index]
     src_micro_batch, src_rank = _task_of(plan.stages[edge.src], producer)
     dst_micro_batch, dst_rank = _task_of(plan.stages[edge.dst], consumer)
@@ -98,13 +147,13 @@ def activation_message(
         dst_micro_batch=dst_micro_batch,
         samples=SampleRange(first_sample=first, num_samples=num_samples),
         has_whole_tensors=is_whole,
+        src_half=src_half,
+        dst_half=dst_half,
     )
 
 
-def gradient_message(
-    plan: PipelinePlan, edge_index: int, overlap: tuple[int, int, int, int, bool]
-) -> Message:
-    """Return the gradient message that answers the activation message of one overlap."""
+def gradient_message(plan: PipelinePlan, edge_index: int, overlap: Overlap) -> Message:
+    """Return the gradient message that answers the activation message of one overlap without slicing."""
     asked = activation_message(plan, edge_index, overlap)
     return Message(
         edge=edge_index,

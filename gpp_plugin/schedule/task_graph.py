@@ -7,15 +7,22 @@ needs. A forward-only stage also waits until its consumers have run on the micro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Message
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
+from gpp_plugin.schedule.check import (
+    check_gradient_edges,
+    check_schedules,
+    has_backwards,
+)
 from gpp_plugin.schedule.grid import format_grid
 from gpp_plugin.schedule.messages import (
+    WHOLE,
+    Overlap,
     activation_bytes,
     activation_message,
     check_divisibility,
@@ -23,7 +30,19 @@ from gpp_plugin.schedule.messages import (
     gradient_bytes,
     gradient_kinds,
     gradient_message,
+    slicing_of,
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGroup:
+    """``count`` nodes from ``first`` on that are the same kind of task of one stage."""
+
+    first: int
+    count: int
+    stage: int
+    kind: TaskKind
+    half: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +51,8 @@ class TaskGraph:
 
     Args:
         orders: nodes of each rank in the order it runs them.
-        stage, rank, micro_batch, is_backward: of a node.
+        groups: what the nodes are, in the order of nodes; together all of them.
+        stage, rank, micro_batch, kind, half: of a node.
         num_waits: how many things a node waits for.
         next_on_rank: the node that follows on its rank, or -1.
         source, target: nodes that send and receive a message.
@@ -44,17 +64,19 @@ class TaskGraph:
 
     plan: PipelinePlan
     orders: dict[int, list[int]]
+    groups: tuple[NodeGroup, ...]
     stage: list[int]
     rank: list[int]
     micro_batch: list[int]
-    is_backward: list[bool]
+    kind: list[TaskKind]
+    half: list[int | None]
     num_waits: list[int]
     next_on_rank: list[int]
     source: list[int]
     target: list[int]
     num_bytes: list[float]
     edge: list[int]
-    overlaps: list[tuple[int, int, int, int, bool]]
+    overlaps: list[Overlap]
     num_activations: int
     first_message: list[int]
     next_message: list[int]
@@ -62,8 +84,12 @@ class TaskGraph:
 
     def task(self, node: int) -> Task:
         """Return the task of a node."""
-        kind = TaskKind.BACKWARD if self.is_backward[node] else TaskKind.FORWARD
-        return Task(stage=self.stage[node], kind=kind, micro_batch=self.micro_batch[node])
+        return Task(
+            stage=self.stage[node],
+            kind=self.kind[node],
+            micro_batch=self.micro_batch[node],
+            half=self.half[node],
+        )
 
     def message(self, number: int) -> Message:
         """Return a message as the programs name it."""
@@ -78,78 +104,6 @@ class TaskGraph:
             number = self.next_message[number]
 
 
-def check_schedules(plan: PipelinePlan, schedules: Sequence[StageSchedule]) -> None:
-    """Refuse schedules that are not one whole order of tasks for each stage.
-
-    Raises:
-        ScheduleError: a task is missing, repeated or foreign, a backward precedes its forward, or
-            more is held than ``num_in_flight``.
-    """
-    if [schedule.stage for schedule in schedules] != list(range(len(plan.stages))):
-        raise ScheduleError(
-            f"schedules of stages {[s.stage for s in schedules]} for a plan of {len(plan.stages)} stages; "
-            "give one for each, in stage order"
-        )
-    for schedule in schedules:
-        _check_schedule(plan, schedule)
-
-
-def _check_schedule(plan: PipelinePlan, schedule: StageSchedule) -> None:
-    name, count = plan.stages[schedule.stage].name, plan.num_micro_batches(schedule.stage)
-    forwards: set[int] = set()
-    backwards: set[int] = set()
-
-    def fail(position: int, what: str) -> ScheduleError:
-        rows = {f"stage {schedule.stage}": [str(task) for task in schedule.tasks]}
-        return ScheduleError(f"stage {name!r}: {what}\n{format_grid(rows, bad={(0, position)})}")
-
-    for position, task in enumerate(schedule.tasks):
-        done = forwards if task.kind is TaskKind.FORWARD else backwards
-        if task.stage != schedule.stage or not 0 <= task.micro_batch < count:
-            raise fail(
-                position, f"{task} is not a task of stage {schedule.stage}, which runs {count} micro-batches"
-            )
-        if task.micro_batch in done:
-            raise fail(position, f"{task} is there twice; keep one")
-        if task.kind is TaskKind.BACKWARD and task.micro_batch not in forwards:
-            raise fail(position, f"{task} comes before its forward; move it behind")
-        done.add(task.micro_batch)
-        held = len(forwards) - len(backwards)
-        if held > schedule.num_in_flight and any(t.kind is TaskKind.BACKWARD for t in schedule.tasks):
-            raise fail(
-                position, f"{task} holds {held} micro-batches, num_in_flight is {schedule.num_in_flight}"
-            )
-    if len(forwards) < count or (backwards and len(backwards) < count):
-        raise fail(
-            len(schedule.tasks) - 1,
-            f"{len(forwards)} forwards and {len(backwards)} backwards of {count} micro-batches; schedule all",
-        )
-
-
-def has_backwards(schedule: StageSchedule) -> bool:
-    """Return whether a stage runs backwards under this schedule."""
-    return any(task.kind is TaskKind.BACKWARD for task in schedule.tasks)
-
-
-def check_gradient_edges(plan: PipelinePlan, backward_stages: Iterable[int]) -> None:
-    """Refuse an edge with gradients between a stage that runs backwards and one that does not.
-
-    Raises:
-        ScheduleError: names the edge and the stage.
-    """
-    trained = frozenset(backward_stages)
-    if not trained:
-        return
-    for index, edge in enumerate(plan.edges):
-        for stage in (edge.src, edge.dst):
-            if edge.gradient_tensors and stage not in trained:
-                raise ScheduleError(
-                    f"stage {plan.stages[stage].name!r} runs no backwards, but edge {index} from "
-                    f"{plan.stages[edge.src].name!r} to {plan.stages[edge.dst].name!r} carries gradients of "
-                    f"{list(edge.gradient_tensors)}; leave it out of forward_only_stages"
-                )
-
-
 def build_task_graph(plan: PipelinePlan, schedules: Sequence[StageSchedule]) -> TaskGraph:
     """Return the graph of all tasks and messages of ``plan`` under ``schedules``.
 
@@ -162,110 +116,185 @@ def build_task_graph(plan: PipelinePlan, schedules: Sequence[StageSchedule]) -> 
     check_schedules(plan, schedules)
     trained = {schedule.stage for schedule in schedules if has_backwards(schedule)}
     check_gradient_edges(plan, trained)
-    forward_base, backward_base = [0] * len(plan.stages), [-1] * len(plan.stages)
-    stage: list[int] = []
-    rank: list[int] = []
-    micro_batch: list[int] = []
-    is_backward: list[bool] = []
-    for index, owner in enumerate(plan.stages):
-        count, degree = plan.num_micro_batches(index), owner.degree
-        for backward in (False, True) if index in trained else (False,):
-            (backward_base if backward else forward_base)[index] = len(stage)
-            stage += [index] * (count * degree)
-            rank += list(owner.ranks) * count
-            micro_batch += [m for m in range(count) for _ in range(degree)]
-            is_backward += [backward] * (count * degree)
-    graph = TaskGraph(
-        plan=plan,
-        orders={},
-        stage=stage,
-        rank=rank,
-        micro_batch=micro_batch,
-        is_backward=is_backward,
-        num_waits=[0] * len(stage),
-        next_on_rank=[-1] * len(stage),
-        source=[],
-        target=[],
-        num_bytes=[],
-        edge=[],
-        overlaps=[],
-        num_activations=sum(1 for e in range(len(plan.edges)) for _ in edge_overlaps(plan, e)),
-        first_message=[-1] * len(stage),
-        next_message=[],
-        unlocks={},
-    )
-    _add_orders(graph, schedules, forward_base, backward_base)
-    _add_messages(graph, forward_base, backward_base)
-    _add_unlocks(graph, schedules, trained)
-    return graph
+    return _Builder(plan, schedules, trained).build()
 
 
-def _add_orders(
-    graph: TaskGraph, schedules: Sequence[StageSchedule], forward_base: list[int], backward_base: list[int]
-) -> None:
-    for schedule, stage in zip(schedules, graph.plan.stages, strict=True):
-        degree = stage.degree
-        bases = {
-            TaskKind.FORWARD: forward_base[schedule.stage],
-            TaskKind.BACKWARD: backward_base[schedule.stage],
-        }
-        firsts = [bases[task.kind] + task.micro_batch * degree for task in schedule.tasks]
-        for position, rank in enumerate(stage.ranks):
-            order = [first + position for first in firsts]
-            graph.orders[rank] = order
-            for node, follower in zip(order, order[1:], strict=False):
-                graph.next_on_rank[node] = follower
-                graph.num_waits[follower] += 1
+class _Builder:
+    """A task graph in the making: where the nodes of each stage's tasks begin, then orders and messages."""
 
+    def __init__(self, plan: PipelinePlan, schedules: Sequence[StageSchedule], trained: set[int]) -> None:
+        self._plan = plan
+        self._schedules = schedules
+        self._trained = trained
+        self._slicing = [slicing_of(schedule) for schedule in schedules]
+        # By stage: the first node of forwards (of first halves, where there are halves) and of what
+        # sends gradients; of second halves and weight gradients the first node by micro-batch.
+        self._forward = [0] * len(plan.stages)
+        self._gradient = [-1] * len(plan.stages)
+        self._second: list[dict[int, int]] = [{} for _ in plan.stages]
+        self._weight: list[dict[int, int]] = [{} for _ in plan.stages]
+        self._groups: list[NodeGroup] = []
+        self._stage: list[int] = []
+        self._rank: list[int] = []
+        self._micro_batch: list[int] = []
+        self._kind: list[TaskKind] = []
+        self._half: list[int | None] = []
 
-def _add_messages(graph: TaskGraph, forward_base: list[int], backward_base: list[int]) -> None:
-    plan = graph.plan
-    gradients: list[tuple[int, int, float, int, tuple[int, int, int, int, bool]]] = []
-
-    def add(
-        source: int, target: int, num_bytes: float, edge: int, overlap: tuple[int, int, int, int, bool]
-    ) -> None:
-        graph.next_message.append(graph.first_message[source])
-        graph.first_message[source] = len(graph.source)
-        graph.source.append(source)
-        graph.target.append(target)
-        graph.num_bytes.append(num_bytes)
-        graph.edge.append(edge)
-        graph.overlaps.append(overlap)
-        graph.num_waits[target] += 1
-
-    for index, edge in enumerate(plan.edges):
-        has_batch, has_whole = gradient_kinds(edge)
-        is_trained = backward_base[edge.src] >= 0 and backward_base[edge.dst] >= 0
-        for overlap in edge_overlaps(plan, index):
-            producer, consumer, _, num_samples, is_whole = overlap
-            num_bytes = activation_bytes(edge, num_samples, is_whole)
-            add(
-                forward_base[edge.src] + producer,
-                forward_base[edge.dst] + consumer,
-                num_bytes,
-                index,
-                overlap,
+    def build(self) -> TaskGraph:
+        for schedule in self._schedules:
+            self._add_nodes(schedule)
+        num_nodes = len(self._stage)
+        overlaps = [
+            list(
+                edge_overlaps(
+                    self._plan, i, producer=self._slicing[edge.src], consumer=self._slicing[edge.dst]
+                )
             )
-            if is_trained and (has_batch or (is_whole and has_whole)):
-                source, target = backward_base[edge.dst] + consumer, backward_base[edge.src] + producer
+            for i, edge in enumerate(self._plan.edges)
+        ]
+        graph = TaskGraph(
+            plan=self._plan,
+            orders={},
+            groups=tuple(self._groups),
+            stage=self._stage,
+            rank=self._rank,
+            micro_batch=self._micro_batch,
+            kind=self._kind,
+            half=self._half,
+            num_waits=[0] * num_nodes,
+            next_on_rank=[-1] * num_nodes,
+            source=[],
+            target=[],
+            num_bytes=[],
+            edge=[],
+            overlaps=[],
+            num_activations=sum(map(len, overlaps)),
+            first_message=[-1] * num_nodes,
+            next_message=[],
+            unlocks={},
+        )
+        self._add_orders(graph)
+        for index, of_edge in enumerate(overlaps):
+            self._add_activations(graph, index, of_edge)
+        for index, of_edge in enumerate(overlaps):
+            self._add_gradients(graph, index, of_edge)
+        self._add_unlocks(graph)
+        return graph
+
+    def _add_nodes(self, schedule: StageSchedule) -> None:
+        index = schedule.stage
+        every = range(self._plan.num_micro_batches(index))
+        halved = self._slicing[index].halved
+        self._forward[index] = len(self._stage)
+        if halved:
+            for first in every:
+                self._add_group(index, TaskKind.FORWARD, 0 if first in halved else None, [first])
+            self._second[index] = self._add_group(index, TaskKind.FORWARD, 1, sorted(halved))
+        else:
+            self._add_group(index, TaskKind.FORWARD, None, every)
+        if index not in self._trained:
+            return
+        self._gradient[index] = len(self._stage)
+        split = [t.micro_batch for t in schedule.tasks if t.kind is TaskKind.INPUT_GRADIENT]
+        if split and len(split) < len(every):
+            whole = set(every) - set(split)
+            for first in every:
+                kind = TaskKind.BACKWARD if first in whole else TaskKind.INPUT_GRADIENT
+                self._add_group(index, kind, None, [first])
+        else:
+            self._add_group(index, TaskKind.INPUT_GRADIENT if split else TaskKind.BACKWARD, None, every)
+        if split:
+            self._weight[index] = self._add_group(index, TaskKind.WEIGHT_GRADIENT, None, sorted(split))
+
+    def _add_group(
+        self, index: int, kind: TaskKind, half: int | None, micro_batches: Sequence[int]
+    ) -> dict[int, int]:
+        """Add one node a rank for each of these micro-batches; return each one's first node."""
+        ranks = self._plan.stages[index].ranks
+        degree, count, first = len(ranks), len(micro_batches), len(self._stage)
+        self._groups.append(NodeGroup(first=first, count=count * degree, stage=index, kind=kind, half=half))
+        self._stage += [index] * (count * degree)
+        self._rank += ranks * count
+        self._micro_batch += [m for m in micro_batches for _ in range(degree)]
+        self._kind += [kind] * (count * degree)
+        self._half += [half] * (count * degree)
+        return {m: first + i * degree for i, m in enumerate(micro_batches)}
+
+    def _first_node(self, task: Task) -> int:
+        """Return the node of a task on the first rank of its stage."""
+        if task.half == 1:
+            return self._second[task.stage][task.micro_batch]
+        if task.kind is TaskKind.WEIGHT_GRADIENT:
+            return self._weight[task.stage][task.micro_batch]
+        base = self._forward if task.kind is TaskKind.FORWARD else self._gradient
+        return base[task.stage] + task.micro_batch * self._plan.stages[task.stage].degree
+
+    def _add_orders(self, graph: TaskGraph) -> None:
+        for schedule, stage in zip(self._schedules, self._plan.stages, strict=True):
+            firsts = [self._first_node(task) for task in schedule.tasks]
+            for position, rank in enumerate(stage.ranks):
+                order = [first + position for first in firsts]
+                graph.orders[rank] = order
+                for node, follower in zip(order, order[1:], strict=False):
+                    graph.next_on_rank[node] = follower
+                    graph.num_waits[follower] += 1
+
+    def _add_activations(self, graph: TaskGraph, index: int, overlaps: Sequence[Overlap]) -> None:
+        edge = self._plan.edges[index]
+        src_base, dst_base = self._forward[edge.src], self._forward[edge.dst]
+        for overlap in overlaps:
+            producer, consumer, _, num_samples, is_whole, src_half, dst_half = overlap
+            source, target = src_base + producer, dst_base + consumer
+            if src_half == 1:
+                source = self._second_half(edge.src, producer)
+            if dst_half == 1:
+                target = self._second_half(edge.dst, consumer)
+            _add_message(graph, source, target, activation_bytes(edge, num_samples, is_whole), index, overlap)
+
+    def _add_gradients(self, graph: TaskGraph, index: int, overlaps: Sequence[Overlap]) -> None:
+        edge = self._plan.edges[index]
+        src_base, dst_base = self._gradient[edge.src], self._gradient[edge.dst]
+        has_batch, has_whole = gradient_kinds(edge)
+        if min(src_base, dst_base) < 0 or not (has_batch or has_whole):
+            return
+        if self._slicing[edge.src] is not WHOLE or self._slicing[edge.dst] is not WHOLE:
+            overlaps = list(edge_overlaps(self._plan, index))
+        for overlap in overlaps:
+            producer, consumer, _, num_samples, is_whole, _, _ = overlap
+            if has_batch or is_whole:
+                source, target = dst_base + consumer, src_base + producer
                 num_bytes = gradient_bytes(edge, num_samples, is_whole)
-                gradients.append((source, target, num_bytes, index, overlap))
-    for gradient in gradients:
-        add(*gradient)
+                _add_message(graph, source, target, num_bytes, index, overlap)
+
+    def _second_half(self, index: int, part: int) -> int:
+        micro_batch, position = divmod(part, self._plan.stages[index].degree)
+        return self._second[index][micro_batch] + position
+
+    def _add_unlocks(self, graph: TaskGraph) -> None:
+        for number in range(graph.num_activations):
+            source = graph.source[number]
+            index = graph.stage[source]
+            if index in self._trained:
+                continue
+            stage = self._plan.stages[index]
+            later = graph.micro_batch[source] + self._schedules[index].num_in_flight
+            if later < self._plan.num_micro_batches(index):
+                locked = self._forward[index] + later * stage.degree + stage.ranks.index(graph.rank[source])
+                graph.unlocks.setdefault(graph.target[number], []).append(locked)
+                graph.num_waits[locked] += 1
 
 
-def _add_unlocks(graph: TaskGraph, schedules: Sequence[StageSchedule], trained: set[int]) -> None:
-    for number in range(graph.num_activations):
-        source = graph.source[number]
-        index = graph.stage[source]
-        if index in trained:
-            continue
-        stage = graph.plan.stages[index]
-        locked = source + schedules[index].num_in_flight * stage.degree
-        if graph.micro_batch[source] + schedules[index].num_in_flight < graph.plan.num_micro_batches(index):
-            graph.unlocks.setdefault(graph.target[number], []).append(locked)
-            graph.num_waits[locked] += 1
+def _add_message(
+    graph: TaskGraph, source: int, target: int, num_bytes: float, edge: int, overlap: Overlap
+) -> None:
+    graph.next_message.append(graph.first_message[source])
+    graph.first_message[source] = len(graph.source)
+    graph.source.append(source)
+    graph.target.append(target)
+    graph.num_bytes.append(num_bytes)
+    graph.edge.append(edge)
+    graph.overlaps.append(overlap)
+    graph.num_waits[target] += 1
 
 
 def waiting_circle(graph: TaskGraph, finished: Sequence[bool]) -> list[int]:
@@ -300,7 +329,8 @@ def deadlock_error(graph: TaskGraph, finished: Sequence[bool]) -> ScheduleError:
     short = [
         index
         for index, (node, other) in enumerate(zip(circle, following, strict=True))
-        if not graph.is_backward[node] and (graph.is_backward[other] or node in graph.unlocks.get(other, ()))
+        if graph.kind[node] is TaskKind.FORWARD
+        and (graph.kind[other] is not TaskKind.FORWARD or node in graph.unlocks.get(other, ()))
     ]
     stages = sorted({graph.stage[circle[index]] for index in short}) or sorted(
         {graph.stage[n] for n in circle}

@@ -2,12 +2,14 @@
 
 What is proven for a plan, its schedules and the programs of all ranks:
 
-1. every rank runs exactly its stage's schedule, in order;
+1. every rank runs exactly its stage's schedule, in order: each micro-batch's forward, whole or in two
+   halves, and its backward, whole or as input and later weight gradient;
 2. on every channel (edge, direction, sender, receiver) sends and receives are the same messages in
    the same order;
 3. a message leaves after the task that makes it; before a task runs it has received the rows of
    exactly its samples, each once, and each tensor without a batch axis once; the same for gradients;
-4. no stage holds more micro-batches than the plan's ``in_flight``;
+4. no stage holds more micro-batches than the plan's ``in_flight``, from the first forward to the whole
+   backward or the weight gradient;
 5. reductions and the step come last, in one order on all ranks; a stage may also reduce its data between
    tasks, after a backward, at the same place on all its ranks;
 6. everything finishes when each rank executes its groups serially, in order, with rendezvous
@@ -28,7 +30,8 @@ from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.grid import program_grid
 
 _TAIL_ORDER = (InstructionKind.REDUCE_DATA, InstructionKind.REDUCE_TIED, InstructionKind.STEP)
-_KIND_OF = {Direction.ACTIVATION: TaskKind.FORWARD, Direction.GRADIENT: TaskKind.BACKWARD}
+_TaskKey = tuple[Direction | None, int, int | None]
+"""What a task sends (None: nothing), its micro-batch and its half."""
 
 
 def validate_programs(
@@ -55,7 +58,11 @@ class _Validator:
         self._trained = {
             schedule.stage
             for schedule in schedules
-            if any(task.kind is TaskKind.BACKWARD for task in schedule.tasks)
+            if any(task.kind is not TaskKind.FORWARD for task in schedule.tasks)
+        }
+        self._halved = {
+            schedule.stage: {task.micro_batch for task in schedule.tasks if task.half is not None}
+            for schedule in schedules
         }
         self._in_edges: dict[int, list[int]] = defaultdict(list)
         self._out_edges: dict[int, list[int]] = defaultdict(list)
@@ -113,24 +120,34 @@ class _Validator:
                 len(program.instructions) - 1,
                 f"runs {len(ran)} tasks of the {len(schedule.tasks)} scheduled; lower anew",
             )
-        count = self._plan.num_micro_batches(program.stage)
-        wanted = [(kind, m) for kind in self._kinds(program.stage) for m in range(count)]
-        seen: set[tuple[TaskKind, int]] = set()
+        parts: dict[int, list[str]] = defaultdict(list)
         for position, task in ran:
             assert task is not None
-            if task.kind is TaskKind.BACKWARD and (TaskKind.FORWARD, task.micro_batch) not in seen:
-                raise self._fail(program.rank, position, f"{task} comes before its forward; move it behind")
-            seen.add((task.kind, task.micro_batch))
-        if len(ran) != len(wanted) or seen != set(wanted):
-            missing = [f"{program.stage}{k.value}{m}" for k, m in wanted if (k, m) not in seen]
+            parts[task.micro_batch].append(task.kind.value + ("" if task.half is None else "ab"[task.half]))
+            if not self._may_follow(program.stage, parts[task.micro_batch]):
+                run = ", ".join(parts[task.micro_batch][:-1]) or "nothing"
+                raise self._fail(
+                    program.rank,
+                    position,
+                    f"{task} comes after {run} of its micro-batch; run its forward once, whole or in two halves, "
+                    "then its backward once, whole or as input and weight gradient",
+                )
+        ends = ("B", "W") if program.stage in self._trained else ("F", "Fb")
+        count = self._plan.num_micro_batches(program.stage)
+        lacking = [m for m in range(count) if not parts[m] or parts[m][-1] not in ends]
+        if lacking or len(parts) != count:
             raise self._fail(
                 program.rank,
                 len(program.instructions) - 1,
-                f"{len(ran)} tasks where {len(wanted)} are due, missing {missing[:4]}; schedule each once",
+                f"runs {len(parts)} micro-batches where {count} are due, unfinished {lacking[:4]}; "
+                "schedule each once",
             )
 
-    def _kinds(self, stage: int) -> tuple[TaskKind, ...]:
-        return (TaskKind.FORWARD, TaskKind.BACKWARD) if stage in self._trained else (TaskKind.FORWARD,)
+    def _may_follow(self, stage: int, parts: list[str]) -> bool:
+        """Return whether these parts of one micro-batch, run in this order, begin a whole order."""
+        backwards = [["B"], ["I", "W"]] if stage in self._trained else [[]]
+        orders = [[*forward, *backward] for forward in (["F"], ["Fa", "Fb"]) for backward in backwards]
+        return any(parts == order[: len(parts)] for order in orders)
 
     def _check_messages(self, program: RankProgram) -> None:
         """Every message is of this rank and of samples that both of its tasks hold."""
@@ -145,16 +162,25 @@ class _Validator:
             edge = self._plan.edges[message.edge]
             is_activation = message.direction is Direction.ACTIVATION
             ends = (edge.src, edge.dst) if is_activation else (edge.dst, edge.src)
-            for stage, rank, micro_batch in zip(
+            for stage, rank, micro_batch, half in zip(
                 ends,
                 (message.src_rank, message.dst_rank),
                 (message.src_micro_batch, message.dst_micro_batch),
+                (message.src_half, message.dst_half),
                 strict=True,
             ):
                 owner = self._plan.stages[stage]
                 if rank not in owner.ranks or not 0 <= micro_batch < self._plan.num_micro_batches(stage):
                     raise self._fail(program.rank, position, f"{message}: not a task of stage {owner.name!r}")
-                if owner.samples(micro_batch, rank).overlap(message.samples) != message.samples:
+                if (half is not None) != (is_activation and micro_batch in self._halved[stage]):
+                    raise self._fail(
+                        program.rank,
+                        position,
+                        f"{message}: micro-batch {micro_batch} of stage {owner.name!r} does not run so; lower anew",
+                    )
+                is_joined = half == 1 and stage == edge.src and micro_batch in self._schedules[stage].joined
+                held = owner.samples(micro_batch, rank, None if is_joined else half)
+                if held.overlap(message.samples) != message.samples:
                     raise self._fail(
                         program.rank,
                         position,
@@ -163,42 +189,46 @@ class _Validator:
 
     def _check_readiness(self, program: RankProgram) -> None:
         """What is sent has been made, what a task needs has been received, exactly once."""
-        done: set[tuple[TaskKind, int]] = set()
-        got: dict[tuple[TaskKind, int], list[Message]] = defaultdict(list)
+        done: set[_TaskKey] = set()
+        got: dict[_TaskKey, list[Message]] = defaultdict(list)
         for position, instruction in enumerate(program.instructions):
             if instruction.task is not None:
                 task = instruction.task
-                self._check_inputs(program, position, task, got.pop((task.kind, task.micro_batch), []))
-                done.add((task.kind, task.micro_batch))
+                made = _key_of(task)
+                self._check_inputs(program, position, task, got.pop(made, []))
+                done.add(made)
             for message in instruction.sends:
-                if (_KIND_OF[message.direction], message.src_micro_batch) not in done:
+                if (message.direction, message.src_micro_batch, message.src_half) not in done:
                     raise self._fail(program.rank, position, f"sends {message} before the task that makes it")
             for message in instruction.receives:
-                key = (_KIND_OF[message.direction], message.dst_micro_batch)
+                key = (message.direction, message.dst_micro_batch, message.dst_half)
                 if key in done:
                     raise self._fail(
                         program.rank, position, f"receives {message} after the task that needs it"
                     )
                 got[key].append(message)
         if got:
-            (kind, micro_batch), messages = next(iter(got.items()))
+            messages = next(iter(got.values()))
             raise self._fail(
                 program.rank,
                 len(program.instructions) - 1,
-                f"receives {messages[0]} for {program.stage}{kind.value}{micro_batch}, which it never runs",
+                f"receives {messages[0]} for a task that it never runs",
             )
 
     def _check_inputs(self, program: RankProgram, position: int, task: Task, got: list[Message]) -> None:
         by_edge: dict[int, list[Message]] = defaultdict(list)
         for message in got:
             by_edge[message.edge].append(message)
-        samples = self._plan.stages[program.stage].samples(task.micro_batch, program.rank)
+        samples = self._plan.stages[program.stage].samples(task.micro_batch, program.rank, task.half)
         is_forward = task.kind is TaskKind.FORWARD
-        for index in self._in_edges[program.stage] if is_forward else self._out_edges[program.stage]:
+        edges = self._in_edges[program.stage] if is_forward else self._out_edges[program.stage]
+        for index in edges if task.kind is not TaskKind.WEIGHT_GRADIENT else ():
             edge = self._plan.edges[index]
             messages = by_edge.pop(index, [])
             wanted = (
-                self._activations_due(edge, samples) if is_forward else self._gradients_due(edge, samples)
+                self._activations_due(edge, samples, task.half)
+                if is_forward
+                else self._gradients_due(edge, samples)
             )
             have = sorted((m.samples, m.has_whole_tensors) for m in messages)
             if have != wanted:
@@ -219,13 +249,21 @@ class _Validator:
                 program.rank, position, f"{task} has received {next(iter(by_edge.values()))[0]}, unasked"
             )
 
-    def _activations_due(self, edge: StageEdge, samples: SampleRange) -> list[tuple[SampleRange, bool]]:
-        """Return what a forward must receive: its samples cut where the producer's tasks end."""
-        pieces = _cut(samples, self._plan.stages[edge.src].local_batch_size)
-        due = [
-            (piece, bool(edge.whole_tensors) and piece.first_sample == samples.first_sample)
-            for piece in pieces
-        ]
+    def _activations_due(
+        self, edge: StageEdge, samples: SampleRange, half: int | None
+    ) -> list[tuple[SampleRange, bool]]:
+        """Return what a forward must receive: its samples cut where messages of the producer end."""
+        producer = self._plan.stages[edge.src]
+        pieces = []
+        for piece in _cut(samples, producer.local_batch_size):
+            micro_batch = piece.first_sample // producer.micro_batch_size
+            is_joined = micro_batch in self._schedules[edge.src].joined
+            if micro_batch in self._halved[edge.src] and not is_joined:
+                pieces += _cut(piece, producer.local_batch_size // 2)
+            else:
+                pieces.append(piece)
+        has_whole = bool(edge.whole_tensors) and half != 1
+        due = [(piece, has_whole and piece.first_sample == samples.first_sample) for piece in pieces]
         return due if edge.batch_tensors else [(piece, whole) for piece, whole in due if whole]
 
     def _gradients_due(self, edge: StageEdge, samples: SampleRange) -> list[tuple[SampleRange, bool]]:
@@ -252,7 +290,7 @@ class _Validator:
         for position, instruction in enumerate(program.instructions):
             task = instruction.task
             if task is not None:
-                if task.kind is TaskKind.BACKWARD:
+                if task.kind in (TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT):
                     held.discard(task.micro_batch)
                 elif is_trained or unsent[task.micro_batch]:
                     held.add(task.micro_batch)
@@ -410,6 +448,17 @@ def _messages_of(program: RankProgram) -> Iterator[tuple[int, Message, bool]]:
             yield position, message, True
         for message in instruction.receives:
             yield position, message, False
+
+
+def _key_of(task: Task) -> _TaskKey:
+    """Return what a task makes or waits for, as messages name it."""
+    if task.kind is TaskKind.FORWARD:
+        return Direction.ACTIVATION, task.micro_batch, task.half
+    return (
+        None if task.kind is TaskKind.WEIGHT_GRADIENT else Direction.GRADIENT,
+        task.micro_batch,
+        None,
+    )
 
 
 def _collectives(program: RankProgram) -> tuple[tuple[int, InstructionKind], ...]:

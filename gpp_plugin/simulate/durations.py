@@ -1,34 +1,82 @@
-"""How long each task takes: from the plan, a mapping or a function."""
+"""How long each task takes: from the plan, a mapping or a function.
+
+The parts of a task take what the plan says of them, and without that: half a forward half of the time, the
+input and the weight gradient half of the backward each (for a stack of matrix products these are one product
+of the same size each; what more a split costs is `with_split_costs`).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.schedule.task_graph import TaskGraph
 
 Durations = Callable[[int, TaskKind, int, int], float] | Mapping[tuple[Any, ...], float]
-"""Microseconds by (stage, kind, micro-batch, rank); a mapping may leave out the rank."""
+"""Microseconds by (stage, kind, micro-batch, rank).
+
+A mapping may leave out the rank, and name half a forward by one more entry, its half. Where it lacks a part
+of a task, that takes half of the whole task's time; a function is asked for I and W, and for whole forwards.
+"""
 
 
-def duration_reader(
-    plan: PipelinePlan, durations: Durations | None
-) -> Callable[[int, TaskKind, int, int], float]:
-    """Return a function from (stage, kind, micro-batch, rank) to microseconds.
+def stage_task_us(stage: Stage, kind: TaskKind, half: int | None = None) -> float:
+    """Return the microseconds that the plan gives a task of ``stage``: the one definition of its parts' times."""
+    if kind is TaskKind.FORWARD:
+        if half is None:
+            return stage.forward_us
+        return stage.half_forward_us or stage.forward_us / 2.0
+    if kind is TaskKind.BACKWARD:
+        return stage.backward_us
+    if not stage.input_gradient_us and not stage.weight_gradient_us:
+        return stage.backward_us / 2.0
+    return stage.input_gradient_us if kind is TaskKind.INPUT_GRADIENT else stage.weight_gradient_us
+
+
+def with_split_costs(
+    plan: PipelinePlan, *, half_overhead_us: float = 0.0, split_factor: float = 1.0, input_share: float = 0.5
+) -> PipelinePlan:
+    """Return ``plan`` with times for the parts of its stages' tasks.
 
     Args:
-        durations: where the plan's own times do not hold; None takes `Stage.forward_us` and `backward_us`.
+        half_overhead_us: what half a forward takes beyond half of the forward.
+        split_factor: input and weight gradient together over the whole backward, as measured.
+        input_share: share of the input gradient in that.
+
+    Raises:
+        ValueError: an overhead is negative or the share is not between 0 and 1.
+    """
+    if half_overhead_us < 0.0 or split_factor <= 0.0 or not 0.0 < input_share < 1.0:
+        raise ValueError(
+            f"half_overhead_us={half_overhead_us} split_factor={split_factor} input_share={input_share}; "
+            "give an overhead of 0 or more, a positive factor and a share between 0 and 1"
+        )
+    stages = tuple(
+        dataclasses.replace(
+            stage,
+            half_forward_us=stage.forward_us / 2.0 + half_overhead_us,
+            input_gradient_us=stage.backward_us * split_factor * input_share,
+            weight_gradient_us=stage.backward_us * split_factor * (1.0 - input_share),
+        )
+        for stage in plan.stages
+    )
+    return dataclasses.replace(plan, stages=stages)
+
+
+def duration_reader(plan: PipelinePlan, durations: Durations | None) -> Callable[[Task, int], float]:
+    """Return a function from (task, rank) to microseconds.
+
+    Args:
+        durations: where the plan's own times do not hold; None takes the plan's (`stage_task_us`).
     """
     if durations is None:
-        times = {
-            kind: [s.forward_us if kind is TaskKind.FORWARD else s.backward_us for s in plan.stages]
-            for kind in TaskKind
-        }
-        return lambda stage, kind, micro_batch, rank: times[kind][stage]
-    return durations if callable(durations) else _mapping_reader(durations)
+        stages = plan.stages
+        return lambda task, rank: stage_task_us(stages[task.stage], task.kind, task.half)
+    return _function_reader(durations) if callable(durations) else _mapping_reader(durations)
 
 
 def task_durations(graph: TaskGraph, durations: Durations | None) -> list[float]:
@@ -37,43 +85,73 @@ def task_durations(graph: TaskGraph, durations: Durations | None) -> list[float]
     Raises:
         PlanError: a mapping lacks a task, or a time is negative.
     """
+    result: list[float] = []
     if durations is None:
-        pairs = [(stage.forward_us, stage.backward_us) for stage in graph.plan.stages]
-        return [pairs[s][backward] for s, backward in zip(graph.stage, graph.is_backward, strict=True)]
+        for group in graph.groups:
+            result += [stage_task_us(graph.plan.stages[group.stage], group.kind, group.half)] * group.count
+        return result
     read = duration_reader(graph.plan, durations)
-    result = []
-    for node, stage in enumerate(graph.stage):
-        kind = TaskKind.BACKWARD if graph.is_backward[node] else TaskKind.FORWARD
-        microseconds = read(stage, kind, graph.micro_batch[node], graph.rank[node])
+    for node in range(len(graph.stage)):
+        task = graph.task(node)
+        microseconds = read(task, graph.rank[node])
         if not microseconds >= 0.0:
             raise PlanError(
-                f"{graph.task(node)} on rank {graph.rank[node]} takes {microseconds} us; give a time of 0 or more"
+                f"{task} on rank {graph.rank[node]} takes {microseconds} us; give a time of 0 or more"
             )
         result.append(microseconds)
     return result
 
 
+def nominal_times(plan: PipelinePlan) -> PipelinePlan:
+    """Return the plan itself, or with times by the number of samples where it has none."""
+    if any(stage.forward_us > 0.0 for stage in plan.stages):
+        return plan
+    stages = tuple(
+        dataclasses.replace(
+            stage, forward_us=float(stage.local_batch_size), backward_us=2.0 * stage.local_batch_size
+        )
+        for stage in plan.stages
+    )
+    return dataclasses.replace(plan, stages=stages)
+
+
 def nominal_durations(graph: TaskGraph) -> list[float]:
     """Return the plan's times, or times by the number of samples where the plan has none."""
-    stages = graph.plan.stages
-    if any(stage.forward_us > 0.0 for stage in stages):
-        return task_durations(graph, None)
-    samples = [float(stage.local_batch_size) for stage in stages]
-    return [
-        samples[stage] * (2.0 if backward else 1.0)
-        for stage, backward in zip(graph.stage, graph.is_backward, strict=True)
-    ]
+    stages = nominal_times(graph.plan).stages
+    result: list[float] = []
+    for group in graph.groups:
+        result += [stage_task_us(stages[group.stage], group.kind, group.half)] * group.count
+    return result
 
 
-def _mapping_reader(durations: Mapping[tuple[Any, ...], float]) -> Callable[[int, TaskKind, int, int], float]:
-    def read(stage: int, kind: TaskKind, micro_batch: int, rank: int) -> float:
-        found = durations.get((stage, kind, micro_batch, rank))
-        if found is None:
-            found = durations.get((stage, kind, micro_batch))
-        if found is None:
+def _function_reader(durations: Callable[[int, TaskKind, int, int], float]) -> Callable[[Task, int], float]:
+    def read(task: Task, rank: int) -> float:
+        whole = durations(task.stage, task.kind, task.micro_batch, rank)
+        return whole if task.half is None else whole / 2.0
+
+    return read
+
+
+def _mapping_reader(durations: Mapping[tuple[Any, ...], float]) -> Callable[[Task, int], float]:
+    def find(task: Task, kind: TaskKind, rank: int) -> float | None:
+        found = durations.get((task.stage, kind, task.micro_batch, rank))
+        return durations.get((task.stage, kind, task.micro_batch)) if found is None else found
+
+    def read(task: Task, rank: int) -> float:
+        if task.half is None:
+            found = find(task, task.kind, rank)
+        else:
+            found = durations.get((task.stage, task.kind, task.micro_batch, rank, task.half))
+        if found is not None:
+            return found
+        is_whole = task.half is None and task.kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
+        kind = TaskKind.FORWARD if task.kind is TaskKind.FORWARD else TaskKind.BACKWARD
+        whole = None if is_whole else find(task, kind, rank)
+        if whole is None:
             raise PlanError(
-                f"durations lack (stage {stage}, {kind.value}, micro-batch {micro_batch}[, rank {rank}]); add it"
+                f"durations lack (stage {task.stage}, {task.kind.value}, micro-batch {task.micro_batch}[, rank "
+                f"{rank}]){'' if task.half is None else f' or half {task.half} of it'}; add it"
             )
-        return found
+        return whole / 2.0
 
     return read

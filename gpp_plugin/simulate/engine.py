@@ -8,7 +8,7 @@ from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import StageSchedule
 from gpp_plugin.ir.serialize import fingerprint
-from gpp_plugin.ir.timeline import Event, EventKind, Timeline
+from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, EventKind, Timeline
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph
 from gpp_plugin.simulate.durations import Durations, task_durations
@@ -94,16 +94,16 @@ def _rank_ends(graph: TaskGraph, times: TaskTimes) -> dict[int, float]:
 def _task_events(graph: TaskGraph, times: TaskTimes) -> list[Event]:
     return [
         Event(
-            rank=rank,
-            stage=stage,
-            kind=EventKind.BACKWARD if backward else EventKind.FORWARD,
-            start_us=start,
-            end_us=end,
-            micro_batch=micro_batch,
+            rank=graph.rank[node],
+            stage=group.stage,
+            kind=kind,
+            start_us=times.start[node],
+            end_us=times.end[node],
+            micro_batch=graph.micro_batch[node],
+            half=group.half,
         )
-        for rank, stage, backward, micro_batch, start, end in zip(
-            graph.rank, graph.stage, graph.is_backward, graph.micro_batch, times.start, times.end, strict=True
-        )
+        for group, kind in [(group, EVENT_OF_TASK[group.kind]) for group in graph.groups]
+        for node in range(group.first, group.first + group.count)
     ]
 
 
@@ -121,6 +121,7 @@ def _message_events(graph: TaskGraph, times: TaskTimes) -> list[Event]:
                     micro_batch=graph.micro_batch[node],
                     edge=graph.edge[number],
                     bytes=round(graph.num_bytes[number]),
+                    half=graph.half[node],
                 )
             )
     return events

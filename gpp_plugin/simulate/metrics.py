@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.timeline import COMPUTE_KINDS, Event, EventKind, Timeline
+from gpp_plugin.ir.samples import SampleRange
+from gpp_plugin.ir.timeline import COMPUTE_KINDS, LAST_KINDS, Event, EventKind, Timeline
 from gpp_plugin.schedule.messages import gradient_kinds
 
 Steps = tuple[tuple[float, float], ...]
@@ -24,7 +25,7 @@ class StageMemory:
 
     Args:
         static_bytes: parameters, gradients, optimizer: all the time.
-        saved_bytes_per_sample: from a forward's start to its backward's end.
+        saved_bytes_per_sample: from a forward's start to the end of its backward or weight gradient.
         saved_bytes_fixed: the same for each micro-batch, whatever its size.
         transient_bytes_per_sample: only while a task runs.
     """
@@ -47,7 +48,7 @@ def _tasks_by_rank(timeline: Timeline) -> dict[int, list[Event]]:
 
 
 def in_flight_over_time(timeline: Timeline) -> dict[int, Steps]:
-    """Return for each rank how many micro-batches it holds, from a forward's start to its backward's end.
+    """Return for each rank how many micro-batches it holds, from a forward's start to its B's or W's end.
 
     On a rank that runs no backwards a micro-batch is held until its last message has arrived.
     """
@@ -58,14 +59,15 @@ def in_flight_over_time(timeline: Timeline) -> dict[int, Steps]:
             sent[key] = max(sent.get(key, 0.0), event.end_us)
     result = {}
     for rank, tasks in _tasks_by_rank(timeline).items():
-        is_trained = any(task.kind is EventKind.BACKWARD for task in tasks)
+        is_trained = any(task.kind in LAST_KINDS for task in tasks)
         changes = []
         for task in tasks:
             if task.kind is EventKind.FORWARD:
-                changes.append((task.start_us, 1))
-                if not is_trained:
+                if task.half != 1:
+                    changes.append((task.start_us, 1))
+                if not is_trained and task.half != 0:
                     changes.append((sent.get((rank, task.micro_batch), task.end_us), -1))
-            else:
+            elif task.kind in LAST_KINDS:
                 changes.append((task.end_us, -1))
         result[rank] = _accumulate(changes)
     return result
@@ -94,13 +96,14 @@ def memory_over_time(
         costs, samples = memory[tasks[0].stage], plan.stages[tasks[0].stage].local_batch_size
         saved = costs.saved_bytes_fixed + costs.saved_bytes_per_sample * samples
         transient = costs.transient_bytes_per_sample * samples
-        is_trained = any(task.kind is EventKind.BACKWARD for task in tasks)
+        is_trained = any(task.kind in LAST_KINDS for task in tasks)
         changes = [(0.0, costs.static_bytes)]
         for task in tasks:
+            part = 1.0 if task.half is None else 0.5
             is_forward = task.kind is EventKind.FORWARD
-            changes.append((task.start_us, transient + (saved if is_forward else 0.0)))
-            is_let_go = not is_forward or not is_trained
-            changes.append((task.end_us, -transient - (saved if is_let_go else 0.0)))
+            changes.append((task.start_us, part * (transient + (saved if is_forward else 0.0))))
+            is_let_go = task.kind in LAST_KINDS or not is_trained
+            changes.append((task.end_us, -part * (transient + (saved if is_let_go else 0.0))))
         result[rank] = _accumulate(changes)
     return result
 
@@ -147,32 +150,50 @@ def critical_path(plan: PipelinePlan, timeline: Timeline) -> tuple[Event, ...]:
         for events in tasks.values()
         for before, event in zip(events, events[1:], strict=False)
     }
-    found = {(e.stage, e.kind, e.micro_batch, e.rank): e for events in tasks.values() for e in events}
-    arrival: dict[tuple[int, int, int], float] = {}
+    found: dict[_TaskKey, list[Event]] = defaultdict(list)
+    for event in (event for events in tasks.values() for event in events):
+        found[_task_key(event)].append(event)
+    arrival: dict[tuple[int, int, int, int | None], float] = {}
     for event in timeline.events:
         if event.kind is EventKind.RECEIVE:
-            key = (event.rank, event.edge, event.micro_batch)
+            key = (event.rank, event.edge, event.micro_batch, event.half)
             arrival[key] = max(arrival.get(key, event.end_us), event.end_us)
     depth = _depths(plan)
-    current = max(found.values(), key=lambda e: (e.end_us, depth[e.stage], -e.rank))
+    current = max(
+        (event for events in tasks.values() for event in events),
+        key=lambda e: (e.end_us, depth[e.stage], -e.rank),
+    )
     path = [current]
     while True:
         waited = [(e.end_us, e) for e in [previous.get(id(current))] if e is not None]
         for edge, producers in _producers(plan, current, found):
             last = max(producers, key=lambda e: (e.end_us, -e.rank))
-            waited.append((arrival.get((current.rank, edge, current.micro_batch), last.end_us), last))
+            key = (current.rank, edge, current.micro_batch, current.half)
+            waited.append((arrival.get(key, last.end_us), last))
         if not waited:
             return tuple(reversed(path))
         _, current = max(waited, key=lambda w: (w[0], depth[w[1].stage], w[1].end_us, -w[1].rank))
         path.append(current)
 
 
+_TaskKey = tuple[int, str, int, int]
+"""Stage, direction of what the task sends, micro-batch, rank."""
+
+
+def _task_key(event: Event) -> _TaskKey:
+    direction = {EventKind.FORWARD: "activation", EventKind.WEIGHT_GRADIENT: "nothing"}
+    return (event.stage, direction.get(event.kind, "gradient"), event.micro_batch, event.rank)
+
+
 def _producers(
-    plan: PipelinePlan, event: Event, found: Mapping[tuple[int, EventKind, int, int], Event]
+    plan: PipelinePlan, event: Event, found: Mapping[_TaskKey, list[Event]]
 ) -> Iterator[tuple[int, list[Event]]]:
     """Yield for each edge that feeds a task the tasks whose messages it waits for."""
+    if event.kind is EventKind.WEIGHT_GRADIENT:
+        return
     stage = plan.stages[event.stage]
-    samples = stage.samples(event.micro_batch, event.rank)
+    samples = stage.samples(event.micro_batch, event.rank, event.half)
+    direction = _task_key(event)[1]
     for index, edge in enumerate(plan.edges):
         is_forward = event.kind is EventKind.FORWARD
         if (edge.dst if is_forward else edge.src) != event.stage:
@@ -182,17 +203,26 @@ def _producers(
         parts = range(samples.first_sample // size, -(-samples.end // size))
         has_batch, has_whole = (True, True)
         if is_forward and not edge.batch_tensors:
-            parts = parts[:1]  # tensors without a batch axis come with the first sample only
+            parts = parts[: event.half != 1]  # tensors without a batch axis come with the first sample only
         if not is_forward:
             has_batch, has_whole = gradient_kinds(edge)
             if not has_batch:
                 parts = range(-(-samples.first_sample // size), -(-samples.end // size))
         if not has_batch and not has_whole:
             continue
-        keys = [(other, event.kind, p // degree, plan.stages[other].ranks[p % degree]) for p in parts]
-        events = [found[key] for key in keys if key in found]
+        keys = [(other, direction, p // degree, plan.stages[other].ranks[p % degree]) for p in parts]
+        events = [event for key in keys for event in found.get(key, ())]
+        if is_forward:
+            needed = samples if edge.batch_tensors else samples.first()
+            events = [other for other in events if _feeds(plan, other, needed)]
         if events:
             yield index, events
+
+
+def _feeds(plan: PipelinePlan, event: Event, samples: SampleRange) -> bool:
+    """Return whether a forward made rows of ``samples``."""
+    made = plan.stages[event.stage].samples(event.micro_batch, event.rank, event.half)
+    return made.overlap(samples) is not None
 
 
 def _depths(plan: PipelinePlan) -> list[int]:

@@ -14,9 +14,8 @@ from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Direction, Instruction, InstructionKind, Message, RankProgram
-from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.serialize import fingerprint
-from gpp_plugin.ir.timeline import Event, EventKind, Timeline
+from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, EventKind, Timeline
 from gpp_plugin.schedule.grid import program_grid
 from gpp_plugin.schedule.messages import activation_bytes, gradient_bytes
 from gpp_plugin.simulate.durations import Durations, duration_reader
@@ -144,9 +143,9 @@ class _ProgramRun:
     def _compute(self, program: RankProgram, instruction: Instruction, now: float) -> None:
         task = instruction.task
         assert task is not None
-        end = now + self._duration(task.stage, task.kind, task.micro_batch, program.rank)
-        kind = EventKind.FORWARD if task.kind is TaskKind.FORWARD else EventKind.BACKWARD
-        self._note(program.rank, program.stage, kind, now, end, micro_batch=task.micro_batch)
+        end = now + self._duration(task, program.rank)
+        kind = EVENT_OF_TASK[task.kind]
+        self._note(program.rank, program.stage, kind, now, end, micro_batch=task.micro_batch, half=task.half)
         self._push(end, 0, program.rank)
 
     def _exchange(self, rank: int, instruction: Instruction, now: float) -> None:
@@ -177,13 +176,21 @@ class _ProgramRun:
     def _arrive(self, message: Message, now: float) -> None:
         self._arrived.add(message)
         start, num_bytes = self._started[message], round(self._bytes(message))
-        for rank, micro_batch, kind in (
-            (message.src_rank, message.src_micro_batch, EventKind.SEND),
-            (message.dst_rank, message.dst_micro_batch, EventKind.RECEIVE),
+        for rank, micro_batch, half, kind in (
+            (message.src_rank, message.src_micro_batch, message.src_half, EventKind.SEND),
+            (message.dst_rank, message.dst_micro_batch, message.dst_half, EventKind.RECEIVE),
         ):
             stage = self._programs[rank].stage
             self._note(
-                rank, stage, kind, start, now, micro_batch=micro_batch, edge=message.edge, num_bytes=num_bytes
+                rank,
+                stage,
+                kind,
+                start,
+                now,
+                micro_batch=micro_batch,
+                half=half,
+                edge=message.edge,
+                num_bytes=num_bytes,
             )
             if self._missing[rank] and self._awaits(rank, message):
                 self._missing[rank] -= 1
@@ -237,6 +244,7 @@ class _ProgramRun:
         end: float,
         *,
         micro_batch: int = -1,
+        half: int | None = None,
         edge: int = -1,
         num_bytes: int = 0,
     ) -> None:
@@ -250,5 +258,6 @@ class _ProgramRun:
                 micro_batch=micro_batch,
                 edge=edge,
                 bytes=num_bytes,
+                half=half,
             )
         )

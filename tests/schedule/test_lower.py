@@ -242,12 +242,12 @@ def test_schedules_must_be_whole():
 def test_overlaps_and_messages_agree():
     plan = two_stage_plan(BATCH)
     assert list(edge_overlaps(plan, 0)) == [
-        (0, 0, 0, 2, False),
-        (0, 1, 2, 1, False),
-        (1, 1, 3, 1, False),
-        (1, 2, 4, 2, False),
+        (0, 0, 0, 2, False, None, None),
+        (0, 1, 2, 1, False, None, None),
+        (1, 1, 3, 1, False, None, None),
+        (1, 2, 4, 2, False, None, None),
     ]
-    assert str(activation_message(plan, 0, (1, 2, 4, 2, False))) == "act e0 r1.0>r4.0 [4..5]"
+    assert str(activation_message(plan, 0, (1, 2, 4, 2, False, None, None))) == "act e0 r1.0>r4.0 [4..5]"
 
 
 def test_costs_affect_the_order_but_never_safety():

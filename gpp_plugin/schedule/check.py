@@ -1,0 +1,139 @@
+"""Refuses task orders that are not whole: something missing, repeated, in the wrong order, or held too long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from gpp_plugin.errors import ScheduleError
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
+from gpp_plugin.schedule.grid import format_grid
+
+GRADIENT_KINDS = (TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT)
+"""Tasks that receive gradients and send them on."""
+LAST_KINDS = (TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT)
+"""Tasks after which a micro-batch is no longer held."""
+
+
+def has_backwards(schedule: StageSchedule) -> bool:
+    """Return whether a stage runs backwards, whole or split, under this schedule."""
+    return any(task.kind in GRADIENT_KINDS for task in schedule.tasks)
+
+
+def check_schedules(plan: PipelinePlan, schedules: Sequence[StageSchedule]) -> None:
+    """Refuse schedules that are not one whole order of tasks for each stage.
+
+    Raises:
+        ScheduleError: a task is missing, repeated or foreign, a backward precedes its forward, or
+            more is held than ``num_in_flight``.
+    """
+    if [schedule.stage for schedule in schedules] != list(range(len(plan.stages))):
+        raise ScheduleError(
+            f"schedules of stages {[s.stage for s in schedules]} for a plan of {len(plan.stages)} stages; "
+            "give one for each, in stage order"
+        )
+    for schedule in schedules:
+        _ScheduleCheck(plan, schedule).check()
+
+
+def check_gradient_edges(plan: PipelinePlan, backward_stages: Iterable[int]) -> None:
+    """Refuse an edge with gradients between a stage that runs backwards and one that does not.
+
+    Raises:
+        ScheduleError: names the edge and the stage.
+    """
+    trained = frozenset(backward_stages)
+    if not trained:
+        return
+    for index, edge in enumerate(plan.edges):
+        for stage in (edge.src, edge.dst):
+            if edge.gradient_tensors and stage not in trained:
+                raise ScheduleError(
+                    f"stage {plan.stages[stage].name!r} runs no backwards, but edge {index} from "
+                    f"{plan.stages[edge.src].name!r} to {plan.stages[edge.dst].name!r} carries gradients of "
+                    f"{list(edge.gradient_tensors)}; leave it out of forward_only_stages"
+                )
+
+
+class _ScheduleCheck:
+    """One schedule under check, task by task; keeps what each micro-batch has behind it."""
+
+    def __init__(self, plan: PipelinePlan, schedule: StageSchedule) -> None:
+        self._schedule = schedule
+        self._name = plan.stages[schedule.stage].name
+        self._samples = plan.stages[schedule.stage].local_batch_size
+        self._count = plan.num_micro_batches(schedule.stage)
+        self._is_trained = has_backwards(schedule)
+        self._halves: dict[int, int] = {}
+        self._forwards: set[int] = set()
+        self._gradients: dict[int, TaskKind] = {}
+        self._done: set[int] = set()
+
+    def check(self) -> None:
+        count = self._count
+        for position, task in enumerate(self._schedule.tasks):
+            if task.stage != self._schedule.stage or not 0 <= task.micro_batch < count:
+                raise self._fail(
+                    position,
+                    f"{task} is not a task of stage {self._schedule.stage}, which runs {count} micro-batches",
+                )
+            if task.kind is TaskKind.FORWARD:
+                self._check_forward(position, task)
+            else:
+                self._check_backward(position, task)
+        if len(self._forwards) < count or (self._is_trained and len(self._done) < count):
+            raise self._fail(
+                len(self._schedule.tasks) - 1,
+                f"{len(self._forwards)} forwards and {len(self._done)} backwards of {count} micro-batches; "
+                "schedule all",
+            )
+        strangers = set(self._schedule.joined) - self._halves.keys()
+        if strangers:
+            raise self._fail(
+                0, f"joins the halves of micro-batch {min(strangers)}, which runs whole; leave it out"
+            )
+
+    def _fail(self, position: int, what: str) -> ScheduleError:
+        rows = {f"stage {self._schedule.stage}": [str(task) for task in self._schedule.tasks]}
+        return ScheduleError(f"stage {self._name!r}: {what}\n{format_grid(rows, bad={(0, position)})}")
+
+    def _check_forward(self, position: int, task: Task) -> None:
+        micro_batch = task.micro_batch
+        if micro_batch in self._forwards or (task.half == 0 and micro_batch in self._halves):
+            raise self._fail(position, f"{task} is there twice; keep one")
+        if task.half is None and micro_batch in self._halves:
+            raise self._fail(position, f"{task} comes after half of it; run it whole or in two halves")
+        if task.half is not None and self._samples % 2:
+            raise self._fail(
+                position, f"{task} is half of {self._samples} samples a rank; only even numbers run in halves"
+            )
+        if task.half == 1 and micro_batch not in self._halves:
+            raise self._fail(position, f"{task} comes before the first half; move it behind")
+        if task.half == 0:
+            self._halves[micro_batch] = position
+        else:
+            self._forwards.add(micro_batch)
+        held = len(self._forwards | self._halves.keys()) - len(self._done)
+        if held > self._schedule.num_in_flight and self._is_trained:
+            raise self._fail(
+                position,
+                f"{task} holds {held} micro-batches, num_in_flight is {self._schedule.num_in_flight}",
+            )
+
+    def _check_backward(self, position: int, task: Task) -> None:
+        micro_batch = task.micro_batch
+        if micro_batch not in self._forwards:
+            raise self._fail(position, f"{task} comes before its forward; move it behind")
+        before = self._gradients.get(micro_batch)
+        if task.kind is TaskKind.WEIGHT_GRADIENT:
+            if before is not TaskKind.INPUT_GRADIENT:
+                raise self._fail(position, f"{task} comes before its input gradient; move it behind")
+            if micro_batch in self._done:
+                raise self._fail(position, f"{task} is there twice; keep one")
+        elif before is not None:
+            what = "is there twice" if before is task.kind else f"comes after its {before.value}"
+            raise self._fail(position, f"{task} {what}; keep one")
+        else:
+            self._gradients[micro_batch] = task.kind
+        if task.kind in LAST_KINDS:
+            self._done.add(micro_batch)

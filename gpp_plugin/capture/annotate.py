@@ -28,6 +28,7 @@ class Note:
         shapes, dtypes: of its tensors (one, or several for an operator that returns a tuple).
         storages: numbers of the storages its tensors lie in.
         reads, writes: storages of its arguments, and those it writes into.
+        saved_bytes, keeps, kept_inside_bytes: as of `OpNode`.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -39,6 +40,8 @@ class Note:
     writes: frozenset[int]
     flops: float = 0.0
     saved_bytes: int = 0
+    keeps: tuple[tuple[str, int], ...] = ()
+    kept_inside_bytes: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,17 +77,25 @@ class _Saved:
 
     free: set[int]
     bytes: int = 0
+    now: dict[int, int] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
     alive: list[torch.Tensor] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Start with the next node."""
+        self.bytes = 0
+        self.now = {}
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Charge the storage of a tensor that autograd saves."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self.seen and key not in self.free:
-            self.seen.add(key)
-            self.alive.append(tensor)
-            self.bytes += storage.nbytes()
+        if key not in self.free:
+            self.now[key] = storage.nbytes()
+            if key not in self.seen:
+                self.seen.add(key)
+                self.alive.append(tensor)
+                self.bytes += storage.nbytes()
         return tensor
 
 
@@ -111,6 +122,7 @@ def annotate(
     costs = _Costs()
     kept = {id(t) for t in tensors.values()}
     saved = _Saved(free={t.untyped_storage()._cdata for t in tensors.values() if id(t) in kept})
+    makers: dict[int, str] = {}
 
     def storage(tensor: torch.Tensor) -> int:
         return keys.setdefault(tensor.untyped_storage()._cdata, len(keys))
@@ -127,7 +139,8 @@ def annotate(
             args = fx.map_arg(node.args, lambda n: values[n])
             reads = storages([values[n] for n in node.all_input_nodes])
             writes = storages([values[n] for n in written_arguments(node)])
-            costs.flops, saved.bytes = 0.0, 0
+            costs.flops = 0.0
+            saved.begin()
             if node.op == "placeholder":
                 values[node] = tensors[node.name]
             elif node.op == "get_attr":
@@ -140,7 +153,23 @@ def annotate(
             notes[node.name].requires_grad &= training
             notes[node.name].flops = float(costs.flops)
             notes[node.name].saved_bytes = saved.bytes
+            for tensor in torch.utils._pytree.tree_leaves(values[node]):
+                if isinstance(tensor, torch.Tensor):
+                    makers.setdefault(tensor.untyped_storage()._cdata, node.name)
+            notes[node.name].keeps, notes[node.name].kept_inside_bytes = _by_maker(saved.now, makers)
     return notes
+
+
+def _by_maker(kept: Mapping[int, int], makers: Mapping[int, str]) -> tuple[tuple[tuple[str, int], ...], int]:
+    """Return the bytes kept of each node's results, and those of no node's."""
+    keeps: dict[str, int] = {}
+    inside = 0
+    for key, num_bytes in kept.items():
+        if key in makers:
+            keeps[makers[key]] = keeps.get(makers[key], 0) + num_bytes
+        else:
+            inside += num_bytes
+    return tuple(keeps.items()), inside
 
 
 def _note(

@@ -10,6 +10,7 @@ block that makes the logits.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from gpp_plugin.capture.clusters import ordered_units
@@ -17,7 +18,7 @@ from gpp_plugin.capture.graph import CapturedGraph, with_replicated
 from gpp_plugin.capture.keys import Key, ModuleKeys, sub_layer_keys
 from gpp_plugin.capture.quotient import Group, Quotient
 from gpp_plugin.ir.analysis import Analysis
-from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
+from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, SavedTensor
 from gpp_plugin.ir.op_graph import OpGraph, OpNode
 from gpp_plugin.ir.tensors import TensorSpec
 
@@ -42,7 +43,11 @@ def coarsen(captured: CapturedGraph | Analysis, *, granularity: str = "layer") -
     if granularity not in GRANULARITIES:
         raise ValueError(f"granularity must be one of {GRANULARITIES}, got {granularity!r}")
     analysis = captured if isinstance(captured, Analysis) else captured.analysis
-    return _block_graph(captured.op_graph, analysis, _partition(analysis, granularity))
+    partition = _partition(analysis, granularity)
+    graph = _block_graph(captured.op_graph, analysis, partition)
+    if granularity != "node":
+        return graph
+    return dataclasses.replace(graph, saved=_saved_tensors(captured.op_graph, partition))
 
 
 def _partition(analysis: Analysis, granularity: str) -> list[tuple[str, list[str]]]:
@@ -188,6 +193,32 @@ def _block_graph(
         tensors={name: tensors[name] for name in nodes if name in tensors},
         loss_block=block_of.get(graph.loss) if graph.loss is not None else None,
         tied={name: tuple(by) for name, by in users.items() if len(by) > 1 and name not in buffers},
+    )
+
+
+def _saved_tensors(graph: OpGraph, partition: Sequence[tuple[str, list[str]]]) -> tuple[SavedTensor, ...]:
+    """Return what operators keep for backward; what replicated operators make or keep is left out (masks)."""
+    block_of = {name: block for block, names in partition for name in names}
+    position = {block: i for i, (block, _) in enumerate(partition)}
+    found: dict[str, tuple[str, dict[str, None], int]] = {}
+    for node in graph.nodes:
+        keeper = block_of.get(node.name)
+        if keeper is None:
+            continue
+        if node.kept_inside_bytes:
+            found[f"{node.name}:inside"] = keeper, {keeper: None}, node.kept_inside_bytes
+        for maker, num_bytes in node.keeps:
+            if maker in block_of:
+                keepers = found.setdefault(maker, (block_of[maker], {}, num_bytes))[1]
+                keepers[keeper] = None
+    return tuple(
+        SavedTensor(
+            name=name,
+            made_by=maker,
+            kept_by=tuple(sorted(keepers, key=position.__getitem__)),
+            bytes=num_bytes,
+        )
+        for name, (maker, keepers, num_bytes) in found.items()
     )
 
 

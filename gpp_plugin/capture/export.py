@@ -179,6 +179,8 @@ def _op_graph(
                 output=None if note.is_tuple else _spec(node.name, note, traced.num_samples, layout),
                 flops=note.flops,
                 saved_bytes=note.saved_bytes,
+                keeps=note.keeps,
+                kept_inside_bytes=note.kept_inside_bytes,
                 is_coupling=node.name in layouts.coupling,
                 is_random=is_random(node),
                 is_replicable=node.name in replicable,
@@ -217,7 +219,16 @@ def _carried_over(reference: OpGraph, traced: Traced, notes: Mapping[str, Note])
         output = None
         if old.output is not None:
             output = _respec(old.output, old.name, note, samples)
-        nodes.append(dataclasses.replace(old, output=output, flops=note.flops, saved_bytes=note.saved_bytes))
+        nodes.append(
+            dataclasses.replace(
+                old,
+                output=output,
+                flops=note.flops,
+                saved_bytes=note.saved_bytes,
+                keeps=note.keeps,
+                kept_inside_bytes=note.kept_inside_bytes,
+            )
+        )
     names = {key: name for name, key in traced.inputs.items()}
     inputs = tuple(_respec(old, names[old.name], notes[names[old.name]], samples) for old in reference.inputs)
     return dataclasses.replace(reference, num_samples=samples, nodes=tuple(nodes), inputs=inputs)

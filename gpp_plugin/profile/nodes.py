@@ -9,11 +9,15 @@ from gpp_plugin.capture.graph import CapturedGraph
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.profile.measure import profile_blocks
 
+NODE_REPEATS = 50
+"""Operators are quick and their times noisy: the paper's number of timed runs (DawnPiper, C.1)."""
 
-def profile_nodes(captured: CapturedGraph, **options: Any) -> Profile:
+
+def profile_nodes(captured: CapturedGraph, *, repeats: int = NODE_REPEATS, **options: Any) -> Profile:
     """Measure every operator by itself; operators that must stay together (views and writes of them) as one.
 
     Args:
+        repeats: timed runs after warm-up, of which the median counts.
         options: as of `profile_blocks`.
 
     Returns:
@@ -22,4 +26,4 @@ def profile_nodes(captured: CapturedGraph, **options: Any) -> Profile:
     Raises:
         ProfileError: an operator cannot be run; the message names it.
     """
-    return profile_blocks(captured, coarsen(captured, granularity="node"), **options)
+    return profile_blocks(captured, coarsen(captured, granularity="node"), repeats=repeats, **options)

@@ -245,3 +245,20 @@ def test_recurring_layers_are_split_and_tied() -> None:
 def test_unknown_granularity_is_refused() -> None:
     with pytest.raises(ValueError, match="granularity must be one of .* got 'block'"):
         coarsen(captured("two_branch"), granularity="block")
+
+
+@pytest.mark.parametrize("name", ["t5", "gpt2"])
+def test_saved_tensors_add_up_to_what_blocks_keep(name):
+    """Each storage once, charged to the first that keeps it; what replicated masks hold is left out."""
+    capture = captured(name)
+    graph = coarsen(capture, granularity="node")
+    position = {block.name: i for i, block in enumerate(graph.blocks)}
+    charged = dict.fromkeys(position, 0)
+    for tensor in graph.saved:
+        charged[tensor.kept_by[0]] += tensor.bytes
+        assert position[tensor.made_by] <= position[tensor.kept_by[0]]
+        assert list(tensor.kept_by) == sorted(tensor.kept_by, key=position.__getitem__)
+    assert all(charged[block.name] <= block.saved_bytes for block in graph.blocks)
+    assert sum(charged.values()) >= 0.9 * sum(block.saved_bytes for block in graph.blocks)
+    assert len({tensor.name for tensor in graph.saved}) == len(graph.saved)
+    assert not coarsen(capture).saved

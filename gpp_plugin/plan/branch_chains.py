@@ -19,10 +19,11 @@ from collections.abc import Iterator, Sequence
 
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import EventKind
+from gpp_plugin.plan.block_sets import Mask, bits
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.judge import reduce_times
 from gpp_plugin.plan.linear import split_by_weight
-from gpp_plugin.plan.refine import Candidate, Mask, Refiner, bits, is_better
+from gpp_plugin.plan.refine import Candidate, Refiner, is_better
 from gpp_plugin.plan.stages import build_plan
 from gpp_plugin.simulate.engine import simulate_plan
 from gpp_plugin.simulate.metrics import critical_path
@@ -111,7 +112,7 @@ def _shifted(refiner: Refiner, masks: Sequence[Mask], chain: list[Mask], master:
             continue
         tried.add(tuple(moved))
         stages = [sum(1 << row for row in order[a:b]) for a, b in zip(moved, moved[1:], strict=False)]
-        if all(stages) and refiner.is_acyclic([*others, *stages]):
+        if all(stages) and refiner.sets.is_acyclic([*others, *stages]):
             yield [*others, *stages]
 
 

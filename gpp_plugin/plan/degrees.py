@@ -4,18 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from gpp_plugin.plan.batches import BatchRules
-from gpp_plugin.plan.costs import CostModel, link_for_span, ring_us
+from gpp_plugin.plan.block_sets import BlockSets, Mask
+from gpp_plugin.plan.costs import CostModel, Floats, link_for_span, ring_us
 from gpp_plugin.plan.registry import PlanRequest
 from gpp_plugin.plan.stages import StageDraft
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Option:
+class Option(NamedTuple):
+    """A degree of a stage, and what it costs: times of one micro-batch on a rank, and of a sample in all."""
+
     degree: int
     micro_batch_size: int
     us_per_sample: float
+    forward_us: float
+    backward_us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizing:
+    """Degrees and micro-batch sizes of all stages that are alike in coupling and fixed sizes.
+
+    Args:
+        forward_us, backward_us: [degree, block] of one micro-batch.
+        reduce_us, reduce_us_per_byte: [degree] of one sample's share of the gradients' reduction.
+    """
+
+    degrees: list[int]
+    sizes: list[int]
+    forward_us: Floats
+    backward_us: Floats
+    per_size: Floats
+    reduce_us: Floats
+    reduce_us_per_byte: Floats
 
 
 class DegreeChooser:
@@ -25,107 +50,146 @@ class DegreeChooser:
     ranks is a subset-sum over bit sets. Costs of a stage are kept from call to call.
     """
 
-    def __init__(self, request: PlanRequest, costs: CostModel, rules: BatchRules) -> None:
+    def __init__(
+        self, request: PlanRequest, costs: CostModel, rules: BatchRules, sets: BlockSets | None = None
+    ) -> None:
         self.request, self.costs, self.rules = request, costs, rules
+        self.sets = BlockSets(costs) if sets is None else sets
         limits = [device.memory_bytes for device in request.cluster.devices[: request.num_ranks]]
         if request.memory_limit_bytes is not None:
             limits = [min(limit, request.memory_limit_bytes) for limit in limits]
         self.limits = limits
-        self._options: dict[tuple[tuple[str, ...], int, int, bool], list[_Option]] = {}
-        self._timed: dict[tuple[tuple[str, ...], int], list[_Option]] = {}
-        self._sizes: dict[tuple[tuple[str, ...], int], list[int]] = {}
+        self._limit = max(limits)
+        self._coupled = self.sets.mask_of(sorted(rules.coupled))
+        self._fixed = {
+            size: self.sets.mask_of([name for name, fixed in rules.fixed.items() if fixed == size])
+            for size in sorted(set(rules.fixed.values()))
+        }
+        self._sizings: dict[tuple[int, bool, tuple[int, ...]], _Sizing] = {}
+        self._options: dict[tuple[Mask, int, int], list[Option]] = {}
+        self._timed: dict[tuple[Mask, int], list[Option]] = {}
+        self._least: dict[tuple[Mask, int], tuple[float, float]] = {}
+        self._sizes: dict[tuple[Mask, int], list[int]] = {}
+        self._wishes = rules.wishes()
 
     def choose(
-        self, groups: Sequence[Sequence[str]], wish: int, *, ignore_memory: bool = False
-    ) -> list[StageDraft] | None:
-        """Return one draft a group, or None where no choice uses all ranks within memory.
+        self,
+        masks: Sequence[Mask],
+        wish: int,
+        *,
+        ignore_memory: bool = False,
+        limit_us: float = float("inf"),
+    ) -> list[Option] | None:
+        """Return one option a stage, or None where no choice uses all ranks within memory and time.
 
         Args:
             wish: micro-batch size of every stage that neither coupling nor the user fixes.
+            limit_us: most microseconds a sample of any stage.
         """
-        heights = stage_heights(self.costs, groups)
-        options = [
-            self._stage_options(tuple(group), wish, height, ignore_memory)
-            for group, height in zip(groups, heights, strict=True)
-        ]
-        if not all(options):
-            return None
-        chosen = _share_out(options, self.request.num_ranks)
-        if chosen is None:
-            return None
+        if ignore_memory:
+            options = [self._timed_options(mask, wish) for mask in masks]
+        else:
+            heights = self.sets.heights(masks)
+            options = [
+                self._stage_options(mask, wish, height) for mask, height in zip(masks, heights, strict=True)
+            ]
+        return _share_out(options, self.request.num_ranks, limit_us) if all(options) else None
+
+    def drafts(self, masks: Sequence[Mask], options: Sequence[Option]) -> list[StageDraft]:
+        """Return the drafts of stages with these options."""
         return [
-            StageDraft(blocks=tuple(group), degree=option.degree, micro_batch_size=option.micro_batch_size)
-            for group, option in zip(groups, chosen, strict=True)
+            StageDraft(
+                blocks=self.sets.blocks(mask), degree=option.degree, micro_batch_size=option.micro_batch_size
+            )
+            for mask, option in zip(masks, options, strict=True)
         ]
 
-    def least_shares(self, group: Sequence[str], wish: int) -> tuple[float, float]:
+    def least_shares(self, mask: Mask, wish: int) -> tuple[float, float]:
         """Return the least microseconds a sample of a stage, and the least times its ranks; inf if none."""
-        options = self._timed_options(tuple(group), wish)
-        slowest = min((option.us_per_sample for option in options), default=float("inf"))
-        return slowest, min((o.us_per_sample * o.degree for o in options), default=float("inf"))
+        found = self._least.get((mask, wish))
+        if found is None:
+            options = self._timed_options(mask, wish)
+            slowest = min((option.us_per_sample for option in options), default=float("inf"))
+            work = min((o.us_per_sample * o.degree for o in options), default=float("inf"))
+            found = self._least[mask, wish] = slowest, work
+        return found
 
-    def sizes(self, blocks: tuple[str, ...], degree: int) -> list[int]:
+    def sizes(self, mask: Mask, degree: int) -> list[int]:
         """Return the micro-batch sizes a stage of that degree may have."""
-        key = (blocks, degree)
-        if key not in self._sizes:
-            found = {self.rules.micro_batch_size(blocks, degree, wish) for wish in self.rules.wishes()}
-            self._sizes[key] = sorted(size for size in found if size is not None)
-        return self._sizes[key]
+        found = self._sizes.get((mask, degree))
+        if found is None:
+            blocks = self.sets.blocks(mask)
+            sizes = {self.rules.micro_batch_size(blocks, degree, wish) for wish in self._wishes}
+            found = self._sizes[mask, degree] = sorted(size for size in sizes if size is not None)
+        return found
 
     def excess_of(self, memory_bytes: int, ranks: Sequence[int]) -> int:
         """Return by how many bytes a stage exceeds the smallest of its ranks (negative: it fits)."""
         return memory_bytes - min(self.limits[rank] for rank in ranks)
 
-    def _stage_options(
-        self, group: tuple[str, ...], wish: int, height: int, ignore_memory: bool
-    ) -> list[_Option]:
-        key = (group, wish, height, ignore_memory)
-        found = self._options.get(key)
+    def _stage_options(self, mask: Mask, wish: int, height: int) -> list[Option]:
+        """Return the degrees with which a stage at that height fits its ranks."""
+        found = self._options.get((mask, wish, height))
         if found is None:
-            found = self._options[key] = self._make_options(group, wish, height, ignore_memory)
+            request, rows = self.request, self.sets.rows(mask)
+            found = []
+            for option in self._timed_options(mask, wish):
+                num = request.mini_batch // option.micro_batch_size
+                memory = self.costs.stage_memory(
+                    rows,
+                    degree=option.degree,
+                    local=option.micro_batch_size // option.degree,
+                    in_flight=num if request.schedule == "gpipe" else min(num, height),
+                )
+                if memory <= self._limit:
+                    found.append(option)
+            self._options[mask, wish, height] = found
         return found
 
-    def _make_options(
-        self, group: tuple[str, ...], wish: int, height: int, ignore_memory: bool
-    ) -> list[_Option]:
-        options = self._timed_options(group, wish)
-        if ignore_memory:
-            return options
-        request, rows, limit = self.request, self.costs.indices(group), max(self.limits)
-        fitting = []
-        for option in options:
-            num = request.mini_batch // option.micro_batch_size
-            memory = self.costs.stage_memory(
-                rows,
-                degree=option.degree,
-                local=option.micro_batch_size // option.degree,
-                in_flight=num if request.schedule == "gpipe" else min(num, height),
-            )
-            if memory <= limit:
-                fitting.append(option)
-        return fitting
-
-    def _timed_options(self, group: tuple[str, ...], wish: int) -> list[_Option]:
+    def _timed_options(self, mask: Mask, wish: int) -> list[Option]:
         """Return every degree of a stage with its time, whatever memory it needs."""
-        found = self._timed.get((group, wish))
+        found = self._timed.get((mask, wish))
         if found is not None:
             return found
-        request, costs = self.request, self.costs
-        rows = costs.indices(group)
-        gradient = costs.group_gradient_bytes(rows)
-        options = []
-        for degree in self.rules.degrees():
-            size = self.rules.micro_batch_size(group, degree, wish)
-            if size is None:
-                continue
-            forward, backward = costs.stage_times(rows, size // degree)
-            link = link_for_span(request.cluster, degree)
-            reduce_us = ring_us(gradient, degree, link) if gradient > 0 else 0.0
-            reduces = request.mini_batch // size if costs.zero_stage >= 2 else 1
-            us = (forward + backward) / size + reduce_us * reduces / request.mini_batch
-            options.append(_Option(degree=degree, micro_batch_size=size, us_per_sample=us))
-        self._timed[group, wish] = options
-        return options
+        fixed = tuple(size for size, blocks in self._fixed.items() if blocks & mask)
+        key = wish, bool(self._coupled & mask), fixed
+        sizing = self._sizings.get(key)
+        if sizing is None:
+            sizing = self._sizings[key] = self._make_sizing(mask, wish)
+        rows = np.array(self.sets.rows(mask))
+        gradient = self.costs.group_gradient_bytes(self.sets.rows(mask))
+        forward, backward = sizing.forward_us[:, rows].sum(axis=1), sizing.backward_us[:, rows].sum(axis=1)
+        us = (forward + backward) * sizing.per_size
+        if gradient > 0:
+            us += sizing.reduce_us + gradient * sizing.reduce_us_per_byte
+        found = self._timed[mask, wish] = list(
+            map(Option, sizing.degrees, sizing.sizes, us.tolist(), forward.tolist(), backward.tolist())
+        )
+        return found
+
+    def _make_sizing(self, mask: Mask, wish: int) -> _Sizing:
+        request, costs, blocks = self.request, self.costs, self.sets.blocks(mask)
+        found = [
+            (degree, size)
+            for degree in self.rules.degrees()
+            if (size := self.rules.micro_batch_size(blocks, degree, wish)) is not None
+        ]
+        times = [costs.block_times(size // degree) for degree, size in found]
+        shape = (len(found), len(costs.index))
+        links = [link_for_span(request.cluster, degree) for degree, _ in found]
+        # An all-reduce is latency and bytes: the first is what one without bytes takes.
+        latency = [ring_us(0.0, d, link) for (d, _), link in zip(found, links, strict=True)]
+        whole = [ring_us(1e9, d, link) for (d, _), link in zip(found, links, strict=True)]
+        steps = np.array([request.mini_batch // size if costs.zero_stage >= 2 else 1 for _, size in found])
+        return _Sizing(
+            degrees=[degree for degree, _ in found],
+            sizes=[size for _, size in found],
+            forward_us=np.array([forward for forward, _ in times]).reshape(shape),
+            backward_us=np.array([backward for _, backward in times]).reshape(shape),
+            per_size=1.0 / np.array([size for _, size in found], dtype=float),
+            reduce_us=np.array(latency) * steps / request.mini_batch,
+            reduce_us_per_byte=(np.array(whole) - np.array(latency)) / 1e9 * steps / request.mini_batch,
+        )
 
 
 def choose_degrees(
@@ -137,17 +201,21 @@ def choose_degrees(
     *,
     ignore_memory: bool = False,
 ) -> list[StageDraft] | None:
-    """Run `DegreeChooser.choose` once."""
-    return DegreeChooser(request, costs, rules).choose(groups, wish, ignore_memory=ignore_memory)
+    """Return one draft a group of blocks, or None where no choice uses all ranks within memory."""
+    chooser = DegreeChooser(request, costs, rules)
+    masks = [chooser.sets.mask_of(group) for group in groups]
+    options = chooser.choose(masks, wish, ignore_memory=ignore_memory)
+    return None if options is None else chooser.drafts(masks, options)
 
 
-def _share_out(options: Sequence[Sequence[_Option]], num_ranks: int) -> list[_Option] | None:
-    times = sorted({option.us_per_sample for stage in options for option in stage})
+def _share_out(options: Sequence[Sequence[Option]], num_ranks: int, limit_us: float) -> list[Option] | None:
     floor = max(min(option.us_per_sample for option in stage) for stage in options)
-    times = [t for t in times if t >= floor]
-    low, high = 0, len(times) - 1
-    if not _reachable(options, times[high], num_ranks):
+    times = sorted(
+        {o.us_per_sample for stage in options for o in stage if floor <= o.us_per_sample <= limit_us}
+    )
+    if not times or not _reachable(options, times[-1], num_ranks):
         return None
+    low, high = 0, len(times) - 1
     while low < high:
         middle = (low + high) // 2
         if _reachable(options, times[middle], num_ranks):
@@ -155,7 +223,7 @@ def _share_out(options: Sequence[Sequence[_Option]], num_ranks: int) -> list[_Op
         else:
             low = middle + 1
     prefixes = _reachable(options, times[low], num_ranks)
-    chosen: list[_Option] = []
+    chosen: list[Option] = []
     total = num_ranks
     for i in range(len(options) - 1, -1, -1):
         fitting = [
@@ -171,7 +239,7 @@ def _share_out(options: Sequence[Sequence[_Option]], num_ranks: int) -> list[_Op
     return chosen[::-1]
 
 
-def _reachable(options: Sequence[Sequence[_Option]], limit: float, num_ranks: int) -> list[int]:
+def _reachable(options: Sequence[Sequence[Option]], limit: float, num_ranks: int) -> list[int]:
     """Return after each stage the bit set of rank totals, or [] where ``num_ranks`` is not one."""
     mask = (1 << (num_ranks + 1)) - 1
     prefixes = [1]
@@ -182,30 +250,3 @@ def _reachable(options: Sequence[Sequence[_Option]], limit: float, num_ranks: in
                 sums |= prefixes[-1] << option.degree
         prefixes.append(sums & mask)
     return prefixes if prefixes[-1] >> num_ranks & 1 else []
-
-
-def stage_heights(costs: CostModel, groups: Sequence[Sequence[str]]) -> list[int]:
-    """Return for each group the number of stages on its longest path to a sink, itself included."""
-    stage_of = [0] * len(costs.index)
-    for i, group in enumerate(groups):
-        for block in group:
-            stage_of[costs.index[block]] = i
-    successors: list[set[int]] = [set() for _ in groups]
-    waiting: list[int] = [0] * len(groups)
-    predecessors: list[list[int]] = [[] for _ in groups]
-    for src, dst, _ in costs.block_edges:
-        a, b = stage_of[src], stage_of[dst]
-        if a != b and b not in successors[a]:
-            successors[a].add(b)
-            predecessors[b].append(a)
-            waiting[a] += 1
-    heights = [1] * len(groups)
-    ready = [i for i, count in enumerate(waiting) if count == 0]
-    while ready:
-        stage = ready.pop()
-        for other in predecessors[stage]:
-            heights[other] = max(heights[other], heights[stage] + 1)
-            waiting[other] -= 1
-            if waiting[other] == 0:
-                ready.append(other)
-    return heights

@@ -139,7 +139,8 @@ def _rank_problem(
         )
         chooser = DegreeChooser(other, costs, batch_rules(other))
         wishes = chooser.rules.wishes()
-        if any(chooser.choose(g, w, ignore_memory=True) is not None for g in groupings for w in wishes):
+        partitions = [[chooser.sets.mask_of(group) for group in groups] for groups in groupings]
+        if any(chooser.choose(m, w, ignore_memory=True) is not None for m in partitions for w in wishes):
             workable.append(count)
         if len(workable) == 2:
             break

@@ -26,7 +26,7 @@ def test_the_master_is_the_heaviest_stage_and_its_chain_ends_at_the_join() -> No
     found = master_chain(refiner, start)
     assert found is not None
     chain, master = found
-    assert [refiner._names_of(mask) for mask in chain] == [["a0", "a1", "a2"], ["a3", "a4"], ["a5"]]
+    assert [refiner.sets.blocks(mask) for mask in chain] == [("a0", "a1", "a2"), ("a3", "a4"), ("a5",)]
     assert master == 0
 
 

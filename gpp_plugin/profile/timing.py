@@ -150,7 +150,7 @@ def _times(operands: Operands, device: torch.device, repeats: int) -> tuple[floa
     backward: list[float] = []
     started = time.perf_counter()
     for attempt in itertools.count():
-        watch = _Stopwatch(device)
+        watch = Stopwatch(device)
         outputs, _ = operands.forward()
         watch.mark()
         differentiable, seeds = _seeds(outputs)
@@ -205,7 +205,7 @@ def _peak_on_cuda(operands: Operands, device: torch.device) -> int:
     return max(0, max(peak_forward, torch.cuda.max_memory_allocated(device)) - held)
 
 
-class _Stopwatch:
+class Stopwatch:
     """Laps in microseconds: events on CUDA, the thread's CPU time on one CPU thread, else the wall clock.
 
     Code on one thread never waits, so its CPU time is its wall time on a free core, whoever else has the core.
@@ -219,6 +219,7 @@ class _Stopwatch:
         self.mark()
 
     def mark(self) -> None:
+        """End a lap."""
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self._device))
@@ -227,6 +228,7 @@ class _Stopwatch:
             self._clock_s.append(self._clock())
 
     def laps_us(self) -> list[float]:
+        """Return the microseconds of every lap so far."""
         if self._events:
             self._events[-1].synchronize()
             pairs = zip(self._events, self._events[1:], strict=False)

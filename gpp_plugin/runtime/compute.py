@@ -17,6 +17,7 @@ from torch import Tensor
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Direction, RankProgram
 from gpp_plugin.ir.tensors import TensorSpec
+from gpp_plugin.runtime.split import PendingWeights, split_backward
 from gpp_plugin.runtime.stage_module import StageFunction
 
 
@@ -168,7 +169,6 @@ class AutogradCompute:
         self.gradient_inputs = gradients.inputs
         self._call = function.call
         self._parameters = tuple(parameters)
-        self._trained = tuple(p for p in parameters if p.requires_grad)
         self._hooks = hooks
         self._loss_share = loss_share
         self._has_loss = loss is not None
@@ -177,7 +177,7 @@ class AutogradCompute:
         self._roots = tuple(function.outputs.index(name) for name in roots)
         self._leaves = tuple(function.received.index(name) for name in self.gradient_inputs)
         self._kept: dict[int, list[_Part]] = {}
-        self._split: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]] = {}
+        self._pending: dict[int, PendingWeights] = {}
 
     def forward(
         self, micro_batch: int, half: int | None, inputs: Sequence[Tensor], received: Sequence[Tensor]
@@ -216,27 +216,22 @@ class AutogradCompute:
         assert hooks is not None, "a stage with backward tasks needs hooks"
         parts = self._kept.pop(micro_batch)
         roots, seeds = self._seed(parts, gradients, hooks.loss_scale)
-        self._split[micro_batch] = (roots, seeds)
         leaves = list({id(leaf): leaf for part in parts for leaf in part.leaves}.values())
-        found: dict[int, Tensor | None] = {}
-        if roots and leaves:
-            grads = torch.autograd.grad(roots, leaves, seeds, retain_graph=True, allow_unused=True)
-            found = {id(leaf): grad for leaf, grad in zip(leaves, grads, strict=True)}
-        return self._join_leaves(parts, [[found.get(id(leaf)) for leaf in part.leaves] for part in parts])
+        found, self._pending[micro_batch] = split_backward(roots, leaves, seeds)
+        gradient_of = {id(leaf): gradient for leaf, gradient in zip(leaves, found, strict=True)}
+        return self._join_leaves(parts, [[gradient_of[id(leaf)] for leaf in part.leaves] for part in parts])
 
     def weight_gradient(self, micro_batch: int) -> None:
         """Add up the gradients of parameters after `input_gradient`."""
         hooks = self._hooks
         assert hooks is not None, "a stage with backward tasks needs hooks"
-        roots, seeds = self._split.pop(micro_batch)
-        if roots and self._trained:
-            torch.autograd.backward(roots, seeds, inputs=self._trained)
+        self._pending.pop(micro_batch).run()
         hooks.accumulate()
 
     def clear(self) -> None:
         """Forget all micro-batches."""
         self._kept.clear()
-        self._split.clear()
+        self._pending.clear()
 
     def _seed(
         self, parts: Sequence[_Part], gradients: Sequence[Tensor], loss_scale: float

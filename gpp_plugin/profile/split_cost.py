@@ -1,0 +1,80 @@
+"""What splitting a backward costs: its two parts timed against the whole, on the device at hand."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from gpp_plugin.profile.timing import BUDGET_S, ENOUGH_S, MOST_REPEATS, WARM_UPS, Operands, Stopwatch
+from gpp_plugin.runtime.split import split_backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitCost:
+    """Median times of a backward, and of its two parts where it is split."""
+
+    backward_us: float
+    input_gradient_us: float
+    weight_gradient_us: float
+
+    @property
+    def factor(self) -> float:
+        """Return the time of both parts over that of the whole."""
+        both = self.input_gradient_us + self.weight_gradient_us
+        return both / self.backward_us if self.backward_us > 0 else 1.0
+
+    @property
+    def input_share(self) -> float:
+        """Return the share of the first part in both."""
+        both = self.input_gradient_us + self.weight_gradient_us
+        return self.input_gradient_us / both if both > 0 else 0.0
+
+
+def measure_split_cost(operands: Operands, *, device: torch.device, repeats: int = 7) -> SplitCost:
+    """Time the backward of one piece of code whole and in two parts, alternated.
+
+    Args:
+        operands: the code of a stage or a block; ``takes_gradient`` says whose gradients the first part makes.
+        repeats: fewest timed runs; fast code is run more often.
+    """
+    laps: list[list[float]] = []
+    started = time.perf_counter()
+    for attempt in itertools.count():
+        lap = _whole_us(operands, device), *_parts_us(operands, device)
+        elapsed_s = time.perf_counter() - started
+        if attempt >= WARM_UPS or (attempt > 0 and elapsed_s > BUDGET_S):
+            laps.append([*lap])
+        is_enough = len(laps) >= repeats and (elapsed_s > ENOUGH_S or len(laps) >= MOST_REPEATS)
+        if is_enough or (laps and elapsed_s > BUDGET_S):
+            break
+    backward_us, input_us, weight_us = (statistics.median(column) for column in zip(*laps, strict=True))
+    return SplitCost(backward_us=backward_us, input_gradient_us=input_us, weight_gradient_us=weight_us)
+
+
+def _whole_us(operands: Operands, device: torch.device) -> float:
+    outputs, leaves = operands.forward()
+    roots = [tensor for tensor in outputs if tensor.requires_grad]
+    seeds = [torch.randn_like(root) for root in roots]
+    watch = Stopwatch(device)
+    if roots:
+        torch.autograd.backward(roots, seeds)
+    watch.mark()
+    del leaves
+    return watch.laps_us()[0]
+
+
+def _parts_us(operands: Operands, device: torch.device) -> tuple[float, float]:
+    outputs, leaves = operands.forward()
+    roots = [tensor for tensor in outputs if tensor.requires_grad]
+    seeds = [torch.randn_like(root) for root in roots]
+    watch = Stopwatch(device)
+    _, pending = split_backward(roots, [leaf for leaf in leaves if leaf.requires_grad], seeds)
+    watch.mark()
+    pending.run()
+    watch.mark()
+    first, second = watch.laps_us()
+    return first, second

@@ -10,6 +10,7 @@ micro-batches and ranks, whatever order they arrive in, so results do not depend
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import defaultdict, deque
@@ -27,7 +28,7 @@ from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.ir.timeline import Event, EventKind
 from gpp_plugin.runtime.compute import StageCompute, StageHooks
 from gpp_plugin.runtime.routes import Parcel, Piece, Reading, Source, resolve_routes
-from gpp_plugin.runtime.transport import Pending, Transport
+from gpp_plugin.runtime.transport import Pending, Post, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,8 @@ class StageExecutor:
         )
         self._routes = resolve_routes(program, plan=plan, boundary=compute, specs=specs)
         self._inbox: list[list[Tensor]] = []
-        self._pending_receives: list[list[Pending]] = []
+        self._pending_receives: list[Pending] = []
+        self._bound_receives = self._bind_receives()
         self._pending_sends: deque[Pending] = deque()
         self._sends_of: defaultdict[int, list[Pending]] = defaultdict(list)
         self._made: dict[int, Sequence[Tensor]] = {}
@@ -126,13 +128,42 @@ class StageExecutor:
                 steps.append((instruction, self._compile_collective(instruction.kind)))
         return steps
 
+    def _bind_receives(self) -> list[tuple[Post, tuple[tuple[tuple[int, ...], torch.dtype], ...]]]:
+        """Return, for each message, what posts its receive and the shapes and dtypes of its buffers."""
+        transport = self._transport
+        assert transport is not None or not self._routes.receives, "a program with messages needs a transport"
+        return [
+            (
+                transport.bind_receive(message, [wire.slot for wire in wires]),
+                tuple((wire.shape, wire.dtype) for wire in wires),
+            )
+            for message, wires in self._routes.receives
+            if transport is not None
+        ]
+
     def _prepost_marks(self, exchanges: Sequence[Instruction]) -> list[int]:
-        """Return, for each exchange, how many receives are posted when it starts."""
-        depth = self._transport.prepost_depth if self._transport is not None else 0
-        cumulative = [0]
-        for exchange in exchanges:
-            cumulative.append(cumulative[-1] + len(exchange.receives))
-        return [cumulative[min(index + 1 + depth, len(exchanges))] for index in range(len(exchanges))]
+        """Return, for each exchange, how many receives are posted when it starts.
+
+        Receives are posted some exchanges ahead, and in batches: half of the depth may be used up before
+        more are posted, because a sender learns of a batch at once.
+        """
+        if self._transport is None:
+            return [0] * len(exchanges)
+        depth, limit = self._transport.prepost_depth, self._transport.prepost_bytes
+        sizes = [sum(wire.num_bytes for wire in wires) for _, wires in self._routes.receives]
+        ends = list(itertools.accumulate(len(exchange.receives) for exchange in exchanges))
+        marks: list[int] = []
+        posted = 0
+        for index, end in enumerate(ends):
+            if posted < ends[min(index + depth // 2, len(ends) - 1)]:
+                last = ends[min(index + 1, len(ends) - 1)] if depth else end
+                furthest = ends[min(index + depth, len(ends) - 1)]
+                ahead = 0
+                while last < furthest and (ahead := ahead + sizes[last]) <= limit:
+                    last += 1
+                posted = max(posted, last)
+            marks.append(posted)
+        return marks
 
     def _compile_exchange(
         self,
@@ -140,12 +171,24 @@ class StageExecutor:
         mark: int,
         drops: Sequence[int],
     ) -> Callable[[], None]:
+        transport = self._transport
+        assert transport is not None, "a program with messages needs a transport"
+        begin, end = transport.begin_exchange, transport.end_exchange
+        bound = [
+            (transport.bind_send(message, [parcel.wire.slot for parcel in parcels]), message, parcels)
+            for message, parcels in sends
+        ]
+
         def exchange() -> None:
-            self._post_receives(mark)
-            for message, parcels in sends:
-                self._send(message, parcels)
+            begin()
+            if len(self._inbox) < mark:
+                self._post_receives(mark)
+            for post, message, parcels in bound:
+                self._send(post, message, parcels)
+            end()
             for slot in drops:
                 del self._made[slot]
+            self._reap_sends()
 
         return exchange
 
@@ -277,45 +320,39 @@ class StageExecutor:
         return self._result
 
     def _post_receives(self, mark: int) -> None:
-        transport = self._transport
-        assert transport is not None, "a program with messages needs a transport"
-        while len(self._inbox) < mark:
-            message, wires = self._routes.receives[len(self._inbox)]
-            buffers = [torch.empty(w.shape, dtype=w.dtype, device=self._device) for w in wires]
+        for post, buffers_of in self._bound_receives[len(self._inbox) : mark]:
+            buffers = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in buffers_of]
             self._inbox.append(buffers)
-            self._pending_receives.append(
-                [
-                    transport.receive(message, wire.slot, buffer)
-                    for wire, buffer in zip(wires, buffers, strict=True)
-                ]
-            )
+            self._pending_receives.append(post(buffers))
 
     def _complete(self, number: int) -> None:
         start = self._now()
-        for pending in self._pending_receives[number]:
-            pending.wait()
-        self._pending_receives[number] = []
+        self._pending_receives[number].wait()
         self._record_message(EventKind.RECEIVE, self._routes.receives[number][0], start)
 
-    def _send(self, message: Message, parcels: Sequence[Parcel]) -> None:
-        transport = self._transport
-        assert transport is not None, "a program with messages needs a transport"
+    def _send(self, post: Post, message: Message, parcels: Sequence[Parcel]) -> None:
         start = self._now()
+        tensors = []
         for parcel in parcels:
             wire = parcel.wire
             tensor = self._rows(parcel.sources, wire.axis)
-            if tuple(tensor.shape) != wire.shape or tensor.dtype != wire.dtype:
+            if tensor.shape != wire.shape or tensor.dtype != wire.dtype:
                 raise RuntimeFailure(
                     f"{wire.name} is {tuple(tensor.shape)} {tensor.dtype}, the plan was compiled for "
                     f"{wire.shape} {wire.dtype}; its shape depends on the data"
                 )
-            pending = transport.send(message, wire.slot, tensor.contiguous())
-            self._pending_sends.append(pending)
-            if not self._is_trained:
-                self._sends_of[message.src_micro_batch].append(pending)
-        while self._pending_sends and self._pending_sends[0].is_done():
-            self._pending_sends.popleft().wait()
+            tensors.append(tensor.contiguous())
+        pending = post(tensors)
+        self._pending_sends.append(pending)
+        if not self._is_trained:
+            self._sends_of[message.src_micro_batch].append(pending)
         self._record_message(EventKind.SEND, message, start, sum(p.wire.num_bytes for p in parcels))
+
+    def _reap_sends(self) -> None:
+        """Let go of what has been sent."""
+        pending = self._pending_sends
+        while pending and pending[0].is_done():
+            pending.popleft().wait()
 
     def _rows(self, sources: Sequence[Source], axis: int) -> Tensor:
         """Return the rows to send, out of one task or joined out of both halves."""

@@ -1,20 +1,22 @@
 """Point-to-point transport: one ordered channel per edge and direction, on gloo or NCCL.
 
-Both backends offer the same three calls. `Transport.send` and `Transport.receive` post a transfer and
-return at once; `Pending.wait` completes it. What is posted in which order is decided by the program,
-never here. Every tensor of a message travels on a slot of its own, so that dtype and shape are those
-frozen at compile time and nothing but rows is ever sent.
+Both backends offer the same: what a message needs is bound when the program is compiled, and the callable
+that comes of it posts one transfer a tensor and returns at once; `Pending.wait` completes them. What is
+posted in which order is decided by the program, never here. Every tensor of a message travels on a slot of
+its own, so that dtype and shape are those frozen at compile time and nothing but rows is ever sent.
 
 gloo matches transfers by (peer, slot) and moves host memory; tensors on a CUDA device are staged
 through pinned host memory. NCCL has no slots: each channel is a communicator of its own two ranks, so
-that two channels never wait for each other.
+that two channels never wait for each other, unless the device has too few hardware queues for that.
 """
 
 from __future__ import annotations
 
 import datetime
+import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,16 +26,18 @@ from torch import Tensor
 from gpp_plugin.errors import CommTimeout
 from gpp_plugin.ir.program import Direction, Message
 
+logger = logging.getLogger(__name__)
+
 Channel = tuple[int, Direction, int, int]
 
 MAX_TENSORS_PER_EDGE = 4096
 
 
 class Pending(Protocol):
-    """A posted transfer."""
+    """The posted transfers of one message."""
 
     def wait(self) -> None:
-        """Complete it: a receive's buffer may be read, a sent tensor may be reused.
+        """Complete them: a receive's buffers may be read, sent tensors may be reused.
 
         Raises:
             CommTimeout: the peer did not answer in time, or is gone.
@@ -43,147 +47,298 @@ class Pending(Protocol):
         """Return whether `wait` would return at once."""
 
 
+Post = Callable[[Sequence[Tensor]], Pending]
+"""Posts the transfers of one message: of contiguous tensors to send, or into contiguous buffers."""
+
+
 class Transport(Protocol):
-    """Posts transfers of single tensors; ``slot`` is the tensor's index within its message."""
+    """Binds messages; ``slots`` are the indices of their tensors among those of their edge."""
 
     prepost_depth: int
     """How many exchanges ahead of their place receives may be posted."""
 
-    def send(self, message: Message, slot: int, tensor: Tensor) -> Pending:
-        """Post the transfer of a contiguous tensor."""
+    prepost_bytes: int
+    """How many bytes of receives may be posted ahead, beyond those of the next exchange."""
 
-    def receive(self, message: Message, slot: int, buffer: Tensor) -> Pending:
-        """Post the transfer into a contiguous buffer."""
+    def bind_send(self, message: Message, slots: Sequence[int]) -> Post:
+        """Return what sends the message."""
+
+    def bind_receive(self, message: Message, slots: Sequence[int]) -> Post:
+        """Return what receives the message."""
+
+    def begin_exchange(self) -> None:
+        """Start to post what belongs together: until `end_exchange`, nothing waits for what is posted."""
+
+    def end_exchange(self) -> None:
+        """Let go what was posted since `begin_exchange`."""
+
+    def close(self) -> None:
+        """Let go of its process groups, when nothing is posted; every rank does."""
 
 
-class _Work:
-    """A posted transfer of torch.distributed, with what to say when it fails."""
+class _Place:
+    """Where a message is sent or received, for errors, and how long a wait may take."""
 
-    __slots__ = ("_after", "_keep", "_message", "_place", "_timeout", "_work")
+    __slots__ = ("message", "timeout", "verb", "where")
+
+    def __init__(
+        self, verb: str, message: Message, names: Sequence[str], timeout: datetime.timedelta | None
+    ) -> None:
+        self.verb = verb
+        self.message = message
+        self.where = names[message.edge]
+        self.timeout = timeout
+
+    def describe(self, error: Exception) -> str:
+        """Return one line: what failed, where, why, and what to do."""
+        message = self.message
+        gone = "closed by peer" in str(error).lower() or "reset by peer" in str(error).lower()
+        if gone or self.timeout is None:
+            reason = "the other rank is gone" if gone else str(error)
+        else:
+            reason = f"nothing came within {self.timeout.total_seconds():g} s"
+        is_receive = self.verb == "receive"
+        here, there = (
+            (message.dst_rank, message.src_rank) if is_receive else (message.src_rank, message.dst_rank)
+        )
+        micro_batch = message.dst_micro_batch if is_receive else message.src_micro_batch
+        return (
+            f"{self.verb} of {message.direction.value} {'from' if is_receive else 'to'} rank {there} on rank "
+            f"{here}, edge {self.where}, micro-batch {micro_batch}, samples {message.samples.first_sample}.."
+            f"{message.samples.end - 1}: {reason}; look for the first error of the other ranks, or raise "
+            "graph_pipeline.comm_timeout_s"
+        )
+
+
+class _Posted:
+    """The transfers of one message in torch.distributed."""
+
+    __slots__ = ("_keep", "_place", "_staged", "_works")
 
     def __init__(
         self,
-        work: dist.Work,
-        message: Message,
-        timeout: datetime.timedelta | None,
-        place: str,
-        keep: Tensor,
-        after: tuple[Tensor, Tensor] | None = None,
+        works: list[dist.Work],
+        place: _Place,
+        keep: Sequence[Tensor],
+        staged: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
-        self._work: dist.Work | None = work
-        self._message = message
-        self._timeout = timeout
+        self._works = works
         self._place = place
-        self._keep = keep  # a sent tensor must outlive its transfer
-        self._after = after
+        self._keep: Sequence[Tensor] = keep  # a sent tensor must outlive its transfer
+        self._staged = staged
 
     def wait(self) -> None:
-        if self._work is None:
-            return  # gloo counts completions: waiting twice would wait for a transfer never posted
+        timeout = self._place.timeout
         try:
-            if self._timeout is None:
-                self._work.wait()
-            else:
-                self._work.wait(self._timeout)
+            for work in self._works:
+                if timeout is None:
+                    work.wait()
+                else:
+                    work.wait(timeout)
         except RuntimeError as error:
-            raise CommTimeout(_describe_failure(self._message, self._place, self._timeout, error)) from error
-        self._work = None
-        if self._after is not None:
-            destination, staged = self._after
+            raise CommTimeout(self._place.describe(error)) from error
+        self._works = []  # gloo counts completions: waiting twice would wait for a transfer never posted
+        self._keep = ()
+        for destination, staged in self._staged:
             destination.copy_(staged, non_blocking=True)
+        self._staged = ()
 
     def is_done(self) -> bool:
-        return self._work is None or bool(self._work.is_completed())
-
-
-def _describe_failure(
-    message: Message, place: str, timeout: datetime.timedelta | None, error: Exception
-) -> str:
-    gone = "closed by peer" in str(error).lower() or "reset by peer" in str(error).lower()
-    if gone or timeout is None:
-        reason = "the other rank is gone" if gone else str(error)
-    else:
-        reason = f"nothing came within {timeout.total_seconds():g} s"
-    micro_batch = message.dst_micro_batch if place.startswith("receive") else message.src_micro_batch
-    return (
-        f"{place}, micro-batch {micro_batch}, samples {message.samples.first_sample}.."
-        f"{message.samples.end - 1}: {reason}; look for the first error of the other ranks, "
-        f"or raise graph_pipeline.comm_timeout_s"
-    )
+        return all(work.is_completed() for work in self._works)
 
 
 class GlooTransport:
-    """Transfers over one gloo group; a slot number keeps edges, directions and tensors apart.
+    """Transfers over two gloo groups; a slot number keeps edges and tensors apart.
+
+    Activations and gradients have a group each: a pair of ranks then moves data one way in a group. In one
+    group for both, a rank that is sending holds the lock that its own event thread needs for what arrives;
+    gloo's event thread spins until it gets it, and where cores are few it spins on the core that the sender
+    waits for (a message then takes a hundred times what it takes otherwise).
 
     Args:
-        group: a gloo process group of all ranks of the plan, used for nothing else.
+        groups: gloo process groups of all ranks of the plan, used for nothing else.
         names: how an edge is called in errors, e.g. ``vision -> loss``.
     """
 
-    prepost_depth = 8
+    prepost_depth = 32
+    prepost_bytes = 1 << 20
 
-    def __init__(self, *, group: dist.ProcessGroup, names: Sequence[str], timeout_s: float) -> None:
-        self._group = group
+    def __init__(
+        self, *, groups: Mapping[Direction, dist.ProcessGroup], names: Sequence[str], timeout_s: float
+    ) -> None:
+        self._groups = groups
         self._names = names
         self._timeout = datetime.timedelta(seconds=timeout_s)
-        self._rank = dist.get_rank()
 
-    def _slot(self, message: Message, slot: int) -> int:
-        direction = 0 if message.direction is Direction.ACTIVATION else 1
-        return (message.edge * 2 + direction) * MAX_TENSORS_PER_EDGE + slot
+    def bind_send(self, message: Message, slots: Sequence[int]) -> Post:
+        """Return what sends the message (staged to the host where its tensors are on a device)."""
+        send, peer = self._groups[message.direction].send, message.dst_rank
+        tags = [message.edge * MAX_TENSORS_PER_EDGE + slot for slot in slots]
+        place = _Place("send", message, self._names, self._timeout)
 
-    def _place(self, verb: str, message: Message) -> str:
-        peer = message.src_rank if verb == "receive" else message.dst_rank
-        preposition = "from" if verb == "receive" else "to"
-        kind = message.direction.value
-        return f"{verb} of {kind} {preposition} rank {peer} on rank {self._rank}, edge {self._names[message.edge]}"
+        def post(tensors: Sequence[Tensor]) -> Pending:
+            host = [t if t.device.type == "cpu" else t.cpu() for t in tensors]
+            return _Posted([send([t], peer, tag) for t, tag in zip(host, tags, strict=True)], place, host)
 
-    def send(self, message: Message, slot: int, tensor: Tensor) -> Pending:
-        """Post the transfer of a contiguous tensor (staged to the host when on a device)."""
-        host = tensor.cpu() if tensor.device.type != "cpu" else tensor
-        work = self._group.send([host], message.dst_rank, self._slot(message, slot))
-        return _Work(work, message, self._timeout, self._place("send", message), host)
+        return post
 
-    def receive(self, message: Message, slot: int, buffer: Tensor) -> Pending:
-        """Post the transfer into a contiguous buffer (staged from the host when on a device)."""
-        if buffer.device.type == "cpu":
-            work = self._group.recv([buffer], message.src_rank, self._slot(message, slot))
-            return _Work(work, message, self._timeout, self._place("receive", message), buffer)
-        host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=torch.cuda.is_available())
-        work = self._group.recv([host], message.src_rank, self._slot(message, slot))
-        place = self._place("receive", message)
-        return _Work(work, message, self._timeout, place, host, (buffer, host))
+    def bind_receive(self, message: Message, slots: Sequence[int]) -> Post:
+        """Return what receives the message (staged from the host where its buffers are on a device)."""
+        receive, peer = self._groups[message.direction].recv, message.src_rank
+        tags = [message.edge * MAX_TENSORS_PER_EDGE + slot for slot in slots]
+        place = _Place("receive", message, self._names, self._timeout)
+
+        def post(buffers: Sequence[Tensor]) -> Pending:
+            host = [b if b.device.type == "cpu" else _pinned_like(b) for b in buffers]
+            works = [receive([b], peer, tag) for b, tag in zip(host, tags, strict=True)]
+            staged = [(b, h) for b, h in zip(buffers, host, strict=True) if b is not h]
+            return _Posted(works, place, host, staged)
+
+        return post
+
+    def begin_exchange(self) -> None:
+        """Do nothing: transfers do not wait for each other."""
+
+    def end_exchange(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Let go of the process groups."""
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+
+
+def _pinned_like(buffer: Tensor) -> Tensor:
+    return torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=torch.cuda.is_available())
 
 
 class NcclTransport:
-    """Transfers over one two-rank NCCL communicator per channel, each with its own stream.
+    """Transfers over NCCL, each channel with a two-rank communicator and a stream of its own.
 
     `Pending.wait` makes the compute stream wait for the transfer; the host never does (a wait with a
-    timeout would block it), so the communicators' own timeout ends a rank whose peer is gone.
+    timeout would block it), so the communicators' own timeout ends a rank whose peer is gone. Its watchdog
+    names the group, which is called after its channel, and which transfer of the channel it was.
+
+    A transfer starts after what was computed before it was posted, so a receive overlaps with a task only
+    where it is posted ahead of it.
 
     Args:
         groups: the communicator of every channel this rank is an end of.
+        names: how an edge is called in errors, e.g. ``vision -> loss``.
     """
 
-    prepost_depth = 0  # a posted receive is a kernel: it may not run ahead of the program's order
+    prepost_depth = 2
+    prepost_bytes = 1 << 40  # the depth bounds them
 
-    def __init__(self, *, groups: dict[Channel, dist.ProcessGroup], names: Sequence[str]) -> None:
+    def __init__(self, *, groups: Mapping[Channel, dist.ProcessGroup], names: Sequence[str]) -> None:
         self._groups = groups
         self._names = names
 
-    def send(self, message: Message, slot: int, tensor: Tensor) -> Pending:
-        """Post the transfer of a contiguous device tensor."""
-        work = self._groups[message.channel].send([tensor], _group_rank(message, message.dst_rank), slot)
-        return _Work(work, message, None, f"send on edge {self._names[message.edge]}", tensor)
+    def bind_send(self, message: Message, slots: Sequence[int]) -> Post:
+        """Return what sends the message, all its tensors in one launch."""
+        group, place = self._groups[message.channel], _Place("send", message, self._names, None)
+        return _bind_launch(group, group.send, _group_rank(message, message.dst_rank), place)
 
-    def receive(self, message: Message, slot: int, buffer: Tensor) -> Pending:
-        """Post the transfer into a contiguous device buffer."""
-        work = self._groups[message.channel].recv([buffer], _group_rank(message, message.src_rank), slot)
-        return _Work(work, message, None, f"receive on edge {self._names[message.edge]}", buffer)
+    def bind_receive(self, message: Message, slots: Sequence[int]) -> Post:
+        """Return what receives the message, all its tensors in one launch."""
+        group, place = self._groups[message.channel], _Place("receive", message, self._names, None)
+        return _bind_launch(group, group.recv, _group_rank(message, message.src_rank), place)
+
+    def begin_exchange(self) -> None:
+        """Do nothing: channels do not wait for each other."""
+
+    def end_exchange(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Let go of the communicators."""
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+
+
+Call = Callable[[list[Tensor], int, int], dist.Work]
+
+
+def _bind_launch(group: dist.ProcessGroup, call: Call, peer: int, place: _Place) -> Post:
+    def post(tensors: Sequence[Tensor]) -> Pending:
+        if len(tensors) == 1:
+            return _Posted([call([tensors[0]], peer, 0)], place, tensors)
+        device = tensors[0].device
+        group._start_coalescing(device)
+        for tensor in tensors:
+            call([tensor], peer, 0)
+        return _Posted([group._end_coalescing(device)], place, tensors)
+
+    return post
+
+
+class OneQueueNcclTransport:
+    """Transfers over one NCCL communicator of all ranks, each exchange of the program as one launch.
+
+    Where the device has fewer hardware queues than channels, the transfers of two channels may stand in one
+    queue, where the first keeps the second from starting. Programs are proven to finish if every rank
+    executes its exchanges one after the other, the transfers of one exchange together: that is what is done
+    here, and nothing is posted ahead.
+
+    Args:
+        group: a NCCL group of all ranks of the plan, used for nothing else.
+        names: how an edge is called in errors, e.g. ``vision -> loss``.
+    """
+
+    prepost_depth = 0
+    prepost_bytes = 0
+
+    def __init__(self, *, group: dist.ProcessGroup, names: Sequence[str], device: torch.device) -> None:
+        self._group = group
+        self._names = names
+        self._device = device
+        self._launch: list[dist.Work] = []
+
+    def bind_send(self, message: Message, slots: Sequence[int]) -> Post:
+        """Return what adds the message's tensors to the exchange."""
+        return self._bind(self._group.send, message.dst_rank, _Place("send", message, self._names, None))
+
+    def bind_receive(self, message: Message, slots: Sequence[int]) -> Post:
+        """Return what adds the message's buffers to the exchange."""
+        return self._bind(self._group.recv, message.src_rank, _Place("receive", message, self._names, None))
+
+    def _bind(self, call: Call, peer: int, place: _Place) -> Post:
+        def post(tensors: Sequence[Tensor]) -> Pending:
+            for tensor in tensors:
+                call([tensor], peer, 0)
+            return _Posted(self._launch, place, tensors)  # filled when the exchange ends
+
+        return post
+
+    def begin_exchange(self) -> None:
+        """Open the launch that everything until `end_exchange` is a part of."""
+        self._launch = []
+        self._group._start_coalescing(self._device)
+
+    def end_exchange(self) -> None:
+        """Launch the exchange."""
+        self._launch.append(self._group._end_coalescing(self._device))
+
+    def close(self) -> None:
+        """Let go of the communicator."""
+        dist.destroy_process_group(self._group)
 
 
 def _group_rank(message: Message, rank: int) -> int:
     return sorted((message.src_rank, message.dst_rank)).index(rank)
+
+
+OTHER_QUEUES = 3
+"""Hardware queues for what is no channel: compute, copies, the stage's reductions."""
+
+
+def has_queue_for_each(num_channels: int) -> bool:
+    """Return whether a device gives every one of a rank's channels a hardware queue of its own.
+
+    CUDA_DEVICE_MAX_CONNECTIONS says how many there are (8 if unset); streams beyond them share.
+    """
+    queues = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8"))
+    return num_channels + OTHER_QUEUES <= queues
 
 
 def make_transport(
@@ -195,17 +350,30 @@ def make_transport(
     with host staging, because one device cannot host two NCCL ranks.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
-    if device.type == "cuda" and torch.cuda.device_count() >= _local_world_size():
-        groups: dict[Channel, dist.ProcessGroup] = {}
-        rank = dist.get_rank()
-        for channel in sorted(channels, key=lambda c: (c[0], c[1].value, c[2], c[3])):
-            pair = sorted(channel[2:])
-            group: Any = dist.new_group(pair, timeout=timeout, backend="nccl")
-            if rank in pair:
-                groups[channel] = group
-        return NcclTransport(groups=groups, names=names)
-    group = dist.new_group(None, timeout=timeout, backend="gloo")
-    return GlooTransport(group=group, names=names, timeout_s=timeout_s)
+    if device.type != "cuda" or torch.cuda.device_count() < _local_world_size():
+        groups = {direction: dist.new_group(None, timeout=timeout, backend="gloo") for direction in Direction}
+        return GlooTransport(groups=groups, names=names, timeout_s=timeout_s)
+    ordered = sorted(channels, key=lambda c: (c[0], c[1].value, c[2], c[3]))
+    most = max(Counter(rank for channel in ordered for rank in channel[2:]).values())
+    if not has_queue_for_each(most):
+        logger.info(
+            "a rank has %d channels and fewer hardware queues: messages go one exchange after the other; set "
+            "CUDA_DEVICE_MAX_CONNECTIONS=%d (at most 32) to let them overlap",
+            most,
+            most + OTHER_QUEUES,
+        )
+        everyone = dist.new_group(None, timeout=timeout, backend="nccl", group_desc="all messages")
+        return OneQueueNcclTransport(group=everyone, names=names, device=device)
+    communicators: dict[Channel, dist.ProcessGroup] = {}
+    for channel in ordered:
+        edge, direction, source, target = channel
+        described = f"{direction.value} on edge {names[edge]}, rank {source} to {target}"
+        group: Any = dist.new_group(
+            sorted((source, target)), timeout=timeout, backend="nccl", group_desc=described
+        )
+        if dist.get_rank() in (source, target):
+            communicators[channel] = group
+    return NcclTransport(groups=communicators, names=names)
 
 
 def _local_world_size() -> int:

@@ -35,6 +35,8 @@ from gpp_plugin.integrations.engine import GraphPipelineEngine
 from gpp_plugin.integrations.native_ops import without_shared_memory_op
 from gpp_plugin.integrations.preparation import Setting
 from gpp_plugin.integrations.stage_config import derive_stage_config
+from gpp_plugin.integrations.stock import make_stock_engine
+from gpp_plugin.plan.stock import STOCK
 from gpp_plugin.runtime.batches import Batch
 
 logger = logging.getLogger(__name__)
@@ -142,7 +144,8 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
             type(model).__name__,
         )
     optimizer, groups = _optimizer_of(model, given)
-    engine = GraphPipelineEngine(
+    make_engine: Callable[..., Any] = make_stock_engine if block.planner == STOCK else GraphPipelineEngine
+    engine = make_engine(
         model=model,
         ds_config=ds_config,
         config=block,

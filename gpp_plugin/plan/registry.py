@@ -55,7 +55,7 @@ class PlanRequest:
 Planner = Callable[[PlanRequest], PipelinePlan]
 
 _PLANNERS: dict[str, Planner] = {}
-_MODULES = ("uniform", "autopipe", "pipedream", "piper", "dapple", "graphpipe", "auto")
+_MODULES = ("uniform", "autopipe", "pipedream", "piper", "dapple", "stock", "graphpipe", "auto")
 
 
 def register_planner(name: str) -> Callable[[Planner], Planner]:

@@ -1,0 +1,81 @@
+"""What crosses each cut of a stage graph that is run as a chain: everything made before and read after.
+
+A chain has no skip edges: a tensor that stage 1 makes for stage 4 passes through stages 2 and 3, and so do the
+model inputs of the stages between the first, which loads them, and the last, which loads its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.plan import PipelinePlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """What travels from one stage of the chain to the next.
+
+    Args:
+        differentiable: tensors through which a gradient flows back, in the order they were made.
+        constant: tensors without a gradient from here on (masks, ids, frozen features).
+        inputs: batch keys that stages behind the cut read, the last stage's own left out.
+    """
+
+    differentiable: tuple[str, ...]
+    constant: tuple[str, ...]
+    inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainStage:
+    """What one stage of the chain reads and makes.
+
+    Args:
+        loads: batch keys it loads itself: the first stage's for all but the last, and the last stage's own.
+        reads: batch keys its own blocks read.
+        makes: tensors it makes for later stages.
+        before, after: the cuts around it; None at the ends of the chain.
+    """
+
+    loads: tuple[str, ...]
+    reads: tuple[str, ...]
+    makes: tuple[str, ...]
+    before: Cut | None
+    after: Cut | None
+
+
+def linearise(plan: PipelinePlan, graph: BlockGraph) -> tuple[ChainStage, ...]:
+    """Return the stages of ``plan``, in its order, as a chain."""
+    count = len(plan.stages)
+    blocks = {block.name: block for block in graph.blocks}
+    reads = [_once(key for name in stage.blocks for key in blocks[name].inputs) for stage in plan.stages]
+    cuts: list[Cut | None] = [None, *(_cut(plan, graph, reads, i) for i in range(count - 1)), None]
+    chain = []
+    for i in range(count):
+        loads: tuple[str, ...] = ()
+        if i == 0:
+            loads = _once(key for keys in reads[: max(count - 1, 1)] for key in keys)
+        elif i == count - 1:
+            loads = reads[i]
+        makes = _once(name for e in plan.edges if e.src == i for name in (*e.batch_tensors, *e.whole_tensors))
+        chain.append(ChainStage(loads=loads, reads=reads[i], makes=makes, before=cuts[i], after=cuts[i + 1]))
+    return tuple(chain)
+
+
+def _cut(plan: PipelinePlan, graph: BlockGraph, reads: list[tuple[str, ...]], stage: int) -> Cut:
+    """Return what crosses the cut behind ``stage``."""
+    crossing = [edge for edge in plan.edges if edge.src <= stage < edge.dst]
+    live = {name for edge in crossing for name in (*edge.batch_tensors, *edge.whole_tensors)}
+    gradient = {name for edge in crossing for name in edge.gradient_tensors}
+    order = [name for name in graph.tensors if name in live]
+    return Cut(
+        differentiable=tuple(name for name in order if name in gradient),
+        constant=tuple(name for name in order if name not in gradient),
+        inputs=_once(key for keys in reads[stage + 1 : -1] for key in keys),
+    )
+
+
+def _once(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))

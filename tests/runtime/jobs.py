@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from typing import Any
 
 from torch import Tensor
+
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.serialize import dumps
+from gpp_plugin.schedule.in_flight import plan_in_flight
 
 Job = dict[str, Any]
 
@@ -63,6 +69,17 @@ def use_device(device: str) -> None:
         set_accelerator(CPU_Accelerator())
 
 
+def with_saved_plan(job: Job, plan: PipelinePlan) -> Job:
+    """Return the job with ``plan`` as its saved plan, each stage changed as ``job["overrides"]`` says."""
+    changes = job["overrides"]
+    stages = tuple(dataclasses.replace(s, **changes.get(i, {})) for i, s in enumerate(plan.stages))
+    changed = dataclasses.replace(plan, stages=stages)
+    counts = plan_in_flight(changed)
+    stages = tuple(dataclasses.replace(s, in_flight=n) for s, n in zip(stages, counts, strict=True))
+    saved = json.loads(dumps(dataclasses.replace(changed, stages=stages)))
+    return {**job, "block": {"plan": saved}}
+
+
 def train(jobs: list[Job]) -> list[dict[str, Any]]:
     """Train each job in turn on this rank; return losses, this stage's first gradients, and the plan."""
     import deepspeed
@@ -75,6 +92,8 @@ def train(jobs: list[Job]) -> list[dict[str, Any]]:
         model, make_batch = build_model(job)
         batches = make_batches(make_batch, job)
         wrapped = gpp_plugin.GraphPipelineModule(model, sample_batch=batches[0])
+        if "overrides" in job:
+            job = with_saved_plan(job, deepspeed.initialize(model=wrapped, config=make_config(job))[0].plan)
         engine, *_ = deepspeed.initialize(model=wrapped, config=make_config(job))
         engine.retain_gradients()
         losses: list[float] = []
@@ -92,6 +111,7 @@ def train(jobs: list[Job]) -> list[dict[str, Any]]:
                 "gradients": gradients,
                 "stage": engine.stage_name,
                 "stages": [(s.name, s.degree, s.micro_batch_size, s.in_flight) for s in engine.plan.stages],
+                "schedules": [(s.schedule, s.num_sliced) for s in engine.plan.stages],
                 "depth": engine.plan.depth,
                 "buffers": _buffers(engine),
                 "first_buffers": first_buffers,

@@ -20,6 +20,9 @@ from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.integrations.pipeline_peer import join_ranks
 from gpp_plugin.launch import emit_event
 
+Sample = tuple[float, float, float]
+"""Seconds: of all micro-batches, of this process's threads meanwhile, of the optimizer step."""
+
 WARM_UP = 3
 LARGEST_DIFFERENCE = 1e-4
 
@@ -35,15 +38,15 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # what was made so far lives on: no runtime pays for looking at it again
     names = list(runtimes)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    times: dict[str, list[Sample]] = {name: [] for name in names}
     for round_index in range(settings["rounds"]):
         for name in _rotated(names, round_index):
             times[name].append(_time_once(runtimes[name]))
         if os.environ["RANK"] == "0":
             emit_event(event="round", index=round_index + 1)
-    slowest = _slowest(times)
+    found = _over_ranks(times)
     if os.environ["RANK"] == "0":
-        emit_event(event="times", times=slowest)
+        emit_event(event="times", times=found)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -75,24 +78,27 @@ def _rotated(names: Sequence[str], by: int) -> list[str]:
     return [*names[by:], *names[:by]]
 
 
-def _time_once(runtime: ChainRuntime) -> tuple[float, float]:
-    """Return the seconds of the micro-batches and of the optimizer step."""
+def _time_once(runtime: ChainRuntime) -> Sample:
     gc.collect()  # no runtime pays for what another one left behind
     dist.barrier()
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     done = runtime.run()
+    cpu = time.process_time() - cpu_start
     runtime.finish()
-    return done - start, time.perf_counter() - done
+    return done - start, cpu, time.perf_counter() - done
 
 
-def _slowest(times: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, list[list[float]]]:
-    """Return the times of the slowest rank in each round, runtime -> [[seconds, seconds of the step], ...]."""
-    slowest = {}
+def _over_ranks(times: Mapping[str, Sequence[Sample]]) -> dict[str, list[list[float]]]:
+    """Return what all ranks took in each round: times of the slowest rank, processor time of all together."""
+    found = {}
     for name, own in times.items():
-        both = torch.tensor(own, dtype=torch.float64)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX)
-        slowest[name] = both.tolist()
-    return slowest
+        most = torch.tensor(own, dtype=torch.float64)
+        total = most.clone()
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        dist.all_reduce(total)
+        most[:, 1] = total[:, 1]
+        found[name] = most.tolist()
+    return found
 
 
 if __name__ == "__main__":

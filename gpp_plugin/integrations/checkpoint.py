@@ -46,13 +46,11 @@ class LoadedCheckpoint:
     Args:
         directory: the directory that was read.
         client_state: what the user gave to save.
-        counters: what the engine gave to save.
         rank_state: what this rank's engine gave to save.
     """
 
     directory: Path
     client_state: dict[str, Any] = field(default_factory=dict)
-    counters: dict[str, int] = field(default_factory=dict)
     rank_state: Any = None
 
 
@@ -62,7 +60,6 @@ def save_checkpoint(
     tag: str,
     *,
     client_state: Mapping[str, Any] | None = None,
-    counters: Mapping[str, int] | None = None,
     rank_state: Any = None,
     save_latest: bool = True,
 ) -> Path:
@@ -71,7 +68,6 @@ def save_checkpoint(
     Args:
         directory: seen by all ranks.
         client_state: the user's, kept as rank 0 has it.
-        counters: the engine's, kept as rank 0 has them.
         rank_state: anything picklable, kept for each rank.
         save_latest: make this the checkpoint that is loaded without a tag.
 
@@ -85,7 +81,7 @@ def save_checkpoint(
     tags = _all_ranks(engine, lambda: _prepare(engine, target), doing=f"prepare {target}")
     if len(set(tags)) > 1:
         raise CheckpointError(f"the ranks give different tags {sorted(set(tags))}; give all ranks the same")
-    shared = {"client_state": dict(client_state or {}), "counters": dict(counters or {})}
+    shared = {"client_state": dict(client_state or {})}
     written: list[dict[str, int]] = _all_ranks(
         engine, lambda: _write_files(engine, target, shared, rank_state), doing=f"write {target}"
     )
@@ -108,6 +104,7 @@ def load_checkpoint(
     *,
     load_optimizer: bool = True,
     load_scheduler: bool = True,
+    weights_only: bool = False,
 ) -> LoadedCheckpoint:
     """Read a checkpoint that was written on the same plan; collective over all ranks.
 
@@ -117,10 +114,13 @@ def load_checkpoint(
         tag: which checkpoint; None: the one `latest` names.
         load_optimizer: restore optimizer state and masters; else masters are taken from the parameters.
         load_scheduler: restore the learning-rate schedule.
+        weights_only: restore nothing else: no optimizer, schedule, loss scale, counters or random states.
 
     Raises:
         CheckpointError: it is missing, torn, of another plan, precision or ZeRO stage, or not readable.
     """
+
+    load_optimizer = load_optimizer and not weights_only
 
     def check() -> str:
         target = _find(Path(directory), tag)
@@ -136,7 +136,7 @@ def load_checkpoint(
     answers: list[LoadedCheckpoint] = []
     _all_ranks(
         engine,
-        lambda: answers.append(_read_files(engine, target, load_optimizer, load_scheduler)),
+        lambda: answers.append(_read_files(engine, target, load_optimizer, load_scheduler, weights_only)),
         doing=f"read {target}",
     )
     return answers[0]
@@ -241,7 +241,7 @@ def _check_manifest(engine: StageEngine, target: Path, *, load_optimizer: bool) 
 
 
 def _read_files(
-    engine: StageEngine, target: Path, load_optimizer: bool, load_scheduler: bool
+    engine: StageEngine, target: Path, load_optimizer: bool, load_scheduler: bool, weights_only: bool
 ) -> LoadedCheckpoint:
     plan, place = engine.plan, engine.device
     own = torch.load(target / _rank_file(engine.rank), map_location="cpu", weights_only=False)
@@ -257,12 +257,12 @@ def _read_files(
         file = target / _optimizer_file(engine)
         engine.load_optimizer_state(torch.load(file, map_location=place, weights_only=False))
     shared = torch.load(target / "shared.pt", map_location="cpu", weights_only=False)
-    engine.load_shared_state(shared["engine"], load_scheduler=load_scheduler)
-    _restore_random_state(engine, own)
+    if not weights_only:
+        engine.load_shared_state(shared["engine"], load_scheduler=load_scheduler)
+        _restore_random_state(engine, own)
     return LoadedCheckpoint(
         directory=target,
         client_state=shared["client_state"],
-        counters=shared["counters"],
         rank_state=own["rank_state"],
     )
 
@@ -310,7 +310,8 @@ def _manifest(engine: StageEngine, files: Mapping[str, int]) -> dict[str, Any]:
         "format": FORMAT,
         "stages": stages,
         "world_size": engine.plan.num_ranks,
-        "settings": {"dtype": engine.config.dtype, "zero_stage": engine.config.zero_stage},
+        # ZeRO 1 and 2 write the same files: gradients are not saved
+        "settings": {"dtype": engine.config.dtype, "zero_stage": min(engine.config.zero_stage, 1)},
         "files": dict(sorted(files.items())),
         "deepspeed": deepspeed.__version__,
         "torch": torch.__version__,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from gpp_plugin.capture.export import count_samples
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.runtime.batches import Batch, check_batch, collect_mini_batch, shape_key
 
 
@@ -98,6 +99,7 @@ class Feed:
         reads_inputs: whether this rank's stage reads model inputs.
         source: a rank that does.
         group: a CPU group of all ranks, for announcements.
+        timeout_s: how long this rank waits for the others' data.
         keys: what the batch the model was captured with has; mini-batches have the same.
     """
 
@@ -110,6 +112,7 @@ class Feed:
         source: int,
         group: dist.ProcessGroup | None,
         keys: Iterable[str],
+        timeout_s: float,
     ) -> None:
         self.batch_fn: Callable[[Any], Any] = lambda batch: batch
         self._model = model
@@ -118,6 +121,7 @@ class Feed:
         self._source = source
         self._group = group
         self._keys = frozenset(keys)
+        self._timeout_s = timeout_s
         self._announced: dict[tuple[Any, ...], int] = {}
         self._shapes: list[dict[str, Any]] = []
 
@@ -139,28 +143,57 @@ class Feed:
         return prepare_batch(self._model, next(_check_iterator(iterator)))
 
     def load(self, iterator: Iterator[Any]) -> dict[str, Any]:
-        """Take one mini-batch of the engine's own loader; without inputs, only learn its shape."""
-        batch = self.collect(iterator) if self.reads_inputs else None
-        if self._group is None:
-            assert batch is not None, "a single rank reads all inputs"
-            return batch
-        return self._share_shape(batch)
+        """Take one mini-batch of the engine's own loader; without inputs, only learn its shape.
 
-    def _share_shape(self, batch: dict[str, Any] | None) -> dict[str, Any]:
-        number = torch.zeros(1, dtype=torch.int64)
+        Raises:
+            RuntimeFailure: another rank's data could not be loaded, or did not come in time.
+        """
+        batch: dict[str, Any] | None = None
+        error: BaseException | None = None
+        if self.reads_inputs:
+            try:
+                batch = self.collect(iterator)
+            except BaseException as caught:  # whatever it is: the other ranks must not wait for this one
+                error = caught
+        if self._group is not None:
+            batch = self._share_shape(batch, error)
+        if error is not None:
+            raise error
+        assert batch is not None, "a single rank reads all inputs"
+        return batch
+
+    def _share_shape(
+        self, batch: dict[str, Any] | None, error: BaseException | None
+    ) -> dict[str, Any] | None:
+        """Return this rank's batch or its shape; one number a mini-batch travels, a new shape once."""
         is_source = dist.get_rank() == self._source
-        if is_source:
+        facts = torch.tensor([-1, -1], dtype=torch.int64)
+        if error is not None:
+            facts[0] = dist.get_rank()
+        elif is_source:
             assert batch is not None
-            key = shape_key(batch, self._mini_batch)
-            number[0] = self._announced.setdefault(key, len(self._announced))
-        dist.broadcast(number, src=self._source, group=self._group)
-        index = int(number)
+            facts[1] = self._announced.setdefault(shape_key(batch, self._mini_batch), len(self._announced))
+        self._wait(dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
+        failed, index = facts.tolist()
+        if failed >= 0:
+            if error is None:
+                raise RuntimeFailure(f"rank {failed} could not load its mini-batch; see its error")
+            return None
         if index == len(self._shapes):  # a new shape: its source tells it once
             told = [_without_values(batch) if is_source and batch is not None else None]
             dist.broadcast_object_list(told, src=self._source, group=self._group)
             assert told[0] is not None
             self._shapes.append(told[0])
         return batch if batch is not None else self._shapes[index]
+
+    def _wait(self, work: Any) -> None:
+        try:
+            work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            raise RuntimeFailure(
+                f"rank {dist.get_rank()} waited {self._timeout_s:g} s for the other ranks to load their mini-batch: "
+                "one of them is gone, or its data loader is stuck"
+            ) from error
 
 
 def _check_iterator(iterator: Any) -> Iterator[Any]:

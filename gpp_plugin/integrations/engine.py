@@ -17,21 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.capture.export import count_samples
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure
 from gpp_plugin.integrations import checkpoint, huggingface
 from gpp_plugin.integrations.data import Feed, make_loader, repeat
+from gpp_plugin.integrations.evaluation import Evaluator
 from gpp_plugin.integrations.metrics import Metrics
-from gpp_plugin.integrations.preparation import Setting, analyse, prepare_plan
+from gpp_plugin.integrations.preparation import Setting, prepare_plan
 from gpp_plugin.integrations.stage_engine import StageEngine, StepResult, TiedParameter
 from gpp_plugin.integrations.stage_groups import StageGroups
 from gpp_plugin.integrations.surface import PipelineSurface
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.runtime.batches import Batch, batch_checksum
-from gpp_plugin.runtime.evaluation import evaluation_plan, split_evaluation
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.materialize import materialize_parameters, release_parameters
 from gpp_plugin.runtime.pipeline import (
@@ -47,6 +45,9 @@ from gpp_plugin.runtime.timelines import gather_timeline, start_clock, write_tra
 from gpp_plugin.runtime.transport import make_transport
 
 logger = logging.getLogger(__name__)
+
+LOADING_TIMEOUT_S = 600.0
+"""How long ranks wait for one that loads data; a failure they hear of at once."""
 
 
 class GraphPipelineEngine(PipelineSurface):
@@ -83,17 +84,12 @@ class GraphPipelineEngine(PipelineSurface):
         self.config = config
         self.device = setting.device
         self.global_rank = setting.rank
-        self.global_steps = 0
-        self.global_samples = 0
-        self.skipped_steps = 0
         self.last_timeline: Timeline | None = None
         self.record_timelines = config.trace_path is not None
         self._ds_config = dict(ds_config)
         self._setting = setting
         self._model = model
         self._reference, self.plan = prepare_plan(model, sample_batch, config=config, setting=setting)
-        self._evaluation: dict[tuple[Any, ...], tuple[Reference, PipelinePlan]] = {}
-        self._evaluation_lanes: dict[tuple[Any, ...], Lane | None] = {}
         lane = self._make_lane(self._reference, self.plan)
         assert lane is not None, "every rank is in a stage of the training plan"
         self._lane: Lane = lane
@@ -115,6 +111,17 @@ class GraphPipelineEngine(PipelineSurface):
             parameter_groups=parameter_groups,
             device=setting.device,
         )
+        self._share_weights()
+        self._evaluator = Evaluator(
+            model=model,
+            config=config,
+            setting=setting,
+            plan=self.plan,
+            reference=self._reference,
+            module=self.module,
+            make_lane=self._make_lane,
+            run=self._run,
+        )
         self._last_step: StepResult | None = None
         self._failure: str | None = None
         self._gradients: dict[str, Tensor] | None = None
@@ -128,6 +135,7 @@ class GraphPipelineEngine(PipelineSurface):
             source=min(reading),
             group=setting.group,
             keys=sample_batch,
+            timeout_s=max(config.comm_timeout_s, LOADING_TIMEOUT_S),
         )
         self._can_step = optimizer is not None or bool(self._ds_config.get("optimizer"))
         self.training_dataloader: Any = None
@@ -144,7 +152,7 @@ class GraphPipelineEngine(PipelineSurface):
 
     def _make_lane(self, reference: Reference, plan: PipelinePlan) -> Lane | None:
         """Return this rank's lane for a plan, or None where the plan leaves the rank idle; collective."""
-        programs = make_programs(plan, reference)
+        programs = make_programs(plan, reference, reduce_each_backward=self._setting.zero_stage >= 2)
         names = [f"{plan.stages[e.src].name} -> {plan.stages[e.dst].name}" for e in plan.edges]
         channels = channels_of(programs)
         transport = None
@@ -191,6 +199,16 @@ class GraphPipelineEngine(PipelineSurface):
             persistent=frozenset(name for name in names if known[name].is_persistent),
         )
 
+    def _share_weights(self) -> None:
+        """Let the user's model see the stage's weights where they are of one type; ZeRO has moved them.
+
+        Otherwise the model would hold the first weights beside them all the time.
+        """
+        stage = dict(self.module.named_parameters(remove_duplicate=False))
+        for name, tensor in self._model.named_parameters(remove_duplicate=False):
+            if not tensor.is_meta and name in stage and tensor.dtype == stage[name].dtype:
+                tensor.data = stage[name].data
+
     def _ranks_that_read(self) -> set[int]:
         """Return the ranks whose stages read model inputs."""
         blocks = {block.name: block for block in self._reference.block_graph.blocks}
@@ -224,11 +242,8 @@ class GraphPipelineEngine(PipelineSurface):
         self.module.train()
         result = self._run(self._lane, batch, record=clock is not None)
         loss = self._agree_on_loss(result, batch)
-        self.global_steps += 1
-        self.global_samples += self.plan.mini_batch
         step = result.step_result
         assert isinstance(step, StepResult)
-        self.skipped_steps += int(step.overflow)
         self._last_step = step
         if clock is not None:
             self.last_timeline = gather_timeline(
@@ -292,7 +307,7 @@ class GraphPipelineEngine(PipelineSurface):
         loss, total, squares, readers = facts.tolist()
         if squares * readers != total * total:
             raise RuntimeFailure(
-                f"step {self.global_steps + 1}: the ranks were given different mini-batches (checksum "
+                f"step {self.global_steps}: the ranks were given different mini-batches (checksum "
                 f"{int(checksum)} on rank {self.global_rank}); give every rank the same stream of batches: no "
                 "DistributedSampler, the same shuffle seed everywhere"
             )
@@ -300,7 +315,6 @@ class GraphPipelineEngine(PipelineSurface):
 
     # ---- evaluation ----------------------------------------------------------------------------
 
-    @torch.no_grad()
     def eval_batch(
         self,
         data_iter: Iterator[Any],
@@ -333,111 +347,12 @@ class GraphPipelineEngine(PipelineSurface):
         wanted = tuple(outputs) if return_logits or not compute_loss else ()
         if not compute_loss:
             batch = {key: value for key, value in batch.items() if key not in ("labels", "return_loss")}
-        self.module.eval()
-        num_samples = count_samples(batch)
-        reference, plan = self._evaluation_reference(batch, wanted)
-        if compute_loss and reference.analysis.op_graph.loss is None:
-            raise ConfigError(
-                f"eval_batch: the model returns no loss for a batch of {sorted(batch)}; give labels, or pass "
-                "compute_loss=False"
-            )
-        total = 0.0
-        collected: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in wanted}
-        for part in split_evaluation(plan, num_samples):
-            rows = _take_samples(batch, part.first_sample, part.plan.mini_batch, num_samples)
-            lane = self._evaluation_lane(reference, part.plan, wanted, rows)
-            if lane is None:
-                continue
-            result = self._run(lane, rows)
-            total += sum(float(loss) * count for loss, count in result.losses)
-            for name, pieces in result.outputs.items():
-                collected[name] += [(part.first_sample + first, piece) for first, piece in pieces]
-        loss = self._sum_over_ranks(total) / num_samples
+        loss, found = self._evaluator.evaluate(batch, outputs=wanted, needs_loss=compute_loss)
         value = torch.tensor(loss, dtype=torch.float32, device=self.device)
         if not wanted:
             return value
-        found = self._gather_outputs(collected, reference)
         answer = found[wanted[0]] if len(wanted) == 1 else found
         return (value, answer) if compute_loss else answer
-
-    def _evaluation_reference(self, batch: Batch, wanted: tuple[str, ...]) -> tuple[Reference, PipelinePlan]:
-        key = (wanted, tuple(sorted(batch)))
-        if key not in self._evaluation:
-            reference = analyse(
-                self._model,
-                batch,
-                config=self.config,
-                setting=self._setting,
-                is_training=False,
-                outputs=wanted,
-            )
-            parameters = {p.name for p in reference.analysis.op_graph.parameters if not p.is_buffer}
-            held = [parameters.intersection(names) for names in held_tensors(self.plan, self._reference)]
-            plan = evaluation_plan(self.plan, reference.block_graph, parameters=parameters, held=held)
-            self._evaluation[key] = (reference, plan)
-        return self._evaluation[key]
-
-    def _evaluation_lane(
-        self, reference: Reference, plan: PipelinePlan, wanted: tuple[str, ...], batch: Batch
-    ) -> Lane | None:
-        key = (plan.graph, plan.mini_batch, plan.loss_unit, wanted)
-        if key not in self._evaluation_lanes:
-            lane = self._make_lane(reference, plan)
-            if lane is not None:
-                self._add_missing_buffers(lane.prepare(batch).tensors)
-                lane.bind(self.module, None)
-            self._evaluation_lanes[key] = lane
-        return self._evaluation_lanes[key]
-
-    def _add_missing_buffers(self, needed: Sequence[str]) -> None:
-        """Give the stage what only evaluation reads (a mask's buffer, say)."""
-        missing = [name for name in needed if name not in self.module.named_tensors()]
-        if missing:
-            self.module.add_buffers(
-                materialize_parameters(
-                    self._model,
-                    missing,
-                    device=self.device,
-                    dtype=self._setting.dtype,
-                    seed=self.config.seed,
-                    weights=self.config.weights,
-                )
-            )
-
-    def _sum_over_ranks(self, value: float) -> float:
-        if self._setting.group is None:
-            return value
-        total = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(total, group=self._setting.group)
-        return float(total)
-
-    def _gather_outputs(
-        self, collected: Mapping[str, list[tuple[int, Tensor]]], reference: Reference
-    ) -> dict[str, Tensor]:
-        """Return the named outputs of all samples on every rank, in the order of samples.
-
-        Those with a batch axis are joined along it; what is the same for every sample is returned once; what
-        each loss unit has one of is joined along axis 0, or stacked where it has no axes.
-        """
-        own = {name: [(first, piece.cpu()) for first, piece in pieces] for name, pieces in collected.items()}
-        slots: list[Any] = [own]
-        if self._setting.group is not None:
-            slots = [None] * self._setting.num_ranks
-            dist.all_gather_object(slots, own, group=self._setting.group)
-        layouts = {node.name: node.output.layout for node in reference.analysis.op_graph.nodes if node.output}
-        joined = {}
-        for name in collected:
-            layout = layouts[reference.analysis.op_graph.outputs[name]]
-            pieces = sorted((pair for slot in slots for pair in slot[name]), key=lambda pair: pair[0])
-            tensors = [piece for _, piece in pieces]
-            if layout.kind is LayoutKind.UNIFORM:
-                whole = tensors[0]
-            elif layout.kind is LayoutKind.BATCH:
-                whole = torch.cat(tensors, dim=layout.axis)
-            else:
-                whole = torch.cat(tensors) if tensors[0].ndim else torch.stack(tensors)
-            joined[name] = whole.to(self.device)
-        return joined
 
     # ---- data ----------------------------------------------------------------------------------
 
@@ -459,12 +374,15 @@ class GraphPipelineEngine(PipelineSurface):
     # ---- gradients -----------------------------------------------------------------------------
 
     def retain_gradients(self, retain: bool = True) -> None:
-        """Keep each step's gradients for `gradients`; costs a copy of this stage's gradients."""
+        """Keep each step's gradients for `gradients`; costs a copy of this stage's gradients.
+
+        Call it on every rank: under ZeRO 1 and 2 the ranks of a stage gather them together.
+        """
         self._keeps_gradients = retain
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """Return the last step's unscaled, unclipped fp32 gradients of this stage's parameters.
+        """Return the last step's unscaled, unclipped fp32 gradients of this stage's parameters, whole ones.
 
         Raises:
             ConfigError: `retain_gradients` was not called before the step.
@@ -488,7 +406,6 @@ class GraphPipelineEngine(PipelineSurface):
             save_dir,
             tag or f"global_step{self.global_steps}",
             client_state=dict(client_state or {}),
-            counters=self._counters(),
             save_latest=save_latest,
         )
         return True
@@ -503,6 +420,9 @@ class GraphPipelineEngine(PipelineSurface):
     ) -> tuple[str, dict[str, Any]]:
         """Read a checkpoint written on the same plan; collective.
 
+        Args:
+            load_module_only: only the weights: no optimizer, schedule, loss scale, counters or random states.
+
         Returns:
             The directory read and the client state.
 
@@ -513,16 +433,11 @@ class GraphPipelineEngine(PipelineSurface):
             self.stage_engine,
             load_dir,
             tag,
-            load_optimizer=load_optimizer_states and not load_module_only,
-            load_scheduler=load_lr_scheduler_states and not load_module_only,
+            load_optimizer=load_optimizer_states,
+            load_scheduler=load_lr_scheduler_states,
+            weights_only=load_module_only,
         )
-        if not load_module_only:
-            for name, value in loaded.counters.items():
-                setattr(self, name, value)
         return str(loaded.directory), loaded.client_state
-
-    def _counters(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in ("global_steps", "global_samples", "skipped_steps")}
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write sharded safetensors under HuggingFace names, one shard a stage; collective, no gather."""
@@ -596,15 +511,3 @@ class _Hooks:
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:
     return not tensor.is_meta and tensor.data_ptr() == other.data_ptr()
-
-
-def _take_samples(batch: Batch, first: int, count: int, total: int) -> dict[str, Any]:
-    """Return ``count`` samples of a batch of ``total`` from ``first`` on."""
-
-    def rows(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] % total:
-            return value
-        per_sample = value.shape[0] // total
-        return value[first * per_sample : (first + count) * per_sample]
-
-    return {key: rows(value) for key, value in batch.items()}

@@ -2,40 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 
+class StageGradients(Protocol):
+    """What a stage does with its gradients, whether each rank keeps all of them or its partition."""
+
+    parameters: dict[str, nn.Parameter]
+
+    def accumulate(self) -> None:
+        """Take up what a micro-batch's backward left in ``parameter.grad``."""
+
+    def reduce_data(self) -> None:
+        """Sum them over the stage's ranks; collective over those."""
+
+    def reduce_tied(self, names: Sequence[str], *, group: dist.ProcessGroup | int) -> None:
+        """Sum those of ``names`` over the ranks of several stages, after `reduce_data`; collective over them."""
+
+    def squared_norm(self, *, without: Iterable[str], precision: torch.dtype) -> Tensor:
+        """Return this rank's share of the squared L2 norm, of all parameters but ``without``."""
+
+    def gather(self) -> dict[str, Tensor]:
+        """Return whole gradients, fp32, by name; those that no loss reached are left out."""
+
+    def is_empty(self) -> bool:
+        """Return whether no loss reached any parameter."""
+
+    def held_bytes(self) -> int:
+        """Return the bytes of all gradients held now."""
+
+    def clear(self) -> None:
+        """Forget them."""
+
+
 class GradientStore:
-    """Gradients of a stage's trained parameters, by name, scaled by the loss scale.
+    """Whole gradients of a stage's trained parameters, by name, scaled by the loss scale.
 
     Where they are added up in the parameters' own type they stay in ``parameter.grad``, where autograd
     accumulates; otherwise `accumulate` moves them into buffers of ``dtype`` after each micro-batch.
 
     Args:
         parameters: trained parameters by name, in the same order on every rank of the stage.
-        dtype: type in which micro-batches are added up.
+        dtype: type in which micro-batches are added up; None: each parameter's own.
+        bucket_elements: most elements sent at once (a larger parameter travels alone).
+        group: the stage's ranks; this one is number ``position`` of ``degree``.
+        communication_dtype: type on the wire between the stage's ranks; None: the gradients' own.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], *, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        dtype: torch.dtype | None,
+        bucket_elements: int,
+        group: dist.ProcessGroup | int | None = None,
+        position: int = 0,
+        degree: int = 1,
+        communication_dtype: torch.dtype | None = None,
+    ) -> None:
         self.parameters = dict(parameters)
-        self.dtype = dtype
-        self._separate = {name for name, p in self.parameters.items() if p.dtype != dtype}
+        self._separate = {n: dtype for n, p in self.parameters.items() if dtype not in (None, p.dtype)}
+        self._bucket_elements = bucket_elements
+        self._group = group
+        self._position = position
+        self._degree = degree
+        self._communication_dtype = communication_dtype
         self._sums: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def accumulate(self) -> None:
         """Move what autograd left in ``parameter.grad`` into the buffers, where there are buffers."""
-        for name in self._separate:
+        for name, dtype in self._separate.items():
             parameter = self.parameters[name]
             if parameter.grad is None:
                 continue
             held = self._sums.get(name)
             if held is None:
-                self._sums[name] = parameter.grad.to(self.dtype)
+                self._sums[name] = parameter.grad.to(dtype)
             else:
                 held.add_(parameter.grad)
             parameter.grad = None
@@ -48,24 +96,10 @@ class GradientStore:
         """Return whether no loss reached any parameter, as in a stage without backwards."""
         return all(self.get(name) is None for name in self.parameters)
 
-    @torch.no_grad()
-    def put(self, name: str, gradient: Tensor) -> None:
-        """Replace the gradient of ``name``.
-
-        Raises:
-            ValueError: the stage does not train ``name``, or the shape is not the parameter's.
-        """
-        if name not in self.parameters:
-            raise ValueError(f"this stage trains no parameter {name!r}; it trains {sorted(self.parameters)}")
-        parameter = self.parameters[name]
-        if gradient.shape != parameter.shape:
-            raise ValueError(
-                f"{name}: gradient of shape {tuple(gradient.shape)}, not {tuple(parameter.shape)}"
-            )
-        if name in self._separate:
-            self._sums[name] = gradient.to(device=parameter.device, dtype=self.dtype, copy=True)
-        else:
-            parameter.grad = gradient.to(device=parameter.device, dtype=parameter.dtype, copy=True)
+    def held_bytes(self) -> int:
+        """Return the bytes of all gradients held now."""
+        held = [*self._sums.values(), *(p.grad for p in self.parameters.values() if p.grad is not None)]
+        return sum(gradient.numel() * gradient.element_size() for gradient in held)
 
     def clear(self) -> None:
         """Forget all gradients."""
@@ -73,15 +107,47 @@ class GradientStore:
         for parameter in self.parameters.values():
             parameter.grad = None
 
+    def reduce_data(self) -> None:
+        """Sum all gradients over the stage's ranks; collective over those, once a mini-batch."""
+        if self._degree > 1:
+            assert self._group is not None
+            self._all_reduce(list(self.parameters), self._group, dtype=self._communication_dtype)
+
+    def reduce_tied(self, names: Sequence[str], *, group: dist.ProcessGroup | int) -> None:
+        """Sum the gradients of ``names`` over the ranks of several stages; collective over them.
+
+        Every rank of a stage holds the stage's sum by then, so one rank of each stage brings it, whatever the
+        degrees: no sum is divided again.
+        """
+        self._all_reduce(names, group, contribute=self._position == 0)
+
+    def squared_norm(self, *, without: Iterable[str], precision: torch.dtype) -> Tensor:
+        """Return this rank's share of the squared L2 norm; the stage's ranks hold the same and share it out."""
+        left_out = set(without)
+        mine = [name for name in self.parameters if name not in left_out][self._position :: self._degree]
+        norms = [
+            torch.linalg.vector_norm(gradient, dtype=precision)
+            for gradient in map(self.get, mine)
+            if gradient is not None
+        ]
+        if not norms:
+            device = next((p.device for p in self.parameters.values()), None)
+            return torch.zeros((), dtype=precision, device=device)
+        return torch.stack(norms).square().sum()
+
+    def gather(self) -> dict[str, Tensor]:
+        """Return copies of the gradients by name, fp32, without those that no loss reached."""
+        held = {name: self.get(name) for name in self.parameters}
+        return {name: g.float().clone() for name, g in held.items() if g is not None}
+
     @torch.no_grad()
-    def all_reduce(
+    def _all_reduce(
         self,
         names: Sequence[str],
-        *,
         group: dist.ProcessGroup | int,
+        *,
         contribute: bool = True,
-        communication_dtype: torch.dtype | None = None,
-        bucket_elements: int,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Sum the gradients of ``names`` over ``group``, in buckets, in the order of ``names``.
 
@@ -89,19 +155,18 @@ class GradientStore:
 
         Args:
             contribute: False adds zeros for this rank (a replica whose sum another rank brings).
-            communication_dtype: type on the wire; None: the gradients' own.
-            bucket_elements: most elements sent at once (a larger parameter travels alone).
+            dtype: type on the wire; None: the gradients' own.
         """
-        for bucket in self._buckets(names, bucket_elements):
-            self._reduce_bucket(bucket, group, contribute, communication_dtype)
+        for bucket in self._buckets(names):
+            self._reduce_bucket(bucket, group, contribute, dtype)
 
-    def _buckets(self, names: Sequence[str], bucket_elements: int) -> Iterator[list[str]]:
+    def _buckets(self, names: Sequence[str]) -> Iterator[list[str]]:
         bucket: list[str] = []
         elements = 0
         for name in names:
             parameter = self.parameters[name]
             other_type = bucket and self._held_dtype(name) != self._held_dtype(bucket[0])
-            if bucket and (other_type or elements + parameter.numel() > bucket_elements):
+            if bucket and (other_type or elements + parameter.numel() > self._bucket_elements):
                 yield bucket
                 bucket, elements = [], 0
             bucket.append(name)
@@ -110,7 +175,7 @@ class GradientStore:
             yield bucket
 
     def _held_dtype(self, name: str) -> torch.dtype:
-        return self.dtype if name in self._separate else self.parameters[name].dtype
+        return self._separate.get(name) or self.parameters[name].dtype
 
     def _reduce_bucket(
         self,
@@ -140,4 +205,11 @@ class GradientStore:
             if held is not None:
                 held.copy_(piece.view(parameter.shape))
             elif count:
-                self.put(name, piece.view(parameter.shape))
+                self._put(name, piece.view(parameter.shape))
+
+    def _put(self, name: str, gradient: Tensor) -> None:
+        dtype = self._held_dtype(name)
+        if name in self._separate:
+            self._sums[name] = gradient.to(dtype, copy=True)
+        else:
+            self.parameters[name].grad = gradient.to(dtype, copy=True)

@@ -13,7 +13,7 @@ fp32 gradients to the masters, lets the inner optimizer step, and has the wrappe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.integrations.zero_layout import FlatGroup, read_layout, require_attributes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,20 +47,6 @@ class Fragment:
     flat: bool
 
 
-def require_attributes(thing: object, *names: str) -> None:
-    """Check that DeepSpeed still has what this package relies on.
-
-    Raises:
-        ConfigError: an attribute is missing; the message names the DeepSpeed version.
-    """
-    missing = [name for name in names if not hasattr(thing, name)]
-    if missing:
-        raise ConfigError(
-            f"{type(thing).__name__} of DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}; "
-            "this release of gpp_plugin works with DeepSpeed 0.19"
-        )
-
-
 class MasterWeights:
     """Steps the masters of one stage's parameters with finished gradients.
 
@@ -73,12 +60,13 @@ class MasterWeights:
     """
 
     def __init__(
-        self, wrapper: Any, parameters: Mapping[str, nn.Parameter], *, data_group: dist.ProcessGroup | int
+        self, wrapper: Any, parameters: Mapping[str, nn.Parameter], *, data_group: dist.ProcessGroup
     ) -> None:
         self._parameters = dict(parameters)
         self._wrapper = wrapper
         self._data_group = data_group
         self.partitioned = isinstance(wrapper, DeepSpeedZeroOptimizer)
+        self.layout: tuple[FlatGroup, ...] = ()
         self._publish: Callable[[], None] = self._copy_masters
         if isinstance(wrapper, torch.optim.Optimizer):
             self.optimizer = wrapper
@@ -101,14 +89,18 @@ class MasterWeights:
                 "refresh_fp32_params",
             )
             self.optimizer = wrapper.optimizer
-            self._fragments = _zero_fragments(wrapper, parameters)
+            self.layout = read_layout(wrapper, parameters)
+            self._fragments = _zero_fragments(wrapper, self.layout, dist.get_rank(data_group))
             self._publish = wrapper.update_lp_params
         else:
             raise ConfigError(
                 f"optimizer wrapper {type(wrapper).__name__} of DeepSpeed {deepspeed.__version__} is not known; "
                 "this release of gpp_plugin works with DeepSpeed 0.19"
             )
-        self._masters = list({id(f.master): f.master for f in self._fragments.values()}.values())
+        masters = [fragment.master for fragment in self._fragments.values()]
+        if self.partitioned:  # a partition may hold padding only
+            masters = wrapper.single_partition_of_fp32_groups
+        self._masters = list({id(master): master for master in masters}.values())
         if isinstance(wrapper, (FP16_Optimizer, FP16_UnfusedOptimizer)):
             self._forget_first_step()
 
@@ -134,6 +126,20 @@ class MasterWeights:
                 part = gradient.reshape(-1).narrow(0, fragment.start, fragment.num_elements)
                 assert fragment.master.grad is not None
                 fragment.master.grad.narrow(0, fragment.master_start, fragment.num_elements).copy_(part)
+        self._step_masters(coefficient)
+
+    @torch.no_grad()
+    def step_partitions(self, partitions: Sequence[Tensor], *, coefficient: float) -> None:
+        """Step the masters of this rank's partitions (ZeRO) with ``coefficient`` times their gradients.
+
+        Args:
+            partitions: one for each group of `layout`; those in the masters' type are scaled in place.
+        """
+        for master, part in zip(self._wrapper.single_partition_of_fp32_groups, partitions, strict=True):
+            master.grad = part.to(device=master.device, dtype=master.dtype)
+        self._step_masters(coefficient)
+
+    def _step_masters(self, coefficient: float) -> None:
         held = [master.grad for master in self._masters if master.grad is not None]
         if coefficient != 1.0 and held:
             torch._foreach_mul_(held, coefficient)
@@ -224,17 +230,16 @@ def _fused_fragments(wrapper: Any, parameters: Mapping[str, nn.Parameter]) -> di
     return fragments
 
 
-def _zero_fragments(wrapper: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Fragment]:
-    fragments: dict[str, Fragment] = {}
-    for name, parameter in parameters.items():
-        require_attributes(parameter, "_hp_mapping")
-        mapping: Any = vars(parameter)["_hp_mapping"]
-        if mapping is not None:  # else the parameter lies wholly in other ranks' partitions
-            fragments[name] = Fragment(
-                master=wrapper.single_partition_of_fp32_groups[mapping.param_group_index],
-                master_start=mapping.hp_fragment_address.start,
-                start=mapping.lp_fragment_address.start,
-                num_elements=mapping.lp_fragment_address.numel,
-                flat=True,
-            )
-    return fragments
+def _zero_fragments(wrapper: Any, layout: Sequence[FlatGroup], position: int) -> dict[str, Fragment]:
+    """Return the parts of parameters in this rank's partitions; the others lie wholly in other ranks'."""
+    return {
+        part.name: Fragment(
+            master=master,
+            master_start=part.offset,
+            start=part.start,
+            num_elements=part.num_elements,
+            flat=True,
+        )
+        for master, flat in zip(wrapper.single_partition_of_fp32_groups, layout, strict=True)
+        for part in flat.segments(position * flat.partition_size, flat.partition_size)
+    }

@@ -76,7 +76,7 @@ class StageConfig:
         communication_dtype: torch's name of the type gradients are sent in; None sends them as they are.
         gradient_clipping: largest global L2 norm of a step; 0 does not clip.
         bucket_elements: most elements of one gradient all-reduce.
-        zero_stage: 0 or 1.
+        zero_stage: 0, 1 or 2.
         check_overflow: skip the step when the norm is not finite.
         notes: lines for the user about what was changed, logged once.
     """
@@ -152,15 +152,10 @@ def _bf16_block(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     stage = int(_block(config, "zero_optimization").get("stage", 0))
-    if stage == 2:
-        raise ConfigError(
-            "zero_optimization.stage: 2 reduces gradients inside every micro-batch's backward, "
-            "where the stages' program cannot order it; use 1"
-        )
     if stage >= 3:
         raise ConfigError(
             f"zero_optimization.stage: {stage} gathers parameters inside forward and backward, "
-            "where the stages' program cannot order it; use 1"
+            "where the stages' program cannot order it; use 2, or more stages of fewer blocks"
         )
     for path, remedy in _REFUSED_SWITCHES.items():
         value: Any = config
@@ -222,12 +217,17 @@ def _accumulation_dtype(config: Mapping[str, Any], dtype: str) -> str:
 
 
 def _derive_zero(derived: dict[str, Any]) -> None:
-    """Keep DeepSpeed's ZeRO 1 out of backward: no gradient hooks, its partition in parameter order."""
+    """Keep DeepSpeed's ZeRO out of backward: no gradient hooks, its partition in parameter order.
+
+    Its wrapper partitions masters and optimizer state (stage 1). Partitioned gradients, stage 2, are the stage's
+    own (`partitioned_gradients`): DeepSpeed's would be reduced by hooks, wherever backward comes to them.
+    """
     zero = derived.get("zero_optimization")
     if not zero or int(zero.get("stage", 0)) == 0:
         derived.pop("zero_optimization", None)
         return
     zero.update(
+        stage=1,
         contiguous_gradients=False,  # together with overlap_comm: no hooks on parameters
         overlap_comm=False,
         round_robin_gradients=False,

@@ -29,16 +29,18 @@ from deepspeed.runtime.precision_config import get_float16_config
 from torch import Tensor, nn
 
 from gpp_plugin.errors import CheckpointError, ConfigError, RuntimeFailure
-from gpp_plugin.integrations.gradients import GradientStore
+from gpp_plugin.integrations.gradients import GradientStore, StageGradients
 from gpp_plugin.integrations.learning_rates import (
     LearningRates,
     OptimizerFactory,
     SchedulerFactory,
     StageParameterGroups,
 )
-from gpp_plugin.integrations.master_weights import MasterWeights, require_attributes
+from gpp_plugin.integrations.master_weights import MasterWeights
+from gpp_plugin.integrations.partitioned_gradients import PartitionedGradients
 from gpp_plugin.integrations.stage_config import StageConfig, derive_stage_config
 from gpp_plugin.integrations.stage_groups import StageGroups, StageMpu, TiedParameter, broadcast_in_place
+from gpp_plugin.integrations.zero_layout import require_attributes
 from gpp_plugin.ir.plan import PipelinePlan
 
 __all__ = ["StageEngine", "StageGroups", "StepResult", "TiedParameter"]
@@ -64,11 +66,6 @@ class StepResult:
     overflow: bool
     learning_rates: tuple[float, ...]
     loss_scale: float
-
-    @property
-    def lr(self) -> float:
-        """Return the learning rate of the first parameter group."""
-        return self.learning_rates[0]
 
 
 class _InnerEngine(DeepSpeedEngine):
@@ -169,11 +166,27 @@ class StageEngine:
             self._build_deepspeed(optimizer, groups.optimizer_input(trainable), trained)
         else:
             self._cast_module()
-        self.gradients = GradientStore(trained, dtype=getattr(torch, self.config.accumulation_dtype))
+        self.gradients: StageGradients = self._make_gradients(trained)
         self.optimizer = self._rates.mirror if self.deepspeed is None else self.deepspeed.optimizer
         self._scaler = self._make_scaler(config)
         self._publish_loss_scale()
         self._rates.publish(self._inner_optimizer)
+
+    def _make_gradients(self, trained: dict[str, nn.Parameter]) -> StageGradients:
+        wire = self.config.communication_dtype
+        common: dict[str, Any] = {
+            "dtype": getattr(torch, self.config.accumulation_dtype),
+            "group": self.groups.data[self.stage_index],
+            "position": self.position,
+            "degree": self.stage.degree,
+            "communication_dtype": None if wire is None else getattr(torch, wire),
+            "bucket_elements": self.config.bucket_elements,
+        }
+        if self._masters is None or not self._masters.partitioned:
+            return GradientStore(trained, **common)
+        return PartitionedGradients(
+            trained, self._masters.layout, is_reduced_often=self.config.zero_stage >= 2, **common
+        )
 
     def _check_surroundings(self) -> None:
         if not deepspeed.comm.is_initialized():
@@ -285,50 +298,36 @@ class StageEngine:
     def accumulate(self) -> None:
         """Add a micro-batch's gradients to the mini-batch's, where they are held in another type."""
         self.gradients.accumulate()
+        self._reduced_data = False
 
     def reduce_data(self) -> None:
-        """Sum the mini-batch's gradients over the stage's ranks; once per mini-batch, collective over them."""
-        self.gradients.accumulate()
-        if self.stage.degree > 1 and not self._reduced_data:
-            name = self.config.communication_dtype
-            self.gradients.all_reduce(
-                list(self.gradients.parameters),
-                group=self.groups.data[self.stage_index],
-                communication_dtype=None if name is None else getattr(torch, name),
-                bucket_elements=self.config.bucket_elements,
-            )
+        """Sum the gradients over the stage's ranks; collective over them.
+
+        Once a mini-batch, after its last backward; under ZeRO 2 as often as the program says.
+        """
+        if not self._reduced_data:
+            self.gradients.reduce_data()
         self._reduced_data = True
 
     def reduce_tied(self) -> None:
-        """Sum tied parameters' gradients over their stages, after `reduce_data`; collective over those stages.
-
-        Every rank of a stage holds the stage's sum by then, so one rank of each stage brings it, whatever the
-        degrees: no sum is divided again.
-        """
+        """Sum tied parameters' gradients over their stages, after `reduce_data`; collective over those stages."""
         if not self._reduced_data and not self.gradients.is_empty():
             raise RuntimeFailure("reduce_tied before reduce_data: the stage's own sum must be complete first")
         if not self._reduced_tied:
             for stages in sorted({tuple(sorted(set(tie.stages))) for tie in self.tied}):
                 names = [tie.name for tie in self.tied if tuple(sorted(set(tie.stages))) == stages]
-                self.gradients.all_reduce(
+                self.gradients.reduce_tied(
                     [name for name in names if name in self.gradients.parameters],
                     group=self.groups.tied[stages],
-                    contribute=self.position == 0,
-                    bucket_elements=self.config.bucket_elements,
                 )
         self._reduced_tied = True
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Return the mini-batch's gradients, fp32 and unscaled, between reduction and step.
 
-        Whole also under ZeRO 1; parameters that no loss reached are left out.
+        Parameters that no loss reached are left out. Under ZeRO 1 and 2 collective over the stage's ranks.
         """
-        gradients = {name: self.gradients.get(name) for name in self.gradients.parameters}
-        return {name: g.float() / self.loss_scale for name, g in gradients.items() if g is not None}
-
-    def set_gradient(self, name: str, gradient: Tensor) -> None:
-        """Replace the mini-batch's gradient of ``name`` by an unscaled one, on this rank."""
-        self.gradients.put(name, gradient.detach() * self.loss_scale)
+        return {name: gradient.div_(self.loss_scale) for name, gradient in self.gradients.gather().items()}
 
     def step(self) -> StepResult:
         """Take the optimizer step of all stages, or of none; collective over all ranks.
@@ -336,8 +335,7 @@ class StageEngine:
         Raises:
             RuntimeFailure: gradients were not reduced, or the loss scale cannot sink any further.
         """
-        self.gradients.accumulate()
-        is_short_of_data = self.stage.degree > 1 and not self._reduced_data
+        is_short_of_data = (self.stage.degree > 1 or self.is_partitioned) and not self._reduced_data
         if (is_short_of_data or (self.tied and not self._reduced_tied)) and not self.gradients.is_empty():
             raise RuntimeFailure("step before reduce_data and reduce_tied: replicas would step differently")
         norm = self._global_norm() / self.loss_scale
@@ -364,19 +362,11 @@ class StageEngine:
     def _global_norm(self) -> float:
         """Return the L2 norm of the whole model's scaled gradient; not finite where any element is not.
 
-        A stage's ranks hold the same sums, so they share its parameters out; a tied one is its owner's.
+        A stage's ranks share its parameters out; a tied one is its owner's.
         """
         foreign = {tie.name for tie in self.tied if tie.owner != self.stage_index}
-        mine = [name for name in self.gradients.parameters if name not in foreign]
         precision = torch.float64 if get_accelerator().is_fp64_supported() else torch.float32
-        norms = [
-            torch.linalg.vector_norm(gradient, dtype=precision)
-            for gradient in map(self.gradients.get, mine[self.position :: self.stage.degree])
-            if gradient is not None
-        ]
-        total = torch.zeros((), dtype=precision, device=self.device)
-        if norms:
-            total = torch.stack(norms).square().sum()
+        total = self.gradients.squared_norm(without=foreign, precision=precision).to(self.device)
         dist.all_reduce(total, group=self.groups.world)
         return math.sqrt(value) if (value := total.item()) >= 0 else math.nan
 
@@ -385,7 +375,11 @@ class StageEngine:
         if self.config.gradient_clipping > 0:
             # As torch.nn.utils.clip_grad_norm_ and DeepSpeed do.
             coefficient *= min(1.0, self.config.gradient_clipping / (norm + 1e-6))
-        if self._masters is not None:
+        if isinstance(self.gradients, PartitionedGradients):
+            assert self._masters is not None, "partitions are of masters"
+            self._masters.step_partitions(self.gradients.partitions, coefficient=coefficient)
+        elif self._masters is not None:
+            assert isinstance(self.gradients, GradientStore)
             gradients = {name: self.gradients.get(name) for name in self.gradients.parameters}
             self._masters.step(gradients, coefficient=coefficient)
         self._rates.step()

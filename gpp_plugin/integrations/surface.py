@@ -28,11 +28,25 @@ class PipelineSurface:
     module: StageModule
     stage_engine: StageEngine
     global_rank: int
-    global_steps: int
     _ds_config: dict[str, Any]
     _lane: Lane
     _reference: Reference
     _last_step: StepResult | None
+
+    @property
+    def global_steps(self) -> int:
+        """Return the optimizer steps so far, skipped ones among them."""
+        return self.stage_engine.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Return the samples trained on so far."""
+        return self.stage_engine.global_samples
+
+    @property
+    def skipped_steps(self) -> int:
+        """Return the steps that overflow prevented."""
+        return self.stage_engine.skipped_steps
 
     def is_first_stage(self) -> bool:
         """Return whether this rank's stage has no predecessor in the stage graph."""

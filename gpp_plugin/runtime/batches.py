@@ -136,6 +136,18 @@ def _rows(
     return tensor.to(device=device, dtype=wanted, non_blocking=True)
 
 
+def take_samples(batch: Batch, first: int, count: int, total: int) -> dict[str, Any]:
+    """Return ``count`` samples of a batch of ``total`` from ``first`` on; what has no row a sample stays whole."""
+
+    def rows(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] % total:
+            return value
+        per_sample = value.shape[0] // total
+        return value[first * per_sample : (first + count) * per_sample]
+
+    return {key: rows(value) for key, value in batch.items()}
+
+
 def shape_key(batch: Batch, num_samples: int) -> tuple[Any, ...]:
     """Return what a compiled shape depends on: dtypes, shapes beyond the samples, constants."""
     parts: list[Any] = []

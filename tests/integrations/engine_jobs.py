@@ -261,7 +261,7 @@ def refuse() -> dict[str, str]:
     attempt("mistyped", lambda: make_engine(model, batch, config_of(graph_pipline={})))
     attempt("unknown key", lambda: make_engine(model, batch, config_of(block={"stage": 2})))
     attempt("too many", lambda: make_engine(model, batch, config_of(block={"stages": 9})))
-    attempt("zero 2", lambda: make_engine(model, batch, config_of(zero_optimization={"stage": 2})))
+    attempt("zero 3", lambda: make_engine(model, batch, config_of(zero_optimization={"stage": 3})))
     attempt("no sample", lambda: deepspeed.initialize(model=model, config=config_of()))
     return said
 

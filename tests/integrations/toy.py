@@ -107,7 +107,10 @@ def make_engine(
 
 
 def feed(engine: StageEngine, step: int, num_micro_batches: int, *, spoil: str | None = None) -> None:
-    """Do what the runtime does in a mini-batch: gradients of each micro-batch, then the two reductions."""
+    """Do what the runtime does in a mini-batch: gradients of each micro-batch, then the two reductions.
+
+    Under ZeRO 2 its program reduces behind each backward too.
+    """
     for micro_batch in range(num_micro_batches):
         for name, parameter in engine.module.named_parameters():
             if not parameter.requires_grad:
@@ -118,6 +121,8 @@ def feed(engine: StageEngine, step: int, num_micro_batches: int, *, spoil: str |
             value = value.to(parameter.dtype)
             parameter.grad = value if parameter.grad is None else parameter.grad + value
         engine.accumulate()
+        if engine.config.zero_stage == 2:
+            engine.reduce_data()
     engine.reduce_data()
     engine.reduce_tied()
 
@@ -133,20 +138,31 @@ def summed(
     dtype: torch.dtype,
     sum_dtype: torch.dtype,
     scale: float = 1.0,
+    reduced_often: bool = False,
 ) -> Tensor:
-    """Return the unscaled whole gradient as rounded by the order of additions that the stages prescribe."""
+    """Return the unscaled whole gradient as rounded by the order of additions that the stages prescribe.
+
+    Args:
+        reduced_often: ranks are added up for each micro-batch, not once for all.
+    """
+
+    def part(rank: int, micro_batch: int) -> Tensor:
+        return (gradient(name, step, rank, micro_batch) * scale).to(dtype).to(sum_dtype)
+
+    def total(parts: list[Tensor]) -> Tensor:
+        return sum(parts[1:], parts[0])
+
+    micro_batches = range(num_micro_batches)
     stage_sums = []
     for stage, names in zip(make_plan().stages, STAGE_NAMES, strict=True):
         if name not in names:
             continue
-        rank_sums = []
-        for rank in stage.ranks:
-            total = torch.zeros(SHAPES[name], dtype=sum_dtype)
-            for micro_batch in range(num_micro_batches):
-                total = total + (gradient(name, step, rank, micro_batch) * scale).to(dtype).to(sum_dtype)
-            rank_sums.append(total)
-        stage_sums.append(sum(rank_sums[1:], rank_sums[0]))
-    return sum(stage_sums[1:], stage_sums[0]).float() / scale
+        if reduced_often:
+            parts = [total([part(r, m) for r in stage.ranks]) for m in micro_batches]
+        else:
+            parts = [total([part(r, m) for m in micro_batches]) for r in stage.ranks]
+        stage_sums.append(total(parts))
+    return total(stage_sums).float() / scale
 
 
 class Alone:

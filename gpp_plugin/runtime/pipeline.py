@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import count_samples, recapture, resize_batch
 from gpp_plugin.capture.graph import CapturedGraph
-from gpp_plugin.errors import CaptureError
+from gpp_plugin.errors import CaptureError, PlanError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.op_graph import OpGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
-from gpp_plugin.ir.tensors import TensorSpec
+from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.runtime.batches import Batch, shape_key, slice_batch
-from gpp_plugin.runtime.compute import AutogradCompute, StageHooks, boundary_gradients
+from gpp_plugin.runtime.compute import AutogradCompute, HalfForwards, StageHooks, boundary_gradients
 from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule, build_stage_function
 from gpp_plugin.runtime.transport import Channel, Transport
@@ -105,12 +105,14 @@ def make_programs(
         reduce_each_backward: as for `lower_schedules`.
 
     Raises:
+        PlanError: a stage whose operators couple samples is to run forwards in halves.
         ScheduleError: the programs would deadlock, reorder messages or exceed their in-flight counts.
     """
     if not reference.analysis.is_training:
         schedules = forward_schedules(plan)
         programs = lower_schedules(plan, schedules, training=False)
     else:
+        _refuse_coupled_halves(plan, reference.block_graph)
         frozen = forward_only_stages(plan, reference.block_graph)
         tied = {stage for stages in tied_stages(plan, reference).values() for stage in stages}
         schedules = build_schedules(plan, forward_only_stages=frozen)
@@ -123,6 +125,17 @@ def make_programs(
         )
     validate_programs(plan, schedules, programs)
     return programs
+
+
+def _refuse_coupled_halves(plan: PipelinePlan, block_graph: BlockGraph) -> None:
+    coupled = {block.name for block in block_graph.blocks if block.is_coupled}
+    for stage in plan.stages:
+        mixing = sorted(coupled & set(stage.blocks))
+        if stage.num_sliced and mixing:
+            raise PlanError(
+                f"stage {stage.name!r}: num_sliced is {stage.num_sliced}, but block {mixing[0]!r} mixes samples and "
+                f"computes whole loss units of {plan.loss_unit}; set num_sliced to 0"
+            )
 
 
 def channels_of(programs: Sequence[RankProgram]) -> set[Channel]:
@@ -138,11 +151,16 @@ def channels_of(programs: Sequence[RankProgram]) -> set[Channel]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StageCapture:
-    """A stage captured at its local batch: its code, and the graph's tensors at that shape."""
+    """A stage captured at its local batch: its code, and the graph's tensors at that shape.
+
+    Args:
+        half: the code at half the local batch, where the program runs forwards in halves.
+    """
 
     op_graph: OpGraph
     block_graph: BlockGraph
     function: StageFunction
+    half: StageFunction | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,13 +296,27 @@ class Lane:
         return self._executors[key]
 
     def _capture(self, batch: Batch) -> _StageCapture:
-        stage = self.plan.stages[self.stage_index]
-        local = resize_batch(batch, stage.local_batch_size)
-        captured = recapture(self._model, self.reference.analysis, local)
-        graph = coarsen(captured, granularity=self.reference.granularity)
-        return _StageCapture(
-            op_graph=captured.op_graph, block_graph=graph, function=self.stage_function(captured, graph)
-        )
+        local = self.plan.stages[self.stage_index].local_batch_size
+        captured, graph = self._capture_at(batch, local)
+        function = self.stage_function(captured, graph)
+        half = None
+        if any(i.task is not None and i.task.half is not None for i in self._program.instructions):
+            half = self.stage_function(*self._capture_at(batch, local // 2))
+            self._check_half(function, half)
+        return _StageCapture(op_graph=captured.op_graph, block_graph=graph, function=function, half=half)
+
+    def _capture_at(self, batch: Batch, num_samples: int) -> tuple[CapturedGraph, BlockGraph]:
+        captured = recapture(self._model, self.reference.analysis, resize_batch(batch, num_samples))
+        return captured, coarsen(captured, granularity=self.reference.granularity)
+
+    def _check_half(self, whole: StageFunction, half: StageFunction) -> None:
+        for what in ("tensors", "batch_inputs", "received", "outputs"):
+            if getattr(whole, what) != getattr(half, what):
+                stage = self.plan.stages[self.stage_index]
+                raise CaptureError(
+                    f"stage {stage.name}: its {what} differ between {stage.local_batch_size} samples and half of "
+                    "them; the model's structure depends on the number of samples: set num_sliced to 0"
+                )
 
     def _compile(self, capture: _StageCapture) -> _Compiled:
         function = capture.function
@@ -301,6 +333,7 @@ class Lane:
             hooks=self._hooks if is_trained else None,
             loss=loss,
             loss_share=self.plan.stages[self.stage_index].local_batch_size / self.plan.mini_batch,
+            halves=_halves(capture),
         )
         executor = StageExecutor(
             plan=self.plan,
@@ -316,3 +349,18 @@ class Lane:
         )
         inputs = {spec.name: spec for spec in capture.op_graph.inputs}
         return _Compiled(executor=executor, function=function, inputs=inputs)
+
+
+def _halves(capture: _StageCapture) -> HalfForwards | None:
+    if capture.half is None:
+        return None
+    inputs = {spec.name: spec for spec in capture.op_graph.inputs}
+    return HalfForwards(
+        function=capture.half,
+        input_axes=tuple(_batch_axis(inputs[key]) for key in capture.half.batch_inputs),
+        axes={name: _batch_axis(spec) for name, spec in capture.block_graph.tensors.items()},
+    )
+
+
+def _batch_axis(spec: TensorSpec) -> int:
+    return spec.layout.axis if spec.layout.kind is LayoutKind.BATCH else -1

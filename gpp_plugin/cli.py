@@ -57,6 +57,11 @@ COMMANDS = (
         help="predict the timeline of a plan",
     ),
     Command(
+        name="rehearse",
+        module="gpp_plugin.commands.rehearse",
+        help="run a plan's processes and messages here, with delays in place of compute",
+    ),
+    Command(
         name="report",
         module="gpp_plugin.commands.report",
         help="show a plan or a timeline, or write it as a trace",

@@ -1,0 +1,152 @@
+"""Runs emulated plans and chains in turn on ranks that are started once: what schedule benchmarks measure with.
+
+A round runs every contender once, so that load from elsewhere meets all alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gpp_plugin.bench._stock_chain import Chain, Iteration, make_iteration, time_iterations
+from gpp_plugin.integrations.pipeline_peer import join_ranks
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.serialize import load, save
+from gpp_plugin.ir.timeline import Timeline
+from gpp_plugin.launch import emit_event, end_rank, run_ranks
+from gpp_plugin.rehearse.rank import RehearsalRank
+from gpp_plugin.rehearse.settings import RehearsalSettings
+
+SECONDS_PER_RANK = 15.0
+LEAST_SECONDS = 60.0
+SLOWNESS = 5.0
+SETTINGS = RehearsalSettings()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contest:
+    """What is run in turn on the same ranks.
+
+    Args:
+        plans: name -> plan, run by this package's executor.
+        chain: run by ``runtimes``; None for plans only.
+        runtimes: of `_stock_chain.RUNTIMES`.
+        has_timelines: keep every mini-batch's timeline of the plans (then no chain).
+    """
+
+    name: str
+    plans: dict[str, PipelinePlan]
+    chain: Chain | None = None
+    runtimes: tuple[str, ...] = ()
+    has_timelines: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Milliseconds of every iteration by contender, and timelines by plan where they were asked for."""
+
+    times_ms: dict[str, list[float]]
+    timelines: dict[str, list[Timeline]]
+
+
+def run_contests(
+    contests: Sequence[Contest],
+    *,
+    num_ranks: int,
+    rounds: int,
+    seconds: float,
+    tell: Callable[[str], None],
+) -> dict[str, Outcome]:
+    """Start the ranks, run the contests one after the other and return their outcomes by name.
+
+    Args:
+        seconds: about how long one round of all contests takes.
+        tell: told what is done, a line at a time.
+
+    Raises:
+        RuntimeFailure: a rank failed or the time ran out.
+    """
+    outcomes: dict[str, Outcome] = {}
+    with tempfile.TemporaryDirectory(prefix="gpp_contests_") as name:
+        folder = Path(name)
+        task = {"rounds": rounds, "contests": [_write(folder, i, c) for i, c in enumerate(contests)]}
+        (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
+        events = run_ranks(
+            __name__,
+            [str(folder)],
+            num_ranks=num_ranks,
+            timeout_s=LEAST_SECONDS + SECONDS_PER_RANK * num_ranks + SLOWNESS * seconds * (rounds + 2),
+            environment={"DS_ACCELERATOR": "cpu"},
+        )
+        for event in events:
+            contest = contests[event["contest"]]
+            timelines = {
+                plan: [load(Timeline, folder / f"{event['contest']}.{plan}.{r}.json") for r in range(rounds)]
+                for plan in (contest.plans if contest.has_timelines else ())
+            }
+            times = event["times_ms"] or {
+                plan: [timeline.iteration_us / 1e3 for timeline in found] for plan, found in timelines.items()
+            }
+            outcomes[contest.name] = Outcome(times_ms=times, timelines=timelines)
+            tell(f"{contest.name}: {rounds} rounds of {', '.join(times)} on {num_ranks} ranks")
+    return outcomes
+
+
+def _write(folder: Path, number: int, contest: Contest) -> dict[str, Any]:
+    for name, plan in contest.plans.items():
+        save(plan, folder / f"{number}.{name}.plan.json")
+    return {
+        "plans": list(contest.plans),
+        "chain": dataclasses.asdict(contest.chain) if contest.chain is not None else None,
+        "runtimes": list(contest.runtimes),
+        "has_timelines": contest.has_timelines,
+    }
+
+
+def main() -> None:
+    """Run this rank's part of all contests; rank 0 reports."""
+    folder = Path(sys.argv[1])
+    task = json.loads((folder / "task.json").read_text(encoding="utf-8"))
+    torch.set_num_threads(1)
+    join_ranks()
+    for number, contest in enumerate(task["contests"]):
+        plans = {
+            name: RehearsalRank(
+                load(PipelinePlan, folder / f"{number}.{name}.plan.json"), SETTINGS, has_step=False
+            )
+            for name in contest["plans"]
+        }
+        times: dict[str, list[float]] | None = None
+        if contest["has_timelines"]:
+            _record(plans, folder, number, task["rounds"])
+        else:
+            iterations: dict[str, Iteration] = {name: plan.iterate for name, plan in plans.items()}
+            if contest["chain"] is not None:
+                chain = Chain(**contest["chain"])
+                iterations |= {name: make_iteration(name, chain) for name in contest["runtimes"]}
+            times = time_iterations(iterations, repeats=task["rounds"])
+        if dist.get_rank() == 0:
+            emit_event(contest=number, times_ms=times)
+    dist.barrier()
+    end_rank()
+
+
+def _record(plans: dict[str, RehearsalRank], folder: Path, number: int, rounds: int) -> None:
+    for round_number in range(-1, rounds):
+        for name, plan in plans.items():
+            timeline = plan.run()
+            if timeline is not None and round_number >= 0:
+                save(timeline, folder / f"{number}.{name}.{round_number}.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Holds a timeline against the simulator: task times and message delays as measured, simulated again."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from gpp_plugin.ir.cluster import Cluster, Device, Link
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.schedule import Task, TaskKind
+from gpp_plugin.ir.timeline import Event, EventKind, Timeline
+from gpp_plugin.rehearse.programs import forward_only_stages
+from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph
+from gpp_plugin.simulate.engine import predict_iteration_us
+
+DISTINCT_SIZES = 2.0
+"""A bandwidth is read off messages only where the largest is this many times the smallest."""
+
+ARRIVED_US = 5000.0
+"""A message produced that long ago has arrived."""
+
+TaskKey = tuple[int, TaskKind, int | None]
+"""Rank, kind, half."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTimes:
+    """What tasks and messages took, in microseconds: medians over micro-batches and mini-batches.
+
+    Args:
+        task_us: (rank, kind, half) -> a task's time.
+        host_us: by rank, from the end of a task to the start of the next one where nothing is waited for.
+        message_us: from the end of a task (and that host time) to the start of the task that waits for it.
+        bytes_per_s: what larger messages take beyond that; infinite where sizes do not differ.
+        reduce_us: by stage, the reductions after its last task.
+        step_us: the agreement before the optimizer step.
+    """
+
+    task_us: dict[TaskKey, float]
+    host_us: dict[int, float]
+    message_us: float
+    bytes_per_s: float
+    reduce_us: dict[int, float]
+    step_us: float
+
+    def cluster(self, num_ranks: int) -> Cluster:
+        """Return links with the measured delays."""
+        device = Device(name="rehearsal", memory_bytes=0, flops_per_s=1.0, memory_bytes_per_s=1.0)
+        link = Link(name="messages", span=num_ranks, bytes_per_s=self.bytes_per_s, latency_us=self.message_us)
+        return Cluster(name="rehearsal", devices=(device,) * num_ranks, links=(link,))
+
+
+def measure_times(plan: PipelinePlan, timelines: Sequence[Timeline]) -> MeasuredTimes:
+    """Read the times of tasks, messages, reductions and steps off rehearsed or measured timelines.
+
+    Args:
+        timelines: of the same plan, at least one.
+    """
+    graph = _task_graph(plan)
+    tasks: dict[TaskKey, list[float]] = defaultdict(list)
+    gaps: dict[int, list[float]] = defaultdict(list)
+    waits: list[_Wait] = []
+    for timeline in timelines:
+        spans = _task_spans(timeline)
+        for (rank, task), (start, end) in spans.items():
+            tasks[rank, task.kind, task.half].append(end - start)
+        for wait in _waits(graph, spans):
+            if wait.has_waited:
+                waits.append(wait)
+            elif wait.produced_us < wait.before_us - ARRIVED_US:
+                gaps[wait.rank].append(wait.start_us - wait.before_us)
+    usual = statistics.median(chain.from_iterable(gaps.values())) if gaps else 0.0
+    host_us = {rank: statistics.median(gaps[rank]) if rank in gaps else usual for rank in graph.orders}
+    message_us, bytes_per_s = fit_link(
+        [(w.num_bytes, max(0.0, w.start_us - w.produced_us - host_us[w.producer])) for w in waits]
+    )
+    return MeasuredTimes(
+        task_us={key: statistics.median(values) for key, values in tasks.items()},
+        host_us=host_us,
+        message_us=message_us,
+        bytes_per_s=bytes_per_s,
+        reduce_us=_reduce_us(plan, timelines),
+        step_us=_last_us([e for t in timelines for e in t.events if e.kind is EventKind.STEP]),
+    )
+
+
+def predict_from(plan: PipelinePlan, times: MeasuredTimes) -> float:
+    """Return the simulated iteration of ``plan`` in microseconds, given measured times."""
+    frozen = forward_only_stages(plan)
+    graph = _task_graph(plan)
+    durations: dict[tuple[object, ...], float] = {}
+    for node, rank in enumerate(graph.rank):
+        task = graph.task(node)
+        key = (task.stage, task.kind, task.micro_batch, rank, *(() if task.half is None else (task.half,)))
+        durations[key] = times.task_us[rank, task.kind, task.half] + times.host_us[rank]
+    return predict_iteration_us(
+        plan,
+        cluster=times.cluster(plan.num_ranks),
+        durations=durations,
+        forward_only_stages=frozen,
+        reduce_us=times.reduce_us,
+        step_us=dict.fromkeys(range(len(plan.stages)), times.step_us),
+    )
+
+
+def _task_graph(plan: PipelinePlan) -> TaskGraph:
+    return build_task_graph(plan, build_schedules(plan, forward_only_stages=forward_only_stages(plan)))
+
+
+def fit_link(delays: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return latency in microseconds and bytes per second of (bytes, delay) pairs.
+
+    The line through the medians of each size, by least squares; only a latency where sizes hardly differ
+    or larger messages were not slower.
+    """
+    if not delays:
+        return 0.0, float("inf")
+    by_size: dict[float, list[float]] = defaultdict(list)
+    for size, delay in delays:
+        by_size[size].append(delay)
+    common = statistics.median(delay for _, delay in delays)
+    smallest, largest = min(by_size), max(by_size)
+    if largest < DISTINCT_SIZES * smallest or largest == smallest:
+        return common, float("inf")
+    points = [(size, statistics.median(values), len(values)) for size, values in by_size.items()]
+    total = sum(count for _, _, count in points)
+    mean_size = sum(size * count for size, _, count in points) / total
+    mean_delay = sum(delay * count for _, delay, count in points) / total
+    spread = sum(count * (size - mean_size) ** 2 for size, _, count in points)
+    slope = sum(count * (size - mean_size) * (delay - mean_delay) for size, delay, count in points) / spread
+    latency = mean_delay - slope * mean_size
+    if slope <= 0.0 or latency < 0.0:
+        return common, float("inf")
+    return latency, 1e6 / slope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wait:
+    """What a task had to wait for: the task before it on its rank, and the last of its producers.
+
+    Args:
+        before_us, produced_us: when those ended; -inf where there is none.
+        producer, num_bytes: that producer's rank and the size of its message.
+    """
+
+    rank: int
+    start_us: float
+    before_us: float = -math.inf
+    produced_us: float = -math.inf
+    producer: int = -1
+    num_bytes: float = 0.0
+
+    @property
+    def has_waited(self) -> bool:
+        """Return whether the rank was free before the message was made."""
+        return self.produced_us > self.before_us
+
+
+def _task_spans(timeline: Timeline) -> dict[tuple[int, Task], tuple[float, float]]:
+    return {(e.rank, e.task): (e.start_us, e.end_us) for e in timeline.events if e.task is not None}
+
+
+def _waits(graph: TaskGraph, spans: Mapping[tuple[int, Task], tuple[float, float]]) -> Iterator[_Wait]:
+    """Yield for every task what it had to wait for."""
+    times = [spans[rank, graph.task(node)] for node, rank in enumerate(graph.rank)]
+    before = [-math.inf] * len(times)
+    for node, following in enumerate(graph.next_on_rank):
+        if following >= 0:
+            before[following] = times[node][1]
+    produced = [(-math.inf, -1, 0.0)] * len(times)
+    for source, target, num_bytes in zip(graph.source, graph.target, graph.num_bytes, strict=True):
+        produced[target] = max(produced[target], (times[source][1], graph.rank[source], num_bytes))
+    for node, (start, _) in enumerate(times):
+        end, producer, num_bytes = produced[node]
+        yield _Wait(
+            rank=graph.rank[node],
+            start_us=start,
+            before_us=before[node],
+            produced_us=end,
+            producer=producer,
+            num_bytes=num_bytes,
+        )
+
+
+def _reduce_us(plan: PipelinePlan, timelines: Sequence[Timeline]) -> dict[int, float]:
+    result = {}
+    for index, stage in enumerate(plan.stages):
+        events = [e for t in timelines for e in t.events if e.kind is EventKind.REDUCE and e.stage == index]
+        if stage.degree > 1 and events:
+            result[index] = _last_us(events)
+    return result
+
+
+def _last_us(events: Sequence[Event]) -> float:
+    """Return the time of a collective: that of the rank that came last, which waited for nobody."""
+    if not events:
+        return 0.0
+    by_rank: dict[int, list[float]] = defaultdict(list)
+    for event in events:
+        by_rank[event.rank].append(event.end_us - event.start_us)
+    rounds = zip(*by_rank.values(), strict=True)
+    return statistics.median(min(each) for each in rounds)

@@ -1,0 +1,129 @@
+"""Stands for a stage's compute and optimizer: delays of the planned durations, tensors of the right shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpp_plugin.ir.plan import PipelinePlan, StageEdge
+from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.ir.tensors import TensorSpec
+from gpp_plugin.runtime.compute import BoundaryGradients
+from gpp_plugin.runtime.delay import wait_us
+
+FLOAT_BYTES = 4
+BUCKET_FLOATS = 1 << 23
+"""Gradients are reduced in pieces, so that a rank needs no second copy of all of them."""
+
+TaskMicroseconds = Callable[[TaskKind, int | None], float]
+"""From (kind, half) to the duration of one task."""
+
+
+class EmulatedCompute:
+    """A `StageCompute` that waits for each task's duration.
+
+    The tensors it returns are the same ones every time and hold zeros: nothing but their shapes and dtypes
+    matters to a message.
+
+    Args:
+        specs: every tensor on the plan's edges.
+        gradients: which of them have gradients that this rank receives and sends.
+        task_us: microseconds of the stage's tasks.
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        stage: int,
+        *,
+        specs: Mapping[str, TensorSpec],
+        gradients: BoundaryGradients,
+        task_us: TaskMicroseconds,
+    ) -> None:
+        self.received = _names(edge for edge in plan.edges if edge.dst == stage)
+        self.outputs = _names(edge for edge in plan.edges if edge.src == stage)
+        self.gradient_outputs = gradients.outputs
+        self.gradient_inputs = gradients.inputs
+        self._task_us = task_us
+        local = plan.stages[stage].local_batch_size
+        self._made = {
+            rows: [_zeros(specs[name], rows) for name in self.outputs] for rows in {local, local // 2} if rows
+        }
+        self._local = local
+        self._gradients = [_zeros(specs[name], local) for name in self.gradient_inputs]
+
+    def forward(
+        self, micro_batch: int, half: int | None, inputs: Sequence[Tensor], received: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Wait for the forward's duration and return tensors of the outputs' shapes."""
+        wait_us(self._task_us(TaskKind.FORWARD, half))
+        return self._made[self._local if half is None else self._local // 2]
+
+    def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        """Wait for the backward's duration and return tensors of the received ones' shapes."""
+        wait_us(self._task_us(TaskKind.BACKWARD, None))
+        return self._gradients
+
+    def input_gradient(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        """Wait for the duration of the gradients that are sent, and return tensors of their shapes."""
+        wait_us(self._task_us(TaskKind.INPUT_GRADIENT, None))
+        return self._gradients
+
+    def weight_gradient(self, micro_batch: int) -> None:
+        """Wait for the duration of the weights' gradients."""
+        wait_us(self._task_us(TaskKind.WEIGHT_GRADIENT, None))
+
+    def clear(self) -> None:
+        """Forget nothing: nothing is kept."""
+
+
+class EmulatedHooks:
+    """The optimizer side: gradients are reduced at their real (scaled) size, the step updates nothing.
+
+    Args:
+        data_group: the gloo group of the stage's ranks; None for a single one.
+        gradient_bytes: what the stage reduces in one mini-batch, as 4-byte floats.
+        world_group: the gloo group of all ranks, which agree on the norm before a step.
+    """
+
+    loss_scale = 1.0
+
+    def __init__(
+        self,
+        *,
+        data_group: dist.ProcessGroup | None,
+        gradient_bytes: float,
+        world_group: dist.ProcessGroup | None,
+    ) -> None:
+        self._data_group = data_group
+        self._world_group = world_group
+        floats = round(gradient_bytes / FLOAT_BYTES) if data_group is not None else 0
+        self._gradients = torch.zeros(floats)
+        self._norm = torch.zeros(1)
+
+    def accumulate(self) -> None:
+        """Do nothing: there are no gradients to take up."""
+
+    def reduce_data(self) -> None:
+        """Sum as many bytes as the stage has gradients over its ranks."""
+        for piece in self._gradients.split(BUCKET_FLOATS) if self._gradients.numel() else ():
+            dist.all_reduce(piece, group=self._data_group)
+
+    def reduce_tied(self) -> None:
+        """Do nothing: a plan does not say what is tied, and its programs ask for no such sum."""
+
+    def step(self) -> None:
+        """Agree with all ranks, as they do on the gradients' norm; no parameter is there to update."""
+        if self._world_group is not None:
+            dist.all_reduce(self._norm, group=self._world_group)
+
+
+def _names(edges: Iterable[StageEdge]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for edge in edges for name in (*edge.batch_tensors, *edge.whole_tensors)))
+
+
+def _zeros(spec: TensorSpec, num_samples: int) -> Tensor:
+    return torch.zeros(spec.shape_for(num_samples), dtype=getattr(torch, spec.dtype))

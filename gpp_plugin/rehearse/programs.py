@@ -1,0 +1,51 @@
+"""From a saved plan to the programs of its ranks, without the model it was made for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import RankProgram
+from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.schedule.validate import validate_programs
+
+
+def forward_only_stages(plan: PipelinePlan) -> frozenset[int]:
+    """Return the stages through which no gradient flows: they send none of their outputs a gradient back.
+
+    The stage called ``loss`` has backwards, and where there is none of that name every sink has.
+    """
+    has_loss = any(stage.name == "loss" for stage in plan.stages)
+    inner = {edge.src for edge in plan.edges}
+    trained = {edge.src for edge in plan.edges if edge.gradient_tensors}
+    for index, stage in enumerate(plan.stages):
+        if stage.name == "loss" or (not has_loss and index not in inner):
+            trained.add(index)
+    return frozenset(range(len(plan.stages))) - trained
+
+
+def make_programs(plan: PipelinePlan, *, validate: bool = True) -> tuple[RankProgram, ...]:
+    """Return the programs of all ranks, as the engine lowers them.
+
+    Raises:
+        ScheduleError: they would deadlock, reorder messages or exceed their in-flight counts.
+    """
+    frozen = forward_only_stages(plan)
+    schedules = build_schedules(plan, forward_only_stages=frozen)
+    programs = lower_schedules(plan, schedules, forward_only_stages=frozen)
+    if validate:
+        validate_programs(plan, schedules, programs)
+    return programs
+
+
+def scale_times(plan: PipelinePlan, factor: float) -> PipelinePlan:
+    """Return the plan with every task ``factor`` times as long."""
+    if factor == 1.0:
+        return plan
+    names = ("forward_us", "backward_us", "half_forward_us", "input_gradient_us", "weight_gradient_us")
+    stages = tuple(
+        dataclasses.replace(stage, **{name: getattr(stage, name) * factor for name in names})
+        for stage in plan.stages
+    )
+    return dataclasses.replace(plan, stages=stages, iteration_us=plan.iteration_us * factor)

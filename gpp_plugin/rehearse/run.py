@@ -1,0 +1,152 @@
+"""Rehearses a plan: checks it, starts a process a rank, and holds what they measured against the simulator."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.serialize import load, save
+from gpp_plugin.ir.timeline import Timeline
+from gpp_plugin.launch import run_ranks
+from gpp_plugin.rehearse.compare import MeasuredTimes, measure_times, predict_from
+from gpp_plugin.rehearse.programs import forward_only_stages, make_programs, scale_times
+from gpp_plugin.rehearse.settings import (
+    LEAST_COMM_TIMEOUT_S,
+    RehearsalSettings,
+    check_memory,
+    check_rehearsable,
+)
+from gpp_plugin.simulate.engine import predict_iteration_us
+
+START_TIMEOUT_S = 60.0
+START_S_PER_RANK = 10.0
+"""Time for processes to start: they import torch side by side on however few cores there are."""
+SLOWNESS = 10.0
+"""How many times slower than planned a rehearsal may be before it is given up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """What came out.
+
+    Args:
+        timelines: of the measured mini-batches, source ``rehearsed``.
+        planned_us: simulated iteration with the plan's own (scaled) times and messages that take none.
+        predicted_us: simulated iteration given the measured task times and message delays.
+    """
+
+    plan: PipelinePlan
+    settings: RehearsalSettings
+    timelines: tuple[Timeline, ...]
+    times: MeasuredTimes
+    planned_us: float
+    predicted_us: float
+
+    @property
+    def iteration_us(self) -> float:
+        """Return the median time of a mini-batch."""
+        return statistics.median(timeline.iteration_us for timeline in self.timelines)
+
+    @property
+    def median_timeline(self) -> Timeline:
+        """Return the timeline of the mini-batch of median length (the shorter of two)."""
+        ordered = sorted(self.timelines, key=lambda timeline: timeline.iteration_us)
+        return ordered[(len(ordered) - 1) // 2]
+
+    @property
+    def difference(self) -> float:
+        """Return by which fraction the simulation from measured times differs from the measured median."""
+        return self.predicted_us / self.iteration_us - 1.0
+
+
+def rehearse_plan(
+    plan: PipelinePlan,
+    settings: RehearsalSettings,
+    *,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Rehearsal:
+    """Run ``plan`` on processes of this machine with delays in place of compute.
+
+    Args:
+        tell: told what is going on, a line at a time.
+
+    Raises:
+        PlanError: the plan does not hold what a rehearsal needs.
+        ConfigError: its messages do not fit this machine.
+        ScheduleError: its programs are unsafe.
+        RuntimeFailure: a rank failed or took too long.
+    """
+    check_rehearsable(plan)
+    check_memory(plan, settings, free_memory_bytes())
+    make_programs(plan)
+    scaled = scale_times(plan, settings.scale_time)
+    planned_us = predict_iteration_us(scaled, forward_only_stages=forward_only_stages(plan))
+    settings = dataclasses.replace(settings, comm_timeout_s=comm_timeout_s(settings, planned_us))
+    with tempfile.TemporaryDirectory(prefix="gpp_rehearse_") as name:
+        folder = Path(name)
+        save(scaled, folder / "plan.json")
+        _run(folder, scaled, settings, planned_us, tell)
+        timelines = tuple(load(Timeline, folder / f"timeline{i}.json") for i in range(settings.steps))
+    times = measure_times(scaled, timelines)
+    return Rehearsal(
+        plan=scaled,
+        settings=settings,
+        timelines=timelines,
+        times=times,
+        planned_us=planned_us,
+        predicted_us=predict_from(scaled, times),
+    )
+
+
+def _run(
+    folder: Path,
+    plan: PipelinePlan,
+    settings: RehearsalSettings,
+    planned_us: float,
+    tell: Callable[[str], None],
+) -> None:
+    seconds = planned_us / 1e6
+    tell(
+        f"starting {plan.num_ranks} ranks; {settings.steps + 1} mini-batches of about {seconds:.2f} s follow"
+    )
+    start = time.perf_counter()
+    events = run_ranks(
+        "gpp_plugin.rehearse.worker",
+        [str(folder / "plan.json"), json.dumps(dataclasses.asdict(settings)), str(folder)],
+        num_ranks=plan.num_ranks,
+        timeout_s=START_TIMEOUT_S
+        + START_S_PER_RANK * plan.num_ranks
+        + SLOWNESS * seconds * (settings.steps + 1),
+    )
+    for event in events:
+        if event["event"] == "ready":
+            tell(f"the ranks are up after {time.perf_counter() - start:.1f} s")
+        else:
+            number = event["step"] + 1
+            tell(f"mini-batch {number} of {settings.steps}: {event['iteration_us'] / 1e3:.1f} ms")
+
+
+def comm_timeout_s(settings: RehearsalSettings, planned_us: float) -> float:
+    """Return how long a rank waits for a message: as set, or several planned mini-batches."""
+    if settings.comm_timeout_s is not None:
+        return settings.comm_timeout_s
+    return max(LEAST_COMM_TIMEOUT_S, SLOWNESS * planned_us / 1e6)
+
+
+def free_memory_bytes() -> float:
+    """Return the bytes this machine can still give out, counting what it would drop from its file cache."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return float(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

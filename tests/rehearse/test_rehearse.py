@@ -1,0 +1,182 @@
+"""Rehearsals on real processes: what the executor runs is the plan, at the plan's times."""
+
+import dataclasses
+import json
+
+import pytest
+
+from gpp_plugin.bench._emulated_graphs import branch_links, chain_links, emulated_plan, with_in_flight
+from gpp_plugin.cli import main
+from gpp_plugin.ir.serialize import fingerprint, load, save
+from gpp_plugin.ir.tensors import UNIFORM, TensorSpec
+from gpp_plugin.ir.timeline import EventKind, Timeline
+from gpp_plugin.rehearse.programs import forward_only_stages, make_programs
+from gpp_plugin.rehearse.rank import RehearsalRank
+from gpp_plugin.rehearse.settings import RehearsalSettings
+from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.simulate.engine import predict_iteration_us, simulate_plan
+from gpp_plugin.simulate.metrics import peak_in_flight
+from tests.ranks import run_kept_ranks
+
+FORWARD_US, BACKWARD_US = 1000.0, 2000.0
+
+
+def plan_of(name, links, **options):
+    times = {
+        "forward_us": FORWARD_US,
+        "backward_us": BACKWARD_US,
+        "num_micro_batches": 4,
+        "message_bytes": 256,
+    }
+    return emulated_plan(name, links, **(times | options))
+
+
+def with_bias(plan):
+    """Add a tensor without a batch axis to the first edge; its gradient flows back."""
+    bias = TensorSpec(
+        name="bias", dtype="float32", shape=(1, 2, 3, 3), num_samples=2, layout=UNIFORM, requires_grad=True
+    )
+    edge = dataclasses.replace(plan.edges[0], whole_tensors=("bias",), gradient_tensors=("x0", "bias"))
+    return dataclasses.replace(plan, edges=(edge, *plan.edges[1:]), tensors=(*plan.tensors, bias))
+
+
+def with_gradients(plan, num_bytes):
+    stages = tuple(dataclasses.replace(s, gradient_bytes=num_bytes) for s in plan.stages)
+    return dataclasses.replace(plan, stages=stages)
+
+
+def frozen_source():
+    plan = plan_of("frozen source", branch_links(2, 1, has_own_join=True))
+    edges = tuple(dataclasses.replace(e, gradient_tensors=()) if e.src == 0 else e for e in plan.edges)
+    return dataclasses.replace(plan, edges=edges)
+
+
+def gpipe():
+    plan = plan_of("gpipe", chain_links(3))
+    return with_in_flight(
+        dataclasses.replace(plan, stages=tuple(dataclasses.replace(s, schedule="gpipe") for s in plan.stages))
+    )
+
+
+PLANS = [
+    plan_of("chain", chain_links(3)),
+    plan_of("branches", branch_links(2, 1, has_own_join=True)),
+    with_gradients(plan_of("two ranks, then one", [(0, 1)], degrees={0: 2}), 4096),
+    with_bias(plan_of("one rank, then two", [(0, 1)], degrees={1: 2}, sizes={0: 4})),
+    plan_of("skip", [(0, 1), (1, 2), (0, 2)]),
+    frozen_source(),
+    gpipe(),
+]
+
+
+def rehearse_here(plan, settings):
+    rank = RehearsalRank(plan, settings)
+    rank.iterate()
+    return rank.run()
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.model)
+@pytest.mark.parametrize("scale_bytes", [1.0, 0.3])
+def test_every_rank_runs_the_plans_tasks_in_order_at_their_times(plan, scale_bytes):
+    settings = RehearsalSettings(scale_bytes=scale_bytes)
+    timelines = run_kept_ranks(rehearse_here, 3, plan, settings, timeout_s=60)
+    assert timelines[1:] == [None, None]
+    timeline = timelines[0]
+    assert timeline.source == "rehearsed" and timeline.plan == fingerprint(plan)
+    frozen = forward_only_stages(plan)
+    schedules = build_schedules(plan, forward_only_stages=frozen)
+    for rank in range(3):
+        stage = plan.stage_of_rank(rank)
+        ran = [e for e in timeline.events if e.rank == rank and e.task is not None]
+        assert [e.task for e in ran] == list(schedules[stage].tasks)
+        for event in ran:
+            wanted = FORWARD_US if event.kind is EventKind.FORWARD else BACKWARD_US
+            assert event.end_us - event.start_us >= wanted
+    for rank, held in peak_in_flight(timeline).items():
+        assert held <= plan.stages[plan.stage_of_rank(rank)].in_flight or plan.stage_of_rank(rank) in frozen
+    assert timeline.iteration_us >= predict_iteration_us(plan, forward_only_stages=frozen)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.model)
+def test_messages_have_the_sizes_the_simulator_knows(plan):
+    timelines = run_kept_ranks(rehearse_here, 3, plan, RehearsalSettings(), timeout_s=60)
+    simulated = simulate_plan(plan, forward_only_stages=forward_only_stages(plan))
+
+    def sent(timeline):
+        return sorted(
+            (e.rank, e.edge, e.micro_batch, e.bytes) for e in timeline.events if e.kind is EventKind.SEND
+        )
+
+    if plan.model == "one rank, then two":  # the bias is no part of the edge's planned bytes
+        bias = 4 * 2 * 3 * 3
+        edge = dataclasses.replace(plan.edges[0], bytes_fixed=bias, gradient_bytes_fixed=bias)
+        simulated = simulate_plan(dataclasses.replace(plan, edges=(edge,)))
+    assert sent(timelines[0]) == sent(simulated)
+
+
+def test_reductions_and_the_step_are_there():
+    timeline = run_kept_ranks(rehearse_here, 3, PLANS[2], RehearsalSettings(), timeout_s=60)[0]
+    kinds = [(e.rank, e.kind) for e in timeline.events if e.kind in (EventKind.REDUCE, EventKind.STEP)]
+    assert sorted(kinds, key=str) == sorted(
+        [(rank, EventKind.REDUCE) for rank in range(3)] + [(rank, EventKind.STEP) for rank in range(3)],
+        key=str,
+    )
+
+
+def test_programs_of_a_plan_are_those_the_engine_would_lower():
+    for plan in PLANS:
+        assert [program.rank for program in make_programs(plan)] == [0, 1, 2]
+
+
+def test_a_message_that_does_not_come_ends_the_rehearsal_with_its_place():
+    """A single rank waits for a peer that never started its part."""
+
+    def names_place(text):
+        return "loss" in text and "edge stage0 -> loss" in text
+
+    errors = run_kept_ranks(one_rank_stays_away, 2, timeout_s=60)
+    assert names_place(errors[1]), errors[1]
+
+
+def one_rank_stays_away():
+    import torch.distributed as dist
+
+    from gpp_plugin.errors import CommTimeout
+
+    plan = plan_of("pair", [(0, 1)])
+    rank = RehearsalRank(plan, RehearsalSettings(comm_timeout_s=0.5), has_step=False)
+    text = ""
+    if dist.get_rank() == 1:
+        with pytest.raises(CommTimeout) as raised:
+            rank.iterate()
+        text = str(raised.value)
+    dist.barrier()
+    return text
+
+
+@pytest.fixture
+def plan_file(tmp_path):
+    path = tmp_path / "plan.json"
+    save(plan_of("pair", [(0, 1)], message_bytes=1024), path)
+    return path
+
+
+def test_the_command_prints_and_writes_what_was_measured(plan_file, tmp_path, capsys):
+    out, trace = tmp_path / "timeline.json", tmp_path / "trace.json"
+    arguments = ["rehearse", str(plan_file), "--steps", "2", "--scale-time", "2", "--json"]
+    assert main([*arguments, "--out", str(out), "--trace-path", str(trace)]) == 0
+    text = capsys.readouterr().out
+    result = json.loads(text.splitlines()[-1])
+    assert result["command"] == "rehearse" and result["num_ranks"] == 2 and result["scale_time"] == 2.0
+    # (4 micro-batches + 2 stages - 1) x (2 + 4) ms
+    assert result["planned_ms"] == pytest.approx(30.0)
+    assert result["iteration_ms"] >= 30.0
+    assert result["fastest_ms"] <= result["iteration_ms"] <= result["slowest_ms"]
+    assert [row["stage"] for row in result["rows"]] == ["stage0", "loss"]
+    assert [(row["in_flight"], row["measured_in_flight"]) for row in result["rows"]] == [(2, 2), (1, 1)]
+    assert all(row["measured_forward_ms"] >= row["forward_ms"] == 2.0 for row in result["rows"])
+    timeline = load(Timeline, out)
+    assert timeline.source == "rehearsed"
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"0F0", "1B3", "send stage0 -> loss"} <= names
+    assert "mini-batch 2 of 2" in text and "simulated" in text

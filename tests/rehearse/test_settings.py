@@ -1,0 +1,153 @@
+"""What is refused before a process starts, and how tensors are scaled."""
+
+import dataclasses
+
+import pytest
+
+from gpp_plugin.bench._emulated_graphs import branch_links, chain_links, emulated_plan
+from gpp_plugin.cli import main
+from gpp_plugin.errors import ConfigError, PlanError
+from gpp_plugin.ir.plan import StageEdge
+from gpp_plugin.ir.serialize import save
+from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
+from gpp_plugin.rehearse.programs import forward_only_stages, scale_times
+from gpp_plugin.rehearse.settings import (
+    RehearsalSettings,
+    check_memory,
+    check_rehearsable,
+    message_memory_bytes,
+    scale_tensors,
+)
+
+
+@pytest.fixture
+def plan():
+    return emulated_plan("chain", chain_links(3), num_micro_batches=4)
+
+
+def with_stage(plan, index, **changes):
+    stages = list(plan.stages)
+    stages[index] = dataclasses.replace(stages[index], **changes)
+    return dataclasses.replace(plan, stages=tuple(stages))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 0}, "steps: 0 is not valid; give at least 1"),
+        ({"scale_time": 0.0}, "scale_time: 0 is not valid; give a number above 0"),
+        ({"scale_bytes": float("nan")}, "scale_bytes: nan is not valid; give a number above 0"),
+        ({"comm_timeout_s": 0.0}, "comm_timeout_s: 0 is not valid; give seconds above 0"),
+    ],
+)
+def test_settings_are_checked(options, message):
+    with pytest.raises(ConfigError) as raised:
+        RehearsalSettings(**options)
+    assert str(raised.value) == message
+
+
+def test_ranks_must_be_all_of_zero_to_the_last(plan):
+    with pytest.raises(
+        PlanError, match=r"use the ranks 0, 1, 3; each of 0\.\.2 must be in one stage .*rank 3"
+    ):
+        check_rehearsable(with_stage(plan, 2, ranks=(3,)))
+    with pytest.raises(PlanError, match=r"ranks 0, 1, 1;"):
+        check_rehearsable(with_stage(plan, 2, ranks=(1,)))
+
+
+def test_times_and_shapes_must_be_there(plan):
+    with pytest.raises(PlanError, match="no forward_us; make the plan with gpp plan --out"):
+        check_rehearsable(scale_times(plan, 0.0))
+    with pytest.raises(PlanError, match=r"stage 'stage1' takes 20000.0 and -1.0 us"):
+        check_rehearsable(with_stage(plan, 1, backward_us=-1.0))
+    with pytest.raises(PlanError, match="edge 0 sends 'x0', whose shape the plan does not hold"):
+        check_rehearsable(dataclasses.replace(plan, tensors=()))
+    odd = dataclasses.replace(plan.tensors[0], dtype="float7")
+    with pytest.raises(PlanError, match=r"tensor 'x0' has dtype 'float7'; the dtypes are float64, .*bool"):
+        check_rehearsable(dataclasses.replace(plan, tensors=(odd, *plan.tensors[1:])))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read (No such file or directory)"),
+        ("{", "not a PipelinePlan file: Expecting property name"),
+        ('{"schema": 0, "type": "PipelinePlan", "value": {}}', "schema 0 of this PipelinePlan is not 1"),
+        ('{"schema": 1, "type": "Timeline", "value": {}}', "the file holds a Timeline, not a PipelinePlan"),
+    ],
+)
+def test_files_that_are_no_plans_take_one_line(text, message, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    if text is not None:
+        path.write_text(text)
+    assert main(["rehearse", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"gpp rehearse: {path}: ") and message in error
+    assert error.count("\n") == 1
+
+
+def test_a_plan_that_cannot_be_rehearsed_is_named_with_its_file(plan, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    save(with_stage(plan, 0, ranks=(7,)), path)
+    assert main(["rehearse", str(path)]) == 1
+    assert capsys.readouterr().err.startswith(f"gpp rehearse: {path}: its stages use the ranks 1, 2, 7;")
+
+
+def test_what_gpp_plan_saves_holds_what_a_rehearsal_needs(tmp_path, capsys):
+    from gpp_plugin.rehearse.settings import load_plan
+
+    path = tmp_path / "plan.json"
+    assert main(["plan", "mmt", "--devices", "8", "--cluster", "summit", "--out", str(path)]) == 0
+    capsys.readouterr()
+    plan = load_plan(path)
+    assert {spec.name for spec in plan.tensors} == {n for e in plan.edges for n in e.batch_tensors}
+    # A layer of the library's MMT: 4 h^2 + 6 h and 2 h i + i + 3 h parameters, gradients of 4 bytes.
+    layer = 4 * (4 * 1024**2 + 6 * 1024 + 2 * 1024 * 4096 + 4096 + 3 * 1024)
+    assert [s.gradient_bytes for s in plan.stages if s.name != "loss"] == [
+        layer * len(s.blocks) for s in plan.stages if s.name != "loss"
+    ]
+    for edge in plan.edges:
+        sizes = {spec.name: spec.bytes_for(1) for spec in plan.tensors}
+        assert sum(sizes[name] for name in edge.batch_tensors) == edge.bytes_per_sample
+
+
+def test_stages_that_nothing_flows_back_to_run_forwards_only():
+    plan = emulated_plan("tree", branch_links(2, 1, has_own_join=True), num_micro_batches=2)
+    assert forward_only_stages(plan) == frozenset()
+    edges = (dataclasses.replace(plan.edges[0], gradient_tensors=()), plan.edges[1])
+    assert forward_only_stages(dataclasses.replace(plan, edges=edges)) == {0}
+
+
+SPEC = TensorSpec(name="x", dtype="bfloat16", shape=(6, 4, 5), num_samples=4, layout=batch_layout(1))
+BIAS = TensorSpec(name="bias", dtype="float32", shape=(1, 3, 7), num_samples=4, layout=UNIFORM)
+EMPTY = TensorSpec(name="none", dtype="float32", shape=(4, 0), num_samples=4, layout=batch_layout(0))
+
+
+def test_tensors_keep_their_shapes_at_full_size_and_scale_by_elements(plan):
+    plan = dataclasses.replace(plan, tensors=(SPEC, BIAS, EMPTY))
+    assert scale_tensors(plan, 1.0) == {"x": SPEC, "bias": BIAS, "none": EMPTY}
+    half = scale_tensors(plan, 0.5)
+    assert half["x"].shape_for(2) == (2, 15)
+    assert half["x"].bytes_for(4) * 2 == SPEC.bytes_for(4)
+    assert half["bias"].shape_for(2) == (10,)  # 10.5 rounded to even; the same for any samples
+    assert half["bias"].layout == UNIFORM
+    assert half["none"].bytes_for(4) == 0
+    assert scale_tensors(plan, 1e-9)["x"].shape_for(2) == (2, 1)
+
+
+def test_messages_that_do_not_fit_are_refused_with_what_would(plan):
+    settings = RehearsalSettings()
+    # Two edges of 64 KiB a micro-batch: senders hold one and its gradient, receivers hold two and
+    # one micro-batches in flight and a gradient each.
+    assert [s.in_flight for s in plan.stages] == [3, 2, 1]
+    needed = 65536 * (2 + 3 + 2 + 2)
+    assert message_memory_bytes(plan, settings) == needed
+    check_memory(plan, settings, needed / 0.8)
+    with pytest.raises(ConfigError, match="0.0 GiB free; add --scale-bytes 0.5"):
+        check_memory(plan, settings, needed / 0.8 / 2)
+
+
+def test_whole_tensors_count_as_messages_too(plan):
+    edge = StageEdge(src=0, dst=1, whole_tensors=("bias",))
+    plan = dataclasses.replace(plan, edges=(edge,), tensors=(BIAS,))
+    assert message_memory_bytes(plan, RehearsalSettings()) == BIAS.bytes_for(1) * (2 + 3)

@@ -70,10 +70,15 @@ class StageCompute(Protocol):
             received: the tensors of the half, or of the micro-batch.
         """
 
-    def backward(self, micro_batch: int, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Add up the gradients of parameters and return those of received tensors; lets go of the micro-batch."""
+    def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        """Add up the gradients of parameters and return those of received tensors; lets go of the micro-batch.
 
-    def input_gradient(self, micro_batch: int, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        Args:
+            gradients: of the outputs; None where no consumer sends one for this micro-batch (a tensor without a
+                batch axis goes to each consumer task from the one micro-batch that has its first sample).
+        """
+
+    def input_gradient(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Return the gradients of received tensors only; `weight_gradient` must follow."""
 
     def weight_gradient(self, micro_batch: int) -> None:
@@ -199,7 +204,7 @@ class AutogradCompute:
             self._kept[micro_batch] = [part]
         return outputs
 
-    def backward(self, micro_batch: int, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Add up the gradients of parameters and return those of received tensors."""
         hooks = self._hooks
         assert hooks is not None, "a stage with backward tasks needs hooks"
@@ -210,7 +215,7 @@ class AutogradCompute:
         hooks.accumulate()
         return self._join_leaves(parts, [[leaf.grad for leaf in part.leaves] for part in parts])
 
-    def input_gradient(self, micro_batch: int, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    def input_gradient(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Return the gradients of received tensors only."""
         hooks = self._hooks
         assert hooks is not None, "a stage with backward tasks needs hooks"
@@ -234,28 +239,33 @@ class AutogradCompute:
         self._pending.clear()
 
     def _seed(
-        self, parts: Sequence[_Part], gradients: Sequence[Tensor], loss_scale: float
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        self, parts: Sequence[_Part], gradients: Sequence[Tensor | None], loss_scale: float
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Return what the backward starts from, and with which gradients: of the loss, and of outputs."""
-        if len(parts) == 1 and not self._has_loss:
-            return parts[0].roots, gradients
         roots: list[Tensor] = []
         seeds: list[Tensor] = []
         seed = loss_scale * self._loss_share / len(parts)
         for half, part in enumerate(parts):
+            outputs = part.roots
             if self._has_loss:
-                roots.append(part.roots[0])
-                seeds.append(part.roots[0].new_tensor(seed))
-            outputs = part.roots[1:] if self._has_loss else part.roots
+                roots.append(outputs[0])
+                seeds.append(outputs[0].new_tensor(seed))
+                outputs = outputs[1:]
             for name, root, gradient in zip(self.gradient_outputs, outputs, gradients, strict=True):
-                axis = -1 if self._halves is None else self._halves.axes[name]
-                if len(parts) == 1 or axis >= 0:
-                    roots.append(root)
-                    seeds.append(gradient if len(parts) == 1 else _half_of(gradient, axis, half))
-                elif half == 0:  # the same for all samples: the first half's was sent for both
-                    roots.append(root)
-                    seeds.append(gradient)
+                if gradient is None:
+                    continue
+                if len(parts) > 1:
+                    axis = self._axis(name)
+                    if axis < 0 and half:
+                        continue  # the same for all samples: the first half's was sent for both
+                    gradient = _half_of(gradient, axis, half)
+                roots.append(root)
+                seeds.append(gradient)
         return roots, seeds
+
+    def _axis(self, name: str) -> int:
+        assert self._halves is not None
+        return self._halves.axes[name]
 
     def _join_leaves(
         self, parts: Sequence[_Part], gradients: Sequence[Sequence[Tensor | None]]
@@ -267,10 +277,9 @@ class AutogradCompute:
         ]
         if len(parts) == 1:
             return found[0]
-        assert self._halves is not None
         joined = []
         for index, name in enumerate(self.gradient_inputs):
-            axis = self._halves.axes[name]
+            axis = self._axis(name)
             if axis >= 0:
                 joined.append(torch.cat([found[0][index], found[1][index]], dim=axis))
             elif parts[0].leaves[index] is parts[1].leaves[index]:

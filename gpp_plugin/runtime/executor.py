@@ -261,7 +261,7 @@ class StageExecutor:
             for number in waits:
                 self._complete(number)
             start = self._now()
-            gradients = backward(micro_batch, [self._read(t) for t in tensors])
+            gradients = backward(micro_batch, [self._read(t) if t.groups else None for t in tensors])
             if slot >= 0:
                 self._made[slot] = gradients
             self._record(kind, micro_batch, start)

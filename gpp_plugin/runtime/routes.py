@@ -44,7 +44,8 @@ class Reading:
     """One tensor that a task reads: groups of pieces, joined along ``axis`` and then summed in order.
 
     Args:
-        shape, dtype: of the tensor; what has no elements is made, not received.
+        groups: empty where nothing comes: a tensor without elements, or a gradient that no consumer sends.
+        shape, dtype: of the tensor.
     """
 
     name: str

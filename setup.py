@@ -40,5 +40,8 @@ setup(
         "safetensors>=0.4.5",
     ],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["gpp=gpp_plugin.cli:main"]},
+    entry_points={
+        "console_scripts": ["gpp=gpp_plugin.cli:main"],
+        "deepspeed.initialize": ["graph_pipeline=gpp_plugin.integrations.deepspeed:initialize_block"],
+    },
 )

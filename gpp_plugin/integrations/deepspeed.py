@@ -92,6 +92,19 @@ def dispatch(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     return original(*args, **kwargs)
 
 
+def initialize_block(**given: Any) -> Any:
+    """Answer a DeepSpeed that knows packages' blocks by entry point (patches/deepspeed-0.19.8/0001).
+
+    Args:
+        given: the arguments of `deepspeed.initialize`; ``config`` is a dictionary.
+
+    Returns:
+        What `deepspeed.initialize` returns, or None where the block is not enabled.
+    """
+    block = read_config(given["config"])
+    return None if block is None else _initialize(load_deepspeed_json(given["config"]), block, given)
+
+
 def initialize(*args: Any, **kwargs: Any) -> Any:
     """`deepspeed.initialize` with the hook, whatever was imported first."""
     register()

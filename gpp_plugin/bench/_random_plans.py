@@ -31,8 +31,14 @@ def with_in_flight(plan: PipelinePlan) -> PipelinePlan:
     return dataclasses.replace(plan, stages=stages)
 
 
-def random_plan(rng: random.Random, *, most_stages: int = 9, most_ranks: int = 24) -> PipelinePlan:
-    """Return a random plan whose stages differ in micro-batch, degree, schedule, k, tensors and times."""
+def random_plan(
+    rng: random.Random, *, most_stages: int = 9, most_ranks: int = 24, num_ranks: int | None = None
+) -> PipelinePlan:
+    """Return a random plan whose stages differ in micro-batch, degree, schedule, k, tensors and times.
+
+    Args:
+        num_ranks: ranks it uses; any number up to ``most_ranks`` where None.
+    """
     while True:
         num_stages = rng.randint(2, most_stages)
         mini_batch = rng.choice([4, 6, 8, 12, 16, 24])
@@ -59,7 +65,7 @@ def random_plan(rng: random.Random, *, most_stages: int = 9, most_ranks: int = 2
                 )
             )
             next_rank += degree
-        if next_rank > most_ranks:
+        if next_rank > most_ranks or num_ranks not in (None, next_rank):
             continue
         edges = tuple(_random_edge(rng, src, dst) for src, dst in random_links(rng, num_stages))
         numbers = rng.sample(range(next_rank), next_rank)  # ranks of a stage need not follow each other

@@ -16,6 +16,7 @@ from gpp_plugin.schedule.kfkb import kfkb_schedule
 from gpp_plugin.schedule.messages import check_divisibility
 from gpp_plugin.schedule.stage_order import sinks_first
 from gpp_plugin.schedule.table_2 import compute_in_flight
+from gpp_plugin.schedule.zero_bubble import zero_bubble_schedules
 
 ScheduleMaker = Callable[[PipelinePlan, int, Mapping[int, StageSchedule]], StageSchedule]
 """From (plan, stage index, schedules of all stages behind it) to the stage's order."""
@@ -40,8 +41,14 @@ def _greedy(plan: PipelinePlan, index: int, behind: Mapping[int, StageSchedule])
     return greedy_schedule(plan, index, behind, most_in_flight=plan.stages[index].in_flight)
 
 
+def _zero_bubble(plan: PipelinePlan, index: int, behind: Mapping[int, StageSchedule]) -> StageSchedule:
+    """Return 1F1B: it stands for the stage until `build_schedules` knows all stages and orders them together."""
+    stage = plan.stages[index]
+    return kfkb_schedule(index, plan.num_micro_batches(index), k=1, num_in_flight=stage.in_flight)
+
+
 SCHEDULES: MappingProxyType[str, ScheduleMaker] = MappingProxyType(
-    {"1f1b": _one_f_one_b, "gpipe": _gpipe, "greedy": _greedy}
+    {"1f1b": _one_f_one_b, "gpipe": _gpipe, "greedy": _greedy, "zero_bubble": _zero_bubble}
 )
 """Schedule names of `Stage.schedule`; ``1f1b`` with ``k`` above 1 is kFkB."""
 
@@ -65,13 +72,23 @@ def build_schedules(
             built[index] = _forward_only(plan, index)
         else:
             built[index] = build_stage_schedule(plan, index, built)
-    return tuple(built[index] for index in range(len(plan.stages)))
+    split = [
+        index
+        for index, stage in enumerate(plan.stages)
+        if stage.schedule == "zero_bubble" and index not in forward_only_stages
+    ]
+    if split:
+        try:
+            built.update(zero_bubble_schedules(plan, split, built))
+        except ValueError as error:
+            raise ScheduleError(str(error)) from error
+    return tuple(_sliced(stage, built[index]) for index, stage in enumerate(plan.stages))
 
 
 def build_stage_schedule(
     plan: PipelinePlan, index: int, behind: Mapping[int, StageSchedule]
 ) -> StageSchedule:
-    """Return the order of one stage, given the schedules of at least all stages behind it.
+    """Return the order of one stage without halves, given the schedules of at least all stages behind it.
 
     Raises:
         ScheduleError: its schedule is unknown, or does not fit its ``in_flight``.
@@ -87,7 +104,7 @@ def build_stage_schedule(
             f"stage {stage.name!r}: no schedule {stage.schedule!r}; the schedules are {sorted(SCHEDULES)}"
         )
     try:
-        return _sliced(stage, maker(plan, index, behind))
+        return maker(plan, index, behind)
     except ValueError as error:
         raise ScheduleError(f"stage {stage.name!r}: {error}") from error
 
@@ -97,8 +114,7 @@ def _forward_only(plan: PipelinePlan, index: int) -> StageSchedule:
     stage = plan.stages[index]
     if stage.in_flight < 1:
         raise ScheduleError(f"stage {stage.name!r}: in_flight is {stage.in_flight}; at least 1 is needed")
-    schedule = forward_only_schedule(index, plan.num_micro_batches(index), num_in_flight=stage.in_flight)
-    return _sliced(stage, schedule)
+    return forward_only_schedule(index, plan.num_micro_batches(index), num_in_flight=stage.in_flight)
 
 
 def _sliced(stage: Stage, schedule: StageSchedule) -> StageSchedule:

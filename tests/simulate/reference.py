@@ -13,43 +13,77 @@ def transfer(cluster, src, dst, num_bytes):
     return num_bytes / link.bytes_per_s * 1e6, link.latency_us
 
 
+def label(task):
+    """Return F, B, I or W, and Fa or Fb for half a forward."""
+    return task.kind.value + ("" if task.half is None else "ab"[task.half])
+
+
 def needed_messages(plan, schedules):
-    """Return {(direction, edge, first sample): (sender task, receiver task, bytes)}; a task is (rank, kind, micro-batch)."""
-    trained = {s.stage for s in schedules if any(t.kind is TaskKind.BACKWARD for t in s.tasks)}
+    """Return {(direction, edge, first sample): (sender task, receiver task, bytes)}; a task is (rank, label, micro-batch)."""
+    ran = [{(label(t), t.micro_batch) for t in s.tasks} for s in schedules]
+    trained = {i for i, tasks in enumerate(ran) if any(what in "BI" for what, _ in tasks)}
     found = {}
-    for number, edge in enumerate(plan.edges):
-        src, dst = plan.stages[edge.src], plan.stages[edge.dst]
 
-        def owner(stage, sample):
-            within = sample % stage.micro_batch_size
-            return stage.ranks[
-                within // (stage.micro_batch_size // len(stage.ranks))
-            ], sample // stage.micro_batch_size
+    def owner(index, sample, backward=False):
+        """Return who computes that sample."""
+        stage = plan.stages[index]
+        micro_batch, within = divmod(sample, stage.micro_batch_size)
+        local = stage.micro_batch_size // len(stage.ranks)
+        what = "F"
+        if backward:
+            what = "B" if ("B", micro_batch) in ran[index] else "I"
+        elif ("Fa", micro_batch) in ran[index]:
+            what = "Fa" if within % local < local // 2 else "Fb"
+        return stage.ranks[within // local], what, micro_batch
 
-        runs = {}
-        for sample in range(plan.mini_batch):
-            runs.setdefault((owner(src, sample), owner(dst, sample)), []).append(sample)
+    def add(direction, number, runs, held, per_sample, fixed):
+        edge = plan.edges[number]
         seen = set()
         for (producer, consumer), samples in sorted(runs.items(), key=lambda item: item[1][0]):
-            whole = bool(edge.whole_tensors) and consumer not in seen
-            seen.add(consumer)
+            whole = bool(edge.whole_tensors) and (consumer[0], consumer[2]) not in seen
+            seen.add((consumer[0], consumer[2]))
             if not edge.batch_tensors and not whole:
                 continue
-            sender, receiver = (producer[0], "F", producer[1]), (consumer[0], "F", consumer[1])
-            size = edge.bytes_per_sample * len(samples) + edge.bytes_fixed * whole
-            found[0, number, samples[0]] = (sender, receiver, size)
-            held = {*edge.batch_tensors, *(edge.whole_tensors if whole else ())}
-            if held & set(edge.gradient_tensors) and edge.src in trained and edge.dst in trained:
-                size = edge.gradient_bytes_per_sample * len(samples) + edge.gradient_bytes_fixed * whole
-                sender, receiver = (consumer[0], "B", consumer[1]), (producer[0], "B", producer[1])
-                found[1, number, samples[0]] = (sender, receiver, size)
+            if not held & {*edge.batch_tensors, *(edge.whole_tensors if whole else ())}:
+                continue
+            ends = (producer, consumer) if direction == 0 else (consumer, producer)
+            found[direction, number, samples[0]] = (*ends, per_sample * len(samples) + fixed * whole)
+
+    for number, edge in enumerate(plan.edges):
+        runs, returned = {}, {}
+        for sample in range(plan.mini_batch):
+            sender = owner(edge.src, sample)
+            if sender[2] in schedules[edge.src].joined:
+                sender = (sender[0], "Fb", sender[2])
+            runs.setdefault((sender, owner(edge.dst, sample)), []).append(sample)
+            ends = (owner(edge.src, sample, True), owner(edge.dst, sample, True))
+            returned.setdefault(ends, []).append(sample)
+        held = {*edge.batch_tensors, *edge.whole_tensors}
+        add(0, number, runs, held, edge.bytes_per_sample, edge.bytes_fixed)
+        if edge.src in trained and edge.dst in trained:
+            held = set(edge.gradient_tensors)
+            add(1, number, returned, held, edge.gradient_bytes_per_sample, edge.gradient_bytes_fixed)
     return found
 
 
+def task_us(stage, what):
+    """Return the plan's time of a task."""
+    if what in ("Fa", "Fb"):
+        return stage.half_forward_us or stage.forward_us / 2
+    if what in "IW" and stage.input_gradient_us + stage.weight_gradient_us == 0.0:
+        return stage.backward_us / 2
+    return {
+        "F": stage.forward_us,
+        "B": stage.backward_us,
+        "I": stage.input_gradient_us,
+        "W": stage.weight_gradient_us,
+    }[what]
+
+
 def reference_times(plan, schedules, *, cluster=None, share_links=True):
-    """Return {(rank, kind, micro-batch): (start, end)}; times must be those of the plan's stages."""
+    """Return {(rank, label, micro-batch): (start, end)}; times must be those of the plan's stages."""
     orders = {
-        rank: [(rank, task.kind.value, task.micro_batch) for task in schedule.tasks]
+        rank: [(rank, label(task), task.micro_batch) for task in schedule.tasks]
         for schedule in schedules
         for rank in plan.stages[schedule.stage].ranks
     }
@@ -67,9 +101,9 @@ def reference_times(plan, schedules, *, cluster=None, share_links=True):
             inputs = [key for key, (_, receiver, _) in messages.items() if receiver == task]
             schedule = schedules[stage_of[rank]]
             held_back = []
-            if all(t.kind is TaskKind.FORWARD for t in schedule.tasks):
-                freed = (rank, "F", task[2] - schedule.num_in_flight)
-                held_back = [r for s, r, _ in messages.values() if s == freed and s[1] == "F"]
+            if all(t.kind is TaskKind.FORWARD for t in schedule.tasks) and task[1] != "Fb":
+                freed = [(rank, what, task[2] - schedule.num_in_flight) for what in ("F", "Fa", "Fb")]
+                held_back = [r for s, r, _ in messages.values() if s in freed]
             if any(key not in arrived for key in inputs) or any(r not in times for r in held_back):
                 continue
             stage = plan.stages[stage_of[rank]]
@@ -80,7 +114,7 @@ def reference_times(plan, schedules, *, cluster=None, share_links=True):
                     *(times[r][1] for r in held_back),
                 ]
             )
-            times[task] = (start, start + (stage.forward_us if task[1] == "F" else stage.backward_us))
+            times[task] = (start, start + task_us(stage, task[1]))
             waiting += [
                 (times[task][1], 0, key) for key, (sender, _, _) in messages.items() if sender == task
             ]

@@ -13,7 +13,7 @@ from gpp_plugin.ir.timeline import EventKind
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.simulate.engine import predict_iteration_us, simulate_plan
 from tests.schedule.plans import chain_plan, make_plan, simple_plan, with_in_flight
-from tests.simulate.reference import reference_times
+from tests.simulate.reference import label, reference_times
 
 DEVICE = Device(name="d", memory_bytes=1, flops_per_s=1.0, memory_bytes_per_s=1.0)
 
@@ -30,12 +30,7 @@ def cluster_of(num, *, bytes_per_s=1e6, latency_us=0.0, node=None):
 
 
 def times_of(timeline):
-    letter = {EventKind.FORWARD: "F", EventKind.BACKWARD: "B"}
-    return {
-        (e.rank, letter[e.kind], e.micro_batch): (e.start_us, e.end_us)
-        for e in timeline.events
-        if e.kind in letter
-    }
+    return {(e.rank, label(e.task), e.micro_batch): (e.start_us, e.end_us) for e in timeline.events if e.task}
 
 
 # ---- closed forms ----------------------------------------------------------------------------------

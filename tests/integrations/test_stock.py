@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integrations import stock_jobs
-from tests.ranks import run_ranks
+from tests.ranks import run_kept_ranks, run_ranks
 from tests.reference import train_reference
 from tests.runtime import jobs
 
@@ -41,3 +42,48 @@ def test_losses_equal_single_process(num_ranks: int) -> None:
         model, make_batch = jobs.build_model(one)
         reference = train_reference(model, jobs.make_batches(make_batch, one), unit=one["unit"])
         assert mine[0]["losses"] == pytest.approx(reference.losses, rel=1e-5)
+
+
+def test_frozen_stages_and_bf16() -> None:
+    tasks = [
+        job("frozen", planner="stock_1f1b"),
+        job("t5", zero=1, config={"bf16": {"enabled": True}}),
+    ]
+    frozen, half = run_kept_ranks(stock_jobs.train, 2, tasks)[0]
+    for one, answer, tolerance in ((tasks[0], frozen, 1e-5), (tasks[1], half, 2e-2)):
+        model, make_batch = jobs.build_model(one)
+        reference = train_reference(model, jobs.make_batches(make_batch, one), unit=one["unit"])
+        assert answer["losses"] == pytest.approx(reference.losses, rel=tolerance)
+
+
+def test_lengths_schedule_clipping_evaluation_timeline_and_export(tmp_path: Path) -> None:
+    answers, graph = (
+        run_kept_ranks(stock_jobs.train_with_everything, 3, name, str(tmp_path / name), timeout_s=180)
+        for name in ("stock_1f1b", "uniform")
+    )
+    first = answers[0]
+    assert all(answer["losses"] == first["losses"] for answer in answers)
+    assert all(answer["evaluated"] == first["evaluated"] for answer in answers)
+    assert first["tasks"] == sorted(
+        (rank, kind, i) for rank in range(3) for kind in ("forward", "backward") for i in range(4)
+    )
+    assert first["losses"] == pytest.approx(graph[0]["losses"], rel=1e-5)
+    assert first["reloaded"] == pytest.approx(first["evaluated"], rel=1e-5)
+
+
+def test_the_same_script_sees_the_same_batches_whatever_the_planner() -> None:
+    stock, graph = run_kept_ranks(stock_jobs.train_from_dataset, 2)[0]
+    assert stock == pytest.approx(graph, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("block", "config", "message"),
+    [
+        ({"schedule": "gpipe"}, {}, "graph_pipeline.schedule: 'gpipe', but stock_1f1b runs 1F1B"),
+        ({"data_parallel": 2}, {"train_micro_batch_size_per_gpu": 8}, "does not divide the mini-batch of 8"),
+    ],
+)
+def test_what_stock_deepspeed_cannot_do_is_said(
+    block: dict[str, Any], config: dict[str, Any], message: str
+) -> None:
+    assert all(message in answer for answer in run_kept_ranks(stock_jobs.refuse, 2, block, config))

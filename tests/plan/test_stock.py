@@ -1,0 +1,57 @@
+"""The chain stock DeepSpeed is given: equal degrees, one loss unit a rank, the smallest slowest stage."""
+
+import itertools
+
+import pytest
+
+from gpp_plugin.errors import PlanInfeasible
+from gpp_plugin.plan.registry import make_plan
+from tests.plan.graphs import branches, chain, make_profile, make_request
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_cut_of_the_chain_has_a_quicker_slowest_stage(seed):
+    graph = chain(7)
+    times = {block.name: float((seed * 37 + i * 61) % 97 + 1) for i, block in enumerate(graph.blocks)}
+    plan = make_plan("stock_1f1b", make_request(graph, make_profile(graph, times), ranks=3))
+    values = list(times.values())
+    best = min(
+        max(sum(values[:i]), sum(values[i:j]), sum(values[j:]))
+        for i, j in itertools.combinations(range(1, 7), 2)
+    )
+    assert max(stage.forward_us for stage in plan.stages) == pytest.approx(best)
+
+
+def test_branches_follow_each_other_and_take_the_time_of_a_chain():
+    graph = branches(2, 2)
+    plan = make_plan("stock_1f1b", make_request(graph, ranks=5, mini_batch=5))
+    assert [stage.blocks for stage in plan.stages] == [("b0.0",), ("b0.1",), ("b1.0",), ("b1.1",), ("join",)]
+    assert plan.iteration_us == pytest.approx((5 + 4) * 300)  # (m + p - 1)(f + b)
+
+
+def test_ranks_are_shared_out_evenly():
+    plan = make_plan("stock_1f1b", make_request(chain(6), ranks=6, num_stages=3, loss_unit=2, mini_batch=16))
+    assert [(stage.ranks, stage.micro_batch_size) for stage in plan.stages] == [
+        ((0, 1), 4),
+        ((2, 3), 4),
+        ((4, 5), 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks": 4, "num_stages": 3}, "3 stages do not divide 4 ranks; set stages to 2"),
+        ({"ranks": 4, "num_stages": 2, "mini_batch": 9, "loss_unit": 3}, "does not divide the mini-batch of 9"),
+        ({"ranks": 8}, "8 stages and the model has 6 blocks; set stages to 4"),
+        ({"ranks": 2, "schedule": "gpipe"}, "runs 1F1B only"),
+    ],
+)  # fmt: skip
+def test_what_deepspeed_cannot_run_is_refused(changes, message):
+    with pytest.raises(PlanInfeasible, match=message):
+        make_plan("stock_1f1b", make_request(chain(6), **changes))
+
+
+def test_one_loss_a_mini_batch_is_said_to_run_nothing_at_the_same_time():
+    plan = make_plan("stock_1f1b", make_request(chain(4), ranks=4, loss_unit=16, mini_batch=16))
+    assert any("single micro-batch" in note for note in plan.notes)

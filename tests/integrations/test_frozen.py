@@ -1,0 +1,101 @@
+"""Frozen parts: no backward tasks, no gradient messages, no optimizer memory, and the plan knows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.integrations import frozen_jobs
+from tests.ranks import run_kept_ranks
+from tests.reference import gradient_errors, train_reference
+from tests.runtime.jobs import Job, make_batches
+
+
+def job(model: str, *, zero: int = 0, mini_batch: int = 8, **block: Any) -> Job:
+    block = {"planner": "auto", **block}
+    return {
+        "model": model,
+        "mini_batch": mini_batch,
+        "unit": 2,
+        "steps": 3,
+        "zero": zero,
+        "block": block,
+    }
+
+
+TASKS: dict[str, Job] = {
+    "frozen vision tower of CLIP": job("clip vision_model", stages=3),
+    "frozen vision tower of CLIP, its stage by hand": job(
+        "clip vision_model",
+        plan={"stages": [{"modules": ["vision_model"]}, {"modules": ["text_model"]}, {"modules": ["*"]}]},
+    ),
+    "frozen vision tower of LLaVA": job("llava model.vision_tower", stages=3),
+    "frozen encoder of T5": job("t5 encoder.block+encoder.final_layer_norm", stages=3),
+    "LoRA": job("gpt2 lora", stages=3),
+    "LoRA, ZeRO 2": job("gpt2 lora", stages=1, zero=2, mini_batch=12),
+    "LoRA in the last block": job("gpt2 late lora", stages=3),
+    "frozen embedding": job("gpt2 transformer.wte+transformer.wpe", stages=3),
+}
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, list[dict[str, Any]]]:
+    per_rank = run_kept_ranks(frozen_jobs.train_frozen, 3, list(TASKS.values()), timeout_s=300)
+    return {name: [found[i] for found in per_rank] for i, name in enumerate(TASKS)}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_training_equals_one_process(answers: dict[str, list[dict[str, Any]]], name: str) -> None:
+    one = TASKS[name]
+    model, make_batch = frozen_jobs.frozen_model(one["model"])
+    reference = train_reference(model, make_batches(make_batch, one), unit=one["unit"])
+    found = answers[name]
+    covered: set[str] = set()
+    for answer in found:
+        assert answer["losses"] == found[0]["losses"]
+        assert answer["losses"] == pytest.approx(reference.losses, rel=1e-5)
+        errors = gradient_errors(answer["gradients"], reference.gradients)
+        assert max(errors.values(), default=0.0) < 1e-5, errors
+        covered |= set(answer["gradients"])
+    assert covered == set(reference.gradients)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_what_is_frozen_costs_nothing(answers: dict[str, list[dict[str, Any]]], name: str) -> None:
+    model, _ = frozen_jobs.frozen_model(TASKS[name]["model"])
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    for answer in answers[name]:
+        degree = answer["stage"].degree
+        sharded = degree if TASKS[name]["zero"] else 1
+        assert answer["optimizer elements"] <= 2 * (answer["trained"] / sharded + 4), "two moments of Adam"
+        if not answer["gradients"]:
+            assert answer["optimizer elements"] == 0
+    plan = answers[name][0]["plan"]
+    frozen = {
+        i
+        for i, stage in enumerate(plan.stages)
+        if not any(edge.gradient_tensors for edge in plan.edges if edge.src == i) and stage.name != "loss"
+    }
+    for answer in answers[name]:
+        index = plan.stage_index(answer["stage"].name)
+        is_frozen = index in frozen
+        assert answer["kinds"] == ("F" if is_frozen else "FB")
+        assert (answer["stage"].backward_us == 0.0) == is_frozen
+        feeds = [edge for edge in plan.edges if edge.dst == index and edge.gradient_tensors]
+        assert bool(answer["gradients sent"]) == bool(feeds)
+    assert trained
+
+
+def test_stages_before_every_trained_parameter_only_run_forward(
+    answers: dict[str, list[dict[str, Any]]],
+) -> None:
+    late = answers["LoRA in the last block"]
+    plan = late[0]["plan"]
+    for answer in late:
+        has_adapter = any(name.startswith("transformer.h.1") for name in answer["stage"].blocks)
+        is_before = not has_adapter and answer["stage"].name != "loss"
+        assert answer["kinds"] == ("F" if is_before else "FB"), plan.stages
+    assert late[0]["kinds"] == "F"
+    by_hand = {a["stage"].name: a["kinds"] for a in answers["frozen vision tower of CLIP, its stage by hand"]}
+    assert by_hand == {"vision_model": "F", "text_model": "FB", "loss": "FB"}

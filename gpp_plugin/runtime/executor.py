@@ -245,7 +245,7 @@ class StageExecutor:
                 self._result.losses.append((outputs[loss].detach(), num_samples))
             for name, position in self._named_outputs.items():
                 self._result.outputs.setdefault(name, []).append((first_sample, outputs[position]))
-            self._record(EventKind.FORWARD, micro_batch, start)
+            self._record(EventKind.FORWARD, micro_batch, start, half)
 
         return run
 
@@ -392,7 +392,7 @@ class StageExecutor:
             torch.cuda.synchronize(self._device)
         return time.perf_counter_ns() / 1e3
 
-    def _record(self, kind: EventKind, micro_batch: int, start: float) -> None:
+    def _record(self, kind: EventKind, micro_batch: int, start: float, half: int | None = None) -> None:
         if self._is_recording:
             self._result.events.append(
                 Event(
@@ -402,6 +402,7 @@ class StageExecutor:
                     micro_batch=micro_batch,
                     start_us=start,
                     end_us=self._now(),
+                    half=half,
                 )
             )
 

@@ -19,6 +19,13 @@ from gpp_plugin.simulate.metrics import peak_in_flight
 from tests.ranks import run_kept_ranks
 
 FORWARD_US, BACKWARD_US = 1000.0, 2000.0
+PLANNED_US = {  # by kind, and whether it is half a forward
+    (EventKind.FORWARD, False): FORWARD_US,
+    (EventKind.FORWARD, True): FORWARD_US / 2,
+    (EventKind.BACKWARD, False): BACKWARD_US,
+    (EventKind.INPUT_GRADIENT, False): BACKWARD_US / 2,
+    (EventKind.WEIGHT_GRADIENT, False): BACKWARD_US / 2,
+}
 
 
 def plan_of(name, links, **options):
@@ -51,11 +58,17 @@ def frozen_source():
     return dataclasses.replace(plan, edges=edges)
 
 
-def gpipe():
-    plan = plan_of("gpipe", chain_links(3))
-    return with_in_flight(
-        dataclasses.replace(plan, stages=tuple(dataclasses.replace(s, schedule="gpipe") for s in plan.stages))
-    )
+def under(name, **changes):
+    plan = plan_of(name, chain_links(3))
+    stages = tuple(dataclasses.replace(s, **changes) for s in plan.stages)
+    return with_in_flight(dataclasses.replace(plan, stages=stages))
+
+
+def sliced():
+    plan = plan_of("sliced", chain_links(3))
+    *others, last = plan.stages
+    stages = (*(dataclasses.replace(s, num_sliced=1) for s in others), last)
+    return dataclasses.replace(plan, stages=stages)
 
 
 PLANS = [
@@ -65,7 +78,9 @@ PLANS = [
     with_bias(plan_of("one rank, then two", [(0, 1)], degrees={1: 2}, sizes={0: 4})),
     plan_of("skip", [(0, 1), (1, 2), (0, 2)]),
     frozen_source(),
-    gpipe(),
+    under("gpipe", schedule="gpipe"),
+    under("zero bubble", schedule="zero_bubble"),
+    sliced(),
 ]
 
 
@@ -90,8 +105,7 @@ def test_every_rank_runs_the_plans_tasks_in_order_at_their_times(plan, scale_byt
         ran = [e for e in timeline.events if e.rank == rank and e.task is not None]
         assert [e.task for e in ran] == list(schedules[stage].tasks)
         for event in ran:
-            wanted = FORWARD_US if event.kind is EventKind.FORWARD else BACKWARD_US
-            assert event.end_us - event.start_us >= wanted
+            assert event.end_us - event.start_us >= PLANNED_US[event.kind, event.half is not None]
     for rank, held in peak_in_flight(timeline).items():
         assert held <= plan.stages[plan.stage_of_rank(rank)].in_flight or plan.stage_of_rank(rank) in frozen
     assert timeline.iteration_us >= predict_iteration_us(plan, forward_only_stages=frozen)

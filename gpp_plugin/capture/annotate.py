@@ -28,7 +28,7 @@ class Note:
         shapes, dtypes: of its tensors (one, or several for an operator that returns a tuple).
         storages: numbers of the storages its tensors lie in.
         reads, writes: storages of its arguments, and those it writes into.
-        saved_bytes, keeps, kept_inside_bytes: as of `OpNode`.
+        saved_bytes, keeps, kept_inside_bytes, storage: as of `OpNode`.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -42,6 +42,7 @@ class Note:
     saved_bytes: int = 0
     keeps: tuple[tuple[str, int], ...] = ()
     kept_inside_bytes: int = 0
+    storage: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -155,7 +156,8 @@ def annotate(
             notes[node.name].saved_bytes = saved.bytes
             for tensor in torch.utils._pytree.tree_leaves(values[node]):
                 if isinstance(tensor, torch.Tensor):
-                    makers.setdefault(tensor.untyped_storage()._cdata, node.name)
+                    maker = makers.setdefault(tensor.untyped_storage()._cdata, node.name)
+                    notes[node.name].storage = maker if maker != node.name else ""
             notes[node.name].keeps, notes[node.name].kept_inside_bytes = _by_maker(saved.now, makers)
     return notes
 

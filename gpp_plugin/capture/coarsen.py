@@ -201,10 +201,13 @@ def _saved_tensors(graph: OpGraph, partition: Sequence[tuple[str, list[str]]]) -
     block_of = {name: block for block, names in partition for name in names}
     position = {block: i for i, (block, _) in enumerate(partition)}
     found: dict[str, tuple[str, dict[str, None], int]] = {}
+    views: dict[str, list[str]] = {}
     for node in graph.nodes:
         keeper = block_of.get(node.name)
         if keeper is None:
             continue
+        if node.storage:
+            views.setdefault(node.storage, []).append(node.name)
         if node.kept_inside_bytes:
             found[f"{node.name}:inside"] = keeper, {keeper: None}, node.kept_inside_bytes
         for maker, num_bytes in node.keeps:
@@ -217,6 +220,7 @@ def _saved_tensors(graph: OpGraph, partition: Sequence[tuple[str, list[str]]]) -
             made_by=maker,
             kept_by=tuple(sorted(keepers, key=position.__getitem__)),
             bytes=num_bytes,
+            views=tuple(views.get(name, ())),
         )
         for name, (maker, keepers, num_bytes) in found.items()
     )

@@ -181,6 +181,7 @@ def _op_graph(
                 saved_bytes=note.saved_bytes,
                 keeps=note.keeps,
                 kept_inside_bytes=note.kept_inside_bytes,
+                storage=note.storage,
                 is_coupling=node.name in layouts.coupling,
                 is_random=is_random(node),
                 is_replicable=node.name in replicable,
@@ -227,6 +228,7 @@ def _carried_over(reference: OpGraph, traced: Traced, notes: Mapping[str, Note])
                 saved_bytes=note.saved_bytes,
                 keeps=note.keeps,
                 kept_inside_bytes=note.kept_inside_bytes,
+                storage=note.storage,
             )
         )
     names = {key: name for name, key in traced.inputs.items()}

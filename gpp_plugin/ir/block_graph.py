@@ -57,12 +57,14 @@ class SavedTensor:
         made_by: the block that makes it.
         kept_by: blocks whose backward reads it, in order; the first is charged with it in ``saved_bytes``.
         bytes: at ``BlockGraph.num_samples`` samples.
+        views: further results that lie in it.
     """
 
     name: str
     made_by: str
     kept_by: tuple[str, ...]
     bytes: int
+    views: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,7 @@ class OpNode:
         saved_bytes: bytes kept for backward that no earlier node keeps already.
         keeps: nodes, perhaps itself, whose results it keeps for backward, with the bytes of the storage (of
             results that share one: the first); model inputs and parameters, held anyway, are left out.
+        storage: the node whose result its own is a view of; "" where it has a storage of its own.
         kept_inside_bytes: of ``saved_bytes``, what is no node's result (a dropout's mask, softmax inside attention).
         is_coupling: mixes samples (in-batch losses, BatchNorm, means over the batch).
         is_random: draws random numbers (dropout).
@@ -58,6 +59,7 @@ class OpNode:
     saved_bytes: int = 0
     keeps: tuple[tuple[str, int], ...] = ()
     kept_inside_bytes: int = 0
+    storage: str = ""
     is_coupling: bool = False
     is_random: bool = False
     is_replicable: bool = False

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import networkx as nx
 
 from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.memory_plan import MemoryPlan
 from gpp_plugin.ir.samples import SampleRange, task_samples
 from gpp_plugin.ir.tensors import TensorSpec
 
@@ -30,6 +31,7 @@ class Stage:
             ``backward_us`` each.
         memory_bytes: predicted peak of one rank; 0 where not predicted.
         gradient_bytes: gradients of the stage's parameters, which its ranks reduce among themselves.
+        memory: what it swaps and recomputes; None: nothing. ``backward_us`` contains what that adds.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Stage:
     weight_gradient_us: float = 0.0
     memory_bytes: int = 0
     gradient_bytes: int = 0
+    memory: MemoryPlan | None = None
 
     @property
     def degree(self) -> int:
@@ -101,6 +104,8 @@ class PipelinePlan:
         graph: fingerprint of the BlockGraph it was made for.
         mini_batch: samples of one optimizer step (B).
         loss_unit: samples one rank computes one loss on (u); a coupled stage's local batch.
+        mode: ``sync``: one optimizer step a mini-batch; ``async``: one after every backward, which uses the
+            weights of its forward, so that a stage holds as many versions as micro-batches (PipeDream).
         iteration_us: predicted time of one optimizer step; 0 where not predicted.
         notes: lines for the user (what was chosen and why).
         tensors: every tensor an edge names, once; what a rehearsal, without the model, makes messages of.
@@ -116,6 +121,7 @@ class PipelinePlan:
     iteration_us: float = 0.0
     notes: tuple[str, ...] = ()
     tensors: tuple[TensorSpec, ...] = ()
+    mode: str = "sync"
 
     @property
     def num_ranks(self) -> int:

@@ -6,9 +6,10 @@
      "links": [{"name": "NVLink", "span": 4, "gb_per_s": 50, "latency_us": 6},
                {"name": "InfiniBand EDR", "gb_per_s": 12.5, "latency_us": 10}]}
 
-``devices`` are those of one node, in rank order; several entries make a mixed node. ``links`` go from the
-innermost level outwards; ``span`` is how many consecutive ranks a level joins, and the outermost, which
-joins all, needs none. GB are 10^9 bytes.
+``devices`` are those of one node, in rank order; several entries make a mixed node; ``host_gb_per_s`` is
+the link to host memory (25, PCIe 4.0 x16, where not given). ``links`` go from the innermost level outwards;
+``span`` is how many consecutive ranks a level joins, and the outermost, which joins all, needs none. GB are
+10^9 bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from gpp_plugin.ir.cluster import Cluster, Device, Link
 CLUSTER_DIR = Path(__file__).resolve().parents[1] / "clusters"
 """Package data; `configs/clusters` is a link to it."""
 
-_DEVICE_KEYS = {"name", "count", "memory_gb", "tflops", "memory_gb_per_s", "efficiency", "launch_us"}
+_DEVICE_KEYS = {"name", "count", "memory_gb", "tflops", "memory_gb_per_s", "efficiency", "launch_us",
+                "host_gb_per_s"}  # fmt: skip
 _LINK_KEYS = {"name", "span", "gb_per_s", "latency_us"}
 
 
@@ -74,6 +76,7 @@ def _cluster_of(plain: Any, where: str, num_devices: int | None) -> Cluster:
             memory_bytes_per_s=_positive(entry, "memory_gb_per_s", at) * 1e9,
             efficiency=_positive(entry, "efficiency", at, default=0.5),
             launch_us=_positive(entry, "launch_us", at, default=5.0, may_be_zero=True),
+            host_bytes_per_s=_positive(entry, "host_gb_per_s", at, default=25.0) * 1e9,
         )
         if device.efficiency > 1:
             raise ConfigError(

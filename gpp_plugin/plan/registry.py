@@ -33,6 +33,8 @@ class PlanRequest:
         smallest_local_batch: fewest samples one rank may compute at a time (some models cannot be captured,
             or cannot train, on a single sample).
         max_k: largest k of kFkB the refining planners try.
+        mode: ``sync`` or ``async``, as of `PipelinePlan`.
+        memory_optimization: what a planner may use to fit: ``recompute``, ``swap``, both or neither.
     """
 
     graph: BlockGraph
@@ -50,12 +52,14 @@ class PlanRequest:
     keep_units: bool = False
     smallest_local_batch: int = 1
     max_k: int = 1
+    mode: str = "sync"
+    memory_optimization: tuple[str, ...] = ()
 
 
 Planner = Callable[[PlanRequest], PipelinePlan]
 
 _PLANNERS: dict[str, Planner] = {}
-_MODULES = ("uniform", "autopipe", "pipedream", "piper", "dapple", "stock", "graphpipe", "auto")
+_MODULES = ("uniform", "autopipe", "pipedream", "piper", "dapple", "stock", "graphpipe", "auto", "dawnpiper")
 
 
 def register_planner(name: str) -> Callable[[Planner], Planner]:
@@ -92,6 +96,10 @@ def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
         raise PlanError(f"no planner {name!r}{hint} (planners: {', '.join(names)})")
     check_request(request)
     plan = complete_plan(run_planner(name, request), request.graph, request.profile)
+    if plan.mode != request.mode:
+        raise PlanError(
+            f"planner {name!r} plans {plan.mode} pipelines only; for mode {request.mode} choose dawnpiper or vpipe"
+        )
     validate_plan(
         plan,
         request.graph,
@@ -139,6 +147,11 @@ def check_request(request: PlanRequest) -> None:
         )
     if r.schedule not in ("1f1b", "gpipe"):
         raise PlanError(f"no schedule {r.schedule!r}; choose 1f1b or gpipe")
+    if r.mode not in ("sync", "async"):
+        raise PlanError(f"no mode {r.mode!r}; choose sync or async")
+    unknown = set(r.memory_optimization) - {"recompute", "swap"}
+    if unknown:
+        raise PlanError(f"no memory optimization {sorted(unknown)[0]!r}; choose from recompute and swap")
     if r.num_stages is not None:
         if r.num_stages < 1:
             raise PlanError(f"stages is {r.num_stages}; it must be at least 1")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import networkx as nx
 
 from gpp_plugin.errors import PlanError, PlanInfeasible
@@ -162,9 +164,10 @@ def _check_in_flight(plan: PipelinePlan) -> None:
     """A stage must hold what its successors hold or are about to take, or the pipeline stops."""
     for i, stage in enumerate(plan.stages):
         micro_batches = plan.num_micro_batches(i)
-        if not 1 <= stage.in_flight <= micro_batches:
+        most = len(plan.stages) if plan.mode == "async" else micro_batches  # async mini-batches overlap
+        if not 1 <= stage.in_flight <= most:
             raise PlanError(
-                f"stage {stage.name!r}: {stage.in_flight} micro-batches in flight of {micro_batches}; "
+                f"stage {stage.name!r}: {stage.in_flight} micro-batches in flight of {most}; "
                 "at least one, at most all"
             )
     for edge in plan.edges:
@@ -229,11 +232,14 @@ def _check_memory(
     memory_limit_bytes: int | None,
     zero_stage: int,
 ) -> None:
+    _check_memory_plans(plan, graph)
     if profile.graph != plan.graph:
         raise PlanError(f"the profile is of graph {profile.graph}, the plan of {plan.graph}; profile again")
     costs = profile.by_block()
     for stage in plan.stages:
         need = _stage_bytes(stage, costs, zero_stage)
+        if plan.mode == "async":  # weights of every micro-batch in flight
+            need += (stage.in_flight - 1) * sum(costs[block].parameter_bytes for block in stage.blocks)
         for rank in stage.ranks:
             limits = [limit for limit in (memory_limit_bytes,) if limit is not None]
             if cluster is not None:
@@ -255,4 +261,51 @@ def _stage_bytes(stage: Stage, costs: dict[str, BlockCost], zero_stage: int) -> 
     local = stage.local_batch_size
     saved = sum(c.saved_bytes_per_sample * local + c.saved_bytes_fixed for c in own)
     transient = max(c.transient_bytes_per_sample * local for c in own)
+    if stage.memory is not None:
+        saved -= sum(t.bytes for t in stage.memory.swapped)
+        saved -= sum(s.bytes - s.held_bytes for s in stage.memory.recomputed)
+        transient += stage.memory.working_bytes
     return float(parameter + gradient + optimizer + stage.in_flight * saved + transient)
+
+
+def _check_memory_plans(plan: PipelinePlan, graph: BlockGraph) -> None:
+    """Every tensor swapped or dropped is kept by the stage, once; segments are consecutive blocks of it."""
+    tensors = {tensor.name: tensor for tensor in graph.saved}
+    for stage in plan.stages:
+        if stage.memory is None:
+            continue
+        place = {block: i for i, block in enumerate(stage.blocks)}
+        swapped = [t.name for t in stage.memory.swapped]
+        dropped = [name for segment in stage.memory.recomputed for name in segment.tensors]
+        twice = sorted(name for name, count in Counter([*swapped, *dropped]).items() if count > 1)
+        if twice:
+            raise PlanError(
+                f"stage {stage.name!r}: tensor {twice[0]!r} is swapped or recomputed twice; keep one"
+            )
+        for name in (*swapped, *dropped):
+            if name not in tensors or tensors[name].kept_by[0] not in place:
+                raise PlanError(
+                    f"stage {stage.name!r}: tensor {name!r} is not one that it keeps for backward"
+                )
+        taken: set[str] = set()
+        for segment in stage.memory.recomputed:
+            places = [place.get(block, -1) for block in segment.blocks]
+            if not places or places != list(range(places[0], places[0] + len(places))) or places[0] < 0:
+                raise PlanError(
+                    f"stage {stage.name!r}: a recomputed segment is not consecutive blocks: {segment.blocks[:3]}"
+                )
+            if not taken.isdisjoint(segment.blocks):
+                raise PlanError(f"stage {stage.name!r}: recomputed segments overlap at {segment.blocks[0]!r}")
+            taken.update(segment.blocks)
+            for name in segment.tensors:
+                users = {tensors[name].made_by, *tensors[name].kept_by}
+                users |= {
+                    edge.dst
+                    for edge in graph.edges
+                    if not {name, *tensors[name].views}.isdisjoint(edge.tensors)
+                }
+                if not users <= set(segment.blocks):
+                    raise PlanError(
+                        f"stage {stage.name!r}: tensor {name!r} is dropped and blocks outside its segment use it: "
+                        f"{sorted(users - set(segment.blocks))[:3]}"
+                    )

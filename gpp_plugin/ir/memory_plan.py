@@ -1,0 +1,84 @@
+"""What a stage does to fit: which saved tensors it moves to host memory, which it makes again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwappedTensor:
+    """A saved tensor that waits for its backward in host memory.
+
+    Args:
+        name: of the `SavedTensor`.
+        bytes: of one micro-batch on one rank.
+        free_us: from its last use in the forward to its first in the backward, less both transfers
+            (Capuchin's FreeTime); negative where the transfers cannot hide.
+    """
+
+    name: str
+    bytes: int
+    free_us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputedSegment:
+    """Consecutive blocks that run again before their backward, as one checkpointed segment.
+
+    What was made outside and is read inside is kept; random state is restored.
+
+    Args:
+        blocks: in execution order.
+        tensors: names of the `SavedTensor`s that are dropped after the forward.
+        bytes: of them, for one micro-batch on one rank.
+        held_bytes: results of earlier blocks that are kept for this segment only.
+        recompute_us: time of the second forward.
+    """
+
+    blocks: tuple[str, ...]
+    tensors: tuple[str, ...]
+    bytes: int
+    held_bytes: int
+    recompute_us: float
+
+    @property
+    def saved_bytes_per_us(self) -> float:
+        """Return Capuchin's memory saved per second, here in bytes per microsecond."""
+        saved = self.bytes - self.held_bytes
+        return saved / self.recompute_us if self.recompute_us > 0 else float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What one stage swaps and recomputes for every micro-batch.
+
+    Args:
+        working_bytes: what is back in device memory beside what is kept: the largest segment made again,
+            and two swapped tensors, one in use and one on its way.
+        swap_us: transfer time of one micro-batch that does not hide behind compute.
+    """
+
+    swapped: tuple[SwappedTensor, ...] = ()
+    recomputed: tuple[RecomputedSegment, ...] = ()
+    working_bytes: int = 0
+    swap_us: float = 0.0
+
+    @property
+    def swapped_bytes(self) -> int:
+        """Return bytes in host memory, of one micro-batch on one rank."""
+        return sum(tensor.bytes for tensor in self.swapped)
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """Return bytes not kept for one micro-batch, less what is kept instead."""
+        return sum(segment.bytes - segment.held_bytes for segment in self.recomputed)
+
+    @property
+    def recompute_us(self) -> float:
+        """Return the time of the second forwards of one micro-batch."""
+        return sum(segment.recompute_us for segment in self.recomputed)
+
+    @property
+    def added_us(self) -> float:
+        """Return what one micro-batch takes longer than without."""
+        return self.recompute_us + self.swap_us

@@ -1,0 +1,376 @@
+"""Swap or recompute, tensor by tensor, so that a stage fits at the least cost (Capuchin, ASPLOS 2020).
+
+Capuchin's model, which DawnPiper (section 4.3) applies to each stage:
+
+    FreeTime  from a tensor's last use in the forward to its first in the backward, less both transfers;
+              tensors with the most are swapped first, until the transfers no longer hide behind compute
+    MSPS      memory saved per second of running a tensor's operators again; then whichever of the two
+              costs less is taken
+
+Here, for a stage with forward f, backward b (recomputation r included) and c micro-batches in flight, of
+which s bytes each wait in host memory behind a link of W bytes/s each way:
+
+    hidden    s/W <= f + b where forwards and backwards take turns; else s/W <= f and s/W <= b - each
+              way its own phase (GPipe's schedule, one micro-batch in flight)
+    memory    held + c (saved - dropped - s) + largest segment made again + two swapped tensors (one in
+              use, one on its way) + transient
+
+What to recompute comes from the menu of `recompute_menu`: every level has a price in bytes a microsecond,
+which is a bound on the MSPS of its segments. `StageOptimizer.estimate` mixes two neighbouring levels and
+fills the link, in closed form, for thousands of stages a search looks at; `optimize` makes the choice
+tensor by tensor for the stages of a plan.
+
+Deviations: levels are tried from all prices, rather than swapping first whatever hides, because a stage
+that must recompute anyway can save its transfers for what is dear to recompute; the result is never worse.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
+from gpp_plugin.plan.costs import Floats
+from gpp_plugin.plan.operator_chain import Ints, OperatorChain, PipelineShape
+from gpp_plugin.plan.recompute_menu import SegmentCosts, Segments, segment_costs
+
+Interval = tuple[int, int]
+NUM_MIXTURES = 4
+"""Pairs of levels that `optimize` weighs exactly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageChoice:
+    """A stage that fits, or how far it is from that.
+
+    Args:
+        excess_bytes: by how much it exceeds its device; 0 where it fits.
+        us: forward, backward and what memory optimization adds, of one micro-batch.
+        memory: None where nothing is swapped or recomputed.
+    """
+
+    excess_bytes: float
+    us: float
+    memory_bytes: float
+    memory: MemoryPlan | None = None
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """Return what choices are compared by: fitting first, then time."""
+        return self.excess_bytes, self.us
+
+
+class StageOptimizer:
+    """What any stage of one chain costs to fit.
+
+    Args:
+        chain: at the number of samples a rank computes.
+        menu: of the same graph, at any number of samples; used if ``recompute``.
+        recompute, swap: what may be done.
+    """
+
+    def __init__(
+        self,
+        chain: OperatorChain,
+        shape: PipelineShape,
+        *,
+        menu: Sequence[Segments] = (),
+        recompute: bool = False,
+        swap: bool = False,
+    ) -> None:
+        self.chain, self.shape = chain, shape
+        self.can_swap = swap
+        none = Segments(starts=np.zeros(0, dtype=np.int64), stops=np.zeros(0, dtype=np.int64))
+        self._levels = [none, *(menu if recompute else ())]
+        self._costs = [segment_costs(chain, level) for level in self._levels]
+        pairs = list(zip(self._levels, self._costs, strict=True))
+        self._time = _Between(chain.num_blocks, [(s, c.time_us) for s, c in pairs])
+        self._net = _Between(chain.num_blocks, [(s, c.dropped - c.held) for s, c in pairs])
+        self._work = np.array([float(c.dropped.max(initial=0.0)) for c in self._costs])
+        self._pair_work = np.maximum(self._work[:, None], self._work[None, :])
+        self._known: dict[tuple[int, int, int], tuple[float, float]] = {}
+
+    def estimate(self, stage: int, start: int, stop: int) -> tuple[float, float]:
+        """Return (bytes too many, microseconds) of stage ``stage`` holding [start, stop)."""
+        key = stage, start, stop
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._estimate(stage, start, stop)
+        return found
+
+    def _estimate(self, stage: int, start: int, stop: int) -> tuple[float, float]:
+        chain, shape = self.chain, self.shape
+        compute_us = chain.stage_us(start, stop)
+        excess = chain.memory_bytes(start, stop, stage, shape) - shape.limits[stage]
+        if excess <= 0 or not (self.can_swap or len(self._levels) > 1):
+            return max(excess, 0.0), compute_us
+        time, needs, hidden = self._needs(stage, start, stop)
+        us = _cheapest_mixture(time, needs - hidden, self._pair_work - self._work[:, None])
+        if not self.can_swap:
+            return (0.0, compute_us + us) if us < np.inf else (float(needs.min()), compute_us)
+        forward_us = chain.forward[stop] - chain.forward[start]
+        in_flight = shape.in_flight(stage)
+        kept = chain.tensor_bytes[stop] - chain.tensor_bytes[start] - self._net(start, stop)
+        wanted = np.maximum(needs, 0.0) / in_flight
+        exposed = self._exposed_us(
+            wanted, forward_us, compute_us - forward_us + time, in_turn=shape.is_in_turn(stage)
+        )
+        us = min(us, float(np.where(wanted <= kept, time + exposed, np.inf).min()))
+        if us < np.inf:
+            return 0.0, compute_us + us
+        return float((needs - in_flight * kept).min()), compute_us
+
+    def _needs(self, stage: int, start: int, stop: int) -> tuple[Floats, Floats, Floats]:
+        """Return by level: recompute time, bytes still lacking, and bytes that swaps free without cost."""
+        chain, shape = self.chain, self.shape
+        in_flight = shape.in_flight(stage)
+        excess = chain.memory_bytes(start, stop, stage, shape) - shape.limits[stage]
+        time = self._time(start, stop)
+        needs = excess - in_flight * self._net(start, stop) + self._work
+        if not self.can_swap:
+            return time, needs, np.zeros_like(time)
+        compute_us = chain.stage_us(start, stop)
+        forward_us = chain.forward[stop] - chain.forward[start]
+        free_us = compute_us + time
+        if not shape.is_in_turn(stage):
+            free_us = np.minimum(forward_us, free_us - forward_us)
+        hidden = in_flight * free_us * (shape.host_bytes_per_s / 1e6)
+        return time, needs + 2 * chain.largest_saved(start, stop), hidden
+
+    def _exposed_us(
+        self, num_bytes: Floats, forward_us: Floats, backward_us: Floats, *, in_turn: bool
+    ) -> Floats:
+        """Return what transfers of ``num_bytes`` each way take beyond the compute they hide behind."""
+        transfer = num_bytes / (self.shape.host_bytes_per_s / 1e6)
+        if in_turn:
+            return np.maximum(transfer - forward_us - backward_us, 0.0)
+        return np.maximum(transfer - forward_us, 0.0) + np.maximum(transfer - backward_us, 0.0)
+
+    def optimize(self, stage: int, start: int, stop: int) -> StageChoice:
+        """Return the cheapest choice found that fits, tensor by tensor, or the one nearest to fitting."""
+        best = self.weigh(stage, start, stop)
+        if best.excess_bytes <= 0:
+            return best
+        inside = [self._inside(level, start, stop) for level in range(len(self._levels))]
+        for level in inside:
+            best = min(best, self._fitted(stage, start, stop, level), key=lambda c: c.key)
+        for low, high in self._mixtures(stage, start, stop):
+            best = min(
+                best, self._best_split(stage, start, stop, inside[low], inside[high]), key=lambda c: c.key
+            )
+        return best
+
+    def _inside(self, level: int, start: int, stop: int) -> list[Interval]:
+        segments = self._levels[level]
+        kept = (segments.starts >= start) & (segments.stops <= stop)
+        return list(zip(segments.starts[kept].tolist(), segments.stops[kept].tolist(), strict=True))
+
+    def _mixtures(self, stage: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the most promising pairs of levels, the one that does not fit first."""
+        time, needs, hidden = self._needs(stage, start, stop)
+        needs = needs - hidden
+        scored = []
+        for low, high in itertools.permutations(range(len(time)), 2):
+            if time[low] < time[high] and needs[low] > max(needs[high], 0.0):
+                share = min(needs[low] / (needs[low] - needs[high]), 1.0)
+                us = float(time[low] + share * (time[high] - time[low]))
+                scored.append((needs[high] > 0, us, low, high))
+        return [(low, high) for _, _, low, high in sorted(scored)[:NUM_MIXTURES]]
+
+    def _best_split(
+        self, stage: int, start: int, stop: int, low: list[Interval], high: list[Interval]
+    ) -> StageChoice:
+        """Return the cheapest choice with the segments of one level up to a place and of another after it."""
+        places = sorted({start, *(end for _, end in high)})
+        first, last = 0, len(places) - 1
+        best: StageChoice | None = None
+        while first <= last:
+            middle = (first + last) // 2
+            place = places[middle]
+            mixed = [s for s in high if s[1] <= place] + [s for s in low if s[0] >= place]
+            found = self._fitted(stage, start, stop, mixed)
+            if best is None or found.key < best.key:
+                best = found
+            is_enough = found.excess_bytes <= 0 and (found.memory is None or found.memory.swap_us <= 0)
+            if is_enough:
+                last = middle - 1
+            else:
+                first = middle + 1
+        assert best is not None
+        return best
+
+    def _fitted(self, stage: int, start: int, stop: int, segments: Sequence[Interval]) -> StageChoice:
+        """Return the choice with these segments and as few swapped tensors as make it fit."""
+        found = self.weigh(stage, start, stop, segments=segments)
+        if found.excess_bytes <= 0 or not self.can_swap:
+            return found
+        candidates = self.swap_candidates(stage, start, stop, segments)
+        if not len(candidates):
+            return found
+        sizes = self.chain.tensors.bytes[candidates]
+        in_flight = self.shape.in_flight(stage)
+        freed = in_flight * np.cumsum(sizes) - 2 * np.maximum.accumulate(sizes)
+        enough = np.flatnonzero(freed >= found.excess_bytes)
+        count = int(enough[0]) + 1 if len(enough) else int(freed.argmax()) + 1
+        chosen = _thinned(
+            candidates[:count], sizes[:count], float(freed[count - 1] - found.excess_bytes), in_flight
+        )
+        return self.weigh(stage, start, stop, segments=segments, swapped=chosen)
+
+    def swap_candidates(self, stage: int, start: int, stop: int, segments: Sequence[Interval]) -> Ints:
+        """Return the tensors that are kept, the one with the most FreeTime first."""
+        tensors = self.chain.tensors
+        kept = (tensors.charged >= start) & (tensors.charged < stop) & (tensors.bytes > 0)
+        member = self._members(segments)
+        kept &= ~((member[tensors.made] >= 0) & (member[tensors.made] == member[tensors.last]))
+        rows = np.flatnonzero(kept)
+        free = self.free_us(stage, start, stop, rows)
+        return rows[np.argsort(-free, kind="stable")]
+
+    def free_us(self, stage: int, start: int, stop: int, rows: Ints) -> Floats:
+        """Return Capuchin's FreeTime of tensors kept by a stage."""
+        chain, shape = self.chain, self.shape
+        after = np.minimum(chain.tensors.last[rows] + 1, stop)
+        gap = chain.forward[stop] - chain.forward[after] + chain.backward[stop] - chain.backward[after]
+        others = (shape.in_flight(stage) - 1) * chain.stage_us(start, stop)
+        if shape.schedule == "gpipe" and shape.mode == "sync":
+            others /= 2  # on the average: the last forward's backward comes last, all forwards before
+        return gap + others - 2 * chain.tensors.bytes[rows] / (shape.host_bytes_per_s / 1e6)
+
+    def _members(self, segments: Sequence[Interval]) -> Ints:
+        member = np.full(self.chain.num_blocks, -1, dtype=np.int64)
+        for i, (begin, end) in enumerate(segments):
+            member[begin:end] = i
+        return member
+
+    def weigh(
+        self,
+        stage: int,
+        start: int,
+        stop: int,
+        *,
+        segments: Sequence[Interval] = (),
+        swapped: Ints | None = None,
+        buffer_bytes: float | None = None,
+    ) -> StageChoice:
+        """Return what a stage costs with these segments run again and these tensors swapped.
+
+        Args:
+            buffer_bytes: held for tensors in use and on their way; two of the largest swapped if None.
+        """
+        chain, shape = self.chain, self.shape
+        in_flight = shape.in_flight(stage)
+        compute_us = chain.stage_us(start, stop)
+        plain = chain.memory_bytes(start, stop, stage, shape)
+        rows = np.zeros(0, dtype=np.int64) if swapped is None else swapped
+        recomputed = self._recomputed(segments)
+        sizes = chain.tensors.bytes[rows]
+        if buffer_bytes is None:
+            buffer_bytes = 2 * float(sizes.max(initial=0.0))
+        working = max((s.bytes for s in recomputed), default=0) + buffer_bytes
+        recompute_us = sum(s.recompute_us for s in recomputed)
+        forward_us = chain.forward[stop] - chain.forward[start]
+        free = self.free_us(stage, start, stop, rows)
+        swap_us = float(
+            self._exposed_us(
+                np.array(sizes.sum()),
+                np.array(forward_us),
+                np.array(compute_us - forward_us + recompute_us),
+                in_turn=shape.is_in_turn(stage),
+            )
+        ) + float(np.maximum(-free, 0.0).sum())
+        memory = None
+        if recomputed or len(rows):
+            memory = MemoryPlan(
+                swapped=tuple(
+                    SwappedTensor(name=chain.tensors.names[t], bytes=round(size), free_us=float(us))
+                    for t, size, us in zip(rows.tolist(), sizes.tolist(), free.tolist(), strict=True)
+                ),
+                recomputed=recomputed,
+                working_bytes=round(working),
+                swap_us=swap_us,
+            )
+        dropped = sum(s.bytes - s.held_bytes for s in recomputed)
+        need = plain - in_flight * (dropped + float(sizes.sum())) + working
+        return StageChoice(
+            excess_bytes=max(need - shape.limits[stage], 0.0),
+            us=compute_us + recompute_us + swap_us,
+            memory_bytes=need,
+            memory=memory,
+        )
+
+    def _recomputed(self, segments: Sequence[Interval]) -> tuple[RecomputedSegment, ...]:
+        if not segments:
+            return ()
+        chain = self.chain
+        ordered = sorted(segments)
+        asked = Segments(
+            starts=np.array([s for s, _ in ordered], dtype=np.int64),
+            stops=np.array([s for _, s in ordered], dtype=np.int64),
+        )
+        costs: SegmentCosts = segment_costs(chain, asked)
+        member = self._members(ordered)
+        tensors = chain.tensors
+        owner = np.where(member[tensors.made] == member[tensors.last], member[tensors.made], -1)
+        names: list[list[str]] = [[] for _ in ordered]
+        for t in np.flatnonzero(owner >= 0).tolist():
+            names[owner[t]].append(tensors.names[t])
+        return tuple(
+            RecomputedSegment(
+                blocks=tuple(chain.names[begin:end]),
+                tensors=tuple(names[i]),
+                bytes=round(costs.dropped[i]),
+                held_bytes=round(costs.held[i]),
+                recompute_us=float(costs.time_us[i]),
+            )
+            for i, (begin, end) in enumerate(ordered)
+        )
+
+
+def _cheapest_mixture(time: Floats, needs: Floats, more_work: Floats) -> float:
+    """Return the least time of one level, or of two mixed so that they just fit; inf where none fits.
+
+    Args:
+        needs: bytes each level lacks; negative: fits.
+        more_work: [low, high], what a mixture works with beyond the low level alone.
+    """
+    fits = needs <= 0
+    if not fits.any():
+        return float("inf")
+    best = float(time[fits].min())
+    lacking = np.maximum(needs[:, None] + more_work, 0.0)[~fits][:, fits]
+    if lacking.size:
+        low, high = time[~fits][:, None], time[fits][None, :]
+        share = lacking / np.maximum(lacking - np.minimum(needs[fits][None, :], -1.0), 1.0)
+        mixed = np.where(low < high, low + np.minimum(share, 1.0) * (high - low), np.inf)
+        best = min(best, float(mixed.min()))
+    return best
+
+
+def _thinned(rows: Ints, sizes: Floats, spare_bytes: float, in_flight: int) -> Ints:
+    """Return the tensors without those that need not go after all, the ones with least FreeTime first."""
+    kept = np.ones(len(rows), dtype=bool)
+    for i in range(len(rows) - 1, -1, -1):
+        if in_flight * sizes[i] <= spare_bytes:
+            kept[i] = False
+            spare_bytes -= in_flight * float(sizes[i])
+    return rows[kept]
+
+
+class _Between:
+    """Sums over the segments of every level that lie in an interval."""
+
+    def __init__(self, num_blocks: int, levels: Sequence[tuple[Segments, Floats]]) -> None:
+        self._ended = np.zeros((num_blocks + 1, len(levels)))
+        self._begun = np.zeros((num_blocks + 1, len(levels)))
+        for k, (segments, values) in enumerate(levels):
+            self._ended[segments.stops, k] = values
+            self._begun[segments.starts + 1, k] = values
+        np.cumsum(self._ended, axis=0, out=self._ended)
+        np.cumsum(self._begun, axis=0, out=self._begun)
+
+    def __call__(self, start: int, stop: int) -> Floats:
+        return np.maximum(self._ended[stop] - self._begun[start], 0.0)

@@ -1,0 +1,243 @@
+"""Costs of every interval of a model's operators in execution order, for planners of memory.
+
+A stage is an interval [start, stop) of the blocks of the graph, which are single operators. What it takes
+follows `CostModel`, as prefix sums:
+
+    time    forward + backward of its operators, for one micro-batch
+    held    parameters x versions + gradients + optimizer state
+    memory  held + in-flight x saved bytes + largest transient
+
+`PipelineShape` has what depends on the stage's place: micro-batches in flight, and versions of the weights.
+In a synchronous pipeline only activations grow with what is in flight; in PipeDream's asynchronous one every
+micro-batch in flight has weights of its own, the newest of which are the current ones (DawnPiper, B.1,
+multiplies the optimizer's state as well, which no implementation does).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gpp_plugin.plan.costs import CostModel, Floats
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineShape:
+    """What the place of a stage in a chain of stages decides.
+
+    Args:
+        num_micro_batches: of a mini-batch; an asynchronous pipeline never runs dry, and does not look at it.
+        mode: ``sync`` or ``async``; schedule: ``1f1b`` or ``gpipe``.
+        limits: bytes that one rank of each stage may use.
+        host_bytes_per_s: of one rank's link to host memory, each way.
+        link_bytes_per_s: of the slowest link between stages.
+    """
+
+    num_stages: int
+    num_micro_batches: int
+    limits: tuple[int, ...]
+    host_bytes_per_s: float
+    link_bytes_per_s: float = float("inf")
+    mode: str = "sync"
+    schedule: str = "1f1b"
+
+    def in_flight(self, stage: int) -> int:
+        """Return the micro-batches that stage ``stage`` holds."""
+        if self.mode == "async":
+            return self.num_stages - stage
+        if self.schedule == "gpipe":
+            return self.num_micro_batches
+        return min(self.num_stages - stage, self.num_micro_batches)
+
+    def versions(self, stage: int) -> int:
+        """Return the versions of its weights that stage ``stage`` holds, the current one included."""
+        return self.num_stages - stage if self.mode == "async" else 1
+
+    def is_in_turn(self, stage: int) -> bool:
+        """Return whether forwards and backwards take turns, so that both ways of a link are busy at a time.
+
+        Otherwise tensors leave during forwards only and come back during backwards only: under GPipe's
+        schedule, and where one micro-batch is in flight.
+        """
+        return self.schedule != "gpipe" and self.in_flight(stage) > 1
+
+
+class RangeMax:
+    """The largest value of any interval, in constant time (sparse table)."""
+
+    def __init__(self, values: Floats) -> None:
+        self._rows = [values]
+        width = 1
+        while 2 * width <= len(values):
+            last = self._rows[-1]
+            self._rows.append(np.maximum(last[:-width], last[width:]))
+            width *= 2
+
+    def __call__(self, start: int, stop: int) -> float:
+        """Return the largest of [start, stop); 0 where that is empty."""
+        if stop <= start:
+            return 0.0
+        level = (stop - start).bit_length() - 1
+        row = self._rows[level]
+        return float(max(row[start], row[stop - (1 << level)]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTensors:
+    """What autograd keeps, as arrays over tensors (positions in the chain).
+
+    Args:
+        made, charged: where a tensor is made, and where it is first kept.
+        last: its last keeper or reader; a segment that ends before leaves it to others.
+        bytes: for one micro-batch.
+    """
+
+    names: tuple[str, ...]
+    made: Ints
+    charged: Ints
+    last: Ints
+    bytes: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnsavedResults:
+    """Results that nobody keeps, as arrays over (result, reader): what a segment must hold to run again."""
+
+    result: Ints
+    made: Ints
+    reader: Ints
+    bytes: Floats
+
+
+class OperatorChain:
+    """One graph at one number of samples a rank.
+
+    Args:
+        local: samples that one rank computes at a time.
+        degree: ranks of a stage, among which ZeRO shares out what is held.
+    """
+
+    def __init__(self, costs: CostModel, local: float, *, degree: int = 1) -> None:
+        graph = costs.graph
+        self.costs, self.local = costs, local
+        self.names = [block.name for block in graph.blocks]
+        self.num_blocks = len(self.names)
+        self.forward_us, self.backward_us = costs.block_times(local)
+        self.forward = _prefix(self.forward_us)
+        self.backward = _prefix(self.backward_us)
+        self.time = _prefix(self.forward_us + self.backward_us)
+        saved = costs.saved_per_sample * local + costs.saved_fixed
+        self.saved = _prefix(saved)
+        self.parameters = _prefix(costs.parameter_bytes)
+        self.held = _prefix(
+            costs.held_bytes_of(costs.parameter_bytes, costs.gradient_bytes, costs.optimizer_bytes, degree)
+        )
+        self.transient = RangeMax(costs.transient_per_sample * local)
+        self.tensors = _saved_tensors(costs, saved)
+        self.unsaved = _unsaved_results(costs, local)
+        self.crossing = _crossing_bytes(costs, local)
+        largest = np.zeros(self.num_blocks)
+        np.maximum.at(largest, self.tensors.charged, self.tensors.bytes)
+        self.largest_saved = RangeMax(largest)
+        self.tensor_bytes = _prefix(sum_by(self.tensors.charged, self.tensors.bytes, self.num_blocks))
+
+    def stage_us(self, start: int, stop: int) -> float:
+        """Return forward and backward microseconds of one micro-batch."""
+        return float(self.time[stop] - self.time[start])
+
+    def held_bytes(self, start: int, stop: int, versions: int) -> float:
+        """Return the bytes of weights, gradients and optimizer state."""
+        stash = (versions - 1) * (self.parameters[stop] - self.parameters[start])
+        return float(self.held[stop] - self.held[start] + stash)
+
+    def saved_bytes(self, start: int, stop: int) -> float:
+        """Return the bytes kept for backward by one micro-batch."""
+        return float(self.saved[stop] - self.saved[start])
+
+    def memory_bytes(self, start: int, stop: int, stage: int, shape: PipelineShape) -> float:
+        """Return the peak of stage ``stage`` without memory optimization."""
+        return (
+            self.held_bytes(start, stop, shape.versions(stage))
+            + shape.in_flight(stage) * self.saved_bytes(start, stop)
+            + self.transient(start, stop)
+        )
+
+
+def sum_by(places: Ints, values: Floats, length: int) -> Floats:
+    """Return the sums of the values at each place."""
+    return np.bincount(places, weights=values, minlength=length).astype(np.float64)
+
+
+def _prefix(values: Floats) -> Floats:
+    return np.concatenate([[0.0], np.cumsum(values)])
+
+
+def _saved_tensors(costs: CostModel, saved: Floats) -> SavedTensors:
+    """Return the tensors, with bytes that add up to what the profile says each operator saves."""
+    graph, position = costs.graph, costs.index
+    readers: dict[str, int] = {}
+    for edge in graph.edges:
+        for name in edge.tensors:
+            readers[name] = max(readers.get(name, -1), position[edge.dst])
+    made = np.array([position[t.made_by] for t in graph.saved], dtype=np.int64)
+    charged = np.array([position[t.kept_by[0]] for t in graph.saved], dtype=np.int64)
+    last = np.array(
+        [
+            max(position[t.kept_by[-1]], *(readers.get(name, -1) for name in (t.name, *t.views)))
+            for t in graph.saved
+        ],
+        dtype=np.int64,
+    )
+    sizes = np.array([t.bytes for t in graph.saved], dtype=float)
+    total = sum_by(charged, sizes, len(graph.blocks))
+    scale = np.divide(saved, total, out=np.zeros_like(saved), where=total > 0)
+    return SavedTensors(
+        names=tuple(t.name for t in graph.saved),
+        made=made,
+        charged=charged,
+        last=last,
+        bytes=sizes * scale[charged],
+    )
+
+
+def _unsaved_results(costs: CostModel, local: float) -> UnsavedResults:
+    graph, position = costs.graph, costs.index
+    kept = {name for tensor in graph.saved for name in (tensor.name, *tensor.views)}
+    number: dict[str, int] = {}
+    rows = [
+        (number.setdefault(name, len(number)), position[edge.src], position[edge.dst], name)
+        for edge in graph.edges
+        for name in edge.tensors
+        if name not in kept
+    ]
+    sizes = {name: _bytes_at(costs, name, local) for name in number}
+    return UnsavedResults(
+        result=np.array([row[0] for row in rows], dtype=np.int64),
+        made=np.array([row[1] for row in rows], dtype=np.int64),
+        reader=np.array([row[2] for row in rows], dtype=np.int64),
+        bytes=np.array([sizes[row[3]] for row in rows], dtype=float),
+    )
+
+
+def _bytes_at(costs: CostModel, name: str, local: float) -> float:
+    spec = costs.graph.tensors[name]
+    fixed = float(spec.bytes_for(0))
+    per_sample = (spec.bytes_for(spec.num_samples) - fixed) / spec.num_samples
+    return fixed + per_sample * local
+
+
+def _crossing_bytes(costs: CostModel, local: float) -> Floats:
+    """Return by cut position the bytes of all results that cross it, each once."""
+    crossing = np.zeros(len(costs.graph.blocks) + 1)
+    reach: dict[str, list[int]] = {}
+    for edge in costs.graph.edges:
+        for name in edge.tensors:
+            span = reach.setdefault(name, [costs.index[edge.src], 0])
+            span[1] = max(span[1], costs.index[edge.dst])
+    for name, (src, dst) in reach.items():
+        crossing[src + 1 : dst + 1] += _bytes_at(costs, name, local)
+    return crossing

@@ -1,0 +1,173 @@
+"""Which consecutive operators are worth running again: disjoint segments, at several prices of memory.
+
+A segment [i, j) that runs again before its backward (one checkpointed segment; recomputation stops at the
+last operator that keeps something, as PyTorch's does)
+
+    drops   tensors made in it that nobody outside keeps or reads
+    holds   results of earlier operators that it reads and nobody keeps
+    works   with what it drops back in memory, all of it, while its backward runs
+
+At a price of q bytes a microsecond a segment is worth ``drops - holds - q time``; one pass over the chain
+finds the disjoint segments worth most, none of which works with more than a cap. A high price leaves what
+is cheap to make again (Capuchin's memory saved per second of at least q); price 0 drops all that can be
+dropped under the cap. Prices and caps together are a menu of *levels*; a stage picks its level
+(`capuchin`), and every level of every stage is a difference of two prefix sums.
+
+The segments are found once for a graph, at one number of samples, and weighed anew at every other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gpp_plugin.plan.costs import Floats
+from gpp_plugin.plan.operator_chain import Ints, OperatorChain, sum_by
+
+WINDOW = 128
+"""Operators a segment has at most."""
+PRICES = (8.0, 3.0, 1.5, 0.8, 0.3, 0.02)
+"""In units of (all saved bytes) / (time of the whole forward)."""
+CAPS = (0.25, 0.085, 0.035, 0.012)
+"""Bytes a segment may work with, in units of all saved bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segments:
+    """Disjoint segments in order: [start, stop) each."""
+
+    starts: Ints
+    stops: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentCosts:
+    """What each of some segments drops, holds and takes, for one micro-batch."""
+
+    dropped: Floats
+    held: Floats
+    time_us: Floats
+
+
+def find_segments(chain: OperatorChain) -> list[Segments]:
+    """Return the menu: the best disjoint segments at every price, under every cap."""
+    num = chain.num_blocks
+    window = min(WINDOW, num)
+    net, time, work = _windows(chain, window)
+    total, whole_us = float(chain.tensor_bytes[-1]), float(chain.forward[-1])
+    if total <= 0 or whole_us <= 0:
+        return []
+    unit = total / whole_us
+    levels = [(price * unit, cap * total) for cap in CAPS for price in PRICES]
+    prices = np.array([price for price, _ in levels])
+    caps = np.array([cap for _, cap in levels])
+    best = np.zeros((len(levels), num + 1))
+    length = np.zeros((len(levels), num + 1), dtype=np.int64)
+    lengths = np.arange(1, window + 1)
+    rows = np.arange(len(levels))
+    for stop in range(1, num + 1):
+        reach = min(window, stop)
+        value = best[:, stop - lengths[:reach]] + net[stop, :reach] - prices[:, None] * time[stop, :reach]
+        value[work[stop, :reach] > caps[:, None]] = -np.inf
+        choice = value.argmax(axis=1)
+        found = value[rows, choice]
+        is_better = found > best[:, stop - 1]
+        best[:, stop] = np.where(is_better, found, best[:, stop - 1])
+        length[:, stop] = np.where(is_better, choice + 1, 0)
+    return _distinct([_trace(row, num) for row in length])
+
+
+def _trace(length: Ints, num: int) -> Segments:
+    starts, stops, at = [], [], num
+    while at > 0:
+        step = int(length[at])
+        if step:
+            starts.append(at - step)
+            stops.append(at)
+        at -= max(step, 1)
+    return Segments(
+        starts=np.array(starts[::-1], dtype=np.int64), stops=np.array(stops[::-1], dtype=np.int64)
+    )
+
+
+def _distinct(levels: list[Segments]) -> list[Segments]:
+    known = {(level.starts.tobytes(), level.stops.tobytes()): level for level in levels if len(level.starts)}
+    return list(known.values())
+
+
+def _windows(chain: OperatorChain, window: int) -> tuple[Floats, Floats, Floats]:
+    """Return by [stop, length - 1]: bytes dropped less bytes held, time, and bytes dropped."""
+    num, tensors = chain.num_blocks, chain.tensors
+    dropped = np.zeros((num + 1, window + 1))  # [start, length]
+    by_maker: list[list[int]] = [[] for _ in range(num)]
+    for t, made in enumerate(tensors.made.tolist()):
+        by_maker[made].append(t)
+    last, sizes = tensors.last.tolist(), tensors.bytes.tolist()
+    for start in range(num - 1, -1, -1):
+        dropped[start, 1:] = dropped[start + 1, :-1]
+        for t in by_maker[start]:
+            dropped[start, last[t] - start + 1 :] += sizes[t]
+    held = _held_windows(chain, window)
+    is_last_run = np.zeros(num)
+    is_last_run[tensors.made[tensors.made == tensors.charged]] = 1.0
+    stops, lengths = np.meshgrid(np.arange(num + 1), np.arange(1, window + 1), indexing="ij")
+    starts = np.maximum(stops - lengths, 0)
+    final = np.maximum(stops - 1, 0)
+    time = chain.forward[final] - chain.forward[starts] + is_last_run[final] * chain.forward_us[final]
+    work = dropped[starts, lengths]
+    return work - held[starts, lengths], time, work
+
+
+def _held_windows(chain: OperatorChain, window: int) -> Floats:
+    """Return by [start, length]: bytes of earlier, unsaved results that the segment reads."""
+    held = np.zeros((chain.num_blocks + 1, window + 1))
+    unsaved = chain.unsaved
+    readers: dict[int, list[int]] = {}
+    about: dict[int, tuple[int, float]] = {}
+    for result, made, reader, size in zip(
+        unsaved.result.tolist(),
+        unsaved.made.tolist(),
+        unsaved.reader.tolist(),
+        unsaved.bytes.tolist(),
+        strict=True,
+    ):
+        readers.setdefault(result, []).append(reader)
+        about[result] = made, size
+    for result, places in readers.items():
+        made, size = about[result]
+        begin = made + 1
+        for reader in sorted(places):
+            for start in range(max(begin, reader - window + 1), reader + 1):
+                held[start, reader - start + 1 :] += size
+            begin = reader + 1
+    return held
+
+
+def segment_costs(chain: OperatorChain, segments: Segments) -> SegmentCosts:
+    """Weigh disjoint segments at the chain's number of samples."""
+    count = len(segments.starts)
+    member = np.full(chain.num_blocks, -1, dtype=np.int64)
+    for i in range(count):
+        member[segments.starts[i] : segments.stops[i]] = i
+    tensors, unsaved = chain.tensors, chain.unsaved
+    is_dropped = dropped_tensors(chain, member)
+    dropped = sum_by(member[tensors.made[is_dropped]], tensors.bytes[is_dropped], count)
+    enters = (member[unsaved.reader] >= 0) & (member[unsaved.reader] != member[unsaved.made])
+    pairs, index = np.unique(
+        np.stack([unsaved.result[enters], member[unsaved.reader[enters]]]), axis=1, return_index=True
+    )
+    held = sum_by(pairs[1], unsaved.bytes[enters][index], count)
+    final = segments.stops - 1
+    is_last_run = np.zeros(chain.num_blocks)
+    is_last_run[tensors.made[tensors.made == tensors.charged]] = 1.0
+    time = (
+        chain.forward[final] - chain.forward[segments.starts] + is_last_run[final] * chain.forward_us[final]
+    )
+    return SegmentCosts(dropped=dropped, held=held, time_us=time)
+
+
+def dropped_tensors(chain: OperatorChain, member: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Return which tensors are dropped; ``member`` is the number of each operator's segment, or -1."""
+    tensors = chain.tensors
+    return (member[tensors.made] >= 0) & (member[tensors.made] == member[tensors.last])

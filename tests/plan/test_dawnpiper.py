@@ -1,0 +1,171 @@
+"""DawnPiper's planner against the plain dynamic program, and its plans against the evaluator."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import time
+
+import pytest
+
+from gpp_plugin.errors import PlanError, PlanInfeasible
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.serialize import dumps, loads
+from gpp_plugin.plan.dawnpiper import BinaryPartition, partition_chain
+from gpp_plugin.plan.registry import PlanRequest, make_plan
+from tests.plan.graphs import chain, make_cluster, make_request
+from tests.plan.operator_chains import best_partition, factory, operator_chain, random_chain
+
+HUGE = 1 << 60
+BOTH = ("recompute", "swap")
+
+
+def literal_bi_partition(times: list[float], first: int, last: int) -> float:
+    """Algorithm 1 with ample memory: compute-balanced cut, break at the first that needs no optimization."""
+    if first == last:
+        return sum(times)
+    middle = (first + last) // 2
+    target = sum(times) * (middle - first + 1) / (last - first + 1)
+    prefix = list(itertools.accumulate(times))
+    cut = min(range(len(times) - 1), key=lambda i: abs(prefix[i] - target)) + 1
+    return max(
+        literal_bi_partition(times[:cut], first, middle), literal_bi_partition(times[cut:], middle + 1, last)
+    )
+
+
+def test_the_known_example_where_the_papers_algorithm_is_not_optimal():
+    """ALGORITHMS: times 1, 3, 1, 2, 3 on four stages; literal BiPar 4, exact 3."""
+    times = [1.0, 3.0, 1.0, 2.0, 3.0]
+    assert literal_bi_partition(times, 0, 3) == 4
+    graph, profile = operator_chain(times)
+    plan = partition_chain(factory(graph, profile, [HUGE] * 4).at(1, 4))
+    assert plan.key == (0, 3)
+    assert plan.cuts == (0, 1, 2, 4, 5)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("ways", [(), ("recompute",), BOTH])
+def test_cuts_are_those_of_the_dynamic_program(num_stages, mode, ways):
+    """Random chains, ample to tight memory; the same costs of stages on both sides."""
+    for seed in range(12):
+        rng = random.Random(seed)
+        num = rng.randint(num_stages, 20)
+        graph, profile = random_chain(rng, num)
+        cluster = make_cluster(num_stages)
+        device = dataclasses.replace(cluster.devices[0], host_bytes_per_s=rng.choice([1e6, 1e7, 1e8]))
+        cluster = dataclasses.replace(cluster, devices=(device,) * num_stages)
+        need = sum(c.saved_bytes_per_sample * num_stages + 2 * c.parameter_bytes for c in profile.costs)
+        limit = int(need / num_stages * rng.choice([0.4, 0.7, 1.2, 3.0])) + 1
+        optimizer = factory(
+            graph, profile, [limit] * num_stages, cluster, mode=mode, memory_optimization=ways
+        ).at(1, 4)  # fmt: skip
+        key, cuts = BinaryPartition(optimizer, range(num + 1)).bi_partition(0, num, 0, num_stages - 1)
+        exact = best_partition(num, num_stages, optimizer.estimate)
+        assert len(cuts) == num_stages - 1 and list(cuts) == sorted(set(cuts))
+        if exact[0] <= 0:
+            assert key == pytest.approx(exact)
+        else:
+            assert key[0] > 0
+
+
+def test_long_chains_are_cut_by_bisection_as_well_as_by_trying_all():
+    rng = random.Random(5)
+    times = [rng.randint(1, 9) for _ in range(150)]
+    graph, profile = operator_chain(times, saved=[rng.randint(0, 50) for _ in times], parameters=3)
+    need = sum(c.saved_bytes_per_sample for c in profile.costs)
+    for limit in (HUGE, int(0.8 * need), int(0.7 * need)):
+        optimizer = factory(graph, profile, [limit] * 4, mode="async").at(1, 4)
+        key, _ = BinaryPartition(optimizer, range(151)).bi_partition(0, 150, 0, 3)
+        assert key == pytest.approx(best_partition(150, 4, optimizer.estimate))
+
+
+def tight_request(*, parameters: int = 20, **changes: object) -> PlanRequest:
+    rng = random.Random(1)
+    graph, profile = operator_chain(
+        [rng.randint(50, 150) for _ in range(40)],
+        saved=1000,
+        parameters=parameters,
+        backward_ratio=2.0,
+        output=400,
+    )
+    cluster = make_cluster(4, memory=15_000)
+    device = dataclasses.replace(cluster.devices[0], host_bytes_per_s=2e6)
+    cluster = dataclasses.replace(cluster, devices=(device,) * 4)
+    values: dict[str, object] = {"cluster": cluster, "micro_batch_sizes": {"*": 1}, "mini_batch": 8}
+    return make_request(graph, profile, ranks=4, **{**values, **changes})
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("ways", [("recompute",), ("swap",), BOTH])
+def test_plans_carry_what_makes_them_fit_and_pass_the_evaluator(mode, ways):
+    """`make_plan` validates: bytes recomputed from the plan's own lists."""
+    with pytest.raises(PlanInfeasible, match="it fits with recompute"):
+        make_plan("dawnpiper", tight_request(mode=mode))
+    plan = make_plan("dawnpiper", tight_request(mode=mode, memory_optimization=ways))
+    assert plan.mode == mode and len(plan.stages) == 4
+    assert any(stage.memory is not None for stage in plan.stages)
+    for stage in plan.stages:
+        assert stage.memory_bytes <= 15_000
+        if stage.memory is not None:
+            assert bool(stage.memory.swapped) <= ("swap" in ways)
+            assert bool(stage.memory.recomputed) <= ("recompute" in ways)
+    assert loads(PipelinePlan, dumps(plan)) == plan
+
+
+def test_a_plan_that_says_otherwise_is_refused():
+    from gpp_plugin.plan.validate import validate_plan
+
+    request = tight_request(memory_optimization=BOTH)
+    plan = make_plan("dawnpiper", request)
+    index = next(i for i, s in enumerate(plan.stages) if s.memory is not None and s.memory.swapped)
+    stage = plan.stages[index]
+    assert stage.memory is not None
+    for memory, message in (
+        (dataclasses.replace(stage.memory, swapped=stage.memory.swapped * 2), "twice"),
+        (dataclasses.replace(stage.memory, swapped=()), "bytes too many"),
+    ):
+        stages = list(plan.stages)
+        stages[index] = dataclasses.replace(stage, memory=memory)
+        with pytest.raises(PlanError, match=message):
+            validate_plan(
+                dataclasses.replace(plan, stages=tuple(stages)), request.graph, profile=request.profile,
+                cluster=request.cluster,
+            )  # fmt: skip
+
+
+def test_what_fits_nowhere_is_told_the_bytes_and_the_nearest_that_fits():
+    request = tight_request(memory_optimization=BOTH, parameters=1000)
+    with pytest.raises(
+        PlanInfeasible, match=r"stage 0 \d+ of 15000 \(\d+ too many\).*it fits on 7 ranks in 7 stages"
+    ):
+        make_plan("dawnpiper", request)
+
+
+def test_other_planners_refuse_asynchronous_pipelines():
+    with pytest.raises(PlanError, match="choose dawnpiper or vpipe"):
+        make_plan("uniform", tight_request(mode="async", cluster=make_cluster(4)))
+    with pytest.raises(PlanError, match="no mode"):
+        make_plan("uniform", tight_request(mode="lazy"))
+
+
+def test_blocks_of_layers_are_planned_too():
+    """Without saved tensors there is nothing to swap; cuts still balance."""
+    plan = make_plan("dawnpiper", make_request(chain(8), ranks=4))
+    assert [len(stage.blocks) for stage in plan.stages] == [2, 2, 2, 2]
+
+
+def test_a_thousand_operators_take_less_than_a_second_of_cpu():
+    rng = random.Random(2)
+    graph, profile = operator_chain(
+        [rng.randint(1, 9) for _ in range(1000)], saved=[rng.choice([0, 100, 800]) for _ in range(1000)],
+        backward_ratio=2.0,
+    )  # fmt: skip
+    need = sum(c.saved_bytes_per_sample for c in profile.costs)
+    begin = time.process_time()
+    plan = partition_chain(
+        factory(graph, profile, [int(need / 3)] * 8, mode="async", memory_optimization=BOTH).at(1, 8)
+    )
+    assert plan.fits
+    assert time.process_time() - begin < 1.0

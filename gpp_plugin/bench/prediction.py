@@ -26,7 +26,8 @@ from gpp_plugin.bench._emulated_graphs import (
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.rehearse.compare import measure_times, predict_from
-from gpp_plugin.rehearse.programs import forward_only_stages, scale_times
+from gpp_plugin.rehearse.programs import scale_times
+from gpp_plugin.schedule.forward_only import forward_only_stages
 from gpp_plugin.simulate.engine import predict_iteration_us
 
 LIMIT = 0.05

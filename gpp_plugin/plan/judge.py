@@ -5,6 +5,7 @@ from __future__ import annotations
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.estimate import estimate_plan_us
+from gpp_plugin.schedule.forward_only import forward_only_stages
 from gpp_plugin.simulate.engine import predict_iteration_us
 
 MAX_RANK_TASKS = 60_000
@@ -19,7 +20,12 @@ def judge_us(plan: PipelinePlan, costs: CostModel) -> float:
     tasks = sum(2 * plan.num_micro_batches(i) * stage.degree for i, stage in enumerate(plan.stages))
     if tasks > MAX_RANK_TASKS:
         return estimate_plan_us(plan, costs)
-    return predict_iteration_us(plan, cluster=costs.cluster, reduce_us=reduce_times(plan, costs))
+    return predict_iteration_us(
+        plan,
+        cluster=costs.cluster,
+        forward_only_stages=forward_only_stages(plan),
+        reduce_us=reduce_times(plan, costs),
+    )
 
 
 def reduce_times(plan: PipelinePlan, costs: CostModel) -> dict[int, float]:

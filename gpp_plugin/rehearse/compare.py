@@ -13,8 +13,8 @@ from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.timeline import Event, EventKind, Timeline
-from gpp_plugin.rehearse.programs import forward_only_stages
 from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.forward_only import forward_only_stages
 from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph
 from gpp_plugin.simulate.engine import predict_iteration_us
 

@@ -7,22 +7,9 @@ import dataclasses
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.forward_only import forward_only_stages
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.validate import validate_programs
-
-
-def forward_only_stages(plan: PipelinePlan) -> frozenset[int]:
-    """Return the stages through which no gradient flows: they send none of their outputs a gradient back.
-
-    The stage called ``loss`` has backwards, and where there is none of that name every sink has.
-    """
-    has_loss = any(stage.name == "loss" for stage in plan.stages)
-    inner = {edge.src for edge in plan.edges}
-    trained = {edge.src for edge in plan.edges if edge.gradient_tensors}
-    for index, stage in enumerate(plan.stages):
-        if stage.name == "loss" or (not has_loss and index not in inner):
-            trained.add(index)
-    return frozenset(range(len(plan.stages))) - trained
 
 
 def make_programs(plan: PipelinePlan, *, validate: bool = True) -> tuple[RankProgram, ...]:

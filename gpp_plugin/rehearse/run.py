@@ -17,13 +17,14 @@ from gpp_plugin.ir.serialize import load, save
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.launch import run_ranks
 from gpp_plugin.rehearse.compare import MeasuredTimes, measure_times, predict_from
-from gpp_plugin.rehearse.programs import forward_only_stages, make_programs, scale_times
+from gpp_plugin.rehearse.programs import make_programs, scale_times
 from gpp_plugin.rehearse.settings import (
     LEAST_COMM_TIMEOUT_S,
     RehearsalSettings,
     check_memory,
     check_rehearsable,
 )
+from gpp_plugin.schedule.forward_only import forward_only_stages
 from gpp_plugin.simulate.engine import predict_iteration_us
 
 START_TIMEOUT_S = 60.0

@@ -33,6 +33,7 @@ from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule, build_stage_function
 from gpp_plugin.runtime.transport import Channel, Transport
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
+from gpp_plugin.schedule.forward_only import forward_only_stages
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.validate import validate_programs
 
@@ -54,16 +55,6 @@ def make_reference(analysis: Analysis, granularity: str) -> Reference:
     """Coarsen what a capture found out to blocks."""
     graph = coarsen(analysis, granularity=granularity)
     return Reference(analysis=analysis, block_graph=graph, granularity=granularity)
-
-
-def forward_only_stages(plan: PipelinePlan, block_graph: BlockGraph) -> frozenset[int]:
-    """Return the stages through which no gradient flows: frozen, or without parameters before any."""
-    needs = set()
-    for index, stage in enumerate(plan.stages):
-        yields_loss = block_graph.loss_block in stage.blocks
-        if yields_loss or any(edge.gradient_tensors for edge in plan.edges if edge.src == index):
-            needs.add(index)
-    return frozenset(range(len(plan.stages))) - needs
 
 
 def tied_stages(plan: PipelinePlan, reference: Reference) -> dict[str, tuple[int, ...]]:
@@ -113,7 +104,7 @@ def make_programs(
         programs = lower_schedules(plan, schedules, training=False)
     else:
         _refuse_coupled_halves(plan, reference.block_graph)
-        frozen = forward_only_stages(plan, reference.block_graph)
+        frozen = forward_only_stages(plan)
         tied = {stage for stages in tied_stages(plan, reference).values() for stage in stages}
         schedules = build_schedules(plan, forward_only_stages=frozen)
         programs = lower_schedules(

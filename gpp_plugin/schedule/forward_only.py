@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
+
+
+def forward_only_stages(plan: PipelinePlan) -> frozenset[int]:
+    """Return the stages through which no gradient flows in training: frozen, or before every trained parameter.
+
+    Nobody sends them a gradient of their outputs. The stage called ``loss`` has backwards, and where there is
+    none of that name every sink has.
+    """
+    has_loss = any(stage.name == "loss" for stage in plan.stages)
+    inner = {edge.src for edge in plan.edges}
+    trained = {edge.src for edge in plan.edges if edge.gradient_tensors}
+    for index, stage in enumerate(plan.stages):
+        if stage.name == "loss" or (not has_loss and index not in inner):
+            trained.add(index)
+    return frozenset(range(len(plan.stages))) - trained
 
 
 def forward_only_schedule(stage: int, micro_batches: int, *, num_in_flight: int) -> StageSchedule:

@@ -8,7 +8,7 @@ from gpp_plugin.bench._emulated_graphs import branch_links, chain_links, emulate
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.rehearse.compare import fit_link, measure_times, predict_from
-from gpp_plugin.rehearse.programs import forward_only_stages
+from gpp_plugin.schedule.forward_only import forward_only_stages
 from gpp_plugin.simulate.engine import simulate_plan
 
 F, B = TaskKind.FORWARD, TaskKind.BACKWARD

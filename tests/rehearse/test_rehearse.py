@@ -10,10 +10,11 @@ from gpp_plugin.cli import main
 from gpp_plugin.ir.serialize import fingerprint, load, save
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec
 from gpp_plugin.ir.timeline import EventKind, Timeline
-from gpp_plugin.rehearse.programs import forward_only_stages, make_programs
+from gpp_plugin.rehearse.programs import make_programs
 from gpp_plugin.rehearse.rank import RehearsalRank
 from gpp_plugin.rehearse.settings import RehearsalSettings
 from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.forward_only import forward_only_stages
 from gpp_plugin.simulate.engine import predict_iteration_us, simulate_plan
 from gpp_plugin.simulate.metrics import peak_in_flight
 from tests.ranks import run_kept_ranks

@@ -10,7 +10,7 @@ from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.ir.plan import StageEdge
 from gpp_plugin.ir.serialize import save
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
-from gpp_plugin.rehearse.programs import forward_only_stages, scale_times
+from gpp_plugin.rehearse.programs import scale_times
 from gpp_plugin.rehearse.settings import (
     RehearsalSettings,
     check_memory,
@@ -18,6 +18,7 @@ from gpp_plugin.rehearse.settings import (
     message_memory_bytes,
     scale_tensors,
 )
+from gpp_plugin.schedule.forward_only import forward_only_stages
 
 
 @pytest.fixture

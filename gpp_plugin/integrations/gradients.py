@@ -74,9 +74,13 @@ class GradientStore:
         self._communication_dtype = communication_dtype
         self._sums: dict[str, Tensor] = {}
 
-    @torch.no_grad()
     def accumulate(self) -> None:
         """Move what autograd left in ``parameter.grad`` into the buffers, where there are buffers."""
+        if self._separate:
+            self._move_to_buffers()
+
+    @torch.no_grad()
+    def _move_to_buffers(self) -> None:
         for name, dtype in self._separate.items():
             parameter = self.parameters[name]
             if parameter.grad is None:

@@ -205,6 +205,7 @@ class StageExecutor:
             return run
 
         def step() -> None:
+            self._finish_sends()  # a sent tensor may be a view of a parameter
             start = self._now()
             self._result.step_result = hooks.step()
             self._record(EventKind.STEP, -1, start)
@@ -222,7 +223,8 @@ class StageExecutor:
 
     def _compile_forward(self, task: Task) -> Callable[[], None]:
         micro_batch, half = task.micro_batch, task.half
-        waits, tensors = self._routes.reads[task].waits, self._routes.reads[task].tensors
+        waits = self._routes.reads[task].waits
+        reads = [self._compile_reading(reading) for reading in self._routes.reads[task].tensors]
         slot = self._routes.slots.get(task, -1)
         forward, loss = self._compute.forward, self._loss
         num_samples = self._stage.local_batch_size // (1 if half is None else 2)
@@ -238,7 +240,7 @@ class StageExecutor:
                 for pending in self._sends_of.pop(expired, ()):
                     pending.wait()
             start = self._now()
-            outputs = forward(micro_batch, half, self._inputs[micro_batch], [self._read(t) for t in tensors])
+            outputs = forward(micro_batch, half, self._inputs[micro_batch], [read() for read in reads])
             if slot >= 0:
                 self._made[slot] = outputs
             if loss >= 0:
@@ -251,7 +253,11 @@ class StageExecutor:
 
     def _compile_backward(self, task: Task) -> Callable[[], None]:
         micro_batch = task.micro_batch
-        waits, tensors = self._routes.reads[task].waits, self._routes.reads[task].tensors
+        waits = self._routes.reads[task].waits
+        reads = [
+            self._compile_reading(reading) if reading.groups else None
+            for reading in self._routes.reads[task].tensors
+        ]
         slot = self._routes.slots.get(task, -1)
         is_whole = task.kind is TaskKind.BACKWARD
         backward = self._compute.backward if is_whole else self._compute.input_gradient
@@ -261,7 +267,7 @@ class StageExecutor:
             for number in waits:
                 self._complete(number)
             start = self._now()
-            gradients = backward(micro_batch, [self._read(t) if t.groups else None for t in tensors])
+            gradients = backward(micro_batch, [None if read is None else read() for read in reads])
             if slot >= 0:
                 self._made[slot] = gradients
             self._record(kind, micro_batch, start)
@@ -299,8 +305,7 @@ class StageExecutor:
             with torch.set_grad_enabled(self._is_training):
                 for instruction, step in self._steps:  # noqa: B007 - named in errors
                     step()
-                while self._pending_sends:
-                    self._pending_sends.popleft().wait()
+                self._finish_sends()
         except GppError as error:
             raise type(error)(
                 f"rank {self._rank}, stage {self._stage.name}, at {instruction}: {error}"
@@ -348,6 +353,11 @@ class StageExecutor:
             self._sends_of[message.src_micro_batch].append(pending)
         self._record_message(EventKind.SEND, message, start, sum(p.wire.num_bytes for p in parcels))
 
+    def _finish_sends(self) -> None:
+        """Wait until everything has been sent."""
+        while self._pending_sends:
+            self._pending_sends.popleft().wait()
+
     def _reap_sends(self) -> None:
         """Let go of what has been sent."""
         pending = self._pending_sends
@@ -364,26 +374,36 @@ class StageExecutor:
             tensors.append(tensor)
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=axis)
 
-    def _read(self, reading: Reading) -> Tensor:
-        """Return a tensor: pieces of a group joined by rows, groups summed in order."""
+    def _compile_reading(self, reading: Reading) -> Callable[[], Tensor]:
+        """Return what makes a tensor: pieces of a group joined by rows, groups summed in order."""
         if not reading.groups:
-            return torch.empty(reading.shape, dtype=reading.dtype, device=self._device)
-        total: Tensor | None = None
-        for pieces in reading.groups:
-            if len(pieces) == 1:
-                part = self._take(pieces[0], reading.axis)
-            else:
-                part = torch.cat([self._take(piece, reading.axis) for piece in pieces], dim=reading.axis)
-            total = part if total is None else total + part
-        assert total is not None
-        return total
+            return lambda: torch.empty(reading.shape, dtype=reading.dtype, device=self._device)
+        axis = reading.axis
+        groups = [[self._compile_piece(piece, axis) for piece in pieces] for pieces in reading.groups]
+        if len(groups) == 1 and len(groups[0]) == 1:
+            return groups[0][0]
 
-    def _take(self, piece: Piece, axis: int) -> Tensor:
-        buffers = self._inbox[piece.number]
-        tensor = buffers[piece.position]
-        if piece.is_last:  # let go of it here
-            buffers[piece.position] = _TAKEN
-        return tensor if piece.num_rows < 0 else tensor.narrow(axis, piece.first_row, piece.num_rows)
+        def read() -> Tensor:
+            total: Tensor | None = None
+            for takes in groups:
+                part = takes[0]() if len(takes) == 1 else torch.cat([take() for take in takes], dim=axis)
+                total = part if total is None else total + part
+            assert total is not None
+            return total
+
+        return read
+
+    def _compile_piece(self, piece: Piece, axis: int) -> Callable[[], Tensor]:
+        inbox, number, position = self._inbox, piece.number, piece.position
+
+        def take() -> Tensor:
+            buffers = inbox[number]
+            tensor = buffers[position]
+            if piece.is_last:  # let go of it here
+                buffers[position] = _TAKEN
+            return tensor if piece.num_rows < 0 else tensor.narrow(axis, piece.first_row, piece.num_rows)
+
+        return take
 
     def _now(self) -> float:
         if not self._is_recording:

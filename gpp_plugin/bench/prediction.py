@@ -1,8 +1,8 @@
 """The simulator against the clock: rehearsed plans, simulated again with the measured task and message times.
 
-Fifteen different plans on two to eight ranks run with delays in place of compute; processes, messages and the
-executor are real. A row compares the median measured iteration with the simulation that is given the median time
-of each kind of task on each rank, of a message and of the host between two tasks, all read off the same timelines.
+Sixteen different plans on two to eight ranks run with delays in place of compute; processes, messages and the
+executor are real. A row compares the median measured iteration with the median simulated one, which is given the
+time of every task, and the usual times of a message and of the host between two tasks, read off the same timelines.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _rows(args: argparse.Namespace, found: Sequence[PipelinePlan], num_ranks: in
         timelines = outcomes[plan.model].timelines["gpp"]
         times = measure_times(plan, timelines)
         measured = statistics.median(timeline.iteration_us for timeline in timelines)
-        simulated = predict_from(plan, times)
+        simulated = predict_from(plan, times, timelines)
         rows.append(
             {
                 "plan": plan.model,

@@ -89,20 +89,25 @@ def measure_times(plan: PipelinePlan, timelines: Sequence[Timeline]) -> Measured
     )
 
 
-def predict_from(plan: PipelinePlan, times: MeasuredTimes) -> float:
-    """Return the simulated iteration of ``plan`` in microseconds, given measured times."""
-    frozen = forward_only_stages(plan)
-    graph = _task_graph(plan)
+def predict_from(plan: PipelinePlan, times: MeasuredTimes, timelines: Sequence[Timeline]) -> float:
+    """Return the simulated iteration of ``plan`` in microseconds, given measured times.
+
+    Every mini-batch is simulated with its own tasks' times, and the usual ones of messages, host, reductions
+    and step; the median of those simulations is compared with the median measured one.
+    """
+    return statistics.median(_predict_one(plan, times, timeline) for timeline in timelines)
+
+
+def _predict_one(plan: PipelinePlan, times: MeasuredTimes, timeline: Timeline) -> float:
     durations: dict[tuple[object, ...], float] = {}
-    for node, rank in enumerate(graph.rank):
-        task = graph.task(node)
-        key = (task.stage, task.kind, task.micro_batch, rank, *(() if task.half is None else (task.half,)))
-        durations[key] = times.task_us[rank, task.kind, task.half] + times.host_us[rank]
+    for (rank, task), (start, end) in _task_spans(timeline).items():
+        half = () if task.half is None else (task.half,)
+        durations[(task.stage, task.kind, task.micro_batch, rank, *half)] = end - start + times.host_us[rank]
     return predict_iteration_us(
         plan,
         cluster=times.cluster(plan.num_ranks),
         durations=durations,
-        forward_only_stages=frozen,
+        forward_only_stages=forward_only_stages(plan),
         reduce_us=times.reduce_us,
         step_us=dict.fromkeys(range(len(plan.stages)), times.step_us),
     )

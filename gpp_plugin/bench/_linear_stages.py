@@ -1,0 +1,254 @@
+"""Plain linear stages for any random plan, and the same network in one process: gradients to compare.
+
+Every stage adds up linear maps of what it receives (and of the mini-batch's rows), multiplies once more, and makes the
+tensors its edges name: those with a batch axis from its rows, in different layouts, those without from
+parameters and received tensors of that kind. A stage without a gradient from behind yields a loss, half
+the mean square of its rows. An edge that sends no gradient for a tensor cuts it there.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import RankProgram
+from gpp_plugin.ir.tensors import UNIFORM, LayoutKind, TensorSpec, batch_layout
+from gpp_plugin.runtime.compute import AutogradCompute, HalfForwards, StageHooks, boundary_gradients
+from gpp_plugin.runtime.stage_module import StageFunction
+
+DATA = "data"
+DATA_WIDTH = 3
+WIDTH = 4
+LOSS = "loss"
+
+Parameters = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearStage:
+    """What one stage of the network reads and makes.
+
+    Args:
+        received, outputs: names of tensors; ``has_loss`` adds the loss behind the outputs.
+        reads_data: whether it reads the mini-batch's rows.
+    """
+
+    index: int
+    received: tuple[str, ...]
+    outputs: tuple[str, ...]
+    reads_data: bool
+    has_loss: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearNetwork:
+    """A network on a plan; ``specs`` are its boundary tensors, ``starts`` the parameters it begins with."""
+
+    plan: PipelinePlan
+    forward_only: frozenset[int]
+    stages: tuple[LinearStage, ...]
+    specs: Mapping[str, TensorSpec]
+    starts: tuple[Parameters, ...]
+
+
+def linear_network(
+    plan: PipelinePlan, forward_only: frozenset[int], *, seed: int, dtype: torch.dtype
+) -> LinearNetwork:
+    """Return a random network on ``plan``; the same for the same seed, but for rounding to ``dtype``."""
+    rng = random.Random(seed)
+    specs: dict[str, TensorSpec] = {}
+    for edge in plan.edges:
+        for name in (*edge.batch_tensors, *edge.whole_tensors):
+            if name not in specs:
+                specs[name] = _random_spec(name, name in edge.batch_tensors, rng, dtype)
+    stages = tuple(_linear_stage(plan, index, forward_only, rng) for index in range(len(plan.stages)))
+    generator = torch.Generator().manual_seed(seed)
+    starts = tuple(_parameters(stage, specs, generator, dtype) for stage in stages)
+    return LinearNetwork(plan=plan, forward_only=forward_only, stages=stages, specs=specs, starts=starts)
+
+
+def _random_spec(name: str, is_batch: bool, rng: random.Random, dtype: torch.dtype) -> TensorSpec:
+    kind = str(dtype).removeprefix("torch.")
+    width = rng.randint(1, 4)
+    if not is_batch:
+        return TensorSpec(name=name, dtype=kind, shape=(width,), num_samples=1, layout=UNIFORM)
+    axis, rows = rng.choice([0, 0, 1]), rng.choice([1, 1, 2])
+    shape = (rows, width) if axis == 0 else (width, rows)
+    return TensorSpec(
+        name=name,
+        dtype=kind,
+        shape=shape,
+        num_samples=1,
+        layout=batch_layout(axis=axis, rows_per_sample=rows),
+    )
+
+
+def _linear_stage(
+    plan: PipelinePlan, index: int, forward_only: frozenset[int], rng: random.Random
+) -> LinearStage:
+    incoming = [edge for edge in plan.edges if edge.dst == index]
+    outgoing = [edge for edge in plan.edges if edge.src == index]
+    received = dict.fromkeys(name for e in incoming for name in (*e.batch_tensors, *e.whole_tensors))
+    outputs = dict.fromkeys(name for e in outgoing for name in (*e.batch_tensors, *e.whole_tensors))
+    needs_loss = not any(edge.gradient_tensors for edge in outgoing)
+    reads_data = not any(edge.batch_tensors for edge in incoming) or rng.random() < 0.4
+    return LinearStage(
+        index=index,
+        received=tuple(received),
+        outputs=tuple(outputs),
+        reads_data=reads_data,
+        has_loss=index not in forward_only and (needs_loss or rng.random() < 0.2),
+    )
+
+
+def _parameters(
+    stage: LinearStage, specs: Mapping[str, TensorSpec], generator: torch.Generator, dtype: torch.dtype
+) -> Parameters:
+    shapes: dict[str, tuple[int, ...]] = {"bias": (WIDTH,), "middle": (WIDTH, WIDTH)}
+    if stage.reads_data:
+        shapes[f"in.{DATA}"] = (DATA_WIDTH, WIDTH)
+    for name in stage.received:
+        shapes[f"in.{name}"] = (_features(specs[name]), WIDTH)
+    for name in stage.outputs:
+        if _is_batch(specs[name]):
+            shapes[f"out.{name}"] = (WIDTH, _features(specs[name]))
+            continue
+        shapes[f"out.{name}"] = specs[name].shape
+        for other in stage.received:
+            if not _is_batch(specs[other]):
+                shapes[f"out.{name}.{other}"] = (specs[other].shape[0], specs[name].shape[0])
+    return {
+        name: (torch.randn(shape, generator=generator, dtype=torch.float64) / shape[0] ** 0.5).to(dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def _is_batch(spec: TensorSpec) -> bool:
+    return spec.layout.kind is LayoutKind.BATCH
+
+
+def _features(spec: TensorSpec) -> int:
+    """Return the numbers a sample has in a tensor, or all numbers of one without a batch axis."""
+    return math.prod(spec.shape_for(1))
+
+
+def _call(
+    stage: LinearStage,
+    specs: Mapping[str, TensorSpec],
+    parameters: Mapping[str, Tensor],
+    data: Tensor | None,
+    received: Mapping[str, Tensor],
+) -> tuple[Tensor, ...]:
+    """Return the outputs of a stage, and its loss behind them if it has one."""
+    hidden = parameters["bias"]
+    if data is not None:
+        hidden = hidden + data @ parameters[f"in.{DATA}"]
+    for name, tensor in received.items():
+        spec = specs[name]
+        rows = _to_rows(tensor, spec) if _is_batch(spec) else tensor
+        hidden = hidden + rows @ parameters[f"in.{name}"]
+    hidden = hidden @ parameters["middle"]
+    made = []
+    for name in stage.outputs:
+        spec, weight = specs[name], parameters[f"out.{name}"]
+        if _is_batch(spec):
+            made.append(_from_rows(hidden @ weight, spec))
+            continue
+        for other, tensor in received.items():
+            if not _is_batch(specs[other]):
+                weight = weight + tensor @ parameters[f"out.{name}.{other}"]
+        made.append(weight)
+    if stage.has_loss:
+        made.append(hidden.square().sum() / (2 * hidden.shape[0]))
+    return tuple(made)
+
+
+def _to_rows(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    """Return a received tensor as [samples, features]."""
+    flat = tensor.t() if spec.layout.axis == 1 else tensor
+    return flat.reshape(-1, _features(spec))
+
+
+def _from_rows(rows: Tensor, spec: TensorSpec) -> Tensor:
+    """Return [samples, features] in the layout of an output."""
+    flat = rows.reshape(rows.shape[0] * spec.layout.rows_per_sample, -1)
+    return flat.t() if spec.layout.axis == 1 else flat
+
+
+def stage_compute(
+    network: LinearNetwork, program: RankProgram, parameters: Parameters, hooks: StageHooks
+) -> AutogradCompute:
+    """Return the compute of one rank, as `Lane` makes it for a captured stage."""
+    plan, stage = network.plan, network.stages[program.stage]
+    names = tuple(parameters)
+
+    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
+        given = dict(zip(names, tensors, strict=False))
+        rest = tensors[len(names) :]
+        data = rest[0] if stage.reads_data else None
+        return _call(
+            stage,
+            network.specs,
+            given,
+            data,
+            dict(zip(stage.received, rest[stage.reads_data :], strict=True)),
+        )
+
+    function = StageFunction(
+        call=call,
+        tensors=names,
+        constants=(),
+        batch_inputs=(DATA,) if stage.reads_data else (),
+        received=stage.received,
+        outputs=(*stage.outputs, LOSS) if stage.has_loss else stage.outputs,
+        code="",
+    )
+    is_trained = program.stage not in network.forward_only
+    return AutogradCompute(
+        function=function,
+        parameters=[p.requires_grad_(is_trained) for p in parameters.values()],
+        gradients=boundary_gradients(program, plan, network.specs),
+        hooks=hooks if is_trained else None,
+        loss=LOSS if stage.has_loss else None,
+        loss_share=plan.stages[program.stage].local_batch_size / plan.mini_batch,
+        halves=HalfForwards(
+            function=function,
+            input_axes=(0,) if stage.reads_data else (),
+            axes={n: s.layout.axis if _is_batch(s) else -1 for n, s in network.specs.items()},
+        ),
+    )
+
+
+def single_process_gradients(
+    network: LinearNetwork, parameters: Sequence[Parameters], data: Tensor
+) -> list[dict[str, Tensor | None]]:
+    """Return every stage's gradients of the mini-batch's loss, computed at once.
+
+    Args:
+        parameters: of every stage.
+        data: [mini-batch, DATA_WIDTH].
+    """
+    edges = network.plan.edges
+    made: dict[str, Tensor] = {}
+    leaves: list[Parameters] = []
+    losses: list[Tensor] = []
+    for stage in network.stages:
+        with_gradient = {name for e in edges if e.dst == stage.index for name in e.gradient_tensors}
+        received = {n: made[n] if n in with_gradient else made[n].detach() for n in stage.received}
+        is_trained = stage.index not in network.forward_only
+        leaves.append(
+            {n: p.detach().clone().requires_grad_(is_trained) for n, p in parameters[stage.index].items()}
+        )
+        outputs = _call(stage, network.specs, leaves[-1], data if stage.reads_data else None, received)
+        made.update(zip(stage.outputs, outputs, strict=False))
+        if stage.has_loss:
+            losses.append(outputs[-1])
+    if losses:
+        torch.autograd.backward(losses)
+    return [{name: p.grad for name, p in of_stage.items()} for of_stage in leaves]

@@ -1,0 +1,62 @@
+"""A sample of `gpp bench exactness`: random plans and schedules give the gradients of one process, delays or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from gpp_plugin.bench import _exactness_ranks
+from gpp_plugin.bench._exactness_ranks import Case, CaseResult, draw_cases, run_cases_here
+from gpp_plugin.bench.exactness import FP32_LIMIT, FP64_LIMIT, _failure
+from gpp_plugin.cli import main
+from tests.ranks import run_kept_ranks
+
+SAMPLE = 20
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_sample_equals_one_process(num_ranks: int) -> None:
+    cases = draw_cases(SAMPLE, seed=5000 * num_ranks, delayed_every=3)
+    results = run_kept_ranks(run_cases_here, num_ranks, cases)[0]
+    assert [result.seed for result in results] == [case.seed for case in cases]
+    assert [line for line in map(_failure, results) if line] == []
+    assert {result.family for result in results} == {
+        "1f1b",
+        "gpipe",
+        "kfkb",
+        "greedy",
+        "sliced",
+        "zero_bubble",
+        "mixed",
+    }
+    assert sum(result.is_equal_delayed is True for result in results) >= 6
+
+
+def run_with_wrong_gradients(cases: Sequence[Case]) -> list[CaseResult]:
+    """Run cases whose last rank makes its gradients a little too large, and other ones when delayed."""
+    plain = _exactness_ranks._Hooks.step
+    steps = iter(range(1000))
+
+    def step(hooks: _exactness_ranks._Hooks) -> None:
+        for gradient in hooks._sums.values():
+            gradient.mul_(1 + 1e-9 * next(steps))
+        plain(hooks)
+
+    _exactness_ranks._Hooks.step = step  # type: ignore[method-assign]
+    try:
+        return run_cases_here(cases)
+    finally:
+        _exactness_ranks._Hooks.step = plain  # type: ignore[method-assign]
+
+
+def test_a_wrong_gradient_is_found() -> None:
+    case = Case(seed=1, family="1f1b", has_delays=True)
+    result = run_kept_ranks(run_with_wrong_gradients, 2, [case])[0][0]
+    assert FP64_LIMIT < result.fp64_error < FP32_LIMIT
+    assert _failure(result) is not None
+
+
+def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "exactness", "--cases", "-1"]) == 1
+    assert "--cases -1" in capsys.readouterr().err

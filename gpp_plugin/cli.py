@@ -62,6 +62,11 @@ COMMANDS = (
         help="run a plan's processes and messages here, with delays in place of compute",
     ),
     Command(
+        name="compare",
+        module="gpp_plugin.commands.compare",
+        help="train a model in one process, on stock DeepSpeed and on the graph, side by side",
+    ),
+    Command(
         name="report",
         module="gpp_plugin.commands.report",
         help="show a plan or a timeline, or write it as a trace",

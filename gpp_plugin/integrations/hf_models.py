@@ -30,19 +30,42 @@ def read_hf_config(path: str | Path) -> Any:
         plain = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: is no HuggingFace configuration ({error})") from error
-    model_type = plain.pop("model_type", None) if isinstance(plain, dict) else None
+    return config_of(plain, file)
+
+
+def config_of(plain: Any, source: str | Path) -> Any:
+    """Return the `transformers` configuration that a ``config.json`` with these entries describes.
+
+    Args:
+        source: where they come from, for errors.
+
+    Raises:
+        ConfigError: they have no ``model_type``, or one that transformers does not know.
+    """
+    entries = dict(plain) if isinstance(plain, dict) else {}
+    model_type = entries.pop("model_type", None)
     if model_type is None:
-        raise ConfigError(f"{file}: has no model_type; give a HuggingFace config.json")
+        raise ConfigError(f"{source}: has no model_type; give a HuggingFace config.json")
     try:
-        return transformers.AutoConfig.for_model(model_type, **plain)
+        return transformers.AutoConfig.for_model(model_type, **entries)
     except ValueError as error:
         raise ConfigError(
-            f"{file}: transformers {transformers.__version__} knows no model_type {model_type!r}"
+            f"{source}: transformers {transformers.__version__} knows no model_type {model_type!r}"
         ) from error
 
 
 def build_on_meta(config: Any) -> nn.Module:
     """Return the model a configuration describes, in training mode, without weights.
+
+    Raises:
+        ConfigError: the configuration names no architecture, or one that transformers does not have.
+    """
+    with torch.device("meta"):
+        return build_model_of(config)
+
+
+def build_model_of(config: Any) -> nn.Module:
+    """Return the model a configuration describes, in training mode, with random weights.
 
     Raises:
         ConfigError: the configuration names no architecture, or one that transformers does not have.
@@ -57,8 +80,7 @@ def build_on_meta(config: Any) -> nn.Module:
     config.use_cache = False
     if getattr(config, "is_encoder_decoder", False) and not hasattr(config, "decoder_start_token_id"):
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
-    with torch.device("meta"):
-        model: nn.Module = kind(config)
+    model: nn.Module = kind(config)
     return model.train()
 
 

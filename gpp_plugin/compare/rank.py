@@ -1,0 +1,170 @@
+"""One process of a comparison: makes its mode's trainer, then does what the comparing process asks, step by step.
+
+python -m gpp_plugin.compare.rank SETTINGS_FILE MODE COMMANDS_FIFO
+
+Rank 0 reads commands, one JSON object a line, and tells the others; between commands a process sleeps.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gpp_plugin.compare.activations import PeakMemory
+from gpp_plugin.compare.models import Batch, BuiltModel, build_model
+from gpp_plugin.compare.settings import SINGLE, CompareSettings, settings_from_json
+from gpp_plugin.compare.single import SingleProcess
+from gpp_plugin.errors import GppError
+from gpp_plugin.integrations.deepspeed import GraphPipelineModule, initialize
+from gpp_plugin.launch import emit_event
+from gpp_plugin.runtime.materialize import resident_bytes
+
+_LAST_WORDS_S = 10.0
+"""How long the other ranks let rank 0 say why a mode is refused."""
+
+
+class _Single:
+    """The trainer of the single process."""
+
+    def __init__(self, built: BuiltModel, settings: CompareSettings) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.module = built.model
+        self._trainer = SingleProcess(
+            built.model, settings.ds_config, loss_unit=settings.loss_unit, device=self.device
+        )
+
+    def facts(self) -> dict[str, Any]:
+        return {"stages": 1, "notes": []}
+
+    def train(self, batch: Batch) -> float:
+        return self._trainer.train(batch)
+
+    def bubble(self, batch: Batch) -> None:
+        self.train(batch)
+
+
+class _Pipeline:
+    """The trainer of a pipeline, stock or graph: the engine that `deepspeed.initialize` returns."""
+
+    def __init__(self, built: BuiltModel, config: dict[str, Any]) -> None:
+        wrapped = GraphPipelineModule(built.model, sample_batch=built.batch_at(0))
+        self._engine, *_ = initialize(model=wrapped, config=config)
+        self.module = self._engine.module
+        self.device = self._engine.device
+
+    def facts(self) -> dict[str, Any]:
+        plan = self._engine.plan
+        return {
+            "stages": len(plan.stages),
+            "depth": plan.depth,
+            "stage_names": [stage.name for stage in plan.stages],
+            "micro_batches": [plan.num_micro_batches(i) for i in range(len(plan.stages))],
+            "notes": list(plan.notes),
+        }
+
+    def train(self, batch: Batch) -> float:
+        return float(self._engine.train_batch(data_iter=iter([batch])))
+
+    def bubble(self, batch: Batch) -> float | None:
+        self._engine.record_timelines = True
+        self.train(batch)
+        self._engine.record_timelines = False
+        timeline = self._engine.last_timeline
+        return None if timeline is None else timeline.bubble_ratio()
+
+
+class _Ranks:
+    """All processes of the mode."""
+
+    def __init__(self, settings: CompareSettings) -> None:
+        self.is_first = os.environ["RANK"] == "0"
+        self.group: dist.ProcessGroup | None = None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            timeout = datetime.timedelta(seconds=settings.timeout_s)
+            self.group = dist.new_group(backend="gloo", timeout=timeout)
+
+    def commands(self, path: str) -> Iterator[dict[str, Any]]:
+        """Yield commands on every rank until there are no more."""
+        stream = open(path, encoding="utf-8") if self.is_first else None  # noqa: SIM115
+        while True:
+            told: list[Any] = [json.loads(stream.readline() or "{}") if stream is not None else None]
+            if self.group is not None:
+                dist.broadcast_object_list(told, src=0, group=self.group)
+            if not told[0]:
+                return
+            yield told[0]
+
+    def meet(self) -> None:
+        """Wait for all ranks."""
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+
+def main() -> None:
+    """Serve one mode on this rank."""
+    settings = settings_from_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    mode, fifo = sys.argv[2], sys.argv[3]
+    try:
+        built = build_model(settings)
+        if mode == SINGLE:
+            trainer: _Single | _Pipeline = _Single(built, settings)
+        else:
+            profiles = str(Path(sys.argv[1]).with_name(f"{mode}_profiles"))
+            trainer = _Pipeline(built, settings.config_of(mode, profiles))
+    except GppError as error:
+        if os.environ["RANK"] == "0":
+            emit_event(refused=str(error))
+            return
+        time.sleep(_LAST_WORDS_S)
+        raise
+    ranks = _Ranks(settings)
+    ranks.meet()
+    if ranks.is_first:
+        emit_event(ready=True, **trainer.facts())
+    for command in ranks.commands(fifo):
+        answer = _obey(command, trainer, built, ranks)
+        if ranks.is_first:
+            emit_event(**answer)
+
+
+def _obey(
+    command: dict[str, Any], trainer: _Single | _Pipeline, built: BuiltModel, ranks: _Ranks
+) -> dict[str, Any]:
+    batch = built.batch_at(command["step"])
+    ranks.meet()
+    if command["measure"] == "bubble":
+        return {"bubble": trainer.bubble(batch)}
+    if command["measure"] == "memory":
+        memory = PeakMemory(trainer.device)
+        with memory.watch([*trainer.module.parameters(), *trainer.module.buffers()]):
+            trainer.train(batch)
+        return {
+            "peak_bytes_by_rank": ranks.gather(memory.peak_bytes),
+            "parameter_bytes_by_rank": ranks.gather(resident_bytes(trainer.module)),
+            "memory_measure": memory.measure,
+        }
+    start = time.perf_counter()
+    loss = trainer.train(batch)
+    seconds = max(ranks.gather(time.perf_counter() - start))
+    return {"loss": loss, "ms": seconds * 1e3}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""gpp compare from end to end on two ranks, and what it says of modes that cannot run."""
+
+import json
+
+import pytest
+
+from gpp_plugin.cli import main
+from gpp_plugin.commands.compare import format_comparison, remarks
+from gpp_plugin.compare.run import ModeResult, result_rows, speed_ups
+
+QUICK = ["--devices", "2", "--stages", "2", "--mini-batch", "4", "--loss-unit", "2", "--length", "8"]
+
+
+def last_json(text):
+    return json.loads(text.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_all_modes_train_alike(tmp_path, capsys):
+    out = tmp_path / "rows.json"
+    options = ["--steps", "2", "--warm-up", "1", "--planner", "uniform", "--out", str(out), "--json"]
+    assert main(["compare", "gpt2_tiny", *QUICK, *options]) == 0
+    text = capsys.readouterr().out
+    answer = last_json(text)
+    single, stock, graph = answer["rows"]
+    assert [row["mode"] for row in answer["rows"]] == ["single", "stock", "graph"]
+    assert single["max_loss_difference"] is None and single["bubble"] is None
+    for row in (stock, graph):
+        assert row["max_loss_difference"] < 1e-5
+        assert 0 < row["bubble"] < 1
+        assert row["stages"] == 2 and row["micro_batches"] == [2, 2]
+        assert len(row["peak_bytes_by_rank"]) == 2 and row["peak_bytes"] == max(row["peak_bytes_by_rank"])
+        assert sum(row["parameter_bytes_by_rank"]) >= single["parameter_bytes_by_rank"][0]
+        assert max(row["parameter_bytes_by_rank"]) < single["parameter_bytes_by_rank"][0]
+    assert all(row["iteration_ms"] > 0 and row["startup_s"] > 0 for row in answer["rows"])
+    assert all(len(row["losses"]) == 3 for row in answer["rows"])
+    assert json.loads(out.read_text())["rows"] == answer["rows"]
+    assert "x as fast as stock" in text
+
+
+@pytest.mark.slow
+def test_a_mode_that_stock_deepspeed_cannot_run_is_a_row_with_the_reason(capsys):
+    options = ["--mini-batch", "4", "--loss-unit", "4", "--stages", "1", "--modes", "stock", "--json"]
+    assert main(["compare", "gpt2_tiny", "--devices", "2", *options]) == 0
+    text = capsys.readouterr().out
+    (row,) = last_json(text)["rows"]
+    assert row["mode"] == "stock" and "does not divide the mini-batch of 4" in row["refused"]
+    assert "stock cannot run this: stock_1f1b: 2 ranks a stage take 8 samples" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--modes", "single,fast"], "modes: single, fast; give some of single, stock, graph, once each"),
+        (["--steps", "0"], "steps: 0 is not valid; give at least 1"),
+        (["--size", "layers"], "--size: 'layers' is not NAME=NUMBER"),
+        (["--mini-batch", "6"], "does not divide train_batch_size 6"),
+        (["--config", "absent.json"], "absent.json: cannot be read"),
+    ],
+)
+def test_wrong_options_are_one_line(arguments, message, capsys):
+    assert main(["compare", "gpt2_tiny", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_sizes_come_from_the_configuration_where_there_is_one(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text("{}")
+    assert main(["compare", "gpt2_tiny", "--config", str(path), "--mini-batch", "8", "--stages", "2"]) == 1
+    assert "--mini-batch, --stages: cannot be combined with --config" in capsys.readouterr().err
+
+
+def result(mode, times, losses, **more):
+    return ModeResult(
+        mode=mode, num_ranks=4, times_ms=times, losses=losses, memory_measure="saved tensors",
+        peak_bytes_by_rank=[1024, 2048], parameter_bytes_by_rank=[512, 512], startup_s=1.5, **more,
+    )  # fmt: skip
+
+
+def test_rows_hold_medians_and_the_largest_relative_difference():
+    results = [
+        result("single", [30.0, 10.0, 20.0], [2.0, 1.0], facts={"stages": 1}),
+        ModeResult(mode="stock", num_ranks=4, refused="it has three legs"),
+        result(
+            "graph", [10.0, 12.0, 8.0], [2.0, 1.01], bubble=0.25, facts={"stages": 3, "notes": ["a note"]}
+        ),
+    ]
+    single, stock, graph = rows = result_rows(results)
+    assert (single["iteration_ms"], graph["iteration_ms"]) == (20.0, 10.0)
+    assert graph["max_loss_difference"] == pytest.approx(0.01)
+    assert stock == {"mode": "stock", "ranks": 4, "refused": "it has three legs"}
+    assert speed_ups(results) == {"single": 2.0}
+    assert format_comparison(rows) == "\n".join(
+        [
+            "mode    ranks  stages  iteration ms  start-up s  bubble  most bytes of a rank  loss difference",
+            "single      4       1          20.0         1.5       -              2.00 KiB                -",
+            "stock       4       -             -           -       -                     -                -",
+            "graph       4       3          10.0         1.5   25.0%              2.00 KiB          1.0e-02",
+        ]
+    )
+    assert remarks(rows, cores=2) == [
+        "stock cannot run this: it has three legs",
+        "bytes: saved tensors, by rank: single 1.00 KiB, 2.00 KiB; graph 1.00 KiB, 2.00 KiB",
+        "parameters and buffers, by rank: single 512 B, 512 B; graph 512 B, 512 B",
+        "graph: a note",
+        "4 ranks share the 2 cores of this machine: steps take turns on them, so times and bubbles are not those of as "
+        "many devices (gpp rehearse shows those)",
+    ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
+from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, SavedTensor
 from gpp_plugin.ir.cluster import Device
 from gpp_plugin.ir.profile import BlockCost, Profile
 from gpp_plugin.ir.serialize import fingerprint
@@ -45,9 +45,14 @@ class AnalyticModel:
 
 
 def assemble(
-    model: str, specs: Sequence[BlockSpec], edges: Sequence[tuple[str, str]], *, loss: str
+    model: str,
+    specs: Sequence[BlockSpec],
+    edges: Sequence[tuple[str, str]],
+    *,
+    loss: str,
+    saved: Sequence[SavedTensor] = (),
 ) -> AnalyticModel:
-    """Return the block graph of these blocks; every block makes one tensor."""
+    """Return the block graph of these blocks; every block makes one tensor, ``<block>:out``."""
     tensors = {
         f"{spec.name}:out": TensorSpec(
             name=f"{spec.name}:out",
@@ -79,6 +84,7 @@ def assemble(
         tensors=tensors,
         loss_block=loss,
         tied={},
+        saved=tuple(saved),
     )
     return AnalyticModel(graph=graph, specs=tuple(specs))
 

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 
 from gpp_plugin.errors import PlanError
+from gpp_plugin.library.amoebanet import amoebanet
 from gpp_plugin.library.analytic import (
     AnalyticModel,
     BlockSpec,
@@ -196,6 +197,7 @@ MODELS: dict[str, Callable[..., AnalyticModel]] = {
     "gpt2_762m": gpt2_762m,
     "gpt2_1p3b": gpt2_1p3b,
     "bert_large": bert_large,
+    "amoebanet": amoebanet,
 }
 
 

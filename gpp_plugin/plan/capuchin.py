@@ -82,7 +82,7 @@ class StageOptimizer:
         swap: bool = False,
     ) -> None:
         self.chain, self.shape = chain, shape
-        self.can_swap = swap
+        self.can_recompute, self.can_swap = recompute, swap
         none = Segments(starts=np.zeros(0, dtype=np.int64), stops=np.zeros(0, dtype=np.int64))
         self._levels = [none, *(menu if recompute else ())]
         self._costs = [segment_costs(chain, level) for level in self._levels]

@@ -59,7 +59,18 @@ class PlanRequest:
 Planner = Callable[[PlanRequest], PipelinePlan]
 
 _PLANNERS: dict[str, Planner] = {}
-_MODULES = ("uniform", "autopipe", "pipedream", "piper", "dapple", "stock", "graphpipe", "auto", "dawnpiper")
+_MODULES = (
+    "uniform",
+    "autopipe",
+    "pipedream",
+    "piper",
+    "dapple",
+    "stock",
+    "graphpipe",
+    "auto",
+    "dawnpiper",
+    "vpipe",
+)
 
 
 def register_planner(name: str) -> Callable[[Planner], Planner]:

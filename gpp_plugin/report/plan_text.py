@@ -20,6 +20,9 @@ def format_plan(plan: PipelinePlan, *, width: int = 120) -> str:
     if max(map(len, picture.splitlines()), default=0) > width:
         picture = list_edges(plan)
     parts = [_headline(plan), picture, format_stages(plan)]
+    memory = format_memory(plan)
+    if memory:
+        parts.append(memory)
     if plan.notes:
         parts.append("\n".join(f"- {note}" for note in plan.notes))
     return "\n\n".join(parts)
@@ -29,9 +32,30 @@ def _headline(plan: PipelinePlan) -> str:
     predicted = f", {format_ms(plan.iteration_us)} ms a step predicted" if plan.iteration_us else ""
     return (
         f"{plan.model}: {len(plan.stages)} stages in depth {plan.depth} on {plan.num_ranks} ranks "
-        f"(planner {plan.planner}){predicted}\n"
+        f"(planner {plan.planner}{', asynchronous' if plan.mode == 'async' else ''}){predicted}\n"
         f"mini-batch {plan.mini_batch} samples, one loss on {plan.loss_unit}"
     )
+
+
+def format_memory(plan: PipelinePlan) -> str:
+    """Return one line for each stage that swaps or recomputes: how much, and what it adds."""
+    lines = []
+    for index, stage in enumerate(plan.stages):
+        memory = stage.memory
+        if memory is None:
+            continue
+        parts = []
+        if memory.swapped:
+            parts.append(f"{len(memory.swapped)} tensors, {format_bytes(memory.swapped_bytes)}, swapped")
+        if memory.recomputed:
+            parts.append(
+                f"{len(memory.recomputed)} segments, {format_bytes(memory.recomputed_bytes)}, recomputed"
+            )
+        lines.append(
+            f"{index} {stage.name}: of every micro-batch {'; '.join(parts)}: {format_ms(memory.added_us)} ms more, "
+            f"{format_bytes(memory.working_bytes)} to work with"
+        )
+    return "\n".join(lines)
 
 
 def draw_stages(plan: PipelinePlan) -> str:

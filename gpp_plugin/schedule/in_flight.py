@@ -20,7 +20,7 @@ from gpp_plugin.schedule.messages import check_divisibility
 from gpp_plugin.schedule.stage_order import sinks_first
 from gpp_plugin.schedule.table_2 import compute_in_flight
 
-__all__ = ["compute_in_flight", "plan_in_flight"]
+__all__ = ["compute_in_flight", "in_flight_from_source", "plan_in_flight"]
 
 
 def plan_in_flight(plan: PipelinePlan) -> tuple[int, ...]:
@@ -57,6 +57,25 @@ def plan_in_flight(plan: PipelinePlan) -> tuple[int, ...]:
             plan = dataclasses.replace(plan, stages=tuple(stages))
             schedules[index] = build_stage_schedule(plan, index, schedules)
     return tuple(counts)
+
+
+def in_flight_from_source(plan: PipelinePlan) -> tuple[int, ...]:
+    """Return what each stage would hold if its warm-up were counted from the sources, to compare with.
+
+    So does Megatron-LM where it pipelines several modules: a stage at depth d of a graph of depth p warms up
+    with p - d micro-batches, however near the sink it is. A short branch then holds as much as the longest
+    one; `plan_in_flight` gives it what its successors need. Stages of other micro-batches hold as many samples
+    as those of the largest.
+    """
+    order = plan.digraph()
+    depth = [0] * len(plan.stages)
+    for index in reversed(sinks_first(plan)):
+        depth[index] = max((depth[other] + 1 for other in order.predecessors(index)), default=0)
+    largest = max(stage.micro_batch_size for stage in plan.stages)
+    return tuple(
+        min(-(-(plan.depth - depth[i]) * largest // stage.micro_batch_size), plan.num_micro_batches(i))
+        for i, stage in enumerate(plan.stages)
+    )
 
 
 def _ask(stage: Stage, successor: Stage, samples: int) -> int:

@@ -144,3 +144,30 @@ def test_units():
         "100",
     ]
     assert format_table(["a", "b"], [["x", "10"]], left=2) == "a  b\nx  10"
+
+
+def test_halves_and_split_backwards(plan):
+    def event(kind, micro_batch, start, end, half=None):
+        return Event(
+            rank=0, stage=0, kind=kind, micro_batch=micro_batch, start_us=start, end_us=end, half=half
+        )
+
+    events = (
+        event(EventKind.FORWARD, 0, 0, 10, half=0),
+        event(EventKind.FORWARD, 0, 10, 20, half=1),
+        event(EventKind.FORWARD, 1, 20, 40),
+        event(EventKind.INPUT_GRADIENT, 1, 40, 50),
+        event(EventKind.WEIGHT_GRADIENT, 1, 60, 70),
+        event(EventKind.BACKWARD, 0, 70, 80),
+    )
+    timeline = Timeline(source="predicted", plan="", events=events)
+    assert timeline.bubble_ratio() == pytest.approx(1 / 8)
+    _, row, *legend = format_timeline(timeline, plan, width=8).splitlines()
+    assert row == "rank 0 vision_model  0011b.Ba   88 %"
+    assert legend[-1] == "where a backward is split: letter: input gradient, capital: weight gradient"
+    shown = [e for e in chrome_trace(timeline, plan)["traceEvents"] if e["ph"] == "X"]
+    assert [e["name"] for e in shown] == ["0F0a", "0F0b", "0F1", "0I1", "0W1", "0B0"]
+    assert [e["cat"] for e in shown[3:5]] == ["input_gradient", "weight_gradient"]
+    assert [e["args"].get("half") for e in shown[:3]] == [0, 1, None]
+    assert {e["tid"] for e in shown} == {0}
+    assert summarize_timeline(timeline, plan).busy_us == {0: 70}

@@ -1,9 +1,15 @@
 import dataclasses
+import time
 
 import pytest
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.schedule.choose import candidate_schedules, choose_schedule
+from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.choose import USUAL_SCHEDULES, candidate_schedules, choose_schedule
+from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.schedule.validate import validate_programs
+from gpp_plugin.simulate.durations import with_split_costs
 from gpp_plugin.simulate.engine import predict_iteration_us, simulate_plan
 from gpp_plugin.simulate.metrics import peak_in_flight
 from tests.schedule.plans import chain_plan, simple_plan
@@ -57,6 +63,66 @@ def test_nothing_fits():
         PlanError, match=r"no schedule fits \[1, 1\] micro-batches in flight; .*1f1b \[2, 1\]"
     ):
         choose_schedule(chain_plan(2, 4), most_in_flight=[1, 1])
+
+
+def test_zero_bubble_only_where_asked_and_where_it_wins():
+    plan = chain_plan(4, 8, forward_us=1.0, backward_us=2.0)
+    asked = (*USUAL_SCHEDULES, "zero_bubble")
+    assert {s.schedule for s in choose_schedule(plan).stages} == {"1f1b"}
+    free = choose_schedule(plan, schedules=asked)
+    assert {s.schedule for s in free.stages} == {"zero_bubble"}
+    assert [s.in_flight for s in free.stages] == [4, 4, 4, 4] and free.iteration_us == 27.0
+    equal = choose_schedule(plan, schedules=asked, most_in_flight=[4, 3, 2, 1])
+    assert [s.in_flight for s in equal.stages] == [4, 3, 2, 1] and equal.iteration_us == 30.0
+    between = choose_schedule(plan, schedules=asked, most_in_flight=[4, 3, 3, 2])
+    assert [s.in_flight for s in between.stages] == [4, 3, 3, 2] and 27.0 <= between.iteration_us < 30.0
+    # Where input and weight gradient take half again as long as the backward they are not worth it.
+    dear = with_split_costs(plan, split_factor=1.5)
+    assert {s.schedule for s in choose_schedule(dear, schedules=asked).stages} == {"1f1b"}
+    assert {s.schedule for s in choose_schedule(dear, schedules=["zero_bubble"]).stages} == {"zero_bubble"}
+    slow = {
+        (s, kind, m): {"F": 1.0, "B": 2.0}.get(kind.value, 1.6)
+        for s in range(4)
+        for kind in TaskKind
+        for m in range(8)
+    }
+    assert {s.schedule for s in choose_schedule(plan, schedules=asked, durations=slow).stages} == {"1f1b"}
+
+
+def test_the_best_schedule_is_sliced():
+    plan = simple_plan([2] * 4, [(0, 1), (1, 2), (2, 3)], mini_batch=16, forward_us=1.0, backward_us=2.0)
+    both = choose_schedule(
+        plan, schedules=["1f1b", "zero_bubble"], slicing="auto", most_in_flight=[4, 3, 2, 1]
+    )
+    assert both.notes == ("schedule zero_bubble, 1 sliced (halves sent singly): 28 us predicted",)
+    assert both.iteration_us == 28.5  # 30 unsliced
+    schedules = build_schedules(both)
+    validate_programs(both, schedules, lower_schedules(both, schedules))
+    whole = choose_schedule(plan, slicing="auto", whole_stages=range(4))
+    assert [s.num_sliced for s in whole.stages] == [0] * 4
+    again = choose_schedule(both, schedules=["1f1b"])
+    assert [(s.schedule, s.num_sliced) for s in again.stages] == [("1f1b", 0)] * 4
+
+
+def test_unknown_schedules():
+    with pytest.raises(ValueError, match=r"schedules \['zb'\] are not among"):
+        choose_schedule(chain_plan(2, 4), schedules=["1f1b", "zb"])
+    with pytest.raises(ValueError, match="give at least one"):
+        choose_schedule(chain_plan(2, 4), schedules=[])
+
+
+def test_eight_stages_of_sixty_four_micro_batches_take_less_than_a_second():
+    plan = simple_plan(
+        [2] * 8,
+        [(0, 1), (1, 2), (2, 7), (3, 4), (4, 7), (5, 6), (6, 7)],
+        mini_batch=128,
+        forward_us=1.0,
+        backward_us=2.0,
+        num_bytes=0.01,
+    )
+    begin = time.process_time()
+    choose_schedule(plan, schedules=(*USUAL_SCHEDULES, "zero_bubble"), slicing="auto", cluster=cluster_of(8))
+    assert time.process_time() - begin < 1.5
 
 
 def test_many_tasks_leave_greedy_out():

@@ -7,7 +7,7 @@ from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import Stage, StageEdge
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
-from gpp_plugin.schedule.in_flight import compute_in_flight, plan_in_flight
+from gpp_plugin.schedule.in_flight import compute_in_flight, in_flight_from_source, plan_in_flight
 from gpp_plugin.schedule.kfkb import kfkb_schedule
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.validate import validate_programs
@@ -111,6 +111,7 @@ def test_short_branch_holds_less_than_its_depth_from_the_source():
     # 0 -> 1 -> 2 -> 5 and 3 -> 5, 0 -> 4 -> 5: counted from the source 3 would hold 4 (Megatron), here 2.
     plan = simple_plan([1] * 6, [(0, 1), (1, 2), (2, 5), (3, 5), (0, 4), (4, 5)], mini_batch=8)
     assert plan_in_flight(plan) == (4, 3, 2, 2, 2, 1)
+    assert in_flight_from_source(plan) == (4, 3, 2, 4, 3, 1)
 
 
 @pytest.mark.parametrize("length", range(2, 9))
@@ -120,7 +121,18 @@ def test_short_branch_beside_a_long_one(length):
     links = [(i, i + 1) for i in range(length - 1)] + [(length - 1, join), (branch, join)]
     counts = plan_in_flight(simple_plan([1] * (join + 1), links, mini_batch=16))
     assert counts[:length] == tuple(range(length + 1, 1, -1))
-    assert counts[branch] == 2  # counted from the source it would be the depth of the graph, length + 1
+    assert counts[branch] == 2
+    from_source = in_flight_from_source(simple_plan([1] * (join + 1), links, mini_batch=16))
+    assert from_source == (*counts[:length], length + 1, 1)  # as much as the longest branch
+
+
+def test_counted_from_the_source_nothing_is_saved_elsewhere():
+    """No chain and no equal branches differ; other micro-batches hold the samples of the largest."""
+    equal = [(0, 1), (2, 3), (1, 4), (3, 4)]
+    for links, sizes in ((equal, [1] * 5), ([(0, 1), (1, 2)], [2] * 3)):
+        plan = simple_plan(sizes, links, mini_batch=16)
+        assert in_flight_from_source(plan) == plan_in_flight(plan)
+    assert in_flight_from_source(simple_plan([1, 2, 4], [(0, 1), (1, 2)], mini_batch=16)) == (12, 4, 1)
 
 
 def test_full_batch_loss_makes_everything_before_it_hold_all():

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from gpp_plugin.bench._random_plans import check_draw, random_plan
+from gpp_plugin.bench._random_schedules import check_schedule_draws
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.program import Instruction, InstructionKind
 from gpp_plugin.ir.samples import SampleRange
@@ -216,3 +217,143 @@ def test_grid_cuts_a_window_around_the_bad_cell():
     assert lines[0] == "..." and len(lines) == 25
     assert "[20F30]!" in "\n".join(lines) and "20F0" not in "\n".join(lines)
     assert format_grid({"a": ["0F0", "0B0"], "b": ["1F10"]}, bad={(1, 0)}) == "a  0F0      0B0\nb  [1F10]!"
+
+
+# ---- halves and split backwards ---------------------------------------------------------------------
+
+SLICED = dataclasses.replace(
+    PLAN,
+    mini_batch=16,
+    stages=tuple(
+        dataclasses.replace(
+            stage,
+            micro_batch_size=2 * stage.micro_batch_size,
+            schedule="zero_bubble",
+            num_sliced=2,
+            joins_last_slice=index == 1,
+        )
+        for index, stage in enumerate(PLAN.stages)
+    ),
+)
+SLICED_SCHEDULES = build_schedules(SLICED)
+SLICED_PROGRAMS = lower_schedules(SLICED, SLICED_SCHEDULES)
+
+
+def reject_sliced(programs, match, schedules=SLICED_SCHEDULES):
+    return reject(programs, match, plan=SLICED, schedules=schedules)
+
+
+def test_halves_and_split_backwards_pass():
+    validate_programs(SLICED, SLICED_SCHEDULES, SLICED_PROGRAMS)
+    tasks = {str(i.task)[1:] for i in SLICED_PROGRAMS[1].instructions if i.task is not None}
+    assert {"F0a", "F0b", "F2", "I0", "W0"} <= tasks and "B0" not in tasks
+
+
+def test_every_deletion_is_found_with_halves_and_splits():
+    for rank, program in enumerate(SLICED_PROGRAMS):
+        for at, instruction in enumerate(program.instructions):
+            for field in ("sends", "receives"):
+                for index in range(len(getattr(instruction, field))):
+                    kept = tuple(m for i, m in enumerate(getattr(instruction, field)) if i != index)
+                    less = dataclasses.replace(instruction, **{field: kept})
+                    reject_sliced(
+                        change(SLICED_PROGRAMS, rank, lambda x, at=at, less=less: x.__setitem__(at, less)),
+                        "rank",
+                    )
+            if instruction.kind is not InstructionKind.REDUCE_DATA:
+                reject_sliced(change(SLICED_PROGRAMS, rank, lambda x, at=at: x.pop(at)), "rank")
+
+
+def position_of(instructions, text):
+    return next(i for i, x in enumerate(instructions) if str(x.task) == text)
+
+
+def swap_tasks(rank, one, two):
+    """Return the programs and schedules with two tasks of a stage exchanged on its only rank."""
+
+    def swap(instructions):
+        i, j = position_of(instructions, one), position_of(instructions, two)
+        instructions[i], instructions[j] = instructions[j], instructions[i]
+
+    tasks = list(SLICED_SCHEDULES[rank].tasks)
+    i, j = (next(n for n, t in enumerate(tasks) if str(t) == text) for text in (one, two))
+    tasks[i], tasks[j] = tasks[j], tasks[i]
+    schedules = list(SLICED_SCHEDULES)
+    schedules[rank] = dataclasses.replace(SLICED_SCHEDULES[rank], tasks=tuple(tasks))
+    return change(SLICED_PROGRAMS, rank, swap), schedules
+
+
+def test_tasks_of_a_micro_batch_in_the_wrong_order():
+    reject_sliced(*swap_tasks(1, "1F0a", "1F0b")[:1], "runs 1F0b where the schedule has 1F0a")
+    for one, two, after in (
+        ("1F0a", "1F0b", "1F0b comes after nothing"),
+        ("1I0", "1W0", "1W0 comes after Fa, Fb"),
+    ):
+        programs, schedules = swap_tasks(1, one, two)
+        text = reject_sliced(programs, after, schedules)
+        assert "then its backward once, whole or as input and weight gradient" in text
+
+
+def replace_message(rank, is_wanted, **changes):
+    def edit(instructions):
+        for at, instruction in enumerate(instructions):
+            for field in ("sends", "receives"):
+                messages = getattr(instruction, field)
+                if any(map(is_wanted, messages)):
+                    first = next(m for m in messages if is_wanted(m))
+                    new = tuple(dataclasses.replace(m, **changes) if m == first else m for m in messages)
+                    instructions[at] = dataclasses.replace(instruction, **{field: new})
+                    return
+
+    return change(SLICED_PROGRAMS, rank, edit)
+
+
+def test_messages_name_halves_that_are_run():
+    def is_second_half(message):
+        return message.src_half == 1 and message.src_rank == 0
+
+    reject_sliced(replace_message(0, is_second_half, src_half=None), "does not run so")
+    reject_sliced(
+        replace_message(0, is_second_half, src_half=0), "holds samples that micro-batch 0 of stage 's0' lacks"
+    )
+    # What stage 1 joins leaves after its second half, so its first half makes nothing to send.
+    joined = next(
+        m
+        for i in SLICED_PROGRAMS[1].instructions
+        for m in i.sends
+        if m.src_half == 1 and m.src_micro_batch == 1
+    )
+    assert joined.samples == SampleRange(first_sample=4, num_samples=4)
+
+
+def test_the_second_half_is_not_sent_before_it_is_made():
+    def swap(instructions):
+        sends = [
+            (i, m)
+            for i, x in enumerate(instructions)
+            for m in x.sends
+            if m.src_micro_batch == 0 and m.edge == 0
+        ]
+        (i, first), (j, second) = sends[:2]
+        for at, old, new in ((i, first, second), (j, second, first)):
+            kept = tuple(new if m == old else m for m in instructions[at].sends)
+            instructions[at] = dataclasses.replace(instructions[at], sends=kept)
+
+    reject_sliced(change(SLICED_PROGRAMS, 0, swap), "before the task that makes it")
+
+
+def test_in_flight_ends_with_the_weight_gradient():
+    held = SLICED.stages[1].in_flight
+    stages = list(SLICED.stages)
+    stages[1] = dataclasses.replace(stages[1], in_flight=held - 1)
+    reject(
+        SLICED_PROGRAMS,
+        f"holds {held} micro-batches, in_flight allows {held - 1}",
+        plan=dataclasses.replace(SLICED, stages=tuple(stages)),
+        schedules=SLICED_SCHEDULES,
+    )
+
+
+def test_random_draws_of_every_family_are_safe():
+    passed, failures = check_schedule_draws(range(25))
+    assert failures == [] and set(passed.values()) == {25}

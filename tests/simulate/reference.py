@@ -89,21 +89,26 @@ def reference_times(plan, schedules, *, cluster=None, share_links=True):
     }
     stage_of = {rank: i for i, stage in enumerate(plan.stages) for rank in stage.ranks}
     messages = needed_messages(plan, schedules)
+    needs, makes = {}, {}
+    for key, (sender, receiver, _) in messages.items():
+        needs.setdefault(receiver, []).append(key)
+        makes.setdefault(sender, []).append(key)
     times, arrived, out_free, in_free = {}, {}, {}, {}
+    ran_of = {rank: [] for rank in orders}
     waiting = []  # (time, step, key): a message at its sender (0) or at its receiver's link (1)
     while len(times) < sum(map(len, orders.values())):
         progress = False
         for rank, order in orders.items():
-            ran = [t for t in order if t in times]
+            ran = ran_of[rank]
             if len(ran) == len(order):
                 continue
             task = order[len(ran)]
-            inputs = [key for key, (_, receiver, _) in messages.items() if receiver == task]
+            inputs = needs.get(task, [])
             schedule = schedules[stage_of[rank]]
             held_back = []
             if all(t.kind is TaskKind.FORWARD for t in schedule.tasks) and task[1] != "Fb":
                 freed = [(rank, what, task[2] - schedule.num_in_flight) for what in ("F", "Fa", "Fb")]
-                held_back = [r for s, r, _ in messages.values() if s in freed]
+                held_back = [messages[key][1] for other in freed for key in makes.get(other, [])]
             if any(key not in arrived for key in inputs) or any(r not in times for r in held_back):
                 continue
             stage = plan.stages[stage_of[rank]]
@@ -115,9 +120,8 @@ def reference_times(plan, schedules, *, cluster=None, share_links=True):
                 ]
             )
             times[task] = (start, start + task_us(stage, task[1]))
-            waiting += [
-                (times[task][1], 0, key) for key, (sender, _, _) in messages.items() if sender == task
-            ]
+            waiting += [(times[task][1], 0, key) for key in makes.get(task, [])]
+            ran.append(task)
             progress = True
         if progress:
             continue  # every message that can be ready before the next one must be known first

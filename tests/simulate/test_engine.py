@@ -4,13 +4,14 @@ import time
 
 import pytest
 
-from gpp_plugin.bench._random_plans import forward_only_of, random_plan
+from gpp_plugin.bench._random_plans import random_plan
+from gpp_plugin.bench._random_schedules import random_draw
 from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.plan import Stage, StageEdge
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.timeline import EventKind
-from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.simulate.durations import with_split_costs
 from gpp_plugin.simulate.engine import predict_iteration_us, simulate_plan
 from tests.schedule.plans import chain_plan, make_plan, simple_plan, with_in_flight
 from tests.simulate.reference import label, reference_times
@@ -195,6 +196,44 @@ def test_durations_by_mapping_and_function():
         simulate_plan(plan, durations=lambda *_: -1.0)
 
 
+def test_parts_of_tasks_take_what_the_plan_says_or_half():
+    plan = simple_plan([2, 2, 2], [(0, 1), (1, 2)], mini_batch=4, forward_us=2.0, backward_us=4.0)
+    stages = tuple(dataclasses.replace(s, schedule="zero_bubble", num_sliced=1) for s in plan.stages)
+    plan = dataclasses.replace(plan, stages=stages)
+
+    def spans(**options):
+        times = times_of(simulate_plan(options.pop("plan", plan), **options))
+        return {key[1:]: end - start for key, (start, end) in times.items() if key[0] == 2}
+
+    halves = {("Fa", 0): 1.0, ("Fb", 0): 1.0, ("F", 1): 2.0}
+    plain = {("I", 0): 2.0, ("W", 0): 2.0, ("I", 1): 2.0, ("W", 1): 2.0}
+    assert spans() == {**halves, **plain}
+    measured = with_split_costs(plan, half_overhead_us=0.5, split_factor=1.25, input_share=0.4)
+    assert spans(plan=measured) == {
+        ("Fa", 0): 1.5, ("Fb", 0): 1.5, ("F", 1): 2.0,
+        ("I", 0): 2.0, ("W", 0): 3.0, ("I", 1): 2.0, ("W", 1): 3.0,
+    }  # fmt: skip
+    whole = {
+        (s, kind, m): {"F": 6.0}.get(kind.value, 10.0)
+        for s in range(3)
+        for kind in TaskKind
+        for m in range(2)
+    }
+    assert (
+        spans(durations=lambda stage, kind, micro_batch, rank: whole[stage, kind, micro_batch])["Fa", 0]
+        == 3.0
+    )
+    only = {key: us for key, us in whole.items() if key[1].value in "FB"}
+    parts = {(2, TaskKind.FORWARD, 0, 2, 1): 4.0, (2, TaskKind.WEIGHT_GRADIENT, 1, 2): 7.0}
+    assert spans(durations={**only, **parts}) == {
+        ("Fa", 0): 3.0, ("Fb", 0): 4.0, ("F", 1): 6.0,
+        ("I", 0): 5.0, ("W", 0): 5.0, ("I", 1): 5.0, ("W", 1): 7.0,
+    }  # fmt: skip
+    for wrong in ({"half_overhead_us": -1.0}, {"split_factor": 0.0}, {"input_share": 1.0}):
+        with pytest.raises(ValueError, match="give an overhead of 0 or more"):
+            with_split_costs(plan, **wrong)
+
+
 def test_reductions_and_step():
     plan = chain_plan(2, 2)
     timeline = simulate_plan(plan, reduce_us={0: 5.0, 1: 1.0}, step_us={0: 2.0, 1: 3.0})
@@ -237,11 +276,16 @@ def test_frozen_stage_runs_ahead_no_further_than_its_in_flight():
 
 def compare(seed):
     rng = random.Random(seed)
-    plan = random_plan(rng, most_stages=6, most_ranks=10)
+    draw = random_draw(seed, most_stages=6, most_ranks=10)
+    plan, schedules = draw.plan, draw.schedules
     if plan.mini_batch > 12:
         return 0
-    frozen = forward_only_of(plan, rng)
-    schedules = build_schedules(plan, forward_only_stages=frozen)
+    plan = with_split_costs(
+        plan,
+        half_overhead_us=rng.random(),
+        split_factor=1.0 + rng.random() / 4,
+        input_share=rng.uniform(0.3, 0.7),
+    )
     cluster = rng.choice(
         [None, cluster_of(10, bytes_per_s=10 ** rng.uniform(11, 13), latency_us=rng.random(), node=4)]
     )

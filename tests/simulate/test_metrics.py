@@ -1,11 +1,13 @@
+import dataclasses
 import random
 
 import pytest
 
 from gpp_plugin.bench._random_plans import random_plan
+from gpp_plugin.bench._random_schedules import random_draw
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import StageEdge
-from gpp_plugin.ir.timeline import EventKind, Timeline
+from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.simulate.engine import simulate_plan
 from gpp_plugin.simulate.metrics import (
     StageMemory,
@@ -19,11 +21,9 @@ from gpp_plugin.simulate.metrics import (
 from tests.schedule.plans import chain_plan, make_plan, simple_plan, with_in_flight
 from tests.simulate.test_engine import cluster_of
 
-LETTER = {EventKind.FORWARD: "F", EventKind.BACKWARD: "B"}
-
 
 def text(path):
-    return " ".join(f"{e.stage}{LETTER[e.kind]}{e.micro_batch}" for e in path)
+    return " ".join(str(e.task) for e in path)
 
 
 def test_in_flight_over_time():
@@ -96,10 +96,33 @@ def test_critical_path_takes_the_slow_branch():
     assert text(critical_path(plan, simulate_plan(plan))) == "1F0 2F0 2B0 1B0"
 
 
+def test_halves_and_split_backwards():
+    plan = simple_plan([2, 2], [(0, 1)], mini_batch=4, forward_us=2.0, backward_us=4.0)
+    stages = tuple(dataclasses.replace(s, schedule="zero_bubble", num_sliced=1) for s in plan.stages)
+    plan = dataclasses.replace(plan, stages=stages)
+    timeline = simulate_plan(plan)
+    # rank 0  F0a F0b F1  F1  .   B0  B0  B0  B0  .   .   B1  B1  B1  B1
+    # rank 1  .   F0a F0b I0  I0  W0  W0  F1  F1  I1  I1  W1  W1  .   .
+    assert in_flight_over_time(timeline) == {
+        0: ((0.0, 1), (2.0, 2), (9.0, 1), (15.0, 0)),
+        1: ((1.0, 1), (7.0, 1), (13.0, 0)),
+    }
+    memory = [StageMemory(saved_bytes_per_sample=5, transient_bytes_per_sample=2)] * 2
+    # 5 a sample from its half's forward to W, 2 a sample while a task runs.
+    assert memory_over_time(plan, timeline, memory)[1] == (
+        (0.0, 0.0), (1.0, 7.0), (2.0, 12.0), (3.0, 14.0), (5.0, 14.0), (7.0, 14.0), (9.0, 14.0),
+        (11.0, 14.0), (13.0, 0.0),
+    )  # fmt: skip
+    assert text(critical_path(plan, timeline)) == "0F0a 1F0a 1F0b 1I0 1W0 1F1 1I1 0B1"
+
+
 def test_critical_path_adds_up_where_messages_take_no_time():
-    for seed in range(40):
-        plan = random_plan(random.Random(seed))
-        timeline = simulate_plan(plan)
+    for seed in range(80):
+        draw = random_draw(seed)
+        plan = draw.plan
+        timeline = simulate_plan(plan, schedules=draw.schedules)
+        if draw.forward_only or any(schedule.joined for schedule in draw.schedules):
+            continue  # what waits for its consumers, or for a half that it does not read
         path = critical_path(plan, timeline)
         assert sum(e.end_us - e.start_us for e in path) == pytest.approx(timeline.iteration_us)
         assert all(

@@ -106,7 +106,7 @@ def _planned_us(plan: PipelinePlan) -> float:
 
 def plans() -> list[PipelinePlan]:
     """Return the plans: shapes, degrees, micro-batches, schedules and uneven times."""
-    uneven = {
+    uneven: dict[str, Any] = {
         "forward_us": [FORWARD_US * share for share in UNEVEN],
         "backward_us": [BACKWARD_US * share for share in UNEVEN],
     }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import TaskKind
-from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event
+from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, Timeline
 from gpp_plugin.rehearse.run import Rehearsal
 from gpp_plugin.report.timeline_text import format_timeline
 from gpp_plugin.report.units import format_ms, format_table
@@ -58,8 +59,8 @@ def rehearsal_figures(rehearsal: Rehearsal) -> dict[str, Any]:
         "simulated_ms": rehearsal.predicted_us / 1e3,
         "difference": rehearsal.difference,
         "bubble_ratio": statistics.median(t.bubble_ratio() for t in rehearsal.timelines),
-        "idle_over_planned": idle_over_planned(rehearsal),
-        "overshoot_us": overshoot_us(rehearsal),
+        "idle_over_planned": idle_over_planned(rehearsal.plan, rehearsal.timelines),
+        "overshoot_us": overshoot_us(rehearsal.plan, rehearsal.timelines),
         "host_us": statistics.median(measured.host_us.values()),
         "message_us": measured.message_us,
         "reduce_ms": {
@@ -68,37 +69,25 @@ def rehearsal_figures(rehearsal: Rehearsal) -> dict[str, Any]:
     }
 
 
-def idle_over_planned(rehearsal: Rehearsal) -> float:
-    """Return the idle time of all ranks over the compute that was planned, in the median mini-batch.
+def idle_over_planned(plan: PipelinePlan, timelines: Sequence[Timeline]) -> float:
+    """Return the idle time of all ranks over the compute that was planned, the median over mini-batches.
 
     Idle is what a rank was not in a task between the first task's start and the last one's end, so that a
     delay that lasts longer than asked counts as compute, not as idle.
     """
-    return idle_us(rehearsal) / planned_compute_us(rehearsal)
-
-
-def idle_us(rehearsal: Rehearsal) -> float:
-    """Return the median over mini-batches of the microseconds all ranks idled together."""
     idle = []
-    for timeline in rehearsal.timelines:
+    for timeline in timelines:
         busy = timeline.busy_us()
-        compute = list(_task_events(timeline.events))
-        span = max(e.end_us for e in compute) - min(e.start_us for e in compute)
+        tasks = _task_events([timeline])
+        span = max(e.end_us for e in tasks) - min(e.start_us for e in tasks)
         idle.append(len(busy) * span - sum(busy.values()))
-    return statistics.median(idle)
+    return statistics.median(idle) / sum(_planned_us(plan, e) for e in _task_events(timelines[:1]))
 
 
-def planned_compute_us(rehearsal: Rehearsal) -> float:
-    """Return the planned microseconds of all tasks of all ranks."""
-    return sum(_planned_us(rehearsal, event) for event in _task_events(rehearsal.timelines[0].events))
-
-
-def overshoot_us(rehearsal: Rehearsal) -> float:
+def overshoot_us(plan: PipelinePlan, timelines: Sequence[Timeline]) -> float:
     """Return the median over tasks of how much longer a delay lasted than planned."""
     return statistics.median(
-        event.end_us - event.start_us - _planned_us(rehearsal, event)
-        for timeline in rehearsal.timelines
-        for event in _task_events(timeline.events)
+        event.end_us - event.start_us - _planned_us(plan, event) for event in _task_events(timelines)
     )
 
 
@@ -165,10 +154,10 @@ def _median_ms(rehearsal: Rehearsal, stage: int, kinds: Iterable[TaskKind]) -> f
     return statistics.median(found) / 1e3 if found else None
 
 
-def _task_events(events: Iterable[Event]) -> Iterable[Event]:
-    return (event for event in events if event.task is not None)
+def _task_events(timelines: Iterable[Timeline]) -> list[Event]:
+    return [event for timeline in timelines for event in timeline.events if event.task is not None]
 
 
-def _planned_us(rehearsal: Rehearsal, event: Event) -> float:
+def _planned_us(plan: PipelinePlan, event: Event) -> float:
     assert event.task is not None, "only tasks have planned times"
-    return stage_task_us(rehearsal.plan.stages[event.stage], event.task.kind, event.half)
+    return stage_task_us(plan.stages[event.stage], event.task.kind, event.half)

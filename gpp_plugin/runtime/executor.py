@@ -134,7 +134,7 @@ class StageExecutor:
         assert transport is not None or not self._routes.receives, "a program with messages needs a transport"
         return [
             (
-                transport.bind_receive(message, [wire.slot for wire in wires]),
+                transport.bind_receive(message, wires),
                 tuple((wire.shape, wire.dtype) for wire in wires),
             )
             for message, wires in self._routes.receives
@@ -175,7 +175,7 @@ class StageExecutor:
         assert transport is not None, "a program with messages needs a transport"
         begin, end = transport.begin_exchange, transport.end_exchange
         bound = [
-            (transport.bind_send(message, [parcel.wire.slot for parcel in parcels]), message, parcels)
+            (transport.bind_send(message, [parcel.wire for parcel in parcels]), message, parcels)
             for message, parcels in sends
         ]
 

@@ -2,12 +2,13 @@
 
 Both backends offer the same: what a message needs is bound when the program is compiled, and the callable
 that comes of it posts one transfer a tensor and returns at once; `Pending.wait` completes them. What is
-posted in which order is decided by the program, never here. Every tensor of a message travels on a slot of
-its own, so that dtype and shape are those frozen at compile time and nothing but rows is ever sent.
+posted in which order is decided by the program, never here. Dtypes and shapes are those frozen at compile
+time, so nothing but rows is ever sent.
 
-gloo matches transfers by (peer, slot) and moves host memory; tensors on a CUDA device are staged
-through pinned host memory. NCCL has no slots: each channel is a communicator of its own two ranks, so
-that two channels never wait for each other, unless the device has too few hardware queues for that.
+gloo matches transfers by (peer, tag) and moves host memory; tensors on a CUDA device are staged through
+pinned host memory, and the small tensors of one message travel as one. NCCL has no tags: each channel is a
+communicator of its own two ranks, so that two channels never wait for each other, unless the device has too
+few hardware queues for that.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from torch import Tensor
 
 from gpp_plugin.errors import CommTimeout
 from gpp_plugin.ir.program import Direction, Message
+from gpp_plugin.runtime.wires import Wire
 
 logger = logging.getLogger(__name__)
 
 Channel = tuple[int, Direction, int, int]
 
 MAX_TENSORS_PER_EDGE = 4096
+
+PACKED_BYTES = 1 << 17
 
 
 class Pending(Protocol):
@@ -52,7 +56,7 @@ Post = Callable[[Sequence[Tensor]], Pending]
 
 
 class Transport(Protocol):
-    """Binds messages; ``slots`` are the indices of their tensors among those of their edge."""
+    """Binds messages; ``wires`` are the tensors they hold, at least one."""
 
     prepost_depth: int
     """How many exchanges ahead of their place receives may be posted."""
@@ -60,10 +64,10 @@ class Transport(Protocol):
     prepost_bytes: int
     """How many bytes of receives may be posted ahead, beyond those of the next exchange."""
 
-    def bind_send(self, message: Message, slots: Sequence[int]) -> Post:
+    def bind_send(self, message: Message, wires: Sequence[Wire]) -> Post:
         """Return what sends the message."""
 
-    def bind_receive(self, message: Message, slots: Sequence[int]) -> Post:
+    def bind_receive(self, message: Message, wires: Sequence[Wire]) -> Post:
         """Return what receives the message."""
 
     def begin_exchange(self) -> None:
@@ -170,31 +174,40 @@ class GlooTransport:
         self._names = names
         self._timeout = datetime.timedelta(seconds=timeout_s)
 
-    def bind_send(self, message: Message, slots: Sequence[int]) -> Post:
+    def bind_send(self, message: Message, wires: Sequence[Wire]) -> Post:
         """Return what sends the message (staged to the host where its tensors are on a device)."""
         send, peer = self._groups[message.direction].send, message.dst_rank
-        tags = [message.edge * MAX_TENSORS_PER_EDGE + slot for slot in slots]
+        is_packed = _is_packed(wires)
+        tags = [_tag(message, wire) for wire in (wires[:1] if is_packed else wires)]
         place = _Place("send", message, self._names, self._timeout)
 
         def post(tensors: Sequence[Tensor]) -> Pending:
+            if is_packed:
+                tensors = [torch.cat([_as_bytes(tensor) for tensor in tensors])]
             host = [t if t.device.type == "cpu" else t.cpu() for t in tensors]
             return _Posted([send([t], peer, tag) for t, tag in zip(host, tags, strict=True)], place, host)
 
         return post
 
-    def bind_receive(self, message: Message, slots: Sequence[int]) -> Post:
+    def bind_receive(self, message: Message, wires: Sequence[Wire]) -> Post:
         """Return what receives the message (staged from the host where its buffers are on a device)."""
         receive, peer = self._groups[message.direction].recv, message.src_rank
-        tags = [message.edge * MAX_TENSORS_PER_EDGE + slot for slot in slots]
+        tags = [_tag(message, wire) for wire in wires]
         place = _Place("receive", message, self._names, self._timeout)
+        sizes = [wire.num_bytes for wire in wires]
 
         def post(buffers: Sequence[Tensor]) -> Pending:
-            host = [b if b.device.type == "cpu" else _pinned_like(b) for b in buffers]
+            host = [b if b.device.type == "cpu" else _pinned(b.shape, b.dtype) for b in buffers]
             works = [receive([b], peer, tag) for b, tag in zip(host, tags, strict=True)]
             staged = [(b, h) for b, h in zip(buffers, host, strict=True) if b is not h]
             return _Posted(works, place, host, staged)
 
-        return post
+        def post_packed(buffers: Sequence[Tensor]) -> Pending:
+            packed = _pinned((sum(sizes),), torch.uint8)
+            staged = [(_as_bytes(b), part) for b, part in zip(buffers, packed.split(sizes), strict=True)]
+            return _Posted([receive([packed], peer, tags[0])], place, [packed], staged)
+
+        return post_packed if _is_packed(wires) else post
 
     def begin_exchange(self) -> None:
         """Do nothing: transfers do not wait for each other."""
@@ -208,8 +221,22 @@ class GlooTransport:
             dist.destroy_process_group(group)
 
 
-def _pinned_like(buffer: Tensor) -> Tensor:
-    return torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=torch.cuda.is_available())
+def _tag(message: Message, wire: Wire) -> int:
+    return message.edge * MAX_TENSORS_PER_EDGE + wire.slot
+
+
+def _is_packed(wires: Sequence[Wire]) -> bool:
+    """Return whether a message's tensors travel as one: a copy of few bytes costs less than a transfer."""
+    return len(wires) > 1 and sum(wire.num_bytes for wire in wires) <= PACKED_BYTES
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a host buffer, pinned where there is a device to copy from or to."""
+    return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
 
 
 class NcclTransport:
@@ -234,12 +261,12 @@ class NcclTransport:
         self._groups = groups
         self._names = names
 
-    def bind_send(self, message: Message, slots: Sequence[int]) -> Post:
+    def bind_send(self, message: Message, wires: Sequence[Wire]) -> Post:
         """Return what sends the message, all its tensors in one launch."""
         group, place = self._groups[message.channel], _Place("send", message, self._names, None)
         return _bind_launch(group, group.send, _group_rank(message, message.dst_rank), place)
 
-    def bind_receive(self, message: Message, slots: Sequence[int]) -> Post:
+    def bind_receive(self, message: Message, wires: Sequence[Wire]) -> Post:
         """Return what receives the message, all its tensors in one launch."""
         group, place = self._groups[message.channel], _Place("receive", message, self._names, None)
         return _bind_launch(group, group.recv, _group_rank(message, message.src_rank), place)
@@ -294,11 +321,11 @@ class OneQueueNcclTransport:
         self._device = device
         self._launch: list[dist.Work] = []
 
-    def bind_send(self, message: Message, slots: Sequence[int]) -> Post:
+    def bind_send(self, message: Message, wires: Sequence[Wire]) -> Post:
         """Return what adds the message's tensors to the exchange."""
         return self._bind(self._group.send, message.dst_rank, _Place("send", message, self._names, None))
 
-    def bind_receive(self, message: Message, slots: Sequence[int]) -> Post:
+    def bind_receive(self, message: Message, wires: Sequence[Wire]) -> Post:
         """Return what adds the message's buffers to the exchange."""
         return self._bind(self._group.recv, message.src_rank, _Place("receive", message, self._names, None))
 

@@ -1,0 +1,131 @@
+"""Messages over gloo: what arrives is what was sent, both ways at once, and a wait ends with where it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpp_plugin.errors import CommTimeout
+from gpp_plugin.ir.program import Direction, Message
+from gpp_plugin.ir.samples import SampleRange
+from gpp_plugin.runtime.transport import PACKED_BYTES, Transport, has_queue_for_each, make_transport
+from gpp_plugin.runtime.wires import Wire
+from tests.ranks import run_kept_ranks
+
+NAMES = ("vision -> loss", "text -> loss")
+
+
+def message(source: int, *, edge: int = 0, micro_batch: int = 0) -> Message:
+    """Return an activation from rank 0 to 1, or the gradient back from rank 1 to 0."""
+    return Message(
+        edge=edge,
+        direction=Direction.ACTIVATION if source == 0 else Direction.GRADIENT,
+        src_rank=source,
+        dst_rank=1 - source,
+        src_micro_batch=micro_batch,
+        dst_micro_batch=micro_batch + 3,
+        samples=SampleRange(first_sample=4, num_samples=2),
+        has_whole_tensors=True,
+    )
+
+
+def wires_for(tensors: list[Tensor]) -> list[Wire]:
+    return [
+        Wire(
+            name=f"t{slot}",
+            slot=slot,
+            axis=-1,
+            first_row=0,
+            num_rows=0,
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+        )
+        for slot, tensor in enumerate(tensors)
+    ]
+
+
+def tensors_of(seed: int, size: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(3, size, generator=generator),
+        torch.randn(5, generator=generator) > 0,
+        torch.tensor(1.5 + seed, dtype=torch.float64),
+        torch.randint(-(2**60), 2**60, (2, 2), generator=generator),
+        torch.randn(7, generator=generator).to(torch.bfloat16),
+    ]
+
+
+def make(timeout_s: float = 30.0) -> Transport:
+    return make_transport(device=torch.device("cpu"), channels=[], names=NAMES, timeout_s=timeout_s)
+
+
+def exchange(size: int) -> bool:
+    """Send five messages each way, of several tensors each, on two edges; return whether all arrived."""
+    rank = dist.get_rank()
+    transport = make()
+    keys = [(edge, micro_batch) for micro_batch in range(5) for edge in range(2)]
+    template = tensors_of(0, size)
+    arrived, pending = {}, []
+    for edge, micro_batch in keys:
+        incoming = message(1 - rank, edge=edge, micro_batch=micro_batch)
+        arrived[edge, micro_batch] = [torch.empty_like(tensor) for tensor in template]
+        post = transport.bind_receive(incoming, wires_for(template))
+        pending.append(post(arrived[edge, micro_batch]))
+    for edge, micro_batch in keys:
+        outgoing = message(rank, edge=edge, micro_batch=micro_batch)
+        sent = tensors_of(100 * rank + 10 * edge + micro_batch, size)
+        pending.append(transport.bind_send(outgoing, wires_for(template))(sent))
+    for each in pending:
+        each.wait()
+    transport.close()
+    return all(
+        torch.equal(found, wanted)
+        for (edge, micro_batch), tensors in arrived.items()
+        for found, wanted in zip(
+            tensors, tensors_of(100 * (1 - rank) + 10 * edge + micro_batch, size), strict=True
+        )
+    )
+
+
+@pytest.mark.parametrize("size", [8, PACKED_BYTES], ids=["as one", "one by one"])
+def test_messages_of_several_tensors_arrive_both_ways(size: int) -> None:
+    assert run_kept_ranks(exchange, 2, size, timeout_s=60) == [True, True]
+
+
+def wait_in_vain() -> str:
+    """Wait on rank 1 for a message that rank 0 does not send; return what the error says."""
+    transport = make(timeout_s=0.5)
+    said = ""
+    if dist.get_rank() == 1:
+        buffers = [torch.empty(2)]
+        pending = transport.bind_receive(message(0, edge=1), wires_for(buffers))(buffers)
+        try:
+            pending.wait()
+        except CommTimeout as error:
+            said = str(error)
+    dist.barrier()
+    transport.close()
+    return said
+
+
+def test_a_wait_in_vain_names_rank_edge_and_micro_batch() -> None:
+    assert run_kept_ranks(wait_in_vain, 2, timeout_s=60)[1] == (
+        "receive of activation from rank 0 on rank 1, edge text -> loss, micro-batch 3, samples 4..5: nothing came "
+        "within 0.5 s; look for the first error of the other ranks, or raise graph_pipeline.comm_timeout_s"
+    )
+
+
+@pytest.mark.parametrize(
+    ("queues", "channels", "enough"),
+    [(None, 5, True), (None, 6, False), ("1", 1, False), ("32", 29, True)],
+)
+def test_channels_overlap_only_where_each_has_a_hardware_queue(
+    monkeypatch: pytest.MonkeyPatch, queues: str | None, channels: int, enough: bool
+) -> None:
+    if queues is None:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    assert has_queue_for_each(channels) is enough

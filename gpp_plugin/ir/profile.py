@@ -17,6 +17,8 @@ class BlockCost:
         saved_bytes_fixed: held for each micro-batch whatever its size.
         parameter_bytes, gradient_bytes, optimizer_bytes: held all the time.
         transient_bytes_per_sample: peak above what is held while the block runs.
+        split_factor: input and weight gradient made apart over the whole backward; 1 where not measured.
+        input_share: share of the input gradient in both.
     """
 
     block: str
@@ -29,6 +31,8 @@ class BlockCost:
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
     transient_bytes_per_sample: float = 0.0
+    split_factor: float = 1.0
+    input_share: float = 0.5
 
     def forward_us_for(self, num_samples: float) -> float:
         """Return forward microseconds for ``num_samples``, piecewise linear, extended at both ends."""

@@ -87,6 +87,17 @@ class CostModel:
             found = self._group_times[key] = float(forward[rows].sum()), float(backward[rows].sum())
         return found
 
+    def split_times(self, blocks: Sequence[int], local: float) -> tuple[float, float]:
+        """Return microseconds of the input gradient and of the weight gradient of one micro-batch, made apart."""
+        backward = self.block_times(local)[1]
+        first = second = 0.0
+        for block in blocks:
+            cost = self._costs[block]
+            both = float(backward[block]) * cost.split_factor
+            first += both * cost.input_share
+            second += both * (1.0 - cost.input_share)
+        return first, second
+
     def held_bytes(self, parameter: float, gradient: float, optimizer: float, degree: int) -> float:
         """Return the bytes one rank holds all the time, after ZeRO has shared them out."""
         if self.zero_stage >= 1:

@@ -18,6 +18,7 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,15 @@ from gpp_plugin.ir.profile import BlockCost, Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.profile.analytic import ADAM_STATE_BYTES, default_sample_counts, validate_sample_counts
 from gpp_plugin.profile.code import BlockCode, block_codes
+from gpp_plugin.profile.split_cost import NOT_MEASURED, SplitCost, measure_split_cost
 from gpp_plugin.profile.store import CostStore
 from gpp_plugin.profile.timing import Measurement, Operands, measure
 from gpp_plugin.runtime.stage_module import StageFunction
 
 logger = logging.getLogger(__name__)
+
+SPLIT_REPEATS = 3
+"""Fewest timed runs of a split backward: one number is wanted for each block, not one for each size."""
 
 Progress = Callable[[int, int, str], None]
 """Called with (blocks done, blocks in all, what comes next)."""
@@ -58,6 +63,7 @@ def profile_blocks(
     share_identical: bool = True,
     cache_dir: str | Path | None = None,
     use_cache: bool = True,
+    with_split: bool = False,
     progress: Progress | None = None,
 ) -> Profile:
     """Measure every block of ``block_graph`` and return its costs.
@@ -76,6 +82,7 @@ def profile_blocks(
         share_identical: measure one of each group of identical blocks.
         cache_dir: directory of the `CostStore`; its default if None.
         use_cache: look a stored profile up first, and store what is measured.
+        with_split: time backwards in two parts too, at the largest number of samples, for zero-bubble schedules.
 
     Raises:
         ProfileError: a block cannot be run; the message names it.
@@ -88,7 +95,7 @@ def profile_blocks(
     name = describe_device(where, num_threads)
 
     def measure_all() -> Profile:
-        results: list[dict[str, tuple[float, float, int, int]]] = []
+        results: list[dict[str, _BlockResult]] = []
         with _undisturbed(where, num_threads):
             for position, n in enumerate(counts):
                 at_n = captured if n == captured_samples else _capture(capture_at, n)
@@ -101,6 +108,7 @@ def profile_blocks(
                     repeats=repeats,
                     share_identical=share_identical,
                     with_peak=n == counts[-1],
+                    with_split=with_split and n == counts[-1],
                 )
                 results.append(survey.run(_report_from(progress, position, len(counts))))
         costs = tuple(
@@ -127,6 +135,7 @@ def profile_blocks(
         "optimizer_bytes_per_parameter": optimizer_bytes_per_parameter,
         "share_identical": share_identical,
         "repeats": repeats,
+        "with_split": with_split,
     }
     return CostStore(cache_dir).find_or_measure(key, measure_all)
 
@@ -148,6 +157,25 @@ def processor_name() -> str:
     return f"{models[0] if models else platform.processor()} x {os.cpu_count()}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BlockResult:
+    """What was measured of one block at one number of samples."""
+
+    forward_us: float
+    backward_us: float
+    saved_bytes: int
+    transient_bytes: int
+    split: SplitCost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """One piece of code as it was measured."""
+
+    whole: Measurement
+    split: SplitCost
+
+
 class _Survey:
     """One pass over all blocks at one number of samples."""
 
@@ -162,6 +190,7 @@ class _Survey:
         repeats: int,
         share_identical: bool,
         with_peak: bool,
+        with_split: bool,
     ) -> None:
         self._captured = captured
         self._num_samples = captured.op_graph.num_samples
@@ -170,6 +199,7 @@ class _Survey:
         self._repeats = repeats
         self._share = share_identical
         self._with_peak = with_peak
+        self._with_split = with_split and captured.is_training
         self._codes = block_codes(captured, block_graph)
         resized = resize_batch(batch, self._num_samples)
         self._inputs = {
@@ -183,28 +213,28 @@ class _Survey:
         }
         self._values: dict[str, Tensor] = {}
         self._last_reader = _last_readers(self._codes)
-        self._shared: dict[tuple[str, tuple[object, ...]], Measurement] = {}
+        self._shared: dict[tuple[str, tuple[object, ...]], _Measured] = {}
         self._recurs = Counter(code.signature for code in self._codes)
         self._held = _Held()
 
-    def run(self, report: Callable[[int, int, str], None]) -> dict[str, tuple[float, float, int, int]]:
-        """Return (forward us, backward us, saved bytes, transient bytes) of every block."""
+    def run(self, report: Callable[[int, int, str], None]) -> dict[str, _BlockResult]:
+        """Return what was measured of every block."""
         results = {}
         for position, code in enumerate(self._codes):
             report(position, len(self._codes), f"{code.block} at {self._num_samples} samples")
             saved, replica_us = 0, 0.0
             try:
                 if code.replicas is not None:
-                    replica = self._run(code.replicas)
+                    replica = self._run(code.replicas).whole
                     replica_us = replica.forward_us
                     saved = self._keep(code.replicas, replica, replica.outputs)
                 key = (code.signature, self._placement(code.function))
                 block = self._shared.get(key)
                 if block is None:
                     block = self._run(code.function)
-                    outputs = block.outputs
+                    outputs = block.whole.outputs
                 else:
-                    outputs = block.copied_outputs()
+                    outputs = block.whole.copied_outputs()
             except GppError:
                 raise
             except Exception as error:  # whatever an operator raises must say which block it was in
@@ -212,11 +242,16 @@ class _Survey:
                     f"block {code.block!r} cannot be run at {self._num_samples} samples on {self._device}: "
                     f"{type(error).__name__}: {error}; lower the largest micro-batch if memory is short"
                 ) from error
-            if self._share and self._recurs[code.signature] > 1 and block.has_own_outputs:
+            if self._share and self._recurs[code.signature] > 1 and block.whole.has_own_outputs:
                 self._shared[key] = block
-            saved += self._keep(code.function, block, outputs)
-            forward_us = replica_us + block.forward_us
-            results[code.block] = (forward_us, block.backward_us, saved, block.transient_bytes)
+            saved += self._keep(code.function, block.whole, outputs)
+            results[code.block] = _BlockResult(
+                forward_us=replica_us + block.whole.forward_us,
+                backward_us=block.whole.backward_us,
+                saved_bytes=saved,
+                transient_bytes=block.whole.transient_bytes,
+                split=block.split,
+            )
             self._drop(position)
         return results
 
@@ -225,7 +260,7 @@ class _Survey:
         received = [self._values[name] for name in function.received]
         return tuple((tensor.stride(), tensor.untyped_storage().nbytes()) for tensor in received)
 
-    def _run(self, function: StageFunction) -> Measurement:
+    def _run(self, function: StageFunction) -> _Measured:
         parameters = tuple(self._materialise(self._parameters[name]) for name in function.tensors)
         operands = Operands(
             call=function.call,
@@ -235,7 +270,11 @@ class _Survey:
             takes_gradient=tuple(self._takes_gradient[name] for name in function.received),
             is_training=self._captured.is_training,
         )
-        return measure(operands, device=self._device, repeats=self._repeats, with_peak=self._with_peak)
+        whole = measure(operands, device=self._device, repeats=self._repeats, with_peak=self._with_peak)
+        split = NOT_MEASURED
+        if self._with_split and whole.backward_us > 0.0:
+            split = measure_split_cost(operands, device=self._device, repeats=SPLIT_REPEATS)
+        return _Measured(whole=whole, split=split)
 
     def _materialise(self, parameter: Parameter) -> Tensor:
         """Return the tensor to measure with: the real one detached, or random values for a meta one."""
@@ -323,10 +362,10 @@ def _last_readers(codes: Sequence[BlockCode]) -> dict[str, int]:
 
 
 def _block_cost(
-    block: Block, counts: tuple[int, ...], results: list[tuple[float, float, int, int]], optimizer_bytes: int
+    block: Block, counts: tuple[int, ...], results: list[_BlockResult], optimizer_bytes: int
 ) -> BlockCost:
     """Fit the saved bytes as fixed + per sample through the smallest and the largest count."""
-    saved = [result[2] for result in results]
+    saved = [result.saved_bytes for result in results]
     if len(counts) > 1:
         per_sample = max(0.0, (saved[-1] - saved[0]) / (counts[-1] - counts[0]))
         fixed = max(0.0, saved[-1] - per_sample * counts[-1])
@@ -335,14 +374,16 @@ def _block_cost(
     return BlockCost(
         block=block.name,
         samples=counts,
-        forward_us=tuple(result[0] for result in results),
-        backward_us=tuple(result[1] for result in results),
+        forward_us=tuple(result.forward_us for result in results),
+        backward_us=tuple(result.backward_us for result in results),
         saved_bytes_per_sample=per_sample,
         saved_bytes_fixed=fixed,
         parameter_bytes=block.parameter_bytes,
         gradient_bytes=block.trainable_bytes,
         optimizer_bytes=optimizer_bytes,
-        transient_bytes_per_sample=results[-1][3] / counts[-1],
+        transient_bytes_per_sample=results[-1].transient_bytes / counts[-1],
+        split_factor=results[-1].split.factor,
+        input_share=results[-1].split.input_share,
     )
 
 

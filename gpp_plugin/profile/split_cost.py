@@ -31,7 +31,10 @@ class SplitCost:
     def input_share(self) -> float:
         """Return the share of the first part in both."""
         both = self.input_gradient_us + self.weight_gradient_us
-        return self.input_gradient_us / both if both > 0 else 0.0
+        return self.input_gradient_us / both if both > 0 else 0.5
+
+
+NOT_MEASURED = SplitCost(backward_us=0.0, input_gradient_us=0.0, weight_gradient_us=0.0)
 
 
 def measure_split_cost(operands: Operands, *, device: torch.device, repeats: int = 7) -> SplitCost:

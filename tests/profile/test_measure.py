@@ -173,13 +173,26 @@ class _Clock:
 
 
 def test_times_are_medians_of_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "_Stopwatch", _Clock())
+    monkeypatch.setattr(timing, "Stopwatch", _Clock())
     profile = measured(*prepared("frozen_branch"), repeats=5).by_block()
     left = [c for name, c in profile.items() if name.startswith("left")]
     right = [c for name, c in profile.items() if name.startswith("right")]
     assert left and right
     assert all(c.forward_us == (7.0,) and c.backward_us == (0.0,) for c in left)
     assert all(c.forward_us == (7.0,) and c.backward_us == (11.0,) for c in right)
+
+
+def test_split_backwards_are_timed_where_asked_for() -> None:
+    captured = prepared("frozen_branch")
+    plain, split = (
+        measured(*captured, repeats=3, with_split=w, use_cache=False).by_block() for w in (False, True)
+    )
+    assert all((c.split_factor, c.input_share) == (1.0, 0.5) for c in plain.values())
+    trained = [c for name, c in split.items() if name.startswith("right")]
+    frozen = [c for name, c in split.items() if name.startswith("left")]
+    assert trained and all(c.split_factor > 0.0 and 0.0 <= c.input_share <= 1.0 for c in trained)
+    assert all(c.split_factor != 1.0 for c in trained)
+    assert all((c.split_factor, c.input_share) == (1.0, 0.5) for c in frozen)
 
 
 def test_times_follow_the_work() -> None:

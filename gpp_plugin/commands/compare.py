@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from gpp_plugin.compare.settings import MODES, CompareSettings, default_config
+from gpp_plugin.compare.settings import GRAPH, MODES, CompareSettings, default_config
 from gpp_plugin.config import BLOCK, load_deepspeed_json
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.report.units import format_bytes, format_table
@@ -42,6 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stages", type=int, help="of both pipelines, without --config (the planners choose)"
     )
+    parser.add_argument(
+        "--emulate",
+        action="store_true",
+        help="replace compute by delays of the measured times: shows the schedules of as many devices on few cores",
+    )
+    parser.add_argument(
+        "--scale-time", type=float, metavar="X", help="with --emulate: factor of every measured time (1)"
+    )
     parser.add_argument("--length", type=int, default=32, help="tokens of a text (%(default)s)")
     parser.add_argument(
         "--size",
@@ -67,7 +75,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.out is not None and not args.out.absolute().parent.is_dir():
         raise ConfigError(f"--out: {args.out.parent} is no directory; make it first")
 
-    from gpp_plugin.compare.run import compare_modes, result_rows, speed_ups
+    if args.emulate:
+        return _finish(args, settings, _emulate(args, settings))
+    if args.scale_time is not None:
+        raise ConfigError("--scale-time: is for --emulate; real compute takes the time it takes")
+
+    from gpp_plugin.compare.run import compare_modes, result_rows
 
     print(
         f"{settings.model}: {settings.mini_batch} samples a step, {settings.loss_unit} a loss; pipelines on "
@@ -77,16 +90,44 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     results = compare_modes(settings, tell=lambda text: print(text, flush=True))
     rows = result_rows(results)
     print(f"\n{format_comparison(rows)}")
-    ratios = speed_ups(results)
+    return _finish(args, settings, rows)
+
+
+def _emulate(args: argparse.Namespace, settings: CompareSettings) -> list[dict[str, Any]]:
+    from gpp_plugin.compare.emulated import compare_emulated
+
+    print(
+        f"{settings.model}: {settings.mini_batch} samples a step, {settings.loss_unit} a loss; pipelines on "
+        f"{settings.num_ranks} ranks with delays in place of compute, the optimizer step left out",
+        flush=True,
+    )
+    scale = 1.0 if args.scale_time is None else args.scale_time
+    rows = compare_emulated(settings, scale_time=scale, tell=lambda text: print(text, flush=True))
+    print(f"\n{format_emulated(rows)}")
+    return rows
+
+
+def _finish(
+    args: argparse.Namespace, settings: CompareSettings, rows: list[dict[str, Any]]
+) -> dict[str, Any]:
+    ratios = speed_ups(rows)
     if ratios:
         print("graph: " + ", ".join(f"{ratio:.2f} x as fast as {mode}" for mode, ratio in ratios.items()))
     for line in remarks(rows, cores=os.cpu_count() or 1):
         print(line)
-    answer = {"rows": rows, "model": settings.model, "speed_up": ratios}
+    answer = {"rows": rows, "model": settings.model, "emulated": args.emulate, "speed_up": ratios}
     if args.out is not None:
         args.out.write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
         print(f"written to {args.out}")
     return answer
+
+
+def speed_ups(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Return how many times quicker the graph's step is than each other mode's."""
+    times = {row["mode"]: row["iteration_ms"] for row in rows if "refused" not in row}
+    if GRAPH not in times:
+        return {}
+    return {mode: times[mode] / times[GRAPH] for mode in times if mode != GRAPH}
 
 
 def _settings(args: argparse.Namespace) -> CompareSettings:
@@ -152,20 +193,43 @@ def format_comparison(rows: list[dict[str, Any]]) -> str:
     return format_table(header, lines)
 
 
+def format_emulated(rows: list[dict[str, Any]]) -> str:
+    """Return the table of rows with emulated compute."""
+    header = ["mode", "ranks", "stages", "depth", "iteration ms", "simulated ms", "bubble"]
+    lines = [
+        [row["mode"], str(row["ranks"]), *["-"] * 5]
+        if "refused" in row
+        else [
+            row["mode"],
+            str(row["ranks"]),
+            str(row["stages"]),
+            str(row["depth"]),
+            f"{row['iteration_ms']:.1f}",
+            f"{row['predicted_ms']:.1f}",
+            f"{row['bubble']:.1%}",
+        ]
+        for row in rows
+    ]
+    return format_table(header, lines)
+
+
 def remarks(rows: list[dict[str, Any]], *, cores: int) -> list[str]:
     """Return what a reader of the table should know, one line each."""
     lines = [f"{row['mode']} cannot run this: {row['refused']}" for row in rows if "refused" in row]
     ran = [row for row in rows if "refused" not in row]
-    if ran:
-        lines.append(f"bytes: {ran[0]['memory_measure']}, by rank: {_by_rank(ran, 'peak_bytes_by_rank')}")
+    measured = [row for row in ran if "memory_measure" in row]
+    if measured:
+        lines.append(
+            f"bytes: {measured[0]['memory_measure']}, by rank: {_by_rank(ran, 'peak_bytes_by_rank')}"
+        )
         lines.append(f"parameters and buffers, by rank: {_by_rank(ran, 'parameter_bytes_by_rank')}")
     for row in ran:
         lines += [f"{row['mode']}: {note}" for note in row["notes"]]
-    most = max((row["ranks"] for row in ran), default=1)
-    if most > cores and all(row["memory_measure"] == "saved tensors" for row in ran):
+    most = max((row["ranks"] for row in measured), default=1)
+    if most > cores and all(row["memory_measure"] == "saved tensors" for row in measured):
         lines.append(
             f"{most} ranks share the {cores} cores of this machine: steps take turns on them, so times and bubbles are "
-            "not those of as many devices (gpp rehearse shows those)"
+            "not those of as many devices (--emulate shows those)"
         )
     return lines
 

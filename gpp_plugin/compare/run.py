@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from gpp_plugin.compare.settings import GRAPH, SINGLE, STOCK, CompareSettings
+from gpp_plugin.compare.settings import SINGLE, CompareSettings
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.launch import run_ranks
 
@@ -191,11 +191,3 @@ def result_rows(results: list[ModeResult]) -> list[dict[str, Any]]:
         )
         rows.append(row)
     return rows
-
-
-def speed_ups(results: list[ModeResult]) -> dict[str, float]:
-    """Return how many times quicker the graph's step is than each other mode's."""
-    times = {result.mode: result.iteration_ms for result in results if result.refused is None}
-    if GRAPH not in times:
-        return {}
-    return {mode: times[mode] / times[GRAPH] for mode in (SINGLE, STOCK) if mode in times}

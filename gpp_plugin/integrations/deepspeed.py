@@ -186,18 +186,38 @@ def _make_setting(
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
+    group = dist.new_group(backend="gloo") if num_ranks > 1 else None
+    return setting_of(ds_config, rank=dist.get_rank(), num_ranks=num_ranks, device=device, group=group)
+
+
+def setting_of(
+    ds_config: Mapping[str, Any],
+    *,
+    rank: int,
+    num_ranks: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> Setting:
+    """Return what a DeepSpeed configuration makes a job of ``num_ranks`` ranks run in.
+
+    Args:
+        group: a CPU group of all ranks; None where one process plans alone.
+
+    Raises:
+        ConfigError: sizes do not divide, or a key asks for what stages cannot do.
+    """
     sizes = batch_arithmetic(ds_config, num_ranks)
     stage = derive_stage_config(ds_config, mini_batch=sizes.mini_batch, degree=1, device_type=device.type)
     dtype = getattr(torch, stage.dtype)
     return Setting(
-        rank=dist.get_rank(),
+        rank=rank,
         num_ranks=num_ranks,
         device=device,
         dtype=dtype,
         sizes=sizes,
         zero_stage=int((ds_config.get("zero_optimization") or {}).get("stage", 0)),
         optimizer_bytes=ADAM_BYTES if dtype == torch.float32 else ADAM_BYTES + MASTER_BYTES,
-        group=dist.new_group(backend="gloo") if num_ranks > 1 else None,
+        group=group,
     )
 
 

@@ -6,11 +6,12 @@ model inputs of the stages between the first, which loads them, and the last, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.tensors import TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,16 @@ def _cut(plan: PipelinePlan, graph: BlockGraph, reads: list[tuple[str, ...]], st
         constant=tuple(name for name in order if name not in gradient),
         inputs=_once(key for keys in reads[stage + 1 : -1] for key in keys),
     )
+
+
+def cut_bytes(cut: Cut, specs: Mapping[str, TensorSpec], num_samples: int) -> int:
+    """Return what crosses a cut in one micro-batch of ``num_samples`` samples a rank.
+
+    Args:
+        specs: tensors by name and inputs by batch key.
+    """
+    names = (*cut.differentiable, *cut.constant, *cut.inputs)
+    return sum(specs[name].bytes_for(num_samples) for name in names)
 
 
 def _once(names: Iterable[str]) -> tuple[str, ...]:

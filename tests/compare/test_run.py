@@ -5,8 +5,8 @@ import json
 import pytest
 
 from gpp_plugin.cli import main
-from gpp_plugin.commands.compare import format_comparison, remarks
-from gpp_plugin.compare.run import ModeResult, result_rows, speed_ups
+from gpp_plugin.commands.compare import format_comparison, remarks, speed_ups
+from gpp_plugin.compare.run import ModeResult, result_rows
 
 QUICK = ["--devices", "2", "--stages", "2", "--mini-batch", "4", "--loss-unit", "2", "--length", "8"]
 
@@ -38,14 +38,37 @@ def test_all_modes_train_alike(tmp_path, capsys):
     assert "x as fast as stock" in text
 
 
-@pytest.mark.slow
 def test_a_mode_that_stock_deepspeed_cannot_run_is_a_row_with_the_reason(capsys):
-    options = ["--mini-batch", "4", "--loss-unit", "4", "--stages", "1", "--modes", "stock", "--json"]
+    options = [
+        "--mini-batch",
+        "4",
+        "--loss-unit",
+        "4",
+        "--stages",
+        "1",
+        "--modes",
+        "stock",
+        "--emulate",
+        "--json",
+    ]
     assert main(["compare", "gpt2_tiny", "--devices", "2", *options]) == 0
     text = capsys.readouterr().out
     (row,) = last_json(text)["rows"]
     assert row["mode"] == "stock" and "does not divide the mini-batch of 4" in row["refused"]
     assert "stock cannot run this: stock_1f1b: 2 ranks a stage take 8 samples" in text
+
+
+@pytest.mark.slow
+def test_emulated_pipelines_take_at_least_their_bound(capsys):
+    options = ["--planner", "uniform", "--steps", "2", "--emulate", "--scale-time", "2", "--json"]
+    assert main(["compare", "gpt2_tiny", *QUICK, *options]) == 0
+    answer = last_json(capsys.readouterr().out)
+    assert [row["mode"] for row in answer["rows"]] == ["stock", "graph"] and answer["emulated"] is True
+    for row in answer["rows"]:
+        assert row["stages"] == row["depth"] == 2 and 0 < row["bubble"] < 1
+        assert row["iteration_ms"] >= max(
+            count * sum(times) for count, times in zip(row["micro_batches"], row["stage_ms"], strict=True)
+        )
 
 
 @pytest.mark.parametrize(
@@ -55,6 +78,8 @@ def test_a_mode_that_stock_deepspeed_cannot_run_is_a_row_with_the_reason(capsys)
         (["--steps", "0"], "steps: 0 is not valid; give at least 1"),
         (["--size", "layers"], "--size: 'layers' is not NAME=NUMBER"),
         (["--mini-batch", "6"], "does not divide train_batch_size 6"),
+        (["--scale-time", "2"], "--scale-time: is for --emulate"),
+        (["--emulate", "--modes", "single"], "give --modes stock,graph"),
         (["--config", "absent.json"], "absent.json: cannot be read"),
     ],
 )
@@ -89,7 +114,7 @@ def test_rows_hold_medians_and_the_largest_relative_difference():
     assert (single["iteration_ms"], graph["iteration_ms"]) == (20.0, 10.0)
     assert graph["max_loss_difference"] == pytest.approx(0.01)
     assert stock == {"mode": "stock", "ranks": 4, "refused": "it has three legs"}
-    assert speed_ups(results) == {"single": 2.0}
+    assert speed_ups(rows) == {"single": 2.0}
     assert format_comparison(rows) == "\n".join(
         [
             "mode    ranks  stages  iteration ms  start-up s  bubble  most bytes of a rank  loss difference",
@@ -104,5 +129,5 @@ def test_rows_hold_medians_and_the_largest_relative_difference():
         "parameters and buffers, by rank: single 512 B, 512 B; graph 512 B, 512 B",
         "graph: a note",
         "4 ranks share the 2 cores of this machine: steps take turns on them, so times and bubbles are not those of as "
-        "many devices (gpp rehearse shows those)",
+        "many devices (--emulate shows those)",
     ]

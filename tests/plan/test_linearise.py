@@ -3,7 +3,7 @@
 import dataclasses
 
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.plan.linearise import ChainStage, Cut, linearise
+from gpp_plugin.plan.linearise import ChainStage, Cut, cut_bytes, linearise
 from gpp_plugin.plan.registry import make_plan
 from tests.plan.graphs import make_graph, make_request
 
@@ -19,8 +19,9 @@ def _with_inputs(graph: BlockGraph, **inputs: tuple[str, ...]) -> BlockGraph:
 
 
 def test_a_skip_edge_is_carried_through_the_stages_between():
-    graph = make_graph([("a", "b"), ("b", "c"), ("c", "d"), ("a", "d")], loss="d")
+    graph = make_graph([("a", "b"), ("b", "c"), ("c", "d"), ("a", "d")], loss="d", bytes_per_sample=12)
     cuts = [stage.after for stage in _chain(graph, 4)]
+    assert [cut_bytes(cut, graph.tensors, 5) for cut in cuts[:-1]] == [60, 120, 120]
     assert cuts == [
         Cut(differentiable=("a:out",), constant=(), inputs=()),
         Cut(differentiable=("a:out", "b:out"), constant=(), inputs=()),

@@ -1,0 +1,144 @@
+"""Stock and graph with the compute of every stage replaced by a delay of its measured time.
+
+Both pipelines are planned here, on costs measured once in this process; then their processes and messages run in
+turns. Delays of many ranks overlap on few cores, which matrix products do not: this shows the schedules of as many
+devices as there are ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gpp_plugin.bench._emulated_ranks import Contest, run_contests
+from gpp_plugin.bench._stock_chain import Chain
+from gpp_plugin.compare.models import BuiltModel, build_model
+from gpp_plugin.compare.settings import GRAPH, STOCK, CompareSettings
+from gpp_plugin.config import read_config
+from gpp_plugin.errors import ConfigError, PlanError
+from gpp_plugin.integrations.deepspeed import setting_of
+from gpp_plugin.integrations.preparation import prepare_plan
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.plan.linearise import cut_bytes, linearise
+from gpp_plugin.rehearse.programs import scale_times
+from gpp_plugin.runtime.pipeline import Reference
+
+Tell = Callable[[str], None]
+_PEER = "deepspeed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planned:
+    plan: PipelinePlan
+    reference: Reference
+
+
+def compare_emulated(settings: CompareSettings, *, scale_time: float, tell: Tell) -> list[dict[str, Any]]:
+    """Plan and run both pipelines with emulated compute, and return a row each.
+
+    Args:
+        scale_time: factor of every measured time.
+
+    Raises:
+        ConfigError: the modes are not stock and graph.
+        RuntimeFailure: a process failed.
+    """
+    modes = [mode for mode in settings.modes if mode in (STOCK, GRAPH)]
+    if not modes or not scale_time > 0:
+        raise ConfigError(
+            f"emulated compute is of pipelines: give --modes {STOCK},{GRAPH} and a --scale-time above 0"
+        )
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as each rank has
+    built = build_model(settings)
+    planned: dict[str, _Planned | str] = {}
+    with tempfile.TemporaryDirectory(prefix="gpp_profiles_") as folder:
+        for mode in modes:
+            tell(f"{mode}: capturing, measuring and planning")
+            planned[mode] = _plan(mode, built, settings, folder, scale_time)
+    times = _run({m: p for m, p in planned.items() if isinstance(p, _Planned)}, settings, tell)
+    return [_row(mode, planned[mode], times.get(mode, []), settings) for mode in modes]
+
+
+def _plan(
+    mode: str, built: BuiltModel, settings: CompareSettings, folder: str, scale_time: float
+) -> _Planned | str:
+    """Return the plan of a mode, or why there is none."""
+    config = settings.config_of(mode, folder)
+    block = read_config(config)
+    assert block is not None, "config_of enables the block"
+    setting = setting_of(config, rank=0, num_ranks=settings.num_ranks, device=torch.device("cpu"), group=None)
+    try:
+        reference, plan = prepare_plan(built.model, built.batch_at(0), config=block, setting=setting)
+    except PlanError as error:
+        return str(error)
+    return _Planned(plan=scale_times(plan, scale_time), reference=reference)
+
+
+def _run(planned: dict[str, _Planned], settings: CompareSettings, tell: Tell) -> dict[str, list[float]]:
+    """Return the times of every step in ms; the modes take turns where they need the same number of ranks."""
+    contests: dict[int, dict[str, Any]] = {}
+    if GRAPH in planned:
+        plan = planned[GRAPH].plan
+        contests.setdefault(plan.num_ranks, {})["plans"] = {GRAPH: plan}
+    if STOCK in planned:
+        chain = stock_chain(planned[STOCK].plan, planned[STOCK].reference)
+        if chain is not None:
+            contests.setdefault(chain.num_stages, {}).update(chain=chain, runtimes=(_PEER,))
+    seconds = sum(p.plan.iteration_us for p in planned.values()) / 1e6
+    times: dict[str, list[float]] = {}
+    for num_ranks, parts in contests.items():
+        contest = Contest(name="step", **{"plans": {}, **parts})
+        outcome = run_contests(
+            [contest], num_ranks=num_ranks, rounds=settings.steps, seconds=seconds, tell=tell
+        )["step"]
+        times.update({STOCK if name == _PEER else name: found for name, found in outcome.times_ms.items()})
+    return times
+
+
+def stock_chain(plan: PipelinePlan, reference: Reference) -> Chain | None:
+    """Return one replica of the stock pipeline as a chain of delays; None where it is a single stage."""
+    if len(plan.stages) < 2:
+        return None
+    graph = reference.block_graph
+    specs = {spec.name: spec for spec in reference.analysis.op_graph.inputs} | graph.tensors
+    cuts = [stage.after for stage in linearise(plan, graph) if stage.after is not None]
+    return Chain(
+        forward_us=tuple(stage.forward_us for stage in plan.stages),
+        backward_us=tuple(stage.backward_us for stage in plan.stages),
+        boundary_bytes=tuple(cut_bytes(cut, specs, plan.loss_unit) for cut in cuts),
+        num_micro_batches=plan.num_micro_batches(0),
+    )
+
+
+def _row(
+    mode: str, planned: _Planned | str, times_ms: list[float], settings: CompareSettings
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"mode": mode, "ranks": settings.num_ranks}
+    if isinstance(planned, str):
+        return {**row, "refused": planned}
+    plan = planned.plan
+    if not times_ms:
+        return {**row, "refused": "the plan is a single stage: there is no pipeline to emulate"}
+    iteration_ms = statistics.median(times_ms)
+    busy_us = [
+        plan.num_micro_batches(i) * (s.forward_us + s.backward_us) * s.degree
+        for i, s in enumerate(plan.stages)
+    ]
+    return {
+        **row,
+        "stages": len(plan.stages),
+        "depth": len(plan.stages) if mode == STOCK else plan.depth,
+        "micro_batches": [plan.num_micro_batches(i) for i in range(len(plan.stages))],
+        "iteration_ms": iteration_ms,
+        "predicted_ms": plan.iteration_us / 1e3,
+        "bubble": 1.0 - sum(busy_us) / 1e3 / (plan.num_ranks * iteration_ms),
+        "stage_ms": [(s.forward_us / 1e3, s.backward_us / 1e3) for s in plan.stages],
+        "stage_names": [s.name for s in plan.stages],
+        "notes": list(plan.notes),
+    }

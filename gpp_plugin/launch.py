@@ -58,13 +58,17 @@ def run_ranks(
         RuntimeFailure: a rank failed or the time ran out; the message ends with the rank's last lines.
     """
     read_end, write_end = os.pipe()
-    with tempfile.TemporaryDirectory(prefix="gpp_ranks_") as folder, os.fdopen(read_end, "rb") as events:
+    with (
+        tempfile.TemporaryDirectory(prefix="gpp_ranks_") as folder,
+        os.fdopen(read_end, "rb") as events,
+        _reserved_port() as port,
+    ):
         logs = [Path(folder) / f"rank{rank}.log" for rank in range(num_ranks)]
         common = {
             "WORLD_SIZE": str(num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(port),
             EVENTS_VARIABLE: str(write_end),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             **(environment or {}),
@@ -146,8 +150,14 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
+@contextlib.contextmanager
+def _reserved_port() -> Iterator[int]:
+    """Yield a port that rank 0 can listen on and the system gives to nobody else.
+
+    Ranks import torch for seconds before rank 0 listens; a port that is merely free by now may be taken by then.
+    """
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as rank 0's listening socket does
+        reserved.bind(("", 0))
+        port: int = reserved.getsockname()[1]
+        yield port

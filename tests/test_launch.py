@@ -84,3 +84,22 @@ def test_leaving_early_ends_the_ranks(job):
     assert not has_ended(pid)
     events.close()
     assert has_ended(pid)
+
+
+def test_the_port_is_kept_for_rank_0(job):
+    text = """
+import socket
+port = int(os.environ["MASTER_PORT"])
+if os.environ["RANK"] == "0":
+    other = socket.socket()
+    try:
+        other.bind(("", port))
+        emit_event(is_free_for_others=True)
+    except OSError:
+        emit_event(is_free_for_others=False)
+    server = socket.create_server(("", port))  # sets SO_REUSEADDR, as torch's store does
+    emit_event(address=server.getsockname())
+"""
+    (other, own) = job(text)
+    assert other == {"is_free_for_others": False}
+    assert own["address"][0] == "0.0.0.0"

@@ -25,8 +25,8 @@ from gpp_plugin.compare.settings import SINGLE, CompareSettings, settings_from_j
 from gpp_plugin.compare.single import SingleProcess
 from gpp_plugin.errors import GppError
 from gpp_plugin.integrations.deepspeed import GraphPipelineModule, initialize
+from gpp_plugin.integrations.materialize import resident_bytes
 from gpp_plugin.launch import emit_event
-from gpp_plugin.runtime.materialize import resident_bytes
 
 _LAST_WORDS_S = 10.0
 """How long the other ranks let rank 0 say why a mode is refused."""

@@ -22,6 +22,7 @@ from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure
 from gpp_plugin.integrations import checkpoint, huggingface
 from gpp_plugin.integrations.data import Feed, make_loader, repeat
 from gpp_plugin.integrations.evaluation import Evaluator
+from gpp_plugin.integrations.materialize import materialize_parameters, release_parameters
 from gpp_plugin.integrations.metrics import Metrics
 from gpp_plugin.integrations.preparation import Setting, prepare_plan
 from gpp_plugin.integrations.stage_engine import StageEngine, StepResult, TiedParameter
@@ -29,9 +30,9 @@ from gpp_plugin.integrations.stage_groups import StageGroups
 from gpp_plugin.integrations.surface import PipelineSurface
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Timeline
+from gpp_plugin.report.trace import write_trace
 from gpp_plugin.runtime.batches import Batch, batch_checksum
 from gpp_plugin.runtime.executor import MiniBatchResult
-from gpp_plugin.runtime.materialize import materialize_parameters, release_parameters
 from gpp_plugin.runtime.pipeline import (
     Lane,
     Reference,
@@ -41,7 +42,7 @@ from gpp_plugin.runtime.pipeline import (
     tied_stages,
 )
 from gpp_plugin.runtime.stage_module import StageModule
-from gpp_plugin.runtime.timelines import gather_timeline, start_clock, write_trace
+from gpp_plugin.runtime.timelines import gather_timeline, start_clock
 from gpp_plugin.runtime.transport import make_transport
 
 logger = logging.getLogger(__name__)

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from gpp_plugin.capture.export import count_samples
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.integrations.materialize import materialize_parameters
 from gpp_plugin.integrations.preparation import Setting, analyse
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.runtime.batches import Batch, take_samples
 from gpp_plugin.runtime.evaluation import evaluation_plan, split_evaluation
 from gpp_plugin.runtime.executor import MiniBatchResult
-from gpp_plugin.runtime.materialize import materialize_parameters
 from gpp_plugin.runtime.pipeline import Lane, Reference, held_tensors
 from gpp_plugin.runtime.stage_module import StageModule
 

@@ -21,6 +21,7 @@ from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.integrations.data import make_loader
 from gpp_plugin.integrations.learning_rates import StageParameterGroups
+from gpp_plugin.integrations.materialize import release_parameters
 from gpp_plugin.integrations.preparation import Setting, prepare_plan
 from gpp_plugin.integrations.stage_config import derive_stage_config
 from gpp_plugin.integrations.stock_engine import ChainLane, Source, StockPipelineEngine
@@ -29,7 +30,6 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.linearise import linearise
 from gpp_plugin.plan.stock import STOCK
 from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.materialize import release_parameters
 from gpp_plugin.runtime.pipeline import Reference, held_tensors, tied_stages
 from gpp_plugin.runtime.stage_module import StageModule
 

@@ -23,6 +23,7 @@ from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations import huggingface
 from gpp_plugin.integrations.data import Feed, repeat
+from gpp_plugin.integrations.materialize import materialize_parameters
 from gpp_plugin.integrations.preparation import Setting, analyse
 from gpp_plugin.integrations.stock_layer import ChainCode, ChainLayer
 from gpp_plugin.ir.plan import PipelinePlan
@@ -30,12 +31,12 @@ from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.ir.timeline import Event, EventKind, Timeline
 from gpp_plugin.plan.linearise import ChainStage, linearise
 from gpp_plugin.plan.stock import STOCK
+from gpp_plugin.report.trace import write_trace
 from gpp_plugin.runtime.batches import Batch, shape_key, slice_batch
 from gpp_plugin.runtime.evaluation import evaluation_plan
-from gpp_plugin.runtime.materialize import materialize_parameters
 from gpp_plugin.runtime.pipeline import MAX_SHAPES, Reference, held_tensors
 from gpp_plugin.runtime.stage_module import build_stage_function
-from gpp_plugin.runtime.timelines import gather_timeline, start_clock, write_trace
+from gpp_plugin.runtime.timelines import gather_timeline, start_clock
 
 LOADING_TIMEOUT_S = 600.0
 """How long a rank waits for others to load a mini-batch."""

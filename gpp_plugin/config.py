@@ -25,11 +25,11 @@ from gpp_plugin.errors import ConfigError
 
 BLOCK = "graph_pipeline"
 
-Schedule = Literal["auto", "1f1b", "gpipe"]
 Granularity = Literal["layer", "sub_layer"]
 Auto = Literal["auto"]
 Count = Annotated[int, Field(ge=1)]
 _PLANNER = "the name of a planner"
+_SCHEDULE = "the name of a schedule"
 _OFF = 'not supported by this release; remove it, or write "auto" or "off"'
 
 
@@ -69,7 +69,8 @@ class GraphPipelineConfig(_Block):
         planner: which planner partitions the model.
         stages: exactly that many stages, or what the planner finds best.
         data_parallel: ranks of each stage, or what the planner finds best.
-        schedule: order of the tasks of a stage.
+        schedule: order of the tasks of every stage (`schedule.names`); "auto" is the shortest in
+            simulation that memory allows.
         micro_batch_sizes: samples a stage takes at a time: for all stages, or by stage name
             ("full" is the whole mini-batch). "auto" is one loss unit a rank, as in DeepSpeed, where the
             mini-batch has several; "search" lets the planner choose any size that divides it.
@@ -87,7 +88,7 @@ class GraphPipelineConfig(_Block):
     planner: str = Field(default="auto", description=_PLANNER)
     stages: Auto | Count = Field(default="auto", description='"auto" or a whole number of at least 1')
     data_parallel: Auto | Count = Field(default="auto", description='"auto" or a whole number of at least 1')
-    schedule: Schedule = Field(default="auto", description=_one_of(Schedule))
+    schedule: str = Field(default="auto", description=_SCHEDULE)
     micro_batch_sizes: Literal["auto", "search"] | Count | dict[str, Count | Literal["full"]] = Field(
         default="auto",
         description='"auto", "search", a number of samples for all stages, or {"stage name": number or "full", ...}',
@@ -114,16 +115,14 @@ class GraphPipelineConfig(_Block):
             raise ValueError("no such planner")
         return name
 
-    def micro_batch_size_of(self, stage: str, mini_batch: int) -> int | None:
-        """Return the samples asked for at ``stage``, or None where the choice is the planner's."""
-        wanted: int | str | None
-        if isinstance(self.micro_batch_sizes, dict):
-            wanted = self.micro_batch_sizes.get(stage)
-        else:
-            wanted = self.micro_batch_sizes
-        if wanted == "full":
-            return mini_batch
-        return wanted if isinstance(wanted, int) else None
+    @field_validator("schedule")
+    @classmethod
+    def _is_schedule(cls, name: str) -> str:
+        from gpp_plugin.schedule.names import is_schedule_name
+
+        if not is_schedule_name(name):
+            raise ValueError("no such schedule")
+        return name
 
 
 class BatchSizes(NamedTuple):
@@ -272,6 +271,10 @@ def _wrong_value(path: str, value: Any, field: FieldInfo | None) -> str:
     expected = field.description if field is not None else None
     if expected == _PLANNER:
         expected = "one of " + ", ".join(_planners())
+    if expected == _SCHEDULE:
+        from gpp_plugin.schedule.names import SCHEDULE_NAMES
+
+        expected = "one of " + ", ".join(SCHEDULE_NAMES)
     if expected == _OFF:
         return f"{path}: {_show(value)} is {_OFF}"
     if path.startswith(f"{BLOCK}.micro_batch_sizes."):

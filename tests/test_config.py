@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from gpp_plugin.config import GraphPipelineConfig, batch_arithmetic, check_ranks, read_config
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.plan.registry import planner_names
+from gpp_plugin.schedule.names import SCHEDULE_NAMES
 
 PLANNERS = ", ".join(planner_names())
 
@@ -78,9 +79,7 @@ def test_values_are_kept():
         "uniform",
         "gpipe",
     )
-    assert config.micro_batch_size_of("loss", 64) == 64
-    assert config.micro_batch_size_of("text_model", 64) == 8
-    assert config.micro_batch_size_of("vision_model", 64) is None
+    assert config.micro_batch_sizes == {"loss": "full", "text_model": 8}
     assert (config.memory.limit_gb, config.memory.recompute, config.memory.swap) == (1.5, "auto", "off")
     assert (config.granularity, config.cluster, config.plan) == ("sub_layer", {"name": "x"}, "plan.json")
     assert (config.comm_timeout_s, config.trace_path, config.seed) == (5.0, "trace.json", 7)
@@ -92,13 +91,17 @@ def test_values_are_kept():
 def test_micro_batch_sizes_left_to_the_planner(word):
     config = read_config(block_of(micro_batch_sizes=word))
     assert config is not None and config.micro_batch_sizes == word
-    assert config.micro_batch_size_of("loss", 64) is None
 
 
 def test_one_micro_batch_size_is_for_all_stages():
     config = read_config(block_of(micro_batch_sizes=4))
-    assert config is not None
-    assert [config.micro_batch_size_of(name, 64) for name in ("loss", "anything")] == [4, 4]
+    assert config is not None and config.micro_batch_sizes == 4
+
+
+@pytest.mark.parametrize("name", [*SCHEDULE_NAMES, "3f3b"])
+def test_every_schedule_has_its_name(name):
+    config = read_config(block_of(schedule=name))
+    assert config is not None and config.schedule == name
 
 
 @pytest.mark.parametrize(
@@ -120,7 +123,7 @@ def test_one_micro_batch_size_is_for_all_stages():
         ),
         (
             {"schedule": "1F1B"},
-            "schedule: \"1F1B\" is not valid; give one of auto, 1f1b, gpipe; did you mean '1f1b'?",
+            "schedule: \"1F1B\" is not valid; give one of auto, 1f1b, 2f2b, kfkb, gpipe, greedy, zero_bubble; did you mean '1f1b'?",
         ),
         ({"comm_timeout_s": "60"}, 'comm_timeout_s: "60" is not valid; give a number of seconds above 0'),
         ({"enabled": "yes"}, 'enabled: "yes" is not valid; give true or false'),

@@ -29,7 +29,7 @@ def launcher(name):
 def test_the_configuration_is_accepted():
     config = read_config(CONFIG)
     assert config is not None and config.stages == 4
-    assert config.micro_batch_size_of("loss", 64) == 64
+    assert config.micro_batch_sizes == {"loss": "full", "*": 16}
     assert batch_arithmetic(CONFIG, num_ranks=4) == (64, 64, None)
 
 

@@ -15,7 +15,9 @@ from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint, save
 from gpp_plugin.plan.clusters import cluster_names, read_cluster
 from gpp_plugin.plan.registry import PlanRequest, make_plan, planner_names
+from gpp_plugin.plan.schedules import schedule_plan
 from gpp_plugin.report.plan_text import format_plan, stage_rows
+from gpp_plugin.schedule.names import SCHEDULE_NAMES, is_schedule_name, planning_schedule
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,10 +43,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batch", type=int, help="samples every stage takes at a time")
     parser.add_argument("--stages", type=int, help="exactly that many stages")
     parser.add_argument("--data-parallel", type=int, help="ranks of every stage")
-    parser.add_argument("--schedule", choices=["1f1b", "gpipe"], default="1f1b")
-    parser.add_argument("--zero", type=int, choices=[0, 1], default=0, help="ZeRO stage (%(default)s)")
     parser.add_argument(
-        "--granularity", choices=["layer", "sub_layer"], default="layer", help="size of a block (%(default)s)"
+        "--schedule", default="auto", help=f"one of {', '.join(SCHEDULE_NAMES)} (%(default)s)"
+    )
+    parser.add_argument(
+        "--slicing",
+        choices=["auto", "off"],
+        default="auto",
+        help="run the first forwards in halves where that is shorter (%(default)s)",
+    )
+    parser.add_argument(
+        "--mode",
+        choices=["sync", "async"],
+        default="sync",
+        help="one update a mini-batch, or one a micro-batch with stashed weights (%(default)s)",
+    )
+    parser.add_argument(
+        "--memory",
+        nargs="+",
+        choices=["recompute", "swap"],
+        default=[],
+        help="what dawnpiper and vpipe may use to fit",
+    )
+    parser.add_argument("--zero", type=int, choices=[0, 1, 2], default=0, help="ZeRO stage (%(default)s)")
+    parser.add_argument(
+        "--granularity",
+        choices=["layer", "sub_layer", "node"],
+        default="layer",
+        help="size of a block (%(default)s); node, single operators, for the planners of memory",
     )
     parser.add_argument(
         "--length", type=int, default=512, help="tokens of a text, for a HuggingFace model (%(default)s)"
@@ -67,6 +93,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         ConfigError: an option is wrong.
         PlanError: no plan meets the options.
     """
+    if not is_schedule_name(args.schedule):
+        raise ConfigError(
+            f"--schedule: no schedule {args.schedule!r}; give one of {', '.join(SCHEDULE_NAMES)}"
+        )
     cluster = _cluster(args)
     unit = args.loss_unit or args.mini_batch
     graph, profile = _model(args, cluster, unit)
@@ -79,12 +109,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         loss_unit=unit,
         num_stages=args.stages,
         micro_batch_sizes={"*": args.micro_batch} if args.micro_batch else None,
-        schedule=args.schedule,
+        schedule=planning_schedule(args.schedule),
         data_parallel=args.data_parallel,
         zero_stage=args.zero,
+        mode=args.mode,
+        memory_optimization=tuple(args.memory),
     )
     start = time.perf_counter()
     plan = make_plan(args.planner, request)
+    plan = schedule_plan(plan, request, schedule=args.schedule, slicing=args.slicing)
     seconds = time.perf_counter() - start
     print(format_plan(plan, width=args.width))
     throughput = plan.mini_batch / plan.iteration_us * 1e6 if plan.iteration_us else 0.0

@@ -9,6 +9,7 @@ copied to the stage's own optimizer.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ OptimizerFactory = Callable[[Any], Optimizer]
 SchedulerFactory = Callable[[Optimizer], Any]
 
 _SCHEDULED_KEYS = ("lr", "momentum", "betas")
+_DEEPSPEED_NAMES = ("Adam", "AdamW", "Lamb", "Lion", "Adagrad")
 _MIRROR_CLASSES = {"adam": "Adam", "adamw": "AdamW", "lamb": "Adam", "lion": "Adam", "adagrad": "Adagrad"}
 
 
@@ -166,6 +168,22 @@ class LearningRates:
             self.scheduler.load_state_dict(state["scheduler"])
 
 
+def _nearest(name: str, known: Sequence[str]) -> str:
+    by_letters = {other.lower(): other for other in known}
+    near = difflib.get_close_matches(name.lower(), by_letters, n=1)
+    return f"; did you mean {by_letters[near[0]]!r}?" if near else ""
+
+
+def _subclasses(module: Any, base: type) -> list[str]:
+    return [
+        name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, base)
+    ]
+
+
+def _torch_schedules() -> list[str]:
+    return _subclasses(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
+
+
 def _mirror_optimizer(
     groups: StageParameterGroups, factory: OptimizerFactory | None, block: Mapping[str, Any] | None
 ) -> Optimizer:
@@ -184,7 +202,10 @@ def _mirror_optimizer(
     params = dict((block or {}).get("params") or {})
     cls = getattr(torch.optim, _MIRROR_CLASSES.get(kind.lower(), kind), None)
     if cls is None:
-        raise ConfigError(f"optimizer.type: {kind!r} is neither one of DeepSpeed's nor one of torch.optim's")
+        raise ConfigError(
+            f"optimizer.type: {kind!r} is neither one of DeepSpeed's nor one of torch.optim's"
+            f"{_nearest(kind, [*_DEEPSPEED_NAMES, *_subclasses(torch.optim, Optimizer)])}"
+        )
     known = {key: params[key] for key in ("lr", "betas", "momentum", "weight_decay", "eps") if key in params}
     try:
         return cls(placeholders, **{"lr": 1e-3, **known})
@@ -207,6 +228,7 @@ def _scheduler(mirror: Optimizer, factory: SchedulerFactory | None, block: Mappi
     if cls is None:
         raise ConfigError(
             f"scheduler.type: {kind!r} is neither one of DeepSpeed's nor one of torch's schedules"
+            f"{_nearest(kind, [*lr_schedules.VALID_LR_SCHEDULES, *_torch_schedules()])}"
         )
     try:
         return cls(mirror, **dict(block.get("params") or {}))

@@ -22,20 +22,24 @@ from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model, recapture, resize_batch
 from gpp_plugin.capture.graph import CapturedGraph
 from gpp_plugin.config import BatchSizes, GraphPipelineConfig
-from gpp_plugin.errors import CaptureError, ConfigError
+from gpp_plugin.errors import CaptureError, ConfigError, PlanError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.ir.cluster import Cluster, Device, Link
+from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.plan.clusters import read_cluster
 from gpp_plugin.plan.explicit import explicit_plan
 from gpp_plugin.plan.registry import PlanRequest, make_plan
+from gpp_plugin.plan.schedules import schedule_plan
+from gpp_plugin.plan.stage_sizes import names_a_stage, resize_stages
 from gpp_plugin.profile.analytic import default_sample_counts
+from gpp_plugin.profile.machine import read_machine
 from gpp_plugin.profile.measure import profile_blocks
 from gpp_plugin.runtime.agree import call_on_rank_zero
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.pipeline import Reference, make_reference
+from gpp_plugin.schedule.names import planning_schedule, schedule_label
 
 logger = logging.getLogger(__name__)
 
@@ -136,12 +140,21 @@ def _prepare(
     graph = coarsen(captured, granularity=config.granularity)
     captures = _captures(model, sample_batch, captured, setting.sizes)
     profile = _profile(model, sample_batch, graph, captures, config, setting)
-    request = _request(graph, config, setting, profile, smallest_local_batch=min(captures))
-    if config.plan is not None:
-        plan = explicit_plan(_read_plan(config.plan), request)
+    modules, stages = _wanted_sizes(graph, config, setting.sizes.mini_batch)
+    request = _request(graph, config, setting, profile, modules, smallest_local_batch=min(captures))
+    spec = None if config.plan is None else _read_plan(config.plan)
+    if spec is not None:
+        plan = explicit_plan(spec, request)
         _check_agreement(plan, config)
     else:
         plan = make_plan(config.planner, request)
+    if stages:
+        try:
+            plan = resize_stages(plan, request, stages)
+        except PlanError as error:
+            raise ConfigError(f"graph_pipeline.micro_batch_sizes: {error}") from error
+    if spec is None or not _names_its_order(spec):
+        plan = schedule_plan(plan, request, schedule=config.schedule, slicing=config.slicing)
     for note in plan.notes:
         logger.info("plan: %s", note)
     return Preparation(analysis=captured.analysis, plan=plan)
@@ -172,16 +185,27 @@ def _check_files(model: nn.Module, config: GraphPipelineConfig) -> None:
 def _check_agreement(plan: PipelinePlan, config: GraphPipelineConfig) -> None:
     """Refuse a given plan that other keys of the block contradict: only one of them could hold."""
     degrees = sorted({len(stage.ranks) for stage in plan.stages})
+    labels = sorted({schedule_label(stage) for stage in plan.stages})
     for key, asked, has in (
         ("stages", config.stages, [len(plan.stages)]),
         ("data_parallel", config.data_parallel, degrees),
-        ("schedule", config.schedule, sorted({stage.schedule for stage in plan.stages})),
+        ("schedule", config.schedule, labels),
     ):
+        if key == "schedule" and (config.plan is None or not _names_its_order(_read_plan(config.plan))):
+            continue  # it is given its schedule afterwards
+        if asked == "kfkb" and all(stage.schedule == "1f1b" and stage.k > 1 for stage in plan.stages):
+            continue
         if asked != "auto" and has != [asked]:
             shown = " and ".join(str(value) for value in has)
             raise ConfigError(
                 f"graph_pipeline.{key}: {asked} is asked for, graph_pipeline.plan has {shown}; remove one of them"
             )
+
+
+def _names_its_order(spec: Mapping[str, Any]) -> bool:
+    """Return whether a given plan says how its stages order their tasks: a saved one, or one with a ``k``."""
+    stages = spec.get("stages")
+    return not isinstance(stages, list) or any("k" in stage for stage in stages)
 
 
 def _read_plan(plan: str | dict[str, Any]) -> dict[str, Any]:
@@ -201,16 +225,11 @@ def _request(
     config: GraphPipelineConfig,
     setting: Setting,
     profile: Profile,
+    micro_batch_sizes: dict[str, int],
     *,
     smallest_local_batch: int,
 ) -> PlanRequest:
     mini_batch = setting.sizes.mini_batch
-    sizes = config.micro_batch_sizes
-    wanted: dict[str, int] | None = None
-    if isinstance(sizes, dict):
-        wanted = {name: mini_batch if size == "full" else int(size) for name, size in sizes.items()}
-    elif isinstance(sizes, int):
-        wanted = {"*": sizes}
     limit = config.memory.limit_gb
     return PlanRequest(
         graph=graph,
@@ -220,32 +239,46 @@ def _request(
         mini_batch=mini_batch,
         loss_unit=setting.sizes.loss_unit,
         num_stages=config.stages if isinstance(config.stages, int) else None,
-        micro_batch_sizes=wanted,
-        schedule="1f1b" if config.schedule == "auto" else config.schedule,
+        micro_batch_sizes=micro_batch_sizes or None,
+        schedule=planning_schedule(config.schedule),
         memory_limit_bytes=int(limit * 1e9) if isinstance(limit, (int, float)) else None,
         data_parallel=config.data_parallel if isinstance(config.data_parallel, int) else None,
         zero_stage=setting.zero_stage,
         # with one loss a mini-batch there is nothing to pipeline unless the other stages take less
-        keep_units=sizes != "search" and setting.sizes.loss_unit < mini_batch,
+        keep_units=config.micro_batch_sizes != "search" and setting.sizes.loss_unit < mini_batch,
         smallest_local_batch=smallest_local_batch,
     )
+
+
+def _wanted_sizes(
+    graph: BlockGraph, config: GraphPipelineConfig, mini_batch: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the micro-batch sizes asked for by module (or for all, ``*``), and by numbered stage name.
+
+    Raises:
+        ConfigError: a key names nothing in the model.
+    """
+    sizes = config.micro_batch_sizes
+    if isinstance(sizes, int):
+        return {"*": sizes}, {}
+    modules: dict[str, int] = {}
+    stages: dict[str, int] = {}
+    for key, wanted in sizes.items() if isinstance(sizes, dict) else ():
+        size = mini_batch if wanted == "full" else int(wanted)
+        try:
+            (stages if names_a_stage(graph, key) else modules)[key] = size
+        except PlanError as error:
+            raise ConfigError(f"graph_pipeline.micro_batch_sizes.{key}: {error}") from error
+    return modules, stages
 
 
 def _cluster(config: GraphPipelineConfig, setting: Setting) -> Cluster:
     """Return the cluster described in the configuration, or this machine for every rank."""
     if config.cluster != "auto":
         return read_cluster(config.cluster, num_devices=setting.num_ranks)
-    sharing = local_ranks(setting.num_ranks)
-    if setting.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(setting.device)
-        share = min(1.0, torch.cuda.device_count() / sharing)
-        name, memory = properties.name, int(properties.total_memory * share)
-    else:
-        name, memory = "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // sharing
-    # speeds only matter to analytic costs; here costs are measured
-    device = Device(name=name, memory_bytes=memory, flops_per_s=1e12, memory_bytes_per_s=1e11)
-    link = Link(name="this machine", span=setting.num_ranks, bytes_per_s=2e9, latency_us=100.0)
-    return Cluster(name="auto", devices=(device,) * setting.num_ranks, links=(link,))
+    return read_machine(
+        setting.num_ranks, sharing=local_ranks(setting.num_ranks), device_type=setting.device.type
+    )
 
 
 def local_ranks(num_ranks: int) -> int:

@@ -243,6 +243,7 @@ def _explain(
                 f"{rules.mini_batch}: {why}; change its devices or micro_batch_size"
             )
     raise PlanInfeasible(
-        f"plan: the {len(stages)} stages cannot share {rules.num_ranks} ranks with a mini-batch of "
-        f"{rules.mini_batch} and loss units of {rules.loss_unit} within their memory; give devices per stage"
+        f"plan: {rules.num_ranks} ranks cannot be shared out among the {len(stages)} stages so that their degrees "
+        f"divide a mini-batch of {rules.mini_batch} in loss units of {rules.loss_unit} and their memory suffices; "
+        "give devices per stage, or other sizes"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -17,39 +18,55 @@ CPU_LINK = Link(name="loopback", span=1, bytes_per_s=2e9, latency_us=100.0)
 CUDA_LINK = Link(name="PCIe", span=1, bytes_per_s=2e10, latency_us=10.0)
 
 
-def read_machine(num_devices: int | None = None) -> Cluster:
+def read_machine(
+    num_devices: int | None = None, *, sharing: int | None = None, device_type: str | None = None
+) -> Cluster:
     """Return this machine as ranks: its CUDA devices, or its memory and cores shared by CPU ranks.
 
-    Multiplication and copying are timed (a fraction of a second), so speeds are reached ones and the
-    efficiency is 1. Links are not timed: 2 GB/s between processes, 20 GB/s between CUDA devices.
+    Multiplication and copying are timed (once a process, a fraction of a second), so speeds are reached ones
+    and the efficiency is 1. Links are not timed: 2 GB/s between processes, 20 GB/s between CUDA devices.
 
     Args:
         num_devices: ranks; by default the CUDA devices, or one a core. More ranks than devices share them.
+        sharing: how many of the ranks are on this machine; all by default.
+        device_type: ``cpu`` or ``cuda``; by default CUDA where there is any.
     """
-    is_cuda = torch.cuda.is_available()
+    is_cuda = torch.cuda.is_available() if device_type is None else device_type == "cuda"
     there = torch.cuda.device_count() if is_cuda else os.cpu_count() or 1
     ranks = num_devices if num_devices is not None else there
+    here = sharing if sharing is not None else ranks
     if is_cuda:
         properties = torch.cuda.get_device_properties(0)
-        name, memory, share = properties.name, properties.total_memory, min(1.0, there / ranks)
+        name, memory, share = properties.name, properties.total_memory, min(1.0, there / here)
     else:
-        name, memory, share = "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 1 / ranks
-    kind = torch.device("cuda" if is_cuda else "cpu")
-    left, right = torch.rand(2, WIDTH, WIDTH, device=kind)
-    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=kind)
-    target = torch.empty_like(source)
-    tiny = torch.zeros(1, device=kind)
+        name, memory, share = "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 1 / here
+    flops_per_s, bytes_per_s, launch_us = _speeds("cuda" if is_cuda else "cpu")
     device = Device(
         name=name,
         memory_bytes=int(memory * share),
-        flops_per_s=2 * WIDTH**3 / _seconds(lambda: left @ right) * share,
-        memory_bytes_per_s=2 * COPY_BYTES / _seconds(lambda: target.copy_(source)) * share,
+        flops_per_s=flops_per_s * share,
+        memory_bytes_per_s=bytes_per_s * share,
         efficiency=1.0,
-        launch_us=_seconds(lambda: tiny.add_(1)) * 1e6,
+        launch_us=launch_us,
     )
     base = CUDA_LINK if is_cuda else CPU_LINK
     link = Link(name=base.name, span=ranks, bytes_per_s=base.bytes_per_s, latency_us=base.latency_us)
     return Cluster(name="auto", devices=(device,) * ranks, links=(link,))
+
+
+@functools.cache
+def _speeds(device_type: str) -> tuple[float, float, float]:
+    """Return FLOP/s, bytes/s and microseconds of a launch that the device reaches."""
+    kind = torch.device(device_type)
+    left, right = torch.rand(2, WIDTH, WIDTH, device=kind)
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=kind)
+    target = torch.empty_like(source)
+    tiny = torch.zeros(1, device=kind)
+    return (
+        2 * WIDTH**3 / _seconds(lambda: left @ right),
+        2 * COPY_BYTES / _seconds(lambda: target.copy_(source)),
+        _seconds(lambda: tiny.add_(1)) * 1e6,
+    )
 
 
 def _seconds(operation: Callable[[], object]) -> float:

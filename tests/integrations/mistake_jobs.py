@@ -35,5 +35,11 @@ def make_mistakes() -> dict[str, str]:
     attempt("no optimizer", lambda: steps(idle, [batch]))
     attempt("two plans", lambda: start(plan={"stages": [{"modules": ["*"]}]}))
     attempt("weights", lambda: start(weights="nowhere"))
+    attempt("module", lambda: start(micro_batch_sizes={"lefd": 4}))
+    attempt("stage", lambda: start(micro_batch_sizes={"left.7": 4}))
+    optimizer = {"type": "AdmaW", "params": {"lr": 1e-3}}
+    attempt("optimizer", lambda: make_engine(build("two_branch")[0], batch, config_of(optimizer=optimizer)))
+    scheduler = {"type": "WarmupLRR", "params": {}}
+    attempt("scheduler", lambda: make_engine(build("two_branch")[0], batch, config_of(scheduler=scheduler)))
     attempt("trace", lambda: start(trace_path="/dev/null/trace.json"))
     return said

@@ -15,4 +15,11 @@ def test_a_mistake_gets_the_same_line_on_every_rank() -> None:
     assert "optimizer: missing" in first["no optimizer"]
     assert "graph_pipeline.stages: 2" in first["two plans"] and "plan has 1" in first["two plans"]
     assert "graph_pipeline.weights: 'nowhere'" in first["weights"]
+    assert "graph_pipeline.micro_batch_sizes.lefd: no module or stage 'lefd'" in first["module"]
+    assert "left" in first["module"]
+    assert (
+        "graph_pipeline.micro_batch_sizes: the plan has no stage 'left.7'; its stages are" in first["stage"]
+    )
+    assert "did you mean 'AdamW'?" in first["optimizer"]
+    assert "did you mean 'WarmupLR'?" in first["scheduler"]
     assert "graph_pipeline.trace_path: /dev/null" in first["trace"]

@@ -1,0 +1,33 @@
+"""Every schedule through the engine, as ranks run it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.integrations.engine_jobs import B, config_of, make_engine
+from tests.models import build
+
+
+def train_under(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Train two steps of a small chain under each block; return losses, gradients, and what was run."""
+    answers = []
+    for block in blocks:
+        model, make_batch = build("gpt2")
+        batches = [make_batch(B, seed) for seed in range(2)]
+        engine = make_engine(model, batches[0], config_of(block={"stages": 2, **block}))
+        engine.retain_gradients()
+        losses = [float(engine.train_batch(data_iter=iter([batches[0]])))]
+        gradients = {name: gradient.clone() for name, gradient in engine.gradients.items()}
+        losses.append(float(engine.train_batch(data_iter=iter([batches[1]]))))
+        program = engine._lane._program
+        answers.append(
+            {
+                "losses": losses,
+                "gradients": gradients,
+                "stages": engine.plan.stages,
+                "notes": engine.plan.notes,
+                "iteration_us": engine.plan.iteration_us,
+                "tasks": [str(i.task)[1:] for i in program.instructions if i.task is not None],
+            }
+        )
+    return answers

@@ -1,0 +1,59 @@
+"""The ``schedule`` and ``micro_batch_sizes`` keys through the engine: each schedule trains as one process does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.integrations import schedule_jobs
+from tests.integrations.engine_jobs import B, U
+from tests.models import build
+from tests.ranks import run_kept_ranks
+from tests.reference import gradient_errors, train_reference
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "1f1b": {"schedule": "1f1b", "slicing": "off", "planner": "uniform"},
+    "2f2b": {"schedule": "2f2b", "slicing": "off"},
+    "kfkb": {"schedule": "kfkb"},
+    "gpipe": {"schedule": "gpipe"},
+    "greedy": {"schedule": "greedy"},
+    "zero_bubble": {"schedule": "zero_bubble", "slicing": "off"},
+    "auto": {"schedule": "auto"},
+    "one larger": {"micro_batch_sizes": {"transformer": 4}, "schedule": "1f1b"},
+}
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, list[dict[str, Any]]]:
+    per_rank = run_kept_ranks(schedule_jobs.train_under, 2, list(BLOCKS.values()), timeout_s=200)
+    return {name: [found[i] for found in per_rank] for i, name in enumerate(BLOCKS)}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_each_trains_as_one_process(answers: dict[str, list[dict[str, Any]]], name: str) -> None:
+    model, make_batch = build("gpt2")
+    batches = [make_batch(B, seed) for seed in range(2)]
+    reference = train_reference(model, batches, unit=U)
+    covered: set[str] = set()
+    for answer in answers[name]:
+        assert answer["losses"] == pytest.approx(reference.losses, rel=1e-5)
+        assert max(gradient_errors(answer["gradients"], reference.gradients).values()) < 1e-5
+        assert answer["iteration_us"] > 0
+        covered |= set(answer["gradients"])
+    assert covered == set(reference.gradients)
+
+
+def test_what_was_asked_for_is_what_runs(answers: dict[str, list[dict[str, Any]]]) -> None:
+    def first(name: str) -> str:
+        return " ".join(answers[name][0]["tasks"])
+
+    assert first("1f1b") == "F0 F1 B0 F2 B1 F3 B2 B3"
+    assert first("2f2b") == "F0 F1 F2 F3 B0 B1 B2 B3"
+    assert first("gpipe") == "F0 F1 F2 F3 B0 B1 B2 B3"
+    for name in ("2f2b", "kfkb"):
+        assert all(stage.schedule == "1f1b" and stage.k > 1 for stage in answers[name][0]["stages"])
+    for name in ("gpipe", "greedy", "zero_bubble"):
+        assert {stage.schedule for stage in answers[name][0]["stages"]} == {name}
+    assert {task[0] for task in answers["zero_bubble"][1]["tasks"]} == {"F", "I", "W"}
+    assert [s.micro_batch_size for s in answers["one larger"][0]["stages"]] == [4, 2]

@@ -1,0 +1,70 @@
+"""The schedule of a finished plan: what is asked for, within memory; auto is never slower than planned."""
+
+import pytest
+
+from gpp_plugin.errors import PlanError, PlanInfeasible
+from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.schedules import schedule_plan
+from gpp_plugin.plan.validate import validate_plan
+from gpp_plugin.schedule.names import SCHEDULE_NAMES, schedule_label
+from tests.plan.graphs import GB, branches, chain, make_profile, make_request
+
+FOUR = {"num_ranks": 4, "mini_batch": 32, "num_stages": 4, "micro_batch_sizes": {"*": 2}}
+
+
+def planned(graph, profile=None, **options):
+    """Return (plan of four stages, its request)."""
+    request = make_request(graph, profile or make_profile(graph), **{**FOUR, **options})
+    return make_plan("graphpipe", request), request
+
+
+def check(plan, request):
+    validate_plan(plan, request.graph, profile=request.profile, cluster=request.cluster)
+
+
+@pytest.mark.parametrize("name", [*SCHEDULE_NAMES, "3f3b"])
+def test_every_name_gives_a_sound_plan(name):
+    plan, request = planned(chain(8))
+    made = schedule_plan(plan, request, schedule=name)
+    check(made, request)
+    labels = {schedule_label(stage) for stage in made.stages}
+    assert made.iteration_us > 0.0
+    if name not in ("auto", "kfkb"):
+        assert labels == {name}
+    if name == "kfkb":
+        assert all(stage.schedule == "1f1b" and stage.k > 1 for stage in made.stages)
+
+
+@pytest.mark.parametrize("graph", [chain(8), branches(2, 4)], ids=["chain", "branches"])
+def test_auto_is_as_quick_as_any_usual_schedule(graph):
+    plan, request = planned(graph)
+    auto = schedule_plan(plan, request, schedule="auto")
+    check(auto, request)
+    for name in ("1f1b", "2f2b", "gpipe", "greedy"):
+        other = schedule_plan(plan, request, schedule=name)
+        assert auto.iteration_us <= other.iteration_us * 1.002, name
+
+
+def test_nothing_is_sliced_when_slicing_is_off():
+    plan, request = planned(chain(8))
+    assert any(s.num_sliced for s in schedule_plan(plan, request, schedule="auto").stages)
+    assert not any(s.num_sliced for s in schedule_plan(plan, request, slicing="off").stages)
+
+
+def test_what_does_not_fit_memory_is_refused_and_auto_stays_within():
+    graph = chain(8)
+    profile = make_profile(graph, saved=0.05 * GB)
+    plan, request = planned(graph, profile, memory_limit_bytes=int(0.9 * GB))
+    with pytest.raises(PlanInfeasible, match=r"no schedule fits \[4, 4, 4, 4\] micro-batches in flight"):
+        schedule_plan(plan, request, schedule="gpipe")
+    with pytest.raises(PlanInfeasible, match="holds 10 micro-batches under 4f4b"):
+        schedule_plan(plan, request, schedule="4f4b")
+    auto = schedule_plan(plan, request, schedule="auto")
+    assert max(stage.memory_bytes for stage in auto.stages) <= 0.9 * GB
+    assert max(stage.in_flight for stage in auto.stages) == 4
+
+
+def test_an_unknown_name_is_refused():
+    plan, request = planned(chain(8))
+    with pytest.raises(PlanError, match="no schedule '2f3b'; give one of auto"):
+        schedule_plan(plan, request, schedule="2f3b")

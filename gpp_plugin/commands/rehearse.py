@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     from gpp_plugin.rehearse.report import format_rehearsal, rehearsal_figures, stage_rows
     from gpp_plugin.rehearse.run import rehearse_plan
-    from gpp_plugin.runtime.timelines import write_trace
+    from gpp_plugin.report.trace import write_trace
 
     rehearsal = rehearse_plan(plan, settings, tell=lambda text: print(text, flush=True))
     print(f"\n{format_rehearsal(rehearsal, width=args.width)}")

@@ -10,12 +10,12 @@ from typing import Any
 
 from gpp_plugin.errors import GppError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.serialize import fingerprint, load, to_plain, write_text_whole
+from gpp_plugin.ir.serialize import fingerprint, load, to_plain
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.report.plan_text import format_plan, stage_rows
 from gpp_plugin.report.summary import summarize_timeline
 from gpp_plugin.report.timeline_text import format_timeline
-from gpp_plugin.report.trace import chrome_trace
+from gpp_plugin.report.trace import write_trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise GppError(f"{args.plan}: is plan {fingerprint(plan)}, the timeline is of plan {timeline.plan}")
     print(format_timeline(timeline, plan, width=args.width))
     if args.trace is not None:
-        write_text_whole(args.trace, json.dumps(chrome_trace(timeline, plan)) + "\n")
+        write_trace(timeline, plan, str(args.trace), step=0)
         print(f"trace written to {args.trace}; open it in Perfetto")
     summary = dataclasses.asdict(summarize_timeline(timeline, plan))
     return {"rows": [to_plain(event) for event in timeline.events], "summary": summary}

@@ -47,6 +47,7 @@ class Event:
     Args:
         micro_batch: of the stage; -1 where it has no meaning.
         edge: index of the plan's edge for messages; -1 otherwise.
+        peer: the rank at a message's other end; -1 for what is no message.
         half: of a forward of half the samples, 0 or 1.
     """
 
@@ -59,6 +60,7 @@ class Event:
     edge: int = -1
     bytes: int = 0
     half: int | None = None
+    peer: int = -1
 
     @property
     def task(self) -> Task | None:

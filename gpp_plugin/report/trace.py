@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.serialize import write_text_whole
 from gpp_plugin.ir.timeline import Event, EventKind, Timeline
 
 _TRACKS = {
@@ -23,15 +28,17 @@ def chrome_trace(timeline: Timeline, plan: PipelinePlan) -> dict[str, Any]:
     """Return the trace as JSON types: a process per rank, tracks for compute, receives and sends.
 
     Messages that are under way at the same time take tracks of their own, as the format demands that
-    the events of one track nest.
+    the events of one track nest. An arrow leads from each send to its receive.
     """
     events: list[dict[str, Any]] = []
+    tracks: dict[int, int] = {}
     for rank in sorted({event.rank for event in timeline.events}):
         stage = plan.stage_of_rank(rank)
         name = f"rank {rank}: stage {stage} {plan.stages[stage].name}"
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
         events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
-        events += _rank_events([event for event in timeline.events if event.rank == rank], plan)
+        events += _rank_events([event for event in timeline.events if event.rank == rank], plan, tracks)
+    events += _arrows(timeline, plan, tracks)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -39,7 +46,14 @@ def chrome_trace(timeline: Timeline, plan: PipelinePlan) -> dict[str, Any]:
     }
 
 
-def _rank_events(events: list[Event], plan: PipelinePlan) -> list[dict[str, Any]]:
+def write_trace(timeline: Timeline, plan: PipelinePlan, path: str, *, step: int) -> None:
+    """Write a trace; ``{step}`` in ``path`` makes one file a step."""
+    target = Path(path.replace("{step}", str(step)))
+    write_text_whole(target, json.dumps(chrome_trace(timeline, plan)) + "\n")
+
+
+def _rank_events(events: list[Event], plan: PipelinePlan, tracks: dict[int, int]) -> list[dict[str, Any]]:
+    """Return what one rank's tracks show; notes the track of each event, by its id, in ``tracks``."""
     ends: dict[int, float] = {}
     shown: list[dict[str, Any]] = []
     for event in sorted(events, key=lambda event: (event.start_us, -event.end_us)):
@@ -50,6 +64,7 @@ def _rank_events(events: list[Event], plan: PipelinePlan) -> list[dict[str, Any]
             args = {"name": track_name}
             shown.append({"ph": "M", "name": "thread_name", "pid": event.rank, "tid": track, "args": args})
         ends[track] = event.end_us
+        tracks[id(event)] = track
         shown.append(
             {
                 "ph": "X",
@@ -63,6 +78,46 @@ def _rank_events(events: list[Event], plan: PipelinePlan) -> list[dict[str, Any]
             }
         )
     return shown
+
+
+def _arrows(timeline: Timeline, plan: PipelinePlan, tracks: dict[int, int]) -> Iterator[dict[str, Any]]:
+    """Yield two events a message: where it is sent, and where it is received."""
+    for number, (send, receive) in enumerate(_messages(timeline, plan)):
+        for phase, event in (("s", send), ("f", receive)):
+            arrow: dict[str, Any] = {
+                "ph": phase,
+                "name": "message",
+                "cat": "message",
+                "id": number,
+                "pid": event.rank,
+                "tid": tracks[id(event)],
+                "ts": event.start_us,
+            }
+            if phase == "f":
+                arrow["bp"] = "e"  # it ends at the event around it, not at the next one
+            yield arrow
+
+
+def _messages(timeline: Timeline, plan: PipelinePlan) -> Iterator[tuple[Event, Event]]:
+    """Yield the send and the receive of every message that has both.
+
+    The messages of a channel hold its samples in order, so both of their micro-batches increase.
+    """
+    channels: dict[tuple[int, bool, int, int], tuple[list[Event], list[Event]]] = defaultdict(
+        lambda: ([], [])
+    )
+    for event in timeline.events:
+        if event.peer < 0:
+            continue
+        is_send = event.kind is EventKind.SEND
+        is_activation = (plan.edges[event.edge].src == event.stage) == is_send
+        ends = (event.rank, event.peer) if is_send else (event.peer, event.rank)
+        channels[event.edge, is_activation, *ends][0 if is_send else 1].append(event)
+    for both in channels.values():
+        sends, receives = (
+            sorted(events, key=lambda e: (e.micro_batch, e.half or 0, e.start_us)) for events in both
+        )
+        yield from zip(sends, receives, strict=False)
 
 
 def _event_name(event: Event, plan: PipelinePlan) -> str:

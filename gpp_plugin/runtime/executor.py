@@ -29,6 +29,7 @@ from gpp_plugin.ir.timeline import Event, EventKind
 from gpp_plugin.runtime.compute import StageCompute, StageHooks
 from gpp_plugin.runtime.routes import Parcel, Piece, Reading, Source, resolve_routes
 from gpp_plugin.runtime.transport import Pending, Post, Transport
+from gpp_plugin.runtime.wires import Wire
 
 logger = logging.getLogger(__name__)
 
@@ -333,7 +334,9 @@ class StageExecutor:
     def _complete(self, number: int) -> None:
         start = self._now()
         self._pending_receives[number].wait()
-        self._record_message(EventKind.RECEIVE, self._routes.receives[number][0], start)
+        if self._is_recording:
+            message, wires = self._routes.receives[number]
+            self._record_message(EventKind.RECEIVE, message, start, wires)
 
     def _send(self, post: Post, message: Message, parcels: Sequence[Parcel]) -> None:
         start = self._now()
@@ -351,7 +354,8 @@ class StageExecutor:
         self._pending_sends.append(pending)
         if not self._is_trained:
             self._sends_of[message.src_micro_batch].append(pending)
-        self._record_message(EventKind.SEND, message, start, sum(p.wire.num_bytes for p in parcels))
+        if self._is_recording:
+            self._record_message(EventKind.SEND, message, start, [parcel.wire for parcel in parcels])
 
     def _finish_sends(self) -> None:
         """Wait until everything has been sent."""
@@ -426,21 +430,22 @@ class StageExecutor:
                 )
             )
 
-    def _record_message(self, kind: EventKind, message: Message, start: float, num_bytes: int = 0) -> None:
-        if self._is_recording:
-            is_send = kind is EventKind.SEND
-            self._result.events.append(
-                Event(
-                    rank=self._rank,
-                    stage=self._program.stage,
-                    kind=kind,
-                    micro_batch=message.src_micro_batch if is_send else message.dst_micro_batch,
-                    edge=message.edge,
-                    start_us=start,
-                    end_us=self._now(),
-                    bytes=num_bytes,
-                )
+    def _record_message(self, kind: EventKind, message: Message, start: float, wires: Sequence[Wire]) -> None:
+        is_send = kind is EventKind.SEND
+        self._result.events.append(
+            Event(
+                rank=self._rank,
+                stage=self._program.stage,
+                kind=kind,
+                micro_batch=message.src_micro_batch if is_send else message.dst_micro_batch,
+                half=message.src_half if is_send else message.dst_half,
+                edge=message.edge,
+                peer=message.dst_rank if is_send else message.src_rank,
+                start_us=start,
+                end_us=self._now(),
+                bytes=sum(wire.num_bytes for wire in wires),
             )
+        )
 
 
 _TAKEN = torch.empty(0)

@@ -1,20 +1,17 @@
-"""From each rank's measured events to one Timeline, and to a trace file."""
+"""From each rank's measured events to one Timeline."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import socket
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch.distributed as dist
 
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.serialize import fingerprint, write_text_whole
+from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.timeline import Event, Timeline
-from gpp_plugin.report.trace import chrome_trace
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +58,3 @@ def gather_timeline(
         for e in sorted(aligned, key=lambda e: (e.start_us, e.rank))
     )
     return Timeline(source="measured", plan=fingerprint(plan), events=tuple(shifted))
-
-
-def write_trace(timeline: Timeline, plan: PipelinePlan, path: str, *, step: int) -> None:
-    """Write a Chrome/Perfetto trace; ``{step}`` in ``path`` makes one file a step."""
-    target = Path(path.replace("{step}", str(step)))
-    write_text_whole(target, json.dumps(chrome_trace(timeline, plan)) + "\n")

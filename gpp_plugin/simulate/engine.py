@@ -125,7 +125,7 @@ def _task_events(graph: TaskGraph, times: TaskTimes) -> list[Event]:
 def _message_events(graph: TaskGraph, times: TaskTimes) -> list[Event]:
     events = []
     for number, (source, target) in enumerate(zip(graph.source, graph.target, strict=True)):
-        for node, kind in ((source, EventKind.SEND), (target, EventKind.RECEIVE)):
+        for node, peer, kind in ((source, target, EventKind.SEND), (target, source, EventKind.RECEIVE)):
             events.append(
                 Event(
                     rank=graph.rank[node],
@@ -137,6 +137,7 @@ def _message_events(graph: TaskGraph, times: TaskTimes) -> list[Event]:
                     edge=graph.edge[number],
                     bytes=round(graph.num_bytes[number]),
                     half=graph.half[node],
+                    peer=graph.rank[peer],
                 )
             )
     return events

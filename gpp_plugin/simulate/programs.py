@@ -191,6 +191,7 @@ class _ProgramRun:
                 half=half,
                 edge=message.edge,
                 num_bytes=num_bytes,
+                peer=message.dst_rank if kind is EventKind.SEND else message.src_rank,
             )
             if self._missing[rank] and self._awaits(rank, message):
                 self._missing[rank] -= 1
@@ -247,6 +248,7 @@ class _ProgramRun:
         half: int | None = None,
         edge: int = -1,
         num_bytes: int = 0,
+        peer: int = -1,
     ) -> None:
         self.events.append(
             Event(
@@ -259,5 +261,6 @@ class _ProgramRun:
                 edge=edge,
                 bytes=num_bytes,
                 half=half,
+                peer=peer,
             )
         )

@@ -132,6 +132,36 @@ def test_events_of_one_track_of_a_trace_do_not_overlap(plan, timeline):
     assert len({tid for pid, tid in ends if pid == 2}) == 3  # compute, and two sends at once
 
 
+def test_arrows_of_a_trace_lead_from_each_send_to_its_receive(plan):
+    """Two micro-batches of the text branch make one of the loss; the second is sent while the first is waited for."""
+
+    def message(kind, rank, peer, micro_batch, start, end):
+        stage = plan.stage_of_rank(rank)
+        return Event(
+            rank=rank, stage=stage, kind=kind, micro_batch=micro_batch, edge=1, peer=peer, start_us=start, end_us=end
+        )  # fmt: skip
+
+    send, receive = EventKind.SEND, EventKind.RECEIVE
+    events = (
+        message(receive, 3, 2, 0, 0, 40),
+        message(send, 2, 3, 0, 10, 12),
+        message(send, 2, 3, 1, 30, 32),
+        message(receive, 3, 2, 0, 40, 45),
+        message(send, 3, 2, 0, 60, 61),
+        message(receive, 2, 3, 1, 50, 70),
+    )
+    trace = chrome_trace(Timeline(source="measured", plan="", events=events), plan)["traceEvents"]
+    arrows = {}
+    for event in trace:
+        if event["ph"] in "sf":
+            arrows.setdefault(event["id"], []).append((event["ph"], event["pid"], event["ts"]))
+    assert sorted(arrows.values()) == [
+        [("s", 2, 10), ("f", 3, 0)],
+        [("s", 2, 30), ("f", 3, 40)],
+        [("s", 3, 60), ("f", 2, 50)],
+    ]
+
+
 def test_units():
     assert [format_bytes(n) for n in (0, 1023, 1024, 99.9 * 1024, 1010 * 1024, 2**50)] == [
         "0 B", "1023 B", "1.00 KiB", "99.9 KiB", "0.99 MiB", "1048576 GiB"

@@ -2,7 +2,7 @@
 
 Sixteen different plans on two to eight ranks run with delays in place of compute; processes, messages and the
 executor are real. A row compares the median measured iteration with the median simulated one, which is given the
-time of every task, and the usual times of a message and of the host between two tasks, read off the same timelines.
+time of every task, and the mean times of a message and of the host between two tasks, read off the same mini-batch.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _rows(args: argparse.Namespace, found: Sequence[PipelinePlan], num_ranks: in
         timelines = outcomes[plan.model].timelines["gpp"]
         times = measure_times(plan, timelines)
         measured = statistics.median(timeline.iteration_us for timeline in timelines)
-        simulated = predict_from(plan, times, timelines)
+        simulated = predict_from(plan, timelines)
         rows.append(
             {
                 "plan": plan.model,

@@ -30,7 +30,9 @@ TaskKey = tuple[int, TaskKind, int | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTimes:
-    """What tasks and messages took, in microseconds: medians over micro-batches and mini-batches.
+    """What tasks and messages took, in microseconds.
+
+    Tasks are medians; messages and host are means, as a path through many of them takes their sum.
 
     Args:
         task_us: (rank, kind, half) -> a task's time.
@@ -74,8 +76,8 @@ def measure_times(plan: PipelinePlan, timelines: Sequence[Timeline]) -> Measured
                 waits.append(wait)
             elif wait.produced_us < wait.before_us - ARRIVED_US:
                 gaps[wait.rank].append(wait.start_us - wait.before_us)
-    usual = statistics.median(chain.from_iterable(gaps.values())) if gaps else 0.0
-    host_us = {rank: statistics.median(gaps[rank]) if rank in gaps else usual for rank in graph.orders}
+    usual = statistics.fmean(chain.from_iterable(gaps.values())) if gaps else 0.0
+    host_us = {rank: statistics.fmean(gaps[rank]) if rank in gaps else usual for rank in graph.orders}
     message_us, bytes_per_s = fit_link(
         [(w.num_bytes, max(0.0, w.start_us - w.produced_us - host_us[w.producer])) for w in waits]
     )
@@ -89,16 +91,17 @@ def measure_times(plan: PipelinePlan, timelines: Sequence[Timeline]) -> Measured
     )
 
 
-def predict_from(plan: PipelinePlan, times: MeasuredTimes, timelines: Sequence[Timeline]) -> float:
+def predict_from(plan: PipelinePlan, timelines: Sequence[Timeline]) -> float:
     """Return the simulated iteration of ``plan`` in microseconds, given measured times.
 
-    Every mini-batch is simulated with its own tasks' times, and the usual ones of messages, host, reductions
-    and step; the median of those simulations is compared with the median measured one.
+    Every mini-batch is simulated with the times of its own tasks, messages, reductions and step; the median of
+    those simulations is for comparison with the median measured one.
     """
-    return statistics.median(_predict_one(plan, times, timeline) for timeline in timelines)
+    return statistics.median(_predict_one(plan, timeline) for timeline in timelines)
 
 
-def _predict_one(plan: PipelinePlan, times: MeasuredTimes, timeline: Timeline) -> float:
+def _predict_one(plan: PipelinePlan, timeline: Timeline) -> float:
+    times = measure_times(plan, [timeline])
     durations: dict[tuple[object, ...], float] = {}
     for (rank, task), (start, end) in _task_spans(timeline).items():
         half = () if task.half is None else (task.half,)
@@ -118,29 +121,22 @@ def _task_graph(plan: PipelinePlan) -> TaskGraph:
 
 
 def fit_link(delays: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return latency in microseconds and bytes per second of (bytes, delay) pairs.
+    """Return latency in microseconds and bytes per second of (bytes, delay) pairs, by least squares.
 
-    The line through the medians of each size, by least squares; only a latency where sizes hardly differ
-    or larger messages were not slower.
+    Only a latency, the mean delay, where sizes hardly differ or larger messages were not slower.
     """
     if not delays:
         return 0.0, float("inf")
-    by_size: dict[float, list[float]] = defaultdict(list)
-    for size, delay in delays:
-        by_size[size].append(delay)
-    common = statistics.median(delay for _, delay in delays)
-    smallest, largest = min(by_size), max(by_size)
-    if largest < DISTINCT_SIZES * smallest or largest == smallest:
-        return common, float("inf")
-    points = [(size, statistics.median(values), len(values)) for size, values in by_size.items()]
-    total = sum(count for _, _, count in points)
-    mean_size = sum(size * count for size, _, count in points) / total
-    mean_delay = sum(delay * count for _, delay, count in points) / total
-    spread = sum(count * (size - mean_size) ** 2 for size, _, count in points)
-    slope = sum(count * (size - mean_size) * (delay - mean_delay) for size, delay, count in points) / spread
+    sizes = [size for size, _ in delays]
+    mean_size = statistics.fmean(sizes)
+    mean_delay = statistics.fmean(delay for _, delay in delays)
+    if max(sizes) < DISTINCT_SIZES * min(sizes) or max(sizes) == min(sizes):
+        return mean_delay, float("inf")
+    spread = sum((size - mean_size) ** 2 for size in sizes)
+    slope = sum((size - mean_size) * (delay - mean_delay) for size, delay in delays) / spread
     latency = mean_delay - slope * mean_size
     if slope <= 0.0 or latency < 0.0:
-        return common, float("inf")
+        return mean_delay, float("inf")
     return latency, 1e6 / slope
 
 

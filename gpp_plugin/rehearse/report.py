@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,6 +15,9 @@ from gpp_plugin.report.timeline_text import format_timeline
 from gpp_plugin.report.units import format_ms, format_table
 from gpp_plugin.simulate.durations import stage_task_us
 from gpp_plugin.simulate.metrics import peak_in_flight
+
+LARGEST_HOST_SHARE = 0.03
+"""Of a task's time: with more between two tasks, a rehearsal shows the machine and not the schedule."""
 
 
 def stage_rows(rehearsal: Rehearsal) -> list[dict[str, Any]]:
@@ -127,15 +131,28 @@ def format_rehearsal(rehearsal: Rehearsal, *, width: int = 100) -> str:
         f"planned, {figures['host_us']:.0f} us pass between two tasks, a message takes "
         f"{figures['message_us']:.0f} us",
     ]
-    if figures["message_us"] > statistics.median(rehearsal.times.task_us.values()):
-        lines.append(
-            "messages take longer than tasks: here they go through this machine's memory, not over your links; "
-            "a smaller --scale-bytes shows the schedule without them"
-        )
     if figures["reduce_ms"]:
         reduced = ", ".join(f"{name} {ms:.1f} ms" for name, ms in figures["reduce_ms"].items())
         lines.append(f"gradients are reduced in: {reduced}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_advice(rehearsal, figures)])
+
+
+def _advice(rehearsal: Rehearsal, figures: dict[str, Any]) -> list[str]:
+    """Return what to change where this machine, rather than the schedule, makes the time."""
+    task_us = statistics.median(rehearsal.times.task_us.values())
+    if figures["message_us"] > task_us:
+        return [
+            "messages take longer than tasks: here they go through this machine's memory, not over your links; "
+            "a smaller --scale-bytes shows the schedule without them"
+        ]
+    lost_us = figures["host_us"] + figures["overshoot_us"]
+    if lost_us > LARGEST_HOST_SHARE * task_us:
+        wanted = math.ceil(lost_us / (LARGEST_HOST_SHARE * task_us) * rehearsal.settings.scale_time)
+        return [
+            f"tasks are short against this machine's {lost_us:.0f} us between them; "
+            f"--scale-time {wanted} shows the schedule"
+        ]
+    return []
 
 
 def _format_optional(ms: float | None) -> str:

@@ -103,7 +103,7 @@ def rehearse_plan(
         timelines=timelines,
         times=times,
         planned_us=planned_us,
-        predicted_us=predict_from(scaled, times, timelines),
+        predicted_us=predict_from(scaled, timelines),
     )
 
 

@@ -62,7 +62,7 @@ def test_a_simulated_timeline_gives_back_its_times_and_its_length(plan, latency_
     if plan.stages[2].degree == 1:
         steps["reduce_us"] = {}
         wanted = simulate_plan(plan, cluster=links_of(latency_us), forward_only_stages=frozen, **steps)
-    assert predict_from(plan, times, [timeline]) == pytest.approx(wanted.iteration_us)
+    assert predict_from(plan, [timeline]) == pytest.approx(wanted.iteration_us)
 
 
 def test_host_time_between_tasks_is_not_taken_for_messages():
@@ -83,7 +83,7 @@ def test_host_time_between_tasks_is_not_taken_for_messages():
     assert times.task_us[0, F, None] == pytest.approx(plan.stages[0].forward_us)
     assert list(times.host_us.values()) == pytest.approx([100.0] * 4)
     assert times.message_us == pytest.approx(50.0)
-    assert predict_from(plan, times, [shortened]) == pytest.approx(timeline.iteration_us)
+    assert predict_from(plan, [shortened]) == pytest.approx(timeline.iteration_us)
 
 
 def test_a_line_is_fitted_only_through_messages_of_different_sizes():

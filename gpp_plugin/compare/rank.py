@@ -68,7 +68,7 @@ class _Pipeline:
             "depth": plan.depth,
             "stage_names": [stage.name for stage in plan.stages],
             "micro_batches": [plan.num_micro_batches(i) for i in range(len(plan.stages))],
-            "notes": list(plan.notes),
+            "notes": [*plan.notes, *_tunnelled(self._engine)],
         }
 
     def train(self, batch: Batch) -> float:
@@ -80,6 +80,16 @@ class _Pipeline:
         self._engine.record_timelines = False
         timeline = self._engine.last_timeline
         return None if timeline is None else timeline.bubble_ratio()
+
+
+def _tunnelled(engine: Any) -> list[str]:
+    carried = getattr(engine, "carried", ())
+    if not carried:
+        return []
+    return [
+        "DeepSpeed sends neither int64 nor tensors without a gradient between stages: "
+        f"{', '.join(carried)} travel as the bits of floats, exactly, and zeros travel back as their gradient"
+    ]
 
 
 class _Ranks:

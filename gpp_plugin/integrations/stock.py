@@ -112,8 +112,13 @@ def make_stock_engine(
             training_data, mini_batch=plan.mini_batch, collate_fn=collate_fn, seed=config.seed
         )
         engine.set_dataloader(engine.training_dataloader)
-    if setting.rank == 0:
-        _log_carried(lane)
+    if setting.rank == 0 and engine.carried:
+        logger.info(
+            "%s: DeepSpeed cannot send int64 or tensors without a gradient between stages; %s travel as the bits of "
+            "floats, packed into one tensor (exact for every value)",
+            STOCK,
+            ", ".join(engine.carried),
+        )
     return engine
 
 
@@ -199,18 +204,6 @@ def _put_back(module: StageModule, buffers: Mapping[str, Tensor]) -> None:
     for name, tensor in buffers.items():
         *path, leaf = name.split(".")
         module.get_submodule(".".join(path))._buffers[leaf] = tensor
-
-
-def _log_carried(lane: ChainLane) -> None:
-    cuts = [stage.after for stage in lane.chain if stage.after is not None]
-    carried = sorted({name for cut in cuts for name in (*cut.constant, *cut.inputs)})
-    if carried:
-        logger.info(
-            "%s: DeepSpeed cannot send int64 or tensors without a gradient between stages; %s travel as the bits of "
-            "floats, packed into one tensor (exact for every value)",
-            STOCK,
-            ", ".join(carried),
-        )
 
 
 class _Tied(nn.Module):

@@ -98,6 +98,11 @@ class ChainLane:
             chain=chain, function=build_stage_function(captured, nodes, outputs), specs=specs, loss=loss
         )
 
+    def carried(self) -> tuple[str, ...]:
+        """Return what crosses cuts without a gradient: batch keys and node names."""
+        cuts = [stage.after for stage in self.chain if stage.after is not None]
+        return tuple(sorted({name for cut in cuts for name in (*cut.inputs, *cut.constant)}))
+
     def micro_batches(self, batch: Batch, code: ChainCode, count: int) -> list[tuple[Tensor, ...]]:
         """Return what this rank loads of each micro-batch."""
         setting = self.source.setting
@@ -132,10 +137,12 @@ class Handed:
 class StockPipelineEngine(PipelineEngine):
     """DeepSpeed's `PipelineEngine` for batches that are dicts; made by `stock.make_stock_engine`.
 
-    ``plan`` is the chain in force; with ``record_timelines`` each `train_batch` leaves ``last_timeline`` on rank 0.
+    ``plan`` is the chain in force, ``carried`` names what travels between its stages as the bits of floats. With
+    ``record_timelines`` each `train_batch` leaves ``last_timeline`` on rank 0.
     """
 
     plan: PipelinePlan
+    carried: tuple[str, ...]
 
     def attach(
         self, lane: ChainLane, layer: ChainLayer, *, spare: Mapping[str, Tensor], sample_batch: Batch
@@ -147,6 +154,7 @@ class StockPipelineEngine(PipelineEngine):
         """
         setting = lane.source.setting
         self.plan = lane.plan
+        self.carried = lane.carried()
         self._lane, self._layer, self._spare = lane, layer, dict(spare)
         self._evaluation: dict[tuple[str, ...], ChainLane] = {}
         self._code = lane.code_for(sample_batch)

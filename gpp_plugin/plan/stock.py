@@ -25,7 +25,7 @@ STOCK = "stock_1f1b"
 
 @register_planner(STOCK)
 def stock_plan(request: PlanRequest) -> PipelinePlan:
-    """Return the chain of equal degrees with the quickest slowest stage; its time is that of a chain.
+    """Return the chain of equal degrees with the quickest slowest stage; time and memory are a chain's.
 
     Where the number of stages is left open there are as many as ranks (divided by ``data_parallel``).
 
@@ -51,7 +51,9 @@ def stock_plan(request: PlanRequest) -> PipelinePlan:
         for start, stop in split_by_weight(weights, stages)
     ]
     plan = build_plan(request, drafts, planner=STOCK, costs=costs, notes=_notes(request, size))
-    return dataclasses.replace(plan, iteration_us=judge_us(as_sequential(plan, costs), costs))
+    sequential = as_sequential(plan, costs)
+    # what a chain holds and takes; the edges stay those of the graph, along which tensors are handed on
+    return dataclasses.replace(sequential, edges=plan.edges, iteration_us=judge_us(sequential, costs))
 
 
 def _shape(request: PlanRequest) -> tuple[int, int]:

@@ -36,6 +36,7 @@ def test_all_modes_train_alike(tmp_path, capsys):
     assert all(len(row["losses"]) == 3 for row in answer["rows"])
     assert json.loads(out.read_text())["rows"] == answer["rows"]
     assert "x as fast as stock" in text
+    assert any("travel as the bits of floats" in note for note in stock["notes"]) == (stock["stages"] > 2)
 
 
 def test_a_mode_that_stock_deepspeed_cannot_run_is_a_row_with_the_reason(capsys):

@@ -27,6 +27,8 @@ def test_branches_follow_each_other_and_take_the_time_of_a_chain():
     plan = make_plan("stock_1f1b", make_request(graph, ranks=5, mini_batch=5))
     assert [stage.blocks for stage in plan.stages] == [("b0.0",), ("b0.1",), ("b1.0",), ("b1.1",), ("join",)]
     assert plan.iteration_us == pytest.approx((5 + 4) * 300)  # (m + p - 1)(f + b)
+    assert [stage.in_flight for stage in plan.stages] == [5, 4, 3, 2, 1]
+    assert plan.depth == 3  # of the graph, were it run as one
 
 
 def test_ranks_are_shared_out_evenly():

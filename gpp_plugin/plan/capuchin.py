@@ -35,7 +35,15 @@ import numpy as np
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
 from gpp_plugin.plan.costs import Floats
 from gpp_plugin.plan.operator_chain import Ints, OperatorChain, PipelineShape
-from gpp_plugin.plan.recompute_menu import SegmentCosts, Segments, segment_costs
+from gpp_plugin.plan.recompute_menu import (
+    LevelSums,
+    SegmentCosts,
+    Segments,
+    dropped_tensors,
+    members,
+    segment_costs,
+    whole_stage,
+)
 
 Interval = tuple[int, int]
 NUM_MIXTURES = 4
@@ -85,12 +93,9 @@ class StageOptimizer:
         self.can_recompute, self.can_swap = recompute, swap
         none = Segments(starts=np.zeros(0, dtype=np.int64), stops=np.zeros(0, dtype=np.int64))
         self._levels = [none, *(menu if recompute else ())]
-        self._costs = [segment_costs(chain, level) for level in self._levels]
-        pairs = list(zip(self._levels, self._costs, strict=True))
-        self._time = _Between(chain.num_blocks, [(s, c.time_us) for s, c in pairs])
-        self._net = _Between(chain.num_blocks, [(s, c.dropped - c.held) for s, c in pairs])
-        self._work = np.array([float(c.dropped.max(initial=0.0)) for c in self._costs])
-        self._pair_work = np.maximum(self._work[:, None], self._work[None, :])
+        costs = [segment_costs(chain, level) for level in self._levels]
+        self._sums = LevelSums(chain, self._levels, costs)
+        self._work = np.array([float(c.dropped.max(initial=0.0)) for c in costs])
         self._known: dict[tuple[int, int, int], tuple[float, float]] = {}
 
     def estimate(self, stage: int, start: int, stop: int) -> tuple[float, float]:
@@ -107,38 +112,45 @@ class StageOptimizer:
         excess = chain.memory_bytes(start, stop, stage, shape) - shape.limits[stage]
         if excess <= 0 or not (self.can_swap or len(self._levels) > 1):
             return max(excess, 0.0), compute_us
-        time, needs, hidden = self._needs(stage, start, stop)
-        us = _cheapest_mixture(time, needs - hidden, self._pair_work - self._work[:, None])
-        if not self.can_swap:
-            return (0.0, compute_us + us) if us < np.inf else (float(needs.min()), compute_us)
-        forward_us = chain.forward[stop] - chain.forward[start]
-        in_flight = shape.in_flight(stage)
-        kept = chain.tensor_bytes[stop] - chain.tensor_bytes[start] - self._net(start, stop)
-        wanted = np.maximum(needs, 0.0) / in_flight
-        exposed = self._exposed_us(
-            wanted, forward_us, compute_us - forward_us + time, in_turn=shape.is_in_turn(stage)
-        )
-        us = min(us, float(np.where(wanted <= kept, time + exposed, np.inf).min()))
-        if us < np.inf:
-            return 0.0, compute_us + us
-        return float((needs - in_flight * kept).min()), compute_us
+        options = self._options(stage, start, stop)
+        us = _cheapest_mixture(options.time_us, options.needs, options.work)
+        nearest = float(options.needs.min())
+        if self.can_swap:
+            with_swaps = options.needs + 2 * chain.largest_saved(start, stop)
+            us = min(us, _cheapest_mixture(options.time_us, with_swaps - options.hidden, options.work))
+            forward_us = chain.forward[stop] - chain.forward[start]
+            in_flight = shape.in_flight(stage)
+            kept = chain.tensor_bytes[stop] - chain.tensor_bytes[start] - options.net
+            wanted = np.maximum(with_swaps, 0.0) / in_flight
+            exposed = self._exposed_us(
+                wanted,
+                forward_us,
+                compute_us - forward_us + options.time_us,
+                in_turn=shape.is_in_turn(stage),
+            )
+            us = min(us, float(np.where(wanted <= kept, options.time_us + exposed, np.inf).min()))
+            nearest = min(nearest, float((with_swaps - in_flight * kept).min()))
+        return (0.0, compute_us + us) if us < np.inf else (max(nearest, 1.0), compute_us)
 
-    def _needs(self, stage: int, start: int, stop: int) -> tuple[Floats, Floats, Floats]:
-        """Return by level: recompute time, bytes still lacking, and bytes that swaps free without cost."""
+    def _options(self, stage: int, start: int, stop: int) -> _Options:
+        """Return what every level comes to, and last, where recomputing is allowed, the stage as one segment."""
         chain, shape = self.chain, self.shape
+        time, net = self._sums.time_us(start, stop), self._sums.net_bytes(start, stop)
+        work = np.where(net > 0, self._work, 0.0)
+        if self.can_recompute:
+            dropped, held, again_us = whole_stage(chain, start, stop)
+            time, net = np.append(time, again_us), np.append(net, max(dropped - held, 0.0))
+            work = np.append(work, dropped)
         in_flight = shape.in_flight(stage)
         excess = chain.memory_bytes(start, stop, stage, shape) - shape.limits[stage]
-        time = self._time(start, stop)
-        needs = excess - in_flight * self._net(start, stop) + self._work
-        if not self.can_swap:
-            return time, needs, np.zeros_like(time)
-        compute_us = chain.stage_us(start, stop)
-        forward_us = chain.forward[stop] - chain.forward[start]
-        free_us = compute_us + time
+        free_us = chain.stage_us(start, stop) + time
         if not shape.is_in_turn(stage):
+            forward_us = chain.forward[stop] - chain.forward[start]
             free_us = np.minimum(forward_us, free_us - forward_us)
         hidden = in_flight * free_us * (shape.host_bytes_per_s / 1e6)
-        return time, needs + 2 * chain.largest_saved(start, stop), hidden
+        return _Options(
+            time_us=time, net=net, work=work, needs=excess - in_flight * net + work, hidden=hidden
+        )
 
     def _exposed_us(
         self, num_bytes: Floats, forward_us: Floats, backward_us: Floats, *, in_turn: bool
@@ -155,6 +167,8 @@ class StageOptimizer:
         if best.excess_bytes <= 0:
             return best
         inside = [self._inside(level, start, stop) for level in range(len(self._levels))]
+        if self.can_recompute:
+            inside.append([(start, stop)])
         for level in inside:
             best = min(best, self._fitted(stage, start, stop, level), key=lambda c: c.key)
         for low, high in self._mixtures(stage, start, stop):
@@ -165,13 +179,17 @@ class StageOptimizer:
 
     def _inside(self, level: int, start: int, stop: int) -> list[Interval]:
         segments = self._levels[level]
-        kept = (segments.starts >= start) & (segments.stops <= stop)
-        return list(zip(segments.starts[kept].tolist(), segments.stops[kept].tolist(), strict=True))
+        begins = np.maximum(segments.starts, start)
+        ends = np.minimum(segments.stops, stop)
+        kept = begins < ends
+        return list(zip(begins[kept].tolist(), ends[kept].tolist(), strict=True))
 
     def _mixtures(self, stage: int, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the most promising pairs of levels, the one that does not fit first."""
-        time, needs, hidden = self._needs(stage, start, stop)
-        needs = needs - hidden
+        options = self._options(stage, start, stop)
+        time, needs = options.time_us, options.needs
+        if self.can_swap:
+            needs = needs - options.hidden
         scored = []
         for low, high in itertools.permutations(range(len(time)), 2):
             if time[low] < time[high] and needs[low] > max(needs[high], 0.0):
@@ -224,8 +242,8 @@ class StageOptimizer:
         """Return the tensors that are kept, the one with the most FreeTime first."""
         tensors = self.chain.tensors
         kept = (tensors.charged >= start) & (tensors.charged < stop) & (tensors.bytes > 0)
-        member = self._members(segments)
-        kept &= ~((member[tensors.made] >= 0) & (member[tensors.made] == member[tensors.last]))
+        member = members(self.chain, segments)
+        kept &= ~dropped_tensors(self.chain, member)
         rows = np.flatnonzero(kept)
         free = self.free_us(stage, start, stop, rows)
         return rows[np.argsort(-free, kind="stable")]
@@ -239,12 +257,6 @@ class StageOptimizer:
         if shape.schedule == "gpipe" and shape.mode == "sync":
             others /= 2  # on the average: the last forward's backward comes last, all forwards before
         return gap + others - 2 * chain.tensors.bytes[rows] / (shape.host_bytes_per_s / 1e6)
-
-    def _members(self, segments: Sequence[Interval]) -> Ints:
-        member = np.full(self.chain.num_blocks, -1, dtype=np.int64)
-        for i, (begin, end) in enumerate(segments):
-            member[begin:end] = i
-        return member
 
     def weigh(
         self,
@@ -312,7 +324,7 @@ class StageOptimizer:
             stops=np.array([s for _, s in ordered], dtype=np.int64),
         )
         costs: SegmentCosts = segment_costs(chain, asked)
-        member = self._members(ordered)
+        member = members(chain, ordered)
         tensors = chain.tensors
         owner = np.where(member[tensors.made] == member[tensors.last], member[tensors.made], -1)
         names: list[list[str]] = [[] for _ in ordered]
@@ -330,24 +342,35 @@ class StageOptimizer:
         )
 
 
-def _cheapest_mixture(time: Floats, needs: Floats, more_work: Floats) -> float:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """By level: recompute time, bytes dropped less held, bytes worked with, bytes lacking, bytes swapped free."""
+
+    time_us: Floats
+    net: Floats
+    work: Floats
+    needs: Floats
+    hidden: Floats
+
+
+def _cheapest_mixture(time: Floats, needs: Floats, work: Floats) -> float:
     """Return the least time of one level, or of two mixed so that they just fit; inf where none fits.
 
     Args:
-        needs: bytes each level lacks; negative: fits.
-        more_work: [low, high], what a mixture works with beyond the low level alone.
+        needs: bytes each level lacks with its own ``work``; negative: fits. A mixture has the larger work.
     """
     fits = needs <= 0
     if not fits.any():
         return float("inf")
     best = float(time[fits].min())
-    lacking = np.maximum(needs[:, None] + more_work, 0.0)[~fits][:, fits]
-    if lacking.size:
-        low, high = time[~fits][:, None], time[fits][None, :]
-        share = lacking / np.maximum(lacking - np.minimum(needs[fits][None, :], -1.0), 1.0)
-        mixed = np.where(low < high, low + np.minimum(share, 1.0) * (high - low), np.inf)
-        best = min(best, float(mixed.min()))
-    return best
+    if fits.all():
+        return best
+    low, high = time[~fits][:, None], time[fits][None, :]
+    lacking = needs[~fits][:, None] + np.maximum(work[fits][None, :] - work[~fits][:, None], 0.0)
+    spare = -needs[fits][None, :] - np.maximum(work[~fits][:, None] - work[fits][None, :], 0.0)
+    share = lacking / np.maximum(lacking + spare, 1e-9)
+    mixed = np.where((low < high) & (share <= 1.0) & (spare >= 0.0), low + share * (high - low), np.inf)
+    return min(best, float(mixed.min()))
 
 
 def _thinned(rows: Ints, sizes: Floats, spare_bytes: float, in_flight: int) -> Ints:
@@ -358,19 +381,3 @@ def _thinned(rows: Ints, sizes: Floats, spare_bytes: float, in_flight: int) -> I
             kept[i] = False
             spare_bytes -= in_flight * float(sizes[i])
     return rows[kept]
-
-
-class _Between:
-    """Sums over the segments of every level that lie in an interval."""
-
-    def __init__(self, num_blocks: int, levels: Sequence[tuple[Segments, Floats]]) -> None:
-        self._ended = np.zeros((num_blocks + 1, len(levels)))
-        self._begun = np.zeros((num_blocks + 1, len(levels)))
-        for k, (segments, values) in enumerate(levels):
-            self._ended[segments.stops, k] = values
-            self._begun[segments.starts + 1, k] = values
-        np.cumsum(self._ended, axis=0, out=self._ended)
-        np.cumsum(self._begun, axis=0, out=self._begun)
-
-    def __call__(self, start: int, stop: int) -> Floats:
-        return np.maximum(self._ended[stop] - self._begun[start], 0.0)

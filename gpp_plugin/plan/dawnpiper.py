@@ -16,6 +16,7 @@ Deviations from Algorithm 1:
   `bi_partition` looks at a few dozen cuts a level where the paper traverses up to a hundred.
 - Any number of stages: the left half has the middle stage.
 - What exceeds the devices is minimised first, so that an infeasible request ends with the bytes missing.
+- Cuts that send much are left out only where a plan fits without them.
 - Cuts are moved to a neighbour that sends less where no stage gets longer by more than `SLACK` (B.2).
 """
 
@@ -124,10 +125,15 @@ def partition_chain(optimizer: StageOptimizer) -> ChainPlan:
     chain, num_stages = optimizer.chain, optimizer.shape.num_stages
     if chain.num_blocks < num_stages:
         raise PlanError(f"{num_stages} stages of {chain.num_blocks} operators; lower the number of stages")
-    cuts = allowed_cuts(chain, optimizer.shape)
-    _, inner = BinaryPartition(optimizer, cuts.tolist()).bi_partition(0, chain.num_blocks, 0, num_stages - 1)
-    bounds = _send_less(optimizer, [0, *inner, chain.num_blocks])
-    return _relieve(optimizer, bounds, cuts.tolist())
+    plan = _partition(optimizer, allowed_cuts(chain, optimizer.shape).tolist())
+    return plan if plan.fits else _partition(optimizer, list(range(chain.num_blocks + 1)))
+
+
+def _partition(optimizer: StageOptimizer, cuts: list[int]) -> ChainPlan:
+    last = optimizer.shape.num_stages - 1
+    end = optimizer.chain.num_blocks
+    _, inner = BinaryPartition(optimizer, cuts).bi_partition(0, end, 0, last)
+    return _relieve(optimizer, _send_less(optimizer, [0, *inner, end]), cuts)
 
 
 def _relieve(optimizer: StageOptimizer, bounds: Sequence[int], cuts: list[int]) -> ChainPlan:

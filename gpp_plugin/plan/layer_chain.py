@@ -15,23 +15,9 @@ import numpy as np
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.plan.capuchin import StageChoice, StageOptimizer
-from gpp_plugin.plan.linear import layer_of, split_by_weight
+from gpp_plugin.plan.linear import layer_bounds, split_by_weight
 from gpp_plugin.plan.memory_chain import ChainPlan
 from gpp_plugin.plan.operator_chain import OperatorChain
-
-
-def layer_bounds(names: Sequence[str], num_stages: int = 1) -> list[int]:
-    """Return where layers begin, and the number of operators: runs of operators of one numbered module.
-
-    Operators outside such modules form layers of their own between them. Where there are fewer layers than
-    stages every operator is one.
-
-    >>> layer_bounds(["embed", "h.0.norm", "h.0.mlp", "h.1.norm", "head", "loss"])
-    [0, 1, 3, 4, 6]
-    """
-    keys = [layer_of(name) for name in names]
-    bounds = [i for i in range(len(names)) if i == 0 or keys[i] != keys[i - 1]]
-    return [*bounds, len(names)] if len(bounds) >= num_stages else list(range(len(names) + 1))
 
 
 def balanced_bounds(chain: OperatorChain, bounds: Sequence[int], num_stages: int) -> list[int]:

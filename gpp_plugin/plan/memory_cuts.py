@@ -21,6 +21,7 @@ WIDENING = 2
 """Cut positions looked at beyond both ends of the theorem's interval (it holds for two stages only)."""
 MOST_COMMUNICATION = 0.5
 """A cut is left out where sending its tensors takes longer than this share of a stage's even time."""
+NEAR = 0.25
 NUM_BISECTIONS = 16
 
 
@@ -99,14 +100,17 @@ def cut_interval(
 def allowed_cuts(chain: OperatorChain, shape: PipelineShape) -> Ints:
     """Return the cut positions whose communication hides behind an even stage (B.2), both ends included.
 
-    What crosses anyway wherever a cut is made (the least of all positions) is not held against a cut. Where
-    that leaves fewer positions than stages need, all are allowed.
+    What crosses wherever near by a cut is made (the least within `NEAR` of an even stage's operators) is
+    inevitable, and not held against a cut. Where that leaves fewer positions than stages need, all are allowed.
     """
     num, num_stages = chain.num_blocks, shape.num_stages
     even_us = chain.time[-1] / num_stages
-    inevitable = chain.crossing[1:num].min(initial=0.0) if num > 1 else 0.0
-    send_us = (chain.crossing - inevitable) / shape.link_bytes_per_s * 1e6
-    inner = np.arange(1, num)[send_us[1:num] <= MOST_COMMUNICATION * even_us]
-    if len(inner) < num_stages - 1:
-        inner = np.arange(1, num)
-    return np.concatenate([[0], inner, [num]]).astype(np.int64)
+    reach = max(int(NEAR * num / num_stages), 1)
+    inner = chain.crossing[1:num]
+    padded = np.pad(inner, reach, constant_values=np.inf)
+    inevitable = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1).min(axis=1)
+    send_us = (inner - inevitable) / shape.link_bytes_per_s * 1e6
+    allowed = 1 + np.flatnonzero(send_us <= MOST_COMMUNICATION * even_us)
+    if len(allowed) < num_stages - 1:
+        allowed = np.arange(1, num)
+    return np.concatenate([[0], allowed, [num]]).astype(np.int64)

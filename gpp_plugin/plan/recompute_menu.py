@@ -11,25 +11,30 @@ At a price of q bytes a microsecond a segment is worth ``drops - holds - q time`
 finds the disjoint segments worth most, none of which works with more than a cap. A high price leaves what
 is cheap to make again (Capuchin's memory saved per second of at least q); price 0 drops all that can be
 dropped under the cap. Prices and caps together are a menu of *levels*; a stage picks its level
-(`capuchin`), and every level of every stage is a difference of two prefix sums.
+(`capuchin`).
+
+Whole layers are a level too. A stage that begins or ends inside a segment runs its part of it again; what
+a level comes to in any stage are differences of prefix sums (`LevelSums`).
 
 The segments are found once for a graph, at one number of samples, and weighed anew at every other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from gpp_plugin.plan.costs import Floats
+from gpp_plugin.plan.linear import layer_bounds
 from gpp_plugin.plan.operator_chain import Ints, OperatorChain, sum_by
 
 WINDOW = 128
 """Operators a segment has at most."""
 PRICES = (8.0, 3.0, 1.5, 0.8, 0.3, 0.02)
 """In units of (all saved bytes) / (time of the whole forward)."""
-CAPS = (0.25, 0.085, 0.035, 0.012)
+CAPS = (0.25, 0.12, 0.07, 0.045, 0.03, 0.02, 0.012)
 """Bytes a segment may work with, in units of all saved bytes."""
 
 
@@ -75,7 +80,8 @@ def find_segments(chain: OperatorChain) -> list[Segments]:
         is_better = found > best[:, stop - 1]
         best[:, stop] = np.where(is_better, found, best[:, stop - 1])
         length[:, stop] = np.where(is_better, choice + 1, 0)
-    return _distinct([_trace(row, num) for row in length])
+    bounds = np.array(layer_bounds(chain.names), dtype=np.int64)
+    return _distinct([*(_trace(row, num) for row in length), Segments(starts=bounds[:-1], stops=bounds[1:])])
 
 
 def _trace(length: Ints, num: int) -> Segments:
@@ -109,8 +115,7 @@ def _windows(chain: OperatorChain, window: int) -> tuple[Floats, Floats, Floats]
         for t in by_maker[start]:
             dropped[start, last[t] - start + 1 :] += sizes[t]
     held = _held_windows(chain, window)
-    is_last_run = np.zeros(num)
-    is_last_run[tensors.made[tensors.made == tensors.charged]] = 1.0
+    is_last_run = runs_again_when_last(chain)
     stops, lengths = np.meshgrid(np.arange(num + 1), np.arange(1, window + 1), indexing="ij")
     starts = np.maximum(stops - lengths, 0)
     final = np.maximum(stops - 1, 0)
@@ -144,12 +149,74 @@ def _held_windows(chain: OperatorChain, window: int) -> Floats:
     return held
 
 
+def runs_again_when_last(chain: OperatorChain) -> Floats:
+    """Return 1 for operators that keep something of their own: as the last of a segment they must run again."""
+    result = np.zeros(chain.num_blocks)
+    result[chain.tensors.made[chain.tensors.made == chain.tensors.charged]] = 1.0
+    return result
+
+
+class LevelSums:
+    """What every level of a menu drops, holds and takes in any stage [start, stop), in constant time.
+
+    Of a tensor that a segment drops, the part of the segment in the stage drops it if it makes it and has
+    its last user. With P the prefix sums of such tensors by where they are made, and Q by their last use, a
+    stage drops Q[stop] - P[start], as long as no segment is longer than the stage at both ends.
+    """
+
+    def __init__(
+        self, chain: OperatorChain, levels: Sequence[Segments], costs: Sequence[SegmentCosts]
+    ) -> None:
+        shape = chain.num_blocks + 1, len(levels)
+        self._made, self._used = np.zeros(shape), np.zeros(shape)
+        self._held, self._time = np.zeros(shape), np.zeros(shape)
+        self._entering = np.zeros(shape)
+        tensors, last_run = chain.tensors, runs_again_when_last(chain)
+        for k, (segments, cost) in enumerate(zip(levels, costs, strict=True)):
+            member = members(chain, zip(segments.starts.tolist(), segments.stops.tolist(), strict=True))
+            rows = dropped_tensors(chain, member)
+            self._made[1:, k] = sum_by(tensors.made[rows], tensors.bytes[rows], chain.num_blocks)
+            self._used[1:, k] = sum_by(tensors.last[rows], tensors.bytes[rows], chain.num_blocks)
+            self._held[segments.starts + 1, k] = cost.held
+            time = np.where(member >= 0, chain.forward_us, 0.0)
+            time[segments.stops - 1] *= last_run[segments.stops - 1]
+            self._time[1:, k] = time
+            is_inside = np.zeros(chain.num_blocks + 1, dtype=bool)
+            is_inside[1:-1] = (member[1:] >= 0) & (member[1:] == member[:-1])
+            self._entering[is_inside, k] = chain.crossing[is_inside]
+        for values in (self._made, self._used, self._held, self._time):
+            np.cumsum(values, axis=0, out=values)
+
+    def net_bytes(self, start: int, stop: int) -> Floats:
+        """Return by level the bytes dropped less those held instead, of one micro-batch."""
+        dropped = self._used[stop] - self._made[start]
+        held = self._held[stop] - self._held[start] + self._entering[start]
+        return np.maximum(dropped - held, 0.0)
+
+    def time_us(self, start: int, stop: int) -> Floats:
+        """Return by level the time of the second forwards."""
+        return self._time[stop] - self._time[start]
+
+
+def whole_stage(chain: OperatorChain, start: int, stop: int) -> tuple[float, float, float]:
+    """Return what a stage drops and at most holds as one segment, and its time."""
+    tensors = chain.tensors
+    dropped = float(tensors.bytes[(tensors.made >= start) & (tensors.last < stop)].sum())
+    return dropped, float(chain.crossing[start]), float(chain.forward[stop] - chain.forward[start])
+
+
+def members(chain: OperatorChain, segments: Iterable[tuple[int, int]]) -> Ints:
+    """Return for each operator the number of its segment, or -1."""
+    member = np.full(chain.num_blocks, -1, dtype=np.int64)
+    for i, (begin, end) in enumerate(segments):
+        member[begin:end] = i
+    return member
+
+
 def segment_costs(chain: OperatorChain, segments: Segments) -> SegmentCosts:
     """Weigh disjoint segments at the chain's number of samples."""
     count = len(segments.starts)
-    member = np.full(chain.num_blocks, -1, dtype=np.int64)
-    for i in range(count):
-        member[segments.starts[i] : segments.stops[i]] = i
+    member = members(chain, zip(segments.starts.tolist(), segments.stops.tolist(), strict=True))
     tensors, unsaved = chain.tensors, chain.unsaved
     is_dropped = dropped_tensors(chain, member)
     dropped = sum_by(member[tensors.made[is_dropped]], tensors.bytes[is_dropped], count)
@@ -159,8 +226,7 @@ def segment_costs(chain: OperatorChain, segments: Segments) -> SegmentCosts:
     )
     held = sum_by(pairs[1], unsaved.bytes[enters][index], count)
     final = segments.stops - 1
-    is_last_run = np.zeros(chain.num_blocks)
-    is_last_run[tensors.made[tensors.made == tensors.charged]] = 1.0
+    is_last_run = runs_again_when_last(chain)
     time = (
         chain.forward[final] - chain.forward[segments.starts] + is_last_run[final] * chain.forward_us[final]
     )

@@ -24,7 +24,8 @@ import numpy as np
 
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.capuchin import StageChoice, StageOptimizer
-from gpp_plugin.plan.layer_chain import balanced_bounds, layer_bounds
+from gpp_plugin.plan.layer_chain import balanced_bounds
+from gpp_plugin.plan.linear import layer_bounds
 from gpp_plugin.plan.memory_chain import ChainPlan, plan_chain
 from gpp_plugin.plan.operator_chain import Ints
 from gpp_plugin.plan.recompute_menu import Segments, segment_costs

@@ -1,0 +1,203 @@
+"""Swap and recompute of one stage: closed forms, and every choice weighed again."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from gpp_plugin.plan.capuchin import StageOptimizer
+from gpp_plugin.plan.operator_chain import PipelineShape
+from gpp_plugin.plan.recompute_menu import (
+    LevelSums,
+    Segments,
+    find_segments,
+    segment_costs,
+)
+from tests.plan.graphs import make_cluster
+from tests.plan.operator_chains import factory, operator_chain, random_chain
+
+BOTH = ("recompute", "swap")
+
+
+def optimizer(
+    *, limit: int, ways: tuple[str, ...], host: float = 1e6, stages: int = 1, saved: float = 100.0, num: int = 10,
+    mode: str = "sync",
+) -> StageOptimizer:  # fmt: skip
+    """Ten operators of 10 us forward and 20 backward that keep 100 bytes each of their own."""
+    graph, profile = operator_chain([10.0] * num, saved=saved, backward_ratio=2.0)
+    cluster = make_cluster(stages)
+    device = dataclasses.replace(cluster.devices[0], host_bytes_per_s=host)
+    cluster = dataclasses.replace(cluster, devices=(device,) * stages)
+    return factory(
+        graph, profile, [limit] * stages, cluster, memory_optimization=ways, mode=mode
+    ).at(1, stages)  # fmt: skip
+
+
+def test_ample_memory_needs_nothing():
+    choice = optimizer(limit=1000, ways=BOTH).optimize(0, 0, 10)
+    assert (choice.us, choice.memory_bytes, choice.memory) == (300.0, 1000.0, None)
+
+
+def test_swapping_hides_while_the_link_keeps_up():
+    """Two hundred bytes beyond the limit and the two buffers of 100: four tensors go, 400 us at 1 byte/us."""
+    fast = optimizer(limit=800, ways=("swap",), host=1e8).optimize(0, 0, 10)
+    assert fast.memory is not None and len(fast.memory.swapped) == 4
+    assert (fast.us, fast.memory_bytes) == (300.0, 800.0)
+    assert [t.name for t in fast.memory.swapped] == [f"o{i}:inside" for i in range(4)], "most FreeTime first"
+    slow = optimizer(limit=800, ways=("swap",)).optimize(0, 0, 10)
+    assert slow.memory is not None
+    # One micro-batch: 400 us out hide behind 100 us of forward, 400 us in behind 200 us of backward.
+    exposed = (400 - 100) + (400 - 200)
+    late = sum(max(0.0, -t.free_us) for t in slow.memory.swapped)
+    assert slow.memory.swap_us == pytest.approx(exposed + late)
+
+
+def test_free_time_is_what_lies_between_the_two_uses():
+    """After operator 3: six forwards of 10 us, six backwards of 20; two transfers of 100 us."""
+    o = optimizer(limit=800, ways=("swap",))
+    assert o.free_us(0, 0, 10, np.array([3])) == pytest.approx([6 * 10 + 6 * 20 - 2 * 100])
+
+
+def test_swaps_of_several_micro_batches_hide_behind_each_other():
+    """Two in flight: transfers of 900 bytes each way have the whole 300 us of a micro-batch, both ways at once."""
+    o = optimizer(limit=10_000, ways=("swap",), stages=2)
+    assert o.shape.is_in_turn(0) and not o.shape.is_in_turn(1)
+    rows = np.arange(5)
+    found = o.weigh(0, 0, 10, swapped=rows)
+    assert found.memory is not None
+    assert found.memory.swap_us == pytest.approx(500 - 300)
+    assert found.memory_bytes == 2 * (1000 - 500) + 2 * 100
+
+
+def test_recomputing_one_segment_keeps_one_copy_to_work_with():
+    """Operators keep their operand: of a segment of five, the four made inside are dropped; four run again."""
+    graph, profile = operator_chain([10.0] * 10, saved=100.0, kept_inside=False, backward_ratio=2.0)
+    o = factory(graph, profile, [10_000], memory_optimization=("recompute",)).at(1, 1)
+    found = o.weigh(0, 0, 10, segments=[(2, 7)])
+    assert found.memory is not None
+    (segment,) = found.memory.recomputed
+    assert segment.blocks == tuple(f"o{i}" for i in range(2, 7))
+    assert segment.tensors == ("o2", "o3", "o4", "o5")
+    assert (segment.bytes, segment.held_bytes, segment.recompute_us) == (400, 0, 40.0)
+    assert segment.saved_bytes_per_us == 10.0
+    assert found.memory_bytes == 1000 - 400 + 400
+    assert found.us == 340.0
+
+
+def test_what_a_segment_reads_and_nobody_keeps_is_held_for_it():
+    graph, profile = operator_chain([10.0] * 6, saved=[0, 0, 100, 0, 0, 0], output=40)
+    o = factory(graph, profile, [10_000]).at(1, 1)
+    found = o.weigh(0, 0, 6, segments=[(2, 3)])
+    assert found.memory is not None
+    (segment,) = found.memory.recomputed
+    assert (segment.bytes, segment.held_bytes, segment.recompute_us) == (100, 40, 10.0)
+
+
+def test_the_cheaper_of_both_is_taken():
+    """Recomputing costs 1/10 us a byte: a link of 0.1 bytes/us is worse, one of 1000 hides all."""
+    for host, way in ((1e5, "recomputed"), (1e9, "swapped")):
+        choice = optimizer(limit=3000, ways=BOTH, host=host, stages=4, num=20).optimize(0, 0, 10)
+        assert choice.excess_bytes == 0 and choice.memory is not None
+        sizes = {"recomputed": choice.memory.recomputed_bytes, "swapped": choice.memory.swapped_bytes}
+        assert sizes[way] == max(sizes.values())
+
+
+def test_what_cannot_fit_says_by_how_much():
+    choice = optimizer(limit=150, ways=("swap",)).optimize(0, 0, 10)
+    assert choice.excess_bytes == choice.memory_bytes - 150 > 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_choices_fit_and_estimates_are_near_them(seed):
+    """Random stages: an estimate below is divisible tensors; memory is counted again from the lists."""
+    rng = random.Random(seed)
+    graph, profile = random_chain(rng, 60)
+    cluster = make_cluster(3)
+    need = sum(c.saved_bytes_per_sample for c in profile.costs)
+    limit = int(need * rng.uniform(0.5, 1.2)) + 1
+    o = factory(graph, profile, [limit] * 3, cluster, memory_optimization=BOTH).at(1, 3)
+    start, stop = sorted(rng.sample(range(61), 2))
+    for stage in range(3):
+        excess, us = o.estimate(stage, start, stop)
+        choice = o.optimize(stage, start, stop)
+        if choice.excess_bytes == 0:
+            assert choice.memory_bytes <= limit
+        if excess == 0 and choice.excess_bytes == 0:
+            assert choice.us >= o.chain.stage_us(start, stop) - 1e-6
+            assert us >= o.chain.stage_us(start, stop) - 1e-6
+
+
+def brute_force_segments(chain, price: float, cap: float) -> float:
+    """Return the most that disjoint segments of a short chain are worth."""
+    num = chain.num_blocks
+    worth = {}
+    for a, b in itertools.combinations(range(num + 1), 2):
+        cost = segment_costs(chain, Segments(starts=np.array([a]), stops=np.array([b])))
+        if cost.dropped[0] <= cap:
+            worth[a, b] = float(cost.dropped[0] - cost.held[0] - price * cost.time_us[0])
+    best = [0.0] * (num + 1)
+    for stop in range(1, num + 1):
+        best[stop] = max(best[stop - 1], *(best[a] + worth.get((a, stop), 0.0) for a in range(stop)))
+    return best[num]
+
+
+def test_the_menu_has_the_best_segments_at_every_price():
+    from gpp_plugin.plan import recompute_menu
+
+    for seed in range(5):
+        graph, profile = random_chain(random.Random(seed), 14)
+        chain = factory(graph, profile, [1]).at(1, 1).chain
+        levels = find_segments(chain)
+        total, unit = chain.tensor_bytes[-1], chain.tensor_bytes[-1] / chain.forward[-1]
+        for price, cap in itertools.product(recompute_menu.PRICES, recompute_menu.CAPS):
+            exact = brute_force_segments(chain, price * unit, cap * total)
+            found = [0.0]
+            for level in levels:
+                cost = segment_costs(chain, level)
+                if cost.dropped.max(initial=0.0) <= cap * total:
+                    found.append(float((cost.dropped - cost.held - price * unit * cost.time_us).sum()))
+            assert max(found) == pytest.approx(exact)
+
+
+def test_sums_of_levels_are_those_of_their_segments_in_any_stage():
+    """Where stages begin and end between segments; inside one, what is held is an upper bound."""
+    for seed in range(4):
+        graph, profile = random_chain(random.Random(seed), 40)
+        chain = factory(graph, profile, [1]).at(1, 1).chain
+        levels = find_segments(chain)
+        costs = [segment_costs(chain, level) for level in levels]
+        sums = LevelSums(chain, levels, costs)
+        for start, stop in itertools.combinations(range(0, 41, 4), 2):
+            net, time = sums.net_bytes(start, stop), sums.time_us(start, stop)
+            for k, level in enumerate(levels):
+                begins, ends = np.maximum(level.starts, start), np.minimum(level.stops, stop)
+                inside = begins < ends
+                if np.any((level.starts < start) & (level.stops > stop)):
+                    continue
+                exact = segment_costs(chain, Segments(starts=begins[inside], stops=ends[inside]))
+                assert net[k] <= exact.dropped.sum() + 1e-6
+                assert time[k] >= exact.time_us.sum() - 1e-6
+                if np.array_equal(begins[inside], level.starts[inside]) and np.array_equal(
+                    ends[inside], level.stops[inside]
+                ):
+                    assert net[k] == pytest.approx(max((exact.dropped - exact.held).sum(), 0.0))
+                    assert time[k] == pytest.approx(exact.time_us.sum())
+
+
+def test_in_flight_and_versions():
+    def shape(**changes: object) -> PipelineShape:
+        values: dict[str, object] = {
+            "num_stages": 4, "num_micro_batches": 3, "limits": (1,) * 4, "host_bytes_per_s": 1.0
+        }  # fmt: skip
+        return PipelineShape(**{**values, **changes})  # type: ignore[arg-type]
+
+    def of(s: PipelineShape) -> list[tuple[int, int]]:
+        return [(s.in_flight(i), s.versions(i)) for i in range(4)]
+
+    assert of(shape()) == [(3, 1), (3, 1), (2, 1), (1, 1)]
+    assert of(shape(schedule="gpipe")) == [(3, 1)] * 4
+    assert of(shape(mode="async")) == [(4, 4), (3, 3), (2, 2), (1, 1)]

@@ -324,6 +324,7 @@ def _profile(
         threads=torch.get_num_threads(),
         optimizer_bytes_per_parameter=setting.optimizer_bytes,
         cache_dir=config.profile_dir,
+        with_split=config.schedule in ("auto", "zero_bubble") and setting.num_ranks > 1,
         progress=_log_progress,
     )
 

@@ -12,9 +12,10 @@ from gpp_plugin.plan.batches import BatchRules, batch_rules, coupled_blocks, is_
 from gpp_plugin.plan.complete import complete_plan
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.degrees import choose_degrees
+from gpp_plugin.plan.judge import judge_us
 from gpp_plugin.plan.registry import PlanRequest
 from gpp_plugin.plan.selection import best_plan
-from gpp_plugin.plan.stages import StageDraft, build_plan
+from gpp_plugin.plan.stages import StageDraft, build_plan, stage_edges
 from gpp_plugin.plan.validate import validate_plan
 
 _STAGE_KEYS = {"name", "modules", "ranks", "devices", "micro_batch_size", "k"}
@@ -86,10 +87,7 @@ def _saved_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
     except GppError as error:
         raise PlanError(f"plan: {error}") from error
     if plan.graph != fingerprint(request.graph):
-        raise PlanError(
-            f"plan: made for graph {plan.graph} of model {plan.model!r}; this model's graph is "
-            f"{fingerprint(request.graph)}; plan again"
-        )
+        plan = _refit(plan, request)
     made = (plan.num_ranks, plan.mini_batch, plan.loss_unit)
     wanted = (request.num_ranks, request.mini_batch, request.loss_unit)
     if made != wanted:
@@ -99,6 +97,54 @@ def _saved_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
         )
     _validate(plan, request)
     return plan
+
+
+def _refit(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
+    """Return a plan made for other shapes or another precision of this model, with this graph's sizes and times.
+
+    Raises:
+        PlanError: the blocks are others, or the plan swaps or recomputes tensors of the shapes it was made for.
+    """
+    graph = request.graph
+    planned = {block for stage in plan.stages for block in stage.blocks}
+    differ = sorted(planned ^ {block.name for block in graph.blocks})
+    is_fixed = any(stage.memory is not None for stage in plan.stages)
+    if differ or is_fixed:
+        why = (
+            "it swaps or recomputes tensors"
+            if is_fixed
+            else f"{len(differ)} blocks differ, such as {differ[0]!r}"
+        )
+        raise PlanError(
+            f"plan: made for graph {plan.graph} of model {plan.model!r}; this model's graph is {fingerprint(graph)} "
+            f"and {why}; plan again"
+        )
+    costs = CostModel(graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    stages = []
+    for stage in plan.stages:
+        rows, local = costs.indices(stage.blocks), stage.local_batch_size
+        forward, backward = costs.stage_times(rows, local)
+        memory = costs.stage_memory(rows, degree=stage.degree, local=local, in_flight=stage.in_flight)
+        stages.append(
+            dataclasses.replace(
+                stage,
+                forward_us=forward,
+                backward_us=backward,
+                half_forward_us=0.0,
+                input_gradient_us=0.0,
+                weight_gradient_us=0.0,
+                memory_bytes=memory,
+            )
+        )
+    fitted = dataclasses.replace(
+        plan,
+        graph=fingerprint(graph),
+        stages=tuple(stages),
+        edges=stage_edges(graph, [stage.blocks for stage in stages], costs=costs),
+        notes=(*plan.notes, "made for other shapes or another precision; sizes and times are this run's"),
+    )
+    fitted = dataclasses.replace(fitted, iteration_us=judge_us(fitted, costs))
+    return complete_plan(fitted, graph, request.profile)
 
 
 def _validate(plan: PipelinePlan, request: PlanRequest) -> None:

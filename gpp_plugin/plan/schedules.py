@@ -65,14 +65,14 @@ def schedule_plan(
 
 
 class _Chooser:
-    """Tries schedules on one plan: times of halves from the profile, memory of its ranks."""
+    """Tries schedules on one plan: times of parts of tasks from the profile, memory of its ranks."""
 
     def __init__(self, plan: PipelinePlan, request: PlanRequest, slicing: str) -> None:
         self._request = request
         self._costs = costs = CostModel(
             request.graph, request.profile, request.cluster, zero_stage=request.zero_stage
         )
-        self._plan = plan = _with_half_times(plan, costs)
+        self._plan = plan = _with_part_times(plan, costs)
         self._slicing = slicing
         blocks = {block.name: block for block in request.graph.blocks}
         self._surroundings: dict[str, Any] = {
@@ -107,11 +107,15 @@ class _Chooser:
         return self._with_memory(chosen)
 
     def shortest(self) -> PipelinePlan:
-        """Return the plan as planned, or under the usual schedule that is shorter."""
+        """Return the plan as planned, or under the usual schedule that is shorter.
+
+        Zero bubble is tried where it was measured what splitting backwards costs: that decides whether it wins.
+        """
         planned = self.planned()
         if len(self._plan.stages) == 1:
             return planned
-        chosen = self.among(USUAL_SCHEDULES)
+        is_measured = any(cost.split_factor != 1.0 for cost in self._request.profile.costs)
+        chosen = self.among((*USUAL_SCHEDULES, "zero_bubble") if is_measured else USUAL_SCHEDULES)
         return chosen if chosen.iteration_us < planned.iteration_us * (1.0 - GAIN) else planned
 
     def best_k(self, ks: Iterable[int]) -> PipelinePlan:
@@ -153,16 +157,21 @@ class _Chooser:
         )
 
 
-def _with_half_times(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
-    """Return the plan with what half a forward takes: more than half of a whole one, as the profile says."""
-    stages = tuple(
-        dataclasses.replace(
-            stage,
-            half_forward_us=costs.stage_times(costs.indices(stage.blocks), stage.local_batch_size / 2)[0],
+def _with_part_times(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
+    """Return the plan with what half a forward and a backward in two parts take, as the profile says."""
+    stages = []
+    for stage in plan.stages:
+        blocks, local = costs.indices(stage.blocks), stage.local_batch_size
+        input_us, weight_us = costs.split_times(blocks, local)
+        stages.append(
+            dataclasses.replace(
+                stage,
+                half_forward_us=costs.stage_times(blocks, local / 2)[0],
+                input_gradient_us=input_us,
+                weight_gradient_us=weight_us,
+            )
         )
-        for stage in plan.stages
-    )
-    return dataclasses.replace(plan, stages=stages)
+    return dataclasses.replace(plan, stages=tuple(stages))
 
 
 def _under_k(plan: PipelinePlan, k: int) -> PipelinePlan:

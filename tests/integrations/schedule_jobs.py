@@ -9,12 +9,16 @@ from tests.models import build
 
 
 def train_under(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Train two steps of a small chain under each block; return losses, gradients, and what was run."""
+    """Train two steps of a small model under each block; return losses, gradients, and what was run.
+
+    The model is GPT-2 unless the block says another; that key is taken out.
+    """
     answers = []
     for block in blocks:
-        model, make_batch = build("gpt2")
+        block = {"stages": 2, **block}
+        model, make_batch = build(block.pop("model", "gpt2"))
         batches = [make_batch(B, seed) for seed in range(2)]
-        engine = make_engine(model, batches[0], config_of(block={"stages": 2, **block}))
+        engine = make_engine(model, batches[0], config_of(block=block))
         engine.retain_gradients()
         losses = [float(engine.train_batch(data_iter=iter([batches[0]])))]
         gradients = {name: gradient.clone() for name, gradient in engine.gradients.items()}

@@ -7,7 +7,8 @@ import pytest
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.serialize import dumps
 from gpp_plugin.plan.explicit import explicit_plan
-from tests.plan.graphs import clip, encoder_decoder, make_request
+from gpp_plugin.plan.registry import make_plan
+from tests.plan.graphs import chain, clip, encoder_decoder, make_graph, make_request
 
 TOWERS = {
     "stages": [
@@ -89,3 +90,16 @@ def test_a_coupled_stage_needs_whole_units():
     spec = {"stages": [{"modules": ["*"], "micro_batch_size": 8}]}
     with pytest.raises(PlanInfeasible, match="loss units of 4"):
         explicit_plan(spec, make_request(clip(), loss_unit=4))
+
+
+def test_a_saved_plan_is_fitted_to_other_shapes_but_not_to_other_blocks():
+    made = make_plan("graphpipe", make_request(chain(6), num_stages=3, mini_batch=12, ranks=3))
+    wide = make_graph([(f"layers.{i}", f"layers.{i + 1}") for i in range(5)], bytes_per_sample=64)
+    request = make_request(wide, num_stages=3, mini_batch=12, ranks=3)
+    fitted = explicit_plan(json.loads(dumps(made)), request)
+    assert [stage.blocks for stage in fitted.stages] == [stage.blocks for stage in made.stages]
+    assert [edge.bytes_per_sample for edge in fitted.edges] == [64.0, 64.0]
+    assert "made for other shapes" in fitted.notes[-1] and fitted.iteration_us > 0.0
+    longer = make_request(chain(7), num_stages=3, mini_batch=12, ranks=3)
+    with pytest.raises(PlanError, match=r"1 blocks differ, such as 'layers.6'; plan again"):
+        explicit_plan(json.loads(dumps(made)), longer)

@@ -1,5 +1,7 @@
 """The schedule of a finished plan: what is asked for, within memory; auto is never slower than planned."""
 
+import dataclasses
+
 import pytest
 
 from gpp_plugin.errors import PlanError, PlanInfeasible
@@ -43,6 +45,17 @@ def test_auto_is_as_quick_as_any_usual_schedule(graph):
     for name in ("1f1b", "2f2b", "gpipe", "greedy"):
         other = schedule_plan(plan, request, schedule=name)
         assert auto.iteration_us <= other.iteration_us * 1.002, name
+
+
+@pytest.mark.parametrize(("factor", "wins"), [(1.01, True), (2.0, False)])
+def test_auto_splits_backwards_only_where_that_is_measured_to_win(factor, wins):
+    graph = chain(8)
+    profile = make_profile(graph)
+    costs = tuple(dataclasses.replace(cost, split_factor=factor) for cost in profile.costs)
+    plan, request = planned(graph, dataclasses.replace(profile, costs=costs), mini_batch=8)
+    auto = schedule_plan(plan, request, schedule="auto")
+    assert ({stage.schedule for stage in auto.stages} == {"zero_bubble"}) == wins
+    assert auto.iteration_us <= schedule_plan(plan, request, schedule="1f1b").iteration_us
 
 
 def test_nothing_is_sliced_when_slicing_is_off():

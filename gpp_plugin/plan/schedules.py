@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.plan.batches import coupled_blocks
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.judge import MAX_RANK_TASKS, reduce_times
 from gpp_plugin.plan.registry import PlanRequest
@@ -74,13 +75,13 @@ class _Chooser:
         )
         self._plan = plan = _with_part_times(plan, costs)
         self._slicing = slicing
-        blocks = {block.name: block for block in request.graph.blocks}
+        coupled = coupled_blocks(request.graph)
         self._surroundings: dict[str, Any] = {
             "cluster": request.cluster,
             "whole_stages": [
                 i
                 for i, stage in enumerate(plan.stages)
-                if any(blocks[name].is_coupled for name in stage.blocks)
+                if not coupled.isdisjoint(stage.blocks)
                 or stage.local_batch_size < 2 * request.smallest_local_batch
             ],
             "forward_only_stages": forward_only_stages(plan),

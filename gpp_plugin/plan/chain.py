@@ -83,7 +83,7 @@ class ChainCosts:
             if size % degree or mini_batch % size:
                 continue
             forward, backward = self.costs.block_times(size / degree)
-            reduces = mini_batch // size if self.costs.zero_stage >= 2 else 1
+            reduces = self.costs.num_reductions(mini_batch // size)
             time = self._between(self._prefix(forward + backward)) / size + reduce_us * reduces / mini_batch
             mask = ~is_empty & (coupled == is_coupled)
             result[mask] = time[mask]
@@ -105,6 +105,7 @@ class ChainCosts:
         local = max(self.wish // degree, 1)
         saved = self._between(self._saved[0]) * local + self._between(self._saved[1])
         peak = float(self.costs.transient_per_sample.max(initial=0.0)) * local
+        held = held + self.costs.whole_gradient_bytes(gradient, saved, degree)
         return held + saved * in_flight + peak
 
     def link_us_per_sample(self, num_ranks: int) -> Floats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,8 @@ class CostModel:
     bytes) + the largest transient of one block.
 
     Args:
-        zero_stage: 1 shares the optimizer state over the stage's ranks, 2 the gradients as well.
+        zero_stage: 1 shares the optimizer state over the stage's ranks, 2 the gradients as well: what one
+            backward makes is whole until it is reduced behind it.
 
     Raises:
         PlanError: the profile lacks a block of the graph.
@@ -111,6 +113,22 @@ class CostModel:
         shared = optimizer / degree if self.zero_stage >= 1 else optimizer
         return parameter + (gradient / degree if self.zero_stage >= 2 else gradient) + shared
 
+    def whole_gradient_bytes(self, gradient: Any, saved: Any, degree: int) -> Any:
+        """Return what a backward under ZeRO 2 holds at its end beyond what it has let go: its whole gradients.
+
+        Args:
+            gradient, saved: bytes of the stage's gradients, and that one micro-batch saves; numbers or arrays.
+        """
+        return np.maximum(gradient - saved, 0.0) if self.zero_stage >= 2 and degree > 1 else 0.0 * gradient
+
+    def num_reductions(self, num_micro_batches: int) -> float:
+        """Return how many all-reduces of its gradients a stage's reductions in one mini-batch are worth.
+
+        ZeRO 0 one; ZeRO 1 a reduce-scatter and an all-gather of parameters, which is as much; ZeRO 2 the former
+        behind each backward.
+        """
+        return (num_micro_batches + 1) / 2 if self.zero_stage >= 2 else 1.0
+
     def cost_key(self, block: int) -> tuple[object, ...]:
         """Return everything the profile says of a block but its name: equal keys, equal costs."""
         c = self._costs[block]
@@ -130,7 +148,9 @@ class CostModel:
         """Return the bytes one rank of the stage needs at its peak."""
         parameter, gradient, optimizer, saved, saved_fixed, transient = self._bytes_of(blocks)
         held = self.held_bytes(parameter, gradient, optimizer, degree)
-        return round(held + in_flight * (saved * local + saved_fixed) + transient * local)
+        each = saved * local + saved_fixed
+        held += self.whole_gradient_bytes(gradient, each, degree)
+        return round(held + in_flight * each + transient * local)
 
     def group_gradient_bytes(self, blocks: Sequence[int]) -> float:
         """Return the bytes of the blocks' gradients."""
@@ -157,12 +177,10 @@ class CostModel:
     def stage_all_reduce_us(
         self, blocks: Sequence[int], ranks: Sequence[int], num_micro_batches: int
     ) -> float:
-        """Return microseconds a stage spends on reducing gradients in one mini-batch.
-
-        ZeRO 2 reduces after every micro-batch; 0 and 1 once.
-        """
-        times = num_micro_batches if self.zero_stage >= 2 else 1
-        return times * self.all_reduce_us(self.group_gradient_bytes(blocks), ranks)
+        """Return microseconds a stage spends on reducing gradients in one mini-batch."""
+        return self.num_reductions(num_micro_batches) * self.all_reduce_us(
+            self.group_gradient_bytes(blocks), ranks
+        )
 
 
 def ring_us(num_bytes: float, degree: int, link: Link) -> float:

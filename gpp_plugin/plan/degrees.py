@@ -180,7 +180,7 @@ class DegreeChooser:
         # An all-reduce is latency and bytes: the first is what one without bytes takes.
         latency = [ring_us(0.0, d, link) for (d, _), link in zip(found, links, strict=True)]
         whole = [ring_us(1e9, d, link) for (d, _), link in zip(found, links, strict=True)]
-        steps = np.array([request.mini_batch // size if costs.zero_stage >= 2 else 1 for _, size in found])
+        steps = np.array([costs.num_reductions(request.mini_batch // size) for _, size in found])
         return _Sizing(
             degrees=[degree for degree, _ in found],
             sizes=[size for _, size in found],

@@ -127,6 +127,7 @@ def _partition(
             held = costs.held_bytes_of(own[0], own[1], own[2], degree)
             local = max(wish // degree, 1)
             per = (saved[0][later] - saved[0][at]) * local + saved[1][later] - saved[1][at]
+            held = held + costs.whole_gradient_bytes(own[1], per, degree)
             for k in range(degree, ranks + 1):
                 in_flight = min(-(-k // degree), mini_batch // wish)
                 fits = held + per * in_flight + transient * local <= limit

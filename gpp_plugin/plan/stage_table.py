@@ -73,6 +73,7 @@ class StageShapes:
         if key not in self._counts:
             held = costs.held_bytes_of(self.parameter, self.gradient, self.optimizer, degree)
             each = self.saved * local + self.saved_fixed
+            held = held + costs.whole_gradient_bytes(self.gradient, each, degree)
             room = limit - held - self.peak * local
             with np.errstate(divide="ignore", invalid="ignore"):
                 count = np.where(each > 0, np.floor(room / each + 1e-9), NO_LIMIT)

@@ -261,6 +261,8 @@ def _stage_bytes(stage: Stage, costs: dict[str, BlockCost], zero_stage: int) -> 
     local = stage.local_batch_size
     saved = sum(c.saved_bytes_per_sample * local + c.saved_bytes_fixed for c in own)
     transient = max(c.transient_bytes_per_sample * local for c in own)
+    if zero_stage >= 2 and stage.degree > 1:  # a backward's gradients are whole until they are reduced
+        transient += max(sum(c.gradient_bytes for c in own) - saved, 0.0)
     if stage.memory is not None:
         saved -= sum(t.bytes for t in stage.memory.swapped)
         saved -= sum(s.bytes - s.held_bytes for s in stage.memory.recomputed)

@@ -1,0 +1,38 @@
+"""What ZeRO makes of a stage's memory and reductions."""
+
+import pytest
+
+from gpp_plugin.plan.costs import CostModel
+from gpp_plugin.plan.registry import make_plan, planner_names
+from gpp_plugin.plan.stock import STOCK
+from tests.plan.graphs import GB, chain, make_cluster, make_profile, make_request
+
+
+@pytest.mark.parametrize(("zero", "held"), [(0, 100 + 100), (1, 100 + 100), (2, 100 + 25 + 40)])
+def test_zero_2_holds_a_part_and_what_one_backward_makes_beyond_what_it_lets_go(zero, held):
+    graph = chain(1)
+    costs = CostModel(graph, make_profile(graph, saved=60.0, parameter=100), make_cluster(4), zero_stage=zero)
+    assert costs.stage_memory([0], degree=4, local=1, in_flight=3) == held + 3 * 60
+    if zero == 2:
+        assert costs.stage_memory([0], degree=1, local=1, in_flight=3) == 200 + 180, "nothing to share"
+
+
+def test_reductions_are_worth_half_a_ring_each_and_half_a_ring_for_the_parameters():
+    graph = chain(1)
+    times = {}
+    for zero in (0, 1, 2):
+        costs = CostModel(graph, make_profile(graph, parameter=GB), make_cluster(2), zero_stage=zero)
+        times[zero] = costs.stage_all_reduce_us([0], (0, 1), 7)
+    assert times[0] == times[1] and times[2] == 4 * times[0]
+
+
+@pytest.mark.parametrize("planner", sorted(set(planner_names()) - {STOCK, "dawnpiper", "vpipe"}))
+def test_planners_keep_within_memory_under_zero_2(planner):
+    graph = chain(8)
+    profile = make_profile(graph, saved=0.02 * GB, parameter=int(0.05 * GB))
+    for limit in (0.9, 0.6):
+        request = make_request(
+            graph, profile, num_ranks=4, mini_batch=16, zero_stage=2, memory_limit_bytes=int(limit * GB)
+        )
+        plan = make_plan(planner, request)  # validates
+        assert max(stage.memory_bytes for stage in plan.stages) <= limit * GB

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from gpp_plugin.profile.timing import BUDGET_S, ENOUGH_S, MOST_REPEATS, WARM_UPS, Operands, Stopwatch
-from gpp_plugin.runtime.split import split_backward
+from gpp_plugin.runtime.split import BackwardSplitter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +45,10 @@ def measure_split_cost(operands: Operands, *, device: torch.device, repeats: int
         repeats: fewest timed runs; fast code is run more often.
     """
     laps: list[list[float]] = []
+    splitter = BackwardSplitter()
     started = time.perf_counter()
     for attempt in itertools.count():
-        lap = _whole_us(operands, device), *_parts_us(operands, device)
+        lap = _whole_us(operands, device), *_parts_us(operands, device, splitter)
         elapsed_s = time.perf_counter() - started
         if attempt >= WARM_UPS or (attempt > 0 and elapsed_s > BUDGET_S):
             laps.append([*lap])
@@ -70,12 +71,12 @@ def _whole_us(operands: Operands, device: torch.device) -> float:
     return watch.laps_us()[0]
 
 
-def _parts_us(operands: Operands, device: torch.device) -> tuple[float, float]:
+def _parts_us(operands: Operands, device: torch.device, splitter: BackwardSplitter) -> tuple[float, float]:
     outputs, leaves = operands.forward()
     roots = [tensor for tensor in outputs if tensor.requires_grad]
     seeds = [torch.randn_like(root) for root in roots]
     watch = Stopwatch(device)
-    _, pending = split_backward(roots, [leaf for leaf in leaves if leaf.requires_grad], seeds)
+    _, pending = splitter.split(roots, [leaf for leaf in leaves if leaf.requires_grad], seeds)
     watch.mark()
     pending.run()
     watch.mark()

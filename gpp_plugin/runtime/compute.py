@@ -13,12 +13,12 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Direction, RankProgram
 from gpp_plugin.ir.tensors import TensorSpec
-from gpp_plugin.runtime.split import PendingWeights, split_backward
+from gpp_plugin.runtime.split import BackwardSplitter, PendingWeights
 from gpp_plugin.runtime.stage_module import StageFunction
 
 
@@ -137,10 +137,24 @@ class HalfForwards:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What is kept of a forward, or of one half of it, for its backward."""
+    """What is kept of a forward, or of one half of it, for its backward.
 
-    roots: list[Tensor]
+    Args:
+        loss: None where the stage yields none.
+        roots: where the gradients of outputs arrive; not the outputs, which nobody needs once they are sent.
+        leaves: received tensors that take a gradient.
+    """
+
+    loss: Tensor | None
+    roots: list[Root]
     leaves: list[Tensor]
+
+
+Root = Tensor | GradientEdge
+
+
+def _root(output: Tensor) -> Root:
+    return get_gradient_edge(output) if output.requires_grad else output
 
 
 class AutogradCompute:
@@ -177,13 +191,13 @@ class AutogradCompute:
         self._parameters = tuple(parameters)
         self._hooks = hooks
         self._loss_share = loss_share
-        self._has_loss = loss is not None
+        self._loss = -1 if loss is None else function.outputs.index(loss)
         self._halves = halves
-        roots = (*((loss,) if loss is not None else ()), *self.gradient_outputs)
-        self._roots = tuple(function.outputs.index(name) for name in roots)
+        self._roots = tuple(function.outputs.index(name) for name in self.gradient_outputs)
         self._leaves = tuple(function.received.index(name) for name in self.gradient_inputs)
         self._kept: dict[int, list[_Part]] = {}
         self._pending: dict[int, PendingWeights] = {}
+        self._splitter = BackwardSplitter()
         self._last_seed: tuple[float, Tensor] | None = None
 
     def forward(
@@ -199,7 +213,8 @@ class AutogradCompute:
             return call(*self._parameters, *inputs, *received)
         leaves = [received[index].requires_grad_(True) for index in self._leaves]
         outputs = call(*self._parameters, *inputs, *received)
-        part = _Part([outputs[index] for index in self._roots], leaves)
+        loss = outputs[self._loss] if self._loss >= 0 else None
+        part = _Part(loss, [_root(outputs[index]) for index in self._roots], leaves)
         if half:
             self._kept[micro_batch].append(part)
         else:
@@ -224,7 +239,7 @@ class AutogradCompute:
         parts = self._kept.pop(micro_batch)
         roots, seeds = self._seed(parts, gradients, hooks.loss_scale)
         leaves = list({id(leaf): leaf for part in parts for leaf in part.leaves}.values())
-        found, self._pending[micro_batch] = split_backward(roots, leaves, seeds)
+        found, self._pending[micro_batch] = self._splitter.split(roots, leaves, seeds)
         gradient_of = {id(leaf): gradient for leaf, gradient in zip(leaves, found, strict=True)}
         return self._join_leaves(parts, [[gradient_of[id(leaf)] for leaf in part.leaves] for part in parts])
 
@@ -242,18 +257,16 @@ class AutogradCompute:
 
     def _seed(
         self, parts: Sequence[_Part], gradients: Sequence[Tensor | None], loss_scale: float
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    ) -> tuple[list[Root], list[Tensor]]:
         """Return what the backward starts from, and with which gradients: of the loss, and of outputs."""
-        roots: list[Tensor] = []
+        roots: list[Root] = []
         seeds: list[Tensor] = []
         seed = loss_scale * self._loss_share / len(parts)
         for half, part in enumerate(parts):
-            outputs = part.roots
-            if self._has_loss:
-                roots.append(outputs[0])
-                seeds.append(self._loss_seed(outputs[0], seed))
-                outputs = outputs[1:]
-            for name, root, gradient in zip(self.gradient_outputs, outputs, gradients, strict=True):
+            if part.loss is not None:
+                roots.append(part.loss)
+                seeds.append(self._loss_seed(part.loss, seed))
+            for name, root, gradient in zip(self.gradient_outputs, part.roots, gradients, strict=True):
                 if gradient is None:
                     continue
                 if len(parts) > 1:
@@ -297,7 +310,7 @@ class AutogradCompute:
         return joined
 
 
-def run_backward(roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+def run_backward(roots: Sequence[Root], seeds: Sequence[Tensor]) -> None:
     """Do what `torch.autograd.backward` does, without its checks of arguments: a fifth of a small backward."""
     _engine_run_backward(
         tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpp_plugin.profile.split_cost import measure_split_cost
 from gpp_plugin.profile.timing import Operands
-from gpp_plugin.runtime.split import split_backward
+from gpp_plugin.runtime.split import BackwardSplitter
 
 WIDTH = 8
 Stage = Callable[..., tuple[Tensor, ...]]
@@ -24,25 +24,33 @@ def leaf(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
-def check(stage: Stage, parameters: Sequence[Tensor], leaves: Sequence[Tensor]) -> int:
-    """Compare both parts with one backward; return how many parameters were early."""
-    outputs = stage(*leaves)
-    seeds = [torch.randn_like(output) for output in outputs]
-    expected = torch.autograd.grad(outputs, [*leaves, *parameters], seeds, allow_unused=True)
-    for parameter in parameters:
-        parameter.grad = None
-    gradients, pending = split_backward(stage(*leaves), leaves, seeds)
-    num_early = pending.num_early
-    assert all(tensor.grad is None for tensor in (*parameters, *leaves)), (
-        "the first part makes no weight gradient"
-    )
-    pending.run()
-    assert all(tensor.grad is None for tensor in leaves)
-    found = [*gradients, *(parameter.grad for parameter in parameters)]
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours is None) == (theirs is None)
-        if ours is not None and theirs is not None:
-            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+def check(
+    stage: Stage,
+    parameters: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    splitter: BackwardSplitter | None = None,
+) -> int:
+    """Compare both parts with one backward, for two graphs of one stage; return how many parameters were early."""
+    splitter = splitter or BackwardSplitter()
+    num_early = 0
+    for _ in range(2):
+        outputs = stage(*leaves)
+        seeds = [torch.randn_like(output) for output in outputs]
+        expected = torch.autograd.grad(outputs, [*leaves, *parameters], seeds, allow_unused=True)
+        for parameter in parameters:
+            parameter.grad = None
+        gradients, pending = splitter.split(stage(*leaves), leaves, seeds)
+        num_early = pending.num_early
+        assert all(tensor.grad is None for tensor in (*parameters, *leaves)), (
+            "the first part makes no weight gradient"
+        )
+        pending.run()
+        assert all(tensor.grad is None for tensor in leaves)
+        found = [*gradients, *(parameter.grad for parameter in parameters)]
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None and theirs is not None:
+                torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     return num_early
 
 
@@ -118,6 +126,19 @@ def test_several_leaves_views_and_outputs() -> None:
     check(stage, [*linear.parameters()], [leaf(4, WIDTH), leaf(4, WIDTH)])
 
 
+def test_graphs_of_other_structures_in_turn() -> None:
+    weights = [nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64)) for _ in range(3)]
+    splitter = BackwardSplitter()
+    for order in ([0, 1], [1, 0], [0, 0], [2], [0, 1, 2], [0, 1]):
+
+        def stage(x: Tensor, order: Sequence[int] = order) -> tuple[Tensor, ...]:
+            for index in order:
+                x = torch.tanh(x @ weights[index].t()) if index < 2 else torch.tanh(x + x @ weights[2])
+            return (x,)
+
+        check(stage, weights, [leaf(4, WIDTH)], splitter)
+
+
 def test_operators_in_place() -> None:
     linear = nn.Linear(WIDTH, WIDTH).double()
     bias = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
@@ -142,8 +163,8 @@ def test_frozen_parameters_leave_nothing_for_the_second_part() -> None:
     linear = nn.Linear(WIDTH, WIDTH).double().requires_grad_(False)
     x = leaf(4, WIDTH)
     output = linear(x)
-    gradients, pending = split_backward([output], [x], [torch.ones_like(output)])
-    assert not pending.levels and not pending.edges
+    gradients, pending = BackwardSplitter().split([output], [x], [torch.ones_like(output)])
+    assert not pending.calls and not pending.edges
     assert gradients[0] is not None
 
 
@@ -176,7 +197,7 @@ def test_what_was_saved_is_freed_after_the_second_part() -> None:
 
     x = leaf(4, WIDTH)
     outputs = stage(x)
-    _, pending = split_backward(outputs, [x], [torch.ones_like(outputs[0])])
+    _, pending = BackwardSplitter().split(outputs, [x], [torch.ones_like(outputs[0])])
     del outputs
     assert all(held() is not None for held in Watched.held)
     pending.run()
@@ -203,7 +224,7 @@ def test_nothing_is_computed_twice() -> None:
         torch.autograd.backward([output], [torch.ones_like(output)])
     output = mlp(x)
     with CountOperators() as first:
-        _, pending = split_backward([output], [x], [torch.ones_like(output)])
+        _, pending = BackwardSplitter().split([output], [x], [torch.ones_like(output)])
     with CountOperators() as second:
         pending.run()
     assert whole.counts["mm"] == 6

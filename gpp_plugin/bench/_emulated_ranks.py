@@ -27,7 +27,7 @@ from gpp_plugin.rehearse.rank import RehearsalRank
 from gpp_plugin.rehearse.settings import RehearsalSettings
 
 SECONDS_PER_RANK = 15.0
-LEAST_SECONDS = 60.0
+LEAST_SECONDS = 180.0
 SLOWNESS = 5.0
 SETTINGS = RehearsalSettings()
 

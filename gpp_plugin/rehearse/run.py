@@ -27,7 +27,7 @@ from gpp_plugin.rehearse.settings import (
 from gpp_plugin.schedule.forward_only import forward_only_stages
 from gpp_plugin.simulate.engine import predict_iteration_us
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 START_S_PER_RANK = 10.0
 """Time for processes to start: they import torch side by side on however few cores there are."""
 SLOWNESS = 10.0

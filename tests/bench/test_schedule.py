@@ -1,0 +1,53 @@
+"""`gpp bench schedule`: what its rows say, on a short chain with short delays."""
+
+import json
+
+import pytest
+
+from gpp_plugin.bench.schedule import _calibrated
+from gpp_plugin.cli import main
+
+
+@pytest.mark.slow
+def test_a_chain_is_run_by_all_three_runtimes_in_turn(capsys):
+    arguments = [
+        "--what",
+        "chain",
+        "--ranks",
+        "2",
+        "--rounds",
+        "2",
+        "--forward-ms",
+        "4",
+        "--backward-ms",
+        "8",
+    ]
+    assert main(["bench", "schedule", *arguments, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["runtime"] for row in rows] == ["gpp", "deepspeed", "torch_1f1b"]
+    for row in rows:
+        assert (row["graph"], row["ranks"], row["micro_batches"]) == ("chain", 2, 4)
+        # (4 micro-batches + 2 stages - 1) x 12 ms; a delay never ends early
+        assert row["bound_ms"] == row["simulated_ms"] == pytest.approx(60.0)
+        assert row["iteration_ms"] >= row["fastest_ms"] >= 60.0
+        assert row["stock_ms"] == rows[1]["iteration_ms"]
+        assert row["speedup"] == pytest.approx(row["stock_ms"] / row["iteration_ms"])
+
+
+def test_a_wrong_option_takes_one_line(capsys):
+    assert main(["bench", "schedule", "--rounds", "0"]) == 1
+    assert capsys.readouterr().err == (
+        "gpp bench: --rounds, --forward-ms and --backward-ms must be above 0, --ranks at least 2\n"
+    )
+
+
+def test_calibration_grants_each_runtime_what_it_lost_on_the_chain():
+    chain = [
+        {"runtime": "gpp", "ranks": 8, "over_bound": 1.02},
+        {"runtime": "deepspeed", "ranks": 8, "over_bound": 1.07},
+    ]
+    rows = [{"runtime": "gpp", "simulated_speedup": 1.2}, {"runtime": "deepspeed", "simulated_speedup": 1.0}]
+    ours, stock = _calibrated(rows, chain)
+    assert ours["calibrated_speedup"] == pytest.approx(1.2 * 1.07 / 1.02)
+    assert stock["calibrated_speedup"] == 1.0
+    assert _calibrated(rows, chain[:1]) == rows

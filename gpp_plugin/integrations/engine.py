@@ -469,25 +469,11 @@ class GraphPipelineEngine(PipelineSurface):
 
         Needs the whole model's bytes in rank 0's memory; `save_pretrained` does not.
         """
-        own = {}
-        if self._is_first_of_stage():
-            own = {name: value.detach().cpu() for name, value in self.module.state_dict().items()}
-        if self._setting.group is None:
-            gathered: list[Any] = [own]
-        else:
-            slots: list[Any] | None = [None] * self._setting.num_ranks if self.global_rank == 0 else None
-            dist.gather_object(own, slots, dst=0, group=self._setting.group)
-            if slots is None:
-                return None
-            gathered = slots
-        state: dict[str, Tensor] = {}
-        for part in gathered:
-            state.update(part)
-        for parameter in self._reference.analysis.op_graph.parameters:
-            for alias in parameter.aliases:
-                if parameter.name in state:
-                    state[alias] = state[parameter.name]
-        return state
+        return huggingface.gather_state_dict(
+            dict(self.module.state_dict()) if self._is_first_of_stage() else {},
+            parameters=self._reference.analysis.op_graph.parameters,
+            group=self._setting.group,
+        )
 
 
 class _Hooks:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gpp_plugin.errors import CheckpointError, CommTimeout
+from gpp_plugin.ir.op_graph import Parameter
 from gpp_plugin.ir.serialize import write_text_whole
 
 logger = logging.getLogger(__name__)
@@ -422,3 +423,30 @@ def _named_timeouts(timeout: float) -> Iterator[None]:
         raise CommTimeout(
             f"rank {dist.get_rank()} waited for the other ranks while saving the model (limit {timeout:g} s): {error}"
         ) from error
+
+
+def gather_state_dict(
+    state: Mapping[str, Tensor], *, parameters: Sequence[Parameter], group: dist.ProcessGroup | None
+) -> dict[str, Tensor] | None:
+    """Return the whole model's state dict on rank 0 (CPU tensors), None elsewhere; collective.
+
+    Args:
+        state: what this rank brings of it.
+        parameters: of the model; tied ones are returned under all their names.
+        group: a CPU group of all ranks; None for a single rank.
+    """
+    own = {name: value.detach().cpu() for name, value in state.items()}
+    gathered: list[Any] = [own]
+    if group is not None:
+        slots: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank() == 0 else None
+        dist.gather_object(own, slots, dst=0, group=group)
+        if slots is None:
+            return None
+        gathered = slots
+    whole: dict[str, Tensor] = {}
+    for part in gathered:
+        whole.update(part)
+    for parameter in parameters:
+        if parameter.name in whole:
+            whole.update(dict.fromkeys(parameter.aliases, whole[parameter.name]))
+    return whole

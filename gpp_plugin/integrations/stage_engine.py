@@ -39,7 +39,7 @@ from gpp_plugin.integrations.learning_rates import (
 from gpp_plugin.integrations.master_weights import MasterWeights
 from gpp_plugin.integrations.partitioned_gradients import PartitionedGradients
 from gpp_plugin.integrations.stage_config import StageConfig, derive_stage_config
-from gpp_plugin.integrations.stage_groups import StageGroups, StageMpu, TiedParameter, broadcast_in_place
+from gpp_plugin.integrations.stage_groups import StageGroups, StageMpu, TiedParameter, make_replicas_equal
 from gpp_plugin.integrations.zero_layout import require_attributes
 from gpp_plugin.ir.plan import PipelinePlan
 
@@ -144,7 +144,9 @@ class StageEngine:
     ) -> None:
         self._check_surroundings()
         self.module.to(self.device)
-        self._make_replicas_equal()
+        make_replicas_equal(
+            self.module, plan=self.plan, stage=self.stage_index, groups=self.groups, tied=self.tied
+        )
         trainable = {
             name: p
             for name, p in self.module.named_parameters(remove_duplicate=False)
@@ -202,20 +204,6 @@ class StageEngine:
 
     def _all_names(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.module.named_parameters(remove_duplicate=False))
-
-    @torch.no_grad()
-    def _make_replicas_equal(self) -> None:
-        """Start every copy of a parameter from the same bits: the stage's first rank's, the owner's for ties."""
-        if self.stage.degree > 1:
-            for parameter in self.module.parameters():
-                broadcast_in_place(
-                    parameter, source=min(self.stage.ranks), group=self.groups.data[self.stage_index]
-                )
-        parameters = dict(self._all_names())
-        for tie in self.tied:
-            source = min(self.plan.stages[tie.owner].ranks)
-            group = self.groups.tied[tuple(sorted(set(tie.stages)))]
-            broadcast_in_place(parameters[tie.name], source=source, group=group)
 
     @torch.no_grad()
     def _cast_module(self) -> None:

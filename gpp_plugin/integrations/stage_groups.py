@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan
@@ -151,3 +152,22 @@ def broadcast_in_place(tensor: torch.Tensor, *, source: int, group: dist.Process
     dist.broadcast(flat.view(torch.uint8), src=source, group=group)
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
+
+
+@torch.no_grad()
+def make_replicas_equal(
+    module: nn.Module, *, plan: PipelinePlan, stage: int, groups: StageGroups, tied: Sequence[TiedParameter]
+) -> None:
+    """Start every copy of a parameter from the same bits: the stage's first rank's, the owner's for ties.
+
+    Collective over the stage's ranks, and over those of the stages that share parameters with it.
+    """
+    ranks = plan.stages[stage].ranks
+    if len(ranks) > 1:
+        for parameter in module.parameters():
+            broadcast_in_place(parameter, source=min(ranks), group=groups.data[stage])
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for tie in tied:
+        source = min(plan.stages[tie.owner].ranks)
+        group = groups.tied[tuple(sorted(set(tie.stages)))]
+        broadcast_in_place(parameters[tie.name], source=source, group=group)

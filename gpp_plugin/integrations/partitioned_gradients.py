@@ -59,7 +59,7 @@ class PartitionedGradients:
         layout: Sequence[FlatGroup],
         *,
         dtype: torch.dtype,
-        group: dist.ProcessGroup | int,
+        group: dist.ProcessGroup,
         position: int,
         degree: int,
         communication_dtype: torch.dtype | None,
@@ -73,6 +73,7 @@ class PartitionedGradients:
         self._group = group
         self._position = position
         self._degree = degree
+        self._is_gloo = degree > 1 and dist.get_backend(group) == "gloo"
         self._bucket_elements = bucket_elements
         self._whole = GradientStore(
             parameters, dtype=None if is_reduced_often else dtype, bucket_elements=bucket_elements
@@ -149,6 +150,9 @@ class PartitionedGradients:
                     part.narrow(0, segment.offset, segment.num_elements).copy_(piece)
         if self._degree == 1:
             return parts[0]
+        if self._is_gloo:  # its reduce-scatter is an all-reduce of a copy
+            dist.all_reduce(parts, group=self._group)
+            return parts[self._position]
         sums = torch.empty(window.width, dtype=self._wire_dtype, device=self._device)
         _reduce_scatter(sums, parts.view(-1), self._group)
         return sums
@@ -235,7 +239,7 @@ class PartitionedGradients:
             dist.all_reduce(tensor, group=self._group)
 
 
-def _reduce_scatter(sums: Tensor, window: Tensor, group: dist.ProcessGroup | int) -> None:
+def _reduce_scatter(sums: Tensor, window: Tensor, group: dist.ProcessGroup) -> None:
     # torch 2.13 renamed it, and warns of the old name
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     call(sums, window, group=group)

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
+from gpp_plugin.capture.coarsen import coarsen
+from gpp_plugin.capture.export import capture_model
+from gpp_plugin.ir.cluster import Cluster, Device, Link
+from gpp_plugin.plan.registry import PlanRequest, make_plan
+from gpp_plugin.profile.analytic import analytic_profile
 from tests.integrations import frozen_jobs
+from tests.models import build
 from tests.ranks import run_kept_ranks
 from tests.reference import gradient_errors, train_reference
 from tests.runtime.jobs import Job, make_batches
@@ -99,3 +105,38 @@ def test_stages_before_every_trained_parameter_only_run_forward(
     assert late[0]["kinds"] == "F"
     by_hand = {a["stage"].name: a["kinds"] for a in answers["frozen vision tower of CLIP, its stage by hand"]}
     assert by_hand == {"vision_model": "F", "text_model": "FB", "loss": "FB"}
+
+
+def test_the_planner_gives_a_frozen_tower_fewer_ranks() -> None:
+    """Its layers cost a third of trained ones: forward only."""
+    device = Device(
+        name="slow", memory_bytes=1 << 34, flops_per_s=1e9, memory_bytes_per_s=1e12, launch_us=0.0
+    )
+    link = Link(name="all", span=4, bytes_per_s=1e12, latency_us=0.0)
+    shares, times = {}, {}
+    for is_frozen in (False, True):
+        model, make_batch = build("clip", layers=6)
+        if is_frozen:
+            model.vision_model.requires_grad_(False)
+        captured = capture_model(model, make_batch(4))
+        graph = coarsen(captured)
+        profile = analytic_profile(graph, device, sample_counts=(1, 4), op_graph=captured.op_graph)
+        request = PlanRequest(
+            graph=graph,
+            profile=profile,
+            cluster=Cluster(name="four", devices=(device,) * 4, links=(link,)),
+            num_ranks=4,
+            mini_batch=32,
+            loss_unit=4,
+            num_stages=4,
+        )
+        plan = make_plan("auto", request)
+        times[is_frozen] = plan.iteration_us
+        shares[is_frozen] = [
+            sum(name.startswith("vision_model.encoder") for name in stage.blocks) for stage in plan.stages
+        ]
+        for stage in plan.stages:
+            only_vision = all(name.startswith("vision_model") for name in stage.blocks)
+            assert (stage.backward_us == 0.0) == (is_frozen and only_vision)
+    assert max(shares[True]) > max(shares[False]), shares
+    assert times[True] < 0.8 * times[False]

@@ -231,6 +231,25 @@ def test_how_zero_lays_out_and_sends_changes_no_bit() -> None:
                 assert torch.equal(value, states[variant][name]), (variant, name)
 
 
+def train_with_reduce_scatter(zero_stage: int) -> list[dict[str, Tensor]]:
+    """Train with gloo's all-reduce, and with the reduce-scatter that NCCL uses."""
+    states = []
+    for is_gloo in (True, False):
+        engine = toy.make_engine(dist.get_rank(), make_config(zero_stage, "bf16"))
+        vars(engine.gradients)["_is_gloo"] = is_gloo and engine.stage.degree > 1
+        for step in range(2):
+            toy.feed(engine, step, MICRO_BATCHES)
+            engine.step()
+        states.append(engine.parameter_state())
+    return states
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_both_ways_to_reduce_to_partitions_are_the_same(zero_stage: int) -> None:
+    for gloo, nccl in run_kept_ranks(train_with_reduce_scatter, toy.NUM_RANKS, zero_stage):
+        assert all(torch.equal(value, nccl[name]) for name, value in gloo.items())
+
+
 def hold_gradients(zero_stages: tuple[int, ...], precision: str) -> dict[int, dict[str, int]]:
     """Return the bytes of gradients held between micro-batches, as a backward ends, and before the step."""
     report = {}

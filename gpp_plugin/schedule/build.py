@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from gpp_plugin.errors import ScheduleError
@@ -82,7 +82,28 @@ def build_schedules(
             built.update(zero_bubble_schedules(plan, split, built))
         except ValueError as error:
             raise ScheduleError(str(error)) from error
-    return tuple(_sliced(stage, built[index]) for index, stage in enumerate(plan.stages))
+    return with_slices(plan, [built[index] for index in range(len(plan.stages))])
+
+
+def with_slices(plan: PipelinePlan, schedules: Sequence[StageSchedule]) -> tuple[StageSchedule, ...]:
+    """Return ``schedules``, all of whole forwards, with the first forwards of each stage in halves as the plan says.
+
+    Raises:
+        ScheduleError: a stage's samples cannot be halved.
+    """
+    return tuple(_sliced(stage, schedule) for stage, schedule in zip(plan.stages, schedules, strict=True))
+
+
+def _sliced(stage: Stage, schedule: StageSchedule) -> StageSchedule:
+    """Return the schedule with the stage's first forwards in halves, as the plan says."""
+    if stage.num_sliced < 0 or (stage.num_sliced and stage.local_batch_size % 2):
+        raise ScheduleError(
+            f"stage {stage.name!r}: num_sliced is {stage.num_sliced} with {stage.local_batch_size} samples a rank; "
+            "only even numbers of samples run in halves: set it to 0"
+        )
+    if not stage.num_sliced:
+        return schedule
+    return halve_forwards(schedule, stage.num_sliced, joins_last=stage.joins_last_slice)
 
 
 def build_stage_schedule(
@@ -115,18 +136,6 @@ def _forward_only(plan: PipelinePlan, index: int) -> StageSchedule:
     if stage.in_flight < 1:
         raise ScheduleError(f"stage {stage.name!r}: in_flight is {stage.in_flight}; at least 1 is needed")
     return forward_only_schedule(index, plan.num_micro_batches(index), num_in_flight=stage.in_flight)
-
-
-def _sliced(stage: Stage, schedule: StageSchedule) -> StageSchedule:
-    """Return the schedule with the stage's first forwards in halves, as the plan says."""
-    if stage.num_sliced < 0 or (stage.num_sliced and stage.local_batch_size % 2):
-        raise ScheduleError(
-            f"stage {stage.name!r}: num_sliced is {stage.num_sliced} with {stage.local_batch_size} samples a rank; "
-            "only even numbers of samples run in halves: set it to 0"
-        )
-    if not stage.num_sliced:
-        return schedule
-    return halve_forwards(schedule, stage.num_sliced, joins_last=stage.joins_last_slice)
 
 
 def forward_schedules(plan: PipelinePlan) -> tuple[StageSchedule, ...]:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.schedule import StageSchedule
+from gpp_plugin.schedule.build import build_schedules, with_slices
 from gpp_plugin.schedule.in_flight import plan_in_flight
 from gpp_plugin.schedule.slicer import slice_warm_up, unsliced
 from gpp_plugin.schedule.stage_order import stages_behind
@@ -37,25 +39,27 @@ GREEDY_TASKS = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Judge:
-    """Predicts candidates, all in the same surroundings; infinity for what cannot run."""
+    """Predicts candidates, all in the same surroundings."""
 
     cluster: Cluster | None
     durations: Durations | None
     forward_only_stages: frozenset[int]
     reduce_us: Mapping[int, float] | None
 
-    def predict_us(self, plan: PipelinePlan) -> float:
-        """Return the predicted time of one mini-batch."""
-        try:
-            return predict_iteration_us(
-                plan,
-                cluster=self.cluster,
-                durations=self.durations,
-                forward_only_stages=self.forward_only_stages,
-                reduce_us=self.reduce_us,
-            )
-        except ScheduleError:  # a longer warm-up of one stage can ask more of another than that one holds
-            return float("inf")
+    def predict_us(self, plan: PipelinePlan, schedules: Sequence[StageSchedule] | None = None) -> float:
+        """Return the predicted time of one mini-batch.
+
+        Raises:
+            ScheduleError: the plan cannot run.
+        """
+        return predict_iteration_us(
+            plan,
+            cluster=self.cluster,
+            durations=self.durations,
+            schedules=schedules,
+            forward_only_stages=self.forward_only_stages,
+            reduce_us=self.reduce_us,
+        )
 
 
 def choose_schedule(
@@ -96,11 +100,14 @@ def choose_schedule(
         if most_in_flight is not None and any(c > m for c, m in zip(counts, most_in_flight, strict=True)):
             refused.append(f"{name} {counts}")
             continue
-        time = judge.predict_us(candidate)
+        try:
+            time = judge.predict_us(candidate)
+        except ScheduleError as error:
+            # A longer warm-up of one stage can ask more of another than that one holds.
+            logger.debug("schedule %s: %s", name, error)
+            continue
         held = sum(s.in_flight * s.micro_batch_size for s in candidate.stages)
         logger.debug("schedule %s: %.1f us, %d samples in flight", name, time, held)
-        if time == float("inf"):
-            continue
         if best is None or time < best[0] * (1.0 - GAIN) or (time <= best[0] and held < best[1]):
             best = (time, held, candidate, name)
     if best is None:
@@ -142,14 +149,7 @@ def choose_slicing(
         cluster=cluster, durations=durations, forward_only_stages=forward_only_stages, reduce_us=reduce_us
     )
     plan = unsliced(plan)
-    time = predict_iteration_us(
-        plan,
-        cluster=cluster,
-        durations=durations,
-        forward_only_stages=forward_only_stages,
-        reduce_us=reduce_us,
-    )
-    chosen, time, slices = _choose_slicing(plan, time, slicing, whole_stages, judge)
+    chosen, time, slices = _choose_slicing(plan, judge.predict_us(plan), slicing, whole_stages, judge)
     notes = (*plan.notes, f"warm-up{slices}: {time:.0f} us predicted") if slices else plan.notes
     return dataclasses.replace(chosen, notes=notes, iteration_us=time)
 
@@ -164,6 +164,7 @@ def _choose_slicing(
     if slicing in ("off", 0):
         return plan, unsliced_us, ""
     variants = []
+    schedules = build_schedules(plan, forward_only_stages=judge.forward_only_stages)
     for joins_last, how in ((False, "halves sent singly"), (True, "last send joined")):
         sliced = slice_warm_up(
             plan,
@@ -173,7 +174,7 @@ def _choose_slicing(
             cluster=judge.cluster,
         )
         if any(stage.num_sliced for stage in sliced.stages):
-            variants.append((judge.predict_us(sliced), sliced, how))
+            variants.append((judge.predict_us(sliced, with_slices(sliced, schedules)), sliced, how))
     if not variants:
         return plan, unsliced_us, ""
     # Fewer messages win where both take the same time.

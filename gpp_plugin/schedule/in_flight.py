@@ -45,13 +45,14 @@ def plan_in_flight(plan: PipelinePlan) -> tuple[int, ...]:
         if stage.schedule == "gpipe":
             needed = plan.mini_batch
         elif stage.schedule == "greedy":
-            needed = greedy_schedule(plan, index, schedules).num_in_flight * stage.micro_batch_size
+            schedules[index] = greedy_schedule(plan, index, schedules)
+            needed = schedules[index].num_in_flight * stage.micro_batch_size
         else:
             asked = [_ask(stage, plan.stages[other], samples[other]) for other in outgoing[index]]
             needed = max([stage.k * stage.micro_batch_size, *asked])
         counts[index] = min(-(-needed // stage.micro_batch_size), plan.num_micro_batches(index))
         samples[index] = counts[index] * stage.micro_batch_size
-        if is_simulated:
+        if is_simulated and index not in schedules:
             stages = list(plan.stages)
             stages[index] = dataclasses.replace(stage, in_flight=counts[index])
             plan = dataclasses.replace(plan, stages=tuple(stages))

@@ -45,6 +45,8 @@ PLANNERS: dict[str, tuple[Partition, dict[str, tuple[str, ...]]]] = {
     "uniform": (partition_gpipe, {"none": (), "R": ("recompute",), "S+R": ("recompute",)}),
 }
 OPTIMIZATIONS = ("none", "R", "S+R")
+FINEST = 256
+"""Batches are exact up to here, and to one part in as many beyond."""
 BALANCE_BATCH = 2.5
 """Section 5.4: stage times at 2.5 times the micro-batch that vPipe fits without memory optimization."""
 
@@ -202,7 +204,7 @@ def largest(plan_at: Callable[[int], ChainPlan | None], start: int) -> ChainPlan
     low, high = start, 2 * start
     while (found := plan_at(high)) is not None:
         best, low, high = found, high, 2 * high
-    while high - low > 1:
+    while high - low > max(1, low // FINEST):
         middle = (low + high) // 2
         found = plan_at(middle)
         if found is None:

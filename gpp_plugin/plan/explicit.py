@@ -95,6 +95,16 @@ def _saved_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
             "plan: made for {} ranks, a mini-batch of {} and losses of {} samples; the run has {}, {} and {}; plan "
             "again".format(*made, *wanted)
         )
+    if plan.mode != request.mode:
+        raise PlanError(f"plan: made for mode {plan.mode}, and the run is {request.mode}; plan again")
+    for stage in plan.stages:
+        memory = stage.memory
+        used = {"swap": memory and memory.swapped, "recompute": memory and memory.recomputed}
+        refused = [way for way, what in used.items() if what and way not in request.memory_optimization]
+        if refused:
+            raise PlanError(
+                f"plan: stage {stage.name!r} needs {refused[0]}, which this run does not do; plan again without"
+            )
     _validate(plan, request)
     return plan
 

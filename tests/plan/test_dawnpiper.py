@@ -169,3 +169,18 @@ def test_a_thousand_operators_take_less_than_a_second_of_cpu():
     )
     assert plan.fits
     assert time.process_time() - begin < 1.0
+
+
+def test_a_saved_plan_is_refused_where_the_run_does_less():
+    """A run that neither swaps nor recomputes, or is synchronous, must not take it silently."""
+    import json
+
+    from gpp_plugin.plan.explicit import explicit_plan
+
+    request = tight_request(memory_optimization=BOTH)
+    spec = json.loads(dumps(make_plan("dawnpiper", request)))
+    assert explicit_plan(spec, request).planner == "dawnpiper"
+    with pytest.raises(PlanError, match="needs (swap|recompute), which this run does not do"):
+        explicit_plan(spec, dataclasses.replace(request, memory_optimization=()))
+    with pytest.raises(PlanError, match="made for mode sync, and the run is async"):
+        explicit_plan(spec, dataclasses.replace(request, mode="async"))

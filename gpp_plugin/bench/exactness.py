@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from gpp_plugin.bench._exactness_ranks import FAMILIES, Case, CaseResult, draw_cases
+from gpp_plugin.bench._exactness_ranks import FAMILIES, MINI_BATCHES, Case, CaseResult, draw_cases
 from gpp_plugin.bench._random_schedules import check_schedule_draws
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.launch import run_ranks
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         print(_line(row))
     for line in failures:
         print(f"FAILED {line}")
-    return {"rows": rows, "failures": failures, "ok": not failures}
+    return {"rows": rows, "summary": _summary(rows), "failures": failures, "ok": not failures}
 
 
 def _run(cases: list[Case], num_ranks: int) -> Iterator[CaseResult]:
@@ -93,6 +93,7 @@ def _rows(results: list[CaseResult], num_ranks: int) -> list[dict[str, Any]]:
             "family": family,
             "ranks": num_ranks,
             "draws": len(of_family[family]),
+            "mini_batches": MINI_BATCHES,
             "fp64_error": max(r.fp64_error for r in of_family[family]),
             "fp32_error": max(r.fp32_error for r in of_family[family]),
             "delayed": sum(r.is_equal_delayed is not None for r in of_family[family]),
@@ -101,6 +102,20 @@ def _rows(results: list[CaseResult], num_ranks: int) -> list[dict[str, Any]]:
         for family in FAMILIES
         if of_family[family]
     ]
+
+
+def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    run = [row for row in rows if "valid" not in row]
+    validated = [row for row in rows if "valid" in row]
+    return {
+        "cases": sum(row["draws"] for row in run),
+        "fp64_error": max((row["fp64_error"] for row in run), default=None),
+        "fp32_error": max((row["fp32_error"] for row in run), default=None),
+        "delayed": sum(row["delayed"] for row in run),
+        "delayed_equal": sum(row["delayed_equal"] for row in run),
+        "programs": sum(row["draws"] for row in validated),
+        "valid_programs": sum(row["valid"] for row in validated),
+    }
 
 
 def _failure(result: CaseResult) -> str | None:

@@ -8,6 +8,7 @@ schedule, its messages, its optimizer step.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -180,23 +181,11 @@ def _deepspeed_config(ds_config: Mapping[str, Any], plan: PipelinePlan, setting:
 
 
 def _wire_dtype(plan: PipelinePlan, reference: Reference, setting: Setting) -> torch.dtype:
-    """Return the one dtype of everything that travels.
-
-    Raises:
-        PlanError: tensors with a gradient have several.
-    """
+    """Return the one dtype of everything that travels: one that holds all tensors with a gradient exactly."""
     specs = reference.block_graph.tensors
     cuts = [stage.after for stage in linearise(plan, reference.block_graph) if stage.after is not None]
-    names = {name for cut in cuts for name in cut.differentiable}
-    dtypes = sorted({specs[name].dtype for name in names})
-    if len(dtypes) > 1:
-        odd = sorted(name for name in names if specs[name].dtype == dtypes[-1])
-        raise PlanError(
-            f"{STOCK}: tensors of {' and '.join(dtypes)} with a gradient cross its stages (e.g. {odd[0]}), and "
-            "DeepSpeed's receive buffers hold one dtype; train in fp32, or change stages"
-        )
-    dtype: torch.dtype = getattr(torch, dtypes[0]) if dtypes else setting.dtype
-    return dtype
+    dtypes = {getattr(torch, specs[name].dtype) for cut in cuts for name in cut.differentiable}
+    return functools.reduce(torch.promote_types, sorted(dtypes, key=str)) if dtypes else setting.dtype
 
 
 def _put_back(module: StageModule, buffers: Mapping[str, Tensor]) -> None:

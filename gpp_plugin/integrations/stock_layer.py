@@ -1,9 +1,9 @@
 """One stage of a captured model as a layer for DeepSpeed's `PipelineModule`: a tuple of tensors in, one out.
 
 Stock DeepSpeed sends every element of the tuple, expects a gradient for each floating one, and keeps one buffer a
-position for activations and gradients, whatever their dtype. So what has a gradient travels as it is, in one
-dtype; everything else (token ids, masks, inputs of later stages) is packed into a single tensor of that dtype by
-its bits, which is exact for every value, and gets a gradient that nobody reads.
+position for activations and gradients, whatever their dtype. So what has a gradient travels in one dtype, wide
+enough for all of it; everything else (token ids, masks, inputs of later stages) is packed into a single tensor of
+that dtype by its bits, which is exact for every value, and gets a gradient that nobody reads.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class ChainLayer(nn.Module):
     def _pack(
         self, cut: Cut, specs: Specs, values: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> Wires:
-        wires = [values[name].contiguous() for name in _sent(cut, specs)]
+        wires = [values[name].to(self._wire_dtype).contiguous() for name in _sent(cut, specs)]
         constants = [*(values[name] for name in cut.constant), *(inputs[key] for key in cut.inputs)]
         bits = [to_bits(tensor, self._wire_dtype) for tensor in constants]
         if any(part.numel() for part in bits):
@@ -126,10 +126,10 @@ class ChainLayer(nn.Module):
         inputs: dict[str, Tensor],
     ) -> None:
         sent = _sent(cut, specs)
-        values.update(zip(sent, received, strict=False))
-        for name in cut.differentiable:
-            if name not in values:
-                values[name] = torch.empty(specs[name].shape, dtype=self._wire_dtype, device=self._device)
+        for name, wire in zip(sent, received, strict=False):
+            values[name] = wire.to(_dtype_of(specs[name]))
+        for name in set(cut.differentiable).difference(sent):
+            values[name] = torch.empty(specs[name].shape, dtype=_dtype_of(specs[name]), device=self._device)
         nothing = torch.empty(0, dtype=self._wire_dtype, device=self._device)
         packed = received[-1].detach() if len(received) > len(sent) else nothing
         first = 0
@@ -138,6 +138,11 @@ class ChainLayer(nn.Module):
                 count = bits_length(specs[name], self._wire_dtype)
                 target[name] = from_bits(packed[first : first + count], specs[name])
                 first += count
+
+
+def _dtype_of(spec: TensorSpec) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return dtype
 
 
 def _sent(cut: Cut, specs: Specs) -> list[str]:
@@ -170,14 +175,14 @@ def to_bits(tensor: Tensor, wire_dtype: torch.dtype) -> Tensor:
 
 def from_bits(bits: Tensor, spec: TensorSpec) -> Tensor:
     """Return the tensor that `to_bits` made these of."""
-    dtype = getattr(torch, spec.dtype)
+    dtype = _dtype_of(spec)
     carried = bits.clone().view(_carrier(dtype, bits.dtype))
     return carried.to(dtype).view(spec.shape)
 
 
 def bits_length(spec: TensorSpec, wire_dtype: torch.dtype) -> int:
     """Return how many elements of ``wire_dtype`` the bits of a tensor take."""
-    carrier = _carrier(getattr(torch, spec.dtype), wire_dtype)
+    carrier = _carrier(_dtype_of(spec), wire_dtype)
     return math.prod(spec.shape) * carrier.itemsize // wire_dtype.itemsize
 
 

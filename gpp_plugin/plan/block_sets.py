@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from gpp_plugin.plan.costs import CostModel
 
@@ -32,6 +32,8 @@ class BlockSets:
         self._blocks: dict[Mask, tuple[str, ...]] = {}
         self._outputs: dict[Mask, tuple[Mask, Mask]] = {}
         self._cuts: dict[Mask, list[Mask]] = {}
+        self._kinds = self._block_kinds(costs)
+        self._kinds_of: dict[Mask, tuple[int, ...]] = {}
 
     def mask_of(self, blocks: Sequence[str]) -> Mask:
         """Return the set of these blocks."""
@@ -61,6 +63,51 @@ class BlockSets:
                 gradients |= self._gradient_after[block]
             found = self._outputs[mask] = readers & ~mask, gradients & ~mask
         return found
+
+    def shape_of(self, masks: Sequence[Mask]) -> tuple[object, ...]:
+        """Return a key that partitions share which differ by a symmetry of the graph.
+
+        Swapping equal branches gives such partitions. Two rounds of colour refinement: by what a set holds,
+        then by the colours of the sets around it. (Ranks may be placed otherwise: their times may differ a
+        little.)
+        """
+        colors = []
+        for mask in masks:
+            found = self._kinds_of.get(mask)
+            if found is None:
+                found = self._kinds_of[mask] = tuple(sorted(self._kinds[i] for i in self.rows(mask)))
+            colors.append(found)
+        around: list[list[tuple[int, ...]]] = [[] for _ in masks]
+        readers: list[list[tuple[int, ...]]] = [[] for _ in masks]
+        for a, mask in enumerate(masks):
+            outputs = self.outputs(mask)[0]
+            for b, other in enumerate(masks) if outputs else ():
+                if outputs & other:
+                    readers[a].append(colors[b])
+                    around[b].append(colors[a])
+        return tuple(
+            sorted(
+                (color, tuple(sorted(before)), tuple(sorted(after)))
+                for color, before, after in zip(colors, around, readers, strict=True)
+            )
+        )
+
+    def _block_kinds(self, costs: CostModel) -> list[int]:
+        """Number the blocks so that those a symmetry of the graph exchanges have equal numbers."""
+        kinds = _numbered([costs.cost_key(i) for i in range(len(self.names))])
+        while True:
+            keys = [
+                (
+                    kind,
+                    tuple(sorted(kinds[i] for i in bits(before))),
+                    tuple(sorted(kinds[i] for i in bits(after))),
+                )
+                for kind, before, after in zip(kinds, self.before, self.after, strict=True)
+            ]
+            finer = _numbered(keys)
+            if max(finer, default=0) == max(kinds, default=0):
+                return kinds
+            kinds = finer
 
     def is_acyclic(self, masks: Sequence[Mask]) -> bool:
         """Return whether the sets' graph has no circle (and so every set is convex)."""
@@ -150,6 +197,11 @@ class BlockSets:
                 descendants = self.reach(block, mask, self.after)
                 prefixes.extend((ancestors, mask & ~descendants))
         return [p for p in dict.fromkeys(prefixes) if p and p != mask]
+
+
+def _numbered(keys: Sequence[Hashable]) -> list[int]:
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
 def bits(mask: Mask) -> Iterator[int]:

@@ -18,7 +18,7 @@ Deviations, each with its reason:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
@@ -33,28 +33,48 @@ from gpp_plugin.plan.judge import judge_us
 from gpp_plugin.plan.refine import Candidate, Refiner
 from gpp_plugin.plan.registry import PlanRequest, register_planner
 from gpp_plugin.plan.selection import explain_infeasible
+from gpp_plugin.plan.stage_groups import read_groups
 from gpp_plugin.plan.stage_search import StageSearch
 from gpp_plugin.plan.stage_table import StageShapes, TableMaker
 from gpp_plugin.plan.stages import build_plan
 
-SLACK = 1.1
-"""Partitions whose (B + (depth - 1) b) t is within this factor of the best are predicted exactly."""
-OPTIMISM = 1.3
-"""First only plans within this factor of perfectly shared work are searched; then, if none, all."""
-MAX_FINALISTS = 20
-REFINE_BUDGET = 40_000
-"""Simulated tasks, on 8 ranks and more: at most a tenth of a second; fewer on fewer ranks."""
+SLACK = 1.06
+"""Partitions that may end within this factor of the best step known are looked at: refinement gains as much."""
+OPTIMISM = 2.0
+"""First only plans within this factor of perfectly shared work are searched; then those that may beat the
+best found, or all."""
+RAMP = 0.25
+"""Stages on the way to a sink take at least this part of the bottleneck's time, so many levels more cost at
+least that; few plans have much lighter stages in their depth."""
+REFINE_BUDGET = 160
+"""Simulated tasks for every pair of ranks, up to ``MAX_BUDGET``: at most a tenth of a second."""
+MAX_BUDGET = 40_000
+
+Groups = tuple[tuple[str, ...], ...]
+Judge = Callable[[Groups, int], float]
+"""Predicts the microseconds of a step of these stages at a micro-batch size; inf where they are no plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """A point of the frontier: stages that meet a time with a depth, at one micro-batch size."""
+    """A point of the frontier: stages that meet a time with a depth, at one micro-batch size.
 
-    groups: tuple[tuple[str, ...], ...]
+    Args:
+        score: predicted step, or (B + (depth - 1) b) t where nothing is predicted.
+    """
+
+    groups: Groups
     micro_batch_size: int
     us_per_sample: float
     levels: int
     score: float
+
+
+@dataclass(slots=True)
+class _Incumbent:
+    """The best step known while the frontiers are walked."""
+
+    us: float
 
 
 @register_planner("graphpipe")
@@ -66,9 +86,8 @@ def graphpipe_plan(request: PlanRequest) -> PipelinePlan:
     """
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     rules = batch_rules(request)
-    best = search_stages(request, costs, rules, budget=REFINE_BUDGET * min(request.num_ranks, 8) ** 2 // 64)[
-        :1
-    ]
+    budget = min(REFINE_BUDGET * request.num_ranks**2, MAX_BUDGET)
+    best = search_stages(request, costs, rules, budget=budget)[:1]
     if not best or best[0].score[0] > 0:
         names = [block.name for block in request.graph.blocks]
         found = [[draft.blocks for draft in candidate.drafts] for candidate in best]
@@ -97,12 +116,18 @@ def search_stages(
     counts = _stage_counts(request)
     candidates: list[Candidate] = []
     if counts is None:
-        partitions = find_partitions(request, costs, rules)
-        for partition in sorted(partitions, key=lambda p: p.score)[:MAX_FINALISTS]:
-            for slack in (0.0, 1.0):
-                found = refiner.candidate(partition.groups, partition.micro_batch_size, slack=slack)
+
+        def predict(groups: Groups, wish: int) -> float:
+            for slack in (1.0, 0.0):  # micro-batches in excess hide communication; they need memory
+                found = refiner.candidate(groups, wish, slack=slack)
                 if found is not None:
                     candidates.append(found)
+                    if found.score[0] == 0:
+                        return found.score[1]
+            return float("inf")
+
+        find_partitions(request, costs, rules, predict)
+        refiner.budget = budget
     if is_thorough or not any(candidate.score[0] == 0 for candidate in candidates):
         candidates.extend(_with_counts(request, costs, rules, refiner, counts))
     candidates.sort(key=lambda candidate: candidate.score)
@@ -112,7 +137,9 @@ def search_stages(
             refined.append(candidate)
             continue
         refined.append(refiner.improve(candidate))
-        refined.append(refiner.improve(refiner.balance(candidate)))
+        balanced = refiner.balance(candidate)
+        if balanced is not candidate:
+            refined.append(refiner.improve(balanced))
     return sorted([*refined, *candidates[num_refined:]], key=lambda candidate: candidate.score)
 
 
@@ -160,40 +187,56 @@ def _with_counts(
                     yield found
 
 
-def find_partitions(request: PlanRequest, costs: CostModel, rules: BatchRules) -> list[Partition]:
-    """Return the frontiers of (time a sample, depth) over all micro-batch sizes that may win."""
+def find_partitions(
+    request: PlanRequest, costs: CostModel, rules: BatchRules, predict: Judge | None = None
+) -> list[Partition]:
+    """Return the frontiers of (time a sample, depth) over all micro-batch sizes that may win.
+
+    Args:
+        predict: judges each point as it is found, so that what cannot beat it is not searched.
+    """
     names = [block.name for block in request.graph.blocks]
     dependencies = nx.relabel_nodes(request.graph.dependencies(), {name: i for i, name in enumerate(names)})
-    tree = decompose(dependencies)
-    root = build_series(request.graph, costs, rules, tree)
+    root = build_series(request.graph, costs, rules, decompose(dependencies))
     longest = int(nx.dag_longest_path_length(dependencies, weight=None, default_weight=1)) + 1
     bounds = {wish: _lower_bound(request, costs, rules, wish) for wish in rules.wishes()}
     shapes: dict[int, StageShapes] = {}
-    for factor in (OPTIMISM, float("inf")):
-        best = min(bounds.values()) * factor / SLACK
-        found: list[Partition] = []
-        for wish in sorted(bounds, key=bounds.__getitem__):
-            if bounds[wish] > best * SLACK:
+    searches: dict[tuple[int, int], StageSearch] = {}
+    found: dict[tuple[Groups, int], Partition] = {}
+    best = _Incumbent(us=min(bounds.values()) * OPTIMISM / SLACK)
+    optimism = 1
+    while True:
+        limit = best.us
+        # Sizes likely to win first: what they reach limits the search of the others.
+        for wish in sorted(bounds, key=lambda wish: bounds[wish] * (1 + wish / request.mini_batch)):
+            if bounds[wish] > best.us * SLACK:
                 continue
-            # Levels at which even perfectly shared work would take too long are not searched.
-            spare = (best * SLACK / bounds[wish] - 1) * request.mini_batch / wish if bounds[wish] > 0 else 0.0
-            deepest = longest if spare > longest else 1 + int(spare)
-            search = make_search(request, costs, rules, root, wish, deepest, shapes)
+            deepest = _deepest(request, wish, bounds[wish], best.us, longest)
+            if (wish, deepest) not in searches:
+                searches[wish, deepest] = make_search(request, costs, rules, root, wish, deepest, shapes)
+            search = searches[wish, deepest]
             for t, levels, score in _frontier(request, search, wish, best, bounds[wish]):
-                best = min(best, score)
-                groups = search.groups(levels)
-                found.append(
-                    Partition(
-                        groups=tuple(tuple(names[i] for i in sorted(group)) for group in groups),
-                        micro_batch_size=wish,
-                        us_per_sample=t,
-                        levels=levels,
-                        score=score,
-                    )
+                groups = tuple(tuple(names[i] for i in sorted(g)) for g in read_groups(search, levels))
+                if (groups, wish) in found:
+                    continue
+                us = score if predict is None else predict(groups, wish)
+                best.us = min(best.us, us)
+                found[groups, wish] = Partition(
+                    groups=groups, micro_batch_size=wish, us_per_sample=t, levels=levels, score=us
                 )
-        if found:
-            return [partition for partition in found if partition.score <= best * SLACK]
-    return []
+        best.us = min((partition.score for partition in found.values()), default=float("inf"))
+        if best.us <= limit * SLACK or limit == float("inf"):
+            return [partition for partition in found.values() if partition.score <= best.us * SLACK]
+        best.us = min(best.us, limit * OPTIMISM if optimism < 2 else float("inf"))
+        optimism += 1
+
+
+def _deepest(request: PlanRequest, wish: int, bound_us: float, best_us: float, longest: int) -> int:
+    """Return the most levels with which perfectly shared work might still end within the best step known."""
+    if bound_us <= 0 or best_us == float("inf"):
+        return longest
+    spare = (best_us * SLACK / bound_us - 1) * request.mini_batch / (RAMP * wish)
+    return min(longest, 1 + int(spare))
 
 
 def _lower_bound(request: PlanRequest, costs: CostModel, rules: BatchRules, wish: int) -> float:
@@ -248,11 +291,12 @@ def make_search(
 
 
 def _frontier(
-    request: PlanRequest, search: StageSearch, wish: int, best: float, bound_us: float
+    request: PlanRequest, search: StageSearch, wish: int, best: _Incumbent, bound_us: float
 ) -> Iterator[tuple[float, int, float]]:
     """Yield (t, levels, score) of ever shallower solutions that may be among the best.
 
     Args:
+        best: the caller lowers it between two solutions.
         bound_us: a step is never shorter.
     """
     times = search.times()
@@ -268,32 +312,30 @@ def _frontier(
             solved = index, int(allowed[0]) if allowed.size else None
         return solved[1]
 
+    def last_within(levels: int) -> int:
+        """Return the last time with which a solution of so many levels may still be among the best."""
+        slowest = best.us * SLACK / (mini_batch + RAMP * (levels - 1) * wish)
+        return int(times.searchsorted(slowest, side="right")) - 1
+
     low = int(times.searchsorted(bound_us * (1 - 1e-9) / mini_batch))
-    high = min(len(times) - 1, int(times.searchsorted(best * SLACK / mini_batch, side="right")) - 1)
-    cap: int | None = None
-    while high >= low:
-        if cap is not None:
-            if cap < 1:
-                return
-            # A shallower solution may be slower a sample, up to this time.
-            bound = best * SLACK / (mini_batch + (cap - 1) * wish)
-            high = int(times.searchsorted(bound, side="right")) - 1
-            if high < low:
-                return
-        levels = levels_at(high)
-        if levels is None or (cap is not None and levels > cap):
-            return
+    fewest = levels_at(last_within(1)) if last_within(1) >= low else None
+    cap = search.max_level
+    while fewest is not None and cap >= fewest:
+        high = last_within(cap)
+        levels = levels_at(high) if high >= low else None
+        if levels is None or levels > cap:
+            low = max(low, high + 1)
+            cap -= 1
+            continue
         while low < high:
             middle = (low + high) // 2
             found = levels_at(middle)
-            if found is not None and (cap is None or found <= cap):
+            if found is not None and found <= cap:
                 high = middle
             else:
                 low = middle + 1
-        found = levels_at(high)
-        assert found is not None
-        score = float(times[high]) * (mini_batch + (found - 1) * wish)
-        best = min(best, score)
-        yield float(times[high]), found, score
+        levels = levels_at(high)
+        assert levels is not None
+        yield float(times[high]), levels, float(times[high]) * (mini_batch + (levels - 1) * wish)
         # Of deep solutions only some depths are kept: neighbours differ by less than the prediction errs.
-        cap = found - max(1, found // 6)
+        cap = levels - max(1, levels // 6)

@@ -23,6 +23,8 @@ from gpp_plugin.plan.components import Component
 from gpp_plugin.plan.costs import CostModel, Floats
 
 Ints = npt.NDArray[np.int64]
+Leavings = dict[int, tuple[Ints, Ints, dict[int, tuple[Ints, Ints, Ints]]]]
+"""By position: virtual rows or columns, the states they leave over, by kind (which, counts, cuts) of parts."""
 
 MAX_PARTIAL_ITEMS = 12
 """Longest branch whose parts may join another stage; longer ones are left to the refinement."""
@@ -47,21 +49,23 @@ class Absorbed:
     whole: tuple[int, ...]
 
 
-@dataclass(slots=True)
-class BinLayer:
-    """States with as many branches of the same first kind, and every move from them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How states of counted branches fill bins; states are numbered as in `Branches.states`.
 
     Args:
-        members, without: the states, and what each is with one branch of ``kind`` less.
-        taken, left: by move, the bin filled and the state left; ``starts`` where each state's moves begin.
+        layers: states by first kind and its count, in an order in which values can be computed: the kind,
+            the states, and what each is with one branch of that kind less.
+        taken, left: [bin, state] what of the bin a state has, and the state left then.
+        larger: by kind, for every state the one with a branch more of that kind (itself: there is none).
+        has_kind: [kind, state] whether the state has branches of the kind.
     """
 
-    kind: int
-    members: Ints
-    without: Ints
+    layers: list[tuple[int, Ints, Ints]]
     taken: Ints
     left: Ints
-    starts: Ints
+    larger: list[Ints]
+    has_kind: npt.NDArray[np.bool_]
 
 
 @dataclass(slots=True)
@@ -71,16 +75,14 @@ class Branches:
     Args:
         kinds: one series table a kind; ``instances`` the components of each kind.
         states: every way to count branches of each kind; the last is all of them.
-        moves: by state, the bins it may fill next and the states left then; made by the first search.
-        layers: the same moves, of all states at once whose values depend on earlier layers alone.
+        packing: made by `packing` when first asked for.
     """
 
     component: Component
     kinds: list[Series]
     instances: list[list[Component]]
     states: list[tuple[int, ...]]
-    moves: list[tuple[Ints, Ints]] | None = None
-    layers: list[BinLayer] | None = None
+    packing: Packing | None = None
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -96,6 +98,7 @@ class Series:
         row_start: first item of the interval of each row; ``column_end`` the item after its last.
         row_extra, column_extra: what a virtual row or column absorbs; None for real ones.
         row_blocks, column_blocks: the absorbed blocks, of representatives of their kinds.
+        leavings: of the virtual rows and of the virtual columns; made by `packing`.
     """
 
     component: Component
@@ -108,6 +111,7 @@ class Series:
     row_blocks: list[tuple[int, ...]]
     column_blocks: list[tuple[int, ...]]
     bytes_through: Floats
+    leavings: tuple[Leavings, Leavings] | None = None
 
     @property
     def num_items(self) -> int:

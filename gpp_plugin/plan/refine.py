@@ -30,8 +30,9 @@ NOT_WORTH: Score = (float("inf"),) * 3
 
 HOPELESS = 1.2
 """Stages whose busiest computes longer than this many times the best step are not predicted."""
-OVERHEAD = 100
-"""Simulated tasks that cost as much as building a candidate does."""
+OVERHEAD = 200
+"""Simulated tasks that cost as much as building a candidate does; ``GLANCE`` as looking at one's bound."""
+GLANCE = 40
 ROUNDING = 1e-9
 
 
@@ -95,10 +96,10 @@ class Refiner:
         """Return the candidate of these stages, or None where it is no plan, cannot win or was met before."""
         if self.num_stages is not None and len(masks) != self.num_stages:
             return None
-        key = (frozenset(masks), wish, slack)
+        key = (self.sets.shape_of(masks), wish, slack)
         if key in self._seen:
             return None
-        self.budget -= OVERHEAD
+        self.budget -= GLANCE
         drafts = self._drafts(masks, wish)
         if drafts is None:
             self._seen[key] = NOT_WORTH
@@ -125,7 +126,11 @@ class Refiner:
             options = self.chooser.choose(masks, wish, ignore_memory=True, limit_us=limit_us)
         if options is None:
             return None
-        times = [(o.forward_us, o.backward_us, o.micro_batch_size) for o in options]
+        times = []
+        for o in options:
+            computing = (o.forward_us + o.backward_us) / o.micro_batch_size
+            reducing = (o.us_per_sample - computing) * self.request.mini_batch
+            times.append((o.forward_us, o.backward_us, o.micro_batch_size, reducing))
         return None if self._least_us(masks, times) > limit else self.chooser.drafts(masks, options)
 
     def _with_slack(
@@ -146,26 +151,28 @@ class Refiner:
             self._best_us = min(self._best_us, us)
         return float(excess), us, sum(t * t for t in times)
 
-    def _least_us(self, masks: Sequence[Mask], times: Sequence[tuple[float, float, int]]) -> float:
+    def _least_us(self, masks: Sequence[Mask], times: Sequence[tuple[float, float, int, float]]) -> float:
         """Return a time no step of these stages is shorter than, messages taken to be free.
 
         A stage begins after a forward of every stage on a path to it, and its gradients then pass
         through a backward of each.
 
         Args:
-            times: by stage, forward and backward of a micro-batch, and its size.
+            times: by stage, forward and backward of a micro-batch, its size, and the gradients' reduction.
         """
         heights = self.sets.heights(masks)
-        before = [0.0] * len(masks)
+        forwards, both = [0.0] * len(masks), [0.0] * len(masks)
         least = 0.0
         for a in sorted(range(len(masks)), key=lambda i: -heights[i]):
-            forward, backward, size = times[a]
-            least = max(least, before[a] + (forward + backward) * (self.request.mini_batch // size))
+            forward, backward, size, reducing = times[a]
+            work = (forward + backward) * (self.request.mini_batch // size)
+            # Gradients are reduced while those of the stages before it still pass through them.
+            least = max(least, both[a] + work, forwards[a] + work + reducing)
             readers, returning = self.sets.outputs(masks[a])
             for b, mask in enumerate(masks) if readers else ():
                 if mask & readers:
-                    ramp = before[a] + forward + (backward if mask & returning else 0.0)
-                    before[b] = max(before[b], ramp)
+                    forwards[b] = max(forwards[b], forwards[a] + forward)
+                    both[b] = max(both[b], both[a] + forward + (backward if mask & returning else 0.0))
         return least
 
     # ---- search -----------------------------------------------------------------------------------
@@ -254,7 +261,7 @@ class Refiner:
         times = []
         for mask, draft in zip(masks, drafts, strict=True):
             local = draft.micro_batch_size / draft.degree
-            times.append((*self.costs.stage_times(self.sets.rows(mask), local), draft.micro_batch_size))
+            times.append((*self.costs.stage_times(self.sets.rows(mask), local), draft.micro_batch_size, 0.0))
         return self._least_us(masks, times)
 
     def _changed_drafts(self, at: Candidate) -> Iterator[list[StageDraft]]:

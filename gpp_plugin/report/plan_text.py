@@ -8,6 +8,10 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.serialize import to_plain
 from gpp_plugin.report.picture import draw_graph
 from gpp_plugin.report.units import format_bytes, format_ms, format_table
+from gpp_plugin.schedule.in_flight import in_flight_from_source
+
+MOST_NAMED = 6
+"""Stages named in one line; of the others only the number is told."""
 
 
 def format_plan(plan: PipelinePlan, *, width: int = 120) -> str:
@@ -23,6 +27,9 @@ def format_plan(plan: PipelinePlan, *, width: int = 120) -> str:
     memory = format_memory(plan)
     if memory:
         parts.append(memory)
+    saved = format_saved_in_flight(plan)
+    if saved:
+        parts.append(saved)
     if plan.notes:
         parts.append("\n".join(f"- {note}" for note in plan.notes))
     return "\n\n".join(parts)
@@ -35,6 +42,21 @@ def _headline(plan: PipelinePlan) -> str:
         f"(planner {plan.planner}{', asynchronous' if plan.mode == 'async' else ''}){predicted}\n"
         f"mini-batch {plan.mini_batch} samples, one loss on {plan.loss_unit}"
     )
+
+
+def format_saved_in_flight(plan: PipelinePlan) -> str:
+    """Return one line on the stages that hold less than a warm-up counted from the sources would have them hold."""
+    stages = [
+        f"{index} {stage.name} {stage.in_flight} (not {from_source})"
+        for index, (stage, from_source) in enumerate(
+            zip(plan.stages, in_flight_from_source(plan), strict=True)
+        )
+        if stage.in_flight < from_source
+    ]
+    if not stages:
+        return ""
+    more = f" and {len(stages) - MOST_NAMED} more" if len(stages) > MOST_NAMED else ""
+    return f"in flight by what successors need, not by depth: {', '.join(stages[:MOST_NAMED])}{more}"
 
 
 def format_memory(plan: PipelinePlan) -> str:

@@ -8,6 +8,7 @@ import pytest
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.timeline import Event, EventKind, Timeline
 from gpp_plugin.report import chrome_trace, format_plan, format_timeline, summarize_timeline
+from gpp_plugin.report.plan_text import format_saved_in_flight
 from gpp_plugin.report.summary import forward_overlaps_us
 from gpp_plugin.report.units import format_bytes, format_ms, format_table
 
@@ -50,6 +51,31 @@ digit: forward of that micro-batch, letter: backward (a is 0), = reduce, # step,
 
 def test_plan(plan):
     assert format_plan(plan) == PLAN
+
+
+def test_a_short_branch_holds_less_than_its_depth(plan):
+    assert format_saved_in_flight(plan) == ""
+    stages = tuple(
+        dataclasses.replace(plan.stages[0], name=name, micro_batch_size=1, in_flight=in_flight, ranks=(rank,))
+        for rank, (name, in_flight) in enumerate([("a", 4), ("b", 3), ("c", 2), ("short", 2), ("loss", 1)])
+    )
+    edges = tuple(
+        dataclasses.replace(plan.edges[0], src=src, dst=dst) for src, dst in [(0, 1), (1, 2), (2, 4), (3, 4)]
+    )
+    deep = dataclasses.replace(plan, stages=stages, edges=edges)
+    line = "in flight by what successors need, not by depth: 3 short 2 (not 4)"
+    assert format_saved_in_flight(deep) == line
+    assert line in format_plan(deep).splitlines()
+    links = [(i, i + 1) for i in range(9)] + [(10 + i, 9) for i in range(8)]
+    many = dataclasses.replace(
+        plan,
+        mini_batch=16,
+        stages=tuple(
+            dataclasses.replace(stages[0], in_flight=2, name=f"s{i}", ranks=(i,)) for i in range(18)
+        ),
+        edges=tuple(dataclasses.replace(edges[0], src=src, dst=dst) for src, dst in links),
+    )
+    assert format_saved_in_flight(many).endswith(" and 10 more")
 
 
 def test_a_plan_too_wide_to_draw_is_listed(plan):

@@ -65,16 +65,17 @@ def in_flight_from_source(plan: PipelinePlan) -> tuple[int, ...]:
 
     So does Megatron-LM where it pipelines several modules: a stage at depth d of a graph of depth p warms up
     with p - d micro-batches, however near the sink it is. A short branch then holds as much as the longest
-    one; `plan_in_flight` gives it what its successors need. Stages of other micro-batches hold as many samples
-    as those of the largest.
+    one; `plan_in_flight` gives it what its successors need. Where micro-batches differ, all but one of a
+    stage's are taken to be of the largest.
     """
     order = plan.digraph()
     depth = [0] * len(plan.stages)
     for index in reversed(sinks_first(plan)):
         depth[index] = max((depth[other] + 1 for other in order.predecessors(index)), default=0)
     largest = max(stage.micro_batch_size for stage in plan.stages)
+    behind = [plan.depth - d - 1 for d in depth]
     return tuple(
-        min(-(-(plan.depth - depth[i]) * largest // stage.micro_batch_size), plan.num_micro_batches(i))
+        min(1 - (-behind[i] * largest // stage.micro_batch_size), plan.num_micro_batches(i))
         for i, stage in enumerate(plan.stages)
     )
 

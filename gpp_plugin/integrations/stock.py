@@ -234,7 +234,8 @@ class _ChainModule(PipelineModule):
                     )
             layers.append(layer)
             self._bounds.append(len(layers))
-        super().__init__(layers=layers, num_stages=len(plan.stages), partition_method="given")
+        with torch.no_grad():  # DeepSpeed broadcasts tied parameters in place
+            super().__init__(layers=layers, num_stages=len(plan.stages), partition_method="given")
 
     def _partition_layers(self, method: str = "given") -> None:
         self.parts = self._bounds

@@ -75,6 +75,8 @@ class GraphPipelineConfig(_Block):
             ("full" is the whole mini-batch). "auto" is one loss unit a rank, as in DeepSpeed, where the
             mini-batch has several; "search" lets the planner choose any size that divides it.
         granularity: size of the blocks that are never split.
+        slicing: whether the first micro-batches' forwards run in halves: "auto" where that is shorter, "on", "off",
+            or how many of them.
         cluster: the machine's own description, a file, or a description in place.
         plan: a plan made before or written by hand: a file, or in place.
         profile_dir: where measured costs are kept; None keeps them in the user's cache.
@@ -94,7 +96,9 @@ class GraphPipelineConfig(_Block):
         description='"auto", "search", a number of samples for all stages, or {"stage name": number or "full", ...}',
     )
     granularity: Granularity = Field(default="layer", description=_one_of(Granularity))
-    slicing: Literal["auto", "off"] = Field(default="auto", description=_OFF)
+    slicing: Literal["auto", "on", "off"] | Count = Field(
+        default="auto", description='"auto", "on", "off" or a number of micro-batches of at least 1'
+    )
     memory: MemoryConfig = Field(
         default=MemoryConfig(), description="an object with limit_gb, recompute, swap"
     )

@@ -142,8 +142,8 @@ def test_every_schedule_has_its_name(name):
             'memory.swap: "on" is not supported by this release; remove it, or write "auto" or "off"',
         ),
         (
-            {"slicing": 2},
-            'slicing: 2 is not supported by this release; remove it, or write "auto" or "off"',
+            {"slicing": 0},
+            'slicing: 0 is not valid; give "auto", "on", "off" or a number of micro-batches of at least 1',
         ),
         (
             {"micro_batch_sizes": [1]},

@@ -48,9 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--slicing",
-        choices=["auto", "off"],
+        type=_slicing,
         default="auto",
-        help="run the first forwards in halves where that is shorter (%(default)s)",
+        help="run the first forwards in halves: auto, where that is shorter; on; off; or a number of micro-batches "
+        "(%(default)s)",
     )
     parser.add_argument(
         "--mode",
@@ -84,6 +85,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, help="write the plan there")
     parser.add_argument("--width", type=int, default=100, help="columns of the picture (%(default)s)")
+
+
+def _slicing(text: str) -> str | int:
+    if text in ("auto", "on", "off"):
+        return text
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not valid; give auto, on, off or a number of at least 1")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

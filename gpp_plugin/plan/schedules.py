@@ -27,7 +27,7 @@ LARGEST_K = 8
 
 
 def schedule_plan(
-    plan: PipelinePlan, request: PlanRequest, *, schedule: str = "auto", slicing: str = "auto"
+    plan: PipelinePlan, request: PlanRequest, *, schedule: str = "auto", slicing: str | int = "auto"
 ) -> PipelinePlan:
     """Return ``plan`` under the schedule called ``schedule``, with its in-flight counts, slices and memory.
 
@@ -35,7 +35,7 @@ def schedule_plan(
     simulate one by one stay as they are.
 
     Args:
-        slicing: ``auto`` runs the first forwards in halves where that is shorter; ``off`` never.
+        slicing: as for `choose_slicing`: ``auto`` runs the first forwards in halves where that is shorter.
 
     Raises:
         PlanError: there is no such schedule, or the plan must keep another one.
@@ -68,7 +68,7 @@ def schedule_plan(
 class _Chooser:
     """Tries schedules on one plan: times of parts of tasks from the profile, memory of its ranks."""
 
-    def __init__(self, plan: PipelinePlan, request: PlanRequest, slicing: str) -> None:
+    def __init__(self, plan: PipelinePlan, request: PlanRequest, slicing: str | int) -> None:
         self._request = request
         self._costs = costs = CostModel(
             request.graph, request.profile, request.cluster, zero_stage=request.zero_stage

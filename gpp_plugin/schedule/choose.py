@@ -176,7 +176,8 @@ def _choose_slicing(
         if any(stage.num_sliced for stage in sliced.stages):
             variants.append((judge.predict_us(sliced, with_slices(sliced, schedules)), sliced, how))
     if not variants:
-        return plan, unsliced_us, ""
+        why = "the longest warm-up has two stages or fewer, or none that can be halved"
+        return plan, unsliced_us, "" if slicing == "auto" else f", nothing sliced ({why})"
     # Fewer messages win where both take the same time.
     time, chosen, how = min(reversed(variants), key=lambda v: v[0])
     if slicing == "auto" and time >= unsliced_us * (1.0 - GAIN):

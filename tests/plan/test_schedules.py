@@ -64,6 +64,16 @@ def test_nothing_is_sliced_when_slicing_is_off():
     assert not any(s.num_sliced for s in schedule_plan(plan, request, slicing="off").stages)
 
 
+def test_slicing_on_and_by_number():
+    plan, request = planned(chain(8))
+    assert any(s.num_sliced for s in schedule_plan(plan, request, slicing="on").stages)
+    assert max(s.num_sliced for s in schedule_plan(plan, request, slicing=2).stages) == 2
+    odd, request = planned(chain(8), micro_batch_sizes={"*": 1})
+    unsliced = schedule_plan(odd, request, slicing="on")
+    assert not any(s.num_sliced for s in unsliced.stages)
+    assert any("nothing sliced" in note for note in unsliced.notes)
+
+
 def test_what_does_not_fit_memory_is_refused_and_auto_stays_within():
     graph = chain(8)
     profile = make_profile(graph, saved=0.05 * GB)

@@ -206,6 +206,11 @@ def test_auto_takes_the_shortest_and_on_takes_a_sliced_one():
     assert sum(slices(forced)) > 0 and forced.iteration_us >= choose_slicing(dear).iteration_us
     assert slices(choose_slicing(plan, slicing=2))[0] == 2
     assert slices(choose_slicing(plan, slicing=0)) == [0] * 4
+    assert choose_slicing(chain(2, 4), slicing="on").notes == (
+        "warm-up, nothing sliced (the longest warm-up has two stages or fewer, or none that can be halved): "
+        "15 us predicted",
+    )
+    assert choose_slicing(chain(2, 4)).notes == ()
     for wrong in ("yes", -1, True):
         with pytest.raises(ValueError, match="give auto, on, off or a number"):
             choose_slicing(plan, slicing=wrong)

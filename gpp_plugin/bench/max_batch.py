@@ -76,7 +76,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             for mode in args.modes:
                 _report(f"{model}: {stages} stages, {mode}")
                 cell = Cell(graph, profile, cluster, model, stages, mode, args.schedule, args.slowdown)
-                rows += cell.rows()
+                found = cell.rows()
+                for row in found:
+                    _report(f"  {row['optimization']:5} {row['planner']:10} {_cell_text(row)}")
+                rows += found
                 if mode == "async":
                     balance += cell.balance(rows)
             if "sync" in args.modes:
@@ -99,13 +102,14 @@ class Cell:
         mode: str,
         schedule: str,
         slowdown: float,
+        limit: int | None = None,
     ) -> None:
         self._sources = graph, profile, cluster
         self._costs = CostModel(graph, profile, cluster)
         self.model, self.stages, self.mode = model, stages, mode
         self.schedule = schedule if mode == "sync" else "1f1b"
         self.slowdown = slowdown
-        self._limits = [device.memory_bytes for device in cluster.devices[:stages]]
+        self._limits = [limit or device.memory_bytes for device in cluster.devices[:stages]]
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each optimization and planner."""

@@ -1,0 +1,66 @@
+"""The search for the largest batch, and a small table from end to end."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpp_plugin.bench._memory_models import MODELS, PAPER, paper_batch
+from gpp_plugin.bench.max_batch import PLANNERS, Cell, largest, summarize, zero_rows
+from gpp_plugin.library.analytic import profile_model
+from gpp_plugin.library.graphs import build_model
+from gpp_plugin.plan.clusters import read_cluster
+from gpp_plugin.plan.costs import CostModel
+from gpp_plugin.plan.memory_chain import ChainPlan
+
+
+@pytest.mark.parametrize("start", [1, 3, 64])
+@pytest.mark.parametrize("limit", [0, 1, 2, 7, 64, 250])
+def test_the_largest_batch_is_found_from_anywhere(start, limit):
+    def plan_at(batch: int) -> ChainPlan | None:
+        return ChainPlan(cuts=(0, 1), stages=(), local=batch) if batch <= limit else None
+
+    found = largest(plan_at, start)
+    assert (found.local if found is not None else 0) == limit
+
+
+@pytest.fixture(scope="module")
+def rows():
+    model = build_model("amoebanet", layers=3, filters=16, image=32)
+    cluster = read_cluster("a100_pcie", num_devices=2)
+    profile = profile_model(model, cluster.devices[0], largest=64)
+    small = CostModel(model.graph, profile, cluster)
+    cell = Cell(model.graph, profile, cluster, "amoebanet", 2, "async", "gpipe", 1.5, limit=2 * 10**8)
+    return cell.rows() + zero_rows(small, "amoebanet", 2)
+
+
+def test_dawnpiper_is_nowhere_behind_and_nobody_is_slower_than_allowed(rows):
+    summary = summarize(rows)
+    assert summary["behind"] == []
+    assert {(r["optimization"], r["planner"]) for r in rows if r["planner"] in PLANNERS} == {
+        (opt, name) for opt in ("none", "R", "S+R") for name in PLANNERS
+    }
+    for row in rows:
+        if row["optimization"] != "none" and PLANNERS[row["planner"]][1][row["optimization"]]:
+            assert row["slowdown"] is None or row["slowdown"] <= 1.5
+        if row["planner"] in PLANNERS:
+            assert row["max_batch"] == row["micro_batch"]
+
+
+def test_more_ways_to_save_memory_fit_no_less(rows):
+    batches = {(r["optimization"], r["planner"]): r["max_batch"] for r in rows}
+    assert all(batches["R", name] <= batches["S+R", name] for name in PLANNERS)
+    assert batches["none", "dawnpiper"] < batches["R", "dawnpiper"]
+
+
+def test_the_papers_figures():
+    """Section 5.2: 1.33 and 1.29 over vPipe with both; 2.14 and 2.73 asynchronous without; 1.61, 1.82 with."""
+
+    def mean(stages: int, mode: str, optimization: str) -> float:
+        ours, theirs = (PAPER[stages, mode, optimization, name] for name in ("dawnpiper", "vpipe"))
+        return sum(a / b for a, b in zip(ours, theirs, strict=True)) / len(MODELS)
+
+    assert [round(mean(s, "sync", "S+R"), 2) for s in (4, 8)] == [1.33, 1.29]
+    assert [round(mean(s, "async", "none"), 2) for s in (4, 8)] == [2.14, 2.73]
+    assert [round(mean(s, "async", "S+R"), 2) for s in (4, 8)] == [1.61, 1.82]
+    assert paper_batch("gpt2_770m", 8, "sync", "S+R", "vpipe") == 56
+    assert paper_batch("gpt2_770m", 8, "async", "R", "vpipe") is None

@@ -318,8 +318,8 @@ def run_backward(roots: Sequence[Root], seeds: Sequence[Tensor]) -> None:
 
 
 def _half_of(tensor: Tensor, axis: int, half: int) -> Tensor:
-    """Return the rows of one half, or the tensor itself where it is the same for all samples."""
+    """Return the rows of one half, contiguous, or the tensor itself where it is the same for all samples."""
     if axis < 0:
         return tensor
     rows = tensor.shape[axis] // 2
-    return tensor.narrow(axis, half * rows, rows)
+    return tensor.narrow(axis, half * rows, rows).contiguous()

@@ -405,7 +405,10 @@ class StageExecutor:
             tensor = buffers[position]
             if piece.is_last:  # let go of it here
                 buffers[position] = _TAKEN
-            return tensor if piece.num_rows < 0 else tensor.narrow(axis, piece.first_row, piece.num_rows)
+            if piece.num_rows < 0:
+                return tensor
+            # captured code may view what it gets, which rows cut behind the first axis do not allow
+            return tensor.narrow(axis, piece.first_row, piece.num_rows).contiguous()
 
         return take
 

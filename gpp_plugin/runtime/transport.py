@@ -288,15 +288,32 @@ Call = Callable[[list[Tensor], int, int], dist.Work]
 
 def _bind_launch(group: dist.ProcessGroup, call: Call, peer: int, place: _Place) -> Post:
     def post(tensors: Sequence[Tensor]) -> Pending:
-        if len(tensors) == 1:
-            return _Posted([call([tensors[0]], peer, 0)], place, tensors)
-        device = tensors[0].device
-        group._start_coalescing(device)
-        for tensor in tensors:
-            call([tensor], peer, 0)
-        return _Posted([group._end_coalescing(device)], place, tensors)
+        return _Posted([_launch(group, call, peer, tensors)], place, tensors)
 
     return post
+
+
+def _launch(group: dist.ProcessGroup, call: Call, peer: int, tensors: Sequence[Tensor]) -> dist.Work:
+    """Start the transfers of some tensors to or from one peer as one launch."""
+    if len(tensors) == 1:
+        return call([tensors[0]], peer, 0)
+    device = tensors[0].device
+    group._start_coalescing(device)
+    for tensor in tensors:
+        call([tensor], peer, 0)
+    return group._end_coalescing(device)
+
+
+def _open_channel(group: dist.ProcessGroup, channel: Channel, device: torch.device) -> None:
+    """Move one tensor, and two in one launch: torch makes a communicator for each at its first use.
+
+    There the hosts of both ranks wait for each other, which no program's order allows for.
+    """
+    is_sender = dist.get_rank() == channel[2]
+    call, other = (group.send, channel[3]) if is_sender else (group.recv, channel[2])
+    for count in (1, 2):
+        tensors = [torch.zeros(1, device=device) for _ in range(count)]
+        _launch(group, call, sorted(channel[2:]).index(other), tensors).wait()
 
 
 class OneQueueNcclTransport:
@@ -390,6 +407,7 @@ def make_transport(
             most + OTHER_QUEUES,
         )
         everyone = dist.new_group(None, timeout=timeout, backend="nccl", group_desc="all messages")
+        dist.all_reduce(torch.zeros(1, device=device), group=everyone)  # all ranks make the communicator now
         return OneQueueNcclTransport(group=everyone, names=names, device=device)
     communicators: dict[Channel, dist.ProcessGroup] = {}
     for channel in ordered:
@@ -399,6 +417,7 @@ def make_transport(
             sorted((source, target)), timeout=timeout, backend="nccl", group_desc=described
         )
         if dist.get_rank() in (source, target):
+            _open_channel(group, channel, device)
             communicators[channel] = group
     return NcclTransport(groups=communicators, names=names)
 

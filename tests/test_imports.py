@@ -16,10 +16,10 @@ MOST_SECONDS = 0.5
 
 PROBE = f"""
 import importlib, json, sys, time
-start = time.perf_counter()
+start = time.process_time()
 for name in sys.argv[1:]:
     importlib.import_module(name)
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 print(json.dumps(dict(seconds=seconds, heavy=[m for m in {sorted(HEAVY)} if m in sys.modules])))
 """
 

@@ -155,6 +155,8 @@ def _prepare(
             raise ConfigError(f"graph_pipeline.micro_batch_sizes: {error}") from error
     if spec is None or not _names_its_order(spec):
         plan = schedule_plan(plan, request, schedule=config.schedule, slicing=config.slicing)
+    else:
+        _check_slices(plan, config)
     for note in plan.notes:
         logger.info("plan: %s", note)
     return Preparation(analysis=captured.analysis, plan=plan)
@@ -200,6 +202,16 @@ def _check_agreement(plan: PipelinePlan, config: GraphPipelineConfig) -> None:
             raise ConfigError(
                 f"graph_pipeline.{key}: {asked} is asked for, graph_pipeline.plan has {shown}; remove one of them"
             )
+
+
+def _check_slices(plan: PipelinePlan, config: GraphPipelineConfig) -> None:
+    """Refuse slices of a given plan that ``slicing`` contradicts."""
+    sliced = max(stage.num_sliced for stage in plan.stages)
+    asked = config.slicing
+    if asked == "auto" or (asked == "on" and sliced) or asked in ({sliced} if sliced else {"off"}):
+        return
+    has = f"slices {sliced} micro-batches" if sliced else "slices nothing"
+    raise ConfigError(f"graph_pipeline.slicing: {asked}, and graph_pipeline.plan {has}; remove one of them")
 
 
 def _names_its_order(spec: Mapping[str, Any]) -> bool:

@@ -34,6 +34,8 @@ def make_mistakes() -> dict[str, str]:
     idle = make_engine(build("two_branch")[0], batch, config_of(optimizer={}, block={"stages": 2}))
     attempt("no optimizer", lambda: steps(idle, [batch]))
     attempt("two plans", lambda: start(plan={"stages": [{"modules": ["*"]}]}))
+    ordered = {"stages": [{"modules": ["left"], "k": 1}, {"modules": ["*"]}]}
+    attempt("slices", lambda: start(plan=ordered, slicing="on"))
     attempt("weights", lambda: start(weights="nowhere"))
     attempt("module", lambda: start(micro_batch_sizes={"lefd": 4}))
     attempt("stage", lambda: start(micro_batch_sizes={"left.7": 4}))

@@ -11,14 +11,15 @@ from tests.models import build
 def train_under(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Train two steps of a small model under each block; return losses, gradients, and what was run.
 
-    The model is GPT-2 unless the block says another; that key is taken out.
+    The model is GPT-2 and ZeRO off unless the block says otherwise; those keys are taken out.
     """
     answers = []
     for block in blocks:
         block = {"stages": 2, **block}
         model, make_batch = build(block.pop("model", "gpt2"))
         batches = [make_batch(B, seed) for seed in range(2)]
-        engine = make_engine(model, batches[0], config_of(block=block))
+        zero = {"stage": block.pop("zero", 0)}
+        engine = make_engine(model, batches[0], config_of(block=block, zero_optimization=zero))
         engine.retain_gradients()
         losses = [float(engine.train_batch(data_iter=iter([batches[0]])))]
         gradients = {name: gradient.clone() for name, gradient in engine.gradients.items()}
@@ -31,6 +32,7 @@ def train_under(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "stages": engine.plan.stages,
                 "notes": engine.plan.notes,
                 "iteration_us": engine.plan.iteration_us,
+                "reductions": sum(i.kind.value == "reduce_data" for i in program.instructions),
                 "tasks": [str(i.task)[1:] for i in program.instructions if i.task is not None],
             }
         )

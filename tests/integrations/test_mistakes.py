@@ -14,6 +14,7 @@ def test_a_mistake_gets_the_same_line_on_every_rank() -> None:
     assert "also has ['weight']" in first["more keys"]
     assert "optimizer: missing" in first["no optimizer"]
     assert "graph_pipeline.stages: 2" in first["two plans"] and "plan has 1" in first["two plans"]
+    assert "graph_pipeline.slicing: on, and graph_pipeline.plan slices nothing" in first["slices"]
     assert "graph_pipeline.weights: 'nowhere'" in first["weights"]
     assert "graph_pipeline.micro_batch_sizes.lefd: no module or stage 'lefd'" in first["module"]
     assert "left" in first["module"]

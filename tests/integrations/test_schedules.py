@@ -30,18 +30,22 @@ def answers() -> dict[str, list[dict[str, Any]]]:
     return {name: [found[i] for found in per_rank] for i, name in enumerate(BLOCKS)}
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_each_trains_as_one_process(answers: dict[str, list[dict[str, Any]]], name: str) -> None:
+def check(answers: list[dict[str, Any]]) -> None:
+    """Compare what all ranks returned with a single process."""
     model, make_batch = build("gpt2")
-    batches = [make_batch(B, seed) for seed in range(2)]
-    reference = train_reference(model, batches, unit=U)
+    reference = train_reference(model, [make_batch(B, seed) for seed in range(2)], unit=U)
     covered: set[str] = set()
-    for answer in answers[name]:
+    for answer in answers:
         assert answer["losses"] == pytest.approx(reference.losses, rel=1e-5)
         assert max(gradient_errors(answer["gradients"], reference.gradients).values()) < 1e-5
         assert answer["iteration_us"] > 0
         covered |= set(answer["gradients"])
     assert covered == set(reference.gradients)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_each_trains_as_one_process(answers: dict[str, list[dict[str, Any]]], name: str) -> None:
+    check(answers[name])
 
 
 def test_what_was_asked_for_is_what_runs(answers: dict[str, list[dict[str, Any]]]) -> None:
@@ -57,3 +61,18 @@ def test_what_was_asked_for_is_what_runs(answers: dict[str, list[dict[str, Any]]
         assert {stage.schedule for stage in answers[name][0]["stages"]} == {name}
     assert {task[0] for task in answers["zero_bubble"][1]["tasks"]} == {"F", "I", "W"}
     assert [s.micro_batch_size for s in answers["one larger"][0]["stages"]] == [4, 2]
+
+
+def test_zero_2_under_every_schedule_with_a_tie_across_unequal_degrees() -> None:
+    """The embedding is on two ranks as the input's and on one as the output's; partitions differ."""
+    plan = {"stages": [{"modules": ["transformer"], "ranks": [0, 1]}, {"modules": ["*"], "ranks": [2]}]}
+    schedules = ("1f1b", "gpipe", "zero_bubble")
+    blocks = [{"plan": plan, "stages": "auto", "zero": 2, "schedule": schedule} for schedule in schedules]
+    per_rank = run_kept_ranks(schedule_jobs.train_under, 3, blocks, timeout_s=200)
+    for index, schedule in enumerate(schedules):
+        found = [answers[index] for answers in per_rank]
+        check(found)
+        assert {stage.schedule for stage in found[0]["stages"]} == {schedule}
+        assert [answer["reductions"] for answer in found] == [2, 2, 1], (
+            "behind each backward, where there are two"
+        )

@@ -84,7 +84,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     print(
         f"{settings.model}: {settings.mini_batch} samples a step, {settings.loss_unit} a loss; pipelines on "
-        f"{settings.num_ranks} ranks; the modes take turns, step by step",
+        f"{settings.num_ranks} ranks, {os.environ.get('OMP_NUM_THREADS', '1')} thread a process; the modes take turns, "
+        "step by step",
         flush=True,
     )
     results = compare_modes(settings, tell=lambda text: print(text, flush=True))

@@ -29,7 +29,7 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.11",
     packages=find_packages(include=["gpp_plugin", "gpp_plugin.*"]),
-    package_data={"gpp_plugin": ["py.typed", "clusters/*.json"]},
+    package_data={"gpp_plugin": ["py.typed", "clusters/*.json", "models/*.json"]},
     install_requires=[
         "torch>=2.11",
         "deepspeed>=0.19",

@@ -64,7 +64,7 @@ def test_wrong_usage_exits_with_2(arguments, capsys):
         (["report", "missing.json"], "gpp report: missing.json: cannot be read (No such file or directory)\n"),
         (
             ["plan", "mmtt"],
-            "gpp plan: no model 'mmtt' in the library; did you mean 'mmt'? (models: ",
+            "gpp plan: model 'mmtt': no such file, configuration or library model; did you mean 'mmt'? (known: ",
         ),
         (["plan", "mmt", "--cluster", "sumit"], "gpp plan: cluster 'sumit': no such file; did you mean 'summit'?"),
         (["plan", "mmt", "--size", "branches"], "gpp plan: --size: 'branches' is not NAME=VALUE, e.g. branches=8\n"),

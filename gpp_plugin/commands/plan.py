@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from gpp_plugin.plan.schedules import schedule_plan
 from gpp_plugin.report.plan_text import format_plan, stage_rows
 from gpp_plugin.schedule.names import SCHEDULE_NAMES, is_schedule_name, planning_schedule
 
+CONFIG_DIR = Path(__file__).parent.parent / "models"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `gpp plan`."""
@@ -27,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models = ", ".join(MODELS)
     clusters = ", ".join(cluster_names())
     parser.add_argument(
-        "model", help=f"a HuggingFace config.json or its directory, or a library model: {models}"
+        "model",
+        help="a HuggingFace config.json or its directory, a configuration that comes with gpp "
+        f"({', '.join(config_names())}), or a library model ({models})",
     )
     parser.add_argument("--devices", type=int, help="ranks to plan for (those of the cluster)")
     parser.add_argument(
@@ -85,6 +90,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, help="write the plan there")
     parser.add_argument("--width", type=int, default=100, help="columns of the picture (%(default)s)")
+
+
+def config_names() -> list[str]:
+    """Return the names of the HuggingFace configurations that come with the package."""
+    return sorted(path.stem for path in CONFIG_DIR.glob("*.json"))
 
 
 def _slicing(text: str) -> str | int:
@@ -163,13 +173,24 @@ def _figures(plan: PipelinePlan) -> dict[str, Any]:
 
 
 def _model(args: argparse.Namespace, cluster: Cluster, unit: int) -> tuple[BlockGraph, Profile]:
+    from gpp_plugin.library.graphs import MODELS
+
     if args.mini_batch < 1 or unit < 1:
         raise ConfigError(f"--mini-batch {args.mini_batch}, --loss-unit {unit}: give at least 1 sample")
+    if args.model in MODELS:
+        return _library_model(args, cluster)
+    if args.size:
+        raise ConfigError("--size: is for library models; edit the HuggingFace configuration instead")
     if Path(args.model).exists():
-        if args.size:
-            raise ConfigError("--size: is for library models; edit the HuggingFace configuration instead")
-        return _huggingface_model(args, cluster, unit)
-    return _library_model(args, cluster)
+        return _huggingface_model(args, Path(args.model), cluster, unit)
+    names = [*config_names(), *MODELS]
+    if args.model not in names:
+        close = difflib.get_close_matches(args.model, names, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(
+            f"model {args.model!r}: no such file, configuration or library model{hint} (known: {', '.join(names)})"
+        )
+    return _huggingface_model(args, CONFIG_DIR / f"{args.model}.json", cluster, unit)
 
 
 def _library_model(args: argparse.Namespace, cluster: Cluster) -> tuple[BlockGraph, Profile]:
@@ -182,17 +203,21 @@ def _library_model(args: argparse.Namespace, cluster: Cluster) -> tuple[BlockGra
         if not equals or not value:
             raise ConfigError(f"--size: {text!r} is not NAME=VALUE, e.g. branches=8")
         sizes[name] = int(value) if value.isdecimal() else value
+    if args.granularity != "layer":
+        sizes.setdefault("granularity", args.granularity)
     model = build_model(args.model, **sizes)
     return model.graph, profile_model(model, cluster.devices[0], largest=args.mini_batch)
 
 
-def _huggingface_model(args: argparse.Namespace, cluster: Cluster, unit: int) -> tuple[BlockGraph, Profile]:
+def _huggingface_model(
+    args: argparse.Namespace, config: Path, cluster: Cluster, unit: int
+) -> tuple[BlockGraph, Profile]:
     from gpp_plugin.capture.coarsen import coarsen
     from gpp_plugin.capture.export import capture_model
     from gpp_plugin.integrations.hf_models import build_on_meta, make_example_batch, read_hf_config
     from gpp_plugin.profile.analytic import analytic_profile, default_sample_counts
 
-    model = build_on_meta(read_hf_config(args.model))
+    model = build_on_meta(read_hf_config(config))
     batch = make_example_batch(model, num_samples=unit, length=args.length)
     captured = capture_model(model, batch)
     graph = coarsen(captured, granularity=args.granularity)

@@ -216,7 +216,7 @@ def transformer_layers(
             attention(f"{prefix}.{i}.attention", length=length, hidden=hidden, heads=heads),
             feed_forward(f"{prefix}.{i}.mlp", length=length, hidden=hidden, inner=inner),
         ]
-        blocks += parts if granularity == "sublayer" else [merged(f"{prefix}.{i}", parts)]
+        blocks += parts if granularity == "sub_layer" else [merged(f"{prefix}.{i}", parts)]
     return blocks
 
 
@@ -229,7 +229,7 @@ def check_granularity(granularity: str) -> None:
     """Refuse an unknown granularity.
 
     Raises:
-        PlanError: it is neither ``layer`` nor ``sublayer``.
+        PlanError: it is neither ``layer`` nor ``sub_layer``.
     """
-    if granularity not in ("layer", "sublayer"):
-        raise PlanError(f"granularity {granularity!r} is not known; choose layer or sublayer")
+    if granularity not in ("layer", "sub_layer"):
+        raise PlanError(f"granularity {granularity!r} is not known; choose layer or sub_layer")

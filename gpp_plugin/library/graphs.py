@@ -155,7 +155,7 @@ def transformer(
     return assemble(name, specs, path_edges([spec.name for spec in specs]), loss="head")
 
 
-def gpt2_345m(*, length: int = 1024, granularity: str = "sublayer") -> AnalyticModel:
+def gpt2_345m(*, length: int = 1024, granularity: str = "sub_layer") -> AnalyticModel:
     """Return GPT-2 345M (AutoPipe, Table I)."""
     return transformer(
         layers=24, hidden=1024, heads=16, inner=4096, length=length, vocabulary=50257, granularity=granularity,
@@ -163,7 +163,7 @@ def gpt2_345m(*, length: int = 1024, granularity: str = "sublayer") -> AnalyticM
     )  # fmt: skip
 
 
-def gpt2_762m(*, length: int = 1024, granularity: str = "sublayer") -> AnalyticModel:
+def gpt2_762m(*, length: int = 1024, granularity: str = "sub_layer") -> AnalyticModel:
     """Return GPT-2 762M (AutoPipe, Table I)."""
     return transformer(
         layers=36, hidden=1280, heads=20, inner=5120, length=length, vocabulary=50257, granularity=granularity,
@@ -171,7 +171,7 @@ def gpt2_762m(*, length: int = 1024, granularity: str = "sublayer") -> AnalyticM
     )  # fmt: skip
 
 
-def gpt2_1p3b(*, length: int = 1024, granularity: str = "sublayer") -> AnalyticModel:
+def gpt2_1p3b(*, length: int = 1024, granularity: str = "sub_layer") -> AnalyticModel:
     """Return GPT-2 1.3B (AutoPipe, Table I)."""
     return transformer(
         layers=24, hidden=2048, heads=16, inner=8192, length=length, vocabulary=50257, granularity=granularity,
@@ -179,7 +179,7 @@ def gpt2_1p3b(*, length: int = 1024, granularity: str = "sublayer") -> AnalyticM
     )  # fmt: skip
 
 
-def bert_large(*, length: int = 512, granularity: str = "sublayer") -> AnalyticModel:
+def bert_large(*, length: int = 512, granularity: str = "sub_layer") -> AnalyticModel:
     """Return BERT-large (AutoPipe, Table I)."""
     return transformer(
         layers=24, hidden=1024, heads=16, inner=4096, length=length, vocabulary=30522, granularity=granularity,

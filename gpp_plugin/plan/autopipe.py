@@ -14,20 +14,21 @@ where several paths are equally long.
 
 Deviations: the simulator is exact (the paper approximates the warm-up, adds communication after the
 maximum and fails for m < p). The heuristic explores all partitions it reaches, each once. `search_exact`
-is a branch and bound over all partitions with the bound fill + m (f_i + b_i) + drain, and is used where
-``MAX_EXACT`` nodes suffice.
+is a branch and bound over all partitions with the bound fill + m (f_i + b_i) + drain + the wait for the first
+backward, and is used where ``MAX_EXACT`` nodes suffice.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batches import batch_rules
 from gpp_plugin.plan.chain import ChainCosts
 from gpp_plugin.plan.costs import CostModel
+from gpp_plugin.plan.estimate import task_order
 from gpp_plugin.plan.linear import split_by_weight
 from gpp_plugin.plan.registry import PlanRequest, register_planner
 from gpp_plugin.plan.selection import best_plan, explain_infeasible
@@ -81,7 +82,7 @@ class ChainSimulator:
     def _run(self, cuts: Cuts, m: int) -> tuple[float, int]:
         f, b = self.stage_times(cuts)
         p, comm = len(f), self.comm_us
-        orders = [_order(m, min(p - i, m)) for i in range(p)]
+        orders = [task_order(m, min(p - i, m), 1) for i in range(p)]
         ends: tuple[list[list[float]], ...] = ([[] for _ in range(p)], [[] for _ in range(p)])
         # For the critical path: which task was waited for. Tasks are (way, stage, micro-batch).
         cause: dict[tuple[int, int, int], tuple[int, int, int] | None] = {}
@@ -92,7 +93,8 @@ class ChainSimulator:
             s = waiting.pop()
             moved = False
             while heads[s] < len(orders[s]):
-                way, j = orders[s][heads[s]]
+                task = orders[s][heads[s]]
+                way, j = (0, task) if task >= 0 else (1, ~task)
                 other = s - 1 if way == 0 else s + 1
                 start, why = clocks[s], previous[s]
                 if 0 <= other < p:
@@ -128,15 +130,6 @@ class ChainSimulator:
             steps[stage] += is_steady
             at = cause[at]
         return max(range(p), key=lambda s: (steps[s], s))
-
-
-def _order(m: int, in_flight: int) -> list[tuple[int, int]]:
-    order = [(0, j) for j in range(in_flight)]
-    for j in range(m):
-        order.append((1, j))
-        if in_flight + j < m:
-            order.append((0, in_flight + j))
-    return order
 
 
 def balance_blocks(weights: Sequence[float], num_stages: int) -> Cuts:
@@ -211,38 +204,66 @@ def _ease_cool_down(simulator: ChainSimulator, cuts: Cuts, master: int) -> Cuts:
 def search_exact(
     simulator: ChainSimulator, num_stages: int, *, limit: int = MAX_EXACT
 ) -> tuple[float, Cuts] | None:
-    """Return time and cuts of the best partition of all, or None where ``limit`` nodes do not suffice."""
-    best = search_heuristic(simulator, num_stages)
-    num, m = len(simulator.forward), simulator.micro_batches
-    f, b = simulator._f, simulator._b
-    nodes = 0
+    """Return time and cuts of the best partition of all, or None where ``limit`` nodes do not suffice.
 
-    def extend(cuts: tuple[int, ...]) -> bool:
-        nonlocal best, nodes
+    Depth first from the first stage; a node is left where the stages so far, or the best that can follow
+    (`_least_after`), take no less than the best partition known.
+    """
+    best = search_heuristic(simulator, num_stages)
+    num = len(simulator.forward)
+    bound = _stage_bound(simulator, num_stages)
+    after = _least_after(bound, num, num_stages)
+    nodes = 0
+    stack: list[Cuts] = [(0,)]
+    while stack:
+        cuts = stack.pop()
         nodes += 1
         if nodes > limit:
-            return False
-        start, left = cuts[-1], num_stages - len(cuts)
-        if left == 0:
-            full = (*cuts, num)
-            if bound(start, num) < best[0]:
-                best = min(best, (simulator.run(full)[0], full))
-            return True
-        # What is left must be shared among ``left`` + 1 stages, the next of them begins at ``start``.
-        for stop in range(start + 1, num - left + 1):
-            if bound(start, stop) >= best[0]:
-                break
-            rest = (f[num] - f[stop] + b[num] - b[stop]) / left
-            if f[stop] + b[stop] + m * rest >= best[0] * (1 + 1e-12):
-                continue
-            if not extend((*cuts, stop)):
-                return False
-        return True
+            return None
+        stage, start = len(cuts) - 1, cuts[-1]
+        if stage == num_stages:
+            best = min(best, (simulator.run(cuts)[0], cuts))
+            continue
+        is_last = stage == num_stages - 1
+        found = []
+        for stop in [num] if is_last else range(start + 1, num - (num_stages - stage) + 2):
+            least = max(bound(stage, start, stop), after[stage + 1][stop])
+            if least < best[0] * (1 - 1e-12):
+                found.append((least, (*cuts, stop)))
+        stack.extend(more for _, more in sorted(found, reverse=True))
+    return best
 
-    def bound(start: int, stop: int) -> float:
-        return f[start] + b[start] + m * (f[stop] - f[start] + b[stop] - b[start])
 
-    return best if extend((0,)) else None
+def _stage_bound(simulator: ChainSimulator, num_stages: int) -> Callable[[int, int, int], float]:
+    """Return the least time of a step in which stage ``stage`` holds blocks ``start`` up to ``stop``.
+
+    Its first forward comes after those of the stages before it, which also run the last backward after it.
+    Between them it computes all the time; but its first backward waits for the round trip through the
+    stages after it, during which it has only its warm-up's forwards to do.
+    """
+    f, b, m, comm = simulator._f, simulator._b, simulator.micro_batches, simulator.comm_us
+
+    def bound(stage: int, start: int, stop: int) -> float:
+        forward, backward = f[stop] - f[start], b[stop] - b[start]
+        later = num_stages - 1 - stage
+        round_trip = f[-1] - f[stop] + b[-1] - b[stop] + 2 * later * comm
+        waits = max(round_trip - min(later, m - 1) * forward, 0.0)
+        return f[start] + b[start] + 2 * stage * comm + m * (forward + backward) + waits
+
+    return bound
+
+
+def _least_after(bound: Callable[[int, int, int], float], num: int, num_stages: int) -> list[list[float]]:
+    """Return [stage, start]: the least largest bound of stages ``stage`` on, over the blocks from ``start``."""
+    least = [[float("inf")] * (num + 1) for _ in range(num_stages + 1)]
+    least[num_stages][num] = 0.0
+    for stage in range(num_stages - 1, -1, -1):
+        for start in range(stage, num):
+            for stop in range(start + 1, num + 1):
+                later = least[stage + 1][stop]
+                if later < least[stage][start]:
+                    least[stage][start] = min(least[stage][start], max(bound(stage, start, stop), later))
+    return least
 
 
 @register_planner("autopipe")
@@ -293,9 +314,8 @@ def _drafts_for(chain: ChainCosts, count: int, *, is_searched: bool) -> list[Sta
     degree = chain.request.num_ranks // count
     simulator = simulator_of(chain, degree)
     if is_searched:
-        _, cuts = search_heuristic(simulator, count)
-        exact = search_exact(simulator, count, limit=MAX_EXACT // 20) if count <= 4 else None
-        cuts = exact[1] if exact is not None else cuts
+        found = search_exact(simulator, count, limit=MAX_EXACT // 20)
+        cuts = found[1] if found is not None else search_heuristic(simulator, count)[1]
     else:
         cuts = balance_blocks(
             [f + b for f, b in zip(simulator.forward, simulator.backward, strict=True)], count

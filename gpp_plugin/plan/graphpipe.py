@@ -131,6 +131,8 @@ def search_stages(
     if is_thorough or not any(candidate.score[0] == 0 for candidate in candidates):
         candidates.extend(_with_counts(request, costs, rules, refiner, counts))
     candidates.sort(key=lambda candidate: candidate.score)
+    if not candidates or candidates[0].score[0] > 0:
+        refiner.budget = max(budget, MAX_BUDGET)  # a plan that fits is worth more than a quick answer
     refined = []
     for candidate in candidates[:num_refined]:
         if refiner.budget <= 0:

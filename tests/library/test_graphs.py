@@ -36,7 +36,7 @@ def test_few_tiles_leave_multiprocessors_idle():
 
 
 def test_sublayers_add_up_to_layers():
-    layers, parts = build_model("mmt"), build_model("mmt", granularity="sublayer")
+    layers, parts = build_model("mmt"), build_model("mmt", granularity="sub_layer")
     assert len(parts.graph.blocks) == 65
     assert sum(s.parameters for s in layers.specs) == sum(s.parameters for s in parts.specs)
 
@@ -46,7 +46,7 @@ def test_sublayers_add_up_to_layers():
     [
         ("mtm", {}, "did you mean 'mmt'"),
         ("mmt", {"branch": 2}, "has no size 'branch'; its sizes are branches"),
-        ("mmt", {"granularity": "op"}, "choose layer or sublayer"),
+        ("mmt", {"granularity": "op"}, "choose layer or sub_layer"),
     ],
 )
 def test_mistakes_get_one_line(name, sizes, message):

@@ -60,7 +60,7 @@ def gpt2(micro_batches: int) -> ChainSimulator:
     )
 
 
-@pytest.mark.parametrize("stages", [4, 6])
+@pytest.mark.parametrize("stages", [4, 6, 8])
 def test_the_heuristic_equals_the_exact_search_on_gpt2(stages):
     simulator = gpt2(2 * stages)
     exact = search_exact(simulator, stages, limit=100_000)

@@ -20,7 +20,5 @@ def complete_plan(plan: PipelinePlan, graph: BlockGraph, profile: Profile) -> Pi
         dataclasses.replace(stage, gradient_bytes=sum(costs[name].gradient_bytes for name in stage.blocks))
         for stage in plan.stages
     )
-    names = dict.fromkeys(
-        name for edge in plan.edges for name in (*edge.batch_tensors, *edge.whole_tensors)
-    )
+    names = dict.fromkeys(name for edge in plan.edges for name in (*edge.batch_tensors, *edge.whole_tensors))
     return dataclasses.replace(plan, stages=stages, tensors=tuple(graph.tensors[name] for name in names))

@@ -94,7 +94,9 @@ def _arrows(timeline: Timeline, plan: PipelinePlan, tracks: dict[int, int]) -> I
                 "ts": event.start_us,
             }
             if phase == "f":
-                arrow["bp"] = "e"  # it ends at the event around it, not at the next one
+                # Just before the receive's end, which is after the send; at the event around that time.
+                arrow["ts"] = event.end_us - min(0.001, (event.end_us - event.start_us) / 2)
+                arrow["bp"] = "e"
             yield arrow
 
 
@@ -109,8 +111,7 @@ def _messages(timeline: Timeline, plan: PipelinePlan) -> Iterator[tuple[Event, E
     for event in timeline.events:
         if event.peer < 0:
             continue
-        is_send = event.kind is EventKind.SEND
-        is_activation = (plan.edges[event.edge].src == event.stage) == is_send
+        is_send, is_activation = event.kind is EventKind.SEND, _is_activation(event, plan)
         ends = (event.rank, event.peer) if is_send else (event.peer, event.rank)
         channels[event.edge, is_activation, *ends][0 if is_send else 1].append(event)
     for both in channels.values():
@@ -120,12 +121,20 @@ def _messages(timeline: Timeline, plan: PipelinePlan) -> Iterator[tuple[Event, E
         yield from zip(sends, receives, strict=False)
 
 
+def _is_activation(event: Event, plan: PipelinePlan) -> bool:
+    """Return whether a message goes along its edge, not against it."""
+    return (plan.edges[event.edge].src == event.stage) == (event.kind is EventKind.SEND)
+
+
 def _event_name(event: Event, plan: PipelinePlan) -> str:
     if event.task is not None:
         return str(event.task)
     if event.edge >= 0:
         edge = plan.edges[event.edge]
-        return f"{event.kind.value} {plan.stages[edge.src].name} -> {plan.stages[edge.dst].name}"
+        source, target = plan.stages[edge.src].name, plan.stages[edge.dst].name
+        if _is_activation(event, plan):
+            return f"{event.kind.value} {source} -> {target}"
+        return f"{event.kind.value} gradient {target} -> {source}"
     return event.kind.value
 
 

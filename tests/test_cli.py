@@ -161,3 +161,26 @@ def test_plan_of_a_huggingface_configuration(tmp_path, capsys):
     assert (result["model"], result["num_stages"]) == ("CLIPModel", 3)
     blocks = [block for row in result["rows"] for block in row["blocks"]]
     assert {"vision_model.encoder.layers.1", "text_model.encoder.layers.1"} <= set(blocks)
+
+
+def test_plan_with_memory_optimization(capsys):
+    """Operators of a convolutional network, asynchronous: who swaps and recomputes is told stage by stage."""
+    arguments = ["plan", "amoebanet", "--planner", "dawnpiper", "--devices", "4", "--cluster", "a100_pcie"]
+    arguments += [
+        "--mode",
+        "async",
+        "--memory",
+        "recompute",
+        "swap",
+        "--micro-batch",
+        "512",
+        "--loss-unit",
+        "1",
+    ]
+    assert main([*arguments, "--mini-batch", "2048", "--size", "layers=6", "--json"]) == 0
+    printed = capsys.readouterr().out
+    assert "asynchronous" in printed and "of every micro-batch" in printed
+    rows = last_json(printed)["rows"]
+    assert [row["in_flight"] for row in rows] == [4, 3, 2, 1]
+    assert any(row["memory"] for row in rows)
+    assert max(row["memory_bytes"] for row in rows) <= 40e9

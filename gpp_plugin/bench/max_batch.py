@@ -3,8 +3,9 @@
 A synchronous pipeline runs as many micro-batches as it has stages, all forwards first (GPipe's schedule, as in
 the paper's comparison; --schedule 1f1b for the other); its batch is the mini-batch. An asynchronous one stashes
 weights (PipeDream), and its batch is a micro-batch. Memory optimization is held to a slowdown: the time per
-sample of the longest stage over that of the quickest planner's largest plain batch, at most --slowdown, the
-same for every planner. Each has the granularity and the abilities its paper gives it:
+sample of the longest stage, at most --slowdown times that of the largest plain batch; of the planner's that is
+quickest there, the same limit for all (--reference fastest), or of each planner's own (own). Each planner has
+the granularity and the abilities its paper gives it:
 
     dawnpiper   operators; swap and recompute by tensor
     vpipe       layers; swap and recompute by layer; the partition follows time
@@ -59,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", default="a100_pcie", help="a cluster description (%(default)s)")
     parser.add_argument("--slowdown", type=float, default=1.5, help="most time per sample (%(default)s)")
     parser.add_argument(
+        "--reference",
+        choices=["fastest", "own"],
+        default="fastest",
+        help="the plain batch that time is compared with (%(default)s)",
+    )
+    parser.add_argument(
         "--schedule", choices=["gpipe", "1f1b"], default="gpipe", help="of sync (%(default)s)"
     )
 
@@ -75,7 +82,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for stages in args.stages:
             for mode in args.modes:
                 _report(f"{model}: {stages} stages, {mode}")
-                cell = Cell(graph, profile, cluster, model, stages, mode, args.schedule, args.slowdown)
+                cell = Cell(
+                    graph, profile, cluster, model, stages, mode, args.schedule, args.slowdown, args.reference
+                )
                 found = cell.rows()
                 for row in found:
                     _report(f"  {row['optimization']:5} {row['planner']:10} {_cell_text(row)}")
@@ -102,13 +111,14 @@ class Cell:
         mode: str,
         schedule: str,
         slowdown: float,
+        reference: str = "fastest",
         limit: int | None = None,
     ) -> None:
         self._sources = graph, profile, cluster
         self._costs = CostModel(graph, profile, cluster)
         self.model, self.stages, self.mode = model, stages, mode
         self.schedule = schedule if mode == "sync" else "1f1b"
-        self.slowdown = slowdown
+        self.slowdown, self.reference = slowdown, reference
         self._limits = [limit or device.memory_bytes for device in cluster.devices[:stages]]
 
     def rows(self) -> list[dict[str, Any]]:
@@ -121,8 +131,10 @@ class Cell:
             for name, (_, ways) in PLANNERS.items():
                 found = plain[name]
                 if ways[optimization]:
+                    is_own = self.reference == "own" and found is not None
+                    allowed = self.slowdown * (found.us_per_sample if found and is_own else fastest)
                     start = round(found.local) if found is not None else 1
-                    found = self._largest(name, optimization, self.slowdown * fastest, start)
+                    found = self._largest(name, optimization, allowed, start)
                 rows.append(self._row(optimization, name, found, fastest))
         return rows
 

@@ -5,11 +5,13 @@ A round runs every contender once, so that load from elsewhere meets all alike.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from gpp_plugin.bench._stock_chain import Chain, Iteration, make_iteration, time_iterations
+from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.pipeline_peer import join_ranks
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import load, save
@@ -65,20 +68,29 @@ def run_contests(
     rounds: int,
     seconds: float,
     tell: Callable[[str], None],
+    is_real_time: bool = False,
 ) -> dict[str, Outcome]:
     """Start the ranks, run the contests one after the other and return their outcomes by name.
 
     Args:
         seconds: about how long one round of all contests takes.
         tell: told what is done, a line at a time.
+        is_real_time: other programs of the machine wait while a contest runs.
 
     Raises:
+        ConfigError: real-time priority is not permitted.
         RuntimeFailure: a rank failed or the time ran out.
     """
+    if is_real_time:
+        _check_priority()
     outcomes: dict[str, Outcome] = {}
     with tempfile.TemporaryDirectory(prefix="gpp_contests_") as name:
         folder = Path(name)
-        task = {"rounds": rounds, "contests": [_write(folder, i, c) for i, c in enumerate(contests)]}
+        task = {
+            "is_real_time": is_real_time,
+            "rounds": rounds,
+            "contests": [_write(folder, i, c) for i, c in enumerate(contests)],
+        }
         (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
         events = run_ranks(
             __name__,
@@ -125,19 +137,52 @@ def main() -> None:
             )
             for name in contest["plans"]
         }
+        iterations: dict[str, Iteration] = {name: plan.iterate for name, plan in plans.items()}
+        if contest["chain"] is not None:
+            chain = Chain(**contest["chain"])
+            iterations |= {name: make_iteration(name, chain) for name in contest["runtimes"]}
         times: dict[str, list[float]] | None = None
-        if contest["has_timelines"]:
-            _record(plans, folder, number, task["rounds"])
-        else:
-            iterations: dict[str, Iteration] = {name: plan.iterate for name, plan in plans.items()}
-            if contest["chain"] is not None:
-                chain = Chain(**contest["chain"])
-                iterations |= {name: make_iteration(name, chain) for name in contest["runtimes"]}
-            times = time_iterations(iterations, repeats=task["rounds"])
+        with _real_time() if task["is_real_time"] else contextlib.nullcontext():
+            if contest["has_timelines"]:
+                _record(plans, folder, number, task["rounds"])
+            else:
+                times = time_iterations(iterations, repeats=task["rounds"])
         if dist.get_rank() == 0:
             emit_event(contest=number, times_ms=times)
     dist.barrier()
     end_rank()
+
+
+def _check_priority() -> None:
+    """Refuse real-time priority where this process may not have it.
+
+    Raises:
+        ConfigError: says so.
+    """
+    try:
+        with _real_time():
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--real-time: this process may not have real-time priority ({error.strerror}); run it as root, or "
+            "on a machine with nothing else to do"
+        ) from error
+
+
+@contextlib.contextmanager
+def _real_time() -> Iterator[None]:
+    """Give all threads of this process, gloo's too, real-time priority for a while."""
+    _set_policy(os.SCHED_RR, 1)
+    try:
+        yield
+    finally:
+        _set_policy(os.SCHED_OTHER, 0)
+
+
+def _set_policy(policy: int, priority: int) -> None:
+    for name in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setscheduler(int(name), policy, os.sched_param(priority))
 
 
 def _record(plans: dict[str, RehearsalRank], folder: Path, number: int, rounds: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gpp_plugin.bench._emulated_graphs import chain_links, emulated_plan
-from gpp_plugin.bench._emulated_ranks import Contest, Outcome, run_contests
+from gpp_plugin.bench._emulated_ranks import Contest, Outcome
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.rehearse.report import idle_over_planned
@@ -21,10 +21,11 @@ SLICED_RANKS = (2, 4, 8)
 DIAMOND = ((0, 1), (0, 2), (1, 3), (2, 3), (3, 4))
 DIAMOND_MICRO_BATCHES = (8, 16)
 
-Tell = Callable[[str], None]
+Race = Callable[..., dict[str, Outcome]]
+"""`run_contests` with its rounds and priority."""
 
 
-def slicing_rows(*, forward_us: float, backward_us: float, rounds: int, tell: Tell) -> list[dict[str, Any]]:
+def slicing_rows(*, forward_us: float, backward_us: float, race: Race) -> list[dict[str, Any]]:
     """Return one row a chain and variant: unsliced, halves sent singly, the last send joined.
 
     ``is_auto`` marks the variant that ``slicing: "auto"`` takes.
@@ -45,16 +46,14 @@ def slicing_rows(*, forward_us: float, backward_us: float, rounds: int, tell: Te
         }
         auto = choose_slicing(whole)
         variants = {name: plan for name, plan in variants.items() if name == "none" or _most_sliced(plan) > 0}
-        outcome = _run(variants, num_ranks, rounds, tell)
+        outcome = _run(variants, num_ranks, race)
         for name, plan in variants.items():
             row = _slicing_row(name, plan, outcome.timelines[name], whole, outcome.timelines["none"])
             rows.append({**row, "is_auto": plan.stages == auto.stages})
     return rows
 
 
-def zero_bubble_rows(
-    *, forward_us: float, backward_us: float, rounds: int, tell: Tell
-) -> list[dict[str, Any]]:
+def zero_bubble_rows(*, forward_us: float, backward_us: float, race: Race) -> list[dict[str, Any]]:
     """Return one row a schedule and number of micro-batches on a five-stage diamond, at equal in-flight counts."""
     rows = []
     for num_micro_batches in DIAMOND_MICRO_BATCHES:
@@ -67,7 +66,7 @@ def zero_bubble_rows(
         )
         split = tuple(dataclasses.replace(stage, schedule="zero_bubble") for stage in base.stages)
         variants = {"1f1b": base, "zero_bubble": dataclasses.replace(base, stages=split)}
-        outcome = _run(variants, base.num_ranks, rounds, tell)
+        outcome = _run(variants, base.num_ranks, race)
         usual = idle_over_planned(base, outcome.timelines["1f1b"])
         simulated_usual = idle_over_planned(base, [simulate_plan(base)])
         for name, plan in variants.items():
@@ -93,11 +92,11 @@ def zero_bubble_rows(
     return rows
 
 
-def _run(variants: dict[str, PipelinePlan], num_ranks: int, rounds: int, tell: Tell) -> Outcome:
+def _run(variants: dict[str, PipelinePlan], num_ranks: int, race: Race) -> Outcome:
     name = f"{next(iter(variants.values())).model} of {num_ranks}"
     seconds = sum(simulate_plan(plan).iteration_us for plan in variants.values()) / 1e6
     contest = Contest(name=name, plans=variants, has_timelines=True)
-    return run_contests([contest], num_ranks=num_ranks, rounds=rounds, seconds=seconds, tell=tell)[name]
+    return race([contest], num_ranks=num_ranks, seconds=seconds)[name]
 
 
 def _slicing_row(

@@ -41,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scale-time", type=float, default=1.0, help="multiply 20 ms forwards, 40 ms backwards (%(default)s)"
     )
+    parser.add_argument(
+        "--real-time",
+        action="store_true",
+        help="real-time priority while a contest runs, for a machine with other work (needs root)",
+    )
     parser.add_argument("--plans", nargs="+", default=None, help="only plans whose names hold one of these")
 
 
@@ -77,6 +82,7 @@ def _rows(args: argparse.Namespace, found: Sequence[PipelinePlan], num_ranks: in
         rounds=args.rounds,
         seconds=seconds,
         tell=lambda text: print(text, file=sys.stderr, flush=True),
+        is_real_time=args.real_time,
     )
     rows = []
     for plan in found:

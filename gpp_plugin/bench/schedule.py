@@ -15,9 +15,10 @@ had on the plain chain of eight ranks in the same run.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gpp_plugin.bench._emulated_graphs import (
@@ -43,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[4, 8], help="lengths of the chain (4 8)")
     parser.add_argument("--forward-ms", type=float, default=20.0, help="of every stage (%(default)s)")
     parser.add_argument("--backward-ms", type=float, default=40.0, help="of every stage (%(default)s)")
+    parser.add_argument(
+        "--real-time",
+        action="store_true",
+        help="real-time priority while a contest runs, for a machine with other work (needs root)",
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -54,19 +60,21 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     if args.rounds < 1 or min(args.ranks) < 2 or min(args.forward_ms, args.backward_ms) <= 0:
         raise ConfigError("--rounds, --forward-ms and --backward-ms must be above 0, --ranks at least 2")
+    from gpp_plugin.bench._emulated_ranks import run_contests
     from gpp_plugin.bench._schedule_orders import slicing_rows, zero_bubble_rows
 
+    race = functools.partial(run_contests, rounds=args.rounds, tell=_tell, is_real_time=args.real_time)
     rows: list[dict[str, Any]] = []
     if "chain" in args.what:
         for num_ranks in args.ranks:
-            rows += _race(args, [chain(args, num_ranks)], num_ranks, ("deepspeed", "torch_1f1b"))
+            rows += _race([chain(args, num_ranks)], num_ranks, ("deepspeed", "torch_1f1b"), race)
     if "graphs" in args.what:
-        rows += _calibrated(_race(args, graphs(args), GRAPH_RANKS, ("deepspeed",)), rows)
+        rows += _calibrated(_race(graphs(args), GRAPH_RANKS, ("deepspeed",), race), rows)
     times = {"forward_us": args.forward_ms * 1e3, "backward_us": args.backward_ms * 1e3}
     if "slicing" in args.what:
-        rows += slicing_rows(**times, rounds=args.rounds, tell=_tell)
+        rows += slicing_rows(**times, race=race)
     if "zero-bubble" in args.what:
-        rows += zero_bubble_rows(**times, rounds=args.rounds, tell=_tell)
+        rows += zero_bubble_rows(**times, race=race)
     return {"rows": rows}
 
 
@@ -107,10 +115,10 @@ def graphs(args: argparse.Namespace) -> list[PipelinePlan]:
 
 
 def _race(
-    args: argparse.Namespace, plans: Sequence[PipelinePlan], num_ranks: int, peers: tuple[str, ...]
+    plans: Sequence[PipelinePlan], num_ranks: int, peers: tuple[str, ...], race: Callable[..., Any]
 ) -> list[dict[str, Any]]:
     """Run plans and, in turn with each, its stages in a line on other runtimes; return their rows."""
-    from gpp_plugin.bench._emulated_ranks import Contest, run_contests
+    from gpp_plugin.bench._emulated_ranks import Contest
     from gpp_plugin.bench._stock_chain import Chain
 
     contests = []
@@ -124,7 +132,7 @@ def _race(
         )
         contests.append(Contest(name=plan.model, plans={"gpp": plan}, chain=stock, runtimes=peers))
     seconds = sum((1 + len(peers)) * bound_us(linear_plan(plan)) / 1e6 for plan in plans)
-    outcomes = run_contests(contests, num_ranks=num_ranks, rounds=args.rounds, seconds=seconds, tell=_tell)
+    outcomes = race(contests, num_ranks=num_ranks, seconds=seconds)
     return [row for plan in plans for row in _race_rows(plan, outcomes[plan.model].times_ms)]
 
 

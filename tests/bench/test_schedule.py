@@ -51,3 +51,13 @@ def test_calibration_grants_each_runtime_what_it_lost_on_the_chain():
     assert ours["calibrated_speedup"] == pytest.approx(1.2 * 1.07 / 1.02)
     assert stock["calibrated_speedup"] == 1.0
     assert _calibrated(rows, chain[:1]) == rows
+
+
+def test_real_time_priority_that_is_not_permitted_takes_one_line(monkeypatch, capsys):
+    def refuse(*arguments):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.sched_setscheduler", refuse)
+    assert main(["bench", "schedule", "--what", "zero-bubble", "--real-time"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "--real-time: this process may not have real-time priority (Operation not permitted)" in error

@@ -133,6 +133,10 @@ class _Resolver:
         self._exchanges = [i for i in program.instructions if i.kind is InstructionKind.EXCHANGE]
         self._receives = [(m, self._wires(m)) for exchange in self._exchanges for m in exchange.receives]
         self._slots: dict[Task, int] = {}
+        self._makers: dict[tuple[bool, int], list[Task]] = defaultdict(list)
+        for task in self._tasks:
+            if task.kind is not TaskKind.WEIGHT_GRADIENT:
+                self._makers[task.kind is TaskKind.FORWARD, task.micro_batch].append(task)
 
     def resolve(self) -> Routes:
         sends = tuple(
@@ -153,22 +157,9 @@ class _Resolver:
     # ---- what is sent ----------------------------------------------------------------------------
 
     def _parcels(self, message: Message) -> tuple[Parcel, ...]:
-        micro_batch = message.src_micro_batch
-        if message.direction is Direction.GRADIENT:
-            makers = [
-                task
-                for task in self._tasks
-                if task.micro_batch == micro_batch
-                and task.kind in (TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT)
-            ]
-            names = self._boundary.gradient_inputs
-        else:
-            makers = [
-                task
-                for task in self._tasks
-                if task.micro_batch == micro_batch and task.kind is TaskKind.FORWARD
-            ]
-            names = self._boundary.outputs
+        is_activation = message.direction is Direction.ACTIVATION
+        makers = self._makers[is_activation, message.src_micro_batch]
+        names = self._boundary.outputs if is_activation else self._boundary.gradient_inputs
         return tuple(
             Parcel(wire=wire, sources=self._sources(wire, makers, names.index(wire.name)))
             for wire in self._wires(message)
@@ -324,4 +315,7 @@ def _drops(sends: Sequence[Sequence[tuple[Message, tuple[Parcel, ...]]]]) -> tup
         for parcel in parcels
         for source in parcel.sources
     }
-    return tuple(tuple(slot for slot, at in last.items() if at == index) for index in range(len(sends)))
+    drops: list[list[int]] = [[] for _ in sends]
+    for slot, index in last.items():
+        drops[index].append(slot)
+    return tuple(map(tuple, drops))

@@ -41,8 +41,9 @@ from gpp_plugin.runtime.batches import Batch
 
 logger = logging.getLogger(__name__)
 
-ADAM_BYTES, MASTER_BYTES = 8.0, 4.0
-"""Optimizer state of one parameter: two fp32 moments; an fp32 master copy in mixed precision."""
+ADAM_BYTES, MASTER_BYTES, SUM_BYTES = 8.0, 4.0, 4.0
+"""What training holds of one parameter beside it and its gradient: two fp32 moments; an fp32 master copy in mixed
+precision; an fp32 sum where micro-batches' gradients are added up in fp32 (``data_types.grad_accum_dtype``)."""
 
 
 class GraphPipelineModule(nn.Module):
@@ -216,7 +217,9 @@ def setting_of(
         dtype=dtype,
         sizes=sizes,
         zero_stage=int((ds_config.get("zero_optimization") or {}).get("stage", 0)),
-        optimizer_bytes=ADAM_BYTES if dtype == torch.float32 else ADAM_BYTES + MASTER_BYTES,
+        optimizer_bytes=ADAM_BYTES
+        + (0.0 if dtype == torch.float32 else MASTER_BYTES)
+        + (0.0 if stage.accumulation_dtype == stage.dtype else SUM_BYTES),
         group=group,
     )
 

@@ -53,7 +53,7 @@ class Setting:
     Args:
         group: a CPU process group of all ranks for small agreements; None for a single rank.
         dtype: training precision of parameters and floating inputs.
-        optimizer_bytes: optimizer state and master copy for each trainable parameter.
+        optimizer_bytes: optimizer state, master copy and gradient sum for each trainable parameter.
     """
 
     rank: int

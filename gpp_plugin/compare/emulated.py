@@ -46,7 +46,7 @@ def compare_emulated(settings: CompareSettings, *, scale_time: float, tell: Tell
         scale_time: factor of every measured time.
 
     Raises:
-        ConfigError: the modes are not stock and graph.
+        ConfigError: the modes are not stock and graph, or none of them can run this.
         RuntimeFailure: a process failed.
     """
     modes = [mode for mode in settings.modes if mode in (STOCK, GRAPH)]
@@ -61,6 +61,8 @@ def compare_emulated(settings: CompareSettings, *, scale_time: float, tell: Tell
         for mode in modes:
             tell(f"{mode}: capturing, measuring and planning")
             planned[mode] = _plan(mode, built, settings, folder, scale_time)
+    if all(isinstance(found, str) for found in planned.values()):
+        raise ConfigError(f"no mode can run this; {modes[0]}: {planned[modes[0]]}")
     times = _run({m: p for m, p in planned.items() if isinstance(p, _Planned)}, settings, tell)
     return [_row(mode, planned[mode], times.get(mode, []), settings) for mode in modes]
 

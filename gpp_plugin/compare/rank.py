@@ -131,15 +131,21 @@ def main() -> None:
     """Serve one mode on this rank."""
     settings = settings_from_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     mode, fifo = sys.argv[2], sys.argv[3]
+    is_first = os.environ["RANK"] == "0"
     try:
         built = build_model(settings)
+    except GppError as error:  # the same in every mode
+        if is_first:
+            emit_event(failed=str(error))
+        return
+    try:
         if mode == SINGLE:
             trainer: _Single | _Pipeline = _Single(built, settings)
         else:
             profiles = str(Path(sys.argv[1]).with_name(f"{mode}_profiles"))
             trainer = _Pipeline(built, settings.config_of(mode, profiles))
     except GppError as error:
-        if os.environ["RANK"] == "0":
+        if is_first:
             emit_event(refused=str(error))
             return
         time.sleep(_LAST_WORDS_S)

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from gpp_plugin.compare.settings import SINGLE, CompareSettings
-from gpp_plugin.errors import RuntimeFailure
+from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.launch import run_ranks
 
 Tell = Callable[[str], None]
@@ -78,9 +78,15 @@ class _Job:
         self.end()
 
     def start(self) -> None:
-        """Start the processes and wait until they can take a step, or say why not."""
+        """Start the processes and wait until they can take a step, or say why not.
+
+        Raises:
+            ConfigError: there is no such model.
+        """
         begin = time.perf_counter()
         event = self._answer()
+        if "failed" in event:
+            raise ConfigError(event["failed"])
         self.result.startup_s = time.perf_counter() - begin
         self.result.refused = event.pop("refused", None)
         self.result.facts = event
@@ -115,6 +121,7 @@ def compare_modes(settings: CompareSettings, *, tell: Tell) -> list[ModeResult]:
         tell: gets lines of progress.
 
     Raises:
+        ConfigError: there is no such model, or no mode can run it.
         RuntimeFailure: a process failed; the message ends with what it said last.
     """
     with tempfile.TemporaryDirectory(prefix="gpp_compare_") as name, ExitStack() as stack:
@@ -128,6 +135,8 @@ def compare_modes(settings: CompareSettings, *, tell: Tell) -> list[ModeResult]:
             jobs.append(job)
             tell(f"{mode}: {_state(job.result)}")
         working = [job for job in jobs if job.result.refused is None]
+        if not working:
+            raise ConfigError(f"no mode can run this; {jobs[0].result.mode}: {jobs[0].result.refused}")
         _take_steps(working, settings, tell)
         return [job.result for job in jobs]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpp_plugin.config import batch_arithmetic
+from gpp_plugin.config import batch_arithmetic, check_ranks, read_config
 from gpp_plugin.errors import ConfigError
 
 SINGLE, STOCK, GRAPH = "single", "stock", "graph"
@@ -61,6 +61,9 @@ class CompareSettings:
             if value < least:
                 raise ConfigError(f"{name}: {value} is not valid; give at least {least}")
         _ = self.mini_batch, self.loss_unit  # refused here, before any process starts
+        block = read_config(self.ds_config)
+        if block is not None and self.modes != (SINGLE,):
+            check_ranks(block, self.num_ranks)
 
     @property
     def mini_batch(self) -> int:

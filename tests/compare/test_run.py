@@ -39,24 +39,24 @@ def test_all_modes_train_alike(tmp_path, capsys):
     assert any("travel as the bits of floats" in note for note in stock["notes"]) == (stock["stages"] > 2)
 
 
+@pytest.mark.slow
 def test_a_mode_that_stock_deepspeed_cannot_run_is_a_row_with_the_reason(capsys):
-    options = [
-        "--mini-batch",
-        "4",
-        "--loss-unit",
-        "4",
-        "--stages",
-        "1",
-        "--modes",
-        "stock",
-        "--emulate",
-        "--json",
-    ]
-    assert main(["compare", "gpt2_tiny", "--devices", "2", *options]) == 0
+    options = ["--devices", "3", "--planner", "graphpipe", "--steps", "1", "--emulate", "--json"]
+    assert main(["compare", "gpt2_tiny", *QUICK, *options]) == 0
     text = capsys.readouterr().out
-    (row,) = last_json(text)["rows"]
-    assert row["mode"] == "stock" and "does not divide the mini-batch of 4" in row["refused"]
-    assert "stock cannot run this: stock_1f1b: 2 ranks a stage take 8 samples" in text
+    stock, graph = last_json(text)["rows"]
+    reason = (
+        "stock_1f1b: DeepSpeed gives every stage the same number of ranks, and 2 stages do not divide 3 ranks"
+    )
+    assert stock["mode"] == "stock" and stock["refused"].startswith(reason)
+    assert graph["stages"] == 2 and graph["ranks"] == 3 and "refused" not in graph
+    assert f"stock cannot run this: {reason}" in text
+
+
+def test_emulated_modes_that_none_can_run_are_an_error(capsys):
+    options = ["--mini-batch", "4", "--loss-unit", "4", "--stages", "1", "--modes", "stock", "--emulate"]
+    assert main(["compare", "gpt2_tiny", "--devices", "2", *options]) == 1
+    assert "no mode can run this; stock: stock_1f1b: 2 ranks a stage take 8" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -81,12 +81,27 @@ def test_emulated_pipelines_take_at_least_their_bound(capsys):
         (["--mini-batch", "6"], "does not divide train_batch_size 6"),
         (["--scale-time", "2"], "--scale-time: is for --emulate"),
         (["--emulate", "--modes", "single"], "give --modes stock,graph"),
+        (["--devices", "2", "--stages", "4"], "4 stages need at least 4 ranks, there are 2"),
         (["--config", "absent.json"], "absent.json: cannot be read"),
     ],
 )
 def test_wrong_options_are_one_line(arguments, message, capsys):
     assert main(["compare", "gpt2_tiny", *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_model_that_is_none_ends_the_comparison(capsys):
+    assert main(["compare", "gpt3_tiny", "--devices", "2", "--modes", "single"]) == 1
+    assert "no such file, and none of clip_tiny" in capsys.readouterr().err
+
+
+def test_no_mode_that_can_run_is_an_error(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 4, "optimizer": {"type": "Lamb", "params": {"lr": 0.1}}}')
+    assert main(["compare", "gpt2_tiny", "--config", str(path), "--modes", "single"]) == 1
+    assert (
+        "no mode can run this; single: optimizer.type: 'Lamb' is none of torch's" in capsys.readouterr().err
+    )
 
 
 def test_sizes_come_from_the_configuration_where_there_is_one(tmp_path, capsys):

@@ -31,8 +31,8 @@ def schedule_plan(
 ) -> PipelinePlan:
     """Return ``plan`` under the schedule called ``schedule``, with its in-flight counts, slices and memory.
 
-    Plans whose memory optimisation or mode counts on their order, DeepSpeed's own, and plans of too many tasks to
-    simulate one by one stay as they are.
+    Plans whose memory optimisation or mode counts on their order and DeepSpeed's own stay as they are, and so do
+    plans of too many tasks to simulate one by one, unless another schedule is asked for.
 
     Args:
         slicing: as for `choose_slicing`: ``auto`` runs the first forwards in halves where that is shorter.
@@ -51,8 +51,11 @@ def schedule_plan(
             f"schedule {schedule!r}: planner {plan.planner!r} made its plan for {' and '.join(sorted(labels))}; use "
             '"auto", or another planner'
         )
-    if is_fixed or tasks > MAX_RANK_TASKS:
+    if is_fixed:
         return plan
+    if tasks > MAX_RANK_TASKS and schedule in ("auto", *labels):
+        note = f"{tasks} tasks are too many to try schedules and slices on; it keeps {' and '.join(sorted(labels))}"
+        return dataclasses.replace(plan, notes=(*plan.notes, note))
     chooser = _Chooser(plan, request, slicing)
     if schedule == "auto":
         return chooser.shortest()

@@ -91,3 +91,11 @@ def test_an_unknown_name_is_refused():
     plan, request = planned(chain(8))
     with pytest.raises(PlanError, match="no schedule '2f3b'; give one of auto"):
         schedule_plan(plan, request, schedule="2f3b")
+
+
+def test_a_plan_of_very_many_tasks_keeps_its_schedule_and_says_so(monkeypatch):
+    plan, request = planned(chain(8))
+    monkeypatch.setattr("gpp_plugin.plan.schedules.MAX_RANK_TASKS", 100)
+    kept = schedule_plan(plan, request, schedule="auto")
+    assert kept.stages == plan.stages and "too many to try schedules" in kept.notes[-1]
+    assert {s.schedule for s in schedule_plan(plan, request, schedule="gpipe").stages} == {"gpipe"}

@@ -34,7 +34,7 @@ Channel = tuple[int, Direction, int, int]
 
 MAX_TENSORS_PER_EDGE = 4096
 
-PACKED_BYTES = 1 << 17
+PACKED_BYTES = 1 << 15
 
 
 class Pending(Protocol):

@@ -67,12 +67,8 @@ def make_stock_engine(
     source = Source(model=model, config=config, setting=setting)
     lane = ChainLane(source, reference, plan)
     code = lane.code_for(sample_batch)
-    stage = plan.stage_of_rank(setting.rank)
     tied = {name: f"tied{i}" for i, name in enumerate(tied_stages(plan, reference))}
-    held = held_tensors(plan, reference)
-    unused = [name for name in held[-1] if name not in lane.used] if stage == len(plan.stages) - 1 else []
-    tensors = source.materialise([*dict.fromkeys((*code.function.tensors, *held[stage]))])
-    spare = {name: tensors.pop(name) for name in unused}
+    tensors, spare = _stage_tensors(lane, code.function.tensors)
     scalars = [name for name, tensor in tensors.items() if tensor.ndim == 0]
     tensors = {name: at_least_1d(tensor) for name, tensor in tensors.items()}
     known = {p.name: p for p in reference.analysis.op_graph.parameters}
@@ -92,7 +88,7 @@ def make_stock_engine(
     trained = dict(layer.stage.named_parameters())
     trained.update({name: module.tied_modules[key].weight for name, key in tied.items() if name in tensors})
     groups = StageParameterGroups({n: p for n, p in trained.items() if p.requires_grad}, parameter_groups)
-    parameters = groups.optimizer_input(trained) or [layer.unused]
+    parameters = groups.optimizer_input(trained) or [layer.add_unused()]
     buffers = dict(layer.stage.named_buffers())
     engine = StockPipelineEngine(
         args=None,
@@ -121,6 +117,19 @@ def make_stock_engine(
             ", ".join(engine.carried),
         )
     return engine
+
+
+def _stage_tensors(lane: ChainLane, read: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return what this rank's stage trains with, and what rests on the last stage for exports.
+
+    Args:
+        read: names that the stage's code reads.
+    """
+    held = held_tensors(lane.plan, lane.reference)[lane.stage_index]
+    is_last = lane.stage_index == len(lane.plan.stages) - 1
+    tensors = lane.source.materialise([*dict.fromkeys((*read, *held))])
+    spare = {name: tensors.pop(name) for name in held if is_last and name not in lane.used}
+    return tensors, spare
 
 
 def check_stock_plan(plan: PipelinePlan, setting: Setting) -> None:

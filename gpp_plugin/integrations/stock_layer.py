@@ -58,11 +58,16 @@ class ChainLayer(nn.Module):
         self._code: ChainCode | None = None
         self._scalars: set[str] = set()
         self._arguments: list[tuple[Tensor, bool]] = []
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            # DeepSpeed runs a backward on every stage, and has no optimizer without a parameter
-            self.unused = nn.Parameter(torch.zeros(1))
         self._device = device
         self._anchor = torch.zeros(1, requires_grad=True, device=device)
+
+    def add_unused(self) -> nn.Parameter:
+        """Return a parameter that nothing uses, for a stage that trains none.
+
+        DeepSpeed runs a backward on every stage, and has no optimizer without a parameter.
+        """
+        self.unused = nn.Parameter(torch.zeros(1, device=self._device))
+        return self.unused
 
     def bind(self, tensors: Mapping[str, Tensor], *, scalars: Iterable[str] = ()) -> None:
         """Compute with these parameters and buffers from the next `use` on.

@@ -81,7 +81,7 @@ def train_with_everything(planner: str, directory: str) -> dict[str, Any]:
     return answer
 
 
-def train_from_dataset() -> list[float]:
+def train_from_dataset() -> list[list[float]]:
     """The script of a user who passes training_data, on whichever planner."""
     import deepspeed
 

@@ -28,6 +28,7 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import Profile
+from gpp_plugin.plan.batches import blocks_under, coupled_blocks
 from gpp_plugin.plan.clusters import read_cluster
 from gpp_plugin.plan.explicit import explicit_plan
 from gpp_plugin.plan.registry import PlanRequest, make_plan
@@ -140,15 +141,17 @@ def _prepare(
     graph = coarsen(captured, granularity=config.granularity)
     captures = _captures(model, sample_batch, captured, setting.sizes)
     profile = _profile(model, sample_batch, graph, captures, config, setting)
-    modules, stages = _wanted_sizes(graph, config, setting.sizes.mini_batch)
-    request = _request(graph, config, setting, profile, modules, smallest_local_batch=min(captures))
     spec = None if config.plan is None else _read_plan(config.plan)
+    modules, stages = _wanted_sizes(graph, config, setting.sizes.mini_batch, spec)
+    request = _request(graph, config, setting, profile, modules, smallest_local_batch=min(captures))
     if spec is not None:
         plan = explicit_plan(spec, request)
-        _check_agreement(plan, config)
+        _check_agreement(plan, config, spec)
     else:
         plan = make_plan(config.planner, request)
-    if stages:
+    if spec is not None and _is_saved(spec):
+        _check_sizes(plan, graph, modules, stages)
+    elif stages:
         try:
             plan = resize_stages(plan, request, stages)
         except PlanError as error:
@@ -184,7 +187,7 @@ def _check_files(model: nn.Module, config: GraphPipelineConfig) -> None:
             )
 
 
-def _check_agreement(plan: PipelinePlan, config: GraphPipelineConfig) -> None:
+def _check_agreement(plan: PipelinePlan, config: GraphPipelineConfig, spec: Mapping[str, Any]) -> None:
     """Refuse a given plan that other keys of the block contradict: only one of them could hold."""
     degrees = sorted({len(stage.ranks) for stage in plan.stages})
     labels = sorted({schedule_label(stage) for stage in plan.stages})
@@ -193,7 +196,7 @@ def _check_agreement(plan: PipelinePlan, config: GraphPipelineConfig) -> None:
         ("data_parallel", config.data_parallel, degrees),
         ("schedule", config.schedule, labels),
     ):
-        if key == "schedule" and (config.plan is None or not _names_its_order(_read_plan(config.plan))):
+        if key == "schedule" and not _names_its_order(spec):
             continue  # it is given its schedule afterwards
         if asked == "kfkb" and all(stage.schedule == "1f1b" and stage.k > 1 for stage in plan.stages):
             continue
@@ -201,6 +204,24 @@ def _check_agreement(plan: PipelinePlan, config: GraphPipelineConfig) -> None:
             shown = " and ".join(str(value) for value in has)
             raise ConfigError(
                 f"graph_pipeline.{key}: {asked} is asked for, graph_pipeline.plan has {shown}; remove one of them"
+            )
+
+
+def _check_sizes(
+    plan: PipelinePlan, graph: BlockGraph, modules: Mapping[str, int], stages: Mapping[str, int]
+) -> None:
+    """Refuse a saved plan that ``micro_batch_sizes`` contradicts."""
+    coupled = coupled_blocks(graph)
+    under = {key: set(blocks_under(graph, key)) for key in modules if key != "*"}
+    for stage in plan.stages:
+        asked = {size for key, size in modules.items() if not under.get(key, set()).isdisjoint(stage.blocks)}
+        asked |= {stages[stage.name]} if stage.name in stages else set()
+        if not asked and "*" in modules and coupled.isdisjoint(stage.blocks):
+            asked = {modules["*"]}
+        for size in sorted(asked - {stage.micro_batch_size}):
+            raise ConfigError(
+                f"graph_pipeline.micro_batch_sizes: {size} is asked for stage {stage.name!r}, graph_pipeline.plan has "
+                f"{stage.micro_batch_size}; remove one of them"
             )
 
 
@@ -214,10 +235,14 @@ def _check_slices(plan: PipelinePlan, config: GraphPipelineConfig) -> None:
     raise ConfigError(f"graph_pipeline.slicing: {asked}, and graph_pipeline.plan {has}; remove one of them")
 
 
+def _is_saved(spec: Mapping[str, Any]) -> bool:
+    """Return whether a given plan is a `PipelinePlan` that was saved, not a list of modules per stage."""
+    return not isinstance(spec.get("stages"), list)
+
+
 def _names_its_order(spec: Mapping[str, Any]) -> bool:
     """Return whether a given plan says how its stages order their tasks: a saved one, or one with a ``k``."""
-    stages = spec.get("stages")
-    return not isinstance(stages, list) or any("k" in stage for stage in stages)
+    return _is_saved(spec) or any("k" in stage for stage in spec["stages"])
 
 
 def _read_plan(plan: str | dict[str, Any]) -> dict[str, Any]:
@@ -263,9 +288,11 @@ def _request(
 
 
 def _wanted_sizes(
-    graph: BlockGraph, config: GraphPipelineConfig, mini_batch: int
+    graph: BlockGraph, config: GraphPipelineConfig, mini_batch: int, spec: Mapping[str, Any] | None
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the micro-batch sizes asked for by module (or for all, ``*``), and by numbered stage name.
+    """Return the micro-batch sizes asked for by module (or for all, ``*``), and by the name of a stage.
+
+    Stages are named in a plan by hand, or numbered after a module (``vision_model.0``).
 
     Raises:
         ConfigError: a key names nothing in the model.
@@ -273,12 +300,14 @@ def _wanted_sizes(
     sizes = config.micro_batch_sizes
     if isinstance(sizes, int):
         return {"*": sizes}, {}
+    by_hand = spec["stages"] if spec is not None and not _is_saved(spec) else []
+    named = {stage.get("name") for stage in by_hand if isinstance(stage, dict)} - {"loss"}
     modules: dict[str, int] = {}
     stages: dict[str, int] = {}
     for key, wanted in sizes.items() if isinstance(sizes, dict) else ():
         size = mini_batch if wanted == "full" else int(wanted)
         try:
-            (stages if names_a_stage(graph, key) else modules)[key] = size
+            (stages if key in named or names_a_stage(graph, key) else modules)[key] = size
         except PlanError as error:
             raise ConfigError(f"graph_pipeline.micro_batch_sizes.{key}: {error}") from error
     return modules, stages

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from gpp_plugin.ir.serialize import dumps
 from tests.integrations.engine_jobs import B, config_of, make_engine, steps
 from tests.models import build
 
@@ -26,7 +28,7 @@ def make_mistakes() -> dict[str, str]:
         except Exception as error:
             said[name] = f"{type(error).__name__}: {error}"
 
-    engine = start()
+    engine = start(schedule="1f1b", planner="uniform")
     unlabelled = {key: value for key, value in batch.items() if key != "labels"}
     attempt("no labels", lambda: steps(engine, [unlabelled]))
     attempt("more keys", lambda: steps(engine, [{**batch, "weight": torch.ones(B)}]))
@@ -36,6 +38,12 @@ def make_mistakes() -> dict[str, str]:
     attempt("two plans", lambda: start(plan={"stages": [{"modules": ["*"]}]}))
     ordered = {"stages": [{"modules": ["left"], "k": 1}, {"modules": ["*"]}]}
     attempt("slices", lambda: start(plan=ordered, slicing="on"))
+    saved = json.loads(dumps(engine.plan))
+    attempt("saved sizes", lambda: start(plan=saved, micro_batch_sizes=8))
+    attempt("saved schedule", lambda: start(plan=saved, schedule="gpipe"))
+    by_hand = {"stages": [{"name": "tower", "modules": ["left"]}, {"modules": ["*"]}]}
+    named = start(plan=by_hand, micro_batch_sizes={"tower": B}, schedule="1f1b")
+    said["named stage"] = f"ConfigError: none, {[s.micro_batch_size for s in named.plan.stages]}"
     attempt("weights", lambda: start(weights="nowhere"))
     attempt("module", lambda: start(micro_batch_sizes={"lefd": 4}))
     attempt("stage", lambda: start(micro_batch_sizes={"left.7": 4}))

@@ -21,7 +21,6 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import EventKind
 from gpp_plugin.plan.block_sets import Mask, bits
 from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.judge import reduce_times
 from gpp_plugin.plan.linear import split_by_weight
 from gpp_plugin.plan.refine import Candidate, Refiner, is_better
 from gpp_plugin.plan.stages import build_plan
@@ -85,7 +84,7 @@ def master_chain(refiner: Refiner, at: Candidate) -> tuple[list[Mask], int] | No
 
 def master_stage(plan: PipelinePlan, costs: CostModel) -> int:
     """Return the stage with most tasks of the critical path in the steady phase, the later of equals."""
-    timeline = simulate_plan(plan, cluster=costs.cluster, reduce_us=reduce_times(plan, costs))
+    timeline = simulate_plan(plan, cluster=costs.cluster, reduce_us=costs.reduce_times(plan))
     steps: Counter[int] = Counter()
     path = critical_path(plan, timeline)
     for event in path:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster, Link
-from gpp_plugin.ir.plan import StageEdge
+from gpp_plugin.ir.plan import PipelinePlan, StageEdge
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
 
@@ -53,6 +53,11 @@ class CostModel:
         self.block_edges = [
             (self.index[edge.src], self.index[edge.dst], dict.fromkeys(edge.tensors)) for edge in graph.edges
         ]
+        # A block's gradients hold the tied one: it is no larger than the least of them.
+        tied = [
+            (frozenset(names), min(self.gradient_bytes[self.indices(names)])) for names in graph.tied.values()
+        ]
+        self._tied = [(blocks, float(num_bytes)) for blocks, num_bytes in tied if num_bytes > 0]
         self.edge_cache: dict[tuple[int, int, tuple[str, ...]], StageEdge] = {}
         self._times: dict[float, tuple[Floats, Floats]] = {}
         self._static = np.stack(
@@ -150,7 +155,7 @@ class CostModel:
         held = self.held_bytes(parameter, gradient, optimizer, degree)
         each = saved * local + saved_fixed
         held += self.whole_gradient_bytes(gradient, each, degree)
-        return round(held + in_flight * each + transient * local)
+        return int(round(held + in_flight * each + transient * local))
 
     def group_gradient_bytes(self, blocks: Sequence[int]) -> float:
         """Return the bytes of the blocks' gradients."""
@@ -181,6 +186,23 @@ class CostModel:
         return self.num_reductions(num_micro_batches) * self.all_reduce_us(
             self.group_gradient_bytes(blocks), ranks
         )
+
+    def reduce_times(self, plan: PipelinePlan) -> dict[int, float]:
+        """Return by stage the microseconds of its gradient reductions in one step: its own, then tied ones.
+
+        The gradient of a parameter that several stages hold is summed over all their ranks at the end.
+        """
+        times = {
+            i: self.stage_all_reduce_us(self.indices(stage.blocks), stage.ranks, plan.num_micro_batches(i))
+            for i, stage in enumerate(plan.stages)
+        }
+        for blocks, num_bytes in self._tied:
+            holders = [i for i, stage in enumerate(plan.stages) if not blocks.isdisjoint(stage.blocks)]
+            if len(holders) > 1:
+                shared = self.all_reduce_us(num_bytes, [r for i in holders for r in plan.stages[i].ranks])
+                for i in holders:
+                    times[i] += shared
+        return times
 
 
 def ring_us(num_bytes: float, degree: int, link: Link) -> float:

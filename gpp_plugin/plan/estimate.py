@@ -140,6 +140,7 @@ def _departures(feeds: Sequence[_Feed], end: int) -> list[tuple[float, float, fl
 
 def estimate_plan_us(plan: PipelinePlan, costs: CostModel) -> float:
     """Return the predicted microseconds of one step of a whole plan."""
+    reduces = costs.reduce_times(plan)
     stages = [
         StageTiming(
             micro_batch_size=stage.micro_batch_size,
@@ -147,9 +148,7 @@ def estimate_plan_us(plan: PipelinePlan, costs: CostModel) -> float:
             k=stage.k,
             forward_us=stage.forward_us,
             backward_us=stage.backward_us,
-            reduce_us=costs.stage_all_reduce_us(
-                costs.indices(stage.blocks), stage.ranks, plan.num_micro_batches(i)
-            ),
+            reduce_us=reduces[i],
         )
         for i, stage in enumerate(plan.stages)
     ]

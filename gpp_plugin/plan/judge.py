@@ -24,13 +24,5 @@ def judge_us(plan: PipelinePlan, costs: CostModel) -> float:
         plan,
         cluster=costs.cluster,
         forward_only_stages=forward_only_stages(plan),
-        reduce_us=reduce_times(plan, costs),
+        reduce_us=costs.reduce_times(plan),
     )
-
-
-def reduce_times(plan: PipelinePlan, costs: CostModel) -> dict[int, float]:
-    """Return by stage the microseconds of its gradient reduction in one step."""
-    return {
-        i: costs.stage_all_reduce_us(costs.indices(stage.blocks), stage.ranks, plan.num_micro_batches(i))
-        for i, stage in enumerate(plan.stages)
-    }

@@ -192,5 +192,14 @@ def check_request(request: PlanRequest) -> None:
     for key, size in (r.micro_batch_sizes or {}).items():
         if size < 1 or r.mini_batch % size:
             raise PlanError(
-                f"micro_batch_sizes[{key!r}] is {size}, which does not divide the mini-batch of {r.mini_batch}"
+                f"micro_batch_sizes[{key!r}] is {size}, which does not divide the mini-batch of {r.mini_batch}; "
+                f"the nearest sizes that do are {_nearest_divisors(size, r.mini_batch)}"
             )
+
+
+def _nearest_divisors(size: int, number: int) -> str:
+    """Return the divisors of ``number`` next to ``size``, as text."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below = [d for d in divisors if d < size][-1:]
+    above = [d for d in divisors if d > size][:1]
+    return " and ".join(map(str, below + above))

@@ -14,7 +14,7 @@ from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.batches import coupled_blocks
 from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.judge import MAX_RANK_TASKS, reduce_times
+from gpp_plugin.plan.judge import MAX_RANK_TASKS
 from gpp_plugin.plan.registry import PlanRequest
 from gpp_plugin.plan.selection import memory_excess, rank_limit
 from gpp_plugin.plan.stock import STOCK
@@ -88,7 +88,7 @@ class _Chooser:
                 or stage.local_batch_size < 2 * request.smallest_local_batch
             ],
             "forward_only_stages": forward_only_stages(plan),
-            "reduce_us": reduce_times(plan, costs),
+            "reduce_us": costs.reduce_times(plan),
         }
         self._most_in_flight = [self._most(i) for i in range(len(plan.stages))]
 

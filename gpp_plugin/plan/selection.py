@@ -110,15 +110,21 @@ def explain_infeasible(
 
 
 def _memory_knob(request: PlanRequest, costs: CostModel, stage: Stage, limit: int) -> str:
+    for block in stage.blocks:
+        rows = costs.indices([block])
+        alone = costs.stage_memory(rows, degree=request.num_ranks, local=1, in_flight=1)
+        if alone > limit:
+            return (
+                f"its block {block!r} alone needs {alone} on every rank: coarsen less, recompute or swap, or raise "
+                f"memory.limit_gb by {alone - limit} bytes or more"
+            )
     rows = costs.indices(stage.blocks)
     smallest = costs.stage_memory(rows, degree=stage.degree, local=1, in_flight=stage.in_flight)
     if smallest <= limit and stage.local_batch_size > 1 and stage.in_flight * stage.local_batch_size > 1:
         return "lower micro_batch_sizes"
     if request.zero_stage < 1 and stage.degree > 1:
         return "turn on ZeRO stage 1, add ranks, or raise memory.limit_gb"
-    if len(stage.blocks) > 1:
-        return f"add ranks (now {request.num_ranks}) or stages, or raise memory.limit_gb"
-    return "one block is larger than a rank: coarsen less, recompute or swap, or raise memory.limit_gb"
+    return f"add ranks (now {request.num_ranks}) or stages, or raise memory.limit_gb"
 
 
 def _rank_problem(

@@ -1,0 +1,70 @@
+"""What a user gets wrong is answered in one line that names the need, the limit and the fix."""
+
+import copy
+import json
+
+import pytest
+
+from gpp_plugin.cli import main
+from gpp_plugin.plan.clusters import CLUSTER_DIR
+
+SUMMIT = json.loads((CLUSTER_DIR / "summit.json").read_text())
+
+
+def changed(change):
+    description = copy.deepcopy(SUMMIT)
+    change(description)
+    return json.dumps(description)
+
+
+CLUSTERS = [
+    (changed(lambda d: d["links"].pop()), "c.json: no link joins all 8 devices (the outermost, NVLink2, spans 4); add"),
+    (changed(lambda d: d.pop("links")), "c.json: links is missing; add it"),
+    (changed(lambda d: d["devices"][0].update(memory_gb=0)), "c.json: devices[0].memory_gb is 0; it must be"),
+    ('{"name": "x", ', "cluster c.json: not readable as JSON"),
+    (
+        changed(lambda d: d["devices"][0].update(memory_gb=0.05)),
+        "no plan fits: stage ",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "message"), CLUSTERS, ids=["link", "links", "memory", "json", "small"])
+def test_a_wrong_cluster(text, message, tmp_path, capsys):
+    path = tmp_path / "c.json"
+    path.write_text(text)
+    assert main(["plan", "mmt", "--devices", "8", "--loss-unit", "1", "--cluster", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"gpp plan: {message}")
+    assert error.count("\n") == 1
+
+
+def test_a_model_that_fits_nowhere_says_by_how_much_and_which_knob(tmp_path, capsys):
+    path = tmp_path / "c.json"
+    path.write_text(CLUSTERS[-1][0])
+    main(["plan", "mmt", "--devices", "8", "--loss-unit", "1", "--cluster", str(path)])
+    error = capsys.readouterr().err
+    assert "rank " in error and "may use 50000000 (" in error and "too many" in error
+    assert "alone needs " in error and "raise memory.limit_gb by " in error
+
+
+REQUESTS = [
+    (["--stages", "40", "--devices", "64"], "40 stages are asked for and the model has 33 blocks; lower stages to 33"),
+    (["--stages", "5", "--devices", "4"], "5 stages are asked for on 4 ranks and a rank holds one stage; lower stages"),
+    (
+        ["--mini-batch", "63", "--micro-batch", "4"],
+        "micro_batch_sizes['*'] is 4, which does not divide the mini-batch of 63; the nearest sizes that do are 3 and 7",
+    ),
+    (["--planner", "grahpipe"], "no planner 'grahpipe'; did you mean 'graphpipe'?"),
+    (["--data-parallel", "3"], "data_parallel 3 does not divide 4 ranks; choose a divisor"),
+    (["--devices", "0"], "summit.json: 0 devices are asked for; at least 1 is needed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "message"), REQUESTS)
+def test_a_wrong_request(arguments, message, capsys):
+    defaults = ["--devices", "4", "--loss-unit", "1", "--cluster", "summit"]
+    assert main(["plan", "mmt", *defaults, *arguments]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"gpp plan: {message}")
+    assert error.count("\n") == 1

@@ -1,0 +1,110 @@
+"""The cases with known answers that other modules do not hold: branch grouping, tied gradients."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from gpp_plugin.bench._paper import paper_request
+from gpp_plugin.plan.costs import CostModel, ring_us
+from gpp_plugin.plan.estimate import estimate_plan_us
+from gpp_plugin.plan.judge import judge_us
+from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.stages import StageDraft, build_plan
+from tests.plan.graphs import chain, make_cluster, make_profile, make_request
+
+
+def first_and_rest_us(request, costs, size):
+    """The paper's Algorithm 1 with a parallel part cut into its first branch and the rest, taken literally.
+
+    The smallest bottleneck a sample: a stage of any part, or the first branch (a chain of stages) beside the
+    rest, with the ranks shared out; the head is a stage of its own, or all is one stage.
+    """
+    names = [block.name for block in request.graph.blocks]
+    branches = [[i for i, name in enumerate(names) if name.startswith(f"branch{b}.")] for b in range(7)]
+    degrees = [d for d in range(1, request.num_ranks + 1) if size % d == 0]
+
+    def stage(rows, degree):
+        if degree not in degrees:
+            return float("inf")
+        return sum(costs.stage_times(rows, size // degree)) / size
+
+    @functools.cache
+    def alone(branch, start, ranks):
+        rows = branches[branch]
+        cuts = [
+            max(stage(rows[start:stop], d), alone(branch, stop, ranks - d))
+            for stop in range(start + 1, len(rows))
+            for d in range(1, ranks)
+        ]
+        return min([stage(rows[start:], ranks), *cuts])
+
+    @functools.cache
+    def together(first, ranks):
+        whole = stage([row for rows in branches[first:] for row in rows], ranks)
+        if first == len(branches) - 1:
+            return min(whole, alone(first, 0, ranks))
+        return min(
+            [whole, *(max(alone(first, 0, d), together(first + 1, ranks - d)) for d in range(1, ranks))]
+        )
+
+    head, every = [names.index("head")], list(range(len(names)))
+    ends = [max(together(0, request.num_ranks - d), stage(head, d)) for d in range(1, request.num_ranks)]
+    return min([stage(every, request.num_ranks), *ends])
+
+
+def test_candle_uno_groups_branches_instead_of_first_and_rest():
+    """Without data parallelism at 4 devices: two branches a stage and a little, against five and more."""
+    request = paper_request("candle_uno", 4, micro_batch_size=1)
+    costs = CostModel(request.graph, request.profile, request.cluster)
+    plan = make_plan("graphpipe", request)
+    found = max((s.forward_us + s.backward_us) / s.micro_batch_size for s in plan.stages)
+    assert found / first_and_rest_us(request, costs, 1) <= 0.71
+
+
+def tied_plan(degree):
+    graph = chain(4)
+    names = [block.name for block in graph.blocks]
+    tied = dataclasses.replace(graph, tied={"weight": (names[0], names[3])})
+    plans = []
+    for model in (graph, tied):
+        profile = make_profile(model, parameter=1000)
+        request = make_request(
+            model,
+            profile,
+            ranks=2 * degree,
+            loss_unit=1,
+            mini_batch=8,
+            cluster=make_cluster(2 * degree, bandwidth=1e6, latency=2.0),
+        )
+        costs = CostModel(model, profile, request.cluster)
+        drafts = [
+            StageDraft(blocks=tuple(names[:2]), degree=degree, micro_batch_size=2),
+            StageDraft(blocks=tuple(names[2:]), degree=degree, micro_batch_size=2),
+        ]
+        plans.append((build_plan(request, drafts, planner="", costs=costs), costs))
+    return plans
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_stages_that_share_a_parameter_sum_its_gradient_over_all_their_ranks(degree):
+    (plain, without), (shared, costs) = tied_plan(degree)
+    link = costs.cluster.link_between(0, 2 * degree - 1)
+    extra = ring_us(1000.0, 2 * degree, link)
+    assert extra > 0
+    assert costs.reduce_times(shared) == pytest.approx(
+        {i: us + extra for i, us in without.reduce_times(plain).items()}
+    )
+    assert estimate_plan_us(shared, costs) == pytest.approx(estimate_plan_us(plain, without) + extra)
+    assert judge_us(shared, costs) == pytest.approx(judge_us(plain, without) + extra)
+
+
+def test_a_stage_that_holds_both_users_of_a_parameter_reduces_it_once():
+    (plain, without), (_, costs) = tied_plan(1)
+    names = tuple(block.name for block in costs.graph.blocks)
+    request = make_request(
+        costs.graph, make_profile(costs.graph, parameter=1000), ranks=1, loss_unit=1, mini_batch=8
+    )
+    draft = StageDraft(blocks=names, degree=1, micro_batch_size=2)
+    assert costs.reduce_times(build_plan(request, [draft], planner="", costs=costs)) == {0: 0.0}
+    assert without.reduce_times(plain) == {0: 0.0, 1: 0.0}

@@ -1,7 +1,7 @@
 """Checkpoints of a graph of stages: files per stage and rank, a manifest, and `latest` last.
 
     <dir>/<tag>/model-00-<stage>.pt             parameters and buffers under their HuggingFace names
-    <dir>/<tag>/optimizer-00-<stage>-00000.pt   masters and optimizer state; one per rank under ZeRO 1
+    <dir>/<tag>/optimizer-00-<stage>-00000.pt   masters and optimizer state; one per rank under ZeRO 1 and 2
     <dir>/<tag>/rank-00000.pt                   random states; a replica's buffers
     <dir>/<tag>/shared.pt                       schedule, loss scaler, counters, client state
     <dir>/<tag>/manifest.json                   plan, settings, files and sizes: written when all of these are

@@ -158,7 +158,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def full(self, name: str) -> Tensor:
-        """Return a copy of the master of ``name``, fp32, in the parameter's shape; collective under ZeRO 1."""
+        """Return a copy of the master of ``name``, fp32, in the parameter's shape; collective under ZeRO."""
         parameter = self._parameters[name]
         fragment = self._fragments.get(name)
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)

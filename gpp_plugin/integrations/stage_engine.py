@@ -5,7 +5,7 @@
     all ranks together           step(): norm and overflow agreed -> clip -> optimizer -> learning rates
 
 A stage with trained parameters has a stock `DeepSpeedEngine` behind it, built on the stage's own groups; it
-builds the optimizer, casts the module, and partitions state under ZeRO 1. Its forward, backward and step are
+builds the optimizer, casts the module, and partitions state under ZeRO 1 and 2. Its forward, backward and step are
 not used: the stage's norm is a part of the graph's, and a step is taken by all stages or by none.
 """
 
@@ -402,7 +402,7 @@ class StageEngine:
 
     @property
     def is_partitioned(self) -> bool:
-        """Return whether optimizer state and masters are partitioned over the stage's ranks (ZeRO 1)."""
+        """Return whether optimizer state and masters are partitioned over the stage's ranks (ZeRO 1 and 2)."""
         return self._masters is not None and self._masters.partitioned
 
     # ---- weights -----------------------------------------------------------------------------------------
@@ -410,7 +410,7 @@ class StageEngine:
     def parameter_state(self) -> dict[str, Tensor]:
         """Return the stage's parameters as fp32 copies, the masters where there are any.
 
-        Collective over the stage's ranks under ZeRO 1.
+        Collective over the stage's ranks under ZeRO 1 and 2.
         """
         state: dict[str, Tensor] = {}
         for name, parameter in self.module.named_parameters():
@@ -461,7 +461,7 @@ class StageEngine:
         return tensors
 
     def optimizer_state(self) -> dict[str, Any] | None:
-        """Return DeepSpeed's state of optimizer and masters, this rank's part under ZeRO 1; None if untrained."""
+        """Return DeepSpeed's state of optimizer and masters, this rank's part under ZeRO 1 and 2; None if untrained."""
         return None if self.deepspeed is None else self.deepspeed.optimizer.state_dict()
 
     def load_optimizer_state(self, state: dict[str, Any] | None) -> None:

@@ -77,7 +77,7 @@ def with_saved_plan(job: Job, plan: PipelinePlan) -> Job:
     counts = plan_in_flight(changed)
     stages = tuple(dataclasses.replace(s, in_flight=n) for s, n in zip(stages, counts, strict=True))
     saved = json.loads(dumps(dataclasses.replace(changed, stages=stages)))
-    return {**job, "block": {"plan": saved}}
+    return {**job, "block": {**job["block"], "plan": saved}}
 
 
 def train(jobs: list[Job]) -> list[dict[str, Any]]:

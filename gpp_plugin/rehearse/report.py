@@ -140,10 +140,11 @@ def format_rehearsal(rehearsal: Rehearsal, *, width: int = 100) -> str:
 def _advice(rehearsal: Rehearsal, figures: dict[str, Any]) -> list[str]:
     """Return what to change where this machine, rather than the schedule, makes the time."""
     task_us = statistics.median(rehearsal.times.task_us.values())
-    if figures["message_us"] > task_us:
+    slowest_reduction_us = max(rehearsal.times.reduce_us.values(), default=0.0)
+    if figures["message_us"] > task_us or slowest_reduction_us > rehearsal.planned_us:
         return [
-            "messages take longer than tasks: here they go through this machine's memory, not over your links; "
-            "a smaller --scale-bytes shows the schedule without them"
+            "messages or reductions take longer than tasks: here they go through this machine's memory, not over "
+            "your links; a smaller --scale-bytes shows the schedule without them"
         ]
     lost_us = figures["host_us"] + figures["overshoot_us"]
     if lost_us > LARGEST_HOST_SHARE * task_us:

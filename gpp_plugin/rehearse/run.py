@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.serialize import load, save
+from gpp_plugin.ir.serialize import fingerprint, load, save
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.launch import run_ranks
 from gpp_plugin.rehearse.compare import MeasuredTimes, measure_times, predict_from
@@ -39,6 +39,7 @@ class Rehearsal:
     """What came out.
 
     Args:
+        plan: with the times that were rehearsed; ``timelines`` name the plan as it was given.
         timelines: of the measured mini-batches, source ``rehearsed``.
         planned_us: simulated iteration with the plan's own (scaled) times and messages that take none.
         predicted_us: simulated iteration given the measured task times and message delays.
@@ -95,7 +96,8 @@ def rehearse_plan(
         folder = Path(name)
         save(scaled, folder / "plan.json")
         _run(folder, scaled, settings, planned_us, tell)
-        timelines = tuple(load(Timeline, folder / f"timeline{i}.json") for i in range(settings.steps))
+        recorded = [load(Timeline, folder / f"timeline{i}.json") for i in range(settings.steps)]
+    timelines = tuple(dataclasses.replace(timeline, plan=fingerprint(plan)) for timeline in recorded)
     times = measure_times(scaled, timelines)
     return Rehearsal(
         plan=scaled,

@@ -161,7 +161,9 @@ def check_memory(plan: PipelinePlan, settings: RehearsalSettings, free_bytes: fl
     limit = free_bytes * LARGEST_MEMORY_SHARE
     if needed > limit:
         fitting = settings.scale_bytes * limit / needed
+        digit = 10.0 ** math.floor(math.log10(fitting))
+        fitting = math.floor(fitting / digit) * digit  # one digit, rounded down
         raise ConfigError(
             f"the messages and gradients of {plan.num_ranks} ranks take about {needed / 2**30:.1f} GiB, this "
-            f"machine has {free_bytes / 2**30:.1f} GiB free; add --scale-bytes {fitting:.1g}"
+            f"machine has {free_bytes / 2**30:.1f} GiB free; add --scale-bytes {fitting:g}"
         )

@@ -192,6 +192,8 @@ def test_the_command_prints_and_writes_what_was_measured(plan_file, tmp_path, ca
     assert all(row["measured_forward_ms"] >= row["forward_ms"] == 2.0 for row in result["rows"])
     timeline = load(Timeline, out)
     assert timeline.source == "rehearsed"
+    assert main(["report", str(out), "--plan", str(plan_file)]) == 0  # it is the plan's, at other times
+    assert "rehearsed: " in capsys.readouterr().out
     names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"0F0", "1B3", "send stage0 -> loss"} <= names
     assert "mini-batch 2 of 2" in text and "simulated" in text

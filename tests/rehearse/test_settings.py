@@ -149,8 +149,13 @@ def test_messages_that_do_not_fit_are_refused_with_what_would(plan):
     needed = 65536 * (2 + 3 + 2 + 2)
     assert message_memory_bytes(plan, settings) == needed
     check_memory(plan, settings, needed / 0.8)
-    with pytest.raises(ConfigError, match="0.0 GiB free; add --scale-bytes 0.5"):
-        check_memory(plan, settings, needed / 0.8 / 2)
+    for free, advice in ((needed / 0.8 / 1.9, "0.5"), (needed / 0.8 / 300, "0.003")):
+        with pytest.raises(ConfigError, match=f"0.0 GiB free; add --scale-bytes {advice}$"):
+            check_memory(plan, settings, free)
+    with pytest.raises(ConfigError, match="add --scale-bytes 40$"):
+        check_memory(
+            plan, RehearsalSettings(scale_bytes=1000.0), message_memory_bytes(plan, RehearsalSettings()) * 61
+        )
 
 
 def test_whole_tensors_count_as_messages_too(plan):

@@ -177,10 +177,13 @@ def test_plan_with_memory_optimization(capsys):
         "--loss-unit",
         "1",
     ]
-    assert main([*arguments, "--mini-batch", "2048", "--size", "layers=6", "--json"]) == 0
+    assert main([*arguments, "--mini-batch", "2048", "--size", "layers=6", "--memory-report", "--json"]) == 0
     printed = capsys.readouterr().out
     assert "asynchronous" in printed and "of every micro-batch" in printed
     rows = last_json(printed)["rows"]
     assert [row["in_flight"] for row in rows] == [4, 3, 2, 1]
     assert any(row["memory"] for row in rows)
     assert max(row["memory_bytes"] for row in rows) <= 40e9
+    assert "stashed weights" in printed
+    totals = [part["total"] for part in last_json(printed)["memory"]]
+    assert totals == pytest.approx([row["memory_bytes"] for row in rows], rel=1e-6)

@@ -13,11 +13,12 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import Profile
-from gpp_plugin.ir.serialize import fingerprint, save
+from gpp_plugin.ir.serialize import fingerprint, save, to_plain
 from gpp_plugin.plan.clusters import cluster_names, read_cluster
+from gpp_plugin.plan.memory_breakdown import memory_breakdown
 from gpp_plugin.plan.registry import PlanRequest, make_plan, planner_names
 from gpp_plugin.plan.schedules import schedule_plan
-from gpp_plugin.report.plan_text import format_plan, stage_rows
+from gpp_plugin.report.plan_text import format_breakdown, format_plan, stage_rows
 from gpp_plugin.schedule.names import SCHEDULE_NAMES, is_schedule_name, planning_schedule
 
 CONFIG_DIR = Path(__file__).parent.parent / "models"
@@ -71,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="what dawnpiper and vpipe may use to fit",
     )
+    parser.add_argument("--memory-report", action="store_true", help="show what fills each stage's memory")
     parser.add_argument("--zero", type=int, choices=[0, 1, 2], default=0, help="ZeRO stage (%(default)s)")
     parser.add_argument(
         "--granularity",
@@ -139,6 +141,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     plan = schedule_plan(plan, request, schedule=args.schedule, slicing=args.slicing)
     seconds = time.perf_counter() - start
     print(format_plan(plan, width=args.width))
+    parts = memory_breakdown(plan, profile, zero_stage=args.zero)
+    if args.memory_report:
+        limits = [min(cluster.devices[rank].memory_bytes for rank in stage.ranks) for stage in plan.stages]
+        print(f"\n{format_breakdown(parts, limits)}")
     throughput = plan.mini_batch / plan.iteration_us * 1e6 if plan.iteration_us else 0.0
     print(
         f"\n{len(graph.blocks)} blocks planned on {cluster.name} in {seconds:.2f} s; costs: {profile.source}, of "
@@ -147,7 +153,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.out is not None:
         save(plan, args.out)
         print(f"plan written to {args.out}")
-    return {"rows": stage_rows(plan), **_figures(plan), "seconds": seconds, "samples_per_s": throughput}
+    return {
+        "rows": stage_rows(plan),
+        **_figures(plan),
+        "seconds": seconds,
+        "samples_per_s": throughput,
+        "memory": [{**to_plain(part), "total": part.total} for part in parts],
+    }
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:

@@ -1,4 +1,4 @@
-"""What a stage does to fit: which saved tensors it moves to host memory, which it makes again."""
+"""What fills a stage's memory, and what it does to fit: tensors moved to host memory, tensors made again."""
 
 from __future__ import annotations
 
@@ -82,3 +82,30 @@ class MemoryPlan:
     def added_us(self) -> float:
         """Return what one micro-batch takes longer than without."""
         return self.recompute_us + self.swap_us
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBreakdown:
+    """Predicted bytes of one rank of a stage at its peak, by what they hold.
+
+    Args:
+        weights: the current ones; ``stashed_weights``: older versions (asynchronous mode).
+        activations: kept for backward by all micro-batches in flight, after swap and recompute.
+        working: tensors back in use, or on their way to or from the host.
+        transient: most that one block holds while it runs.
+    """
+
+    stage: str
+    weights: int
+    stashed_weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    working: int
+    transient: int
+
+    @property
+    def total(self) -> int:
+        """Return all bytes."""
+        held = self.weights + self.stashed_weights + self.gradients + self.optimizer
+        return held + self.activations + self.working + self.transient

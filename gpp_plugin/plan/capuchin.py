@@ -95,7 +95,6 @@ class StageOptimizer:
         self._levels = [none, *(menu if recompute else ())]
         costs = [segment_costs(chain, level) for level in self._levels]
         self._sums = LevelSums(chain, self._levels, costs)
-        self._work = np.array([float(c.dropped.max(initial=0.0)) for c in costs])
         self._known: dict[tuple[int, int, int], tuple[float, float]] = {}
 
     def estimate(self, stage: int, start: int, stop: int) -> tuple[float, float]:
@@ -136,7 +135,7 @@ class StageOptimizer:
         """Return what every level comes to, and last, where recomputing is allowed, the stage as one segment."""
         chain, shape = self.chain, self.shape
         time, net = self._sums.time_us(start, stop), self._sums.net_bytes(start, stop)
-        work = np.where(net > 0, self._work, 0.0)
+        work = self._sums.work_bytes(start, stop)
         if self.can_recompute:
             dropped, held, again_us = whole_stage(chain, start, stop)
             time, net = np.append(time, again_us), np.append(net, max(dropped - held, 0.0))

@@ -67,23 +67,21 @@ class PipelineShape:
 
 
 class RangeMax:
-    """The largest value of any interval, in constant time (sparse table)."""
+    """The largest of any interval of rows, column by column, in constant time (sparse table)."""
 
     def __init__(self, values: Floats) -> None:
-        self._rows = [values]
+        self._levels = [values]
         width = 1
         while 2 * width <= len(values):
-            last = self._rows[-1]
-            self._rows.append(np.maximum(last[:-width], last[width:]))
+            last = self._levels[-1]
+            self._levels.append(np.maximum(last[:-width], last[width:]))
             width *= 2
 
-    def __call__(self, start: int, stop: int) -> float:
-        """Return the largest of [start, stop); 0 where that is empty."""
-        if stop <= start:
-            return 0.0
+    def __call__(self, start: int, stop: int) -> Floats:
+        """Return the largest of rows [start, stop), which must not be empty."""
         level = (stop - start).bit_length() - 1
-        row = self._rows[level]
-        return float(max(row[start], row[stop - (1 << level)]))
+        values = self._levels[level]
+        return np.maximum(values[start], values[stop - (1 << level)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,14 +134,22 @@ class OperatorChain:
         self.held = _prefix(
             costs.held_bytes_of(costs.parameter_bytes, costs.gradient_bytes, costs.optimizer_bytes, degree)
         )
-        self.transient = RangeMax(costs.transient_per_sample * local)
+        self._transient = _largest_of(costs.transient_per_sample * local)
         self.tensors = _saved_tensors(costs, saved)
         self.unsaved = _unsaved_results(costs, local)
         self.crossing = _crossing_bytes(costs, local)
         largest = np.zeros(self.num_blocks)
         np.maximum.at(largest, self.tensors.charged, self.tensors.bytes)
-        self.largest_saved = RangeMax(largest)
+        self._largest_saved = _largest_of(largest)
         self.tensor_bytes = _prefix(sum_by(self.tensors.charged, self.tensors.bytes, self.num_blocks))
+
+    def transient(self, start: int, stop: int) -> float:
+        """Return the most that one operator holds while it runs."""
+        return _between(self._transient, start, stop)
+
+    def largest_saved(self, start: int, stop: int) -> float:
+        """Return the bytes of the largest tensor kept."""
+        return _between(self._largest_saved, start, stop)
 
     def stage_us(self, start: int, stop: int) -> float:
         """Return forward and backward microseconds of one micro-batch."""
@@ -165,6 +171,25 @@ class OperatorChain:
             + shape.in_flight(stage) * self.saved_bytes(start, stop)
             + self.transient(start, stop)
         )
+
+
+def _largest_of(values: Floats) -> list[list[float]]:
+    """Return the rows of a sparse table as lists: single numbers are quicker without numpy."""
+    rows = [values.tolist()]
+    width = 1
+    while 2 * width <= len(values):
+        last = rows[-1]
+        rows.append([max(a, b) for a, b in zip(last, last[width:], strict=False)])
+        width *= 2
+    return rows
+
+
+def _between(rows: list[list[float]], start: int, stop: int) -> float:
+    if stop <= start:
+        return 0.0
+    level = (stop - start).bit_length() - 1
+    row = rows[level]
+    return max(row[start], row[stop - (1 << level)])
 
 
 def sum_by(places: Ints, values: Floats, length: int) -> Floats:

@@ -21,6 +21,7 @@ The segments are found once for a graph, at one number of samples, and weighed a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -28,14 +29,18 @@ import numpy as np
 
 from gpp_plugin.plan.costs import Floats
 from gpp_plugin.plan.linear import layer_bounds
-from gpp_plugin.plan.operator_chain import Ints, OperatorChain, sum_by
+from gpp_plugin.plan.operator_chain import Ints, OperatorChain, RangeMax, sum_by
 
 WINDOW = 128
 """Operators a segment has at most."""
-PRICES = (8.0, 3.0, 1.5, 0.8, 0.3, 0.02)
+PRICES = (8.0, 3.0, 1.5, 0.8, 0.3)
 """In units of (all saved bytes) / (time of the whole forward)."""
-CAPS = (0.25, 0.12, 0.07, 0.045, 0.03, 0.02, 0.012)
+CAPS = (0.25, 0.1, 0.045, 0.025, 0.012)
 """Bytes a segment may work with, in units of all saved bytes."""
+LEAST_PRICE = 0.02
+FINE_CAPS = tuple(0.008 * 1.25**n for n in range(17))
+"""Where memory is what counts: kept and worked with are to be balanced finely."""
+LEVELS = (*itertools.product(PRICES, CAPS), *((LEAST_PRICE, cap) for cap in FINE_CAPS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +69,12 @@ def find_segments(chain: OperatorChain) -> list[Segments]:
     if total <= 0 or whole_us <= 0:
         return []
     unit = total / whole_us
-    levels = [(price * unit, cap * total) for cap in CAPS for price in PRICES]
-    prices = np.array([price for price, _ in levels])
-    caps = np.array([cap for _, cap in levels])
-    best = np.zeros((len(levels), num + 1))
-    length = np.zeros((len(levels), num + 1), dtype=np.int64)
+    prices = np.array([price * unit for price, _ in LEVELS])
+    caps = np.array([cap * total for _, cap in LEVELS])
+    best = np.zeros((len(LEVELS), num + 1))
+    length = np.zeros((len(LEVELS), num + 1), dtype=np.int64)
     lengths = np.arange(1, window + 1)
-    rows = np.arange(len(levels))
+    rows = np.arange(len(LEVELS))
     for stop in range(1, num + 1):
         reach = min(window, stop)
         value = best[:, stop - lengths[:reach]] + net[stop, :reach] - prices[:, None] * time[stop, :reach]
@@ -171,10 +175,12 @@ class LevelSums:
         self._made, self._used = np.zeros(shape), np.zeros(shape)
         self._held, self._time = np.zeros(shape), np.zeros(shape)
         self._entering = np.zeros(shape)
+        works = np.zeros((chain.num_blocks, len(levels)))
         tensors, last_run = chain.tensors, runs_again_when_last(chain)
         for k, (segments, cost) in enumerate(zip(levels, costs, strict=True)):
             member = members(chain, zip(segments.starts.tolist(), segments.stops.tolist(), strict=True))
             rows = dropped_tensors(chain, member)
+            works[member >= 0, k] = cost.dropped[member[member >= 0]]
             self._made[1:, k] = sum_by(tensors.made[rows], tensors.bytes[rows], chain.num_blocks)
             self._used[1:, k] = sum_by(tensors.last[rows], tensors.bytes[rows], chain.num_blocks)
             self._held[segments.starts + 1, k] = cost.held
@@ -186,6 +192,11 @@ class LevelSums:
             self._entering[is_inside, k] = chain.crossing[is_inside]
         for values in (self._made, self._used, self._held, self._time):
             np.cumsum(values, axis=0, out=values)
+        self._works = RangeMax(works)
+
+    def work_bytes(self, start: int, stop: int) -> Floats:
+        """Return by level the most bytes that one of its segments works with."""
+        return self._works(start, stop)
 
     def net_bytes(self, start: int, stop: int) -> Floats:
         """Return by level the bytes dropped less those held instead, of one micro-batch."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from gpp_plugin.ir.memory_plan import MemoryBreakdown
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.serialize import to_plain
 from gpp_plugin.report.picture import draw_graph
@@ -78,6 +80,26 @@ def format_memory(plan: PipelinePlan) -> str:
             f"{format_bytes(memory.working_bytes)} to work with"
         )
     return "\n".join(lines)
+
+
+def format_breakdown(parts: Sequence[MemoryBreakdown], limits: Sequence[int]) -> str:
+    """Return the table of what fills one rank of each stage, and of what it may use.
+
+    Args:
+        limits: bytes of the stage's smallest rank.
+    """
+    names = ["weights", "stashed_weights", "gradients", "optimizer", "activations", "working", "transient"]
+    header = ["stage", *(name.replace("_", " ") for name in names), "total", "of"]
+    rows = [
+        [
+            f"{index} {part.stage}",
+            *(format_bytes(getattr(part, name)) if getattr(part, name) else "-" for name in names),
+            format_bytes(part.total),
+            format_bytes(limit),
+        ]
+        for index, (part, limit) in enumerate(zip(parts, limits, strict=True))
+    ]
+    return format_table(header, rows)
 
 
 def draw_stages(plan: PipelinePlan) -> str:

@@ -153,7 +153,7 @@ def test_the_menu_has_the_best_segments_at_every_price():
         chain = factory(graph, profile, [1]).at(1, 1).chain
         levels = find_segments(chain)
         total, unit = chain.tensor_bytes[-1], chain.tensor_bytes[-1] / chain.forward[-1]
-        for price, cap in itertools.product(recompute_menu.PRICES, recompute_menu.CAPS):
+        for price, cap in recompute_menu.LEVELS:
             exact = brute_force_segments(chain, price * unit, cap * total)
             found = [0.0]
             for level in levels:

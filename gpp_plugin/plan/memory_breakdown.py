@@ -1,0 +1,41 @@
+"""What a plan's memory is predicted to be filled with, stage by stage; the sums are the plan's own figures."""
+
+from __future__ import annotations
+
+from gpp_plugin.ir.memory_plan import MemoryBreakdown
+from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.profile import Profile
+
+
+def memory_breakdown(
+    plan: PipelinePlan, profile: Profile, *, zero_stage: int = 0
+) -> tuple[MemoryBreakdown, ...]:
+    """Return the bytes of one rank of each stage at its peak.
+
+    Args:
+        profile: of the graph the plan was made for.
+        zero_stage: what the ranks of a stage share out among themselves.
+    """
+    return tuple(_of_stage(stage, plan.mode, profile, zero_stage) for stage in plan.stages)
+
+
+def _of_stage(stage: Stage, mode: str, profile: Profile, zero_stage: int) -> MemoryBreakdown:
+    by_block = profile.by_block()
+    costs = [by_block[name] for name in stage.blocks]
+    local = stage.local_batch_size
+    weights = sum(c.parameter_bytes for c in costs)
+    kept = sum(c.saved_bytes_per_sample * local + c.saved_bytes_fixed for c in costs)
+    working = 0
+    if stage.memory is not None:
+        kept -= stage.memory.swapped_bytes + stage.memory.recomputed_bytes
+        working = stage.memory.working_bytes
+    return MemoryBreakdown(
+        stage=stage.name,
+        weights=weights,
+        stashed_weights=weights * (stage.in_flight - 1) if mode == "async" else 0,
+        gradients=sum(c.gradient_bytes for c in costs) // (stage.degree if zero_stage >= 2 else 1),
+        optimizer=sum(c.optimizer_bytes for c in costs) // (stage.degree if zero_stage >= 1 else 1),
+        activations=round(stage.in_flight * kept),
+        working=working,
+        transient=round(max((c.transient_bytes_per_sample * local for c in costs), default=0.0)),
+    )

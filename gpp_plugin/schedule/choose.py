@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 USUAL_SCHEDULES = ("1f1b", "gpipe", "greedy")
 """What ``schedule: "auto"`` tries; ``zero_bubble`` must be asked for."""
 
-GAIN = 1e-3
-"""A schedule that is not the first candidate must be faster by this fraction, or hold less in the same time."""
+GAIN = 0.01
+"""A later candidate must be faster by this fraction, or hold less in the same time: a simulation is not more exact."""
 
 GREEDY_TASKS = 2048
 """Most tasks of all stages for which the greedy schedule is tried: it simulates the plan once a task."""

@@ -21,6 +21,12 @@ from gpp_plugin.plan.sequential import as_sequential
 
 OURS = ("graphpipe", "auto")
 BASELINES = ("uniform", "pipedream", "piper", "dapple")
+EFFICIENCY = (
+    "a matrix product's share of the device's peak by its tiles: partly filled tiles and the last, partly filled wave "
+    "over the processors cost as whole ones (NVIDIA, Matrix Multiplication Background User's Guide, tile and wave "
+    "quantization; library/gemm.py), times the device's efficiency in the cluster description, plus its launch time"
+)
+"""Where the times of small micro-batches come from."""
 PAPER_AT_32 = (1.25, 1.61)
 PAPER_AT_EQUAL_MICRO_BATCH = (1.12, 1.40)
 
@@ -140,4 +146,5 @@ def _summary(rows: list[dict[str, Any]], largest: int) -> dict[str, Any]:
             {round(r["over_pipedream"], 3) for r in at_largest if r["figure"] == "9"}
         ),
         "paper_at_equal_micro_batch": PAPER_AT_EQUAL_MICRO_BATCH,
+        "efficiency_of_micro_batches": EFFICIENCY,
     }

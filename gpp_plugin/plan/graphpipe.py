@@ -40,14 +40,14 @@ from gpp_plugin.plan.stages import build_plan
 
 SLACK = 1.06
 """Partitions that may end within this factor of the best step known are looked at: refinement gains as much."""
-OPTIMISM = 2.0
+OPTIMISM = 2.2
 """First only plans within this factor of perfectly shared work are searched; then those that may beat the
 best found, or all."""
-RAMP = 0.25
+RAMP = 0.35
 """Stages on the way to a sink take at least this part of the bottleneck's time, so many levels more cost at
 least that; few plans have much lighter stages in their depth."""
-REFINE_BUDGET = 160
-"""Simulated tasks for every pair of ranks, up to ``MAX_BUDGET``: at most a tenth of a second."""
+REFINE_BUDGET = 20
+"""Simulated tasks, times the cube of the ranks, up to ``MAX_BUDGET``: at most a tenth of a second."""
 MAX_BUDGET = 40_000
 
 Groups = tuple[tuple[str, ...], ...]
@@ -86,7 +86,7 @@ def graphpipe_plan(request: PlanRequest) -> PipelinePlan:
     """
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     rules = batch_rules(request)
-    budget = min(REFINE_BUDGET * request.num_ranks**2, MAX_BUDGET)
+    budget = min(REFINE_BUDGET * request.num_ranks**3, MAX_BUDGET)
     best = search_stages(request, costs, rules, budget=budget)[:1]
     if not best or best[0].score[0] > 0:
         names = [block.name for block in request.graph.blocks]
@@ -202,6 +202,7 @@ def find_partitions(
     root = build_series(request.graph, costs, rules, decompose(dependencies))
     longest = int(nx.dag_longest_path_length(dependencies, weight=None, default_weight=1)) + 1
     bounds = {wish: _lower_bound(request, costs, rules, wish) for wish in rules.wishes()}
+    ramp = 1.0 if predict is None else RAMP
     shapes: dict[int, StageShapes] = {}
     searches: dict[tuple[int, int], StageSearch] = {}
     found: dict[tuple[Groups, int], Partition] = {}
@@ -213,11 +214,11 @@ def find_partitions(
         for wish in sorted(bounds, key=lambda wish: bounds[wish] * (1 + wish / request.mini_batch)):
             if bounds[wish] > best.us * SLACK:
                 continue
-            deepest = _deepest(request, wish, bounds[wish], best.us, longest)
+            deepest = _deepest(request, wish, bounds[wish], best.us, longest, ramp)
             if (wish, deepest) not in searches:
                 searches[wish, deepest] = make_search(request, costs, rules, root, wish, deepest, shapes)
             search = searches[wish, deepest]
-            for t, levels, score in _frontier(request, search, wish, best, bounds[wish]):
+            for t, levels, score in _frontier(request, search, wish, best, bounds[wish], ramp):
                 groups = tuple(tuple(names[i] for i in sorted(g)) for g in read_groups(search, levels))
                 if (groups, wish) in found:
                     continue
@@ -233,11 +234,13 @@ def find_partitions(
         optimism += 1
 
 
-def _deepest(request: PlanRequest, wish: int, bound_us: float, best_us: float, longest: int) -> int:
+def _deepest(
+    request: PlanRequest, wish: int, bound_us: float, best_us: float, longest: int, ramp: float
+) -> int:
     """Return the most levels with which perfectly shared work might still end within the best step known."""
     if bound_us <= 0 or best_us == float("inf"):
         return longest
-    spare = (best_us * SLACK / bound_us - 1) * request.mini_batch / (RAMP * wish)
+    spare = (best_us * SLACK / bound_us - 1) * request.mini_batch / (ramp * wish)
     return min(longest, 1 + int(spare))
 
 
@@ -293,13 +296,14 @@ def make_search(
 
 
 def _frontier(
-    request: PlanRequest, search: StageSearch, wish: int, best: _Incumbent, bound_us: float
+    request: PlanRequest, search: StageSearch, wish: int, best: _Incumbent, bound_us: float, ramp: float
 ) -> Iterator[tuple[float, int, float]]:
     """Yield (t, levels, score) of ever shallower solutions that may be among the best.
 
     Args:
         best: the caller lowers it between two solutions.
         bound_us: a step is never shorter.
+        ramp: part of the bottleneck's time that every level costs (`RAMP`).
     """
     times = search.times()
     ranks, mini_batch = request.num_ranks, request.mini_batch
@@ -316,7 +320,7 @@ def _frontier(
 
     def last_within(levels: int) -> int:
         """Return the last time with which a solution of so many levels may still be among the best."""
-        slowest = best.us * SLACK / (mini_batch + RAMP * (levels - 1) * wish)
+        slowest = best.us * SLACK / (mini_batch + ramp * (levels - 1) * wish)
         return int(times.searchsorted(slowest, side="right")) - 1
 
     low = int(times.searchsorted(bound_us * (1 - 1e-9) / mini_batch))
@@ -327,7 +331,7 @@ def _frontier(
         levels = levels_at(high) if high >= low else None
         if levels is None or levels > cap:
             low = max(low, high + 1)
-            cap -= 1
+            cap -= max(1, cap // 6)
             continue
         while low < high:
             middle = (low + high) // 2

@@ -12,6 +12,7 @@ stage add up to the bytes of the stage. Nodes replicated in each stage (masks) a
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import platform
@@ -94,23 +95,19 @@ def profile_blocks(
     num_threads = threads or torch.get_num_threads()
     name = describe_device(where, num_threads)
 
+    survey = functools.partial(
+        _Survey,
+        block_graph=block_graph,
+        state=model_state,
+        batch=batch,
+        device=where,
+        repeats=repeats,
+        share_identical=share_identical,
+    )
+
     def measure_all() -> Profile:
-        results: list[dict[str, _BlockResult]] = []
         with _undisturbed(where, num_threads):
-            for position, n in enumerate(counts):
-                at_n = captured if n == captured_samples else _capture(capture_at, n)
-                survey = _Survey(
-                    captured=at_n,
-                    block_graph=block_graph,
-                    state=model_state,
-                    batch=batch,
-                    device=where,
-                    repeats=repeats,
-                    share_identical=share_identical,
-                    with_peak=n == counts[-1],
-                    with_split=with_split and n == counts[-1],
-                )
-                results.append(survey.run(_report_from(progress, position, len(counts))))
+            results = _survey_all(survey, captured, counts, capture_at, with_split, progress)
         costs = tuple(
             _block_cost(
                 block,
@@ -138,6 +135,24 @@ def profile_blocks(
         "with_split": with_split,
     }
     return CostStore(cache_dir).find_or_measure(key, measure_all)
+
+
+def _survey_all(
+    survey: Callable[..., _Survey],
+    captured: CapturedGraph,
+    counts: Sequence[int],
+    capture_at: Callable[[int], CapturedGraph] | None,
+    with_split: bool,
+    progress: Progress | None,
+) -> list[dict[str, _BlockResult]]:
+    """Return what every block costs at each number of samples; peaks and splits at the largest."""
+    results = []
+    for position, n in enumerate(counts):
+        at_n = captured if n == captured.op_graph.num_samples else _capture(capture_at, n)
+        is_largest = n == counts[-1]
+        taken = survey(captured=at_n, with_peak=is_largest, with_split=with_split and is_largest)
+        results.append(taken.run(_report_from(progress, position, len(counts))))
+    return results
 
 
 def describe_device(device: torch.device, threads: int) -> str:

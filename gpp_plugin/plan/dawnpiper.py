@@ -16,7 +16,8 @@ Deviations from Algorithm 1:
   `bi_partition` looks at a few dozen cuts a level where the paper traverses up to a hundred.
 - Any number of stages: the left half has the middle stage.
 - What exceeds the devices is minimised first, so that an infeasible request ends with the bytes missing.
-- Cuts that send much are left out only where a plan fits without them.
+- Cuts that send much are left out only where a plan fits without them. Where memory is so short that only
+  stages of whole recomputed segments fit, bisection may pass between them: cuts between layers are tried too.
 - Cuts are moved to a neighbour that sends less where no stage gets longer by more than `SLACK` (B.2).
 """
 
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.capuchin import StageOptimizer
+from gpp_plugin.plan.linear import layer_bounds
 from gpp_plugin.plan.memory_chain import ChainPlan, optimized, plan_chain
 from gpp_plugin.plan.memory_cuts import allowed_cuts, cut_interval
 from gpp_plugin.plan.registry import PlanRequest, register_planner
@@ -41,6 +43,8 @@ SLACK = 0.002
 TOLERANCE = 1.01
 """Times the estimate, up to which a stage's exact choice is taken as it is."""
 MOST_RELIEFS = 12
+TIGHT = 1.2
+"""Times the even share of compute, above which cuts between layers are tried as well."""
 REACH = 12
 """Positions to either side that a cut may be moved to send less."""
 
@@ -126,7 +130,11 @@ def partition_chain(optimizer: StageOptimizer) -> ChainPlan:
     if chain.num_blocks < num_stages:
         raise PlanError(f"{num_stages} stages of {chain.num_blocks} operators; lower the number of stages")
     plan = _partition(optimizer, allowed_cuts(chain, optimizer.shape).tolist())
-    return plan if plan.fits else _partition(optimizer, list(range(chain.num_blocks + 1)))
+    if not plan.fits or plan.key[1] > TIGHT * chain.time[-1] / num_stages:
+        plan = min(plan, _partition(optimizer, layer_bounds(chain.names, num_stages)), key=lambda p: p.key)
+    if not plan.fits:
+        plan = min(plan, _partition(optimizer, list(range(chain.num_blocks + 1))), key=lambda p: p.key)
+    return plan
 
 
 def _partition(optimizer: StageOptimizer, cuts: list[int]) -> ChainPlan:

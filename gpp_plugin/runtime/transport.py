@@ -26,6 +26,7 @@ from torch import Tensor
 
 from gpp_plugin.errors import CommTimeout
 from gpp_plugin.ir.program import Direction, Message
+from gpp_plugin.runtime.sockets import widened_sockets
 from gpp_plugin.runtime.wires import Wire
 
 logger = logging.getLogger(__name__)
@@ -395,7 +396,8 @@ def make_transport(
     """
     timeout = datetime.timedelta(seconds=timeout_s)
     if device.type != "cuda" or torch.cuda.device_count() < _local_world_size():
-        groups = {direction: dist.new_group(None, timeout=timeout, backend="gloo") for direction in Direction}
+        with widened_sockets():
+            groups = {d: dist.new_group(None, timeout=timeout, backend="gloo") for d in Direction}
         return GlooTransport(groups=groups, names=names, timeout_s=timeout_s)
     ordered = sorted(channels, key=lambda c: (c[0], c[1].value, c[2], c[3]))
     most = max(Counter(rank for channel in ordered for rank in channel[2:]).values())

@@ -1,0 +1,44 @@
+"""Room for whole messages in the sockets of gloo's connections.
+
+A connection starts with a receive window of 64 KiB, which grows with what goes over it. Before it has, the tail
+of a larger message waits until the receiver's kernel acknowledges its beginning, which it delays by up to 40 ms:
+seen as one message in some thousands that took 20 or 40 ms on loopback, on messages of 64 KiB and not of 16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+BUFFER_BYTES = 1 << 20
+_DESCRIPTORS = Path("/proc/self/fd")
+
+
+@contextlib.contextmanager
+def widened_sockets() -> Iterator[None]:
+    """Give the TCP connections that are made within the block larger buffers (on Linux; elsewhere nothing)."""
+    before = _descriptors()
+    yield
+    for descriptor in _descriptors() - before:
+        _widen(descriptor)
+
+
+def _descriptors() -> set[int]:
+    if not _DESCRIPTORS.is_dir():
+        return set()
+    return {int(name) for name in os.listdir(_DESCRIPTORS)}
+
+
+def _widen(descriptor: int) -> None:
+    try:
+        copy = socket.socket(fileno=os.dup(descriptor))
+    except OSError:
+        return  # no socket, or the descriptor that listed the folder
+    with copy:
+        if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+            for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+                if copy.getsockopt(socket.SOL_SOCKET, option) < BUFFER_BYTES:
+                    copy.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)

@@ -1,0 +1,36 @@
+"""Connections made within the block have room for whole messages; others are left alone."""
+
+import socket
+
+from gpp_plugin.runtime.sockets import BUFFER_BYTES, widened_sockets
+
+
+def connect():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+    return near, far
+
+
+def receive_buffer(end):
+    return end.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+
+
+def test_only_new_connections_are_widened():
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+        most = receive_buffer(probe)  # what this machine allows
+    old = connect()
+    usual = [receive_buffer(end) for end in old]
+    with widened_sockets():
+        new = connect()
+    assert [receive_buffer(end) for end in old] == usual
+    assert all(receive_buffer(end) == most for end in new)
+    for end in (*old, *new):
+        end.close()
+
+
+def test_what_is_no_connection_is_passed_over(tmp_path):
+    with widened_sockets(), (tmp_path / "file").open("w") as file, socket.socket(type=socket.SOCK_DGRAM):
+        file.write("still open")
+    assert (tmp_path / "file").read_text() == "still open"

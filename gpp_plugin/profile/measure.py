@@ -35,7 +35,7 @@ from gpp_plugin.ir.profile import BlockCost, Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.profile.analytic import ADAM_STATE_BYTES, default_sample_counts, validate_sample_counts
 from gpp_plugin.profile.code import BlockCode, block_codes
-from gpp_plugin.profile.split_cost import NOT_MEASURED, SplitCost, measure_split_cost
+from gpp_plugin.profile.split_cost import CANNOT_SPLIT, NOT_MEASURED, SplitCost, measure_split_cost
 from gpp_plugin.profile.store import CostStore
 from gpp_plugin.profile.timing import Measurement, Operands, measure
 from gpp_plugin.runtime.stage_module import StageFunction
@@ -288,7 +288,11 @@ class _Survey:
         whole = measure(operands, device=self._device, repeats=self._repeats, with_peak=self._with_peak)
         split = NOT_MEASURED
         if self._with_split and whole.backward_us > 0.0:
-            split = measure_split_cost(operands, device=self._device, repeats=SPLIT_REPEATS)
+            try:
+                split = measure_split_cost(operands, device=self._device, repeats=SPLIT_REPEATS)
+            except RuntimeError as error:  # an operator that gives its gradients only once, all together
+                logger.info("the backward of %s cannot be split: %s", function.outputs, error)
+                split = CANNOT_SPLIT
         return _Measured(whole=whole, split=split)
 
     def _materialise(self, parameter: Parameter) -> Tensor:

@@ -36,6 +36,9 @@ class SplitCost:
 
 NOT_MEASURED = SplitCost(backward_us=0.0, input_gradient_us=0.0, weight_gradient_us=0.0)
 
+CANNOT_SPLIT = SplitCost(backward_us=1.0, input_gradient_us=1e6, weight_gradient_us=1e6)
+"""A backward that fails in two parts: a cost at which no schedule that splits it wins."""
+
 
 def measure_split_cost(operands: Operands, *, device: torch.device, repeats: int = 7) -> SplitCost:
     """Time the backward of one piece of code whole and in two parts, alternated.

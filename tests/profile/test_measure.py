@@ -195,6 +195,16 @@ def test_split_backwards_are_timed_where_asked_for() -> None:
     assert all((c.split_factor, c.input_share) == (1.0, 0.5) for c in frozen)
 
 
+def test_a_backward_that_cannot_be_split_costs_too_much_to_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(operands: object, **options: object) -> None:
+        raise RuntimeError("Trying to backward through the graph a second time")
+
+    monkeypatch.setattr("gpp_plugin.profile.measure.measure_split_cost", refuse)
+    costs = measured(*prepared("frozen_branch"), repeats=3, with_split=True, use_cache=False).by_block()
+    assert all(c.split_factor > 1e3 for name, c in costs.items() if name.startswith("right"))
+    assert all(c.split_factor == 1.0 for name, c in costs.items() if name.startswith("left"))
+
+
 def test_times_follow_the_work() -> None:
     """Not a benchmark: a matrix product 64 times as large must not look cheaper."""
 

@@ -157,10 +157,29 @@ def _serve(rank: int, num_ranks: int, port: int, is_kept: bool, tasks: Any, answ
         function, args = tasks.get()
         answers.put((rank, *_answer(function, args)))
         vars(get_accelerator()).pop("is_fp16_supported", None)  # what `allow_fp16` of a test may have set
-        if not is_kept:
+        if is_kept:
+            _drop_groups()
+        else:
             answers.close()
             answers.join_thread()
             os._exit(0)  # a process group that lost a rank must not be torn down politely
+
+
+def _drop_groups() -> None:
+    """Destroy the process groups a function left behind: each has threads that wake up a hundred times a second."""
+    import gc
+
+    import torch.distributed as dist
+    from deepspeed.utils import groups as deepspeed_groups
+
+    gc.collect()
+    for name, value in vars(deepspeed_groups).items():
+        if isinstance(value, dist.ProcessGroup) and value is not dist.group.WORLD:
+            setattr(deepspeed_groups, name, None)
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
 
 
 def _join() -> None:

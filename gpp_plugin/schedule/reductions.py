@@ -17,8 +17,9 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankProgram
+from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.schedule.rendezvous import execute_serially
 
 _REDUCE = Instruction(kind=InstructionKind.REDUCE_DATA)
 _MAKES_GRADIENTS = (TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT)
@@ -64,50 +65,10 @@ def _with_reductions(program: RankProgram, left_out: Collection[tuple[int, int]]
 def _stuck_reductions(programs: Sequence[RankProgram]) -> set[tuple[int, int]]:
     """Execute serially with rendezvous messages; return the places of the reductions at which ranks stand."""
     by_rank = {program.rank: program for program in programs}
-    members: dict[int, list[int]] = {}
-    for program in programs:
-        members.setdefault(program.stage, []).append(program.rank)
-    position = dict.fromkeys(by_rank, 0)
-    missing = dict.fromkeys(by_rank, 0)
-    posted: dict[Message, int] = {}
-    present: dict[int, int] = dict.fromkeys(members, 0)
-    ready = list(by_rank)
-
-    def move_on(rank: int) -> None:
-        position[rank] += 1
-        ready.append(rank)
-
-    while ready:
-        rank = ready.pop()
-        program = by_rank[rank]
-        while position[rank] < len(program.instructions):
-            instruction = program.instructions[position[rank]]
-            if instruction.kind is InstructionKind.REDUCE_DATA:
-                present[program.stage] += 1
-                if present[program.stage] < len(members[program.stage]):
-                    break
-                present[program.stage] = 0
-                for other in members[program.stage]:
-                    if other != rank:
-                        move_on(other)
-            waits = 0
-            for message in (*instruction.sends, *instruction.receives):
-                other_end = posted.pop(message, None)
-                if other_end is None:
-                    posted[message] = rank
-                    waits += 1
-                else:
-                    missing[other_end] -= 1
-                    if missing[other_end] == 0:
-                        move_on(other_end)
-            if waits:
-                missing[rank] = waits
-                break
-            position[rank] += 1
     places = set()
-    for rank, at in position.items():
+    for rank, at in execute_serially(by_rank).stuck.items():
         instructions = by_rank[rank].instructions
-        if at < len(instructions) and instructions[at].kind is InstructionKind.REDUCE_DATA:
+        if instructions[at].kind is InstructionKind.REDUCE_DATA:
             num_tasks = sum(instruction.task is not None for instruction in instructions[:at])
             total = sum(instruction.task is not None for instruction in instructions)
             if num_tasks < total:  # the last reduction stays; who stands there waits for one that goes

@@ -24,10 +24,11 @@ from collections.abc import Iterator, Sequence
 
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan, StageEdge
-from gpp_plugin.ir.program import Direction, Instruction, InstructionKind, Message, RankProgram
+from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.grid import program_grid
+from gpp_plugin.schedule.rendezvous import Standstill, execute_serially
 
 _TAIL_ORDER = (InstructionKind.REDUCE_DATA, InstructionKind.REDUCE_TIED, InstructionKind.STEP)
 _TaskKey = tuple[Direction | None, int, int | None]
@@ -380,61 +381,25 @@ class _Validator:
 
     def _check_completion(self) -> None:
         """Execute all programs serially with rendezvous; whoever still waits at the end is stuck."""
-        position = dict.fromkeys(self._programs, 0)
-        missing = dict.fromkeys(self._programs, 0)
-        posted: dict[Message, int] = {}
-        present: dict[int, list[int]] = defaultdict(list)
-        ready = list(self._programs)
-        while ready:
-            rank = ready.pop()
-            instructions = self._programs[rank].instructions
-            stage = self._programs[rank].stage
-            while position[rank] < len(instructions):
-                group = instructions[position[rank]]
-                if group.kind is InstructionKind.REDUCE_DATA:
-                    present[stage].append(rank)
-                    if len(present[stage]) < self._plan.stages[stage].degree:
-                        break
-                    waiting = present.pop(stage)[:-1]
-                    ready += waiting
-                    for peer in waiting:
-                        position[peer] += 1
-                waits = 0
-                for message in _both(group):
-                    other = posted.pop(message, None)
-                    if other is None:
-                        posted[message] = rank
-                        waits += 1
-                    else:
-                        missing[other] -= 1
-                        if missing[other] == 0:
-                            position[other] += 1
-                            ready.append(other)
-                if waits:
-                    missing[rank] = waits
-                    break
-                position[rank] += 1
-        stuck = {rank: at for rank, at in position.items() if at < len(self._programs[rank].instructions)}
-        if stuck:
-            self._raise_deadlock(stuck, posted, present)
+        end = execute_serially(self._programs)
+        if end.stuck:
+            self._raise_deadlock(end)
 
-    def _raise_deadlock(
-        self, stuck: dict[int, int], posted: dict[Message, int], present: dict[int, list[int]]
-    ) -> None:
+    def _raise_deadlock(self, end: Standstill) -> None:
         waits_for: dict[int, tuple[int, Message | str]] = {}
-        for message, rank in posted.items():
+        for message, rank in end.posted.items():
             waits_for[rank] = (message.dst_rank if rank == message.src_rank else message.src_rank, message)
-        for stage, ranks in present.items():
+        for stage, ranks in end.present.items():
             late = next(rank for rank in self._plan.stages[stage].ranks if rank not in ranks)
             waits_for.update(dict.fromkeys(ranks, (late, "a reduction")))
-        rank = next(iter(stuck))
+        rank = next(iter(end.stuck))
         path: list[int] = []
         while rank not in path:
             path.append(rank)
             rank = waits_for[rank][0]
         circle = path[path.index(rank) :]
         text = ", ".join(f"rank {r} waits for rank {waits_for[r][0]} at {waits_for[r][1]}" for r in circle)
-        marks = {r: stuck[r] for r in circle if r in stuck}
+        marks = {r: end.stuck[r] for r in circle if r in end.stuck}
         raise ScheduleError(
             f"the programs stop under serial rendezvous execution: {text}; take one order of all messages\n"
             + program_grid(self._programs.values(), positions=marks)
@@ -470,11 +435,6 @@ def _collectives(program: RankProgram) -> tuple[tuple[int, InstructionKind], ...
         if instruction.kind in _TAIL_ORDER:
             found.append((num_tasks, instruction.kind))
     return tuple(found)
-
-
-def _both(group: Instruction) -> Iterator[Message]:
-    yield from group.sends
-    yield from group.receives
 
 
 def _cut(samples: SampleRange, size: int) -> list[SampleRange]:

@@ -138,6 +138,26 @@ class Feed:
             )
         return batch
 
+    def mini_batch(
+        self, given: Iterator[Any] | None, standing: Iterator[Any] | None, *, is_own: bool
+    ) -> dict[str, Any]:
+        """Take the mini-batch of ``train_batch(given)``.
+
+        Args:
+            standing: what the engine reads where no iterator is given; its own loader if ``is_own``.
+
+        Raises:
+            ConfigError: there is neither.
+        """
+        if given is not None:
+            return self.collect(given)
+        if standing is None:
+            raise ConfigError(
+                "train_batch() has no data: pass training_data to deepspeed.initialize, an iterator to "
+                "train_batch(data_iter=...), or call set_dataloader()"
+            )
+        return self.load(standing) if is_own else self.collect(standing)
+
     def take(self, iterator: Iterator[Any]) -> dict[str, Any]:
         """Take one batch of any size from the user's iterator."""
         return prepare_batch(self._model, next(_check_iterator(iterator)))

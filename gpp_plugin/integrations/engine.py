@@ -22,15 +22,15 @@ from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure
 from gpp_plugin.integrations import checkpoint, huggingface
 from gpp_plugin.integrations.data import Feed, make_loader, repeat
 from gpp_plugin.integrations.evaluation import Evaluator
-from gpp_plugin.integrations.materialize import materialize_parameters, release_parameters
-from gpp_plugin.integrations.metrics import Metrics
-from gpp_plugin.integrations.preparation import Setting, prepare_plan
+from gpp_plugin.integrations.materialize import release_parameters
+from gpp_plugin.integrations.metrics import Metrics, keep_timeline
+from gpp_plugin.integrations.preparation import Setting, materialize_for, prepare_plan
+from gpp_plugin.integrations.stage_config import NO_OPTIMIZER
 from gpp_plugin.integrations.stage_engine import StageEngine, StepResult, TiedParameter
 from gpp_plugin.integrations.stage_groups import StageGroups
 from gpp_plugin.integrations.surface import PipelineSurface
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Timeline
-from gpp_plugin.report.trace import write_trace
 from gpp_plugin.runtime.batches import Batch, batch_checksum
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.pipeline import (
@@ -42,7 +42,7 @@ from gpp_plugin.runtime.pipeline import (
     tied_stages,
 )
 from gpp_plugin.runtime.stage_module import StageModule
-from gpp_plugin.runtime.timelines import gather_timeline, start_clock
+from gpp_plugin.runtime.timelines import start_clock
 from gpp_plugin.runtime.transport import make_transport
 
 logger = logging.getLogger(__name__)
@@ -180,14 +180,7 @@ class GraphPipelineEngine(PipelineSurface):
         used = {name for block in self._reference.block_graph.blocks for name in block.parameters}
         own = held_tensors(self.plan, self._reference)[lane.stage_index]
         names = tuple(dict.fromkeys((*lane.prepare(sample_batch).tensors, *own)))
-        tensors = materialize_parameters(
-            self._model,
-            names,
-            device=self.device,
-            dtype=self._setting.dtype,
-            seed=self.config.seed,
-            weights=self.config.weights,
-        )
+        tensors = materialize_for(self._model, names, setting=self._setting, config=self.config)
         own_tensors = dict(self._model.named_parameters())
         # what was cast is a copy: the model keeps only what the stage shares with it, and its buffers
         shared = {n for n, t in tensors.items() if n in own_tensors and _is_same(own_tensors[n], t)}
@@ -247,11 +240,14 @@ class GraphPipelineEngine(PipelineSurface):
         assert isinstance(step, StepResult)
         self._last_step = step
         if clock is not None:
-            self.last_timeline = gather_timeline(
-                result.events, clock, plan=self.plan, group=self._setting.group
+            self.last_timeline = keep_timeline(
+                result.events,
+                clock,
+                plan=self.plan,
+                group=self._setting.group,
+                path=self.config.trace_path,
+                step=self.global_steps,
             )
-            if self.config.trace_path is not None and self.last_timeline is not None:
-                write_trace(self.last_timeline, self.plan, self.config.trace_path, step=self.global_steps)
         self._metrics.after_step(
             loss=loss,
             step=step,
@@ -279,22 +275,10 @@ class GraphPipelineEngine(PipelineSurface):
 
     def _next_batch(self, data_iter: Iterator[Any] | None) -> dict[str, Any]:
         if not self._can_step:
-            raise ConfigError(
-                "optimizer: missing, train_batch() would change no weights; add an optimizer block to the DeepSpeed "
-                "configuration, or pass optimizer= to deepspeed.initialize"
-            )
-        if data_iter is not None:
-            return self._feed.collect(data_iter)
-        if self._data_iterator is None:
-            if self.training_dataloader is None:
-                raise ConfigError(
-                    "train_batch() has no data: pass training_data to deepspeed.initialize, an iterator to "
-                    "train_batch(data_iter=...), or call set_dataloader()"
-                )
+            raise ConfigError(NO_OPTIMIZER)
+        if data_iter is None and self._data_iterator is None and self.training_dataloader is not None:
             self._data_iterator = repeat(self.training_dataloader)
-        if self._owns_loader:
-            return self._feed.load(self._data_iterator)
-        return self._feed.collect(self._data_iterator)
+        return self._feed.mini_batch(data_iter, self._data_iterator, is_own=self._owns_loader)
 
     def _agree_on_loss(self, result: MiniBatchResult, batch: Batch) -> float:
         """Return the mean loss on every rank, and refuse ranks that were given different data."""

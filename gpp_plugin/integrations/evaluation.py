@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from gpp_plugin.capture.export import count_samples
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.materialize import materialize_parameters
-from gpp_plugin.integrations.preparation import Setting, analyse
+from gpp_plugin.integrations.preparation import Setting, analyse, materialize_for
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.runtime.batches import Batch, take_samples
@@ -150,14 +149,7 @@ class Evaluator:
         missing = [name for name in needed if name not in self._module.named_tensors()]
         if missing:
             self._module.add_buffers(
-                materialize_parameters(
-                    self._model,
-                    missing,
-                    device=self._setting.device,
-                    dtype=self._setting.dtype,
-                    seed=self._config.seed,
-                    weights=self._config.weights,
-                )
+                materialize_for(self._model, missing, setting=self._setting, config=self._config)
             )
 
     def _sum_over_ranks(self, value: float) -> float:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch.distributed as dist
 
 from gpp_plugin.integrations.preparation import Setting
 from gpp_plugin.integrations.stage_engine import StepResult
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.timeline import Event, Timeline
+from gpp_plugin.report.trace import write_trace
 from gpp_plugin.runtime.pipeline import Reference
+from gpp_plugin.runtime.timelines import Clock, gather_timeline
 
 logger = logging.getLogger(__name__)
 
@@ -82,3 +87,19 @@ def _make_monitor(ds_config: Mapping[str, Any]) -> Any:
     from deepspeed.monitor.monitor import MonitorMaster
 
     return MonitorMaster(get_monitor_config(dict(ds_config)))
+
+
+def keep_timeline(
+    events: Sequence[Event],
+    clock: Clock,
+    *,
+    plan: PipelinePlan,
+    group: dist.ProcessGroup | None,
+    path: str | None,
+    step: int,
+) -> Timeline | None:
+    """Gather a step's events on rank 0, write them to ``path`` if there is one, and return them there."""
+    timeline = gather_timeline(events, clock, plan=plan, group=group)
+    if path is not None and timeline is not None:
+        write_trace(timeline, plan, path, step=step)
+    return timeline

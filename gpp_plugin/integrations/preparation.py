@@ -9,20 +9,21 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model, recapture, resize_batch
 from gpp_plugin.capture.graph import CapturedGraph
 from gpp_plugin.config import BatchSizes, GraphPipelineConfig
 from gpp_plugin.errors import CaptureError, ConfigError, PlanError
+from gpp_plugin.integrations.materialize import materialize_parameters
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
@@ -372,3 +373,12 @@ def _profile(
 
 def _log_progress(done: int, total: int, name: str) -> None:
     logger.info("profiling: %d of %d blocks, %s", done, total, name)
+
+
+def materialize_for(
+    model: nn.Module, names: Iterable[str], *, setting: Setting, config: GraphPipelineConfig
+) -> dict[str, Tensor]:
+    """Return real tensors of these parameters and buffers, where and as this job computes with them."""
+    return materialize_parameters(
+        model, names, device=setting.device, dtype=setting.dtype, seed=config.seed, weights=config.weights
+    )

@@ -64,6 +64,11 @@ _REFUSED_SWITCHES = {
 
 _TORCH_ADAM_KEYS = {"lr", "betas", "eps", "weight_decay", "adam_w_mode", "amsgrad", "fused", "foreach"}
 
+NO_OPTIMIZER = (
+    "optimizer: missing, train_batch() would change no weights; add an optimizer block to the DeepSpeed "
+    "configuration, or pass optimizer= to deepspeed.initialize"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageConfig:

@@ -23,20 +23,20 @@ from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations import huggingface
 from gpp_plugin.integrations.data import Feed, repeat
-from gpp_plugin.integrations.materialize import materialize_parameters
-from gpp_plugin.integrations.preparation import Setting, analyse
+from gpp_plugin.integrations.metrics import keep_timeline
+from gpp_plugin.integrations.preparation import Setting, analyse, materialize_for
+from gpp_plugin.integrations.stage_config import NO_OPTIMIZER
 from gpp_plugin.integrations.stock_layer import ChainCode, ChainLayer
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.ir.timeline import Event, EventKind, Timeline
 from gpp_plugin.plan.linearise import ChainStage, linearise
 from gpp_plugin.plan.stock import STOCK
-from gpp_plugin.report.trace import write_trace
 from gpp_plugin.runtime.batches import Batch, shape_key, slice_batch
 from gpp_plugin.runtime.evaluation import evaluation_plan
 from gpp_plugin.runtime.pipeline import MAX_SHAPES, Reference, held_tensors
 from gpp_plugin.runtime.stage_module import build_stage_function
-from gpp_plugin.runtime.timelines import gather_timeline, start_clock
+from gpp_plugin.runtime.timelines import start_clock
 
 LOADING_TIMEOUT_S = 600.0
 """How long a rank waits for others to load a mini-batch."""
@@ -52,14 +52,7 @@ class Source:
 
     def materialise(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return real tensors for these parameters and buffers."""
-        return materialize_parameters(
-            self.model,
-            names,
-            device=self.setting.device,
-            dtype=self.setting.dtype,
-            seed=self.config.seed,
-            weights=self.config.weights,
-        )
+        return materialize_for(self.model, names, setting=self.setting, config=self.config)
 
 
 class ChainLane:
@@ -176,21 +169,23 @@ class StockPipelineEngine(PipelineEngine):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Run one optimizer step on ``train_batch_size`` samples, as `GraphPipelineEngine.train_batch`."""
         if self.optimizer is None:
-            raise ConfigError(
-                "optimizer: missing, train_batch() would change no weights; add an optimizer block to the DeepSpeed "
-                "configuration, or pass optimizer= to deepspeed.initialize"
-            )
-        batch = self._take_mini_batch(data_iter)
+            raise ConfigError(NO_OPTIMIZER)
+        batch = self._feed.mini_batch(data_iter, self._batches, is_own=self._owns_loader)
         code = self._use(self._lane, batch)
         self.set_dataiterator(Handed(self._layer, self._lane.micro_batches(batch, code, self.micro_batches)))
         clock = start_clock(self._lane.source.setting.group) if self.record_timelines else None
         self._events = [] if clock is not None else None
         loss: Tensor = super().train_batch()
         if clock is not None:
-            group, path = self._lane.source.setting.group, self._lane.source.config.trace_path
-            self.last_timeline = gather_timeline(self._events or [], clock, plan=self.plan, group=group)
-            if path is not None and self.last_timeline is not None:
-                write_trace(self.last_timeline, self.plan, path, step=self.global_steps)
+            source = self._lane.source
+            self.last_timeline = keep_timeline(
+                self._events or [],
+                clock,
+                plan=self.plan,
+                group=source.setting.group,
+                path=source.config.trace_path,
+                step=self.global_steps,
+            )
         return loss
 
     def eval_batch(
@@ -255,16 +250,6 @@ class StockPipelineEngine(PipelineEngine):
             is_writer=self.plan.stages[self.stage_id].ranks[0] == self.global_rank,
             group=setting.group,
         )
-
-    def _take_mini_batch(self, data_iter: Iterator[Any] | None) -> dict[str, Any]:
-        if data_iter is not None:
-            return self._feed.collect(data_iter)
-        if self._batches is None:
-            raise ConfigError(
-                "train_batch() has no data: pass training_data to deepspeed.initialize, an iterator to "
-                "train_batch(data_iter=...), or call set_dataloader()"
-            )
-        return self._feed.load(self._batches) if self._owns_loader else self._feed.collect(self._batches)
 
     def _use(self, lane: ChainLane, batch: Batch) -> ChainCode:
         """Let the layer run at this batch's shape; DeepSpeed exchanges shapes anew where it has changed."""

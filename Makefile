@@ -48,7 +48,7 @@ $(STAMP): setup.py constraints.txt
 	  $(PYTHON) -m venv $(VENV) && $(BIN)/pip install -q -c constraints.txt $(TORCH); \
 	fi
 	$(BIN)/pip install -q -c constraints.txt setuptools wheel
-	DS_BUILD_OPS=0 $(BIN)/pip install -q --no-build-isolation -c constraints.txt -e ".[hf,demo,report,test,dev]"
+	DS_BUILD_OPS=0 $(BIN)/pip install -q --no-build-isolation -c constraints.txt -e ".[hf,megatron,demo,report,test,dev]"
 	@touch $(STAMP)
 
 clean:  ## remove .venv and what the tools left behind

@@ -12,6 +12,7 @@ EXTRAS = {
     "report": ["tensorboard>=2.18"],
     "demo": ["transformers>=5.0", "scikit-learn>=1.5"],
     "test": [
+        "megatron-core>=0.16",
         "pytest>=8",
         "pytest-timeout>=2.3",
         "scikit-learn>=1.5",

@@ -19,8 +19,9 @@ class Stage:
     Args:
         name: after its blocks; the stage that yields the loss is ``loss``.
         blocks: block names in topological order.
-        ranks: the global ranks of its data-parallel group, in order; the degree is their number.
-        micro_batch_size: samples the whole stage takes at a time; each rank gets an equal part.
+        ranks: the global ranks of its grid of data x tensor positions, row by row: the rank at data position
+            d and tensor position t is ``ranks[d * tensor + t]``.
+        micro_batch_size: samples the whole stage takes at a time; each data position gets an equal part.
         schedule: ``1f1b``, ``gpipe``, ``greedy`` or ``zero_bubble``; ``k`` is the k of kFkB (with ``1f1b``).
         num_sliced: micro-batches, the first ones, whose forwards run in two halves (AutoPipe's slicer).
         joins_last_slice: the halves of the last of those leave together, after the second one.
@@ -32,6 +33,8 @@ class Stage:
         memory_bytes: predicted peak of one rank; 0 where not predicted.
         gradient_bytes: gradients of the stage's parameters, which its ranks reduce among themselves.
         memory: what it swaps and recomputes; None: nothing. ``backward_us`` contains what that adds.
+        tensor: tensor-parallel size: the ranks of one data position compute the same samples together, with
+            collectives inside each task. Stages made of captured blocks have 1.
     """
 
     name: str
@@ -51,24 +54,37 @@ class Stage:
     memory_bytes: int = 0
     gradient_bytes: int = 0
     memory: MemoryPlan | None = None
+    tensor: int = 1
 
     @property
     def degree(self) -> int:
         """Return the data-parallel degree."""
-        return len(self.ranks)
+        return len(self.ranks) // self.tensor
 
     @property
     def local_batch_size(self) -> int:
         """Return the samples one rank computes at a time."""
-        return self.micro_batch_size // len(self.ranks)
+        return self.micro_batch_size // self.degree
+
+    def position(self, rank: int) -> tuple[int, int]:
+        """Return the data and the tensor position of ``rank`` in the stage's grid."""
+        return divmod(self.ranks.index(rank), self.tensor)
+
+    def data_ranks(self, tensor_position: int) -> tuple[int, ...]:
+        """Return the data-parallel group of one tensor position, in the order of its samples."""
+        return self.ranks[tensor_position :: self.tensor]
+
+    def tensor_ranks(self, data_position: int) -> tuple[int, ...]:
+        """Return the tensor-parallel group of one data position, which computes the same samples together."""
+        return self.ranks[data_position * self.tensor : (data_position + 1) * self.tensor]
 
     def samples(self, micro_batch: int, rank: int, half: int | None = None) -> SampleRange:
         """Return the samples of the mini-batch that ``rank`` computes in (half of) ``micro_batch``."""
         whole = task_samples(
             micro_batch=micro_batch,
             micro_batch_size=self.micro_batch_size,
-            position=self.ranks.index(rank),
-            degree=len(self.ranks),
+            position=self.position(rank)[0],
+            degree=self.degree,
         )
         return whole if half is None else whole.halves()[half]
 

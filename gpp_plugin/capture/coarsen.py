@@ -45,8 +45,6 @@ def coarsen(captured: CapturedGraph | Analysis, *, granularity: str = "layer") -
     analysis = captured if isinstance(captured, Analysis) else captured.analysis
     partition = _partition(analysis, granularity)
     graph = _block_graph(captured.op_graph, analysis, partition)
-    if granularity != "node":
-        return graph
     return dataclasses.replace(graph, saved=_saved_tensors(captured.op_graph, partition))
 
 
@@ -197,7 +195,11 @@ def _block_graph(
 
 
 def _saved_tensors(graph: OpGraph, partition: Sequence[tuple[str, list[str]]]) -> tuple[SavedTensor, ...]:
-    """Return what operators keep for backward; what replicated operators make or keep is left out (masks)."""
+    """Return what operators keep for backward, by the blocks that make and keep it.
+
+    What replicated operators make or keep is left out (masks): it depends on the inputs only, and every stage has
+    its own.
+    """
     block_of = {name: block for block, names in partition for name in names}
     position = {block: i for i, (block, _) in enumerate(partition)}
     found: dict[str, tuple[str, dict[str, None], int]] = {}

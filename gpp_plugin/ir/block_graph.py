@@ -75,7 +75,7 @@ class BlockGraph:
         num_samples: samples the sizes refer to.
         loss_block: the block that yields the loss, or None.
         tied: groups of blocks that share a parameter, parameter name -> block names.
-        saved: what is kept for backward, tensor by tensor, where blocks are single operators; else empty.
+        saved: what is kept for backward, tensor by tensor; empty in analytic graphs of layers.
     """
 
     model: str

@@ -247,11 +247,12 @@ def test_unknown_granularity_is_refused() -> None:
         coarsen(captured("two_branch"), granularity="block")
 
 
-@pytest.mark.parametrize("name", ["t5", "gpt2"])
-def test_saved_tensors_add_up_to_what_blocks_keep(name):
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("name", ["t5", "gpt2", "clip"])
+def test_saved_tensors_add_up_to_what_blocks_keep(name, granularity):
     """Each storage once, charged to the first that keeps it; what replicated masks hold is left out."""
     capture = captured(name)
-    graph = coarsen(capture, granularity="node")
+    graph = coarsen(capture, granularity=granularity)
     position = {block.name: i for i, block in enumerate(graph.blocks)}
     charged = dict.fromkeys(position, 0)
     for tensor in graph.saved:
@@ -261,4 +262,10 @@ def test_saved_tensors_add_up_to_what_blocks_keep(name):
     assert all(charged[block.name] <= block.saved_bytes for block in graph.blocks)
     assert sum(charged.values()) >= 0.9 * sum(block.saved_bytes for block in graph.blocks)
     assert len({tensor.name for tensor in graph.saved}) == len(graph.saved)
-    assert not coarsen(capture).saved
+
+
+def test_saved_tensors_are_the_same_at_every_granularity() -> None:
+    found = [coarsen(captured("t5"), granularity=granularity).saved for granularity in GRANULARITIES]
+    assert len({frozenset((t.name, t.bytes, t.views) for t in saved) for saved in found}) == 1
+    block_of = {n: b.name for b in coarsen(captured("t5")).blocks for n in b.nodes}
+    assert all(t.made_by == block_of[t.name.removesuffix(":inside")] for t in found[0])

@@ -22,6 +22,8 @@ _HOME_OF = {
     "PipelinePlan": "gpp_plugin.ir.plan",
     "Timeline": "gpp_plugin.ir.timeline",
     "GppError": "gpp_plugin.errors",
+    "StageGraph": "gpp_plugin.stage_graph.graph",
+    "StageContext": "gpp_plugin.stage_graph.context",
 }
 
 __all__ = [*sorted(_HOME_OF), "__version__"]

@@ -1,0 +1,265 @@
+"""`StageGraph`: named stages, their inputs and outputs, and the ranks that run them, as the user writes them down.
+
+What is wrong with one stage alone is refused by `StageGraph.stage`; what is wrong with all of them together,
+by `gpp_plugin.stage_graph.resolve`, before anything is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from torch import nn
+
+from gpp_plugin.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gpp_plugin.stage_graph.context import StageContext
+
+Maker: TypeAlias = "nn.Module | Callable[[StageContext], nn.Module]"
+"""A stage's module, or what builds it on the stage's ranks only."""
+
+Names: TypeAlias = Sequence[str] | Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpec:
+    """One stage as it was written down.
+
+    Args:
+        inputs: (keyword the module is called with, where it comes from: a batch key, an output, "stage.output").
+        outputs: (field of what the module returns, name of the output).
+        ranks: its grid row by row: data position d, tensor position t is ``ranks[d * tensor + t]``.
+        layouts: output -> batch axis, or "uniform"; others are found out by trying two sample counts.
+        reported: outputs that no stage need read: what `eval_batch` may return.
+        num_pieces: stages the module is captured and cut into; None: it is run as it is.
+    """
+
+    name: str
+    make: Maker
+    inputs: tuple[tuple[str, str], ...]
+    outputs: tuple[tuple[str, str], ...]
+    ranks: tuple[int, ...]
+    tensor: int = 1
+    micro_batch_size: int | None = None
+    coupled: bool | None = None
+    layouts: tuple[tuple[str, int | str], ...] = ()
+    reported: tuple[str, ...] = ()
+    num_pieces: int | Literal["auto"] | None = None
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Return the names of its outputs."""
+        return tuple(name for _, name in self.outputs)
+
+
+class StageGraph:
+    """A model given as a graph of stages, passed to `deepspeed.initialize` in place of a module.
+
+    Args:
+        name: for plans and reports.
+        losses: outputs that are losses, ``"loss"`` or ``"stage.loss"``; several are added up. By default every
+            output that is called ``loss``.
+
+    >>> graph = StageGraph(name="two")
+    >>> graph.stage("body", nn.Linear(4, 4), inputs={"input": "x"}, outputs=["hidden"], ranks=[0])
+    >>> graph.stage("head", nn.Linear(4, 1), inputs={"input": "hidden"}, outputs=["loss"], ranks=[1])
+    >>> [stage.name for stage in graph.stages]
+    ['body', 'head']
+    """
+
+    def __init__(self, name: str = "graph", *, losses: Sequence[str] | None = None) -> None:
+        self.name = name
+        self.losses = None if losses is None else tuple(losses)
+        self._stages: dict[str, StageSpec] = {}
+        self._ties: list[tuple[str, ...]] = []
+
+    @property
+    def stages(self) -> tuple[StageSpec, ...]:
+        """Return the stages in the order they were given."""
+        return tuple(self._stages.values())
+
+    @property
+    def ties(self) -> tuple[tuple[str, ...], ...]:
+        """Return the groups of parameters that are one, as "stage.parameter"."""
+        return tuple(self._ties)
+
+    def stage(
+        self,
+        name: str,
+        module: Maker,
+        *,
+        inputs: Names,
+        outputs: Names,
+        ranks: Sequence[int],
+        tensor: int = 1,
+        micro_batch_size: int | None = None,
+        coupled: bool | None = None,
+        layouts: Mapping[str, int | str] | None = None,
+        reported: Sequence[str] = (),
+    ) -> None:
+        """Add a stage; its module is called ``module(**inputs)`` and returns a tensor, a tuple or a dict.
+
+        Args:
+            module: a module, or a factory that is called on the stage's ranks only, with a `StageContext`.
+            inputs: names of earlier outputs ("embeds" or "vision.embeds") and batch keys; a dict maps the
+                module's own argument names to them.
+            outputs: names of what it returns, in order, or by key where it returns a dict; a dict maps the
+                module's own keys to names.
+            ranks: global ranks, ``tensor`` of them a data position: data-parallel over the rest.
+            micro_batch_size: samples the whole stage takes at a time; None leaves it to the planner.
+            coupled: whether it mixes samples and computes on whole loss units; None: only where it yields a loss.
+            layouts: output -> its batch axis, or "uniform" for what is the same for every sample; what is not
+                named is found out by running the stage at two sample counts.
+            reported: outputs that no stage need read, for ``eval_batch(return_logits=True, outputs=...)``.
+
+        Raises:
+            ConfigError: names repeat, ranks are taken or do not form a grid, or an option names no output.
+        """
+        self._add(
+            StageSpec(
+                name=name,
+                make=module,
+                inputs=_pairs(name, "inputs", inputs, is_input=True),
+                outputs=_pairs(name, "outputs", outputs, is_input=False),
+                ranks=_ranks(name, ranks),
+                tensor=_count(name, "tensor", tensor),
+                micro_batch_size=None
+                if micro_batch_size is None
+                else _count(name, "micro_batch_size", micro_batch_size),
+                coupled=coupled,
+                layouts=tuple((layouts or {}).items()),
+                reported=tuple(reported),
+            )
+        )
+
+    def capture(
+        self,
+        name: str,
+        module: nn.Module,
+        *,
+        inputs: Names,
+        outputs: Names,
+        ranks: Sequence[int],
+        stages: int | Literal["auto"] = "auto",
+        micro_batch_size: int | None = None,
+        reported: Sequence[str] = (),
+    ) -> None:
+        """Add an ordinary module without a loss that is traced, and cut by the planner into stages of its ranks.
+
+        Args:
+            module: a (HuggingFace) module; it may be on the meta device.
+            outputs: fields of its output, such as ``{"last_hidden_state": "image_hidden"}``, or names as they are.
+            stages: exactly that many stages, or as many as are quickest.
+
+        Raises:
+            ConfigError: as for `stage`.
+        """
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"stage {name!r}: capture takes a module, found {type(module).__name__}")
+        pieces = stages if stages == "auto" else _count(name, "stages", stages)
+        self._add(
+            StageSpec(
+                name=name,
+                make=module,
+                inputs=_pairs(name, "inputs", inputs, is_input=True),
+                outputs=_pairs(name, "outputs", outputs, is_input=False),
+                ranks=_ranks(name, ranks),
+                micro_batch_size=None
+                if micro_batch_size is None
+                else _count(name, "micro_batch_size", micro_batch_size),
+                reported=tuple(reported),
+                num_pieces=pieces,
+            )
+        )
+
+    def tie(self, *parameters: str) -> None:
+        """Make parameters of different stages one: ``graph.tie("language.embedding.weight", "loss.head.weight")``.
+
+        Raises:
+            ConfigError: fewer than two are named, or a name's stage does not exist.
+        """
+        if len(set(parameters)) < 2:
+            raise ConfigError(f"graph.tie: {parameters} are no two parameters; name two or more")
+        for parameter in parameters:
+            stage = parameter.partition(".")[0]
+            if stage not in self._stages or "." not in parameter:
+                raise ConfigError(
+                    f'graph.tie: {parameter!r} is not "stage.parameter"; the stages are {", ".join(self._stages)}'
+                )
+        self._ties.append(tuple(dict.fromkeys(parameters)))
+
+    def _add(self, stage: StageSpec) -> None:
+        if stage.name in self._stages:
+            raise ConfigError(f"stage {stage.name!r}: there is one of this name already; give each its own")
+        if not stage.name or "." in stage.name:
+            raise ConfigError(f"stage {stage.name!r}: a name is not empty and has no dots")
+        if not isinstance(stage.make, nn.Module) and not callable(stage.make):
+            raise ConfigError(
+                f"stage {stage.name!r}: its module is a {type(stage.make).__name__}; give a torch module, or a "
+                "function of a StageContext that makes one"
+            )
+        if len(stage.ranks) % stage.tensor:
+            raise ConfigError(
+                f"stage {stage.name!r}: its {len(stage.ranks)} ranks {list(stage.ranks)} are no multiple of "
+                f"tensor={stage.tensor}; list tensor ranks for each data position"
+            )
+        for other in self._stages.values():
+            both = sorted(set(other.ranks) & set(stage.ranks))
+            if both:
+                raise ConfigError(
+                    f"stage {stage.name!r}: rank {both[0]} is a rank of stage {other.name!r} already; a rank runs one "
+                    "stage"
+                )
+        for what, names in (("layouts", [n for n, _ in stage.layouts]), ("reported", stage.reported)):
+            unknown = [output for output in names if output not in stage.output_names]
+            if unknown:
+                raise ConfigError(
+                    f"stage {stage.name!r}: {what} names {unknown[0]!r}; its outputs are "
+                    f"{', '.join(stage.output_names)}"
+                )
+        for output, layout in stage.layouts:
+            is_axis = isinstance(layout, int) and not isinstance(layout, bool) and layout >= 0
+            if not is_axis and layout != "uniform":
+                raise ConfigError(
+                    f'stage {stage.name!r}: the layout of {output!r} is {layout!r}; give its batch axis or "uniform"'
+                )
+        self._stages[stage.name] = stage
+
+
+def _pairs(stage: str, what: str, names: Names, *, is_input: bool) -> tuple[tuple[str, str], ...]:
+    if isinstance(names, str):
+        raise ConfigError(f"stage {stage!r}: {what} is the text {names!r}; give a list: [{names!r}]")
+    if isinstance(names, Mapping):
+        pairs = tuple((str(key), str(value)) for key, value in names.items())
+    else:
+        pairs = tuple((str(n).rpartition(".")[2] if is_input else str(n), str(n)) for n in names)
+    own = [key for key, _ in pairs] if is_input else [name for _, name in pairs]
+    twice = sorted({name for name in own if own.count(name) > 1})
+    if twice:
+        raise ConfigError(
+            f"stage {stage!r}: {what} names {twice[0]!r} twice; a dict gives arguments other names"
+        )
+    if not is_input and not pairs:
+        raise ConfigError(f"stage {stage!r}: it has no outputs; name what its module returns")
+    dotted = [name for _, name in pairs if "." in name] if not is_input else []
+    if dotted:
+        raise ConfigError(f"stage {stage!r}: output {dotted[0]!r} has a dot in its name; leave it out")
+    return pairs
+
+
+def _ranks(stage: str, ranks: Sequence[int]) -> tuple[int, ...]:
+    found = tuple(ranks)
+    if not found or not all(isinstance(r, int) and not isinstance(r, bool) and r >= 0 for r in found):
+        raise ConfigError(f"stage {stage!r}: ranks is {ranks!r}; list one or more global ranks")
+    twice = sorted({rank for rank in found if found.count(rank) > 1})
+    if twice:
+        raise ConfigError(f"stage {stage!r}: rank {twice[0]} is listed twice; a rank runs one stage once")
+    return found
+
+
+def _count(stage: str, what: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"stage {stage!r}: {what} is {value!r}; give a whole number of at least 1")
+    return value

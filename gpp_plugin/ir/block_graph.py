@@ -74,6 +74,7 @@ class BlockGraph:
     Args:
         num_samples: samples the sizes refer to.
         loss_block: the block that yields the loss, or None.
+        more_losses: further blocks that yield a loss, which are all added up (explicit stage graphs).
         tied: groups of blocks that share a parameter, parameter name -> block names.
         saved: what is kept for backward, tensor by tensor; empty in analytic graphs of layers.
     """
@@ -86,6 +87,12 @@ class BlockGraph:
     loss_block: str | None
     tied: dict[str, tuple[str, ...]]
     saved: tuple[SavedTensor, ...] = ()
+    more_losses: tuple[str, ...] = ()
+
+    @property
+    def loss_blocks(self) -> tuple[str, ...]:
+        """Return all blocks that yield a loss."""
+        return (*(() if self.loss_block is None else (self.loss_block,)), *self.more_losses)
 
     def block(self, name: str) -> Block:
         """Return the block of that name.

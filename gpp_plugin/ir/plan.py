@@ -99,6 +99,10 @@ class StageEdge:
         gradient_tensors: those of both whose gradient flows back.
         bytes_per_sample, bytes_fixed: forward size of the batch and of the whole tensors.
         gradient_bytes_per_sample, gradient_bytes_fixed: the same for the gradients.
+        src_shard_axis, dst_shard_axis: the axis along which the tensor ranks of the producer, or of the
+            consumer, hold equal shards of each tensor (sequence parallelism), shard t at tensor position t;
+            None: each rank holds the whole tensor. Shapes and bytes are of whole tensors. Tensors held in
+            different ways between the same two stages are on edges of their own.
     """
 
     src: int
@@ -110,6 +114,8 @@ class StageEdge:
     bytes_fixed: float = 0.0
     gradient_bytes_per_sample: float = 0.0
     gradient_bytes_fixed: float = 0.0
+    src_shard_axis: int | None = None
+    dst_shard_axis: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +131,7 @@ class PipelinePlan:
         iteration_us: predicted time of one optimizer step; 0 where not predicted.
         notes: lines for the user (what was chosen and why).
         tensors: every tensor an edge names, once; what a rehearsal, without the model, makes messages of.
+        losses: names of the stages that yield a loss, where that is not only the one called ``loss``.
     """
 
     model: str
@@ -138,6 +145,7 @@ class PipelinePlan:
     notes: tuple[str, ...] = ()
     tensors: tuple[TensorSpec, ...] = ()
     mode: str = "sync"
+    losses: tuple[str, ...] = ()
 
     @property
     def num_ranks(self) -> int:

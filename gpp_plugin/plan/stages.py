@@ -17,6 +17,9 @@ from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.registry import PlanRequest
 from gpp_plugin.schedule.in_flight import plan_in_flight
 
+LOSS = "loss"
+"""The name of the stage that yields the loss of a captured model."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDraft:
@@ -28,6 +31,7 @@ class StageDraft:
         name: given by the user, or None.
         ranks: given by the user, or None: consecutive ranks in stage order.
         extra_in_flight: micro-batches held beyond what Table 2 asks for, to hide communication.
+        tensor: tensor-parallel size; the stage has ``degree`` x ``tensor`` ranks.
     """
 
     blocks: tuple[str, ...]
@@ -37,6 +41,7 @@ class StageDraft:
     name: str | None = None
     ranks: tuple[int, ...] | None = None
     extra_in_flight: int = 0
+    tensor: int = 1
 
 
 def build_plan(
@@ -83,8 +88,10 @@ def build_plan(
                 k=draft.k,
                 forward_us=forward,
                 backward_us=backward,
+                tensor=draft.tensor,
             )
         )
+    yielding = tuple(stage.name for stage in stages if not set(graph.loss_blocks).isdisjoint(stage.blocks))
     plan = PipelinePlan(
         model=graph.model,
         graph=costs.fingerprint,
@@ -94,6 +101,7 @@ def build_plan(
         stages=tuple(stages),
         edges=stage_edges(graph, [stage.blocks for stage in stages], costs=costs),
         notes=tuple(notes),
+        losses=() if yielding == (LOSS,) else yielding,
     )
     plan = with_in_flight(plan, costs, extra=[draft.extra_in_flight for draft in ordered])
     is_mixed = len({device.memory_bytes for device in request.cluster.devices[: request.num_ranks]}) > 1
@@ -254,10 +262,10 @@ def order_stages(
 def assign_ranks(drafts: Sequence[StageDraft]) -> list[tuple[int, ...]]:
     """Return each stage's ranks: the given ones, or the next free ones in stage order."""
     taken = {rank for draft in drafts if draft.ranks is not None for rank in draft.ranks}
-    total = sum(draft.degree for draft in drafts)
+    total = sum(draft.degree * draft.tensor for draft in drafts)
     free = iter(rank for rank in range(total) if rank not in taken)
     return [
-        draft.ranks if draft.ranks is not None else tuple(next(free) for _ in range(draft.degree))
+        draft.ranks if draft.ranks is not None else tuple(next(free) for _ in range(draft.degree * draft.tensor))
         for draft in drafts
     ]
 
@@ -273,7 +281,7 @@ def name_stages(graph: BlockGraph, drafts: Sequence[StageDraft]) -> list[str]:
         if draft.name is not None:
             given[i] = draft.name
         elif graph.loss_block is not None and graph.loss_block in draft.blocks:
-            given[i] = "loss"
+            given[i] = LOSS
     others = [i for i in range(len(drafts)) if i not in given]
     paths = {i: [_module_path(block) for block in drafts[i].blocks] for i in others}
     deepest = max((len(path) for found in paths.values() for path in found), default=1)

@@ -69,8 +69,13 @@ def _check_blocks(plan: PipelinePlan, graph: BlockGraph) -> None:
     names = [stage.name for stage in plan.stages]
     if len(set(names)) < len(names):
         raise PlanError(f"stage names repeat: {names}; give each stage its own")
-    if graph.loss_block is not None and seen[graph.loss_block] != "loss":
-        raise PlanError(f"the stage with the loss is named {seen[graph.loss_block]!r}; name it 'loss'")
+    yielding = {seen[block] for block in graph.loss_blocks}
+    named = set(plan.losses) or ({"loss"} if graph.loss_block is not None else set())
+    if yielding != named:
+        raise PlanError(
+            f"the stages that yield a loss are {sorted(yielding)}, the plan names {sorted(named)}; name the one of a "
+            "captured model 'loss'"
+        )
     full = graph.digraph()
     quotient = nx.DiGraph()
     quotient.add_nodes_from(names)

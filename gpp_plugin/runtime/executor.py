@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.errors import GppError, RuntimeFailure
+from gpp_plugin.ir.memory_counts import MemoryCounts
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind
@@ -43,12 +44,14 @@ class MiniBatchResult:
         outputs: named output -> (first sample, tensor) in order; evaluation only.
         events: what was done when, in microseconds of this rank's clock; only when recorded.
         step_result: what `StageHooks.step` returned.
+        memory: what was kept for backward; None where it was not counted, or the rank runs no backwards.
     """
 
     losses: list[tuple[Tensor, int]]
     outputs: dict[str, list[tuple[int, Tensor]]]
     events: list[Event]
     step_result: object
+    memory: MemoryCounts | None = None
 
 
 class StageExecutor:

@@ -68,7 +68,7 @@ def measure_times(plan: PipelinePlan, timelines: Sequence[Timeline]) -> Measured
     gaps: dict[int, list[float]] = defaultdict(list)
     waits: list[_Wait] = []
     for timeline in timelines:
-        spans = _task_spans(timeline)
+        spans = _task_spans(graph, timeline)
         for (rank, task), (start, end) in spans.items():
             tasks[rank, task.kind, task.half].append(end - start)
         for wait in _waits(graph, spans):
@@ -77,7 +77,11 @@ def measure_times(plan: PipelinePlan, timelines: Sequence[Timeline]) -> Measured
             elif wait.produced_us < wait.before_us - ARRIVED_US:
                 gaps[wait.rank].append(wait.start_us - wait.before_us)
     usual = statistics.fmean(chain.from_iterable(gaps.values())) if gaps else 0.0
-    host_us = {rank: statistics.fmean(gaps[rank]) if rank in gaps else usual for rank in graph.orders}
+    host_us = {
+        rank: statistics.fmean(gaps[lead]) if lead in gaps else usual
+        for lead, row in graph.members.items()
+        for rank in row
+    }
     message_us, bytes_per_s = fit_link(
         [(w.num_bytes, max(0.0, w.start_us - w.produced_us - host_us[w.producer])) for w in waits]
     )
@@ -103,7 +107,7 @@ def predict_from(plan: PipelinePlan, timelines: Sequence[Timeline]) -> float:
 def _predict_one(plan: PipelinePlan, timeline: Timeline) -> float:
     times = measure_times(plan, [timeline])
     durations: dict[tuple[object, ...], float] = {}
-    for (rank, task), (start, end) in _task_spans(timeline).items():
+    for (rank, task), (start, end) in _task_spans(_task_graph(plan), timeline).items():
         half = () if task.half is None else (task.half,)
         durations[(task.stage, task.kind, task.micro_batch, rank, *half)] = end - start + times.host_us[rank]
     return predict_iteration_us(
@@ -162,8 +166,14 @@ class _Wait:
         return self.produced_us > self.before_us
 
 
-def _task_spans(timeline: Timeline) -> dict[tuple[int, Task], tuple[float, float]]:
-    return {(e.rank, e.task): (e.start_us, e.end_us) for e in timeline.events if e.task is not None}
+def _task_spans(graph: TaskGraph, timeline: Timeline) -> dict[tuple[int, Task], tuple[float, float]]:
+    """Return when each rank ran each task; tensor ranks begin when the last of them comes to it."""
+    spans = {(e.rank, e.task): (e.start_us, e.end_us) for e in timeline.events if e.task is not None}
+    rows = {rank: row for row in graph.members.values() if len(row) > 1 for rank in row}
+    return {
+        (rank, task): (max(spans[peer, task][0] for peer in rows.get(rank, (rank,))), end)
+        for (rank, task), (_, end) in spans.items()
+    }
 
 
 def _waits(graph: TaskGraph, spans: Mapping[tuple[int, Task], tuple[float, float]]) -> Iterator[_Wait]:

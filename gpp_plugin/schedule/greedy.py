@@ -130,7 +130,7 @@ class _Judge:
         self._transfers: Transfers | None = (
             message_transfers(self._graph, cluster) if cluster is not None else None
         )
-        self._ranks = plan.stages[stage].ranks
+        self._ranks = plan.stages[stage].data_ranks(0)
         self._count = plan.num_micro_batches(stage)
         self._forwards = {rank: self._graph.orders[rank][: self._count] for rank in self._ranks}
         self._backwards = {rank: self._graph.orders[rank][self._count :] for rank in self._ranks}

@@ -6,13 +6,13 @@ reductions and the optimizer step follow at the end.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankProgram
-from gpp_plugin.ir.schedule import StageSchedule, Task
+from gpp_plugin.ir.schedule import StageSchedule
 from gpp_plugin.schedule.check import has_backwards
 from gpp_plugin.schedule.placement import Placement, place_messages
 from gpp_plugin.schedule.reductions import reduce_after_backwards
@@ -58,10 +58,11 @@ def lower_schedules(
     durations = nominal_durations(graph) if costs is None else task_durations(graph, costs)
     transfers = message_transfers(graph, cluster) if cluster is not None else None
     times = run_task_graph(graph, durations, transfers=transfers)
-    bodies = _rank_bodies(graph, place_messages(graph, times))
+    instructions = {task: Instruction(kind=InstructionKind.COMPUTE, task=task) for s in schedules for task in s.tasks}
+    bodies = rank_bodies(graph, place_messages(graph, times), lambda node: (instructions[graph.task(node)],))
     tied = frozenset(tied_stages)
     programs = []
-    for rank in sorted(graph.orders):
+    for rank in sorted(bodies):
         stage = plan.stage_of_rank(rank)
         tail = _tail(stage in trained, stage in tied) if training else ()
         programs.append(RankProgram(rank=rank, stage=stage, instructions=(*bodies[rank], *tail)))
@@ -79,30 +80,44 @@ def _tail(is_trained: bool, is_tied: bool) -> tuple[Instruction, ...]:
     return tuple(Instruction(kind=kind) for kind in kinds)
 
 
-def _rank_bodies(graph: TaskGraph, placement: Placement) -> dict[int, list[Instruction]]:
+def rank_bodies(
+    graph: TaskGraph, placement: Placement, instructions: Callable[[int], tuple[Instruction, ...]]
+) -> dict[int, list[Instruction]]:
+    """Return what each rank does, its messages where ``placement`` puts them.
+
+    Args:
+        instructions: of a node.
+    """
     sends: dict[tuple[int, int], list[Message]] = {}
     receives: dict[tuple[int, int], list[Message]] = {}
     for number in placement.order:
         message = graph.message(number)
         sends.setdefault((message.src_rank, placement.send_slot[number]), []).append(message)
         receives.setdefault((message.dst_rank, placement.receive_slot[number]), []).append(message)
-    tasks: dict[Task, Instruction] = {}
     bodies = {}
-    for rank, nodes in graph.orders.items():
-        body: list[Instruction] = []
-        for slot in range(len(nodes) + 1):
-            key = (rank, slot)
-            if key in sends or key in receives:
-                group = Instruction(
-                    kind=InstructionKind.EXCHANGE,
-                    sends=tuple(sends.get(key, ())),
-                    receives=tuple(receives.get(key, ())),
-                )
-                body.append(group)
-            if slot < len(nodes):
-                task = graph.task(nodes[slot])
-                if task not in tasks:
-                    tasks[task] = Instruction(kind=InstructionKind.COMPUTE, task=task)
-                body.append(tasks[task])
-        bodies[rank] = body
+    for lead, nodes in graph.orders.items():
+        own = [instructions(node) for node in nodes]
+        for rank in graph.members[lead]:
+            bodies[rank] = _body(rank, own, sends, receives)
     return bodies
+
+
+def _body(
+    rank: int,
+    instructions: Sequence[tuple[Instruction, ...]],
+    sends: Mapping[tuple[int, int], Sequence[Message]],
+    receives: Mapping[tuple[int, int], Sequence[Message]],
+) -> list[Instruction]:
+    body: list[Instruction] = []
+    for slot in range(len(instructions) + 1):
+        key = (rank, slot)
+        if key in sends or key in receives:
+            group = Instruction(
+                kind=InstructionKind.EXCHANGE,
+                sends=tuple(sends.get(key, ())),
+                receives=tuple(receives.get(key, ())),
+            )
+            body.append(group)
+        if slot < len(instructions):
+            body += instructions[slot]
+    return body

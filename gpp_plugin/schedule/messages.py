@@ -4,12 +4,20 @@ Seen in the order of samples, the tasks of a stage cut the mini-batch into equal
 micro-batch ``a // degree`` on the stage's rank ``a % degree``. A producer's and a consumer's part that
 overlap need a message; stages of any two micro-batch sizes and degrees reshard this way. A forward
 that runs in halves cuts the activations there too; gradients are of whole micro-batches always.
+
+``rank`` here is a data position of the stage's grid: a row of tensor ranks, which all have those samples. Which
+of the two rows' ranks send to which, and how much, `tensor_pairs` says: a rank that holds the whole tensor can
+serve anyone, so each receiver asks one; of shards it asks all that hold something of what it needs.
+
+    whole 2 -> whole 3      0>0 1>1 0>2         whole 2 -> shards 2     0>0 1>1, half each
+    whole 3 -> whole 2      0>0 1>1             shards 2 -> whole 1     0>0 1>0, half each
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
@@ -55,6 +63,11 @@ def check_divisibility(plan: PipelinePlan, index: int) -> None:
         raise PlanError(
             f"stage {stage.name!r}: micro-batches of {stage.micro_batch_size} samples do not divide the "
             f"mini-batch of {plan.mini_batch}; choose a divisor"
+        )
+    if stage.tensor < 1 or len(stage.ranks) % stage.tensor:
+        raise PlanError(
+            f"stage {stage.name!r}: a tensor size of {stage.tensor} does not divide its {len(stage.ranks)} ranks; "
+            "give it as many ranks as data x tensor"
         )
     if not stage.ranks or stage.micro_batch_size % stage.degree:
         raise PlanError(
@@ -132,12 +145,59 @@ def gradient_kinds(edge: StageEdge) -> tuple[bool, bool]:
     )
 
 
-def activation_message(plan: PipelinePlan, edge_index: int, overlap: Overlap) -> Message:
-    """Return the message of one overlap that `edge_overlaps` yields."""
+class TensorPair(NamedTuple):
+    """Two tensor positions between which a message travels.
+
+    Args:
+        sender, receiver: the positions in the rows of their stages' grids.
+        share: of the tensors' bytes.
+    """
+
+    sender: int = 0
+    receiver: int = 0
+    share: float = 1.0
+
+
+ALONE = (TensorPair(),)
+"""The pairs of an edge between stages without tensor parallelism."""
+
+
+def tensor_pairs(plan: PipelinePlan, edge_index: int, direction: Direction) -> tuple[TensorPair, ...]:
+    """Return who sends to whom between the tensor ranks of two data positions of an edge, receivers in order.
+
+    Of ranks that hold the same whole tensor, receiver ``l`` of ``t`` senders asks number ``l mod t``: it gets
+    nothing twice, and the senders share the work.
+    """
+    edge = plan.edges[edge_index]
+    producers, consumers = plan.stages[edge.src].tensor, plan.stages[edge.dst].tensor
+    if producers == consumers == 1:
+        return ALONE
+    ends = [(producers, edge.src_shard_axis), (consumers, edge.dst_shard_axis)]
+    (senders, sent_axis), (receivers, kept_axis) = (
+        ends if direction is Direction.ACTIVATION else reversed(ends)
+    )
+    is_cut, is_kept_cut = sent_axis is not None and senders > 1, kept_axis is not None and receivers > 1
+    pairs = []
+    for receiver in range(receivers):
+        for sender in range(senders) if is_cut else (receiver % senders,):
+            share = (1.0 / senders if is_cut else 1.0) * (1.0 / receivers if is_kept_cut else 1.0)
+            if is_cut and is_kept_cut and sent_axis == kept_axis:
+                first = max(sender * receivers, receiver * senders)
+                end = min((sender + 1) * receivers, (receiver + 1) * senders)
+                share = (end - first) / (senders * receivers)
+            if share > 0.0:
+                pairs.append(TensorPair(sender, receiver, share))
+    return tuple(pairs)
+
+
+def activation_message(
+    plan: PipelinePlan, edge_index: int, overlap: Overlap, pair: TensorPair = ALONE[0]
+) -> Message:
+    """Return the message of one overlap that `edge_overlaps` yields, between two tensor positions."""
     producer, consumer, first, num_samples, is_whole, src_half, dst_half = overlap
     edge = plan.edges[edge_index]
-    src_micro_batch, src_rank = _task_of(plan.stages[edge.src], producer)
-    dst_micro_batch, dst_rank = _task_of(plan.stages[edge.dst], consumer)
+    src_micro_batch, src_rank = _task_of(plan.stages[edge.src], producer, pair.sender)
+    dst_micro_batch, dst_rank = _task_of(plan.stages[edge.dst], consumer, pair.receiver)
     return Message(
         edge=edge_index,
         direction=Direction.ACTIVATION,
@@ -152,21 +212,27 @@ def activation_message(plan: PipelinePlan, edge_index: int, overlap: Overlap) ->
     )
 
 
-def gradient_message(plan: PipelinePlan, edge_index: int, overlap: Overlap) -> Message:
-    """Return the gradient message that answers the activation message of one overlap without slicing."""
-    asked = activation_message(plan, edge_index, overlap)
+def gradient_message(
+    plan: PipelinePlan, edge_index: int, overlap: Overlap, pair: TensorPair = ALONE[0]
+) -> Message:
+    """Return the gradient message against one overlap without slicing, between two tensor positions."""
+    producer, consumer, first, num_samples, is_whole, _, _ = overlap
+    edge = plan.edges[edge_index]
+    src_micro_batch, src_rank = _task_of(plan.stages[edge.dst], consumer, pair.sender)
+    dst_micro_batch, dst_rank = _task_of(plan.stages[edge.src], producer, pair.receiver)
     return Message(
         edge=edge_index,
         direction=Direction.GRADIENT,
-        src_rank=asked.dst_rank,
-        dst_rank=asked.src_rank,
-        src_micro_batch=asked.dst_micro_batch,
-        dst_micro_batch=asked.src_micro_batch,
-        samples=asked.samples,
-        has_whole_tensors=asked.has_whole_tensors and gradient_kinds(plan.edges[edge_index])[1],
+        src_rank=src_rank,
+        dst_rank=dst_rank,
+        src_micro_batch=src_micro_batch,
+        dst_micro_batch=dst_micro_batch,
+        samples=SampleRange(first_sample=first, num_samples=num_samples),
+        has_whole_tensors=is_whole and gradient_kinds(edge)[1],
     )
 
 
-def _task_of(stage: Stage, part: int) -> tuple[int, int]:
-    micro_batch, position = divmod(part, len(stage.ranks))
-    return micro_batch, stage.ranks[position]
+def _task_of(stage: Stage, part: int, tensor_position: int) -> tuple[int, int]:
+    """Return the micro-batch and the rank that has a part at a tensor position."""
+    micro_batch, position = divmod(part, stage.degree)
+    return micro_batch, stage.ranks[position * stage.tensor + tensor_position]

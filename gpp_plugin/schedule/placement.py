@@ -12,7 +12,8 @@ deadlock on DAGs under rendezvous semantics (14 % of random ones), so:
 Why the safe slots cannot deadlock with rendezvous messages and one queue a rank: in the global order
 every task comes after the messages it needs and every message after the task that makes it, so the
 first thing in that order that has not happened can always happen next. Posting adjacent messages of a
-rank together only lets the later ones start sooner: nothing else of that rank lies between them.
+rank together only lets the later ones start sooner: nothing else of that rank lies between them. The tensor
+ranks of a data position run each task together: it is one thing in that order, after the messages of all of them.
 
 The global order is by start time in the simulation (a message counts from the end of its task),
 messages before tasks.
@@ -47,7 +48,7 @@ class Placement:
 
 def place_messages(graph: TaskGraph, times: TaskTimes) -> Placement:
     """Return slots with which all ranks finish under serial rendezvous execution."""
-    safe = _safe_placement(graph, times)
+    safe = safe_placement(graph, times)
     late = _late_slots(graph, safe)
     channels = _channels(graph)
     pinned: set[Channel] = set()
@@ -92,7 +93,8 @@ def global_order(graph: TaskGraph, times: TaskTimes) -> Iterator[int]:
             release(locked)
 
 
-def _safe_placement(graph: TaskGraph, times: TaskTimes) -> Placement:
+def safe_placement(graph: TaskGraph, times: TaskTimes) -> Placement:
+    """Return the slots of the global order itself, in which every receive stands as early as its send."""
     num_run = dict.fromkeys(graph.orders, 0)
     order: list[int] = []
     send_slot, receive_slot = [0] * len(graph.source), [0] * len(graph.source)
@@ -109,9 +111,9 @@ def _safe_placement(graph: TaskGraph, times: TaskTimes) -> Placement:
 
 def _channels(graph: TaskGraph) -> list[Channel]:
     return [
-        (edge, number < graph.num_activations, graph.rank[source], graph.rank[target])
-        for number, (edge, source, target) in enumerate(
-            zip(graph.edge, graph.source, graph.target, strict=True)
+        (edge, number < graph.num_activations, sender, receiver)
+        for number, (edge, sender, receiver) in enumerate(
+            zip(graph.edge, graph.sender, graph.receiver, strict=True)
         )
     ]
 
@@ -135,52 +137,82 @@ def _late_slots(graph: TaskGraph, placement: Placement) -> list[int]:
 def _waiting_messages(graph: TaskGraph, placement: Placement) -> list[int]:
     """Return the messages of a circle in which ranks wait for each other; none if all finish.
 
-    Every rank executes its slots in order; a slot ends when all its messages are posted at both ends.
+    Every rank executes its slots in order; a slot ends when all its messages are posted at both ends, and the
+    next one begins when the tasks between them have been run, by all tensor ranks together.
     """
-    groups: dict[int, dict[int, list[int]]] = {rank: {} for rank in graph.orders}
-    for message in placement.order:
-        sender, receiver = graph.rank[graph.source[message]], graph.rank[graph.target[message]]
-        groups[sender].setdefault(placement.send_slot[message], []).append(message)
-        groups[receiver].setdefault(placement.receive_slot[message], []).append(message)
-    slots = {rank: sorted(by_slot) for rank, by_slot in groups.items()}
-    at = dict.fromkeys(graph.orders, 0)
-    missing = dict.fromkeys(graph.orders, 0)
+    groups, slots = _slots(graph, placement)
+    rows = {rank: row for row in graph.members.values() if len(row) > 1 for rank in row}
+    at = dict.fromkeys(groups, 0)
+    missing = dict.fromkeys(groups, 0)
     posted: list[int | None] = [None] * len(graph.source)
-    ready = list(graph.orders)
+    done = dict.fromkeys(rows, 0)  # how many slots a tensor rank has ended
+    ready = list(groups)
+
+    def end_slot(rank: int) -> list[int]:
+        """Take note that ``rank`` is through its slot; return who goes on to the next one."""
+        if rank not in rows:
+            at[rank] += 1
+            return [rank]
+        done[rank] += 1
+        if min(done[peer] for peer in rows[rank]) < done[rank]:
+            return []
+        for peer in rows[rank]:
+            at[peer] += 1
+        return list(rows[rank])
+
     while ready:
         rank = ready.pop()
         mine, by_slot = slots[rank], groups[rank]
-        while at[rank] < len(mine):
-            waits = 0
-            for message in by_slot[mine[at[rank]]]:
-                other = posted[message]
-                if other is None:
-                    posted[message] = rank
-                    waits += 1
-                else:
-                    posted[message] = None
-                    missing[other] -= 1
-                    if missing[other] == 0:
-                        at[other] += 1
-                        ready.append(other)
-            if waits:
-                missing[rank] = waits
-                break
-            at[rank] += 1
-    waits_for: dict[int, tuple[int, int]] = {}
+        if at[rank] == len(mine):
+            continue
+        waits = 0
+        for message in by_slot.get(mine[at[rank]], ()):
+            other = posted[message]
+            if other is None:
+                posted[message] = rank
+                waits += 1
+            else:
+                posted[message] = None
+                missing[other] -= 1
+                if missing[other] == 0:
+                    ready += end_slot(other)
+        missing[rank] = waits
+        if not waits:
+            ready += end_slot(rank)
+    waits_for: dict[int, tuple[int, int | None]] = {}
+    for rank, row in rows.items():
+        late = min(row, key=done.__getitem__)
+        if done[late] < done[rank]:
+            waits_for[rank] = (late, None)
     for message, waiting in enumerate(posted):
         if waiting is not None:
-            sender, receiver = graph.rank[graph.source[message]], graph.rank[graph.target[message]]
+            sender, receiver = graph.sender[message], graph.receiver[message]
             waits_for[waiting] = (receiver if waiting == sender else sender, message)
-    if not waits_for:
-        return []
-    return _circle(waits_for)
+    return _circle(waits_for) if waits_for else []
 
 
-def _circle(waits_for: dict[int, tuple[int, int]]) -> list[int]:
+def _slots(
+    graph: TaskGraph, placement: Placement
+) -> tuple[dict[int, dict[int, list[int]]], dict[int, list[int]]]:
+    """Return the messages of each rank by slot, and its slots in order: those at which one of its row has any."""
+    groups: dict[int, dict[int, list[int]]] = {rank: {} for row in graph.members.values() for rank in row}
+    for message in placement.order:
+        sender, receiver = graph.sender[message], graph.receiver[message]
+        groups[sender].setdefault(placement.send_slot[message], []).append(message)
+        groups[receiver].setdefault(placement.receive_slot[message], []).append(message)
+    slots = {}
+    for row in graph.members.values():
+        common = sorted(set().union(*(groups[rank] for rank in row)))
+        slots.update(dict.fromkeys(row, common))
+    return groups, slots
+
+
+def _circle(waits_for: dict[int, tuple[int, int | None]]) -> list[int]:
+    """Return the messages of a circle of (rank that is waited for, message or None for a task)."""
     rank = next(iter(waits_for))
     path: list[int] = []
     while rank not in path:
         path.append(rank)
         rank = waits_for[rank][0]
-    return [waits_for[r][1] for r in path[path.index(rank) :]]
+    found = (waits_for[r][1] for r in path[path.index(rank) :])
+    return [message for message in found if message is not None]

@@ -41,7 +41,7 @@ def reduce_after_backwards(
             _with_reductions(program, left_out) if program.stage in wanted else program
             for program in programs
         )
-        stuck = _stuck_reductions(changed)
+        stuck = _stuck_reductions(plan, changed)
         if not stuck:
             return changed
         left_out |= stuck
@@ -62,11 +62,11 @@ def _with_reductions(program: RankProgram, left_out: Collection[tuple[int, int]]
     return dataclasses.replace(program, instructions=tuple(body))
 
 
-def _stuck_reductions(programs: Sequence[RankProgram]) -> set[tuple[int, int]]:
+def _stuck_reductions(plan: PipelinePlan, programs: Sequence[RankProgram]) -> set[tuple[int, int]]:
     """Execute serially with rendezvous messages; return the places of the reductions at which ranks stand."""
     by_rank = {program.rank: program for program in programs}
     places = set()
-    for rank, at in execute_serially(by_rank).stuck.items():
+    for rank, at in execute_serially(plan, by_rank).stuck.items():
         instructions = by_rank[rank].instructions
         if instructions[at].kind is InstructionKind.REDUCE_DATA:
             num_tasks = sum(instruction.task is not None for instruction in instructions[:at])

@@ -1,16 +1,30 @@
 """Executes the programs of all ranks serially, in order, with rendezvous: the one definition of what that means.
 
 An exchange posts all its messages together and ends when all of them are posted at their other ends; a
-reduction of data ends when all ranks of the stage have come to it; everything else ends at once.
+reduction of data ends when all ranks of the stage have come to it, a task with tensor ranks when all of its
+data position have, as it contains their collectives; everything else ends at once.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpp_plugin.ir.program import InstructionKind, Message, RankProgram
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankProgram
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """An instruction that some ranks run together.
+
+    Args:
+        what: the instruction.
+        ranks: who must come to it.
+    """
+
+    what: Instruction
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,22 +34,35 @@ class Standstill:
     Args:
         stuck: rank -> index of the instruction at which it stands for ever.
         posted: message -> the rank that waits for its other end.
-        present: stage -> its ranks that wait at a reduction.
+        present: meeting -> those of its ranks that wait there.
     """
 
     stuck: dict[int, int]
     posted: dict[Message, int]
-    present: dict[int, list[int]]
+    present: dict[Meeting, list[int]]
 
 
-def execute_serially(programs: Mapping[int, RankProgram]) -> Standstill:
+def execute_serially(plan: PipelinePlan, programs: Mapping[int, RankProgram]) -> Standstill:
     """Execute the programs, by rank, as far as they go."""
-    degree = Counter(program.stage for program in programs.values())
+    rows = {
+        rank: stage.tensor_ranks(position)
+        for stage in plan.stages
+        if stage.tensor > 1
+        for position in range(stage.degree)
+        for rank in stage.tensor_ranks(position)
+    }
     position = dict.fromkeys(programs, 0)
     missing = dict.fromkeys(programs, 0)
     posted: dict[Message, int] = {}
-    present: dict[int, list[int]] = defaultdict(list)
+    present: dict[Meeting, list[int]] = {}
     ready = list(programs)
+
+    def meeting_at(rank: int, instruction: Instruction) -> Meeting | None:
+        if instruction.kind is InstructionKind.REDUCE_DATA:
+            return Meeting(what=instruction, ranks=plan.stages[programs[rank].stage].ranks)
+        if instruction.kind is InstructionKind.COMPUTE and rank in rows:
+            return Meeting(what=instruction, ranks=rows[rank])
+        return None
 
     def move_on(rank: int) -> None:
         position[rank] += 1
@@ -46,11 +73,13 @@ def execute_serially(programs: Mapping[int, RankProgram]) -> Standstill:
         program = programs[rank]
         while position[rank] < len(program.instructions):
             instruction = program.instructions[position[rank]]
-            if instruction.kind is InstructionKind.REDUCE_DATA:
-                present[program.stage].append(rank)
-                if len(present[program.stage]) < degree[program.stage]:
+            meeting = meeting_at(rank, instruction)
+            if meeting is not None:
+                here = present.setdefault(meeting, [])
+                here.append(rank)
+                if len(here) < len(meeting.ranks):
                     break
-                for peer in present.pop(program.stage)[:-1]:
+                for peer in present.pop(meeting)[:-1]:
                     move_on(peer)
             waits = 0
             for message in (*instruction.sends, *instruction.receives):

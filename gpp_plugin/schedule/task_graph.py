@@ -1,8 +1,9 @@
 """Tasks and messages of all ranks as one graph of integers: what the simulator runs and lowering orders.
 
-A node is one task on one rank. It waits for the task before it on its rank and for every message it
-needs. A forward-only stage also waits until its consumers have run on the micro-batch that its
-``num_in_flight`` lets go of, so that it does not run ahead without bound.
+A node is one task on one rank, or on the tensor ranks of one data position: collectives inside the task keep
+those together, so they run it as one, and the first of them stands for all. It waits for the task before it on
+its rank and for every message that one of its ranks needs. A forward-only stage also waits until its consumers
+have run on the micro-batch that its ``num_in_flight`` lets go of, so that it does not run ahead without bound.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.program import Message
+from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.check import (
     check_gradient_edges,
@@ -23,6 +24,7 @@ from gpp_plugin.schedule.grid import format_grid
 from gpp_plugin.schedule.messages import (
     WHOLE,
     Overlap,
+    TensorPair,
     activation_bytes,
     activation_message,
     check_divisibility,
@@ -31,6 +33,7 @@ from gpp_plugin.schedule.messages import (
     gradient_kinds,
     gradient_message,
     slicing_of,
+    tensor_pairs,
 )
 
 
@@ -50,13 +53,15 @@ class TaskGraph:
     """Nodes 0..N-1 are tasks, messages are 0..M-1; every list is indexed by one of the two.
 
     Args:
-        orders: nodes of each rank in the order it runs them.
+        orders: by rank (the first of its tensor ranks) the nodes in the order it runs them.
+        members: by that rank all ranks that run those nodes together.
         groups: what the nodes are, in the order of nodes; together all of them.
         stage, rank, micro_batch, kind, half: of a node.
         num_waits: how many things a node waits for.
         next_on_rank: the node that follows on its rank, or -1.
         source, target: nodes that send and receive a message.
-        num_bytes, edge: of a message; ``overlaps`` its samples, as `edge_overlaps` yields them.
+        num_bytes, edge, sender, receiver: of a message, the last two are ranks; ``overlaps`` its samples, as
+            `edge_overlaps` yields them; ``pairs`` its tensor positions.
         num_activations: messages below this number hold activations, the others gradients.
         first_message, next_message: the messages that a node sends, as a linked list; -1 ends it.
         unlocks: node -> nodes of forward-only stages that wait for its end.
@@ -64,6 +69,7 @@ class TaskGraph:
 
     plan: PipelinePlan
     orders: dict[int, list[int]]
+    members: dict[int, tuple[int, ...]]
     groups: tuple[NodeGroup, ...]
     stage: list[int]
     rank: list[int]
@@ -76,7 +82,10 @@ class TaskGraph:
     target: list[int]
     num_bytes: list[float]
     edge: list[int]
+    sender: list[int]
+    receiver: list[int]
     overlaps: list[Overlap]
+    pairs: list[TensorPair]
     num_activations: int
     first_message: list[int]
     next_message: list[int]
@@ -94,7 +103,7 @@ class TaskGraph:
     def message(self, number: int) -> Message:
         """Return a message as the programs name it."""
         make = activation_message if number < self.num_activations else gradient_message
-        return make(self.plan, self.edge[number], self.overlaps[number])
+        return make(self.plan, self.edge[number], self.overlaps[number], self.pairs[number])
 
     def messages_of(self, node: int) -> Iterator[int]:
         """Yield the numbers of the messages a node sends."""
@@ -155,6 +164,11 @@ class _Builder:
         graph = TaskGraph(
             plan=self._plan,
             orders={},
+            members={
+                stage.ranks[first]: stage.ranks[first : first + stage.tensor]
+                for stage in self._plan.stages
+                for first in range(0, len(stage.ranks), stage.tensor)
+            },
             groups=tuple(self._groups),
             stage=self._stage,
             rank=self._rank,
@@ -167,8 +181,14 @@ class _Builder:
             target=[],
             num_bytes=[],
             edge=[],
+            sender=[],
+            receiver=[],
             overlaps=[],
-            num_activations=sum(map(len, overlaps)),
+            pairs=[],
+            num_activations=sum(
+                len(of_edge) * len(tensor_pairs(self._plan, index, Direction.ACTIVATION))
+                for index, of_edge in enumerate(overlaps)
+            ),
             first_message=[-1] * num_nodes,
             next_message=[],
             unlocks={},
@@ -209,8 +229,8 @@ class _Builder:
     def _add_group(
         self, index: int, kind: TaskKind, half: int | None, micro_batches: Sequence[int]
     ) -> dict[int, int]:
-        """Add one node a rank for each of these micro-batches; return each one's first node."""
-        ranks = self._plan.stages[index].ranks
+        """Add one node a data position for each of these micro-batches; return each one's first node."""
+        ranks = self._plan.stages[index].data_ranks(0)
         degree, count, first = len(ranks), len(micro_batches), len(self._stage)
         self._groups.append(NodeGroup(first=first, count=count * degree, stage=index, kind=kind, half=half))
         self._stage += [index] * (count * degree)
@@ -232,7 +252,7 @@ class _Builder:
     def _add_orders(self, graph: TaskGraph) -> None:
         for schedule, stage in zip(self._schedules, self._plan.stages, strict=True):
             firsts = [self._first_node(task) for task in schedule.tasks]
-            for position, rank in enumerate(stage.ranks):
+            for position, rank in enumerate(stage.data_ranks(0)):
                 order = [first + position for first in firsts]
                 graph.orders[rank] = order
                 for node, follower in zip(order, order[1:], strict=False):
@@ -242,6 +262,7 @@ class _Builder:
     def _add_activations(self, graph: TaskGraph, index: int, overlaps: Sequence[Overlap]) -> None:
         edge = self._plan.edges[index]
         src_base, dst_base = self._forward[edge.src], self._forward[edge.dst]
+        pairs = tensor_pairs(self._plan, index, Direction.ACTIVATION)
         for overlap in overlaps:
             producer, consumer, _, num_samples, is_whole, src_half, dst_half = overlap
             source, target = src_base + producer, dst_base + consumer
@@ -249,7 +270,9 @@ class _Builder:
                 source = self._second_half(edge.src, producer)
             if dst_half == 1:
                 target = self._second_half(edge.dst, consumer)
-            _add_message(graph, source, target, activation_bytes(edge, num_samples, is_whole), index, overlap)
+            num_bytes = activation_bytes(edge, num_samples, is_whole)
+            for pair in pairs:
+                _add_message(graph, source, target, num_bytes, index, overlap, pair)
 
     def _add_gradients(self, graph: TaskGraph, index: int, overlaps: Sequence[Overlap]) -> None:
         edge = self._plan.edges[index]
@@ -259,12 +282,14 @@ class _Builder:
             return
         if self._slicing[edge.src] is not WHOLE or self._slicing[edge.dst] is not WHOLE:
             overlaps = list(edge_overlaps(self._plan, index))
+        pairs = tensor_pairs(self._plan, index, Direction.GRADIENT)
         for overlap in overlaps:
             producer, consumer, _, num_samples, is_whole, _, _ = overlap
             if has_batch or is_whole:
                 source, target = dst_base + consumer, src_base + producer
                 num_bytes = gradient_bytes(edge, num_samples, is_whole)
-                _add_message(graph, source, target, num_bytes, index, overlap)
+                for pair in pairs:
+                    _add_message(graph, source, target, num_bytes, index, overlap, pair)
 
     def _second_half(self, index: int, part: int) -> int:
         micro_batch, position = divmod(part, self._plan.stages[index].degree)
@@ -279,21 +304,31 @@ class _Builder:
             stage = self._plan.stages[index]
             later = graph.micro_batch[source] + self._schedules[index].num_in_flight
             if later < self._plan.num_micro_batches(index):
-                locked = self._forward[index] + later * stage.degree + stage.ranks.index(graph.rank[source])
+                position = stage.position(graph.rank[source])[0]
+                locked = self._forward[index] + later * stage.degree + position
                 graph.unlocks.setdefault(graph.target[number], []).append(locked)
                 graph.num_waits[locked] += 1
 
 
 def _add_message(
-    graph: TaskGraph, source: int, target: int, num_bytes: float, edge: int, overlap: Overlap
+    graph: TaskGraph,
+    source: int,
+    target: int,
+    num_bytes: float,
+    edge: int,
+    overlap: Overlap,
+    pair: TensorPair,
 ) -> None:
     graph.next_message.append(graph.first_message[source])
     graph.first_message[source] = len(graph.source)
     graph.source.append(source)
     graph.target.append(target)
-    graph.num_bytes.append(num_bytes)
+    graph.num_bytes.append(num_bytes * pair.share)
     graph.edge.append(edge)
+    graph.sender.append(graph.members[graph.rank[source]][pair.sender])
+    graph.receiver.append(graph.members[graph.rank[target]][pair.receiver])
     graph.overlaps.append(overlap)
+    graph.pairs.append(pair)
     graph.num_waits[target] += 1
 
 

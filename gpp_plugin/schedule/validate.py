@@ -7,14 +7,17 @@ What is proven for a plan, its schedules and the programs of all ranks:
 2. on every channel (edge, direction, sender, receiver) sends and receives are the same messages in
    the same order;
 3. a message leaves after the task that makes it; before a task runs it has received the rows of
-   exactly its samples, each once, and each tensor without a batch axis once; the same for gradients;
+   exactly its samples, each once, and each tensor without a batch axis once; the same for gradients; of
+   tensors that tensor ranks hold as shards, exactly what its rank needs, each part once;
 4. no stage holds more micro-batches than the plan's ``in_flight``, from the first forward to the whole
    backward or the weight gradient;
 5. reductions and the step come last, in one order on all ranks; a stage may also reduce its data between
-   tasks, after a backward, at the same place on all its ranks;
+   tasks, after a backward, at the same place on all its ranks (programs that step after each backward, as
+   asynchronous ones do, have a reduction and a step behind each, before the next task, and nowhere else);
 6. everything finishes when each rank executes its groups serially, in order, with rendezvous
    messages: an exchange posts all its messages together and ends when all of them are posted at
-   their other ends; a reduction of data ends when all ranks of the stage have come to it.
+   their other ends; a reduction of data ends when all ranks of the stage have come to it, and a task,
+   which has the collectives of tensor parallelism inside, when all tensor ranks of its data position have.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.grid import program_grid
 from gpp_plugin.schedule.rendezvous import Standstill, execute_serially
+from gpp_plugin.schedule.shards import needed_cells, received_cells
 
 _TAIL_ORDER = (InstructionKind.REDUCE_DATA, InstructionKind.REDUCE_TIED, InstructionKind.STEP)
 _TaskKey = tuple[Direction | None, int, int | None]
@@ -36,23 +40,36 @@ _TaskKey = tuple[Direction | None, int, int | None]
 
 
 def validate_programs(
-    plan: PipelinePlan, schedules: Sequence[StageSchedule], programs: Sequence[RankProgram]
+    plan: PipelinePlan,
+    schedules: Sequence[StageSchedule],
+    programs: Sequence[RankProgram],
+    *,
+    steps_each_backward: bool = False,
 ) -> None:
     """Check the programs of all ranks together.
+
+    Args:
+        steps_each_backward: stages step after each backward, not once at the end.
 
     Raises:
         ScheduleError: what is wrong, with which values, the fix, and the grid with the bad cell marked.
     """
-    _Validator(plan, schedules, programs).validate()
+    _Validator(plan, schedules, programs, steps_each_backward=steps_each_backward).validate()
 
 
 class _Validator:
     """Programs under validation; every check raises through `_fail`, which draws the grid."""
 
     def __init__(
-        self, plan: PipelinePlan, schedules: Sequence[StageSchedule], programs: Sequence[RankProgram]
+        self,
+        plan: PipelinePlan,
+        schedules: Sequence[StageSchedule],
+        programs: Sequence[RankProgram],
+        *,
+        steps_each_backward: bool,
     ) -> None:
         self._plan = plan
+        self._steps_each_backward = steps_each_backward
         self._schedules = {schedule.stage: schedule for schedule in schedules}
         self._programs = {program.rank: program for program in programs}
         self._order = [program.rank for program in programs]
@@ -78,7 +95,7 @@ class _Validator:
             self._check_messages(program)
             self._check_readiness(program)
             self._check_in_flight(program)
-            self._check_tail(program)
+            (self._check_steps if self._steps_each_backward else self._check_tail)(program)
         self._check_tails_agree()
         self._check_channels()
         self._check_completion()
@@ -231,20 +248,20 @@ class _Validator:
                 if is_forward
                 else self._gradients_due(edge, samples)
             )
-            have = sorted((m.samples, m.has_whole_tensors) for m in messages)
-            if have != wanted:
-                text = (
-                    ", ".join(f"[{r.first_sample}..{r.end - 1}]{'+whole' * w}" for r, w in have) or "nothing"
-                )
-                due = (
-                    ", ".join(f"[{r.first_sample}..{r.end - 1}]{'+whole' * w}" for r, w in wanted)
-                    or "nothing"
-                )
-                raise self._fail(
-                    program.rank,
-                    position,
-                    f"{task} has received samples {text} over edge {index}, it needs {due} exactly once; lower anew",
-                )
+            direction = Direction.ACTIVATION if is_forward else Direction.GRADIENT
+            brought = [(m, received_cells(self._plan, m)) for m in messages]
+            for cell in needed_cells(self._plan, index, direction, program.rank):
+                have = sorted((m.samples, m.has_whole_tensors) for m, cells in brought if cell in cells)
+                if have != wanted:
+                    raise self._fail(
+                        program.rank,
+                        position,
+                        f"{task} has received samples {_text_of(have)} over edge {index}, it needs {_text_of(wanted)} "
+                        "exactly once; lower anew",
+                    )
+            for message, cells in brought:
+                if not cells:
+                    raise self._fail(program.rank, position, f"{task} has received {message}, unasked")
         if by_edge:
             raise self._fail(
                 program.rank, position, f"{task} has received {next(iter(by_edge.values()))[0]}, unasked"
@@ -326,6 +343,24 @@ class _Validator:
         if early and program.stage not in self._trained:
             raise self._fail(program.rank, early[0], "reduces without backwards; there are no gradients")
 
+    def _check_steps(self, program: RankProgram) -> None:
+        """A reduction and a step follow each backward, behind its messages and before the next task."""
+        expected: list[InstructionKind] = []
+        for position, instruction in enumerate(program.instructions):
+            kind = instruction.kind
+            if kind in _TAIL_ORDER and (not expected or kind is not expected.pop(0)):
+                raise self._fail(
+                    program.rank, position, f"{kind.value} does not belong there; a backward is due"
+                )
+            if kind is InstructionKind.COMPUTE and expected:
+                raise self._fail(program.rank, position, f"runs {instruction} before {expected[0].value}")
+            if instruction.task is not None and instruction.task.kind is not TaskKind.FORWARD:
+                expected = [InstructionKind.REDUCE_DATA, InstructionKind.STEP]
+        if expected:
+            raise self._fail(
+                program.rank, len(program.instructions) - 1, f"ends without {expected[0].value}"
+            )
+
     # ---- all ranks together --------------------------------------------------------------------
 
     def _check_tails_agree(self) -> None:
@@ -343,6 +378,8 @@ class _Validator:
                     len(self._programs[rank].instructions) - 1,
                     f"has {shown}, rank {stage.ranks[0]} of its stage {wanted}; they must agree",
                 )
+        if self._steps_each_backward:
+            return
         steps = {rank: InstructionKind.STEP in tail for rank, tail in tails.items()}
         if len(set(steps.values())) > 1:
             rank = next(rank for rank, has_step in steps.items() if not has_step)
@@ -381,7 +418,7 @@ class _Validator:
 
     def _check_completion(self) -> None:
         """Execute all programs serially with rendezvous; whoever still waits at the end is stuck."""
-        end = execute_serially(self._programs)
+        end = execute_serially(self._plan, self._programs)
         if end.stuck:
             self._raise_deadlock(end)
 
@@ -389,9 +426,10 @@ class _Validator:
         waits_for: dict[int, tuple[int, Message | str]] = {}
         for message, rank in end.posted.items():
             waits_for[rank] = (message.dst_rank if rank == message.src_rank else message.src_rank, message)
-        for stage, ranks in end.present.items():
-            late = next(rank for rank in self._plan.stages[stage].ranks if rank not in ranks)
-            waits_for.update(dict.fromkeys(ranks, (late, "a reduction")))
+        for meeting, ranks in end.present.items():
+            late = next(rank for rank in meeting.ranks if rank not in ranks)
+            what = "a reduction" if meeting.what.task is None else f"their task {meeting.what}"
+            waits_for.update(dict.fromkeys(ranks, (late, what)))
         rank = next(iter(end.stuck))
         path: list[int] = []
         while rank not in path:
@@ -435,6 +473,10 @@ def _collectives(program: RankProgram) -> tuple[tuple[int, InstructionKind], ...
         if instruction.kind in _TAIL_ORDER:
             found.append((num_tasks, instruction.kind))
     return tuple(found)
+
+
+def _text_of(pieces: Sequence[tuple[SampleRange, bool]]) -> str:
+    return ", ".join(f"[{r.first_sample}..{r.end - 1}]{'+whole' * w}" for r, w in pieces) or "nothing"
 
 
 def _cut(samples: SampleRange, size: int) -> list[SampleRange]:

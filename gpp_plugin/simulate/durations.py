@@ -80,7 +80,7 @@ def duration_reader(plan: PipelinePlan, durations: Durations | None) -> Callable
 
 
 def task_durations(graph: TaskGraph, durations: Durations | None) -> list[float]:
-    """Return the microseconds of every node of ``graph``.
+    """Return the microseconds of every node of ``graph``: of its slowest rank, for which the others wait.
 
     Raises:
         PlanError: a mapping lacks a task, or a time is negative.
@@ -93,12 +93,12 @@ def task_durations(graph: TaskGraph, durations: Durations | None) -> list[float]
     read = duration_reader(graph.plan, durations)
     for node in range(len(graph.stage)):
         task = graph.task(node)
-        microseconds = read(task, graph.rank[node])
-        if not microseconds >= 0.0:
+        times = [read(task, rank) for rank in graph.members[graph.rank[node]]]
+        if not min(times) >= 0.0:
             raise PlanError(
-                f"{task} on rank {graph.rank[node]} takes {microseconds} us; give a time of 0 or more"
+                f"{task} on rank {graph.rank[node]} takes {min(times)} us; give a time of 0 or more"
             )
-        result.append(microseconds)
+        result.append(max(times))
     return result
 
 

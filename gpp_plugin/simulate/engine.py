@@ -103,13 +103,15 @@ def _paused_collector() -> Iterator[None]:
 
 
 def _rank_ends(graph: TaskGraph, times: TaskTimes) -> dict[int, float]:
-    return {rank: times.end[order[-1]] for rank, order in graph.orders.items()}
+    return {
+        rank: times.end[order[-1]] for lead, order in graph.orders.items() for rank in graph.members[lead]
+    }
 
 
 def _task_events(graph: TaskGraph, times: TaskTimes) -> list[Event]:
     return [
         Event(
-            rank=graph.rank[node],
+            rank=rank,
             stage=group.stage,
             kind=kind,
             start_us=times.start[node],
@@ -119,16 +121,20 @@ def _task_events(graph: TaskGraph, times: TaskTimes) -> list[Event]:
         )
         for group, kind in [(group, EVENT_OF_TASK[group.kind]) for group in graph.groups]
         for node in range(group.first, group.first + group.count)
+        for rank in graph.members[graph.rank[node]]
     ]
 
 
 def _message_events(graph: TaskGraph, times: TaskTimes) -> list[Event]:
     events = []
-    for number, (source, target) in enumerate(zip(graph.source, graph.target, strict=True)):
-        for node, peer, kind in ((source, target, EventKind.SEND), (target, source, EventKind.RECEIVE)):
+    for number, (sender, receiver) in enumerate(zip(graph.sender, graph.receiver, strict=True)):
+        for node, rank, peer, kind in (
+            (graph.source[number], sender, receiver, EventKind.SEND),
+            (graph.target[number], receiver, sender, EventKind.RECEIVE),
+        ):
             events.append(
                 Event(
-                    rank=graph.rank[node],
+                    rank=rank,
                     stage=graph.stage[node],
                     kind=kind,
                     start_us=times.message_start[number],
@@ -137,7 +143,7 @@ def _message_events(graph: TaskGraph, times: TaskTimes) -> list[Event]:
                     edge=graph.edge[number],
                     bytes=round(graph.num_bytes[number]),
                     half=graph.half[node],
-                    peer=graph.rank[peer],
+                    peer=peer,
                 )
             )
     return events

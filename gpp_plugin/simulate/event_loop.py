@@ -35,7 +35,7 @@ def message_transfers(graph: TaskGraph, cluster: Cluster) -> Transfers:
     Raises:
         PlanError: the plan uses more ranks than the cluster has.
     """
-    highest = max(graph.orders, default=0)
+    highest = max((rank for ranks in graph.members.values() for rank in ranks), default=0)
     if highest >= cluster.num_devices:
         raise PlanError(
             f"the plan uses rank {highest}, cluster {cluster.name!r} has {cluster.num_devices} devices; "
@@ -43,9 +43,8 @@ def message_transfers(graph: TaskGraph, cluster: Cluster) -> Transfers:
         )
     rates: dict[tuple[int, int], tuple[float, float]] = {}
     occupied, latency = [], []
-    rank = graph.rank
-    for source, target, num_bytes in zip(graph.source, graph.target, graph.num_bytes, strict=True):
-        pair = (rank[source], rank[target])
+    for sender, receiver, num_bytes in zip(graph.sender, graph.receiver, graph.num_bytes, strict=True):
+        pair = (sender, receiver)
         rate = rates.get(pair)
         if rate is None:
             fixed = cluster.transfer_us(*pair, 0.0)
@@ -133,10 +132,10 @@ def _run_with_shared_links(graph: TaskGraph, durations: Sequence[float], transfe
     start, waits = [0.0] * num_nodes, list(graph.num_waits)
     end = [-1.0] * num_nodes
     message_start, message_end = [0.0] * num_messages, [0.0] * num_messages
-    rank, source, target, unlocks = graph.rank, graph.source, graph.target, graph.unlocks
+    sender_of, receiver_of, target, unlocks = graph.sender, graph.receiver, graph.target, graph.unlocks
     next_on_rank, first_message, next_message = graph.next_on_rank, graph.first_message, graph.next_message
-    out_free = dict.fromkeys(graph.orders, 0.0)
-    in_free = dict.fromkeys(graph.orders, 0.0)
+    out_free = dict.fromkeys((rank for ranks in graph.members.values() for rank in ranks), 0.0)
+    in_free = dict(out_free)
     push, pop = heapq.heappush, heapq.heappop
     # An event is (time, code): a task ends, a message is ready, a message comes to its receiver's link.
     arrives = num_nodes + num_messages
@@ -165,7 +164,7 @@ def _run_with_shared_links(graph: TaskGraph, durations: Sequence[float], transfe
             continue
         if code < arrives:
             message = code - num_nodes
-            sender = rank[source[message]]
+            sender = sender_of[message]
             begin = out_free[sender]
             if begin < now:
                 begin = now
@@ -177,7 +176,7 @@ def _run_with_shared_links(graph: TaskGraph, durations: Sequence[float], transfe
         else:
             message = code - arrives
         node = target[message]
-        receiver = rank[node]
+        receiver = receiver_of[message]
         begin = in_free[receiver]
         if begin < now:
             begin = now

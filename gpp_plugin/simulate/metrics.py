@@ -168,8 +168,10 @@ def critical_path(plan: PipelinePlan, timeline: Timeline) -> tuple[Event, ...]:
         waited = [(e.end_us, e) for e in [previous.get(id(current))] if e is not None]
         for edge, producers in _producers(plan, current, found):
             last = max(producers, key=lambda e: (e.end_us, -e.rank))
-            key = (current.rank, edge, current.micro_batch, current.half)
-            waited.append((arrival.get(key, last.end_us), last))
+            stage = plan.stages[current.stage]
+            row = stage.tensor_ranks(stage.position(current.rank)[0])  # they wait for each other's messages
+            keys = [(rank, edge, current.micro_batch, current.half) for rank in row]
+            waited.append((max((arrival[key] for key in keys if key in arrival), default=last.end_us), last))
         if not waited:
             return tuple(reversed(path))
         _, current = max(waited, key=lambda w: (w[0], depth[w[1].stage], w[1].end_us, -w[1].rank))
@@ -210,7 +212,11 @@ def _producers(
                 parts = range(-(-samples.first_sample // size), -(-samples.end // size))
         if not has_batch and not has_whole:
             continue
-        keys = [(other, direction, p // degree, plan.stages[other].ranks[p % degree]) for p in parts]
+        keys = [
+            (other, direction, p // degree, rank)
+            for p in parts
+            for rank in plan.stages[other].tensor_ranks(p % degree)
+        ]
         events = [event for key in keys for event in found.get(key, ())]
         if is_forward:
             needed = samples if edge.batch_tensors else samples.first()

@@ -3,6 +3,7 @@
 Two ways to post messages: ``asynchronous``, as the runtime does (a send is posted and forgotten, a rank
 waits at an exchange for its receives), and ``rendezvous``, the worst case that programs are proven
 for (a group ends only when both ends of all its messages have been posted and they have travelled).
+The tensor ranks of a data position start and end each task together.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from gpp_plugin.ir.program import Direction, Instruction, InstructionKind, Messa
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, EventKind, Timeline
 from gpp_plugin.schedule.grid import program_grid
-from gpp_plugin.schedule.messages import activation_bytes, gradient_bytes
+from gpp_plugin.schedule.messages import activation_bytes, gradient_bytes, tensor_pairs
 from gpp_plugin.simulate.durations import Durations, duration_reader
 
 MODES = ("asynchronous", "rendezvous")
@@ -92,6 +93,14 @@ class _ProgramRun:
         self._out_free = dict.fromkeys(self._programs, 0.0)
         self._in_free = dict.fromkeys(self._programs, 0.0)
         self._barriers: dict[tuple[InstructionKind, int], dict[int, float]] = {}
+        self._rows = {
+            rank: stage.tensor_ranks(position)
+            for stage in plan.stages
+            for position in range(stage.degree)
+            for rank in stage.tensor_ranks(position)
+        }
+        self._waiting: dict[tuple[int, ...], list[int]] = {}
+        self._shares: dict[tuple[int, Direction], dict[tuple[int, int], float]] = {}
         # (time, priority, tie-break, what): a task's end before a message's steps at the same time.
         self._heap: list[tuple[float, int, int, int | Message]] = []
         self._num_pushed = 0
@@ -141,12 +150,20 @@ class _ProgramRun:
             self._position[rank] += 1
 
     def _compute(self, program: RankProgram, instruction: Instruction, now: float) -> None:
+        """Run the task when the last of its tensor ranks has come to it, as long as the slowest takes."""
         task = instruction.task
         assert task is not None
-        end = now + self._duration(task, program.rank)
+        row = self._rows[program.rank]
+        here = self._waiting.setdefault(row, [])
+        here.append(program.rank)
+        if len(here) < len(row):
+            return
+        del self._waiting[row]
+        end = now + max(self._duration(task, rank) for rank in row)
         kind = EVENT_OF_TASK[task.kind]
-        self._note(program.rank, program.stage, kind, now, end, micro_batch=task.micro_batch, half=task.half)
-        self._push(end, 0, program.rank)
+        for rank in row:
+            self._note(rank, program.stage, kind, now, end, micro_batch=task.micro_batch, half=task.half)
+            self._push(end, 0, rank)
 
     def _exchange(self, rank: int, instruction: Instruction, now: float) -> None:
         awaited = instruction.receives
@@ -234,7 +251,21 @@ class _ProgramRun:
     def _bytes(self, message: Message) -> float:
         edge = self._plan.edges[message.edge]
         count = activation_bytes if message.direction is Direction.ACTIVATION else gradient_bytes
-        return count(edge, message.samples.num_samples, message.has_whole_tensors)
+        whole = count(edge, message.samples.num_samples, message.has_whole_tensors)
+        return whole * self._share(message)
+
+    def _share(self, message: Message) -> float:
+        """Return the share of its tensors that a message holds, where tensor ranks hold shards."""
+        key = (message.edge, message.direction)
+        shares = self._shares.get(key)
+        if shares is None:
+            pairs = tensor_pairs(self._plan, *key)
+            shares = self._shares[key] = {(pair.sender, pair.receiver): pair.share for pair in pairs}
+        if len(shares) == 1:
+            return 1.0
+        ends = (message.src_rank, message.dst_rank)
+        sender, receiver = (self._rows[rank].index(rank) for rank in ends)
+        return shares[sender, receiver]
 
     def _note(
         self,

@@ -1,0 +1,250 @@
+"""Stages whose ranks are a data x tensor grid: who sends what to whom, and programs that are proven to finish."""
+
+import dataclasses
+import random
+
+import pytest
+
+from gpp_plugin.bench._random_plans import random_plan
+from gpp_plugin.errors import PlanError, ScheduleError
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.program import Direction, Instruction
+from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.ir.serialize import dumps, from_plain, loads, to_plain
+from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.schedule.messages import tensor_pairs
+from gpp_plugin.schedule.validate import validate_programs
+from gpp_plugin.simulate.engine import predict_iteration_us, simulate_plan, simulate_programs
+from tests.schedule.plans import make_plan
+
+KINDS = (TaskKind.FORWARD, TaskKind.BACKWARD)
+ACTIVATION, GRADIENT = Direction.ACTIVATION, Direction.GRADIENT
+
+
+def grid_plan(*grids, sizes=None, shards=(None, None), mini_batch=None, in_flight=2) -> PipelinePlan:
+    """Return a chain of stages of (data, tensor) ranks; ``shards`` are the axes at the ends of every edge."""
+    sizes = sizes or [data for data, _ in grids]
+    first, stages = 0, []
+    for index, (data, tensor) in enumerate(grids):
+        stages.append(
+            Stage(
+                name=f"s{index}",
+                blocks=(f"b{index}",),
+                ranks=tuple(range(first, first + data * tensor)),
+                tensor=tensor,
+                micro_batch_size=sizes[index],
+                in_flight=in_flight,
+                forward_us=10.0,
+                backward_us=20.0,
+            )
+        )
+        first += data * tensor
+    edges = tuple(
+        StageEdge(
+            src=i,
+            dst=i + 1,
+            batch_tensors=(f"t{i}",),
+            gradient_tensors=(f"t{i}",),
+            bytes_per_sample=12.0,
+            gradient_bytes_per_sample=12.0,
+            src_shard_axis=shards[0],
+            dst_shard_axis=shards[1],
+        )
+        for i in range(len(grids) - 1)
+    )
+    return make_plan(tuple(stages), edges, mini_batch=mini_batch or 2 * max(sizes))
+
+
+def programs_of(plan, **options):
+    schedules = build_schedules(plan)
+    programs = lower_schedules(plan, schedules, **options)
+    validate_programs(plan, schedules, programs)
+    return programs
+
+
+def messages_of(plan, direction, edge=0):
+    return [
+        message
+        for program in programs_of(plan)
+        for instruction in program.instructions
+        for message in instruction.sends
+        if message.direction is direction and message.edge == edge
+    ]
+
+
+def pairs_of(producers, consumers, direction, *shards):
+    plan = grid_plan((1, producers), (1, consumers), shards=shards or (None, None))
+    return [tuple(pair) for pair in tensor_pairs(plan, 0, direction)]
+
+
+def test_whole_tensors_are_asked_of_one_holder_and_shards_of_all_that_are_needed():
+    assert pairs_of(2, 3, ACTIVATION) == [(0, 0, 1.0), (1, 1, 1.0), (0, 2, 1.0)]
+    assert pairs_of(2, 3, GRADIENT) == [(0, 0, 1.0), (1, 1, 1.0)]
+    assert pairs_of(2, 1, ACTIVATION) == [(0, 0, 1.0)]
+    assert pairs_of(2, 1, GRADIENT) == [(0, 0, 1.0), (0, 1, 1.0)]
+    assert pairs_of(2, 2, ACTIVATION, 1, 1) == [(0, 0, 0.5), (1, 1, 0.5)]
+    assert pairs_of(2, 2, ACTIVATION, 1, 2) == [(0, 0, 0.25), (1, 0, 0.25), (0, 1, 0.25), (1, 1, 0.25)]
+    assert pairs_of(2, 1, ACTIVATION, 1, None) == [(0, 0, 0.5), (1, 0, 0.5)]
+    assert pairs_of(2, 1, GRADIENT, 1, None) == [(0, 0, 0.5), (0, 1, 0.5)]
+    assert pairs_of(1, 2, ACTIVATION, None, 0) == [(0, 0, 0.5), (0, 1, 0.5)]
+    assert pairs_of(2, 4, ACTIVATION, 0, 0) == [(0, 0, 0.25), (0, 1, 0.25), (1, 2, 0.25), (1, 3, 0.25)]
+    sixths = [(0, 0, 2 / 6), (0, 1, 1 / 6), (1, 1, 1 / 6), (1, 2, 2 / 6)]
+    assert pairs_of(2, 3, ACTIVATION, 0, 0) == sixths
+
+
+@pytest.mark.parametrize("shards", [(None, None), (0, None), (None, 0), (0, 0), (0, 1)])
+@pytest.mark.parametrize("direction", [ACTIVATION, GRADIENT])
+def test_every_receiver_gets_exactly_its_part(shards, direction):
+    for producers in (1, 2, 3, 4):
+        for consumers in (1, 2, 3, 4):
+            ends = [(producers, shards[0]), (consumers, shards[1])]
+            receivers, axis = ends[1 if direction is ACTIVATION else 0]
+            needed = 1.0 / receivers if axis is not None else 1.0
+            got = [0.0] * receivers
+            pairs = pairs_of(producers, consumers, direction, *shards)
+            for _, receiver, share in pairs:
+                got[receiver] += share
+            assert got == pytest.approx([needed] * receivers)
+            assert len({pair[:2] for pair in pairs}) == len(pairs)
+
+
+def test_a_grid_reshards_over_samples_and_tensor_ranks():
+    plan = grid_plan((2, 2), (3, 1), mini_batch=6, sizes=(6, 6))
+    sent = [
+        (m.src_rank, m.dst_rank, m.samples.first_sample, m.samples.num_samples)
+        for m in messages_of(plan, ACTIVATION)
+    ]
+    assert sorted(sent) == [(0, 4, 0, 2), (0, 5, 2, 1), (2, 5, 3, 1), (2, 6, 4, 2)]
+    back = [
+        (m.src_rank, m.dst_rank, m.samples.first_sample, m.samples.num_samples)
+        for m in messages_of(plan, GRADIENT)
+    ]
+    assert sorted(back) == [
+        (4, 0, 0, 2), (4, 1, 0, 2), (5, 0, 2, 1), (5, 1, 2, 1), (5, 2, 3, 1), (5, 3, 3, 1), (6, 2, 4, 2), (6, 3, 4, 2),
+    ]  # fmt: skip
+
+
+def test_tensor_ranks_of_a_data_position_have_the_same_samples():
+    stage = grid_plan((2, 2), (1, 1), sizes=(4, 4)).stages[0]
+    assert (stage.degree, stage.local_batch_size) == (2, 2)
+    assert [stage.position(rank) for rank in stage.ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [stage.samples(1, rank).first_sample for rank in stage.ranks] == [4, 4, 6, 6]
+    assert [stage.data_ranks(t) for t in range(2)] == [(0, 2), (1, 3)]
+    assert [stage.tensor_ranks(d) for d in range(2)] == [(0, 1), (2, 3)]
+
+
+def test_plans_of_earlier_releases_are_read():
+    plan = grid_plan((1, 1), (2, 1))
+    plain = to_plain(plan)
+    for stage in plain["stages"]:
+        del stage["tensor"]
+    for edge in plain["edges"]:
+        del edge["src_shard_axis"], edge["dst_shard_axis"]
+    assert from_plain(PipelinePlan, plain) == plan
+    grid = grid_plan((1, 2), (2, 3), shards=(1, None))
+    assert loads(PipelinePlan, dumps(grid)) == grid
+
+
+def test_a_tensor_size_that_does_not_divide_the_ranks_is_refused():
+    plan = grid_plan((1, 1), (3, 1))
+    wrong = dataclasses.replace(plan.stages[1], tensor=2)
+    with pytest.raises(PlanError, match="stage 's1': a tensor size of 2 does not divide its 3 ranks"):
+        build_schedules(dataclasses.replace(plan, stages=(plan.stages[0], wrong)))
+
+
+def random_grid_plan(rng: random.Random) -> PipelinePlan:
+    """Return a random plan, its stages' ranks as rows of 1 to 3 tensor ranks, numbered at random."""
+    plan = random_plan(rng)
+    sizes = [rng.choice([1, 1, 2, 3]) for _ in plan.stages]
+    numbers = list(range(sum(len(s.ranks) * t for s, t in zip(plan.stages, sizes, strict=True))))
+    rng.shuffle(numbers)
+    stages = []
+    for stage, tensor in zip(plan.stages, sizes, strict=True):
+        ranks = tuple(numbers.pop() for _ in range(len(stage.ranks) * tensor))
+        stages.append(dataclasses.replace(stage, ranks=ranks, tensor=tensor))
+    made = [rng.choice([None, 0, 1]) for _ in stages]
+    edges = tuple(
+        dataclasses.replace(edge, src_shard_axis=made[edge.src], dst_shard_axis=rng.choice([None, 0, 1]))
+        for edge in plan.edges
+    )
+    return dataclasses.replace(plan, stages=tuple(stages), edges=edges)
+
+
+def test_random_graphs_of_grids_finish_whatever_the_times():
+    grids = 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        plan = random_grid_plan(rng)
+        grids += any(stage.tensor > 1 for stage in plan.stages)
+        schedules = build_schedules(plan)
+        programs = lower_schedules(
+            plan,
+            schedules,
+            costs=lambda *_, rng=rng: 10 ** rng.uniform(-3, 3),
+            reduce_each_backward=seed % 2 == 0,
+        )
+        validate_programs(plan, schedules, programs)
+        for mode in ("asynchronous", "rendezvous"):
+            assert simulate_programs(plan, programs, mode=mode).events
+    assert grids > 30
+
+
+def test_tensor_ranks_run_each_task_together():
+    plan = grid_plan((1, 2), (1, 1), mini_batch=2)
+    slow = {
+        (0, kind, m, rank): 7.0 if rank == 1 else 3.0 for kind in KINDS for m in range(2) for rank in (0, 1)
+    }
+    durations = {**slow, **{(1, kind, m): 1.0 for kind in KINDS for m in range(2)}}
+    programs = programs_of(plan)
+    for timeline in (
+        simulate_plan(plan, durations=durations),
+        simulate_programs(plan, programs, durations=durations),
+    ):
+        ran = {
+            rank: [(e.start_us, e.end_us) for e in timeline.events if e.rank == rank and e.task is not None]
+            for rank in (0, 1)
+        }
+        assert ran[0] == ran[1]
+        assert all(end - start == 7.0 for start, end in ran[0])
+    assert predict_iteration_us(plan, durations=durations) == timeline.iteration_us
+
+
+def test_the_proof_takes_collectives_inside_tasks_into_account():
+    """Rank 1 takes its gradient before its second forward: it waits only for rank 2, which waits for rank 0 only."""
+    plan = grid_plan((1, 2), (1, 1), mini_batch=2, sizes=(1, 1))
+    schedules = build_schedules(plan)
+    programs = list(lower_schedules(plan, schedules))
+    body = list(programs[1].instructions)
+    receive = next(x for x in body if any(m.direction is GRADIENT for m in x.receives))
+    body.remove(receive)
+    body.insert(next(i for i, x in enumerate(body) if str(x) == "0F1"), receive)
+    programs[1] = dataclasses.replace(programs[1], instructions=tuple(body))
+    match = r"rank 0 waits for rank 1 at their task 0F1, rank 1 waits for rank 2 at grad.*, rank 2 waits for rank 0"
+    with pytest.raises(ScheduleError, match=match):
+        validate_programs(plan, schedules, programs)
+
+
+def test_a_shard_that_is_missing_or_sent_twice_is_found():
+    plan = grid_plan((1, 2), (1, 1), shards=(1, None), mini_batch=1)
+    schedules = build_schedules(plan)
+    programs = list(lower_schedules(plan, schedules))
+
+    def edit(rank, change):
+        body = tuple(change(x) for x in programs[rank].instructions)
+        changed = [*programs]
+        changed[rank] = dataclasses.replace(programs[rank], instructions=body)
+        return changed
+
+    def drop(instruction: Instruction) -> Instruction:
+        kept = tuple(m for m in instruction.receives if m.src_rank != 1)
+        return dataclasses.replace(instruction, receives=kept)
+
+    def double(instruction: Instruction) -> Instruction:
+        from_0 = tuple(m for m in instruction.receives if m.src_rank == 0)
+        return dataclasses.replace(instruction, receives=(*instruction.receives, *from_0))
+
+    with pytest.raises(ScheduleError, match="1F0 has received samples nothing over edge 0, it needs"):
+        validate_programs(plan, schedules, edit(2, drop))
+    with pytest.raises(ScheduleError, match=r"1F0 has received samples \[0..0\], \[0..0\] over edge 0"):
+        validate_programs(plan, schedules, edit(2, double))

@@ -28,8 +28,9 @@ from gpp_plugin.ir.op_graph import OpGraph
 from gpp_plugin.plan.explicit import explicit_plan
 from gpp_plugin.plan.registry import PlanRequest
 from gpp_plugin.profile.analytic import analytic_profile, default_sample_counts
-from gpp_plugin.runtime.pipeline import Lane, channels_of, make_programs, make_reference
+from gpp_plugin.runtime.pipeline import Lane, channels_of, make_programs
 from gpp_plugin.runtime.stage_module import StageModule
+from gpp_plugin.runtime.stage_source import CapturedStages, make_reference
 from gpp_plugin.runtime.transport import make_transport
 from gpp_plugin.schedule.one_f_one_b import one_f_one_b_schedule
 
@@ -317,7 +318,7 @@ class OurRuntime:
         programs = make_programs(self.plan, reference)
         rank = dist.get_rank()
         self.lane = Lane(
-            model=model,
+            source=CapturedStages(model),
             reference=reference,
             plan=self.plan,
             program=next(program for program in programs if program.rank == rank),

@@ -27,8 +27,9 @@ from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.explicit import explicit_plan
 from gpp_plugin.plan.registry import PlanRequest
 from gpp_plugin.profile.measure import profile_blocks
-from gpp_plugin.runtime.pipeline import Lane, Reference, channels_of, make_programs, make_reference
+from gpp_plugin.runtime.pipeline import Lane, channels_of, make_programs
 from gpp_plugin.runtime.stage_module import StageModule
+from gpp_plugin.runtime.stage_source import CapturedStages, Reference, make_reference
 from gpp_plugin.runtime.transport import make_transport
 from gpp_plugin.schedule.in_flight import in_flight_from_source, plan_in_flight
 
@@ -178,7 +179,7 @@ def _measure(model: nn.Module, reference: Reference, plan: PipelinePlan, batch: 
     """Train two mini-batches; return the most bytes autograd held on this rank in the second."""
     programs = make_programs(plan, reference)
     lane = Lane(
-        model=model,
+        source=CapturedStages(model),
         reference=reference,
         plan=plan,
         program=next(program for program in programs if program.rank == dist.get_rank()),

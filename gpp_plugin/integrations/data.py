@@ -96,6 +96,7 @@ class Feed:
     """Gives this rank each mini-batch, or its shape where the rank reads no inputs.
 
     Args:
+        prepare: makes of a batch what the model is called with.
         reads_inputs: whether this rank's stage reads model inputs.
         source: a rank that does.
         group: a CPU group of all ranks, for announcements.
@@ -106,7 +107,7 @@ class Feed:
     def __init__(
         self,
         *,
-        model: nn.Module,
+        prepare: Callable[[Any], dict[str, Any]],
         mini_batch: int,
         reads_inputs: bool,
         source: int,
@@ -115,7 +116,7 @@ class Feed:
         timeout_s: float,
     ) -> None:
         self.batch_fn: Callable[[Any], Any] = lambda batch: batch
-        self._model = model
+        self._prepare = prepare
         self._mini_batch = mini_batch
         self.reads_inputs = reads_inputs
         self._source = source
@@ -127,7 +128,7 @@ class Feed:
 
     def collect(self, iterator: Iterator[Any]) -> dict[str, Any]:
         """Take one mini-batch from the user's iterator (every rank has the same stream)."""
-        prepared = (prepare_batch(self._model, batch) for batch in _check_iterator(iterator))
+        prepared = (self._prepare(batch) for batch in _check_iterator(iterator))
         batch = collect_mini_batch(prepared, self._mini_batch, count_samples)
         if batch.keys() != self._keys:
             parts = (("lacks", self._keys - batch.keys()), ("also has", batch.keys() - self._keys))
@@ -160,7 +161,7 @@ class Feed:
 
     def take(self, iterator: Iterator[Any]) -> dict[str, Any]:
         """Take one batch of any size from the user's iterator."""
-        return prepare_batch(self._model, next(_check_iterator(iterator)))
+        return self._prepare(next(_check_iterator(iterator)))
 
     def load(self, iterator: Iterator[Any]) -> dict[str, Any]:
         """Take one mini-batch of the engine's own loader; without inputs, only learn its shape.

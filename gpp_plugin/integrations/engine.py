@@ -22,9 +22,9 @@ from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure
 from gpp_plugin.integrations import checkpoint, huggingface
 from gpp_plugin.integrations.data import Feed, make_loader, repeat
 from gpp_plugin.integrations.evaluation import Evaluator
-from gpp_plugin.integrations.materialize import release_parameters
+from gpp_plugin.integrations.given_graph import source_of
 from gpp_plugin.integrations.metrics import Metrics, keep_timeline
-from gpp_plugin.integrations.preparation import Setting, materialize_for, prepare_plan
+from gpp_plugin.integrations.preparation import Setting
 from gpp_plugin.integrations.stage_config import NO_OPTIMIZER
 from gpp_plugin.integrations.stage_engine import StageEngine, StepResult, TiedParameter
 from gpp_plugin.integrations.stage_groups import StageGroups
@@ -37,13 +37,12 @@ from gpp_plugin.runtime.pipeline import (
     Lane,
     Reference,
     channels_of,
-    held_tensors,
     make_programs,
     tied_stages,
 )
-from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.timelines import start_clock
 from gpp_plugin.runtime.transport import make_transport
+from gpp_plugin.stage_graph.graph import StageGraph
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ class GraphPipelineEngine(PipelineSurface):
     """Trains a model as a graph of pipeline stages; made by `deepspeed.initialize`.
 
     Args:
-        model: the user's model; after construction it keeps only the parameters of this rank's stage.
+        model: the user's model, or graph of stages; after construction it keeps only this rank's stage.
         ds_config: the whole DeepSpeed configuration as a dict.
         config: its checked ``graph_pipeline`` block.
         setting: ranks, device, precision and batch sizes.
@@ -71,7 +70,7 @@ class GraphPipelineEngine(PipelineSurface):
     def __init__(
         self,
         *,
-        model: nn.Module,
+        model: nn.Module | StageGraph,
         ds_config: Mapping[str, Any],
         config: GraphPipelineConfig,
         setting: Setting,
@@ -89,12 +88,12 @@ class GraphPipelineEngine(PipelineSurface):
         self.record_timelines = config.trace_path is not None
         self._ds_config = dict(ds_config)
         self._setting = setting
-        self._model = model
-        self._reference, self.plan = prepare_plan(model, sample_batch, config=config, setting=setting)
+        self._source = source_of(model, config=config, setting=setting)
+        self._reference, self.plan = self._source.prepare_plan(sample_batch)
         lane = self._make_lane(self._reference, self.plan)
         assert lane is not None, "every rank is in a stage of the training plan"
         self._lane: Lane = lane
-        self.module = self._make_module(self._lane, sample_batch)
+        self.module = self._source.make_module(self._lane, sample_batch)
         self._tied = tuple(
             TiedParameter(name=name, stages=stages, owner=stages[0])
             for name, stages in tied_stages(self.plan, self._reference).items()
@@ -112,10 +111,9 @@ class GraphPipelineEngine(PipelineSurface):
             parameter_groups=parameter_groups,
             device=setting.device,
         )
-        self._share_weights()
+        self._source.share_weights(self.module)
         self._evaluator = Evaluator(
-            model=model,
-            config=config,
+            source=self._source,
             setting=setting,
             plan=self.plan,
             reference=self._reference,
@@ -130,7 +128,7 @@ class GraphPipelineEngine(PipelineSurface):
         self._lane.bind(self.module, _Hooks(self))
         reading = self._ranks_that_read()
         self._feed = Feed(
-            model=model,
+            prepare=self._source.prepare_batch,
             mini_batch=self.plan.mini_batch,
             reads_inputs=setting.rank in reading,
             source=min(reading),
@@ -164,7 +162,7 @@ class GraphPipelineEngine(PipelineSurface):
         for program in programs:
             if program.rank == self._setting.rank:
                 return Lane(
-                    model=self._model,
+                    source=self._source.stages,
                     reference=reference,
                     plan=plan,
                     program=program,
@@ -173,35 +171,6 @@ class GraphPipelineEngine(PipelineSurface):
                     dtype=self._setting.dtype,
                 )
         return None
-
-    def _make_module(self, lane: Lane, sample_batch: Batch) -> StageModule:
-        """Take this stage's parameters from the model and let go of the others."""
-        known = {p.name: p for p in self._reference.analysis.op_graph.parameters}
-        used = {name for block in self._reference.block_graph.blocks for name in block.parameters}
-        own = held_tensors(self.plan, self._reference)[lane.stage_index]
-        names = tuple(dict.fromkeys((*lane.prepare(sample_batch).tensors, *own)))
-        tensors = materialize_for(self._model, names, setting=self._setting, config=self.config)
-        own_tensors = dict(self._model.named_parameters())
-        # what was cast is a copy: the model keeps only what the stage shares with it, and its buffers
-        shared = {n for n, t in tensors.items() if n in own_tensors and _is_same(own_tensors[n], t)}
-        release_parameters(self._model, keep=shared.union(p.name for p in known.values() if p.is_buffer))
-        frozen = {name for name in names if not known[name].requires_grad or name not in used}
-        return StageModule(
-            tensors=tensors,
-            parameters=[name for name in names if not known[name].is_buffer],
-            frozen=frozenset(frozen),
-            persistent=frozenset(name for name in names if known[name].is_persistent),
-        )
-
-    def _share_weights(self) -> None:
-        """Let the user's model see the stage's weights where they are of one type; ZeRO has moved them.
-
-        Otherwise the model would hold the first weights beside them all the time.
-        """
-        stage = dict(self.module.named_parameters(remove_duplicate=False))
-        for name, tensor in self._model.named_parameters(remove_duplicate=False):
-            if not tensor.is_meta and name in stage and tensor.dtype == stage[name].dtype:
-                tensor.data = stage[name].data
 
     def _ranks_that_read(self) -> set[int]:
         """Return the ranks whose stages read model inputs."""
@@ -233,6 +202,7 @@ class GraphPipelineEngine(PipelineSurface):
         start = time.perf_counter()
         batch = self._next_batch(data_iter)
         clock = start_clock(self._setting.group) if self.record_timelines else None
+        self._source.meet(self._reference, batch)
         self.module.train()
         result = self._run(self._lane, batch, record=clock is not None)
         loss = self._agree_on_loss(result, batch)
@@ -426,16 +396,12 @@ class GraphPipelineEngine(PipelineSurface):
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write sharded safetensors under HuggingFace names, one shard a stage; collective, no gather."""
-        writes = self._is_first_of_stage()
-        huggingface.save_pretrained(
+        self._source.save_pretrained(
             save_directory,
-            model=self._model,
-            state=dict(self.module.state_dict()) if writes else {},
-            stage_index=self._lane.stage_index,
-            num_stages=len(self.plan.stages),
-            is_writer=writes,
+            state=dict(self.module.state_dict()),
+            plan=self.plan,
             group=self._setting.group,
-            timeout=max(self.config.comm_timeout_s, 600.0),
+            timeout_s=max(self.config.comm_timeout_s, 600.0),
         )
 
     def _is_first_of_stage(self) -> bool:
@@ -478,7 +444,3 @@ class _Hooks:
         if self._engine._keeps_gradients:
             self._engine._gradients = self._stage.full_gradients()
         return self._stage.step()
-
-
-def _is_same(tensor: Tensor, other: Tensor) -> bool:
-    return not tensor.is_meta and tensor.data_ptr() == other.data_ptr()

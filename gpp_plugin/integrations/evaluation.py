@@ -7,18 +7,18 @@ A batch's keys and constants decide which graph is captured; its size decides wh
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpp_plugin.capture.export import count_samples
-from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.preparation import Setting, analyse, materialize_for
+from gpp_plugin.integrations.model_source import ModelSource
+from gpp_plugin.integrations.preparation import Setting
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.runtime.batches import Batch, take_samples
@@ -46,7 +46,7 @@ class Evaluator:
     """Evaluates batches on the stages of a training plan; every method is collective over all ranks.
 
     Args:
-        model: as the user gave it; only its structure is read.
+        source: the model as the user gave it.
         plan, reference: of training.
         module: this stage's parameters.
         make_lane: returns this rank's lane for a plan, or None where the plan leaves it idle; collective.
@@ -56,8 +56,7 @@ class Evaluator:
     def __init__(
         self,
         *,
-        model: nn.Module,
-        config: GraphPipelineConfig,
+        source: ModelSource,
         setting: Setting,
         plan: PipelinePlan,
         reference: Reference,
@@ -65,8 +64,7 @@ class Evaluator:
         make_lane: Callable[[Reference, PipelinePlan], Lane | None],
         run: Callable[[Lane, Batch], MiniBatchResult],
     ) -> None:
-        self._model = model
-        self._config = config
+        self._source = source
         self._setting = setting
         self._plan = plan
         self._reference = reference
@@ -94,6 +92,7 @@ class Evaluator:
                 f"eval_batch: the model returns no loss for a batch of {sorted(batch)}; give labels, or pass "
                 "compute_loss=False"
             )
+        self._source.meet(graph.reference, batch)
         total = 0.0
         collected: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in outputs}
         for part in split_evaluation(graph.plan, num_samples):
@@ -112,14 +111,7 @@ class Evaluator:
         if found is not None:
             self._graphs.move_to_end(key)
             return found
-        reference = analyse(
-            self._model,
-            batch,
-            config=self._config,
-            setting=self._setting,
-            is_training=False,
-            outputs=outputs,
-        )
+        reference = self._source.analyse(batch, outputs)
         parameters = {p.name for p in reference.analysis.op_graph.parameters if not p.is_buffer}
         held = [parameters.intersection(names) for names in held_tensors(self._plan, self._reference)]
         plan = evaluation_plan(self._plan, reference.block_graph, parameters=parameters, held=held)
@@ -139,18 +131,10 @@ class Evaluator:
             _close(self._lanes.popitem(last=False)[1])
         lane = self._make_lane(reference, plan)
         if lane is not None:
-            self._add_missing_buffers(lane.prepare(batch).tensors)
+            self._source.complete_module(self._module, lane.prepare(batch).tensors)
             lane.bind(self._module, None)
         self._lanes[lane_key] = lane
         return lane
-
-    def _add_missing_buffers(self, needed: Sequence[str]) -> None:
-        """Give the stage what only evaluation reads (a mask's buffer, say)."""
-        missing = [name for name in needed if name not in self._module.named_tensors()]
-        if missing:
-            self._module.add_buffers(
-                materialize_for(self._model, missing, setting=self._setting, config=self._config)
-            )
 
     def _sum_over_ranks(self, value: float) -> float:
         if self._setting.group is None:

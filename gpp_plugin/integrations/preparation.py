@@ -40,7 +40,7 @@ from gpp_plugin.profile.machine import read_machine
 from gpp_plugin.profile.measure import profile_blocks
 from gpp_plugin.runtime.agree import call_on_rank_zero
 from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.pipeline import Reference, make_reference
+from gpp_plugin.runtime.stage_source import Reference, make_reference
 from gpp_plugin.schedule.names import planning_schedule, schedule_label
 
 logger = logging.getLogger(__name__)

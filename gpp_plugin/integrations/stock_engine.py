@@ -6,6 +6,7 @@ and received tensors that no gradient reaches get one of zeros, where DeepSpeed 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from gpp_plugin.capture.export import count_samples, recapture, resize_batch
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations import huggingface
-from gpp_plugin.integrations.data import Feed, repeat
+from gpp_plugin.integrations.data import Feed, prepare_batch, repeat
 from gpp_plugin.integrations.metrics import keep_timeline
 from gpp_plugin.integrations.preparation import Setting, analyse, materialize_for
 from gpp_plugin.integrations.stage_config import NO_OPTIMIZER
@@ -157,7 +158,7 @@ class StockPipelineEngine(PipelineEngine):
         self._events: list[Event] | None = None
         self._owns_loader = False
         self._feed = Feed(
-            model=lane.source.model,
+            prepare=functools.partial(prepare_batch, lane.source.model),
             mini_batch=lane.plan.mini_batch,
             reads_inputs=self.is_first_stage() or self.is_last_stage(),
             source=0,

@@ -1,8 +1,8 @@
 """One rank's part of a pipeline: its stage's parameters, and executors compiled for each shape.
 
-A `Lane` is the pipeline in one mode, training or evaluation: a captured graph, the plan on it, this
-rank's program, and a bounded cache of executors, one for each shape of the batches. The stage's
-parameters are shared by both lanes. Nothing here depends on DeepSpeed.
+A `Lane` is the pipeline in one mode, training or evaluation: a graph of blocks, the plan on it, this
+rank's program, and a bounded cache of executors, one for each shape of the batches. A `StageSource` gives the
+stage's code at a shape. The stage's parameters are shared by both lanes. Nothing here depends on DeepSpeed.
 """
 
 from __future__ import annotations
@@ -14,15 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gpp_plugin.capture.coarsen import coarsen
-from gpp_plugin.capture.export import count_samples, recapture, resize_batch
-from gpp_plugin.capture.graph import CapturedGraph
+from gpp_plugin.capture.samples import count_samples
 from gpp_plugin.errors import CaptureError, PlanError
-from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.ir.op_graph import OpGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
@@ -30,7 +26,8 @@ from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.runtime.batches import Batch, shape_key, slice_batch
 from gpp_plugin.runtime.compute import AutogradCompute, HalfForwards, StageHooks, boundary_gradients
 from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
-from gpp_plugin.runtime.stage_module import StageFunction, StageModule, build_stage_function
+from gpp_plugin.runtime.stage_module import StageFunction, StageModule
+from gpp_plugin.runtime.stage_source import Reference, StageCode, StageSource
 from gpp_plugin.runtime.transport import Channel, Transport
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.forward_only import forward_only_stages
@@ -40,21 +37,6 @@ from gpp_plugin.schedule.validate import validate_programs
 logger = logging.getLogger(__name__)
 
 MAX_SHAPES = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
-    """A model as captured once, in one mode: what was found out, and its blocks."""
-
-    analysis: Analysis
-    block_graph: BlockGraph
-    granularity: str
-
-
-def make_reference(analysis: Analysis, granularity: str) -> Reference:
-    """Coarsen what a capture found out to blocks."""
-    graph = coarsen(analysis, granularity=granularity)
-    return Reference(analysis=analysis, block_graph=graph, granularity=granularity)
 
 
 def tied_stages(plan: PipelinePlan, reference: Reference) -> dict[str, tuple[int, ...]]:
@@ -141,16 +123,10 @@ def channels_of(programs: Sequence[RankProgram]) -> set[Channel]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _StageCapture:
-    """A stage captured at its local batch: its code, and the graph's tensors at that shape.
+class _Prepared:
+    """A stage's code at its local batch, and at half of it where the program runs forwards in halves."""
 
-    Args:
-        half: the code at half the local batch, where the program runs forwards in halves.
-    """
-
-    op_graph: OpGraph
-    block_graph: BlockGraph
-    function: StageFunction
+    code: StageCode
     half: StageFunction | None
 
 
@@ -167,8 +143,8 @@ class Lane:
     """This rank's pipeline in one mode.
 
     Args:
-        model: as the user gave it; only its structure is read after parameters were taken from it.
-        reference: what the model's capture in this mode found out, and its blocks.
+        source: gives the stage's code at each shape.
+        reference: what is known of the model in this mode, and its blocks.
         plan: on ``reference.block_graph``.
         program: this rank's.
         module: the stage's parameters; None until `bind`.
@@ -177,7 +153,7 @@ class Lane:
     def __init__(
         self,
         *,
-        model: nn.Module,
+        source: StageSource,
         reference: Reference,
         plan: PipelinePlan,
         program: RankProgram,
@@ -188,7 +164,7 @@ class Lane:
         self.plan = plan
         self.reference = reference
         self.stage_index = program.stage
-        self._model = model
+        self._source = source
         self._program = program
         self._transport = transport
         self._device = device
@@ -196,7 +172,7 @@ class Lane:
         self._tensors: Mapping[str, Tensor] = {}
         self._hooks: StageHooks | None = None
         self._executors: OrderedDict[tuple[Any, ...], _Compiled] = OrderedDict()
-        self._prepared: tuple[tuple[Any, ...], _StageCapture] | None = None
+        self._prepared: tuple[tuple[Any, ...], _Prepared] | None = None
         self._has_warned = False
 
     @property
@@ -204,38 +180,11 @@ class Lane:
         """Return whether the lane was captured in training mode."""
         return self.reference.analysis.is_training
 
-    def stage_nodes(self, captured: CapturedGraph, graph: BlockGraph) -> list[str]:
-        """Return the operator nodes of this rank's stage in a graph captured at any shape.
-
-        Raises:
-            CaptureError: the graph lacks one of the stage's blocks.
-        """
-        blocks = {block.name: block for block in graph.blocks}
-        stage = self.plan.stages[self.stage_index]
-        missing = [name for name in stage.blocks if name not in blocks]
-        if missing:
-            raise CaptureError(
-                f"stage {stage.name}: blocks {missing[:3]} are gone from the graph captured at "
-                f"{captured.op_graph.num_samples} samples; the model's structure depends on its input shapes"
-            )
-        return [node for name in stage.blocks for node in blocks[name].nodes]
-
-    def stage_function(self, captured: CapturedGraph, graph: BlockGraph) -> StageFunction:
-        """Generate the stage's code from a captured graph."""
-        nodes = self.stage_nodes(captured, graph)
-        own = set(nodes)
-        edges = [edge for edge in self.plan.edges if edge.src == self.stage_index]
-        outputs = [name for edge in edges for name in (*edge.batch_tensors, *edge.whole_tensors)]
-        if captured.op_graph.loss in own:
-            outputs.append(str(captured.op_graph.loss))
-        outputs += [node for node in captured.op_graph.outputs.values() if node in own]
-        return build_stage_function(captured, nodes, tuple(dict.fromkeys(outputs)))
-
     def prepare(self, batch: Batch) -> StageFunction:
-        """Capture the stage for batches like this one and return its code, before parameters are bound."""
+        """Return the stage's code for batches like this one, before parameters are bound."""
         key = shape_key(batch, count_samples(batch))
-        self._prepared = (key, self._capture(batch))
-        return self._prepared[1].function
+        self._prepared = (key, self._prepare(batch))
+        return self._prepared[1].code.function
 
     def bind(self, module: StageModule, hooks: StageHooks | None) -> None:
         """Use these parameters and this optimizer side from now on; drops compiled executors."""
@@ -279,26 +228,24 @@ class Lane:
                     MAX_SHAPES,
                 )
         if self._prepared is not None and self._prepared[0] == key:
-            capture = self._prepared[1]
+            prepared = self._prepared[1]
         else:
-            capture = self._capture(batch)
+            prepared = self._prepare(batch)
         self._prepared = None
-        self._executors[key] = self._compile(capture)
+        self._executors[key] = self._compile(prepared)
         return self._executors[key]
 
-    def _capture(self, batch: Batch) -> _StageCapture:
+    def _prepare(self, batch: Batch) -> _Prepared:
         local = self.plan.stages[self.stage_index].local_batch_size
-        captured, graph = self._capture_at(batch, local)
-        function = self.stage_function(captured, graph)
+        code = self._code_at(batch, local)
         half = None
         if any(i.task is not None and i.task.half is not None for i in self._program.instructions):
-            half = self.stage_function(*self._capture_at(batch, local // 2))
-            self._check_half(function, half)
-        return _StageCapture(op_graph=captured.op_graph, block_graph=graph, function=function, half=half)
+            half = self._code_at(batch, local // 2).function
+            self._check_half(code.function, half)
+        return _Prepared(code=code, half=half)
 
-    def _capture_at(self, batch: Batch, num_samples: int) -> tuple[CapturedGraph, BlockGraph]:
-        captured = recapture(self._model, self.reference.analysis, resize_batch(batch, num_samples))
-        return captured, coarsen(captured, granularity=self.reference.granularity)
+    def _code_at(self, batch: Batch, num_samples: int) -> StageCode:
+        return self._source.stage_code(self.reference, self.plan, self.stage_index, batch, num_samples)
 
     def _check_half(self, whole: StageFunction, half: StageFunction) -> None:
         for what in ("tensors", "batch_inputs", "received", "outputs"):
@@ -309,47 +256,44 @@ class Lane:
                     "them; the model's structure depends on the number of samples: set num_sliced to 0"
                 )
 
-    def _compile(self, capture: _StageCapture) -> _Compiled:
-        function = capture.function
-        own = set(function.outputs)
-        specs = capture.block_graph.tensors
-        loss = capture.op_graph.loss if capture.op_graph.loss in own else None
+    def _compile(self, prepared: _Prepared) -> _Compiled:
+        code = prepared.code
+        function = code.function
         is_trained = any(
             i.task is not None and i.task.kind is not TaskKind.FORWARD for i in self._program.instructions
         )
         compute = AutogradCompute(
             function=function,
             parameters=[self._tensors[name] for name in function.tensors],
-            gradients=boundary_gradients(self._program, self.plan, specs),
+            gradients=boundary_gradients(self._program, self.plan, code.tensors),
             hooks=self._hooks if is_trained else None,
-            loss=loss,
+            loss=code.loss,
             loss_share=self.plan.stages[self.stage_index].local_batch_size / self.plan.mini_batch,
-            halves=_halves(capture),
+            halves=_halves(prepared),
         )
         executor = StageExecutor(
             plan=self.plan,
             program=self._program,
             compute=compute,
-            specs=specs,
+            specs=code.tensors,
             transport=self._transport,
             hooks=self._hooks,
             device=self._device,
-            loss=loss,
-            named_outputs={name: node for name, node in capture.op_graph.outputs.items() if node in own},
+            loss=code.loss,
+            named_outputs=code.outputs,
             is_training=self.is_training,
         )
-        inputs = {spec.name: spec for spec in capture.op_graph.inputs}
-        return _Compiled(executor=executor, function=function, inputs=inputs)
+        return _Compiled(executor=executor, function=function, inputs=code.inputs)
 
 
-def _halves(capture: _StageCapture) -> HalfForwards | None:
-    if capture.half is None:
+def _halves(prepared: _Prepared) -> HalfForwards | None:
+    if prepared.half is None:
         return None
-    inputs = {spec.name: spec for spec in capture.op_graph.inputs}
+    code = prepared.code
     return HalfForwards(
-        function=capture.half,
-        input_axes=tuple(_batch_axis(inputs[key]) for key in capture.half.batch_inputs),
-        axes={name: _batch_axis(spec) for name, spec in capture.block_graph.tensors.items()},
+        function=prepared.half,
+        input_axes=tuple(_batch_axis(code.inputs[key]) for key in prepared.half.batch_inputs),
+        axes={name: _batch_axis(spec) for name, spec in code.tensors.items()},
     )
 
 

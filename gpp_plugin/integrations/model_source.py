@@ -1,0 +1,168 @@
+"""What the engine asks of the model it is given, whether that is one module to capture or a graph of stages.
+
+`CapturedModel` is the first; `integrations.given_graph.GivenGraph` the second. Beyond this interface the engine,
+evaluation and checkpoints know no difference.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.integrations import huggingface
+from gpp_plugin.integrations.data import prepare_batch
+from gpp_plugin.integrations.materialize import release_parameters
+from gpp_plugin.integrations.preparation import Setting, analyse, materialize_for, prepare_plan
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.runtime.pipeline import Lane, held_tensors
+from gpp_plugin.runtime.stage_module import StageModule
+from gpp_plugin.runtime.stage_source import CapturedStages, Reference, StageSource
+
+
+class ModelSource(Protocol):
+    """A model in the form its user gave it."""
+
+    @property
+    def stages(self) -> StageSource:
+        """Return what gives lanes the code of their stages."""
+
+    def prepare_batch(self, batch: Any) -> dict[str, Any]:
+        """Return a batch as the model is called with it."""
+
+    def prepare_plan(self, sample_batch: Batch) -> tuple[Reference, PipelinePlan]:
+        """Agree on what the model is and on a plan for it; collective over all ranks."""
+
+    def analyse(self, batch: Batch, outputs: Sequence[str]) -> Reference:
+        """Agree on the model in evaluation, for batches of these keys; collective over all ranks."""
+
+    def meet(self, reference: Reference, batch: Batch) -> None:
+        """Learn the shapes that come of a batch like this one before a lane runs it; collective over all ranks."""
+
+    def make_module(self, lane: Lane, sample_batch: Batch) -> StageModule:
+        """Return this rank's stage and let go of the others."""
+
+    def complete_module(self, module: StageModule, names: Iterable[str]) -> None:
+        """Give the stage those tensors of ``names`` that only evaluation reads."""
+
+    def share_weights(self, module: StageModule) -> None:
+        """Let the user's model see the weights that training changes, where it can."""
+
+    def save_pretrained(
+        self,
+        directory: str | Path,
+        *,
+        state: Mapping[str, Tensor],
+        plan: PipelinePlan,
+        group: dist.ProcessGroup | None,
+        timeout_s: float,
+    ) -> None:
+        """Write the weights for use without this package; collective over all ranks.
+
+        Args:
+            state: this rank's stage.
+        """
+
+
+class CapturedModel:
+    """One module, captured and cut by a planner.
+
+    Args:
+        model: after `make_module` it keeps only the parameters of this rank's stage.
+    """
+
+    def __init__(self, model: nn.Module, *, config: GraphPipelineConfig, setting: Setting) -> None:
+        self._model = model
+        self._config = config
+        self._setting = setting
+        self.stages: StageSource = CapturedStages(model)
+        self.prepare_batch: Callable[[Any], dict[str, Any]] = functools.partial(prepare_batch, model)
+
+    def prepare_plan(self, sample_batch: Batch) -> tuple[Reference, PipelinePlan]:
+        """Capture, profile and plan on rank 0; collective."""
+        return prepare_plan(self._model, sample_batch, config=self._config, setting=self._setting)
+
+    def analyse(self, batch: Batch, outputs: Sequence[str]) -> Reference:
+        """Capture for evaluation on rank 0; collective."""
+        return analyse(
+            self._model,
+            batch,
+            config=self._config,
+            setting=self._setting,
+            is_training=False,
+            outputs=outputs,
+        )
+
+    def meet(self, reference: Reference, batch: Batch) -> None:
+        """Do nothing: each rank captures new shapes alone."""
+
+    def make_module(self, lane: Lane, sample_batch: Batch) -> StageModule:
+        """Take this stage's parameters from the model and let go of the others."""
+        reference = lane.reference
+        known = {p.name: p for p in reference.analysis.op_graph.parameters}
+        used = {name for block in reference.block_graph.blocks for name in block.parameters}
+        own = held_tensors(lane.plan, reference)[lane.stage_index]
+        names = tuple(dict.fromkeys((*lane.prepare(sample_batch).tensors, *own)))
+        tensors = materialize_for(self._model, names, setting=self._setting, config=self._config)
+        own_tensors = dict(self._model.named_parameters())
+        # what was cast is a copy: the model keeps only what the stage shares with it, and its buffers
+        shared = {n for n, t in tensors.items() if n in own_tensors and _is_same(own_tensors[n], t)}
+        release_parameters(self._model, keep=shared.union(p.name for p in known.values() if p.is_buffer))
+        frozen = {name for name in names if not known[name].requires_grad or name not in used}
+        return StageModule(
+            tensors=tensors,
+            parameters=[name for name in names if not known[name].is_buffer],
+            frozen=frozenset(frozen),
+            persistent=frozenset(name for name in names if known[name].is_persistent),
+        )
+
+    def complete_module(self, module: StageModule, names: Iterable[str]) -> None:
+        """Give the stage what only evaluation reads (a mask's buffer, say)."""
+        missing = [name for name in names if name not in module.named_tensors()]
+        if missing:
+            module.add_buffers(
+                materialize_for(self._model, missing, setting=self._setting, config=self._config)
+            )
+
+    def share_weights(self, module: StageModule) -> None:
+        """Let the user's model see the stage's weights where they are of one type; ZeRO has moved them.
+
+        Otherwise the model would hold the first weights beside them all the time.
+        """
+        stage = dict(module.named_parameters(remove_duplicate=False))
+        for name, tensor in self._model.named_parameters(remove_duplicate=False):
+            if not tensor.is_meta and name in stage and tensor.dtype == stage[name].dtype:
+                tensor.data = stage[name].data
+
+    def save_pretrained(
+        self,
+        directory: str | Path,
+        *,
+        state: Mapping[str, Tensor],
+        plan: PipelinePlan,
+        group: dist.ProcessGroup | None,
+        timeout_s: float,
+    ) -> None:
+        """Write sharded safetensors under HuggingFace names, one shard a stage, no gather."""
+        stage = plan.stage_of_rank(self._setting.rank)
+        writes = plan.stages[stage].ranks[0] == self._setting.rank
+        huggingface.save_pretrained(
+            directory,
+            model=self._model,
+            state=state if writes else {},
+            stage_index=stage,
+            num_stages=len(plan.stages),
+            is_writer=writes,
+            group=group,
+            timeout=timeout_s,
+        )
+
+
+def _is_same(tensor: Tensor, other: Tensor) -> bool:
+    return not tensor.is_meta and tensor.data_ptr() == other.data_ptr()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -55,6 +56,19 @@ def _interpolate(xs: tuple[int, ...], ys: tuple[float, ...], x: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedStorage:
+    """What several blocks keep for backward: a stage holds it once, whichever of them it has.
+
+    Args:
+        blocks: in execution order; the first is charged with it in its `BlockCost`.
+    """
+
+    blocks: tuple[str, ...]
+    bytes_per_sample: float
+    bytes_fixed: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """Costs of every block of one BlockGraph on one device.
 
@@ -62,13 +76,25 @@ class Profile:
         graph: fingerprint of the BlockGraph.
         device: what the times are of, e.g. ``cpu (2 threads)`` or ``NVIDIA H200``.
         source: ``measured``, ``analytic`` or ``given``.
+        shared: what several blocks keep, charged to the first of them; a stage without that one holds it too.
     """
 
     graph: str
     device: str
     source: str
     costs: tuple[BlockCost, ...]
+    shared: tuple[SharedStorage, ...] = ()
 
     def by_block(self) -> dict[str, BlockCost]:
         """Return the costs keyed by block name."""
         return {cost.block: cost for cost in self.costs}
+
+    def kept_with_others(self, blocks: Collection[str]) -> tuple[float, float]:
+        """Return bytes a sample, and fixed bytes, that ``blocks`` keep and blocks elsewhere are charged with."""
+        per_sample = fixed = 0.0
+        for storage in self.shared:
+            first, *others = storage.blocks
+            if first not in blocks and any(block in blocks for block in others):
+                per_sample += storage.bytes_per_sample
+                fixed += storage.bytes_fixed
+        return per_sample, fixed

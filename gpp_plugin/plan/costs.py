@@ -69,6 +69,7 @@ class CostModel:
                 self.saved_fixed,
             ]
         )
+        self._profile = profile
         self._group_bytes: dict[tuple[int, ...], tuple[float, ...]] = {}
         self._group_times: dict[tuple[tuple[int, ...], float], tuple[float, float]] = {}
 
@@ -167,8 +168,11 @@ class CostModel:
         found = self._group_bytes.get(key)
         if found is None:
             rows = list(blocks)
-            sums = self._static[:, rows].sum(axis=1).tolist()
-            found = (*sums, float(self.transient_per_sample[rows].max(initial=0.0)))
+            *held, per_sample, fixed = self._static[:, rows].sum(axis=1).tolist()
+            if self._profile.shared:
+                more, more_fixed = self._profile.kept_with_others({self._costs[row].block for row in rows})
+                per_sample, fixed = per_sample + more, fixed + more_fixed
+            found = (*held, per_sample, fixed, float(self.transient_per_sample[rows].max(initial=0.0)))
             self._group_bytes[key] = found
         return found
 

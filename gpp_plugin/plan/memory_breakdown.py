@@ -24,7 +24,9 @@ def _of_stage(stage: Stage, mode: str, profile: Profile, zero_stage: int) -> Mem
     costs = [by_block[name] for name in stage.blocks]
     local = stage.local_batch_size
     weights = sum(c.parameter_bytes for c in costs)
-    kept = sum(c.saved_bytes_per_sample * local + c.saved_bytes_fixed for c in costs)
+    shared, shared_fixed = profile.kept_with_others(stage.blocks)
+    kept = shared * local + shared_fixed
+    kept += sum(c.saved_bytes_per_sample * local + c.saved_bytes_fixed for c in costs)
     working = 0
     if stage.memory is not None:
         kept -= stage.memory.swapped_bytes + stage.memory.recomputed_bytes

@@ -96,6 +96,10 @@ def _check_ranks(plan: PipelinePlan, cluster: Cluster | None) -> None:
     for stage in plan.stages:
         if not stage.ranks:
             raise PlanError(f"stage {stage.name!r} has no ranks")
+        if stage.tensor < 1 or len(stage.ranks) % stage.tensor:
+            raise PlanError(
+                f"stage {stage.name!r}: a tensor size of {stage.tensor} does not divide its {len(stage.ranks)} ranks"
+            )
         for rank in stage.ranks:
             if rank in owner:
                 raise PlanError(f"rank {rank} is in stages {owner[rank]!r} and {stage.name!r}; keep one")
@@ -133,20 +137,22 @@ def _check_batches(plan: PipelinePlan, graph: BlockGraph) -> None:
 
 def _check_edges(plan: PipelinePlan, graph: BlockGraph) -> None:
     stage_of = {block: i for i, stage in enumerate(plan.stages) for block in stage.blocks}
-    expected: dict[tuple[int, int], set[str]] = {}
+    expected: dict[_EdgeKey, set[str]] = {}
     for block_edge in graph.edges:
-        pair = (stage_of[block_edge.src], stage_of[block_edge.dst])
-        if pair[0] != pair[1]:
-            expected.setdefault(pair, set()).update(block_edge.tensors)
-    found = {(edge.src, edge.dst): edge for edge in plan.edges}
+        src, dst = stage_of[block_edge.src], stage_of[block_edge.dst]
+        if src != dst:
+            key = (src, dst, block_edge.src_shard_axis, block_edge.dst_shard_axis)
+            expected.setdefault(key, set()).update(block_edge.tensors)
+    found = {(edge.src, edge.dst, edge.src_shard_axis, edge.dst_shard_axis): edge for edge in plan.edges}
     if len(found) < len(plan.edges):
         raise PlanError("two edges join the same pair of stages; make one of them")
     if set(found) != set(expected):
-        names = [(plan.stages[a].name, plan.stages[b].name) for a, b in set(found) ^ set(expected)]
-        raise PlanError(f"the plan's edges differ from the model's between stages {sorted(names)}")
-    for pair, edge in found.items():
-        src, dst = plan.stages[pair[0]], plan.stages[pair[1]]
-        tensors = {name: graph.tensors[name] for name in expected[pair]}
+        names = sorted((plan.stages[k[0]].name, plan.stages[k[1]].name) for k in set(found) ^ set(expected))
+        raise PlanError(f"the plan's edges differ from the model's between stages {names}")
+    for key, edge in found.items():
+        src, dst = plan.stages[key[0]], plan.stages[key[1]]
+        tensors = {name: graph.tensors[name] for name in expected[key]}
+        _check_shards(src, dst, edge, tensors)
         batch = {n for n, spec in tensors.items() if spec.layout.kind is LayoutKind.BATCH}
         grads = {n for n, spec in tensors.items() if spec.requires_grad}
         if set(edge.batch_tensors) != batch or set(edge.whole_tensors) != set(tensors) - batch:
@@ -162,6 +168,27 @@ def _check_edges(plan: PipelinePlan, graph: BlockGraph) -> None:
                     f"stage {stage.name!r}: tensor {units[0]!r} has one value a loss unit of {plan.loss_unit} "
                     f"samples and a rank computes {stage.local_batch_size}; set its micro_batch_sizes to "
                     f"{plan.loss_unit * stage.degree}"
+                )
+
+
+_EdgeKey = tuple[int, int, int | None, int | None]
+"""Producer, consumer, and the axes along which they hold shards."""
+
+
+def _check_shards(src: Stage, dst: Stage, edge: StageEdge, tensors: Mapping[str, TensorSpec]) -> None:
+    """Tensor ranks hold equal shards, along an axis that is not the samples'."""
+    for stage, axis in ((src, edge.src_shard_axis), (dst, edge.dst_shard_axis)):
+        for spec in tensors.values() if axis is not None and stage.tensor > 1 else ():
+            if not 0 <= axis < len(spec.shape) or spec.shape[axis] % stage.tensor:
+                raise PlanError(
+                    f"edge {src.name!r} -> {dst.name!r}: stage {stage.name!r} holds {spec.name!r} of shape "
+                    f"{spec.shape} as {stage.tensor} shards along axis {axis}, which do not divide it; pad it, or "
+                    "choose another tensor size"
+                )
+            if spec.layout.kind is LayoutKind.BATCH and spec.layout.axis == axis:
+                raise PlanError(
+                    f"edge {src.name!r} -> {dst.name!r}: axis {axis} of {spec.name!r} holds the samples, which data "
+                    "positions share out; shard another axis over tensor ranks"
                 )
 
 
@@ -242,7 +269,7 @@ def _check_memory(
         raise PlanError(f"the profile is of graph {profile.graph}, the plan of {plan.graph}; profile again")
     costs = profile.by_block()
     for stage in plan.stages:
-        need = _stage_bytes(stage, costs, zero_stage)
+        need = _stage_bytes(stage, costs, profile.kept_with_others(stage.blocks), zero_stage)
         if plan.mode == "async":  # weights of every micro-batch in flight
             need += (stage.in_flight - 1) * sum(costs[block].parameter_bytes for block in stage.blocks)
         for rank in stage.ranks:
@@ -258,13 +285,16 @@ def _check_memory(
                 )
 
 
-def _stage_bytes(stage: Stage, costs: dict[str, BlockCost], zero_stage: int) -> float:
+def _stage_bytes(
+    stage: Stage, costs: dict[str, BlockCost], shared: tuple[float, float], zero_stage: int
+) -> float:
     own = [costs[block] for block in stage.blocks]
     optimizer = sum(c.optimizer_bytes for c in own) / (stage.degree if zero_stage >= 1 else 1)
     gradient = sum(c.gradient_bytes for c in own) / (stage.degree if zero_stage >= 2 else 1)
     parameter = sum(c.parameter_bytes for c in own)
     local = stage.local_batch_size
     saved = sum(c.saved_bytes_per_sample * local + c.saved_bytes_fixed for c in own)
+    saved += shared[0] * local + shared[1]
     transient = max(c.transient_bytes_per_sample * local for c in own)
     if zero_stage >= 2 and stage.degree > 1:  # a backward's gradients are whole until they are reduced
         transient += max(sum(c.gradient_bytes for c in own) - saved, 0.0)

@@ -33,7 +33,7 @@ from gpp_plugin.errors import ProfileError
 from gpp_plugin.ir.block_graph import Block, BlockGraph
 from gpp_plugin.ir.cluster import Device
 from gpp_plugin.ir.op_graph import OpGraph, OpNode, Parameter
-from gpp_plugin.ir.profile import BlockCost, Profile
+from gpp_plugin.ir.profile import BlockCost, Profile, SharedStorage
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 
@@ -117,7 +117,18 @@ def analytic_profile(
                 transient_bytes_per_sample=_largest_output(block, block_graph) / block_graph.num_samples,
             )
         )
-    return Profile(graph=fingerprint(block_graph), device=device.name, source="analytic", costs=tuple(costs))
+    shared = tuple(
+        SharedStorage(blocks=tensor.kept_by, bytes_per_sample=tensor.bytes / block_graph.num_samples)
+        for tensor in block_graph.saved
+        if len(tensor.kept_by) > 1
+    )
+    return Profile(
+        graph=fingerprint(block_graph),
+        device=device.name,
+        source="analytic",
+        costs=tuple(costs),
+        shared=shared,
+    )
 
 
 def roofline_us(device: Device, *, flops: float, num_bytes: float, launches: float = 1.0) -> float:

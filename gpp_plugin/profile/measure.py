@@ -5,9 +5,9 @@ after their last reader. Blocks with the same operators, shapes and gradient fla
 measured once and share the result unless asked otherwise. Parameters on the meta device get random values for
 as long as their block is measured.
 
-What a block saves for backward is counted by storage: parameters never, and a tensor that several blocks keep
-(an encoder's output under every cross-attention) once, at the first block, so that the bytes of the blocks of a
-stage add up to the bytes of the stage. Nodes replicated in each stage (masks) are charged to the first reader.
+What a block saves for backward is counted by storage: parameters and model inputs, which are there anyway, never,
+and a tensor that several blocks keep (an encoder's output under every cross-attention, a mask) once, at the first
+block. `Profile.shared` says who else keeps it, so that the bytes of any stage's blocks add up to the stage's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gpp_plugin.capture.samples import resize_batch
 from gpp_plugin.errors import GppError, ProfileError
 from gpp_plugin.ir.block_graph import Block, BlockGraph
 from gpp_plugin.ir.op_graph import OpGraph, Parameter
-from gpp_plugin.ir.profile import BlockCost, Profile
+from gpp_plugin.ir.profile import BlockCost, Profile, SharedStorage
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.profile.analytic import ADAM_STATE_BYTES, default_sample_counts, validate_sample_counts
 from gpp_plugin.profile.code import BlockCode, block_codes
@@ -107,17 +107,24 @@ def profile_blocks(
 
     def measure_all() -> Profile:
         with _undisturbed(where, num_threads):
-            results = _survey_all(survey, captured, counts, capture_at, with_split, progress)
+            results, held = _survey_all(survey, captured, counts, capture_at, with_split, progress)
         costs = tuple(
             _block_cost(
                 block,
                 counts,
                 [at_n[block.name] for at_n in results],
                 round(_trainable_parameters(block, captured.op_graph) * optimizer_bytes_per_parameter),
+                unit=captured_samples,
             )
             for block in block_graph.blocks
         )
-        return Profile(graph=fingerprint(block_graph), device=name, source="measured", costs=costs)
+        return Profile(
+            graph=fingerprint(block_graph),
+            device=name,
+            source="measured",
+            costs=costs,
+            shared=_shared_storages(counts, held, captured_samples),
+        )
 
     if not use_cache:
         return measure_all()
@@ -133,6 +140,7 @@ def profile_blocks(
         "share_identical": share_identical,
         "repeats": repeats,
         "with_split": with_split,
+        "counts": "shared storages, no model inputs",  # what the bytes are of: older files count otherwise
     }
     return CostStore(cache_dir).find_or_measure(key, measure_all)
 
@@ -144,15 +152,16 @@ def _survey_all(
     capture_at: Callable[[int], CapturedGraph] | None,
     with_split: bool,
     progress: Progress | None,
-) -> list[dict[str, _BlockResult]]:
-    """Return what every block costs at each number of samples; peaks and splits at the largest."""
-    results = []
+) -> tuple[list[dict[str, _BlockResult]], list[_Held]]:
+    """Return what every block costs, and what is kept, at each number of samples; peaks and splits at the largest."""
+    results, held = [], []
     for position, n in enumerate(counts):
         at_n = captured if n == captured.op_graph.num_samples else _capture(capture_at, n)
         is_largest = n == counts[-1]
         taken = survey(captured=at_n, with_peak=is_largest, with_split=with_split and is_largest)
         results.append(taken.run(_report_from(progress, position, len(counts))))
-    return results
+        held.append(taken.held)
+    return results, held
 
 
 def describe_device(device: torch.device, threads: int) -> str:
@@ -230,7 +239,7 @@ class _Survey:
         self._last_reader = _last_readers(self._codes)
         self._shared: dict[tuple[str, tuple[object, ...]], _Measured] = {}
         self._recurs = Counter(code.signature for code in self._codes)
-        self._held = _Held()
+        self.held = _Held()
 
     def run(self, report: Callable[[int, int, str], None]) -> dict[str, _BlockResult]:
         """Return what was measured of every block."""
@@ -242,7 +251,7 @@ class _Survey:
                 if code.replicas is not None:
                     replica = self._run(code.replicas).whole
                     replica_us = replica.forward_us
-                    saved = self._keep(code.replicas, replica, replica.outputs)
+                    saved = self._keep(code.block, code.replicas, replica, replica.outputs)
                 key = (code.signature, self._placement(code.function))
                 block = self._shared.get(key)
                 if block is None:
@@ -259,7 +268,7 @@ class _Survey:
                 ) from error
             if self._share and self._recurs[code.signature] > 1 and block.whole.has_own_outputs:
                 self._shared[key] = block
-            saved += self._keep(code.function, block.whole, outputs)
+            saved += self._keep(code.block, code.function, block.whole, outputs)
             results[code.block] = _BlockResult(
                 forward_us=replica_us + block.whole.forward_us,
                 backward_us=block.whole.backward_us,
@@ -284,6 +293,7 @@ class _Survey:
             received=tuple(self._values[name] for name in function.received),
             takes_gradient=tuple(self._takes_gradient[name] for name in function.received),
             is_training=self._captured.is_training,
+            constants=function.constants,
         )
         whole = measure(operands, device=self._device, repeats=self._repeats, with_peak=self._with_peak)
         split = NOT_MEASURED
@@ -317,10 +327,12 @@ class _Survey:
         trains = self._captured.is_training and parameter.requires_grad and not parameter.is_buffer
         return value.requires_grad_(trains)
 
-    def _keep(self, function: StageFunction, measured: Measurement, outputs: Sequence[Tensor]) -> int:
+    def _keep(
+        self, block: str, function: StageFunction, measured: Measurement, outputs: Sequence[Tensor]
+    ) -> int:
         """Store the outputs and return the bytes that this code is the first to save."""
         self._values.update(zip(function.outputs, outputs, strict=True))
-        return self._held.add(function, measured)
+        return self.held.add(block, function, measured)
 
     def _drop(self, position: int) -> None:
         for name in [n for n in self._values if self._last_reader.get(n, -1) <= position]:
@@ -328,47 +340,55 @@ class _Survey:
 
 
 class _Held:
-    """Which tensors are already saved for backward by an earlier block."""
+    """Which blocks keep which storages for backward; a storage is known by the first tensor that lies in it."""
 
     def __init__(self) -> None:
         self._root: dict[str, str] = {}
-        self._saved: set[str] = set()
+        self.keepers: dict[str, list[str]] = {}
+        self.bytes_of: dict[str, int] = {}
 
-    def add(self, function: StageFunction, measured: Measurement) -> int:
-        """Return the bytes ``function`` saves that no earlier one does."""
+    def add(self, block: str, function: StageFunction, measured: Measurement) -> int:
+        """Return the bytes ``block`` saves that no earlier one does."""
         total = measured.saved_inside
-        operands = [
-            *(
-                (f"batch {key}", b)
-                for key, b in zip(function.batch_inputs, measured.saved_inputs, strict=True)
-            ),
-            *zip(function.received, measured.saved_received, strict=True),
-        ]
-        for name, num_bytes in operands:
+        for name, num_bytes in zip(function.received, measured.saved_received, strict=True):
             root = self._root.get(name, name)
-            if num_bytes and root not in self._saved:
+            if num_bytes and not _is_held_anyway(root) and self._keep(root, block, num_bytes):
                 total += num_bytes
-                self._saved.add(root)
-        for name, origin, is_saved in zip(
-            function.outputs, measured.output_origin, measured.is_output_saved, strict=True
+        for name, tensor, origin, is_saved in zip(
+            function.outputs, measured.outputs, measured.output_origin, measured.is_output_saved, strict=True
         ):
-            source = name
-            if origin is not None:
-                kind, position = origin
-                names = {
-                    "received": function.received,
-                    "input": tuple(f"batch {key}" for key in function.batch_inputs),
-                    "parameter": tuple(f"parameter {key}" for key in function.tensors),
-                    "output": function.outputs,
-                }
-                source = names[kind][position]
-                if kind == "parameter":  # held anyway
-                    self._saved.add(source)
-            root = self._root.get(source, source)
-            self._root[name] = root
+            source = name if origin is None else _operands(function)[origin[0]][origin[1]]
+            root = self._root[name] = self._root.get(source, source)
             if is_saved:
-                self._saved.add(root)
+                self._keep(root, block, tensor.untyped_storage().nbytes())
         return total
+
+    def _keep(self, root: str, block: str, num_bytes: int) -> bool:
+        """Note that a block keeps a storage, and return whether it is the first."""
+        is_first = root not in self.keepers
+        keepers = self.keepers.setdefault(root, [])
+        self.bytes_of.setdefault(root, num_bytes)
+        if block not in keepers:
+            keepers.append(block)
+        return is_first
+
+
+def _operands(function: StageFunction) -> dict[str, tuple[str, ...]]:
+    """Return the names of a function's operands and results by kind (`Origin`)."""
+    return {
+        "received": function.received,
+        "input": tuple(f"{_BATCH}{key}" for key in function.batch_inputs),
+        "parameter": tuple(f"{_PARAMETER}{key}" for key in function.tensors),
+        "output": function.outputs,
+    }
+
+
+_BATCH, _PARAMETER = "batch ", "parameter "
+
+
+def _is_held_anyway(root: str) -> bool:
+    """Return whether a storage is a model input's or a parameter's."""
+    return root.startswith((_BATCH, _PARAMETER))
 
 
 def _last_readers(codes: Sequence[BlockCode]) -> dict[str, int]:
@@ -381,15 +401,10 @@ def _last_readers(codes: Sequence[BlockCode]) -> dict[str, int]:
 
 
 def _block_cost(
-    block: Block, counts: tuple[int, ...], results: list[_BlockResult], optimizer_bytes: int
+    block: Block, counts: tuple[int, ...], results: list[_BlockResult], optimizer_bytes: int, *, unit: int
 ) -> BlockCost:
-    """Fit the saved bytes as fixed + per sample through the smallest and the largest count."""
-    saved = [result.saved_bytes for result in results]
-    if len(counts) > 1:
-        per_sample = max(0.0, (saved[-1] - saved[0]) / (counts[-1] - counts[0]))
-        fixed = max(0.0, saved[-1] - per_sample * counts[-1])
-    else:
-        per_sample, fixed = saved[0] / counts[0], 0.0
+    """Return the costs of a block from those at each number of samples."""
+    per_sample, fixed = _fit(counts, [result.saved_bytes for result in results], unit)
     return BlockCost(
         block=block.name,
         samples=counts,
@@ -404,6 +419,35 @@ def _block_cost(
         split_factor=results[-1].split.factor,
         input_share=results[-1].split.input_share,
     )
+
+
+def _fit(counts: Sequence[int], num_bytes: Sequence[int], unit: int) -> tuple[float, float]:
+    """Return bytes a sample, and bytes whatever their number, that are exact at ``unit`` samples.
+
+    The slope is that between the smallest and the largest count; what grows faster than the samples (a block that
+    mixes them keeps their square) counts as proportional.
+
+    Args:
+        unit: samples of one loss: what stages compute at a time, unless asked otherwise.
+    """
+    known = dict(zip(counts, num_bytes, strict=True))
+    unit = unit if unit in known else counts[-1]
+    slope = (num_bytes[-1] - num_bytes[0]) / max(counts[-1] - counts[0], 1)
+    if len(counts) == 1 or slope < 0 or slope * unit > known[unit]:
+        return known[unit] / unit, 0.0
+    return slope, known[unit] - slope * unit
+
+
+def _shared_storages(counts: Sequence[int], held: Sequence[_Held], unit: int) -> tuple[SharedStorage, ...]:
+    """Return the storages that several blocks keep."""
+    shared = []
+    for root, keepers in held[-1].keepers.items():
+        if len(keepers) > 1:
+            per_sample, fixed = _fit(counts, [at_n.bytes_of.get(root, 0) for at_n in held], unit)
+            shared.append(
+                SharedStorage(blocks=tuple(keepers), bytes_per_sample=per_sample, bytes_fixed=fixed)
+            )
+    return tuple(shared)
 
 
 def _trainable_parameters(block: Block, op_graph: OpGraph) -> int:

@@ -30,6 +30,7 @@ class Operands:
 
     Args:
         takes_gradient: for each of ``received``, whether its gradient is computed.
+        constants: what ``call`` has bound already.
     """
 
     call: Callable[..., tuple[Tensor, ...]]
@@ -38,6 +39,7 @@ class Operands:
     received: tuple[Tensor, ...]
     takes_gradient: tuple[bool, ...]
     is_training: bool
+    constants: tuple[Tensor, ...] = ()
 
     def forward(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return (results, the leaves that stand for ``received``)."""
@@ -58,8 +60,9 @@ class Measurement:
     """Cost of one piece of code, and what it made.
 
     Args:
-        saved_inside: bytes saved for backward in storages that neither an operand nor the batch owns.
-        saved_received, saved_inputs: bytes saved of each operand's own storage; 0 where it is not kept.
+        saved_inside: bytes saved for backward in storages that no operand owns; those of model inputs never
+            count, the mini-batch is there anyway.
+        saved_received: bytes saved of each received operand's own storage; 0 where it is not kept.
         is_output_saved: for each output, whether its storage is among ``saved_inside``.
         output_origin: for each output, whose storage it shares; None if it has its own.
         transient_bytes: peak above operands, results and saved tensors; 0 where it was not measured.
@@ -69,7 +72,6 @@ class Measurement:
     backward_us: float
     saved_inside: int
     saved_received: tuple[int, ...]
-    saved_inputs: tuple[int, ...]
     is_output_saved: tuple[bool, ...]
     output_origin: tuple[Origin | None, ...]
     transient_bytes: int
@@ -96,7 +98,7 @@ class Measurement:
 def measure(operands: Operands, *, device: torch.device, repeats: int, with_peak: bool) -> Measurement:
     """Run ``operands.call`` forward and backward and return the median times and the bytes it holds."""
     forward_us, backward_us = _times(operands, device, repeats)
-    saved = SavedStorages(exclude=operands.parameters)
+    saved = SavedStorages(exclude=(*operands.parameters, *operands.inputs, *operands.constants))
     with saved.recording():
         outputs, leaves = operands.forward()
     received_at = _first_positions(leaves)
@@ -114,13 +116,12 @@ def measure(operands: Operands, *, device: torch.device, repeats: int, with_peak
             origins.append(("parameter", parameters_at[key]))
         else:
             origins.append(("output", outputs_at[key]) if outputs_at[key] < i else None)
-    inside = {k: b for k, b in saved.bytes_of.items() if k not in received_at and k not in inputs_at}
+    inside = {k: b for k, b in saved.bytes_of.items() if k not in received_at}
     measurement = Measurement(
         forward_us=forward_us,
         backward_us=backward_us,
         saved_inside=sum(inside.values()),
         saved_received=_bytes_by_position(received_at, saved.bytes_of, len(leaves)),
-        saved_inputs=_bytes_by_position(inputs_at, saved.bytes_of, len(operands.inputs)),
         is_output_saved=tuple(storage_key(tensor) in inside for tensor in outputs),
         output_origin=tuple(origins),
         transient_bytes=_peak(operands, device) if with_peak else 0,

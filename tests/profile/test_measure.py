@@ -17,8 +17,10 @@ from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model, recapture, resize_batch
 from gpp_plugin.capture.graph import CapturedGraph
 from gpp_plugin.errors import ProfileError
+from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.profile import timing
 from gpp_plugin.profile.code import signature_of
 from gpp_plugin.profile.measure import profile_blocks
@@ -34,9 +36,10 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
-def saved_by(model: nn.Module, run: Callable[[], object]) -> int:
-    """Count what a forward saves for backward, each storage once, without parameters and buffers."""
-    own = {t.untyped_storage().data_ptr() for t in state_of(model).values()}
+def saved_by(model: nn.Module, batch: dict[str, Any], run: Callable[[], object]) -> int:
+    """Count what a forward saves for backward, each storage once, without parameters, buffers and model inputs."""
+    inputs = [value for value in batch.values() if isinstance(value, Tensor)]
+    own = {t.untyped_storage().data_ptr() for t in (*state_of(model).values(), *inputs)}
     held: list[Tensor] = []  # keeps the storages, so that no address is used twice
     with saved_tensors_hooks(lambda tensor: held.append(tensor) or tensor, lambda tensor: tensor):
         output = run()
@@ -46,7 +49,7 @@ def saved_by(model: nn.Module, run: Callable[[], object]) -> int:
 
 
 def eager_saved_bytes(model: nn.Module, batch: dict[str, Any]) -> int:
-    return saved_by(model, lambda: model(**batch))
+    return saved_by(model, batch, lambda: model(**batch))
 
 
 def graph_saved_bytes(model: nn.Module, batch: dict[str, Any], captured: CapturedGraph) -> int:
@@ -55,7 +58,9 @@ def graph_saved_bytes(model: nn.Module, batch: dict[str, Any], captured: Capture
     names = [node.name for node in captured.op_graph.nodes]
     function = build_stage_function(captured, names, [str(captured.op_graph.loss)])
     tensors = [state[name] for name in function.tensors]
-    return saved_by(model, lambda: function.call(*tensors, *(batch[key] for key in function.batch_inputs)))
+    return saved_by(
+        model, batch, lambda: function.call(*tensors, *(batch[key] for key in function.batch_inputs))
+    )
 
 
 @functools.cache
@@ -115,6 +120,42 @@ def test_a_block_saves_what_its_saved_tensors_say(name: str, granularity: str) -
     for cost in profile.costs:
         saved = cost.saved_bytes_per_sample * SAMPLES + cost.saved_bytes_fixed
         assert saved == charged[cost.block] if cost.block in inner else saved >= charged[cost.block]
+
+
+@pytest.mark.parametrize(("name", "granularity"), [("t5", "layer"), ("multi_sink", "node")])
+def test_what_a_stage_keeps_is_known_wherever_it_is_cut(name: str, granularity: str) -> None:
+    """A stage keeps the encoder's output, or a mask, that an earlier stage is charged with, for itself."""
+    model, batch, captured = prepared(name)
+    graph = coarsen(captured, granularity=granularity)
+    profile = measured(model, batch, captured, granularity=granularity)
+    costs = CostModel(graph, profile, Cluster(name="none", devices=(), links=()))
+    state, values = state_of(model), dict[str, Tensor]()
+    third = len(graph.blocks) // 3
+    is_shared = False
+    for blocks in (graph.blocks[:third], graph.blocks[third : 2 * third], graph.blocks[2 * third :]):
+        own = {block.name for block in blocks}
+        later = {n for e in graph.edges if e.src in own and e.dst not in own for n in e.tensors}
+        names = [node for block in blocks for node in block.nodes]
+        outputs = [node for node in names if node in later or node == captured.op_graph.loss]
+        code = build_stage_function(captured, names, outputs)
+        received = [values[n].detach().clone().requires_grad_(values[n].requires_grad) for n in code.received]
+        tensors = [state[n] for n in code.tensors]
+        made: list[Tensor] = []
+        operands = (*tensors, *(batch[key] for key in code.batch_inputs), *received)
+        counted = saved_by(model, batch, functools.partial(_extend, made, code.call, operands))
+        values.update(zip(outputs, made, strict=True))
+        empty, held = (
+            costs.stage_memory(costs.indices(own), degree=1, local=SAMPLES, in_flight=n) for n in (0, 1)
+        )
+        assert held - empty == counted
+        is_shared |= profile.kept_with_others(own) != (0.0, 0.0)
+    assert is_shared
+
+
+def _extend(
+    made: list[Tensor], call: Callable[..., tuple[Tensor, ...]], operands: tuple[Tensor, ...]
+) -> None:
+    made.extend(call(*operands))
 
 
 @pytest.mark.parametrize("name", MODELS)

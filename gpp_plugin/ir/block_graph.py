@@ -40,11 +40,17 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockEdge:
-    """Tensors that block ``src`` makes and block ``dst`` reads (names in `BlockGraph.tensors`)."""
+    """Tensors that block ``src`` makes and block ``dst`` reads (names in `BlockGraph.tensors`).
+
+    Args:
+        src_shard_axis, dst_shard_axis: as in `StageEdge`, of all its tensors; an explicit stage is one block.
+    """
 
     src: str
     dst: str
     tensors: tuple[str, ...]
+    src_shard_axis: int | None = None
+    dst_shard_axis: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -165,27 +165,37 @@ def stage_edges(
 ) -> tuple[StageEdge, ...]:
     """Return the edges between groups of blocks: every tensor once per pair of stages.
 
+    One edge a pair, or, where tensor ranks hold some of its tensors as shards, one for each way they are held.
+
     Args:
         costs: of the same graph; remembers edges from call to call.
     """
     stage_of = {block: i for i, blocks in enumerate(groups) for block in blocks}
-    between: dict[tuple[int, int], dict[str, None]] = {}
+    between: dict[tuple[int, int, _Axes], dict[str, None]] = {}
     for edge in graph.edges:
-        pair = (stage_of[edge.src], stage_of[edge.dst])
-        if pair[0] != pair[1]:
-            between.setdefault(pair, {}).update(dict.fromkeys(edge.tensors))
+        src, dst = stage_of[edge.src], stage_of[edge.dst]
+        if src != dst:
+            axes = (edge.src_shard_axis, edge.dst_shard_axis)
+            between.setdefault((src, dst, axes), {}).update(dict.fromkeys(edge.tensors))
     known = costs.edge_cache if costs is not None else {}
     edges = []
-    for (src, dst), tensors in sorted(between.items()):
-        key = src, dst, tuple(tensors)
+    for src, dst, axes in sorted(between, key=lambda k: (k[0], k[1], [-1 if a is None else a for a in k[2]])):
+        tensors = tuple(between[src, dst, axes])
+        key = src, dst, tensors
         if key not in known:
             # Stages change their numbers more often than what passes between them changes.
-            same = known.get((0, 0, key[2]))
+            same = known.get((0, 0, tensors))
             if same is None:
-                same = known[0, 0, key[2]] = _edge_of(graph, key[2])
-            known[key] = dataclasses.replace(same, src=src, dst=dst)
+                same = known[0, 0, tensors] = _edge_of(graph, tensors)
+            known[key] = dataclasses.replace(
+                same, src=src, dst=dst, src_shard_axis=axes[0], dst_shard_axis=axes[1]
+            )
         edges.append(known[key])
     return tuple(edges)
+
+
+_Axes = tuple[int | None, int | None]
+"""Shard axis at the producer and at the consumer."""
 
 
 def _edge_of(graph: BlockGraph, names: tuple[str, ...]) -> StageEdge:
@@ -265,7 +275,9 @@ def assign_ranks(drafts: Sequence[StageDraft]) -> list[tuple[int, ...]]:
     total = sum(draft.degree * draft.tensor for draft in drafts)
     free = iter(rank for rank in range(total) if rank not in taken)
     return [
-        draft.ranks if draft.ranks is not None else tuple(next(free) for _ in range(draft.degree * draft.tensor))
+        draft.ranks
+        if draft.ranks is not None
+        else tuple(next(free) for _ in range(draft.degree * draft.tensor))
         for draft in drafts
     ]
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from gpp_plugin.errors import PlanError, PlanInfeasible
+from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.explicit import explicit_plan
 from gpp_plugin.plan.validate import validate_plan
@@ -47,6 +48,7 @@ def test_the_good_plan_passes():
         ({"ranks": (0, 9)}, "must be 0..3"),
         ({"micro_batch_size": 6}, "do not divide the mini-batch"),
         ({"micro_batch_size": 1}, "2 ranks do not divide"),
+        ({"tensor": 3}, "a tensor size of 3 does not divide its 2 ranks"),
         ({"in_flight": 0}, "in flight"),
         ({"in_flight": 99}, "in flight"),
     ],
@@ -70,6 +72,37 @@ def test_edges_must_be_those_of_the_model():
     edge = dataclasses.replace(plan.edges[0], gradient_tensors=())
     with pytest.raises(PlanError, match="returns gradients"):
         validate_plan(dataclasses.replace(plan, edges=(edge, plan.edges[1])), GRAPH)
+
+
+def sharded(axis: int, shape: tuple[int, ...]) -> tuple[BlockGraph, PipelinePlan]:
+    """Return two stages of one block; the first one's two tensor ranks hold the tensor between them as shards."""
+    graph = make_graph([("a", "b")], loss="b")
+    tensors = {name: dataclasses.replace(spec, shape=shape) for name, spec in graph.tensors.items()}
+    edge = dataclasses.replace(graph.edges[0], src_shard_axis=axis)
+    graph = dataclasses.replace(graph, tensors=tensors, edges=(edge,))
+    spec = {"stages": [{"modules": ["a"], "devices": 1}, {"modules": ["b"], "devices": 1}]}
+    plan = explicit_plan(spec, make_request(graph, ranks=2))
+    first, last = plan.stages
+    stages = (
+        dataclasses.replace(first, ranks=(0, 1), tensor=2),
+        dataclasses.replace(last, ranks=(2,)),
+    )
+    return graph, dataclasses.replace(plan, stages=stages)
+
+
+def test_shards_divide_an_axis_that_is_not_the_samples():
+    graph, plan = sharded(1, (1, 4, 3))
+    assert [(e.src_shard_axis, e.dst_shard_axis) for e in plan.edges] == [(1, None)]
+    validate_plan(plan, graph)
+    whole = dataclasses.replace(plan.edges[0], src_shard_axis=None)
+    with pytest.raises(PlanError, match="edges differ from the model's between stages"):
+        validate_plan(dataclasses.replace(plan, edges=(whole,)), graph)
+    graph, plan = sharded(2, (1, 4, 3))
+    with pytest.raises(PlanError, match=r"'a' holds 'a:out' of shape \(1, 4, 3\) as 2 shards along axis 2"):
+        validate_plan(plan, graph)
+    graph, plan = sharded(0, (2, 4, 3))
+    with pytest.raises(PlanError, match="axis 0 of 'a:out' holds the samples"):
+        validate_plan(plan, graph)
 
 
 def test_a_plan_of_another_graph():

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
+from gpp_plugin.ir.memory_counts import MemoryCounts
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Direction, RankProgram
 from gpp_plugin.ir.tensors import TensorSpec
+from gpp_plugin.runtime.counting import CountingKeeper
+from gpp_plugin.runtime.keeper import Keeper
 from gpp_plugin.runtime.split import BackwardSplitter, PendingWeights
 from gpp_plugin.runtime.stage_module import StageFunction
 
@@ -170,6 +173,7 @@ class AutogradCompute:
         loss: node name of the loss if this stage yields it.
         loss_share: samples of one loss over those of the mini-batch.
         halves: None where no forward runs in halves.
+        keeper: runs the forwards of a stage that swaps or recomputes; None: everything is kept.
     """
 
     def __init__(
@@ -182,11 +186,13 @@ class AutogradCompute:
         loss: str | None = None,
         loss_share: float = 1.0,
         halves: HalfForwards | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         self.received = function.received
         self.outputs = function.outputs
         self.gradient_outputs = gradients.outputs
         self.gradient_inputs = gradients.inputs
+        self._function = function
         self._call = function.call
         self._parameters = tuple(parameters)
         self._hooks = hooks
@@ -198,6 +204,7 @@ class AutogradCompute:
         self._kept: dict[int, list[_Part]] = {}
         self._pending: dict[int, PendingWeights] = {}
         self._splitter = BackwardSplitter()
+        self._planned_keeper = self._keeper = keeper
         self._last_seed: tuple[float, Tensor] | None = None
 
     def forward(
@@ -211,8 +218,11 @@ class AutogradCompute:
             inputs = [_half_of(t, a, half) for t, a in zip(inputs, self._halves.input_axes, strict=True)]
         if self._hooks is None:
             return call(*self._parameters, *inputs, *received)
-        leaves = [received[index].requires_grad_(True) for index in self._leaves]
-        outputs = call(*self._parameters, *inputs, *received)
+        if self._keeper is None:
+            leaves = [received[index].requires_grad_(True) for index in self._leaves]
+            outputs = call(*self._parameters, *inputs, *received)
+        else:
+            leaves, outputs = self._keeper.forward(micro_batch, half, self._parameters, inputs, received)
         loss = outputs[self._loss] if self._loss >= 0 else None
         part = _Part(loss, [_root(outputs[index]) for index in self._roots], leaves)
         if half:
@@ -227,8 +237,12 @@ class AutogradCompute:
         assert hooks is not None, "a stage with backward tasks needs hooks"
         parts = self._kept.pop(micro_batch)
         roots, seeds = self._seed(parts, gradients, hooks.loss_scale)
+        if self._keeper is not None:
+            self._keeper.begin_backward(micro_batch)
         if roots:
             run_backward(roots, seeds)
+        if self._keeper is not None:
+            self._keeper.end_backward(micro_batch)
         hooks.accumulate()
         return self._join_leaves(parts, [[leaf.grad for leaf in part.leaves] for part in parts])
 
@@ -239,6 +253,8 @@ class AutogradCompute:
         parts = self._kept.pop(micro_batch)
         roots, seeds = self._seed(parts, gradients, hooks.loss_scale)
         leaves = list({id(leaf): leaf for part in parts for leaf in part.leaves}.values())
+        if self._keeper is not None:
+            self._keeper.begin_backward(micro_batch)
         found, self._pending[micro_batch] = self._splitter.split(roots, leaves, seeds)
         gradient_of = {id(leaf): gradient for leaf, gradient in zip(leaves, found, strict=True)}
         return self._join_leaves(parts, [[gradient_of[id(leaf)] for leaf in part.leaves] for part in parts])
@@ -248,12 +264,34 @@ class AutogradCompute:
         hooks = self._hooks
         assert hooks is not None, "a stage with backward tasks needs hooks"
         self._pending.pop(micro_batch).run()
+        if self._keeper is not None:
+            self._keeper.end_backward(micro_batch)
         hooks.accumulate()
 
     def clear(self) -> None:
         """Forget all micro-batches."""
         self._kept.clear()
         self._pending.clear()
+        if self._keeper is not None:
+            self._keeper.clear()
+
+    def start_counting(self) -> None:
+        """Count what the forwards from now on keep for their backwards, if there are any."""
+        if self._keeper is None and self._hooks is not None:
+            self._keeper = CountingKeeper(
+                whole=self._call,
+                half=self._halves.function.call if self._halves is not None else None,
+                leaves=self._leaves,
+                fixed=(*self._parameters, *self._function.constants),
+            )
+        if self._keeper is not None:
+            self._keeper.start_counting()
+
+    def stop_counting(self) -> MemoryCounts | None:
+        """Count no longer, and return what was counted; None for a stage without backwards."""
+        counts = self._keeper.stop_counting() if self._keeper is not None else None
+        self._keeper = self._planned_keeper
+        return counts
 
     def _seed(
         self, parts: Sequence[_Part], gradients: Sequence[Tensor | None], loss_scale: float

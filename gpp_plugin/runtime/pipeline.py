@@ -135,6 +135,7 @@ class _Compiled:
     """A stage ready to run at one shape; ``inputs`` are the model's inputs there, by batch key."""
 
     executor: StageExecutor
+    compute: AutogradCompute
     function: StageFunction
     inputs: Mapping[str, TensorSpec]
 
@@ -197,8 +198,13 @@ class Lane:
         if self._transport is not None:
             self._transport.close()
 
-    def run(self, batch: Batch, *, record: bool = False) -> MiniBatchResult:
-        """Run one mini-batch of ``plan.mini_batch`` samples; only this rank's rows are read."""
+    def run(self, batch: Batch, *, record: bool = False, count: bool = False) -> MiniBatchResult:
+        """Run one mini-batch of ``plan.mini_batch`` samples; only this rank's rows are read.
+
+        Args:
+            record: whether to note the time of every task and message.
+            count: whether to count what is kept for backward (a few microseconds for each saved tensor).
+        """
         compiled = self._executor_for(batch)
         inputs = slice_batch(
             batch,
@@ -210,7 +216,15 @@ class Lane:
             device=self._device,
             dtype=self._dtype,
         )
-        return compiled.executor.run(inputs, record=record)
+        if not count:
+            return compiled.executor.run(inputs, record=record)
+        compiled.compute.start_counting()
+        try:
+            result = compiled.executor.run(inputs, record=record)
+        finally:
+            counts = compiled.compute.stop_counting()
+        result.memory = counts
+        return result
 
     def _executor_for(self, batch: Batch) -> _Compiled:
         key = shape_key(batch, self.plan.mini_batch)
@@ -283,7 +297,7 @@ class Lane:
             named_outputs=code.outputs,
             is_training=self.is_training,
         )
-        return _Compiled(executor=executor, function=function, inputs=code.inputs)
+        return _Compiled(executor=executor, compute=compute, function=function, inputs=code.inputs)
 
 
 def _halves(prepared: _Prepared) -> HalfForwards | None:

@@ -1,0 +1,198 @@
+"""Megatron modules as stages of a graph: called ``module(**inputs)``, they return a tensor or a tuple.
+
+Tensors between stages keep Megatron's layout: hidden_SBH [sequence, batch, hidden], with sequence parallelism this
+rank's share of the sequence. What comes from the batch or from an encoder has the batch first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.integrations.megatron.dropout import DropoutStreams
+from gpp_plugin.integrations.megatron.losses import mean_loss, vocab_parallel_cross_entropy
+from gpp_plugin.stage_graph.context import StageContext
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_block import TransformerBlock
+
+
+class _Chunk:
+    """What both kinds of chunks share: whose they are, their masks and their dropout."""
+
+    config: Any
+    training: bool
+
+    def describe(self, context: StageContext, *, seed: int, layers: range, takes_mask: bool) -> None:
+        """Say which stage this is, and which layers of the model it has."""
+        self.stage = context.stage
+        self.first_layer = layers.start
+        self.tensor_size = context.tensor_size
+        self.takes_mask = takes_mask
+        self._streams = DropoutStreams(seed, context)
+        self._causal: Tensor | None = None
+
+    def random_streams(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which a forward draws its dropout."""
+        draws = max(self.config.hidden_dropout, self.config.attention_dropout) > 0.0
+        return self._streams.of_forward() if self.training and draws else contextlib.nullcontext()
+
+    def mask_of(
+        self, mask: Tensor | None, *, length: int, device: torch.device, is_causal: bool
+    ) -> Tensor | None:
+        """Return Megatron's mask, bool [batch or 1, 1, sequence, sequence], True where nothing is attended to.
+
+        Args:
+            mask: None, that mask, or one as HuggingFace has it: [batch, sequence], 0 where there is padding.
+            length: of the whole sequence.
+        """
+        if mask is None:
+            if not is_causal or not self.takes_mask:
+                return None
+            return self._causal_mask(length, device)
+        if not self.takes_mask:
+            raise ConfigError(
+                f"stage {self.stage!r}: its layers' specification is not the local one, which an attention_mask "
+                "needs; leave the input out (loss_mask or negative labels keep padding out of the loss)"
+            )
+        if mask.dim() == 4:
+            return mask
+        padding = mask[:, None, None, :] == 0
+        return padding | self._causal_mask(length, device) if is_causal else padding
+
+    def _causal_mask(self, length: int, device: torch.device) -> Tensor:
+        if self._causal is None or self._causal.shape[-1] != length or self._causal.device != device:
+            ones = torch.ones(1, 1, length, length, dtype=torch.bool, device=device)
+            self._causal = ones.triu(1)
+        return self._causal
+
+
+class GptChunk(_Chunk, GPTModel):
+    """Consecutive layers of a `GPTModel`, with the embedding before the first and the output after the last."""
+
+    merged: Mapping[str, int]
+    has_logits: bool
+
+    def forward(
+        self,
+        *,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        **embeds: Tensor,
+    ) -> Any:
+        """Return hidden_SBH; after the output layer the loss, the logits where there are no labels, or both.
+
+        Args:
+            input_ids, position_ids: [batch, sequence], of a chunk with the embedding; positions count up by default.
+            hidden_states: hidden_SBH, of any other chunk.
+            attention_mask: see `_Chunk.mask_of`.
+            labels: [batch, sequence], the token each position is to predict (shifted already), negative: no loss.
+            loss_mask: [batch, sequence], 0 where a token's loss does not count.
+            embeds: [batch, positions, hidden] by name, put in place of tokens, see `gpt_stage`.
+        """
+        first = self._required("input_ids" if self.pre_process else "hidden_states", input_ids, hidden_states)
+        if set(embeds) != set(self.merged):
+            raise ConfigError(
+                f"stage {self.stage!r}: it takes the embeddings {sorted(self.merged)} and was given {sorted(embeds)}; "
+                "name the same in gpt_stage(merge=...) and in the stage's inputs"
+            )
+        length = first.shape[1] if self.pre_process else first.shape[0] * self._sequence_shards()
+        mask = self.mask_of(attention_mask, length=length, device=first.device, is_causal=True)
+        with self.random_streams():
+            decoder_input = self._embed(first, position_ids, embeds) if self.pre_process else None
+            self.set_input_tensor(None if self.pre_process else first)
+            try:
+                found = super().forward(
+                    input_ids, position_ids, mask, decoder_input=decoder_input, labels=labels
+                )
+            finally:
+                self.set_input_tensor(None)
+        if not self.post_process:
+            return found
+        if labels is None:
+            return gather_from_tensor_model_parallel_region(found, group=self.tp_group)
+        per_token, logits = found
+        loss = mean_loss(per_token, labels, loss_mask)
+        return (loss, logits) if self.has_logits else loss
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Any:
+        """Return the loss of every token, [batch, sequence], and the whole logits where they were asked for."""
+        logits = logits.transpose(0, 1)
+        whole = None
+        if self.has_logits:
+            whole = gather_from_tensor_model_parallel_region(logits.contiguous(), group=self.tp_group)
+        return vocab_parallel_cross_entropy(logits, labels, self.tp_group), whole
+
+    def _required(self, name: str, input_ids: Tensor | None, hidden_states: Tensor | None) -> Tensor:
+        found = input_ids if name == "input_ids" else hidden_states
+        if found is None:
+            raise ConfigError(
+                f"stage {self.stage!r}: with pre_process={self.pre_process} it reads {name!r}, which is not among its "
+                "inputs; add it to the stage's inputs"
+            )
+        return found
+
+    def _sequence_shards(self) -> int:
+        return self.tensor_size if self.config.sequence_parallel else 1
+
+    def _embed(self, input_ids: Tensor, position_ids: Tensor | None, embeds: dict[str, Tensor]) -> Tensor:
+        """Return embed_SBH of the tokens, with ``embeds`` in the places of their tokens."""
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        tokens = input_ids
+        for token in self.merged.values():  # any number will do there, if it is in the vocabulary
+            tokens = tokens.masked_fill(input_ids == token, 0)
+        hidden: Tensor = self.embedding(input_ids=tokens, position_ids=position_ids)
+        for name, token in self.merged.items():
+            places = input_ids == token
+            counts = places.sum(dim=1)
+            if not bool((counts == embeds[name].shape[1]).all()):
+                raise ConfigError(
+                    f"stage {self.stage!r}: {name} has {embeds[name].shape[1]} positions a sample, and token {token} "
+                    f"is {counts.tolist()} times in the samples of input_ids; make them equal"
+                )
+            rows = hidden.transpose(0, 1).masked_scatter(places.unsqueeze(-1), embeds[name].to(hidden.dtype))
+            hidden = rows.transpose(0, 1).contiguous()
+        if self.merged and self.config.sequence_parallel:
+            hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
+        return hidden
+
+
+class BlockChunk(_Chunk, TransformerBlock):
+    """Consecutive layers of a `TransformerBlock`, from hidden states to hidden states."""
+
+    is_causal: bool
+    batch_first: bool
+
+    def forward(self, *, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return hidden_SBH of hidden_SBH, or with ``batch_first`` hidden_BSH of hidden_BSH, then whole in any case."""
+        hidden, is_sharded = hidden_states, self.config.sequence_parallel
+        if self.batch_first:
+            hidden = hidden.transpose(0, 1).contiguous()
+            hidden = (
+                scatter_to_sequence_parallel_region(hidden, group=self.tp_group) if is_sharded else hidden
+            )
+        length = hidden.shape[0] * (self.tensor_size if is_sharded else 1)
+        mask = self.mask_of(attention_mask, length=length, device=hidden.device, is_causal=self.is_causal)
+        with self.random_streams():
+            found: Tensor = super().forward(hidden, mask)
+        if not self.batch_first:
+            return found
+        if is_sharded:
+            found = gather_from_sequence_parallel_region(
+                found, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        return found.transpose(0, 1).contiguous()

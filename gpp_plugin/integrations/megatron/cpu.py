@@ -1,0 +1,180 @@
+"""megatron-core on the CPU: what it asks of CUDA, answered for the CPU, in its own modules only.
+
+`torch.cuda` stays as it is for everybody else: a Megatron module that asks for the current CUDA device gets another
+``torch`` in its namespace, one that differs in `torch.cuda.current_device` alone. `REPLACED` lists all that is
+replaced, and why. Process groups need nothing: they are made elsewhere and passed as arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_originals: dict[tuple[str, str], Any] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replacement:
+    """One name of one megatron-core module.
+
+    Args:
+        make: returns the value for the CPU; called when it is installed.
+    """
+
+    module: str
+    name: str
+    why: str
+    make: Callable[[], Any]
+
+
+class _TorchOnCpu(ModuleType):
+    """The ``torch`` of a module that asks it for the current CUDA device."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.cuda = _CudaOnCpu("torch.cuda")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class _CudaOnCpu(ModuleType):
+    @staticmethod
+    def current_device() -> torch.device:
+        """Return where everything is."""
+        return torch.device("cpu")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _make_tracker() -> Any:
+    """Return a tracker whose named streams are states of the CPU's generator.
+
+    Megatron's own would do with the two functions above, but it takes a CPU generator that has moved for a mistake.
+    """
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    class RngStatesTracker(CudaRNGStatesTracker):
+        def add(self, name: str, seed: int) -> None:
+            if seed in self.seeds_ or name in self.states_:
+                raise ValueError(f"random stream {name!r}, seed {seed}: taken already")
+            self._is_initialized = True
+            self.seeds_.add(seed)
+            self.states_[name] = torch.Generator().manual_seed(seed).get_state()
+
+        @contextlib.contextmanager
+        def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+            before = torch.get_rng_state()
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(before)
+
+    return RngStatesTracker()
+
+
+_DEVICE = "allocates on torch.cuda.current_device()"
+_RANDOM = "megatron.core.tensor_parallel.random"
+REPLACED = (
+    Replacement(
+        module="megatron.core.utils", name="torch", why=f"its global buffer {_DEVICE}", make=_TorchOnCpu
+    ),
+    Replacement(
+        module="megatron.core.tensor_parallel.mappings",
+        name="torch",
+        why=f"gathering and scattering {_DEVICE}",
+        make=_TorchOnCpu,
+    ),
+    Replacement(
+        module="megatron.core.tensor_parallel.layers",
+        name="torch",
+        why=f"the sequence-parallel backward of a linear layer {_DEVICE}",
+        make=_TorchOnCpu,
+    ),
+    Replacement(
+        module="megatron.core.models.common.embeddings.rotary_pos_embedding",
+        name="torch",
+        why=f"rotary frequencies are moved to where it {_DEVICE}",
+        make=_TorchOnCpu,
+    ),
+    Replacement(
+        module="megatron.core.pipeline_parallel.p2p_communication",
+        name="torch",
+        why=f"a receive {_DEVICE}",
+        make=_TorchOnCpu,
+    ),
+    Replacement(
+        module=_RANDOM,
+        name="_get_cuda_rng_state",
+        why="recomputation keeps CUDA's state",
+        make=lambda: _get_rng_state,
+    ),
+    Replacement(
+        module=_RANDOM,
+        name="_set_cuda_rng_state",
+        why="recomputation keeps CUDA's state",
+        make=lambda: _set_rng_state,
+    ),
+    Replacement(
+        module=_RANDOM,
+        name="_CUDA_RNG_STATE_TRACKER",
+        why="attention dropout draws from one of its streams, which are states of a CUDA generator",
+        make=_make_tracker,
+    ),
+    Replacement(
+        module=_RANDOM,
+        name="_CUDA_RNG_STATE_TRACKER_INITIALIZED",
+        why="else the tracker is made anew on first use",
+        make=lambda: True,
+    ),
+)
+
+
+def install() -> bool:
+    """Replace the names of `REPLACED` where there is no CUDA device; return whether this call did.
+
+    Nothing happens where CUDA is available, or where it has been done.
+    """
+    if torch.cuda.is_available() or _originals:
+        return False
+    for replacement in REPLACED:
+        module = importlib.import_module(replacement.module)
+        _originals[replacement.module, replacement.name] = getattr(module, replacement.name)
+        setattr(module, replacement.name, replacement.make())
+    return True
+
+
+def remove() -> None:
+    """Put back what `install` replaced."""
+    while _originals:
+        (module, name), value = _originals.popitem()
+        setattr(importlib.import_module(module), name, value)
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Have it installed inside a ``with`` block only."""
+    is_own = install()
+    try:
+        yield
+    finally:
+        if is_own:
+            remove()

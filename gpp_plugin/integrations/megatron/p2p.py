@@ -1,0 +1,220 @@
+"""Messages over megatron-core's `P2PCommunicator`, for the edges that it can carry; the others stay native.
+
+One communicator serves one pair of ranks of one edge, in a group of these two. Its public calls for a schedule
+that overlaps communication (``send_forward_recv_forward``, ``send_backward_recv_backward``) are used one way at a
+time: each posts one transfer and returns its handle, which is waited for where the program says, with the same
+timeout and the same errors as a native message's. In a group of two the communicator sends from the lower rank to the
+higher one in that group and the other way in the default group, so that the two directions have a group each.
+
+Which edges these are, `plan.edge_transports` decides. An edge is the only one between its two ranks, so that
+messages without tags keep their order: it is the program's.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.integrations.megatron import cpu
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import Direction, Message
+from gpp_plugin.ir.tensors import TensorSpec
+from gpp_plugin.plan.edge_transports import MEGATRON, choose_edge_transports, edge_name
+from gpp_plugin.runtime.pending import Pending, Place, Post, Posted
+from gpp_plugin.runtime.sockets import widened_sockets
+from gpp_plugin.runtime.transport import Channel, NcclTransport, Transport
+from gpp_plugin.runtime.wires import Wire
+
+Pair = tuple[int, int]
+"""The ranks of an edge, the lower one first."""
+
+_KEY = "graph_pipeline.p2p"
+
+
+class MegatronTransport:
+    """Sends some edges' messages over `P2PCommunicator` and the others' over ``native``.
+
+    Args:
+        groups: the two-rank group of every pair that this rank is in and whose edge goes over a communicator.
+        edges: those edges.
+        names: how an edge is called in errors.
+        timeout_s: of a wait; None where the group's own timeout ends it (NCCL).
+    """
+
+    def __init__(
+        self,
+        *,
+        native: Transport,
+        groups: Mapping[Pair, dist.ProcessGroup],
+        edges: Iterable[int],
+        names: Sequence[str],
+        timeout_s: float | None,
+    ) -> None:
+        self.prepost_depth = native.prepost_depth
+        self.prepost_bytes = native.prepost_bytes
+        self._native = native
+        self._groups = groups
+        self._edges = frozenset(edges)
+        self._names = names
+        self._timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+        self._communicators: dict[tuple[Pair, torch.dtype], Any] = {}
+
+    def bind_send(self, message: Message, wires: Sequence[Wire]) -> Post:
+        """Return what sends the message."""
+        if message.edge not in self._edges:
+            return self._native.bind_send(message, wires)
+        call = self._call(message, wires)
+        place = Place("send", message, self._names, self._timeout)
+
+        def post(tensors: Sequence[Tensor]) -> Pending:
+            (tensor,) = tensors
+            _, handles = call(tensor, False, None, overlap_p2p_comm=True)
+            return Posted(list(handles.values()), place, tensors)
+
+        return post
+
+    def bind_receive(self, message: Message, wires: Sequence[Wire]) -> Post:
+        """Return what receives the message into a tensor of the communicator's, which the buffer becomes."""
+        if message.edge not in self._edges:
+            return self._native.bind_receive(message, wires)
+        call = self._call(message, wires)
+        shape = list(wires[0].shape)
+        place = Place("receive", message, self._names, self._timeout)
+
+        def post(buffers: Sequence[Tensor]) -> Pending:
+            (buffer,) = buffers
+            received, handles = call(None, True, shape, overlap_p2p_comm=True)
+            buffer.set_(received.detach())
+            return Posted(list(handles.values()), place, buffers)
+
+        return post
+
+    def _call(self, message: Message, wires: Sequence[Wire]) -> Callable[..., Any]:
+        """Return the communicator's call that moves messages of this kind."""
+        assert len(wires) == 1, f"{message} holds {len(wires)} tensors; such an edge is native"
+        pair = _pair(message.src_rank, message.dst_rank)
+        key = (pair, wires[0].dtype)
+        if key not in self._communicators:
+            self._communicators[key] = _make_communicator(self._groups[pair], wires[0].dtype)
+        communicator = self._communicators[key]
+        if message.direction is Direction.ACTIVATION:
+            return communicator.send_forward_recv_forward
+        return communicator.send_backward_recv_backward
+
+    def begin_exchange(self) -> None:
+        """Start an exchange of the native transport; communicators post each transfer by itself."""
+        self._native.begin_exchange()
+
+    def end_exchange(self) -> None:
+        """End it."""
+        self._native.end_exchange()
+
+    def close(self) -> None:
+        """Let go of all process groups."""
+        self._communicators.clear()
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        self._native.close()
+
+
+def check_megatron_p2p(device: torch.device) -> None:
+    """Refuse ``"p2p": "megatron"`` where it cannot work, before anything is started.
+
+    Raises:
+        ConfigError: megatron-core is not installed, or the default group does not move tensors of ``device``.
+    """
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+        raise ConfigError(
+            f"{_KEY}: \"megatron\" needs megatron-core, which is not installed; pip install 'megatron-core>=0.16', "
+            'or write "native"'
+        )
+    backend = dist.get_backend() if dist.is_initialized() else ""
+    if device.type == "cuda" and "nccl" not in backend:
+        raise ConfigError(
+            f'{_KEY}: "megatron" on a CUDA device sends over NCCL, which needs a device for each rank; the default '
+            f'group is {backend or "not there"}; write "native", which stages messages through the host'
+        )
+
+
+def over_megatron(
+    native: Transport,
+    plan: PipelinePlan,
+    *,
+    specs: Mapping[str, TensorSpec],
+    channels: Iterable[Channel],
+    device: torch.device,
+    timeout_s: float,
+) -> Transport:
+    """Return a transport that uses a `P2PCommunicator` for each edge that it can carry.
+
+    Collective: every rank calls it with all channels of the plan's programs, which give the pairs of ranks.
+
+    Args:
+        specs: the tensors of the plan's edges by name.
+
+    Raises:
+        ConfigError: the device has too few hardware queues for channels that do not wait for each other.
+    """
+    chosen = choose_edge_transports(plan, MEGATRON, specs=specs)
+    edges = {choice.edge for choice in chosen if choice.transport == MEGATRON}
+    if not edges:
+        return native
+    is_cuda = device.type == "cuda"
+    if is_cuda and not isinstance(native, NcclTransport):
+        raise ConfigError(
+            f'{_KEY}: "megatron" needs a hardware queue for each channel; set CUDA_DEVICE_MAX_CONNECTIONS=32, or '
+            'write "native"'
+        )
+    if not is_cuda:
+        cpu.install()
+    carried = sorted({(_pair(c[2], c[3]), c[0]) for c in channels if c[0] in edges})
+    timeout = datetime.timedelta(seconds=timeout_s)
+    groups: dict[Pair, dist.ProcessGroup] = {}
+    for pair, edge in carried:
+        with widened_sockets():
+            group: Any = dist.new_group(
+                list(pair), timeout=timeout, group_desc=f"P2PCommunicator of {edge_name(plan, edge)}"
+            )
+        if dist.get_rank() in pair:
+            groups[pair] = group
+            if is_cuda:
+                _open(_make_communicator(group, torch.float32), device)
+    return MegatronTransport(
+        native=native,
+        groups=groups,
+        edges=edges,
+        names=[edge_name(plan, index) for index in range(len(plan.edges))],
+        timeout_s=None if is_cuda else timeout_s,
+    )
+
+
+def _pair(first: int, second: int) -> Pair:
+    return (first, second) if first < second else (second, first)
+
+
+def _make_communicator(group: dist.ProcessGroup, dtype: torch.dtype) -> Any:
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    config = ModelParallelConfig(
+        pipeline_dtype=dtype, batch_p2p_comm=False, overlap_p2p_comm=True, variable_seq_lengths=False
+    )
+    return P2PCommunicator(group, config)
+
+
+def _open(communicator: Any, device: torch.device) -> None:
+    """Move one value each way: NCCL makes a communicator at the first use, where both hosts wait for each other."""
+    value = torch.zeros(1, device=device)
+    is_low = communicator.pp_group.rank() == 0
+    for is_sender in (is_low, not is_low):
+        given = (value, False, None) if is_sender else (None, True, [1])
+        _, handles = communicator.send_forward_recv_forward(*given, overlap_p2p_comm=True)
+        for handle in handles.values():
+            handle.wait()

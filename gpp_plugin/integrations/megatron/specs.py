@@ -1,0 +1,69 @@
+"""Layer specifications of a chunk: which of the model's layers it has, and what they are made of."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from gpp_plugin.integrations.megatron.norms import SequenceParallelNorm
+
+
+def block_submodules(config: Any, spec: Any, layers: range, *, is_causal: bool = True) -> Any:
+    """Return the `TransformerBlockSubmodules` of ``layers`` of the model.
+
+    Args:
+        spec: a layer's specification, or all layers' (`TransformerBlockSubmodules`); None: megatron-core's local one.
+        layers: consecutive layers, counted from 0; each knows its number in the model.
+        is_causal: for the local specification; another one says so itself.
+    """
+    from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
+
+    final_norm: Any = LayerNormImpl
+    if spec is None:
+        spec = _local_layer(config, is_causal=is_causal)
+        final_norm = spec.submodules.input_layernorm
+    if isinstance(spec, TransformerBlockSubmodules):
+        every, final_norm = list(spec.layer_specs), spec.layer_norm
+    else:
+        every = [spec] * config.num_layers
+    chosen = [_numbered_from(every[i], layers.start) for i in layers]
+    return TransformerBlockSubmodules(layer_specs=chosen, layer_norm=final_norm)
+
+
+def _local_layer(config: Any, *, is_causal: bool) -> Any:
+    """Return megatron-core's local layer, with a norm that knows sequence parallelism where its own does not."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    spec = get_gpt_layer_local_spec(
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization=config.normalization,
+    )
+    parts = spec.submodules
+    if config.sequence_parallel:
+        attention = parts.self_attention.submodules
+        for owner in (parts, attention):
+            for name, module in list(vars(owner).items()):
+                if module is WrappedTorchNorm:
+                    setattr(owner, name, SequenceParallelNorm)
+    if not is_causal:
+        parts.self_attention.params["attn_mask_type"] = AttnMaskType.no_mask
+    return spec
+
+
+def _numbered_from(spec: Any, first: int) -> Any:
+    """Return the specification of a layer that counts ``first`` layers before its chunk's first."""
+    from megatron.core.transformer.spec_utils import get_module
+
+    if first == 0:
+        return spec
+    base: Any = get_module(spec)
+
+    def __init__(self: Any, *args: Any, layer_number: int = 1, **rest: Any) -> None:
+        base.__init__(self, *args, layer_number=layer_number + first, **rest)
+
+    numbered = copy.copy(spec)
+    numbered.module = type(base.__name__, (base,), {"__init__": __init__, "__module__": base.__module__})
+    return numbered

@@ -1,0 +1,256 @@
+"""Factories for `StageGraph.stage` that build chunks of megatron-core models on the ranks of a stage.
+
+    config = TransformerConfig(num_layers=8, hidden_size=512, num_attention_heads=8)
+    language = dict(vocab_size=32000, max_sequence_length=1024)
+    graph.stage("lower", gpt_stage(config, layers=range(0, 4), post_process=False, **language),
+                inputs=["input_ids"], outputs=["hidden"], ranks=[1, 2], tensor=2)
+    graph.stage("upper", gpt_stage(config, layers=range(4, 8), pre_process=False, **language),
+                inputs={"hidden_states": "hidden", "labels": "labels"}, outputs=["loss"], ranks=[3, 4], tensor=2)
+
+A factory changes a copy of the configuration: the parallel sizes become the stage's, fusing gradient accumulation is
+switched off (the stage's engine owns gradients), and on the CPU weights are initialised there. Nothing is put into
+Megatron's `parallel_state` but its scratch buffer, which attention and sequence parallelism ask it for.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.integrations.megatron import cpu
+from gpp_plugin.integrations.megatron.groups import collect_groups
+from gpp_plugin.integrations.megatron.sizes import check_sizes
+from gpp_plugin.integrations.megatron.weights import load_full_state
+from gpp_plugin.stage_graph.context import StageContext
+
+State = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronStage:
+    """A factory of chunks; `gpt_stage` and `transformer_block_stage` make it.
+
+    Args:
+        layers: of the model, counted from 0.
+        vocab_size: where there is an embedding or an output layer.
+        build: makes the module of (the stage's configuration, its process groups, the context).
+        full_state: weights of the whole model at tensor size 1, or what returns them; None: random ones.
+        seed: of random weights, the same on all ranks, and of dropout.
+    """
+
+    config: Any
+    layers: range
+    vocab_size: int | None
+    build: Callable[[Any, Any, StageContext], nn.Module]
+    full_state: State | Callable[[], State] | None
+    seed: int
+
+    def check(self, stage: str, tensor: int) -> None:
+        """Check, before anything is built, that ``tensor`` ranks can share the stage out.
+
+        Raises:
+            ConfigError: they cannot; one line that names the stage.
+        """
+        if self.layers.step != 1 or self.layers.start < 0 or self.layers.stop > self.config.num_layers:
+            raise ConfigError(
+                f"stage {stage!r}: layers={self.layers} are not consecutive layers of the {self.config.num_layers} in "
+                "its config; layers are counted from 0"
+            )
+        check_sizes(stage, self.config, tensor, vocab_size=self.vocab_size)
+
+    def __call__(self, context: StageContext) -> nn.Module:
+        """Build the chunk of this rank.
+
+        Raises:
+            ConfigError: megatron-core is not installed, or the stage cannot be shared out.
+        """
+        require_megatron(context.stage)
+        self.check(context.stage, context.tensor_size)
+        cpu.install()
+        _prepare_megatron()
+        config = stage_config(self.config, context)
+        from gpp_plugin.integrations.megatron.dropout import seed_streams
+
+        devices = [context.device] if context.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            seed_streams(self.seed, context)
+            module = self.build(config, collect_groups(context), context)
+        mark_partial_gradients(module, config)
+        if self.full_state is not None:
+            load_full_state(
+                module, self.full_state() if callable(self.full_state) else self.full_state, context
+            )
+        return module
+
+
+def gpt_stage(
+    config: Any,
+    *,
+    vocab_size: int,
+    max_sequence_length: int,
+    layers: range | None = None,
+    pre_process: bool = True,
+    post_process: bool = True,
+    spec: Any = None,
+    merge: Mapping[str, int] | None = None,
+    with_logits: bool = False,
+    full_state: State | Callable[[], State] | None = None,
+    seed: int = 1234,
+    **options: Any,
+) -> MegatronStage:
+    """Return a factory of a `GPTModel` chunk.
+
+    The module is called with ``input_ids`` (and ``position_ids``, by default counting up) if it has the embedding,
+    with ``hidden_states`` otherwise, and with ``labels`` (and ``loss_mask``) if it has the output layer; labels are
+    shifted already. It returns hidden states [sequence, batch, hidden], the mean loss of the samples it was given, or
+    whole logits [batch, sequence, vocabulary] where there are no labels. An ``attention_mask``
+    [batch, sequence], 0 at padding, or Megatron's own may be an input of the local specification.
+
+    Args:
+        config: a `TransformerConfig` of the whole model; its ``tensor_model_parallel_size`` may stay 1, but
+            ``sequence_parallel`` wants the stage's. With it, hidden states are shares of the sequence.
+        layers: of this chunk, counted from 0; all by default.
+        pre_process, post_process: whether it has the embedding, and the final norm and output layer.
+        spec: a layer's `ModuleSpec` or all layers' `TransformerBlockSubmodules`; megatron-core's local one by default.
+        merge: input name -> token: embeddings [batch, positions, hidden] by which a chunk with the embedding
+            replaces that token's, position by position (images, sounds).
+        with_logits: return (loss, logits) where there are labels.
+        full_state: weights of the whole model at tensor size 1, see `load_full_state`, or what returns them.
+        seed: of random weights and dropout.
+        options: further arguments of `GPTModel`, such as ``position_embedding_type`` or
+            ``share_embeddings_and_output_weights`` (chunks of one model then need `StageGraph.tie` between
+            ``embedding.word_embeddings.weight`` and ``output_layer.weight``).
+    """
+    chosen = range(config.num_layers) if layers is None else layers
+    merged = dict(merge or {})
+    if merged and not pre_process:
+        raise ConfigError(
+            f"gpt_stage: merge={merged} puts embeddings among tokens and needs pre_process=True"
+        )
+
+    def build(stage_config: Any, groups: Any, context: StageContext) -> nn.Module:
+        from gpp_plugin.integrations.megatron.chunks import GptChunk
+        from gpp_plugin.integrations.megatron.specs import block_submodules
+
+        chunk = GptChunk(
+            config=stage_config,
+            transformer_layer_spec=block_submodules(stage_config, spec, chosen),
+            vocab_size=vocab_size,
+            max_sequence_length=max_sequence_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            pg_collection=groups,
+            scatter_embedding_sequence_parallel=not merged,
+            **options,
+        )
+        chunk.describe(context, seed=seed, layers=chosen, takes_mask=spec is None)
+        chunk.merged, chunk.has_logits = merged, with_logits
+        return chunk
+
+    return MegatronStage(
+        config=config,
+        layers=chosen,
+        vocab_size=vocab_size if pre_process or post_process else None,
+        build=build,
+        full_state=full_state,
+        seed=seed,
+    )
+
+
+def transformer_block_stage(
+    config: Any,
+    *,
+    layers: range | None = None,
+    spec: Any = None,
+    final_norm: bool = False,
+    is_causal: bool = False,
+    batch_first: bool = False,
+    full_state: State | Callable[[], State] | None = None,
+    seed: int = 1234,
+) -> MegatronStage:
+    """Return a factory of a `TransformerBlock` chunk, from ``hidden_states`` to hidden states.
+
+    Args:
+        config, layers, spec, full_state, seed: see `gpt_stage`.
+        final_norm: whether the final layer norm follows the layers.
+        is_causal: of the local specification; an ``attention_mask`` input is [batch, sequence], 0 at padding.
+        batch_first: take and return [batch, sequence, hidden], whole, instead of Megatron's layout.
+    """
+    chosen = range(config.num_layers) if layers is None else layers
+
+    def build(stage_config: Any, groups: Any, context: StageContext) -> nn.Module:
+        from gpp_plugin.integrations.megatron.chunks import BlockChunk
+        from gpp_plugin.integrations.megatron.specs import block_submodules
+
+        chunk = BlockChunk(
+            config=stage_config,
+            spec=block_submodules(stage_config, spec, chosen, is_causal=is_causal),
+            post_process=final_norm,
+            pg_collection=groups,
+        )
+        chunk.describe(context, seed=seed, layers=chosen, takes_mask=spec is None)
+        chunk.is_causal, chunk.batch_first = is_causal, batch_first
+        return chunk
+
+    return MegatronStage(
+        config=config, layers=chosen, vocab_size=None, build=build, full_state=full_state, seed=seed
+    )
+
+
+def require_megatron(stage: str) -> None:
+    """Import megatron-core, without its warnings about optional packages.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module("megatron.core.models.gpt")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"stage {stage!r} is made of megatron-core's modules and {error.name!r} is not installed; "
+            "pip install 'gpp_plugin[megatron]'"
+        ) from error
+
+
+def stage_config(config: Any, context: StageContext) -> Any:
+    """Return a copy of a model's `TransformerConfig` for one stage."""
+    made = copy.copy(config)
+    made.tensor_model_parallel_size = made.expert_tensor_parallel_size = context.tensor_size
+    made.sequence_parallel = config.sequence_parallel and context.tensor_size > 1
+    made.params_dtype = context.dtype
+    made.bf16, made.fp16 = context.dtype == torch.bfloat16, context.dtype == torch.float16
+    made.gradient_accumulation_fusion = False
+    made.masked_softmax_fusion = False  # its kernel takes no mask, and needs CUDA
+    if context.device.type == "cpu":
+        made.use_cpu_initialization = True
+    return made
+
+
+def mark_partial_gradients(module: nn.Module, config: Any) -> None:
+    """Mark the norms of queries and keys: ranks apply them to other heads each, so their gradients are summed.
+
+    Megatron finds them by name when it sums (`finalize_model_grads`); the stage's engine looks at the mark that its
+    sequence-parallel parameters have.
+    """
+    if not config.qk_layernorm:
+        return
+    for name, parameter in module.named_parameters():
+        if "q_layernorm" in name or "k_layernorm" in name:
+            parameter.sequence_parallel = True  # type: ignore[attr-defined]
+
+
+def _prepare_megatron() -> None:
+    from megatron.core import parallel_state
+
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()

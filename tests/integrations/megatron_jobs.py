@@ -1,0 +1,157 @@
+"""What each rank runs in the tests of Megatron stages; importable by the processes that run it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpp_plugin.integrations.megatron import gather_full_state, gpt_stage
+from gpp_plugin.integrations.megatron.stages import require_megatron
+from gpp_plugin.stage_graph.context import StageContext, make_context
+from gpp_plugin.stage_graph.graph import StageGraph
+
+LAYERS, HIDDEN, VOCAB, LENGTH, IMAGE = 4, 32, 64, 12, 63
+LANGUAGE = {"vocab_size": VOCAB, "max_sequence_length": 16}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "sequence": ({"sequence_parallel": True}, {}),
+    "llama": (
+        {
+            "normalization": "RMSNorm",
+            "gated_linear_unit": True,
+            "add_bias_linear": False,
+            "num_query_groups": 2,
+            "activation_func": nn.functional.silu,
+        },
+        {"position_embedding_type": "rope"},
+    ),
+    "llama sequence": (
+        {
+            "normalization": "RMSNorm",
+            "gated_linear_unit": True,
+            "sequence_parallel": True,
+            "qk_layernorm": True,
+        },
+        {"position_embedding_type": "rope"},
+    ),
+    "norms of queries": (
+        {"qk_layernorm": True, "normalization": "RMSNorm"},
+        {},
+    ),  # LayerNorm: a bias of keys does nothing
+    "tied": ({}, {"share_embeddings_and_output_weights": True}),
+}
+
+
+def config_of(**changes: Any) -> Any:
+    """Return a small configuration; ``sequence_parallel`` is for tensor size 2."""
+    require_megatron("test")
+    from megatron.core.transformer import TransformerConfig
+
+    given: dict[str, Any] = {
+        "num_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 4,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": 2 if changes.get("sequence_parallel") else 1,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return TransformerConfig(**{**given, **changes})
+
+
+def alone(stage: str = "whole") -> StageContext:
+    """Return the context of a stage on this rank only, for what a plain process computes."""
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return StageContext(
+        stage=stage, rank=dist.get_rank(), device=torch.device("cpu"), dtype=torch.float32, data_group=group,
+        tensor_group=group, data_rank=0, data_size=1, tensor_rank=0, tensor_size=1,
+    )  # fmt: skip
+
+
+def alone_config(**changes: Any) -> Any:
+    """Return the same model's configuration at tensor size 1."""
+    return config_of(**{**changes, "sequence_parallel": False})
+
+
+def in_place(tensor: int = 2) -> StageContext:
+    """Return this rank's context in one stage of all ranks."""
+    graph = StageGraph()
+    ranks = range(dist.get_world_size())
+    graph.stage("all", nn.Identity(), inputs=["x"], outputs=["y"], ranks=ranks, tensor=tensor)
+    return make_context(graph.stages, rank=dist.get_rank(), device=torch.device("cpu"), dtype=torch.float32)
+
+
+def jolt(module: nn.Module) -> None:
+    """Give every parameter values that matter: biases are zero and norms one at first."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def gradients_of(module: nn.Module, context: StageContext) -> dict[str, Tensor]:
+    """Return the whole model's gradients as a stage's engine owns them: partial ones are summed."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        if parameter.grad is None:
+            continue
+        found[name] = parameter.grad.clone()
+        if context.tensor_size > 1 and getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(found[name], group=context.tensor_group)
+    return gather_full_state(module, context, found)
+
+
+def tokens(samples: int, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda: torch.randint(0, VOCAB - 1, (samples, LENGTH), generator=generator)  # noqa: E731
+    labels = draw()
+    labels[0, :3] = -100
+    return {"input_ids": draw(), "labels": labels}
+
+
+def shared_out() -> dict[str, Any]:
+    """Run every kind of model at tensor size 2, in one chunk and in two, beside the same model at size 1."""
+    answers: dict[str, Any] = {}
+    here, one = in_place(), alone()
+    batch = tokens(4)
+    for kind, (changes, options) in KINDS.items():
+        whole = gpt_stage(alone_config(**changes), **LANGUAGE, **options)(one)
+        jolt(whole)
+        weights = gather_full_state(whole, one)
+        loss = whole(**batch)
+        loss.backward()
+        wanted = gradients_of(whole, one)
+        config = config_of(**changes)
+        given = {**LANGUAGE, **options, "full_state": weights}
+        chunk = gpt_stage(config, **given)(here)
+        found = chunk(**batch)
+        found.backward()
+        lower = gpt_stage(config, layers=range(0, 1), post_process=False, **given)(here)
+        upper = gpt_stage(config, layers=range(1, LAYERS), pre_process=False, **given)(here)
+        hidden = lower(input_ids=batch["input_ids"])
+        in_two = upper(hidden_states=hidden, labels=batch["labels"])
+        in_two.backward()
+        both = gradients_of(lower, here)
+        for name, gradient in gradients_of(upper, here).items():
+            is_twice = name == "output_layer.weight" and options.get("share_embeddings_and_output_weights")
+            key = "embedding.word_embeddings.weight" if is_twice else name
+            both[key] = both[key] + gradient if key in both else gradient
+        back = gather_full_state(chunk, here)
+        answers[kind] = {
+            "losses": (float(loss), float(found), float(in_two)),
+            "wanted": wanted,
+            "found": gradients_of(chunk, here),
+            "in two": both,
+            "weights": all(torch.equal(weights[k], v) for k, v in back.items())
+            and set(back) in ({*weights}, set()),
+            "hidden": tuple(hidden.shape),
+            "logits": float(
+                (whole(input_ids=batch["input_ids"]) - chunk(input_ids=batch["input_ids"])).abs().max()
+            ),
+        }
+    return answers

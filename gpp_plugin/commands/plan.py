@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=["recompute", "swap"],
         default=[],
-        help="what dawnpiper and vpipe may use to fit",
+        help="what auto, graphpipe, dawnpiper and vpipe may use to fit",
     )
     parser.add_argument("--memory-report", action="store_true", help="show what fills each stage's memory")
     parser.add_argument("--zero", type=int, choices=[0, 1, 2], default=0, help="ZeRO stage (%(default)s)")

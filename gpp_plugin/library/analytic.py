@@ -52,7 +52,11 @@ def assemble(
     loss: str,
     saved: Sequence[SavedTensor] = (),
 ) -> AnalyticModel:
-    """Return the block graph of these blocks; every block makes one tensor, ``<block>:out``."""
+    """Return the block graph of these blocks; every block makes one tensor, ``<block>:out``.
+
+    Args:
+        saved: what is kept for backward; by default what each block keeps is its own (`_own_tensors`).
+    """
     tensors = {
         f"{spec.name}:out": TensorSpec(
             name=f"{spec.name}:out",
@@ -84,9 +88,25 @@ def assemble(
         tensors=tensors,
         loss_block=loss,
         tied={},
-        saved=tuple(saved),
+        saved=tuple(saved) or tuple(tensor for spec in specs for tensor in _own_tensors(spec)),
     )
     return AnalyticModel(graph=graph, specs=tuple(specs))
+
+
+MOST_PIECES = 16
+
+
+def _own_tensors(spec: BlockSpec) -> list[SavedTensor]:
+    """Return what a block keeps, as tensors of about the size of its output that it makes itself."""
+    count = min(max(-(-spec.saved // max(_elements(spec.output), 1)), 1), MOST_PIECES)
+    bounds = [spec.saved * i // count * FLOAT for i in range(count + 1)]
+    return [
+        SavedTensor(
+            name=f"{spec.name}.{i}:inside", made_by=spec.name, kept_by=(spec.name,), bytes=stop - start
+        )
+        for i, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False))
+        if stop > start
+    ]
 
 
 def profile_model(model: AnalyticModel, device: Device, *, largest: int, recompute: bool = False) -> Profile:

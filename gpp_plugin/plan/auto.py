@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
+from collections.abc import Iterator, Sequence
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batches import batch_rules
 from gpp_plugin.plan.branch_chains import refine_chains
 from gpp_plugin.plan.costs import CostModel
+from gpp_plugin.plan.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.graphpipe import search_stages
-from gpp_plugin.plan.judge import judge_us
+from gpp_plugin.plan.joined import best_judged, join_memory
 from gpp_plugin.plan.refine import Candidate, Refiner
-from gpp_plugin.plan.registry import PlanRequest, register_planner, run_planner
+from gpp_plugin.plan.registry import PlanRequest, register_planner, run_planner, unlimited
 from gpp_plugin.plan.selection import explain_infeasible
-from gpp_plugin.plan.stages import StageDraft, build_plan
+from gpp_plugin.plan.stages import StageDraft
 
 logger = logging.getLogger(__name__)
 
@@ -42,35 +43,68 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
     """
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     rules = batch_rules(request)
-    candidates = search_stages(
-        request, costs, rules, budget=BUDGET, num_refined=NUM_REFINED, is_thorough=True
-    )
+
+    def search(asked: PlanRequest, fitter: StageFitter | None) -> list[Candidate]:
+        # With all memory, or with stages made to fit, it is the frontier that counts, not finding any plan.
+        is_plain = asked is request and fitter is None
+        return search_stages(
+            asked,
+            costs,
+            rules,
+            budget=BUDGET if is_plain else BUDGET // 2,
+            num_refined=NUM_REFINED,
+            is_thorough=is_plain,
+            fitter=fitter,
+        )
+
+    candidates = search(request, None)
     refiner = Refiner(request, costs, rules, budget=BUDGET // 2)
     for candidate in candidates[:NUM_CHAINED]:
         if candidate.score[0] == 0:
             candidates.append(refine_chains(refiner, candidate))
     notes: dict[tuple[StageDraft, ...], str] = {}
+    for name, drafts in _rivals_stages(request):
+        start = refiner.from_drafts(drafts, max(d.micro_batch_size for d in drafts))
+        candidates.append(start)
+        notes[start.drafts] = f"stages of planner {name}"
+        if start.score[1] <= 1.1 * min(c.score[1] for c in candidates):
+            candidates.append(refiner.improve(start))
+    finalists = _best(candidates)
+    fitter = fitter_for(request, costs)
+    if fitter is not None:
+        joint = Refiner(request, costs, rules, budget=BUDGET // 2, fitter=fitter)
+        more = [drafts for _, drafts in _rivals_stages(unlimited(request))]
+        finalists += join_memory(request, costs, finalists, search, joint, more=more)
+    plan = best_judged(request, costs, finalists, fitter, planner="auto", notes=notes)
+    if plan is None:
+        names = [block.name for block in request.graph.blocks]
+        found = [[draft.blocks for draft in candidate.drafts] for candidate in candidates[:3]]
+        explain_infeasible(request, costs, rules, [*found, [[name] for name in names], [names]])
+    return plan
+
+
+def _best(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the best candidates that fit, each set of stages once."""
+    distinct = {frozenset(c.drafts): c for c in sorted(candidates, key=lambda c: c.score, reverse=True)}
+    fitting = [candidate for candidate in distinct.values() if candidate.score[0] == 0]
+    return sorted(fitting, key=lambda c: c.score)[:NUM_JUDGED]
+
+
+def _rivals_stages(request: PlanRequest) -> Iterator[tuple[str, list[StageDraft]]]:
+    """Yield the names of the planners worth asking that have a plan, and its stages."""
     for name in _rivals(request):
         try:
             rival = run_planner(name, request)
         except PlanError as error:
             logger.debug("planner %s has no plan: %s", name, error)
             continue
-        drafts = [
-            StageDraft(blocks=s.blocks, degree=s.degree, micro_batch_size=s.micro_batch_size, k=s.k)
-            for s in rival.stages
-        ]
-        start = refiner.from_drafts(drafts, max(d.micro_batch_size for d in drafts))
-        candidates.append(start)
-        notes[start.drafts] = f"stages of planner {name}"
-        if start.score[1] <= 1.1 * min(c.score[1] for c in candidates):
-            candidates.append(refiner.improve(start))
-    fitting = [candidate for candidate in candidates if candidate.score[0] == 0]
-    if not fitting:
-        names = [block.name for block in request.graph.blocks]
-        found = [[draft.blocks for draft in candidate.drafts] for candidate in candidates[:3]]
-        explain_infeasible(request, costs, rules, [*found, [[name] for name in names], [names]])
-    return _judge(request, costs, fitting, notes)
+        yield (
+            name,
+            [
+                StageDraft(blocks=s.blocks, degree=s.degree, micro_batch_size=s.micro_batch_size, k=s.k)
+                for s in rival.stages
+            ],
+        )
 
 
 def _rivals(request: PlanRequest) -> tuple[str, ...]:
@@ -81,25 +115,3 @@ def _rivals(request: PlanRequest) -> tuple[str, ...]:
     order = request.graph.dependencies()
     is_chain = all(order.in_degree(block) <= 1 and order.out_degree(block) <= 1 for block in order)
     return RIVALS + (SLOW_RIVALS if is_chain and size <= MAX_SLOW_SIZE else ())
-
-
-def _judge(
-    request: PlanRequest,
-    costs: CostModel,
-    candidates: list[Candidate],
-    notes: dict[tuple[StageDraft, ...], str],
-) -> PipelinePlan:
-    """Return the candidate with the shortest simulated step; ties go to the shallower plan."""
-    distinct = {frozenset(c.drafts): c for c in sorted(candidates, key=lambda c: c.score, reverse=True)}
-    finalists = sorted(distinct.values(), key=lambda c: c.score)[:NUM_JUDGED]
-    best: PipelinePlan | None = None
-    for candidate in finalists:
-        note = notes.get(candidate.drafts)
-        plan = build_plan(
-            request, candidate.drafts, planner="auto", costs=costs, notes=(note,) if note else ()
-        )
-        plan = dataclasses.replace(plan, iteration_us=judge_us(plan, costs))
-        if best is None or (plan.iteration_us, plan.depth) < (best.iteration_us * (1 - 1e-9), best.depth):
-            best = plan
-    assert best is not None
-    return best

@@ -70,6 +70,10 @@ class CostModel:
             ]
         )
         self._profile = profile
+        self.shared = [
+            ([self.index[name] for name in storage.blocks], storage.bytes_per_sample, storage.bytes_fixed)
+            for storage in profile.shared
+        ]
         self._group_bytes: dict[tuple[int, ...], tuple[float, ...]] = {}
         self._group_times: dict[tuple[tuple[int, ...], float], tuple[float, float]] = {}
 

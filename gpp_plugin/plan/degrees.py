@@ -11,6 +11,7 @@ import numpy as np
 from gpp_plugin.plan.batches import BatchRules
 from gpp_plugin.plan.block_sets import BlockSets, Mask
 from gpp_plugin.plan.costs import CostModel, Floats, link_for_span, ring_us
+from gpp_plugin.plan.fitting import StageFitter
 from gpp_plugin.plan.registry import PlanRequest
 from gpp_plugin.plan.stages import StageDraft
 
@@ -48,12 +49,20 @@ class DegreeChooser:
 
     Bisection over the finite set of stage times; whether the degrees can add up to the number of
     ranks is a subset-sum over bit sets. Costs of a stage are kept from call to call.
+
+    Args:
+        fitter: makes stages fit that do not, which takes time; None: such stages are left out.
     """
 
     def __init__(
-        self, request: PlanRequest, costs: CostModel, rules: BatchRules, sets: BlockSets | None = None
+        self,
+        request: PlanRequest,
+        costs: CostModel,
+        rules: BatchRules,
+        sets: BlockSets | None = None,
+        fitter: StageFitter | None = None,
     ) -> None:
-        self.request, self.costs, self.rules = request, costs, rules
+        self.request, self.costs, self.rules, self.fitter = request, costs, rules, fitter
         self.sets = BlockSets(costs) if sets is None else sets
         limits = [device.memory_bytes for device in request.cluster.devices[: request.num_ranks]]
         if request.memory_limit_bytes is not None:
@@ -135,14 +144,22 @@ class DegreeChooser:
             found = []
             for option in self._timed_options(mask, wish):
                 num = request.mini_batch // option.micro_batch_size
-                memory = self.costs.stage_memory(
-                    rows,
-                    degree=option.degree,
-                    local=option.micro_batch_size // option.degree,
-                    in_flight=num if request.schedule == "gpipe" else min(num, height),
-                )
+                local = option.micro_batch_size // option.degree
+                in_flight = num if request.schedule == "gpipe" else min(num, height)
+                memory = self.costs.stage_memory(rows, degree=option.degree, local=local, in_flight=in_flight)
                 if memory <= self._limit:
                     found.append(option)
+                elif self.fitter is not None:
+                    excess, added_us = self.fitter.estimate(
+                        rows, degree=option.degree, local=local, in_flight=in_flight, limit=self._limit
+                    )
+                    if excess <= 0:
+                        found.append(
+                            option._replace(
+                                us_per_sample=option.us_per_sample + added_us / option.micro_batch_size,
+                                backward_us=option.backward_us + added_us,
+                            )
+                        )
             self._options[mask, wish, height] = found
         return found
 

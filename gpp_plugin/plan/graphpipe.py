@@ -28,15 +28,15 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batches import BatchRules, batch_rules
 from gpp_plugin.plan.components import decompose
 from gpp_plugin.plan.costs import CostModel, link_for_span, ring_us
+from gpp_plugin.plan.fitting import StageFitter, fitter_for, levels_to_fit
 from gpp_plugin.plan.intervals import Series, build_series
-from gpp_plugin.plan.judge import judge_us
+from gpp_plugin.plan.joined import best_judged, join_memory
 from gpp_plugin.plan.refine import Candidate, Refiner
 from gpp_plugin.plan.registry import PlanRequest, register_planner
 from gpp_plugin.plan.selection import explain_infeasible
 from gpp_plugin.plan.stage_groups import read_groups
 from gpp_plugin.plan.stage_search import StageSearch
 from gpp_plugin.plan.stage_table import StageShapes, TableMaker
-from gpp_plugin.plan.stages import build_plan
 
 SLACK = 1.06
 """Partitions that may end within this factor of the best step known are looked at: refinement gains as much."""
@@ -87,13 +87,21 @@ def graphpipe_plan(request: PlanRequest) -> PipelinePlan:
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     rules = batch_rules(request)
     budget = min(REFINE_BUDGET * request.num_ranks**3, MAX_BUDGET)
-    best = search_stages(request, costs, rules, budget=budget)[:1]
-    if not best or best[0].score[0] > 0:
+
+    def search(asked: PlanRequest, fitter: StageFitter | None) -> list[Candidate]:
+        return search_stages(asked, costs, rules, budget=budget, fitter=fitter)
+
+    candidates = search(request, None)[:1]
+    fitter = fitter_for(request, costs)
+    if fitter is not None:
+        refiner = Refiner(request, costs, rules, budget=budget, fitter=fitter)
+        candidates += join_memory(request, costs, candidates, search, refiner)
+    plan = best_judged(request, costs, candidates, fitter, planner="graphpipe")
+    if plan is None:
         names = [block.name for block in request.graph.blocks]
-        found = [[draft.blocks for draft in candidate.drafts] for candidate in best]
+        found = [[draft.blocks for draft in candidate.drafts] for candidate in candidates[:3]]
         explain_infeasible(request, costs, rules, [*found, [[name] for name in names], [names]])
-    plan = build_plan(request, best[0].drafts, planner="graphpipe", costs=costs)
-    return dataclasses.replace(plan, iteration_us=judge_us(plan, costs))
+    return plan
 
 
 def search_stages(
@@ -104,6 +112,7 @@ def search_stages(
     budget: int,
     num_refined: int = 2,
     is_thorough: bool = False,
+    fitter: StageFitter | None = None,
 ) -> list[Candidate]:
     """Return candidates, best first: the frontier's partitions with all ranks shared out, then refined.
 
@@ -111,8 +120,9 @@ def search_stages(
         budget: tasks that may be predicted in the refinement.
         num_refined: how many of the best are refined.
         is_thorough: also start from plans for every number of stages.
+        fitter: makes stages fit that do not; None: such stages are left out.
     """
-    refiner = Refiner(request, costs, rules, budget=budget)
+    refiner = Refiner(request, costs, rules, budget=budget, fitter=fitter)
     counts = _stage_counts(request)
     candidates: list[Candidate] = []
     if counts is None:
@@ -126,7 +136,7 @@ def search_stages(
                         return found.score[1]
             return float("inf")
 
-        find_partitions(request, costs, rules, predict)
+        find_partitions(request, costs, rules, predict, fitter=fitter)
         refiner.budget = budget
     if is_thorough or not any(candidate.score[0] == 0 for candidate in candidates):
         candidates.extend(_with_counts(request, costs, rules, refiner, counts))
@@ -177,7 +187,7 @@ def _with_counts(
             micro_batch_sizes=None,
             loss_unit=request.loss_unit,
         )
-        partitions = find_partitions(smaller, costs, batch_rules(smaller))
+        partitions = find_partitions(smaller, costs, batch_rules(smaller), fitter=refiner.fitter)
         groupings = {partition.groups for partition in sorted(partitions, key=lambda p: p.score)[:6]}
         groupings.add((tuple(block.name for block in request.graph.blocks),))
         for groups in sorted(groupings):
@@ -190,12 +200,17 @@ def _with_counts(
 
 
 def find_partitions(
-    request: PlanRequest, costs: CostModel, rules: BatchRules, predict: Judge | None = None
+    request: PlanRequest,
+    costs: CostModel,
+    rules: BatchRules,
+    predict: Judge | None = None,
+    fitter: StageFitter | None = None,
 ) -> list[Partition]:
     """Return the frontiers of (time a sample, depth) over all micro-batch sizes that may win.
 
     Args:
         predict: judges each point as it is found, so that what cannot beat it is not searched.
+        fitter: as for `search_stages`.
     """
     names = [block.name for block in request.graph.blocks]
     dependencies = nx.relabel_nodes(request.graph.dependencies(), {name: i for i, name in enumerate(names)})
@@ -216,7 +231,9 @@ def find_partitions(
                 continue
             deepest = _deepest(request, wish, bounds[wish], best.us, longest, ramp)
             if (wish, deepest) not in searches:
-                searches[wish, deepest] = make_search(request, costs, rules, root, wish, deepest, shapes)
+                searches[wish, deepest] = make_search(
+                    request, costs, rules, root, wish, deepest, shapes, fitter
+                )
             search = searches[wish, deepest]
             for t, levels, score in _frontier(request, search, wish, best, bounds[wish], ramp):
                 groups = tuple(tuple(names[i] for i in sorted(g)) for g in read_groups(search, levels))
@@ -265,18 +282,23 @@ def make_search(
     wish: int,
     longest: int,
     shapes: dict[int, StageShapes] | None = None,
+    fitter: StageFitter | None = None,
 ) -> StageSearch:
     """Return the search at one micro-batch size.
 
     Args:
         longest: most stages on a path.
         shapes: kept from one micro-batch size of the same tree to the next (`TableMaker`).
+        fitter: as for `search_stages`.
     """
     cluster = request.cluster
     degrees = rules.degrees()
     limit = float(max(device.memory_bytes for device in cluster.devices[: request.num_ranks]))
     if request.memory_limit_bytes is not None:
         limit = min(limit, request.memory_limit_bytes)
+    largest = max([request.loss_unit * degrees[-1] if rules.coupled else 1, *rules.fixed.values()])
+    extra = -(-2 * min(largest, request.mini_batch) // wish) if largest > wish else 0
+    top = min(longest, request.num_ranks) + min(extra, request.mini_batch // wish + 1, 2 * longest + 16)
     maker = TableMaker(
         request.graph,
         costs,
@@ -288,10 +310,9 @@ def make_search(
         reduce_us_per_byte=[ring_us(1e9, d, link_for_span(cluster, d)) / 1e9 for d in degrees],
         degrees=degrees,
         shapes={} if shapes is None else shapes,
+        fitter=fitter,
+        levels=levels_to_fit(top) if fitter is not None else (),
     )
-    largest = max([request.loss_unit * degrees[-1] if rules.coupled else 1, *rules.fixed.values()])
-    extra = -(-2 * min(largest, request.mini_batch) // wish) if largest > wish else 0
-    top = min(longest, request.num_ranks) + min(extra, request.mini_batch // wish + 1, 2 * longest + 16)
     return StageSearch(root, maker, top)
 
 

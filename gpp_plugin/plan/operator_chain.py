@@ -35,6 +35,8 @@ class PipelineShape:
         limits: bytes that one rank of each stage may use.
         host_bytes_per_s: of one rank's link to host memory, each way.
         link_bytes_per_s: of the slowest link between stages.
+        counts: micro-batches that each stage holds, where that follows from a graph of stages and not from its
+            place in a chain.
     """
 
     num_stages: int
@@ -44,9 +46,12 @@ class PipelineShape:
     link_bytes_per_s: float = float("inf")
     mode: str = "sync"
     schedule: str = "1f1b"
+    counts: tuple[int, ...] = ()
 
     def in_flight(self, stage: int) -> int:
         """Return the micro-batches that stage ``stage`` holds."""
+        if self.counts:
+            return self.counts[stage]
         if self.mode == "async":
             return self.num_stages - stage
         if self.schedule == "gpipe":
@@ -123,11 +128,7 @@ class OperatorChain:
         graph = costs.graph
         self.costs, self.local = costs, local
         self.names = [block.name for block in graph.blocks]
-        self.num_blocks = len(self.names)
-        self.forward_us, self.backward_us = costs.block_times(local)
-        self.forward = _prefix(self.forward_us)
-        self.backward = _prefix(self.backward_us)
-        self.time = _prefix(self.forward_us + self.backward_us)
+        self.set_times(*costs.block_times(local))
         saved = costs.saved_per_sample * local + costs.saved_fixed
         self.saved = _prefix(saved)
         self.parameters = _prefix(costs.parameter_bytes)
@@ -138,6 +139,18 @@ class OperatorChain:
         self.tensors = _saved_tensors(costs, saved)
         self.unsaved = _unsaved_results(costs, local)
         self.crossing = _crossing_bytes(costs, local)
+        self.set_tensor_sums()
+
+    def set_times(self, forward_us: Floats, backward_us: Floats) -> None:
+        """Set the times of every operator, and with them how many there are."""
+        self.num_blocks = len(forward_us)
+        self.forward_us, self.backward_us = forward_us, backward_us
+        self.forward = _prefix(forward_us)
+        self.backward = _prefix(backward_us)
+        self.time = _prefix(forward_us + backward_us)
+
+    def set_tensor_sums(self) -> None:
+        """Sum up the saved tensors by where they are charged."""
         largest = np.zeros(self.num_blocks)
         np.maximum.at(largest, self.tensors.charged, self.tensors.bytes)
         self._largest_saved = _largest_of(largest)
@@ -239,7 +252,7 @@ def _unsaved_results(costs: CostModel, local: float) -> UnsavedResults:
         for name in edge.tensors
         if name not in kept
     ]
-    sizes = {name: _bytes_at(costs, name, local) for name in number}
+    sizes = {name: result_bytes(costs, name, local) for name in number}
     return UnsavedResults(
         result=np.array([row[0] for row in rows], dtype=np.int64),
         made=np.array([row[1] for row in rows], dtype=np.int64),
@@ -248,7 +261,8 @@ def _unsaved_results(costs: CostModel, local: float) -> UnsavedResults:
     )
 
 
-def _bytes_at(costs: CostModel, name: str, local: float) -> float:
+def result_bytes(costs: CostModel, name: str, local: float) -> float:
+    """Return the bytes of a result that crosses between blocks, at ``local`` samples."""
     spec = costs.graph.tensors[name]
     fixed = float(spec.bytes_for(0))
     per_sample = (spec.bytes_for(spec.num_samples) - fixed) / spec.num_samples
@@ -264,5 +278,5 @@ def _crossing_bytes(costs: CostModel, local: float) -> Floats:
             span = reach.setdefault(name, [costs.index[edge.src], 0])
             span[1] = max(span[1], costs.index[edge.dst])
     for name, (src, dst) in reach.items():
-        crossing[src + 1 : dst + 1] += _bytes_at(costs, name, local)
+        crossing[src + 1 : dst + 1] += result_bytes(costs, name, local)
     return crossing

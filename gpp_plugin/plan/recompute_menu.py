@@ -60,8 +60,15 @@ class SegmentCosts:
     time_us: Floats
 
 
-def find_segments(chain: OperatorChain) -> list[Segments]:
-    """Return the menu: the best disjoint segments at every price, under every cap."""
+def find_segments(
+    chain: OperatorChain, levels: Sequence[tuple[float, float]] = LEVELS, *, layers: bool = True
+) -> list[Segments]:
+    """Return the menu: the best disjoint segments at every price, under every cap.
+
+    Args:
+        levels: prices and caps.
+        layers: whole layers are a level too.
+    """
     num = chain.num_blocks
     window = min(WINDOW, num)
     net, time, work = _windows(chain, window)
@@ -69,23 +76,26 @@ def find_segments(chain: OperatorChain) -> list[Segments]:
     if total <= 0 or whole_us <= 0:
         return []
     unit = total / whole_us
-    prices = np.array([price * unit for price, _ in LEVELS])
-    caps = np.array([cap * total for _, cap in LEVELS])
-    best = np.zeros((len(LEVELS), num + 1))
-    length = np.zeros((len(LEVELS), num + 1), dtype=np.int64)
+    prices = np.array([price * unit for price, _ in levels])
+    caps = np.array([cap * total for _, cap in levels])
+    best = np.zeros((len(levels), num + 1))
+    length = np.zeros((len(levels), num + 1), dtype=np.int64)
     lengths = np.arange(1, window + 1)
-    rows = np.arange(len(LEVELS))
+    rows = np.arange(len(levels))
     for stop in range(1, num + 1):
         reach = min(window, stop)
         value = best[:, stop - lengths[:reach]] + net[stop, :reach] - prices[:, None] * time[stop, :reach]
         value[work[stop, :reach] > caps[:, None]] = -np.inf
         choice = value.argmax(axis=1)
-        found = value[rows, choice]
-        is_better = found > best[:, stop - 1]
-        best[:, stop] = np.where(is_better, found, best[:, stop - 1])
+        reached = value[rows, choice]
+        is_better = reached > best[:, stop - 1]
+        best[:, stop] = np.where(is_better, reached, best[:, stop - 1])
         length[:, stop] = np.where(is_better, choice + 1, 0)
-    bounds = np.array(layer_bounds(chain.names), dtype=np.int64)
-    return _distinct([*(_trace(row, num) for row in length), Segments(starts=bounds[:-1], stops=bounds[1:])])
+    found = [_trace(row, num) for row in length]
+    if layers:
+        bounds = np.array(layer_bounds(chain.names), dtype=np.int64)
+        found.append(Segments(starts=bounds[:-1], stops=bounds[1:]))
+    return _distinct(found)
 
 
 def _trace(length: Ints, num: int) -> Segments:

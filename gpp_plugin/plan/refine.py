@@ -19,6 +19,7 @@ from gpp_plugin.plan.block_sets import BlockSets, Mask
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.degrees import DegreeChooser
 from gpp_plugin.plan.estimate import estimate_plan_us
+from gpp_plugin.plan.fitting import StageFitter
 from gpp_plugin.plan.registry import PlanRequest
 from gpp_plugin.plan.stages import StageDraft, build_plan
 
@@ -60,6 +61,7 @@ class Refiner:
 
     Args:
         budget: tasks (forward or backward of one micro-batch on one stage) to predict in all.
+        fitter: what a stage costs to fit where it does not; None: it then needs too much.
     """
 
     def __init__(
@@ -69,12 +71,13 @@ class Refiner:
         rules: BatchRules,
         *,
         budget: int,
+        fitter: StageFitter | None = None,
     ) -> None:
-        self.request, self.costs, self.rules = request, costs, rules
+        self.request, self.costs, self.rules, self.fitter = request, costs, rules, fitter
         self.num_stages = request.num_stages
         self.budget = budget
         self.sets = BlockSets(costs)
-        self.chooser = DegreeChooser(request, costs, rules, self.sets)
+        self.chooser = DegreeChooser(request, costs, rules, self.sets, fitter)
         self._seen: dict[object, Score] = {}
         self._best_us = float("inf")
         self._cutoff_us = float("inf")
@@ -143,6 +146,8 @@ class Refiner:
 
     def _score(self, drafts: Sequence[StageDraft]) -> Score:
         plan = build_plan(self.request, drafts, planner="", costs=self.costs, is_named=False)
+        if self.fitter is not None:
+            plan = self.fitter.estimated(plan)
         self.budget -= OVERHEAD + 2 * sum(plan.num_micro_batches(i) for i in range(len(plan.stages)))
         times = [(s.forward_us + s.backward_us) / s.micro_batch_size for s in plan.stages]
         excess = sum(max(0, self.chooser.excess_of(stage.memory_bytes, stage.ranks)) for stage in plan.stages)

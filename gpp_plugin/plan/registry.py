@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 from collections.abc import Callable
@@ -54,6 +55,26 @@ class PlanRequest:
     max_k: int = 1
     mode: str = "sync"
     memory_optimization: tuple[str, ...] = ()
+
+
+UNLIMITED = 1 << 62
+
+
+def rank_limit(request: PlanRequest, rank: int) -> int:
+    """Return the bytes that ``rank`` may use."""
+    limit = request.cluster.devices[rank].memory_bytes
+    return limit if request.memory_limit_bytes is None else min(limit, request.memory_limit_bytes)
+
+
+def unlimited(request: PlanRequest) -> PlanRequest:
+    """Return the request with all the memory in the world, and nothing to be done for it."""
+    devices = tuple(dataclasses.replace(d, memory_bytes=UNLIMITED) for d in request.cluster.devices)
+    return dataclasses.replace(
+        request,
+        memory_limit_bytes=None,
+        memory_optimization=(),
+        cluster=dataclasses.replace(request.cluster, devices=devices),
+    )
 
 
 Planner = Callable[[PlanRequest], PipelinePlan]

@@ -13,16 +13,8 @@ from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.degrees import DegreeChooser, choose_degrees
 from gpp_plugin.plan.estimate import estimate_plan_us
 from gpp_plugin.plan.judge import judge_us
-from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.registry import UNLIMITED, PlanRequest, rank_limit
 from gpp_plugin.plan.stages import StageDraft, build_plan
-
-UNLIMITED = 1 << 62
-
-
-def rank_limit(request: PlanRequest, rank: int) -> int:
-    """Return the bytes that ``rank`` may use."""
-    limit = request.cluster.devices[rank].memory_bytes
-    return limit if request.memory_limit_bytes is None else min(limit, request.memory_limit_bytes)
 
 
 def memory_excess(request: PlanRequest, plan: PipelinePlan) -> tuple[int, Stage, int]:

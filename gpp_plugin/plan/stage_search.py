@@ -40,7 +40,6 @@ class StageSearch:
     def __init__(self, root: Series, maker: TableMaker, max_level: int) -> None:
         self.root = root
         self.max_level = max_level
-        self.degrees = np.array(maker.degrees, dtype=float)
         self.tables: dict[int, StageTable] = {}
         self._bins: dict[int, StageTable] = {}
         self._order: list[Series] = []
@@ -128,7 +127,7 @@ class StageSearch:
             if not allowed.any():
                 continue
             chosen = allowed.argmax(axis=0)
-            cost = np.where(allowed.any(axis=0), self.degrees[chosen], np.inf)
+            cost = np.where(allowed.any(axis=0), table.degrees[chosen], np.inf)
             result.append((first, step, cost))
         self._cost_cache[key, self._ranks[key], bound] = result
         return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,22 +11,55 @@ import numpy.typing as npt
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.plan.batches import BatchRules
 from gpp_plugin.plan.costs import CostModel, Floats
+from gpp_plugin.plan.fitting import Savings, StageFitter, least_added_us, savings_of
 from gpp_plugin.plan.intervals import Branches, Series, whole_blocks
 
 Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(slots=True)
+class _Variant:
+    """[row, column] of one variant of a `StageTable`."""
+
+    us: Floats
+    level: npt.NDArray[np.int64]
+    first_step: npt.NDArray[np.int64]
+    step: npt.NDArray[np.int64]
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...]) -> _Variant:
+        """Return a variant without stages."""
+        return cls(
+            us=np.full(shape, np.inf),
+            level=np.zeros(shape, dtype=np.int64),
+            first_step=np.ones(shape, dtype=np.int64),
+            step=np.ones(shape, dtype=np.int64),
+        )
+
+    def fill(self, mask: Bools, us: Floats, levels: Floats, size: int, wish: int) -> None:
+        """Enter the stages of ``mask``, of micro-batches of ``size``."""
+        np.copyto(self.us, us, where=mask)
+        np.copyto(self.level, levels, where=mask, casting="unsafe")
+        if size > wish:
+            self.first_step[mask] = -(-size // wish)
+            self.step[mask] = -(-2 * size // wish) - 1
+
+
+@dataclass(slots=True)
 class StageTable:
-    """Costs of every stage of one series at one micro-batch size, by degree, row and column.
+    """Costs of every stage of one series at one micro-batch size, by variant, row and column.
+
+    A variant is a degree, and where stages may be made to fit (`fitting`) a level up to which they are.
 
     Args:
+        degrees: of each variant, not decreasing.
         us_per_sample: time; inf where there is no such stage.
         max_level: the greatest level (stages to the sink, in units of the micro-batch size) at which
             its in-flight micro-batches still fit; ``no_limit`` where all do.
         first_step, step: levels a stage adds after a sink and after another stage.
     """
 
+    degrees: Floats
     us_per_sample: Floats
     max_level: npt.NDArray[np.int64]
     first_step: npt.NDArray[np.int64]
@@ -41,19 +74,35 @@ class StageShapes:
 
     Args:
         rows, columns: [row or column, block]: how often a stage that begins (ends) so holds a block.
-        peak: [row, column] largest transient bytes a sample; ``through`` bytes a sample in and out.
+        largest: returns [row, column] the largest of values [block] over every stage's blocks.
+        through: bytes a sample in and out.
     """
 
     def __init__(
-        self, costs: CostModel, rows: Floats, columns: Floats, valid: Bools, peak: Floats, through: Floats
+        self,
+        costs: CostModel,
+        rows: Floats,
+        columns: Floats,
+        valid: Bools,
+        largest: Callable[[Floats], Floats],
+        through: Floats,
     ) -> None:
         self.costs, self._rows, self._columns = costs, rows, columns
-        self.valid, self.peak, self.through = valid, peak, through
+        self.valid, self.largest, self.through = valid, largest, through
+        self.peak = largest(costs.transient_per_sample)
         self.saved, self.saved_fixed = self.total(costs.saved_per_sample), self.total(costs.saved_fixed)
+        for blocks, per_sample, fixed in costs.shared:
+            flags = np.zeros((2, len(costs.index)))
+            flags[0, blocks[0]], flags[1, blocks[1:]] = 1.0, 1.0
+            is_held = (self.total(flags[0]) < 0.5) & (self.total(flags[1]) > 0.5)
+            self.saved += is_held * per_sample
+            self.saved_fixed += is_held * fixed
         self.parameter, self.gradient = self.total(costs.parameter_bytes), self.total(costs.gradient_bytes)
         self.optimizer = self.total(costs.optimizer_bytes)
         self._times: dict[float, Floats] = {}
         self._counts: dict[tuple[float, int, float], Floats] = {}
+        self._rooms: dict[tuple[float, int, float], tuple[Floats, Floats]] = {}
+        self._savings: dict[float, Savings] = {}
 
     def total(self, values: Floats) -> Floats:
         """Return [row, column] the sum of ``values`` [block] over every stage's blocks."""
@@ -68,17 +117,33 @@ class StageShapes:
 
     def micro_batches_that_fit(self, local: float, degree: int, limit: float) -> Floats:
         """Return [row, column] how many micro-batches of ``local`` samples a rank can hold at once."""
-        costs = self.costs
-        key = (local, degree if costs.zero_stage else 1, limit)
+        key = self._key(local, degree, limit)
         if key not in self._counts:
-            held = costs.held_bytes_of(self.parameter, self.gradient, self.optimizer, degree)
-            each = self.saved * local + self.saved_fixed
-            held = held + costs.whole_gradient_bytes(self.gradient, each, degree)
-            room = limit - held - self.peak * local
+            room, each = self.room(local, degree, limit)
             with np.errstate(divide="ignore", invalid="ignore"):
                 count = np.where(each > 0, np.floor(room / each + 1e-9), NO_LIMIT)
             self._counts[key] = np.where(room < 0, 0, np.minimum(count, NO_LIMIT))
         return self._counts[key]
+
+    def room(self, local: float, degree: int, limit: float) -> tuple[Floats, Floats]:
+        """Return [row, column] the bytes a rank has for what is saved, and what a micro-batch saves."""
+        key = self._key(local, degree, limit)
+        if key not in self._rooms:
+            costs = self.costs
+            held = costs.held_bytes_of(self.parameter, self.gradient, self.optimizer, degree)
+            each = self.saved * local + self.saved_fixed
+            held = held + costs.whole_gradient_bytes(self.gradient, each, degree)
+            self._rooms[key] = limit - held - self.peak * local, each
+        return self._rooms[key]
+
+    def _key(self, local: float, degree: int, limit: float) -> tuple[float, int, float]:
+        return local, degree if self.costs.zero_stage else 1, limit
+
+    def savings(self, fitter: StageFitter, local: float) -> Savings:
+        """Return what recomputing all blocks of every stage saves, and what may be swapped."""
+        if local not in self._savings:
+            self._savings[local] = savings_of(fitter.per_block(local), self.total, self.largest)
+        return self._savings[local]
 
 
 def series_shapes(series: Series, costs: CostModel) -> StageShapes:
@@ -93,19 +158,22 @@ def series_shapes(series: Series, costs: CostModel) -> StageShapes:
         ]
     )
     through = series.bytes_through[start[:, None], np.where(valid, end[None, :], start[:, None])]
-    transient = costs.transient_per_sample
-    items = np.array([transient[list(item.blocks)].max(initial=0.0) for item in series.items])
-    peak = np.zeros((num + 1, num + 1))
-    for i in range(num):
-        peak[i, i + 1 :] = np.maximum.accumulate(items[i:])
-    row = np.array([transient[list(blocks)].max(initial=0.0) for blocks in series.row_blocks])
-    column = np.array([transient[list(blocks)].max(initial=0.0) for blocks in series.column_blocks])
+
+    def largest(values: Floats) -> Floats:
+        items = np.array([values[list(item.blocks)].max(initial=0.0) for item in series.items])
+        peak = np.zeros((num + 1, num + 1))
+        for i in range(num):
+            peak[i, i + 1 :] = np.maximum.accumulate(items[i:])
+        row = np.array([values[list(blocks)].max(initial=0.0) for blocks in series.row_blocks])
+        column = np.array([values[list(blocks)].max(initial=0.0) for blocks in series.column_blocks])
+        return np.maximum(peak[np.ix_(start, end)], np.maximum(row[:, None], column[None, :]))
+
     return StageShapes(
         costs,
         _block_counts(series.row_blocks, num_blocks) - prefix[start],
         _block_counts(series.column_blocks, num_blocks) + prefix[end],
         valid,
-        np.maximum(peak[np.ix_(start, end)], np.maximum(row[:, None], column[None, :])),
+        largest,
         through,
     )
 
@@ -114,14 +182,13 @@ def bin_shapes(parallel: Branches, costs: CostModel) -> StageShapes:
     """Return the shapes of stages that hold whole branches: one row, one column a state."""
     num_blocks = len(costs.index)
     columns = [whole_blocks(parallel, state) for state in parallel.states]
-    transient = costs.transient_per_sample
     per_kind = np.array([kind.bytes_through[0, kind.num_items] for kind in parallel.kinds])
     return StageShapes(
         costs,
         np.zeros((1, num_blocks)),
         _block_counts(columns, num_blocks),
         np.array([[len(blocks) > 0 for blocks in columns]]),
-        np.array([[transient[list(blocks)].max(initial=0.0) for blocks in columns]]),
+        lambda values: np.array([[values[list(blocks)].max(initial=0.0) for blocks in columns]]),
         (np.array(parallel.states, dtype=float) @ per_kind)[None, :],
     )
 
@@ -139,6 +206,8 @@ class TableMaker:
     Args:
         shapes: of the tree's series and parallel items by id; filled as they are met, and shared by the
             makers of one tree's micro-batch sizes.
+        fitter: makes stages fit that do not, at the least cost; None: such stages are left out.
+        levels: up to which that is worked out, increasing.
     """
 
     def __init__(
@@ -154,7 +223,10 @@ class TableMaker:
         reduce_us_per_byte: Sequence[float],
         degrees: Sequence[int],
         shapes: dict[int, StageShapes],
+        fitter: StageFitter | None = None,
+        levels: Sequence[int] = (),
     ) -> None:
+        self.fitter, self.levels = fitter, levels
         self.costs, self.rules, self.wish, self.shapes = costs, rules, wish, shapes
         self.memory_limit, self.link_us_per_byte, self.is_gpipe = memory_limit, link_us_per_byte, is_gpipe
         self.degrees, self.reduce_us_per_byte = list(degrees), list(reduce_us_per_byte)
@@ -179,33 +251,71 @@ class TableMaker:
         return self._make(self.shapes[id(parallel)])
 
     def _make(self, shapes: StageShapes) -> StageTable:
-        mini_batch = self.rules.mini_batch
-        shape = (len(self.degrees), *shapes.valid.shape)
-        us = np.full(shape, np.inf)
-        level = np.zeros(shape, dtype=np.int64)
-        first_step, step = np.ones(shape, dtype=np.int64), np.ones(shape, dtype=np.int64)
         classes = self._classes(shapes)
-        for i, degree in enumerate(self.degrees):
-            for (is_coupled, fixed), mask in classes.items():
-                size = self._size(is_coupled, fixed, degree)
-                if size is None:
-                    continue
-                local = size / degree
-                link = shapes.through * (2 * self.link_us_per_byte / degree)
-                reduces = mini_batch // size if self.costs.zero_stage >= 2 else 1
-                reduction = shapes.gradient * (self.reduce_us_per_byte[i] * reduces / mini_batch)
-                us_here = np.maximum(shapes.times(local) / size, link) + reduction
-                count = shapes.micro_batches_that_fit(local, degree, self.memory_limit)
+        variants = [v for i in range(len(self.degrees)) for v in self._variants(shapes, i, classes)]
+        table = StageTable(
+            degrees=np.array([degree for degree, _ in variants], dtype=float),
+            us_per_sample=np.stack([v.us for _, v in variants]),
+            max_level=np.stack([v.level for _, v in variants]),
+            first_step=np.stack([v.first_step for _, v in variants]),
+            step=np.stack([v.step for _, v in variants]),
+        )
+        table.us_per_sample[table.max_level == 0] = np.inf
+        return table
+
+    def _variants(
+        self, shapes: StageShapes, i: int, classes: dict[tuple[bool, int | None], Bools]
+    ) -> Iterator[tuple[int, _Variant]]:
+        """Yield the stages of one degree as they are, then those made to fit, level by level."""
+        degree = self.degrees[i]
+        plain = _Variant.empty(shapes.valid.shape)
+        sizes = {key: self._size(*key, degree) for key in classes}
+        for key, mask in classes.items():
+            size = sizes[key]
+            if size is not None:
+                us, count = self._times(shapes, i, size), self._counts(shapes, size, degree)
                 levels = np.maximum(np.floor(count * (size / self.wish)), 1)
                 levels = np.where((count < 1) | self.is_gpipe, 0, levels)
-                levels = np.where(count >= mini_batch // size, NO_LIMIT, levels)
-                np.copyto(us[i], us_here, where=mask)
-                np.copyto(level[i], levels, where=mask, casting="unsafe")
-                if size > self.wish:
-                    first_step[i][mask] = -(-size // self.wish)
-                    step[i][mask] = -(-2 * size // self.wish) - 1
-        us[level == 0] = np.inf
-        return StageTable(us_per_sample=us, max_level=level, first_step=first_step, step=step)
+                levels = np.where(count >= self.rules.mini_batch // size, NO_LIMIT, levels)
+                plain.fill(mask, us, levels, size, self.wish)
+        yield degree, plain
+        if self.fitter is None or (plain.level >= self.levels[-1]).all():
+            return
+        for level in self.levels[-1:] if self.is_gpipe else self.levels:
+            made = _Variant.empty(shapes.valid.shape)
+            for key, mask in classes.items():
+                size = sizes[key]
+                if size is not None:
+                    us, levels = self._fitted(shapes, i, size, level)
+                    made.fill(mask & (plain.level < level), us, levels, size, self.wish)
+            if np.isfinite(made.us).any():
+                yield degree, made
+
+    def _times(self, shapes: StageShapes, i: int, size: int, added_us: Floats | float = 0.0) -> Floats:
+        """Return [row, column] microseconds a sample at the micro-batch size ``size`` of the stage."""
+        degree = self.degrees[i]
+        link = shapes.through * (2 * self.link_us_per_byte / degree)
+        reduces = self.rules.mini_batch // size if self.costs.zero_stage >= 2 else 1
+        reduction = shapes.gradient * (self.reduce_us_per_byte[i] * reduces / self.rules.mini_batch)
+        found: Floats = np.maximum((shapes.times(size / degree) + added_us) / size, link) + reduction
+        return found
+
+    def _counts(self, shapes: StageShapes, size: int, degree: int) -> Floats:
+        return shapes.micro_batches_that_fit(size / degree, degree, self.memory_limit)
+
+    def _fitted(self, shapes: StageShapes, i: int, size: int, level: int) -> tuple[Floats, Floats]:
+        """Return [row, column] times of stages made to fit at ``level``, and the level up to which they do."""
+        assert self.fitter is not None
+        degree = self.degrees[i]
+        local, most = size / degree, self.rules.mini_batch // size
+        count = most if self.is_gpipe else min(-(-level * self.wish // size), most)
+        room, each = shapes.room(local, degree, self.memory_limit)
+        savings = shapes.savings(self.fitter, local)
+        in_turn = self.fitter.is_in_turn(count)
+        added = least_added_us(count * each - room, count, savings, self.fitter.host, in_turn)
+        us = self._times(shapes, i, size, added)
+        levels = np.where(np.isfinite(us), NO_LIMIT if count == most else level, 0)
+        return us, levels.astype(float)
 
     def _classes(self, shapes: StageShapes) -> dict[tuple[bool, int | None], Bools]:
         valid = shapes.valid

@@ -321,7 +321,7 @@ def _check_memory_plans(plan: PipelinePlan, graph: BlockGraph) -> None:
                 f"stage {stage.name!r}: tensor {twice[0]!r} is swapped or recomputed twice; keep one"
             )
         for name in (*swapped, *dropped):
-            if name not in tensors or tensors[name].kept_by[0] not in place:
+            if name not in tensors or place.keys().isdisjoint(tensors[name].kept_by):
                 raise PlanError(
                     f"stage {stage.name!r}: tensor {name!r} is not one that it keeps for backward"
                 )

@@ -1,0 +1,354 @@
+"""What it costs a stage of a graph to fit its device: the least time of recomputing and swapping (joined planning).
+
+A planner that asks "time plus least cost of fitting" of every stage it considers weighs memory optimization
+against another partition, more stages and smaller micro-batches. Three answers, each dearer than the one before:
+
+    `least_added_us`            in closed form, as arrays, for all stages of a search's tables
+    `StageFitter.estimate`      one stage, for thousands of candidates: its blocks run again one by one, those
+                                that save most per microsecond first, and the rest swapped; or all of it at once
+    `StageFitter.choose`        one stage of a plan, tensor by tensor (`capuchin`)
+
+How many micro-batches a stage holds follows from the graph of stages, not from its place in a chain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.plan.capuchin import StageChoice, StageOptimizer
+from gpp_plugin.plan.costs import CostModel
+from gpp_plugin.plan.operator_chain import PipelineShape
+from gpp_plugin.plan.registry import PlanRequest, rank_limit
+from gpp_plugin.plan.stage_chain import GraphTensors, StageChain, optimized_base
+
+Rows = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Savings:
+    """What may be done about one micro-batch of a stage, in bytes and microseconds; numbers or arrays.
+
+    Args:
+        net: dropped less held instead; ``dropped``; ``work``: back in memory while it runs again.
+        again_us: of the second forwards.
+        kept: bytes of all its saved tensors; ``largest`` of them.
+        forward_us, backward_us: without memory optimization.
+    """
+
+    net: Any
+    dropped: Any
+    work: Any
+    again_us: Any
+    kept: Any
+    largest: Any
+    forward_us: Any
+    backward_us: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLink:
+    """Whether and how quickly tensors leave.
+
+    Args:
+        bytes_per_us: each way; 0: nothing is swapped.
+    """
+
+    bytes_per_us: float
+
+    def exposed_us(self, num_bytes: Any, forward_us: Any, backward_us: Any, in_turn: Any) -> Any:
+        """Return what transfers of ``num_bytes`` each way take beyond the compute they hide behind."""
+        transfer = num_bytes / self.bytes_per_us
+        apart = np.maximum(transfer - forward_us, 0.0) + np.maximum(transfer - backward_us, 0.0)
+        return np.where(in_turn, np.maximum(transfer - forward_us - backward_us, 0.0), apart)
+
+    def hidden_bytes(self, forward_us: Any, backward_us: Any, in_turn: Any) -> Any:
+        """Return the bytes of one micro-batch whose transfers hide."""
+        apart = np.minimum(forward_us, backward_us)
+        return self.bytes_per_us * np.where(in_turn, forward_us + backward_us, apart)
+
+
+def added_us(excess: Any, count: Any, savings: Savings, host: HostLink, in_turn: Any) -> Any:
+    """Return what a choice of segments adds, and the swaps that it still needs; inf where it does not fit.
+
+    Args:
+        excess: bytes too many without memory optimization, with ``count`` micro-batches in flight.
+        in_turn: whether forwards and backwards take turns.
+    """
+    s = savings
+    needs = excess + s.work - count * s.net
+    plain = np.where(needs <= 0, s.again_us, np.inf)
+    if not host.bytes_per_us:
+        return plain
+    wanted = np.maximum(needs + 2 * s.largest, 0.0) / count
+    exposed = host.exposed_us(wanted, s.forward_us, s.backward_us + s.again_us, in_turn)
+    return np.minimum(plain, np.where(wanted <= s.kept - s.dropped, s.again_us + exposed, np.inf))
+
+
+def least_added_us(excess: Any, count: Any, savings: Savings, host: HostLink, in_turn: Any) -> Any:
+    """Return about the least that fitting adds, as arrays; 0 where it fits, inf where nothing makes it.
+
+    Blocks are taken as divisible: as large a part as is needed is recomputed, alone or beside what the link
+    takes for nothing; or nothing or everything is, and the rest swapped.
+
+    Args:
+        savings: of recomputing every block.
+    """
+    s = savings
+    none = dataclasses.replace(s, net=0.0, dropped=0.0, work=0.0, again_us=0.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        least = np.minimum(
+            added_us(excess, count, none, host, in_turn), added_us(excess, count, s, host, in_turn)
+        )
+        needs = excess + s.work
+        parts = [needs]
+        if host.bytes_per_us:
+            hidden = np.minimum(host.hidden_bytes(s.forward_us, s.backward_us, in_turn), s.kept - s.dropped)
+            parts.append(np.maximum(needs + 2 * s.largest - count * np.maximum(hidden, 0.0), 0.0))
+        for lacking in parts:
+            share = lacking / (count * s.net)
+            least = np.minimum(least, np.where((s.net > 0) & (share <= 1.0), share * s.again_us, np.inf))
+    return np.where(excess <= 0, 0.0, least)
+
+
+class StageFitter:
+    """Fits stages of one request's graph to their devices; what it has worked out is kept.
+
+    Args:
+        request: its ``memory_optimization`` says what may be done; nothing: no stage is changed.
+    """
+
+    def __init__(self, request: PlanRequest, costs: CostModel) -> None:
+        self.request, self.costs = request, costs
+        self.can_recompute = "recompute" in request.memory_optimization
+        self.can_swap = "swap" in request.memory_optimization
+        devices = request.cluster.devices[: request.num_ranks]
+        self._host_bytes_per_s = min(device.host_bytes_per_s for device in devices)
+        self.host = HostLink(bytes_per_us=self._host_bytes_per_s / 1e6 if self.can_swap else 0.0)
+        self.everything = GraphTensors(costs)
+        self._per_block: dict[float, Savings] = {}
+        self._order: dict[float, list[int]] = {}
+        self._steps: dict[tuple[Rows, float], Savings] = {}
+        self._estimates: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._choices: dict[tuple[object, ...], StageChoice] = {}
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether there is anything to swap or recompute."""
+        return (self.can_recompute or self.can_swap) and bool(self.everything.names)
+
+    def is_in_turn(self, in_flight: Any) -> Any:
+        """Return whether forwards and backwards of a stage take turns (`PipelineShape.is_in_turn`)."""
+        return (in_flight > 1) & (self.request.schedule != "gpipe")
+
+    def per_block(self, local: float) -> Savings:
+        """Return what every block of the graph could save, run again by itself."""
+        found = self._per_block.get(local)
+        if found is None:
+            dropped, held = self.everything.single_segments(local)
+            sizes = self.everything.sizes(local)
+            kept, largest = np.zeros(len(dropped)), np.zeros(len(dropped))
+            for t, keepers in enumerate(self.everything.keepers):
+                kept[keepers[0]] += sizes[t]
+                largest[keepers[0]] = max(largest[keepers[0]], sizes[t])
+            forward, backward = self.costs.block_times(local)
+            net = dropped - held
+            is_worth = (net > 0) & self.can_recompute
+            found = self._per_block[local] = Savings(
+                net=np.where(is_worth, net, 0.0),
+                dropped=np.where(is_worth, dropped, 0.0),
+                work=np.where(is_worth, dropped, 0.0),
+                again_us=np.where(is_worth, forward, 0.0),
+                kept=kept,
+                largest=largest,
+                forward_us=forward,
+                backward_us=backward,
+            )
+        return found
+
+    def estimate(
+        self, rows: Rows, *, degree: int, local: float, in_flight: int, limit: int
+    ) -> tuple[float, float]:
+        """Return (bytes too many, microseconds added to a backward) of a stage; (0, 0) where it fits as it is."""
+        plain = self.costs.stage_memory(rows, degree=degree, local=local, in_flight=in_flight)
+        if plain <= limit or not self.is_active:
+            return max(float(plain - limit), 0.0), 0.0
+        key = rows, degree, local, in_flight, limit
+        found = self._estimates.get(key)
+        if found is None:
+            excess = optimized_base(self.costs, rows, degree, local, in_flight) - limit
+            found = self._estimates[key] = self._estimate(rows, local, in_flight, float(excess))
+        return found
+
+    def _estimate(self, rows: Rows, local: float, in_flight: int, excess: float) -> tuple[float, float]:
+        steps = self._steps_of(rows, local)
+        in_turn = self.is_in_turn(in_flight)
+        us = float(added_us(excess, in_flight, steps, self.host, in_turn).min())
+        if us < np.inf:
+            return 0.0, us
+        needs = excess + steps.work - in_flight * steps.net
+        if self.can_swap:
+            needs = np.minimum(needs, needs + 2 * steps.largest - in_flight * (steps.kept - steps.dropped))
+        return max(float(needs.min()), 1.0), 0.0
+
+    def _steps_of(self, rows: Rows, local: float) -> Savings:
+        """Return the stage with its first k blocks run again, k = 0 .. all, and last as one segment."""
+        found = self._steps.get((rows, local))
+        if found is None:
+            found = self._steps[rows, local] = self._make_steps(rows, local)
+        return found
+
+    def _make_steps(self, rows: Rows, local: float) -> Savings:
+        one = self.per_block(local)
+        if local not in self._order:
+            worth = one.net / np.maximum(one.again_us, 1e-9)
+            self._order[local] = np.argsort(np.argsort(-worth, kind="stable")).tolist()
+        rank = self._order[local]
+        chosen = [row for row in sorted(rows, key=rank.__getitem__) if one.net[row] > 0]
+        kept, largest, dropped, held = self._whole(rows, local)
+        forward, backward = self.costs.stage_times(rows, local)
+        net, again = np.cumsum(one.net[chosen]), np.cumsum(one.again_us[chosen])
+        gone, work = np.cumsum(one.dropped[chosen]), np.maximum.accumulate(one.work[chosen])
+        last = [(dropped - held, dropped, dropped, forward)] if self.can_recompute else []
+        ends = np.array([(0.0,) * 4, *last])
+        columns = [
+            np.concatenate([ends[:1, i], part, ends[1:, i]])
+            for i, part in enumerate((net, gone, work, again))
+        ]
+        return Savings(
+            net=columns[0],
+            dropped=columns[1],
+            work=columns[2],
+            again_us=columns[3],
+            kept=kept,
+            largest=largest,
+            forward_us=forward,
+            backward_us=backward,
+        )
+
+    def _whole(self, rows: Rows, local: float) -> tuple[float, float, float, float]:
+        """Return bytes kept, of the largest tensor, dropped and held where the stage is one segment."""
+        tensors = self.everything
+        sizes, results = tensors.sizes(local), tensors.result_sizes(local)
+        inside = set(rows)
+        numbers = dict.fromkeys(t for row in rows for t in tensors.kept_in[row])
+        kept = largest = dropped = 0.0
+        for t in numbers:
+            size = float(sizes[t])
+            kept, largest = kept + size, max(largest, size)
+            if tensors.users[t] <= inside:
+                dropped += size
+        held = 0.0
+        for r in dict.fromkeys(r for row in rows for r in tensors.entering[row]):
+            if tensors.results[r][1] not in inside and tensors.result_tensor[r] not in numbers:
+                held += float(results[r])
+        return kept, largest, dropped, held
+
+    def choose(self, rows: Rows, *, degree: int, local: float, in_flight: int, limit: int) -> StageChoice:
+        """Return the cheapest memory optimization found that makes a stage fit, or the nearest to fitting."""
+        key = rows, degree, local, in_flight, limit
+        found = self._choices.get(key)
+        if found is None:
+            chain = StageChain(self.everything, rows, local, degree=degree)
+            # Plans have whole bytes of each tensor and segment: rounding must not make one exceed its limit.
+            margin = in_flight * (len(chain.tensors.names) // 2 + 1)
+            shape = PipelineShape(
+                num_stages=1,
+                num_micro_batches=in_flight,
+                limits=(limit - margin,),
+                host_bytes_per_s=self._host_bytes_per_s,
+                schedule=self.request.schedule,
+                counts=(in_flight,),
+            )
+            optimizer = StageOptimizer(
+                chain,
+                shape,
+                menu=chain.menu() if self.can_recompute else (),
+                recompute=self.can_recompute,
+                swap=self.can_swap,
+            )
+            found = self._choices[key] = optimizer.optimize(0, *chain.whole)
+        return found
+
+    def estimated(self, plan: PipelinePlan) -> PipelinePlan:
+        """Return a candidate with what it costs each stage to fit, roughly, and without saying how."""
+        return self._with_stages(plan, self._estimated)
+
+    def fitted(self, plan: PipelinePlan) -> PipelinePlan:
+        """Return the plan whose stages that do not fit have a memory plan, or are as near to fitting as they get."""
+        return self._with_stages(plan, self._fitted)
+
+    def _with_stages(self, plan: PipelinePlan, change: Any) -> PipelinePlan:
+        if not self.is_active:
+            return plan
+        stages = []
+        for stage in plan.stages:
+            limit = min(rank_limit(self.request, rank) for rank in stage.ranks)
+            stages.append(stage if stage.memory_bytes <= limit else change(stage, limit))
+        return dataclasses.replace(plan, stages=tuple(stages))
+
+    def _place(self, stage: Stage, limit: int) -> dict[str, Any]:
+        return {
+            "rows": tuple(self.costs.indices(stage.blocks)),
+            "degree": stage.degree,
+            "local": stage.local_batch_size,
+            "in_flight": stage.in_flight,
+            "limit": limit,
+        }
+
+    def _estimated(self, stage: Stage, limit: int) -> Stage:
+        excess, us = self.estimate(**self._place(stage, limit))
+        return dataclasses.replace(
+            stage, backward_us=stage.backward_us + us, memory_bytes=limit + round(excess)
+        )
+
+    def _fitted(self, stage: Stage, limit: int) -> Stage:
+        choice = self.choose(**self._place(stage, limit))
+        added = choice.memory.added_us if choice.memory is not None else 0.0
+        return dataclasses.replace(
+            stage,
+            backward_us=stage.backward_us + added,
+            memory_bytes=round(choice.memory_bytes),
+            memory=choice.memory,
+        )
+
+
+def fitter_for(request: PlanRequest, costs: CostModel) -> StageFitter | None:
+    """Return a fitter where the request allows memory optimization and the graph's tensors are known."""
+    fitter = StageFitter(request, costs) if request.memory_optimization else None
+    return fitter if fitter is not None and fitter.is_active else None
+
+
+def savings_of(block: Savings, total: Any, peak: Any) -> Savings:
+    """Return the savings of many stages from those of blocks.
+
+    Args:
+        total, peak: sum and largest, over every stage's blocks, of values by block.
+    """
+    return Savings(
+        net=total(block.net),
+        dropped=total(block.dropped),
+        work=peak(block.work),
+        again_us=total(block.again_us),
+        kept=total(block.kept),
+        largest=peak(block.largest),
+        forward_us=total(block.forward_us),
+        backward_us=total(block.backward_us),
+    )
+
+
+def levels_to_fit(top: int) -> Sequence[int]:
+    """Return the levels at which fitting is worked out: all small ones, fewer of the large ones.
+
+    >>> levels_to_fit(20)
+    [1, 2, 3, 4, 6, 8, 12, 16, 20]
+    """
+    found = [1, 2, 3]
+    while found[-1] < top:
+        found.append(found[-2] * 2)
+    return sorted({level for level in found if level < top} | {top})

@@ -102,7 +102,8 @@ class StageGraph:
         """Add a stage; its module is called ``module(**inputs)`` and returns a tensor, a tuple or a dict.
 
         Args:
-            module: a module, or a factory that is called on the stage's ranks only, with a `StageContext`.
+            module: a module, or a factory that is called on the stage's ranks only, with a `StageContext`. Where a
+                factory has a method ``check(stage, tensor)``, that is called now, and may refuse the grid.
             inputs: names of earlier outputs ("embeds" or "vision.embeds") and batch keys; a dict maps the
                 module's own argument names to them.
             outputs: names of what it returns, in order, or by key where it returns a dict; a dict maps the
@@ -195,6 +196,10 @@ class StageGraph:
             raise ConfigError(f"stage {stage.name!r}: there is one of this name already; give each its own")
         if not stage.name or "." in stage.name:
             raise ConfigError(f"stage {stage.name!r}: a name is not empty and has no dots")
+        if hasattr(nn.Module, stage.name):
+            raise ConfigError(
+                f"stage {stage.name!r}: torch modules have an attribute of this name; choose another"
+            )
         if not isinstance(stage.make, nn.Module) and not callable(stage.make):
             raise ConfigError(
                 f"stage {stage.name!r}: its module is a {type(stage.make).__name__}; give a torch module, or a "
@@ -225,6 +230,8 @@ class StageGraph:
                 raise ConfigError(
                     f'stage {stage.name!r}: the layout of {output!r} is {layout!r}; give its batch axis or "uniform"'
                 )
+        if not isinstance(stage.make, nn.Module) and hasattr(stage.make, "check"):
+            stage.make.check(stage.name, stage.tensor)
         self._stages[stage.name] = stage
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.integrations.megatron import gather_full_state, gpt_stage
+from gpp_plugin.integrations.megatron import gather_full_state, gpt_stage, transformer_block_stage
+from gpp_plugin.integrations.megatron.dropout import DropoutStreams
 from gpp_plugin.integrations.megatron.stages import require_megatron
 from gpp_plugin.stage_graph.context import StageContext, make_context
 from gpp_plugin.stage_graph.graph import StageGraph
@@ -154,4 +156,125 @@ def shared_out() -> dict[str, Any]:
                 (whole(input_ids=batch["input_ids"]) - chunk(input_ids=batch["input_ids"])).abs().max()
             ),
         }
+    return answers
+
+
+def images(samples: int) -> dict[str, Tensor]:
+    """Return a batch with two image positions in each sample, at different places, and padding at the end."""
+    generator = torch.Generator().manual_seed(5)
+    batch = tokens(samples, seed=5)
+    for sample in range(samples):
+        batch["input_ids"][sample, sample : sample + 2] = IMAGE
+        batch["labels"][sample, LENGTH - sample :] = -100
+    keep = (batch["labels"] != -100).long()
+    keep[0, :3] = 1
+    return {**batch, "attention_mask": keep, "images": torch.randn(samples, 2, HIDDEN, generator=generator)}
+
+
+def merged() -> dict[str, Any]:
+    """Put image embeddings among tokens at tensor size 2, with and without sequence parallelism, and at size 1."""
+    here, one = in_place(), alone()
+    batch = images(3)
+    answers: dict[str, Any] = {}
+    weights = None
+    for name, config, context in (
+        ("whole", alone_config(), one),
+        ("tensor", config_of(), here),
+        ("sequence", config_of(sequence_parallel=True), here),
+    ):
+        chunk = gpt_stage(config, merge={"images": IMAGE}, full_state=weights, **LANGUAGE)(context)
+        if weights is None:
+            jolt(chunk)
+            weights = gather_full_state(chunk, context)
+        given = {**batch, "images": batch["images"].clone().requires_grad_()}
+        loss = chunk(**given)
+        loss.backward()
+        answers[name] = (float(loss), given["images"].grad, gradients_of(chunk, context))
+    with torch.no_grad():  # what embeddings and labels say, put together by hand
+        word = weights["embedding.word_embeddings.weight"]
+        places = torch.arange(LENGTH).expand(3, -1)
+        embedded = torch.where(
+            (batch["input_ids"] == IMAGE)[..., None],
+            torch.stack([batch["images"][i, (places[i] - i).clamp(0, 1)] for i in range(3)]),
+            word[batch["input_ids"]] + weights["embedding.position_embeddings.weight"][places],
+        )
+        upper = gpt_stage(alone_config(), pre_process=False, full_state=weights, **LANGUAGE)(one)
+        hidden = embedded.transpose(0, 1).contiguous()
+        logits = upper(hidden_states=hidden, attention_mask=batch["attention_mask"])
+        per_token = nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100
+        )
+    answers["by hand"] = float(per_token)
+    batch["input_ids"][0, 5] = IMAGE
+    try:
+        chunk(**batch)
+    except ValueError as error:
+        answers["said"] = str(error)
+    return answers
+
+
+def blocks() -> dict[str, Any]:
+    """Run transformer blocks with the batch first at tensor size 2, with and without sequence parallelism."""
+    here, one = in_place(), alone()
+    answers: dict[str, Any] = {}
+    weights = None
+    hidden = torch.randn(3, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(3))
+    keep = torch.ones(3, LENGTH)
+    keep[1, 7:] = 0
+    for name, config, context in (
+        ("whole", alone_config(), one),
+        ("tensor", config_of(), here),
+        ("sequence", config_of(sequence_parallel=True), here),
+    ):
+        block = transformer_block_stage(config, final_norm=True, batch_first=True, full_state=weights)(
+            context
+        )
+        if weights is None:
+            jolt(block)
+            weights = gather_full_state(block, context)
+        given = hidden.clone().requires_grad_()
+        found = block(hidden_states=given, attention_mask=keep)
+        (found * torch.linspace(0, 1, HIDDEN)).square().mean().backward()
+        answers[name] = (found.detach(), given.grad, gradients_of(block, context))
+    return answers
+
+
+def dropped() -> dict[str, Any]:
+    """Draw dropout at tensor size 2: losses alike, of forwards in order, again, and recomputed by Megatron."""
+    here, one = in_place(), alone()
+    batch = tokens(4)
+    answers: dict[str, Any] = {}
+    weights = gather_full_state(gpt_stage(alone_config(), **LANGUAGE)(one), one)
+    torch.manual_seed(dist.get_rank())  # ranks do not agree on torch's generator
+    changes: dict[str, dict[str, Any]] = {
+        "hidden": {"hidden_dropout": 0.5},
+        "attention": {"attention_dropout": 0.5},
+        "both": {"hidden_dropout": 0.5, "attention_dropout": 0.5},
+    }
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    for name, change in changes.items():
+        whole = gpt_stage(alone_config(**change), full_state=weights, **LANGUAGE)(one)
+        chunk = gpt_stage(config_of(**change), full_state=weights, **LANGUAGE)(here)
+        again = gpt_stage(config_of(**change, **recompute), full_state=weights, **LANGUAGE)(here)
+        before = torch.get_rng_state()
+        first = chunk(**batch)
+        first.backward()
+        second = float(chunk(**batch))
+        after = torch.get_rng_state()
+        torch.set_rng_state(before)
+        repeated = float(chunk(**batch))
+        recomputed = again(**batch)
+        recomputed.backward()
+        torch.set_rng_state(after)
+        chunk.eval()
+        answers[name] = {
+            "whole": (float(whole(**batch)), float(whole(**batch))),
+            "losses": (float(first), second),
+            "repeated": repeated,
+            "recomputed": (float(recomputed), gradients_of(again, here), gradients_of(chunk, here)),
+            "evaluated": (float(chunk(**batch)), float(chunk(**batch))),
+        }
+    streams = DropoutStreams(3, dataclasses.replace(here, data_rank=dist.get_rank(), data_size=2))
+    with streams.of_forward():
+        answers["of a data position"] = float(torch.rand(()))
     return answers

@@ -25,7 +25,7 @@ def collect_groups(context: StageContext) -> Any:
 
     if context.tensor_group is None or context.data_group is None:
         raise ConfigError(
-            f"stage {context.stage!r}: megatron-core's modules need torch.distributed; start the ranks with torchrun or "
+            f"stage {context.stage!r}: megatron-core's modules need torch.distributed; start ranks with torchrun or "
             "deepspeed (one is enough)"
         )
     _check_grid(context)

@@ -153,6 +153,9 @@ def gpt_stage(
         )
         chunk.describe(context, seed=seed, layers=chosen, takes_mask=spec is None)
         chunk.merged, chunk.has_logits = merged, with_logits
+        if stage_config.sequence_parallel:
+            chunk.input_shards = {} if pre_process else {"hidden_states": 0}
+            chunk.output_shards = (None, None) if post_process else (0,)
         return chunk
 
     return MegatronStage(
@@ -198,6 +201,8 @@ def transformer_block_stage(
         )
         chunk.describe(context, seed=seed, layers=chosen, takes_mask=spec is None)
         chunk.is_causal, chunk.batch_first = is_causal, batch_first
+        if stage_config.sequence_parallel and not batch_first:
+            chunk.input_shards, chunk.output_shards = {"hidden_states": 0}, (0,)
         return chunk
 
     return MegatronStage(

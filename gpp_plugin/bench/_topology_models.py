@@ -193,7 +193,7 @@ def reference_gradients(topology: Topology) -> Gradients:
         known.update(zip(output_names(topology, node), made, strict=True))
         if topology.is_sink(node):
             losses.append(made[0])
-    torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+    torch.stack(losses).sum().backward()
     return {
         f"{name}.{parameter}": tensor.grad
         for name, stage in stages.items()
@@ -239,7 +239,7 @@ class _CopyToGroup(torch.autograd.Function):
         return tensor.clone()
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
         total = gradient.contiguous().clone()
         dist.all_reduce(total, group=ctx.group)  # type: ignore[attr-defined]
         return total, None
@@ -255,7 +255,7 @@ class _SumOverGroup(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 

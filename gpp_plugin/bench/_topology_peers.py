@@ -7,6 +7,7 @@ stages need, beside its own output. What cannot be put so is tried as far as the
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,13 +44,14 @@ class _Link(nn.Module):
         self.is_last = index == len(topology.nodes) - 1
 
     def forward(self, *given: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-        tensors = given[0] if len(given) == 1 and isinstance(given[0], tuple) else given
-        known = dict(zip(self.takes, tensors, strict=True))
+        tensors: Any = given[0] if len(given) == 1 and isinstance(given[0], tuple) else given
+        known: dict[str, Tensor] = dict(zip(self.takes, tensors, strict=True))
         for tensor in known.values():
             if tensor.is_floating_point() and not tensor.requires_grad:
                 tensor.requires_grad_()  # DeepSpeed starts a backward at every float that crosses stages
         if self.is_last:
-            made = (self.stage.hidden(known), *(known[name] for name in self.takes if name.endswith("_loss")))
+            losses = [known[name] for name in self.takes if name.endswith("_loss")]
+            made = (self.stage.hidden(known), *losses)
         else:
             known.update(zip(self.outputs, self.stage(**known), strict=True))
             if self.stage.is_sink:
@@ -97,7 +99,7 @@ def deepspeed_step(topology: Topology) -> Step:
     target = f"{topology.nodes[-1].name}_target"
     size = topology.micro_batch_size
 
-    def rows(index: int) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
+    def rows(index: int) -> tuple[Any, Tensor]:
         part = slice(index * size, (index + 1) * size)
         inputs = tuple(batch[key][part] for key in links[0].takes)
         return inputs if len(inputs) > 1 else inputs[0], batch[target][part]
@@ -106,7 +108,7 @@ def deepspeed_step(topology: Topology) -> Step:
 
     def step() -> dict[str, Tensor]:
         own.zero_grad()
-        peer.run(iter([rows(index) for index in range(topology.num_micro_batches)]))  # type: ignore[arg-type]
+        peer.run(iter([rows(index) for index in range(topology.num_micro_batches)]))
         return _named_gradients(own)
 
     return step

@@ -24,6 +24,7 @@ from gpp_plugin.bench._topology_models import (
     reference_gradients,
     topologies,
 )
+from gpp_plugin.bench._topology_peers import Step
 from gpp_plugin.integrations.pipeline_peer import join_ranks
 from gpp_plugin.launch import emit_event, end_rank
 
@@ -63,7 +64,7 @@ def main() -> None:
     end_rank()
 
 
-def _measure(topology: Topology, step, rounds: int) -> None:  # type: ignore[no-untyped-def]
+def _measure(topology: Topology, step: Step, rounds: int) -> None:
     found = gather_gradients(topology, step())
     error = largest_error(found, reference_gradients(topology))
     times = []

@@ -109,7 +109,7 @@ class MegatronPeer:
 
 def _compute_on_cpu() -> None:
     """Let the communicator run on gloo: it asks for CUDA's device and for NCCL by name. This process only."""
-    make_groups = dist.new_subgroups_by_enumeration
+    make_groups: Callable[..., Any] = dist.new_subgroups_by_enumeration
 
     def on_default_backend(*args: Any, **options: Any) -> Any:
         options.pop("backend", None)

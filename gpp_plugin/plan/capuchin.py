@@ -169,7 +169,7 @@ class StageOptimizer:
         if self.can_recompute:
             inside.append([(start, stop)])
         for level in inside:
-            best = min(best, self._fitted(stage, start, stop, level), key=lambda c: c.key)
+            best = min(best, self.fitted(stage, start, stop, level), key=lambda c: c.key)
         for low, high in self._mixtures(stage, start, stop):
             best = min(
                 best, self._best_split(stage, start, stop, inside[low], inside[high]), key=lambda c: c.key
@@ -208,7 +208,7 @@ class StageOptimizer:
             middle = (first + last) // 2
             place = places[middle]
             mixed = [s for s in high if s[1] <= place] + [s for s in low if s[0] >= place]
-            found = self._fitted(stage, start, stop, mixed)
+            found = self.fitted(stage, start, stop, mixed)
             if best is None or found.key < best.key:
                 best = found
             is_enough = found.excess_bytes <= 0 and (found.memory is None or found.memory.swap_us <= 0)
@@ -219,7 +219,7 @@ class StageOptimizer:
         assert best is not None
         return best
 
-    def _fitted(self, stage: int, start: int, stop: int, segments: Sequence[Interval]) -> StageChoice:
+    def fitted(self, stage: int, start: int, stop: int, segments: Sequence[Interval]) -> StageChoice:
         """Return the choice with these segments and as few swapped tensors as make it fit."""
         found = self.weigh(stage, start, stop, segments=segments)
         if found.excess_bytes <= 0 or not self.can_swap:

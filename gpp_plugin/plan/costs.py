@@ -85,6 +85,15 @@ class CostModel:
             self._times[local] = forward, backward
         return self._times[local]
 
+    def saved_growth(self, local: float) -> Floats:
+        """Return by block the bytes saved at ``local`` samples over those at the samples the graph's sizes refer to.
+
+        What a block saves beside the graph's `SavedTensor`s (masks, which every stage makes itself) grows alike.
+        """
+        saved = self.saved_per_sample * local + self.saved_fixed
+        known = self.saved_per_sample * self.graph.num_samples + self.saved_fixed
+        return np.divide(saved, known, out=np.zeros_like(saved), where=known > 0)
+
     def indices(self, blocks: Iterable[str]) -> list[int]:
         """Return the positions of blocks in the graph."""
         return [self.index[name] for name in blocks]

@@ -136,7 +136,7 @@ class OperatorChain:
             costs.held_bytes_of(costs.parameter_bytes, costs.gradient_bytes, costs.optimizer_bytes, degree)
         )
         self._transient = _largest_of(costs.transient_per_sample * local)
-        self.tensors = _saved_tensors(costs, saved)
+        self.tensors = _saved_tensors(costs, local)
         self.unsaved = _unsaved_results(costs, local)
         self.crossing = _crossing_bytes(costs, local)
         self.set_tensor_sums()
@@ -214,8 +214,8 @@ def _prefix(values: Floats) -> Floats:
     return np.concatenate([[0.0], np.cumsum(values)])
 
 
-def _saved_tensors(costs: CostModel, saved: Floats) -> SavedTensors:
-    """Return the tensors, with bytes that add up to what the profile says each operator saves."""
+def _saved_tensors(costs: CostModel, local: float) -> SavedTensors:
+    """Return the tensors; they grow with the samples as what their operator saves does."""
     graph, position = costs.graph, costs.index
     readers: dict[str, int] = {}
     for edge in graph.edges:
@@ -231,14 +231,12 @@ def _saved_tensors(costs: CostModel, saved: Floats) -> SavedTensors:
         dtype=np.int64,
     )
     sizes = np.array([t.bytes for t in graph.saved], dtype=float)
-    total = sum_by(charged, sizes, len(graph.blocks))
-    scale = np.divide(saved, total, out=np.zeros_like(saved), where=total > 0)
     return SavedTensors(
         names=tuple(t.name for t in graph.saved),
         made=made,
         charged=charged,
         last=last,
-        bytes=sizes * scale[charged],
+        bytes=sizes * costs.saved_growth(local)[charged],
     )
 
 

@@ -74,13 +74,10 @@ class GraphTensors:
         self._results_at: dict[float, Floats] = {}
 
     def sizes(self, local: float) -> Floats:
-        """Return the bytes of every tensor: together what the profile says each block saves."""
+        """Return the bytes of every tensor; they grow as the profile says that the bytes of their block do."""
         found = self._sizes.get(local)
         if found is None:
-            saved = self.costs.saved_per_sample * local + self.costs.saved_fixed
-            total = np.bincount(self._charged, weights=self._bytes, minlength=len(saved))
-            scale = np.divide(saved, total, out=np.zeros_like(saved), where=total > 0)
-            found = self._sizes[local] = self._bytes * scale[self._charged]
+            found = self._sizes[local] = self._bytes * self.costs.saved_growth(local)[self._charged]
         return found
 
     def result_sizes(self, local: float) -> Floats:

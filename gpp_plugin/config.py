@@ -18,19 +18,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from gpp_plugin.errors import ConfigError
 
 BLOCK = "graph_pipeline"
 
-Granularity = Literal["layer", "sub_layer"]
+Granularity = Literal["layer", "sub_layer", "node"]
+PointToPoint = Literal["native", "megatron"]
+Recompute = Literal["auto", "off", "full"]
+Swap = Literal["auto", "off"]
 Auto = Literal["auto"]
 Count = Annotated[int, Field(ge=1)]
 _PLANNER = "the name of a planner"
 _SCHEDULE = "the name of a schedule"
-_OFF = 'not supported by this release; remove it, or write "auto" or "off"'
 
 
 def _one_of(names: Any) -> str:
@@ -53,13 +55,22 @@ class MemoryConfig(_Block):
 
     Args:
         limit_gb: most GB (10^9 bytes) of one rank that a plan may use; "auto" is what the device has.
+        recompute: "auto" runs forwards again where a plan needs it to fit; "full" runs every block again before its
+            backward, whatever memory there is; "off" never does.
+        swap: "auto" moves saved tensors to host memory where a plan needs it to fit; "off" never does.
     """
 
     limit_gb: Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default="auto", description='"auto" or a number of GB above 0'
     )
-    recompute: Literal["auto", "off"] = Field(default="auto", description=_OFF)
-    swap: Literal["auto", "off"] = Field(default="auto", description=_OFF)
+    recompute: Recompute = Field(default="auto", description=_one_of(Recompute))
+    swap: Swap = Field(default="auto", description=_one_of(Swap))
+
+    @property
+    def optimization(self) -> tuple[str, ...]:
+        """Return what a planner may use to fit (`PlanRequest.memory_optimization`)."""
+        allowed = {"recompute": self.recompute, "swap": self.swap}
+        return tuple(way for way, choice in allowed.items() if choice != "off")
 
 
 class GraphPipelineConfig(_Block):
@@ -74,12 +85,15 @@ class GraphPipelineConfig(_Block):
         micro_batch_sizes: samples a stage takes at a time: for all stages, or by stage name
             ("full" is the whole mini-batch). "auto" is one loss unit a rank, as in DeepSpeed, where the
             mini-batch has several; "search" lets the planner choose any size that divides it.
-        granularity: size of the blocks that are never split.
+        granularity: size of the blocks that are never split: a layer, half of one, or an operator ("node"). Where
+            it is not given it is a layer; for planner dawnpiper, as in its paper, an operator.
         slicing: whether the first micro-batches' forwards run in halves: "auto" where that is shorter, "on", "off",
             or how many of them.
         cluster: the machine's own description, a file, or a description in place.
         plan: a plan made before or written by hand: a file, or in place.
         profile_dir: where measured costs are kept; None keeps them in the user's cache.
+        p2p: what carries messages between stages: our own transport, or megatron-core's `P2PCommunicator` on the
+            edges that it can carry (`plan.edge_transports`).
         comm_timeout_s: seconds without an answer after which a rank gives up on a message.
         trace_path: where the measured timeline of each mini-batch is written; None writes none.
         seed: of the parameters of a model built on the meta device, of dropout and of shuffling.
@@ -105,12 +119,20 @@ class GraphPipelineConfig(_Block):
     cluster: str | dict[str, Any] = Field(default="auto", description='"auto", a file name, or an object')
     plan: str | dict[str, Any] | None = Field(default=None, description="null, a file name, or an object")
     profile_dir: str | None = Field(default=None, description="null or a directory name")
+    p2p: PointToPoint = Field(default="native", description=_one_of(PointToPoint))
     comm_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=60.0, description="a number of seconds above 0"
     )
     trace_path: str | None = Field(default=None, description="null or a file name")
     seed: Annotated[int, Field(ge=0)] = Field(default=0, description="a whole number of at least 0")
     weights: str | None = Field(default=None, description="null or a directory with safetensors files")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_granularity(cls, given: Any) -> Any:
+        if isinstance(given, dict) and isinstance(given.get("planner"), str):
+            return {"granularity": usual_granularity(given["planner"]), **given}
+        return given
 
     @field_validator("planner")
     @classmethod
@@ -127,6 +149,11 @@ class GraphPipelineConfig(_Block):
         if not is_schedule_name(name):
             raise ValueError("no such schedule")
         return name
+
+
+def usual_granularity(planner: str) -> str:
+    """Return the blocks that a planner works with where the user names none: those of its paper."""
+    return "node" if planner == "dawnpiper" else "layer"
 
 
 class BatchSizes(NamedTuple):
@@ -279,8 +306,6 @@ def _wrong_value(path: str, value: Any, field: FieldInfo | None) -> str:
         from gpp_plugin.schedule.names import SCHEDULE_NAMES
 
         expected = "one of " + ", ".join(SCHEDULE_NAMES)
-    if expected == _OFF:
-        return f"{path}: {_show(value)} is {_OFF}"
     if path.startswith(f"{BLOCK}.micro_batch_sizes."):
         expected = 'a whole number of samples of at least 1, or "full"'
     words = [word for word in re.findall(r"\w+", expected or "") if not word.isdigit()]

@@ -87,6 +87,36 @@ def test_values_are_kept():
         config.stages = 4
 
 
+@pytest.mark.parametrize(
+    ("memory", "ways"),
+    [
+        ({}, ("recompute", "swap")),
+        ({"recompute": "off"}, ("swap",)),
+        ({"swap": "off"}, ("recompute",)),
+        ({"recompute": "full", "swap": "off"}, ("recompute",)),
+        ({"recompute": "off", "swap": "off"}, ()),
+    ],
+)
+def test_memory_says_what_a_planner_may_use(memory, ways):
+    config = read_config(block_of(memory=memory))
+    assert config is not None and config.memory.optimization == ways
+
+
+@pytest.mark.parametrize(
+    ("keys", "granularity"),
+    [
+        ({}, "layer"),
+        ({"planner": "vpipe"}, "layer"),
+        ({"planner": "dawnpiper"}, "node"),
+        ({"planner": "dawnpiper", "granularity": "layer"}, "layer"),
+        ({"granularity": "node"}, "node"),
+    ],
+)
+def test_granularity_is_that_of_the_planners_paper_unless_given(keys, granularity):
+    config = read_config(block_of(**keys))
+    assert config is not None and config.granularity == granularity
+
+
 @pytest.mark.parametrize("word", ["auto", "search"])
 def test_micro_batch_sizes_left_to_the_planner(word):
     config = read_config(block_of(micro_batch_sizes=word))
@@ -139,7 +169,15 @@ def test_every_schedule_has_its_name(name):
         ),
         (
             {"memory": {"swap": "on"}},
-            'memory.swap: "on" is not supported by this release; remove it, or write "auto" or "off"',
+            'memory.swap: "on" is not valid; give one of auto, off',
+        ),
+        (
+            {"memory": {"swap": "full"}},
+            'memory.swap: "full" is not valid; give one of auto, off',
+        ),
+        (
+            {"memory": {"recompute": "ful"}},
+            "memory.recompute: \"ful\" is not valid; give one of auto, off, full; did you mean 'full'?",
         ),
         (
             {"slicing": 0},

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from gpp_plugin.config import usual_granularity
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
@@ -15,7 +16,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint, save, to_plain
 from gpp_plugin.plan.clusters import cluster_names, read_cluster
-from gpp_plugin.plan.memory_breakdown import memory_breakdown
+from gpp_plugin.plan.memory_breakdown import with_breakdown
 from gpp_plugin.plan.registry import PlanRequest, make_plan, planner_names
 from gpp_plugin.plan.schedules import schedule_plan
 from gpp_plugin.report.plan_text import format_breakdown, format_plan, stage_rows
@@ -77,8 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--granularity",
         choices=["layer", "sub_layer", "node"],
-        default="layer",
-        help="size of a block (%(default)s); node, single operators, for the planners of memory",
+        help="size of a block (layer; node, single operators, for planner dawnpiper)",
     )
     parser.add_argument(
         "--length", type=int, default=512, help="tokens of a text, for a HuggingFace model (%(default)s)"
@@ -141,7 +141,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     plan = schedule_plan(plan, request, schedule=args.schedule, slicing=args.slicing)
     seconds = time.perf_counter() - start
     print(format_plan(plan, width=args.width))
-    parts = memory_breakdown(plan, profile, zero_stage=args.zero)
+    plan = with_breakdown(plan, profile, zero_stage=args.zero)
+    parts = plan.memory
     if args.memory_report:
         limits = [min(cluster.devices[rank].memory_bytes for rank in stage.ranks) for stage in plan.stages]
         print(f"\n{format_breakdown(parts, limits)}")
@@ -215,7 +216,7 @@ def _library_model(args: argparse.Namespace, cluster: Cluster) -> tuple[BlockGra
         if not equals or not value:
             raise ConfigError(f"--size: {text!r} is not NAME=VALUE, e.g. branches=8")
         sizes[name] = int(value) if value.isdecimal() else value
-    if args.granularity != "layer":
+    if args.granularity not in (None, "layer"):
         sizes.setdefault("granularity", args.granularity)
     model = build_model(args.model, **sizes)
     return model.graph, profile_model(model, cluster.devices[0], largest=args.mini_batch)
@@ -232,7 +233,7 @@ def _huggingface_model(
     model = build_on_meta(read_hf_config(config))
     batch = make_example_batch(model, num_samples=unit, length=args.length)
     captured = capture_model(model, batch)
-    graph = coarsen(captured, granularity=args.granularity)
+    graph = coarsen(captured, granularity=args.granularity or usual_granularity(args.planner))
     profile = analytic_profile(
         graph,
         cluster.devices[0],

@@ -30,6 +30,7 @@ from gpp_plugin.config import (
 )
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.import_hook import register
+from gpp_plugin.integrations.async_engine import AsyncPipelineEngine, check_asynchronous_config
 from gpp_plugin.integrations.data import prepare_batch, sample_from_dataset
 from gpp_plugin.integrations.engine import GraphPipelineEngine
 from gpp_plugin.integrations.native_ops import without_shared_memory_op
@@ -37,7 +38,8 @@ from gpp_plugin.integrations.preparation import Setting
 from gpp_plugin.integrations.stage_config import derive_stage_config
 from gpp_plugin.integrations.stock import make_stock_engine
 from gpp_plugin.plan.stock import STOCK
-from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.runtime.batches import Batch, check_batch
+from gpp_plugin.stage_graph.graph import StageGraph
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +52,14 @@ class GraphPipelineModule(nn.Module):
     """A model with the sample batch it is captured with, as `PipelineModule` is in stock DeepSpeed.
 
     Args:
-        model: any module whose output has a loss.
+        model: any module whose output has a loss, or a graph of stages.
         sample_batch: one batch as the model will get them; any number of samples.
         config: the DeepSpeed configuration, where `deepspeed.initialize` is not given one.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | StageGraph,
         *,
         sample_batch: Mapping[str, Any],
         config: Mapping[str, Any] | str | None = None,
@@ -69,6 +71,8 @@ class GraphPipelineModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model itself (before training; afterwards it holds only this rank's stage)."""
+        if isinstance(self.model, StageGraph):
+            raise ConfigError(f"stage graph {self.model.name!r} is not called; use engine.train_batch()")
         return self.model(*args, **kwargs)
 
 
@@ -86,9 +90,9 @@ def dispatch(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     block = read_config(ds_config) if ds_config is not None else None
     if block is not None:
         return _initialize(load_deepspeed_json(ds_config), block, given)
-    if isinstance(given.get("model"), GraphPipelineModule):
+    if isinstance(given.get("model"), (GraphPipelineModule, StageGraph)):
         raise ConfigError(
-            "GraphPipelineModule needs an enabled graph_pipeline block in the DeepSpeed configuration"
+            f"{type(given['model']).__name__} needs an enabled graph_pipeline block in the DeepSpeed configuration"
         )
     return original(*args, **kwargs)
 
@@ -125,7 +129,7 @@ def _find_config(given: Mapping[str, Any]) -> Any:
 
 def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Mapping[str, Any]) -> Any:
     model = given.get("model")
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, (nn.Module, StageGraph)):
         raise ConfigError(f"deepspeed.initialize: model is a {type(model).__name__}, not a torch.nn.Module")
     if isinstance(model, PipelineModule):
         raise ConfigError(
@@ -150,15 +154,24 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
     setting = _make_setting(ds_config, block, given)
     if sample is None:
         sample = sample_from_dataset(data, num_samples=setting.sizes.mini_batch, collate_fn=collate_fn)
-    sample = prepare_batch(model, sample)
+    sample = dict(check_batch(sample)) if isinstance(model, StageGraph) else prepare_batch(model, sample)
     count_samples(sample)  # a batch without a common number of samples is refused here, before any work
+    if isinstance(model, StageGraph) and block.planner == STOCK:
+        raise ConfigError(
+            f"graph_pipeline.planner: {STOCK!r} cuts a captured model into a chain; a stage graph's stages are given: "
+            "remove the key"
+        )
     if getattr(model, "is_gradient_checkpointing", False):
         logger.warning(
-            "gradient checkpointing of %s has no effect under graph_pipeline: stages keep what backward needs",
+            "gradient checkpointing of %s has no effect under graph_pipeline; graph_pipeline.memory.recompute is what "
+            'does it: "auto" where a plan needs it to fit, "full" for every layer',
             type(model).__name__,
         )
     optimizer, groups = _optimizer_of(model, given)
     make_engine: Callable[..., Any] = make_stock_engine if block.planner == STOCK else GraphPipelineEngine
+    if block.mode == "async":
+        check_asynchronous_config(ds_config, block)
+        make_engine = AsyncPipelineEngine
     engine = make_engine(
         model=model,
         ds_config=ds_config,
@@ -243,7 +256,7 @@ def _init_distributed(given: Mapping[str, Any]) -> None:
 
 
 def _optimizer_of(
-    model: nn.Module, given: Mapping[str, Any]
+    model: nn.Module | StageGraph, given: Mapping[str, Any]
 ) -> tuple[Callable[..., Any] | None, list[dict[str, Any]] | None]:
     """Return a constructor for each stage's optimizer and the parameter groups by name.
 
@@ -278,7 +291,7 @@ def _optimizer_of(
     return make, _named_groups(model, groups) if groups is not None else None
 
 
-def _named_groups(model: nn.Module, groups: Any) -> list[dict[str, Any]]:
+def _named_groups(model: nn.Module | StageGraph, groups: Any) -> list[dict[str, Any]]:
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         names.setdefault(id(parameter), name)

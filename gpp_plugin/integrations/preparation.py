@@ -32,12 +32,16 @@ from gpp_plugin.ir.profile import Profile
 from gpp_plugin.plan.batches import blocks_under, coupled_blocks
 from gpp_plugin.plan.clusters import read_cluster
 from gpp_plugin.plan.explicit import explicit_plan
+from gpp_plugin.plan.fixed import FixedStage, fixed_plan
+from gpp_plugin.plan.full_recompute import recompute_fully
+from gpp_plugin.plan.memory_breakdown import with_breakdown
 from gpp_plugin.plan.registry import PlanRequest, make_plan
 from gpp_plugin.plan.schedules import schedule_plan
 from gpp_plugin.plan.stage_sizes import names_a_stage, resize_stages
 from gpp_plugin.profile.analytic import default_sample_counts
 from gpp_plugin.profile.machine import read_machine
-from gpp_plugin.profile.measure import profile_blocks
+from gpp_plugin.profile.measure import BLOCK_REPEATS, profile_blocks
+from gpp_plugin.profile.nodes import NODE_REPEATS
 from gpp_plugin.runtime.agree import call_on_rank_zero
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.stage_source import Reference, make_reference
@@ -142,12 +146,36 @@ def _prepare(
     graph = coarsen(captured, granularity=config.granularity)
     captures = _captures(model, sample_batch, captured, setting.sizes)
     profile = _profile(model, sample_batch, graph, captures, config, setting)
+    plan = plan_profiled(graph, profile, config=config, setting=setting, smallest_local_batch=min(captures))
+    return Preparation(analysis=captured.analysis, plan=plan)
+
+
+def plan_profiled(
+    graph: BlockGraph,
+    profile: Profile,
+    *,
+    config: GraphPipelineConfig,
+    setting: Setting,
+    smallest_local_batch: int,
+    fixed: Sequence[FixedStage] | None = None,
+) -> PipelinePlan:
+    """Return the plan the configuration asks for.
+
+    Args:
+        fixed: stages that are given; None leaves them to the planner.
+
+    Raises:
+        ConfigError: keys of the block contradict each other.
+        PlanError, PlanInfeasible: no plan meets the configuration.
+    """
     spec = None if config.plan is None else _read_plan(config.plan)
     modules, stages = _wanted_sizes(graph, config, setting.sizes.mini_batch, spec)
-    request = _request(graph, config, setting, profile, modules, smallest_local_batch=min(captures))
+    request = _request(graph, config, setting, profile, modules, smallest_local_batch=smallest_local_batch)
     if spec is not None:
         plan = explicit_plan(spec, request)
         _check_agreement(plan, config, spec)
+    elif fixed is not None:
+        plan = fixed_plan(fixed, request)
     else:
         plan = make_plan(config.planner, request)
     if spec is not None and _is_saved(spec):
@@ -161,9 +189,11 @@ def _prepare(
         plan = schedule_plan(plan, request, schedule=config.schedule, slicing=config.slicing)
     else:
         _check_slices(plan, config)
+    if config.memory.recompute == "full":
+        plan = recompute_fully(plan, request)
     for note in plan.notes:
         logger.info("plan: %s", note)
-    return Preparation(analysis=captured.analysis, plan=plan)
+    return with_breakdown(plan, profile, zero_stage=setting.zero_stage)
 
 
 def _check_files(model: nn.Module, config: GraphPipelineConfig) -> None:
@@ -190,7 +220,7 @@ def _check_files(model: nn.Module, config: GraphPipelineConfig) -> None:
 
 def _check_agreement(plan: PipelinePlan, config: GraphPipelineConfig, spec: Mapping[str, Any]) -> None:
     """Refuse a given plan that other keys of the block contradict: only one of them could hold."""
-    degrees = sorted({len(stage.ranks) for stage in plan.stages})
+    degrees = sorted({stage.degree for stage in plan.stages})
     labels = sorted({schedule_label(stage) for stage in plan.stages})
     for key, asked, has in (
         ("stages", config.stages, [len(plan.stages)]),
@@ -285,6 +315,7 @@ def _request(
         # with one loss a mini-batch there is nothing to pipeline unless the other stages take less
         keep_units=config.micro_batch_sizes != "search" and setting.sizes.loss_unit < mini_batch,
         smallest_local_batch=smallest_local_batch,
+        memory_optimization=config.memory.optimization,
     )
 
 
@@ -364,6 +395,7 @@ def _profile(
         sample_counts=sorted(captures),
         device=setting.device,
         threads=torch.get_num_threads(),
+        repeats=NODE_REPEATS if config.granularity == "node" else BLOCK_REPEATS,
         optimizer_bytes_per_parameter=setting.optimizer_bytes,
         cache_dir=config.profile_dir,
         with_split=config.schedule in ("auto", "zero_bubble") and setting.num_ranks > 1,

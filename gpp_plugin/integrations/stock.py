@@ -162,6 +162,8 @@ def _check_config(config: GraphPipelineConfig, setting: Setting) -> None:
         )
     if config.schedule not in ("auto", "1f1b"):
         raise ConfigError(f"graph_pipeline.schedule: {config.schedule!r}, but {STOCK} runs 1F1B; remove it")
+    if config.memory.recompute == "full":
+        raise ConfigError(f"graph_pipeline.memory.recompute: {STOCK} keeps what backward needs; remove it")
     if config.trace_path is not None:
         logger.warning(
             "graph_pipeline.trace_path: DeepSpeed's engine records no timeline; nothing is written"

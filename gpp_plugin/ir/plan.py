@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import networkx as nx
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.memory_plan import MemoryPlan
+from gpp_plugin.ir.memory_plan import MemoryBreakdown, MemoryPlan
 from gpp_plugin.ir.samples import SampleRange, task_samples
 from gpp_plugin.ir.tensors import TensorSpec
 
@@ -131,6 +131,7 @@ class PipelinePlan:
         iteration_us: predicted time of one optimizer step; 0 where not predicted.
         notes: lines for the user (what was chosen and why).
         tensors: every tensor an edge names, once; what a rehearsal, without the model, makes messages of.
+        memory: what one rank of each stage is predicted to be filled with; empty where it is not predicted.
         losses: names of the stages that yield a loss, where that is not only the one called ``loss``.
     """
 
@@ -145,6 +146,7 @@ class PipelinePlan:
     notes: tuple[str, ...] = ()
     tensors: tuple[TensorSpec, ...] = ()
     mode: str = "sync"
+    memory: tuple[MemoryBreakdown, ...] = ()
     losses: tuple[str, ...] = ()
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from gpp_plugin.ir.memory_plan import MemoryBreakdown
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import Profile
@@ -19,6 +21,11 @@ def memory_breakdown(
     return tuple(_of_stage(stage, plan.mode, profile, zero_stage) for stage in plan.stages)
 
 
+def with_breakdown(plan: PipelinePlan, profile: Profile, *, zero_stage: int = 0) -> PipelinePlan:
+    """Return a finished plan that says what fills its ranks, so that each can compare what it really holds."""
+    return dataclasses.replace(plan, memory=memory_breakdown(plan, profile, zero_stage=zero_stage))
+
+
 def _of_stage(stage: Stage, mode: str, profile: Profile, zero_stage: int) -> MemoryBreakdown:
     by_block = profile.by_block()
     costs = [by_block[name] for name in stage.blocks]
@@ -27,17 +34,22 @@ def _of_stage(stage: Stage, mode: str, profile: Profile, zero_stage: int) -> Mem
     shared, shared_fixed = profile.kept_with_others(stage.blocks)
     kept = shared * local + shared_fixed
     kept += sum(c.saved_bytes_per_sample * local + c.saved_bytes_fixed for c in costs)
+    saved = kept
     working = 0
     if stage.memory is not None:
         kept -= stage.memory.swapped_bytes + stage.memory.recomputed_bytes
         working = stage.memory.working_bytes
+    gradients = sum(c.gradient_bytes for c in costs)
+    transient = max((c.transient_bytes_per_sample * local for c in costs), default=0.0)
+    if zero_stage >= 2 and stage.degree > 1:  # a backward's gradients are whole until they are reduced
+        transient += max(gradients - saved, 0.0)
     return MemoryBreakdown(
         stage=stage.name,
         weights=weights,
         stashed_weights=weights * (stage.in_flight - 1) if mode == "async" else 0,
-        gradients=sum(c.gradient_bytes for c in costs) // (stage.degree if zero_stage >= 2 else 1),
+        gradients=gradients // (stage.degree if zero_stage >= 2 else 1),
         optimizer=sum(c.optimizer_bytes for c in costs) // (stage.degree if zero_stage >= 1 else 1),
         activations=round(stage.in_flight * kept),
         working=working,
-        transient=round(max((c.transient_bytes_per_sample * local for c in costs), default=0.0)),
+        transient=round(transient),
     )

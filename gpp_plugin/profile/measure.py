@@ -42,6 +42,7 @@ from gpp_plugin.runtime.stage_module import StageFunction
 
 logger = logging.getLogger(__name__)
 
+BLOCK_REPEATS = 7
 SPLIT_REPEATS = 3
 """Fewest timed runs of a split backward: one number is wanted for each block, not one for each size."""
 
@@ -59,7 +60,7 @@ def profile_blocks(
     sample_counts: Sequence[int] | None = None,
     device: torch.device | str | None = None,
     threads: int | None = None,
-    repeats: int = 7,
+    repeats: int = BLOCK_REPEATS,
     optimizer_bytes_per_parameter: float = ADAM_STATE_BYTES,
     share_identical: bool = True,
     cache_dir: str | Path | None = None,

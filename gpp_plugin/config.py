@@ -27,6 +27,7 @@ BLOCK = "graph_pipeline"
 
 Granularity = Literal["layer", "sub_layer", "node"]
 PointToPoint = Literal["native", "megatron"]
+Mode = Literal["sync", "async"]
 Recompute = Literal["auto", "off", "full"]
 Swap = Literal["auto", "off"]
 Auto = Literal["auto"]
@@ -92,6 +93,9 @@ class GraphPipelineConfig(_Block):
         cluster: the machine's own description, a file, or a description in place.
         plan: a plan made before or written by hand: a file, or in place.
         profile_dir: where measured costs are kept; None keeps them in the user's cache.
+        mode: "sync" steps once a mini-batch; "async" after every micro-batch, on each stage, with a pipeline that never
+            drains (PipeDream): a gradient is then as many updates old as the stage holds micro-batches beside it.
+        vertical_sync: in mode async, a micro-batch uses weights of the same age on every stage.
         p2p: what carries messages between stages: our own transport, or megatron-core's `P2PCommunicator` on the
             edges that it can carry (`plan.edge_transports`).
         comm_timeout_s: seconds without an answer after which a rank gives up on a message.
@@ -119,6 +123,8 @@ class GraphPipelineConfig(_Block):
     cluster: str | dict[str, Any] = Field(default="auto", description='"auto", a file name, or an object')
     plan: str | dict[str, Any] | None = Field(default=None, description="null, a file name, or an object")
     profile_dir: str | None = Field(default=None, description="null or a directory name")
+    mode: Mode = Field(default="sync", description=_one_of(Mode))
+    vertical_sync: bool = Field(default=False, description="true or false")
     p2p: PointToPoint = Field(default="native", description=_one_of(PointToPoint))
     comm_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=60.0, description="a number of seconds above 0"
@@ -199,7 +205,35 @@ def read_config(ds_config: Mapping[str, Any] | str | Path) -> GraphPipelineConfi
         config = GraphPipelineConfig.model_validate(dict(block))
     except ValidationError as error:
         raise ConfigError("\n".join(_problems(error))) from None
+    _check_mode(config)
     return config if config.enabled else None
+
+
+def _check_mode(config: GraphPipelineConfig) -> None:
+    """Refuse keys that contradict ``mode``."""
+    if config.mode == "sync":
+        if config.vertical_sync:
+            raise ConfigError(
+                f'{BLOCK}.vertical_sync: true has no meaning in mode sync, where every stage steps at once; set mode to '
+                '"async" or remove it'
+            )
+        return
+    sizes = config.micro_batch_sizes
+    wrong = {
+        "schedule": (config.schedule, "auto", "1f1b"),
+        "slicing": (config.slicing, "auto", "off"),
+    }
+    for key, (value, *allowed) in wrong.items():
+        if value not in allowed:
+            raise ConfigError(
+                f"{BLOCK}.{key}: {_show(value)} is not possible in mode async, which runs 1F1B of whole micro-batches; "
+                f"give {' or '.join(map(_show, allowed))}"
+            )
+    if sizes != "auto" and not isinstance(sizes, int):
+        raise ConfigError(
+            f"{BLOCK}.micro_batch_sizes: {_show(sizes)} is not possible in mode async, where each micro-batch is one "
+            'optimizer step of every stage; give one number, or "auto" for train_micro_batch_size_per_gpu'
+        )
 
 
 def load_deepspeed_json(ds_config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
@@ -308,7 +342,7 @@ def _wrong_value(path: str, value: Any, field: FieldInfo | None) -> str:
         expected = "one of " + ", ".join(SCHEDULE_NAMES)
     if path.startswith(f"{BLOCK}.micro_batch_sizes."):
         expected = 'a whole number of samples of at least 1, or "full"'
-    words = [word for word in re.findall(r"\w+", expected or "") if not word.isdigit()]
+    words = [word for word in re.findall(r"\w+", (expected or "").removeprefix("one of ")) if not word.isdigit()]
     near = difflib.get_close_matches(value.lower(), words, n=1, cutoff=0.6) if isinstance(value, str) else []
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"{path}: {_show(value)} is not valid; give {expected}{hint}"

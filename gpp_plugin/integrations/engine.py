@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from gpp_plugin.integrations import checkpoint, huggingface
 from gpp_plugin.integrations.data import Feed, make_loader, repeat
 from gpp_plugin.integrations.evaluation import Evaluator
 from gpp_plugin.integrations.given_graph import source_of
+from gpp_plugin.integrations.megatron.p2p import check_megatron_p2p, over_megatron
 from gpp_plugin.integrations.metrics import Metrics, keep_timeline
 from gpp_plugin.integrations.preparation import Setting
 from gpp_plugin.integrations.stage_config import NO_OPTIMIZER
@@ -31,6 +32,7 @@ from gpp_plugin.integrations.stage_groups import StageGroups
 from gpp_plugin.integrations.surface import PipelineSurface
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Timeline
+from gpp_plugin.plan.edge_transports import NATIVE, edge_name, note_edge_transports
 from gpp_plugin.runtime.batches import Batch, batch_checksum
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.pipeline import (
@@ -41,7 +43,7 @@ from gpp_plugin.runtime.pipeline import (
     tied_stages,
 )
 from gpp_plugin.runtime.timelines import start_clock
-from gpp_plugin.runtime.transport import make_transport
+from gpp_plugin.runtime.transport import Channel, Transport, make_transport
 from gpp_plugin.stage_graph.graph import StageGraph
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,8 @@ class GraphPipelineEngine(PipelineSurface):
         GppError: model, configuration or data do not fit; the same on every rank.
     """
 
+    _stage_engine_type: type[StageEngine] = StageEngine
+
     def __init__(
         self,
         *,
@@ -89,7 +93,10 @@ class GraphPipelineEngine(PipelineSurface):
         self._ds_config = dict(ds_config)
         self._setting = setting
         self._source = source_of(model, config=config, setting=setting)
-        self._reference, self.plan = self._source.prepare_plan(sample_batch)
+        if config.p2p != NATIVE:
+            check_megatron_p2p(setting.device)
+        self._reference, plan = self._source.prepare_plan(sample_batch)
+        self.plan = note_edge_transports(plan, config.p2p)
         lane = self._make_lane(self._reference, self.plan)
         assert lane is not None, "every rank is in a stage of the training plan"
         self._lane: Lane = lane
@@ -99,7 +106,7 @@ class GraphPipelineEngine(PipelineSurface):
             for name, stages in tied_stages(self.plan, self._reference).items()
         )
         self._groups = StageGroups.create(self.plan, self._tied, timeout_s=config.comm_timeout_s)
-        self.stage_engine = StageEngine(
+        self.stage_engine = self._stage_engine_type(
             module=self.module,
             config=self._ds_config,
             plan=self.plan,
@@ -152,13 +159,7 @@ class GraphPipelineEngine(PipelineSurface):
     def _make_lane(self, reference: Reference, plan: PipelinePlan) -> Lane | None:
         """Return this rank's lane for a plan, or None where the plan leaves the rank idle; collective."""
         programs = make_programs(plan, reference, reduce_each_backward=self._setting.zero_stage >= 2)
-        names = [f"{plan.stages[e.src].name} -> {plan.stages[e.dst].name}" for e in plan.edges]
-        channels = channels_of(programs)
-        transport = None
-        if channels:
-            transport = make_transport(
-                device=self.device, channels=channels, names=names, timeout_s=self.config.comm_timeout_s
-            )
+        transport = self._make_transport(plan, reference, channels_of(programs))
         for program in programs:
             if program.rank == self._setting.rank:
                 return Lane(
@@ -171,6 +172,26 @@ class GraphPipelineEngine(PipelineSurface):
                     dtype=self._setting.dtype,
                 )
         return None
+
+    def _make_transport(
+        self, plan: PipelinePlan, reference: Reference, channels: Collection[Channel]
+    ) -> Transport | None:
+        """Return what moves the messages of a plan's programs, or None where there are none; collective."""
+        if not channels:
+            return None
+        names = [edge_name(plan, edge) for edge in range(len(plan.edges))]
+        timeout_s = self.config.comm_timeout_s
+        native = make_transport(device=self.device, channels=channels, names=names, timeout_s=timeout_s)
+        if self.config.p2p == NATIVE:
+            return native
+        return over_megatron(
+            native,
+            plan,
+            specs=reference.block_graph.tensors,
+            channels=channels,
+            device=self.device,
+            timeout_s=timeout_s,
+        )
 
     def _ranks_that_read(self) -> set[int]:
         """Return the ranks whose stages read model inputs."""

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.errors import CommTimeout
 from gpp_plugin.ir.program import Direction, Message
+from gpp_plugin.runtime.pending import Pending, Place, Post, Posted
 from gpp_plugin.runtime.sockets import widened_sockets
 from gpp_plugin.runtime.wires import Wire
 
@@ -36,24 +36,6 @@ Channel = tuple[int, Direction, int, int]
 MAX_TENSORS_PER_EDGE = 4096
 
 PACKED_BYTES = 1 << 15
-
-
-class Pending(Protocol):
-    """The posted transfers of one message."""
-
-    def wait(self) -> None:
-        """Complete them: a receive's buffers may be read, sent tensors may be reused.
-
-        Raises:
-            CommTimeout: the peer did not answer in time, or is gone.
-        """
-
-    def is_done(self) -> bool:
-        """Return whether `wait` would return at once."""
-
-
-Post = Callable[[Sequence[Tensor]], Pending]
-"""Posts the transfers of one message: of contiguous tensors to send, or into contiguous buffers."""
 
 
 class Transport(Protocol):
@@ -79,77 +61,6 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Let go of its process groups, when nothing is posted; every rank does."""
-
-
-class _Place:
-    """Where a message is sent or received, for errors, and how long a wait may take."""
-
-    __slots__ = ("message", "timeout", "verb", "where")
-
-    def __init__(
-        self, verb: str, message: Message, names: Sequence[str], timeout: datetime.timedelta | None
-    ) -> None:
-        self.verb = verb
-        self.message = message
-        self.where = names[message.edge]
-        self.timeout = timeout
-
-    def describe(self, error: Exception) -> str:
-        """Return one line: what failed, where, why, and what to do."""
-        message = self.message
-        gone = "closed by peer" in str(error).lower() or "reset by peer" in str(error).lower()
-        if gone or self.timeout is None:
-            reason = "the other rank is gone" if gone else str(error)
-        else:
-            reason = f"nothing came within {self.timeout.total_seconds():g} s"
-        is_receive = self.verb == "receive"
-        here, there = (
-            (message.dst_rank, message.src_rank) if is_receive else (message.src_rank, message.dst_rank)
-        )
-        micro_batch = message.dst_micro_batch if is_receive else message.src_micro_batch
-        return (
-            f"{self.verb} of {message.direction.value} {'from' if is_receive else 'to'} rank {there} on rank "
-            f"{here}, edge {self.where}, micro-batch {micro_batch}, samples {message.samples.first_sample}.."
-            f"{message.samples.end - 1}: {reason}; look for the first error of the other ranks, or raise "
-            "graph_pipeline.comm_timeout_s"
-        )
-
-
-class _Posted:
-    """The transfers of one message in torch.distributed."""
-
-    __slots__ = ("_keep", "_place", "_staged", "_works")
-
-    def __init__(
-        self,
-        works: list[dist.Work],
-        place: _Place,
-        keep: Sequence[Tensor],
-        staged: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> None:
-        self._works = works
-        self._place = place
-        self._keep: Sequence[Tensor] = keep  # a sent tensor must outlive its transfer
-        self._staged = staged
-
-    def wait(self) -> None:
-        timeout = self._place.timeout
-        try:
-            for work in self._works:
-                if timeout is None:
-                    work.wait()
-                else:
-                    work.wait(timeout)
-        except RuntimeError as error:
-            raise CommTimeout(self._place.describe(error)) from error
-        self._works = []  # gloo counts completions: waiting twice would wait for a transfer never posted
-        self._keep = ()
-        for destination, staged in self._staged:
-            destination.copy_(staged, non_blocking=True)
-        self._staged = ()
-
-    def is_done(self) -> bool:
-        return all(work.is_completed() for work in self._works)
 
 
 class GlooTransport:
@@ -180,13 +91,13 @@ class GlooTransport:
         send, peer = self._groups[message.direction].send, message.dst_rank
         is_packed = _is_packed(wires)
         tags = [_tag(message, wire) for wire in (wires[:1] if is_packed else wires)]
-        place = _Place("send", message, self._names, self._timeout)
+        place = Place("send", message, self._names, self._timeout)
 
         def post(tensors: Sequence[Tensor]) -> Pending:
             if is_packed:
                 tensors = [torch.cat([_as_bytes(tensor) for tensor in tensors])]
             host = [t if t.device.type == "cpu" else t.cpu() for t in tensors]
-            return _Posted([send([t], peer, tag) for t, tag in zip(host, tags, strict=True)], place, host)
+            return Posted([send([t], peer, tag) for t, tag in zip(host, tags, strict=True)], place, host)
 
         return post
 
@@ -194,19 +105,19 @@ class GlooTransport:
         """Return what receives the message (staged from the host where its buffers are on a device)."""
         receive, peer = self._groups[message.direction].recv, message.src_rank
         tags = [_tag(message, wire) for wire in wires]
-        place = _Place("receive", message, self._names, self._timeout)
+        place = Place("receive", message, self._names, self._timeout)
         sizes = [wire.num_bytes for wire in wires]
 
         def post(buffers: Sequence[Tensor]) -> Pending:
             host = [b if b.device.type == "cpu" else _pinned(b.shape, b.dtype) for b in buffers]
             works = [receive([b], peer, tag) for b, tag in zip(host, tags, strict=True)]
             staged = [(b, h) for b, h in zip(buffers, host, strict=True) if b is not h]
-            return _Posted(works, place, host, staged)
+            return Posted(works, place, host, staged)
 
         def post_packed(buffers: Sequence[Tensor]) -> Pending:
             packed = _pinned((sum(sizes),), torch.uint8)
             staged = [(_as_bytes(b), part) for b, part in zip(buffers, packed.split(sizes), strict=True)]
-            return _Posted([receive([packed], peer, tags[0])], place, [packed], staged)
+            return Posted([receive([packed], peer, tags[0])], place, [packed], staged)
 
         return post_packed if _is_packed(wires) else post
 
@@ -264,12 +175,12 @@ class NcclTransport:
 
     def bind_send(self, message: Message, wires: Sequence[Wire]) -> Post:
         """Return what sends the message, all its tensors in one launch."""
-        group, place = self._groups[message.channel], _Place("send", message, self._names, None)
+        group, place = self._groups[message.channel], Place("send", message, self._names, None)
         return _bind_launch(group, group.send, _group_rank(message, message.dst_rank), place)
 
     def bind_receive(self, message: Message, wires: Sequence[Wire]) -> Post:
         """Return what receives the message, all its tensors in one launch."""
-        group, place = self._groups[message.channel], _Place("receive", message, self._names, None)
+        group, place = self._groups[message.channel], Place("receive", message, self._names, None)
         return _bind_launch(group, group.recv, _group_rank(message, message.src_rank), place)
 
     def begin_exchange(self) -> None:
@@ -287,9 +198,9 @@ class NcclTransport:
 Call = Callable[[list[Tensor], int, int], dist.Work]
 
 
-def _bind_launch(group: dist.ProcessGroup, call: Call, peer: int, place: _Place) -> Post:
+def _bind_launch(group: dist.ProcessGroup, call: Call, peer: int, place: Place) -> Post:
     def post(tensors: Sequence[Tensor]) -> Pending:
-        return _Posted([_launch(group, call, peer, tensors)], place, tensors)
+        return Posted([_launch(group, call, peer, tensors)], place, tensors)
 
     return post
 
@@ -341,17 +252,17 @@ class OneQueueNcclTransport:
 
     def bind_send(self, message: Message, wires: Sequence[Wire]) -> Post:
         """Return what adds the message's tensors to the exchange."""
-        return self._bind(self._group.send, message.dst_rank, _Place("send", message, self._names, None))
+        return self._bind(self._group.send, message.dst_rank, Place("send", message, self._names, None))
 
     def bind_receive(self, message: Message, wires: Sequence[Wire]) -> Post:
         """Return what adds the message's buffers to the exchange."""
-        return self._bind(self._group.recv, message.src_rank, _Place("receive", message, self._names, None))
+        return self._bind(self._group.recv, message.src_rank, Place("receive", message, self._names, None))
 
-    def _bind(self, call: Call, peer: int, place: _Place) -> Post:
+    def _bind(self, call: Call, peer: int, place: Place) -> Post:
         def post(tensors: Sequence[Tensor]) -> Pending:
             for tensor in tensors:
                 call([tensor], peer, 0)
-            return _Posted(self._launch, place, tensors)  # filled when the exchange ends
+            return Posted(self._launch, place, tensors)  # filled when the exchange ends
 
         return post
 

@@ -13,7 +13,9 @@ messages without tags keep their order: it is the program's.
 from __future__ import annotations
 
 import datetime
+import importlib
 import importlib.util
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -172,7 +174,9 @@ def over_megatron(
             f'{_KEY}: "megatron" needs a hardware queue for each channel; set CUDA_DEVICE_MAX_CONNECTIONS=32, or '
             'write "native"'
         )
-    if not is_cuda:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of optional packages that megatron-core does without
+        importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
         cpu.install()
     carried = sorted({(_pair(c[2], c[3]), c[0]) for c in channels if c[0] in edges})
     timeout = datetime.timedelta(seconds=timeout_s)

@@ -7,6 +7,7 @@
     <dir>/<tag>/manifest.json                   plan, settings, files and sizes: written when all of these are
     <dir>/latest                                the tag: written after the manifest
 
+Tensor-parallel stages have one model file, and optimizer files, for each tensor position: ``model-00-<stage>-t1.pt``.
 A save that dies half-way leaves a directory without a manifest, and `latest` at the one before.
 """
 
@@ -29,7 +30,6 @@ import torch.distributed as dist
 
 from gpp_plugin.errors import CheckpointError, GppError
 from gpp_plugin.integrations.stage_engine import StageEngine
-from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import write_text_whole
 
 MANIFEST = "manifest.json"
@@ -159,7 +159,7 @@ def _write_files(
     """Write this rank's files and return their sizes."""
     files: dict[str, Any] = {_rank_file(engine.rank): _rank_contents(engine, rank_state)}
     if engine.position == 0:
-        files[_model_file(engine.plan, engine.stage_index)] = engine.model_state()
+        files[_model_file(engine, engine.stage_index)] = engine.model_state()
     if engine.deepspeed is not None and (engine.is_partitioned or engine.position == 0):
         files[_optimizer_file(engine)] = engine.optimizer_state()
     if engine.rank == 0:
@@ -243,12 +243,12 @@ def _check_manifest(engine: StageEngine, target: Path, *, load_optimizer: bool) 
 def _read_files(
     engine: StageEngine, target: Path, load_optimizer: bool, load_scheduler: bool, weights_only: bool
 ) -> LoadedCheckpoint:
-    plan, place = engine.plan, engine.device
+    place = engine.device
     own = torch.load(target / _rank_file(engine.rank), map_location="cpu", weights_only=False)
-    model = _load_tensors(target / _model_file(plan, engine.stage_index))
+    model = _load_tensors(target / _model_file(engine, engine.stage_index))
     for tie in engine.tied:
         if tie.owner != engine.stage_index:
-            model[tie.name] = _load_tensors(target / _model_file(plan, tie.owner))[tie.name]
+            model[tie.name] = _load_tensors(target / _model_file(engine, tie.owner))[tie.name]
     model.update({name: b for name, b in own.get("buffers", {}).items() if name in model})
     engine.load_model_state(model)
     if not load_optimizer:
@@ -284,17 +284,20 @@ def _restore_random_state(engine: StageEngine, own: Mapping[str, Any]) -> None:
 # ---- names and agreement ---------------------------------------------------------------------------------
 
 
-def _stem(plan: PipelinePlan, stage: int) -> str:
-    return f"{stage:02d}-" + re.sub(r"[^A-Za-z0-9._-]+", "_", plan.stages[stage].name)
+def _stem(engine: StageEngine, stage: int) -> str:
+    """Return what a stage's files are named after: its number, its name, and of several tensor positions this one."""
+    own = engine.plan.stages[stage]
+    name = f"{stage:02d}-" + re.sub(r"[^A-Za-z0-9._-]+", "_", own.name)
+    return name if own.tensor == 1 else f"{name}-t{engine.tensor_position}"
 
 
-def _model_file(plan: PipelinePlan, stage: int) -> str:
-    return f"model-{_stem(plan, stage)}.pt"
+def _model_file(engine: StageEngine, stage: int) -> str:
+    return f"model-{_stem(engine, stage)}.pt"
 
 
 def _optimizer_file(engine: StageEngine) -> str:
     position = engine.position if engine.is_partitioned else 0
-    return f"optimizer-{_stem(engine.plan, engine.stage_index)}-{position:05d}.pt"
+    return f"optimizer-{_stem(engine, engine.stage_index)}-{position:05d}.pt"
 
 
 def _rank_file(rank: int) -> str:
@@ -304,7 +307,10 @@ def _rank_file(rank: int) -> str:
 def _manifest(engine: StageEngine, files: Mapping[str, int]) -> dict[str, Any]:
     """Return the manifest; of the plan it holds what the files depend on, not predictions or batch sizes."""
     stages = [
-        {"name": s.name, "blocks": list(s.blocks), "ranks": sorted(s.ranks)} for s in engine.plan.stages
+        {"name": s.name, "blocks": list(s.blocks), "ranks": sorted(s.ranks)}
+        if s.tensor == 1
+        else {"name": s.name, "blocks": list(s.blocks), "ranks": list(s.ranks), "tensor": s.tensor}
+        for s in engine.plan.stages
     ]
     return {
         "format": FORMAT,

@@ -24,6 +24,9 @@ class StageGradients(Protocol):
     def reduce_tied(self, names: Sequence[str], *, group: dist.ProcessGroup | int) -> None:
         """Sum those of ``names`` over the ranks of several stages, after `reduce_data`; collective over them."""
 
+    def sum_tensor(self, names: Sequence[str], *, group: dist.ProcessGroup | int) -> None:
+        """Sum those of ``names`` over the tensor ranks of a data position, after `reduce_data`; collective."""
+
     def squared_norm(self, *, without: Iterable[str], precision: torch.dtype) -> Tensor:
         """Return this rank's share of the squared L2 norm, of all parameters but ``without``."""
 
@@ -124,6 +127,10 @@ class GradientStore:
         degrees: no sum is divided again.
         """
         self._all_reduce(names, group, contribute=self._position == 0)
+
+    def sum_tensor(self, names: Sequence[str], *, group: dist.ProcessGroup | int) -> None:
+        """Sum the gradients of ``names`` over the tensor ranks of a data position; collective over them."""
+        self._all_reduce(names, group)
 
     def squared_norm(self, *, without: Iterable[str], precision: torch.dtype) -> Tensor:
         """Return this rank's share of the squared L2 norm; the stage's ranks hold the same and share it out."""

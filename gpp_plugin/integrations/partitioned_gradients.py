@@ -157,12 +157,22 @@ class PartitionedGradients:
         _reduce_scatter(sums, parts.view(-1), self._group)
         return sums
 
-    @torch.no_grad()
     def reduce_tied(self, names: Sequence[str], *, group: dist.ProcessGroup | int) -> None:
         """Sum the gradients of ``names`` over the ranks of several stages; collective over them.
 
         Every rank brings its own part of them, after its stage's last reduction, so nothing is counted twice.
         """
+        self._sum_parts(names, group)
+
+    def sum_tensor(self, names: Sequence[str], *, group: dist.ProcessGroup | int) -> None:
+        """Sum the gradients of ``names`` over the tensor ranks of a data position; collective over them.
+
+        Those have the same part of each, after the stage's last reduction.
+        """
+        self._sum_parts(names, group)
+
+    @torch.no_grad()
+    def _sum_parts(self, names: Sequence[str], group: dist.ProcessGroup | int) -> None:
         places, first = [], 0
         for name in names:
             count = self.parameters[name].numel()

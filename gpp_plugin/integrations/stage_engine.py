@@ -40,6 +40,7 @@ from gpp_plugin.integrations.master_weights import MasterWeights
 from gpp_plugin.integrations.partitioned_gradients import PartitionedGradients
 from gpp_plugin.integrations.stage_config import StageConfig, derive_stage_config
 from gpp_plugin.integrations.stage_groups import StageGroups, StageMpu, TiedParameter, make_replicas_equal
+from gpp_plugin.integrations.tensor_parallel import duplicates, sequence_parallel
 from gpp_plugin.integrations.zero_layout import require_attributes
 from gpp_plugin.ir.plan import PipelinePlan
 
@@ -118,7 +119,9 @@ class StageEngine:
         self.device = torch.device(device)
         self.stage_index = plan.stage_of_rank(rank)
         self.stage = plan.stages[self.stage_index]
-        self.position = sorted(self.stage.ranks).index(rank)
+        self.tensor_position = self.stage.position(rank)[1]
+        self._data_ranks = sorted(self.stage.data_ranks(self.tensor_position))
+        self.position = self._data_ranks.index(rank)  # in the data-parallel group
         self.config: StageConfig = derive_stage_config(
             config, mini_batch=plan.mini_batch, degree=self.stage.degree, device_type=self.device.type
         )
@@ -129,7 +132,7 @@ class StageEngine:
         self.global_samples = 0
         self.deepspeed: DeepSpeedEngine | None = None
         self._masters: MasterWeights | None = None
-        self._reduced_data = self._reduced_tied = False
+        self._reduced_data = self._reduced_tied = self._summed_tensor = False
         self._log_notes()
         self._agree(lambda: self._build(config, optimizer, lr_scheduler, parameter_groups), "construction")
 
@@ -219,7 +222,7 @@ class StageEngine:
         data_group = self.groups.data[self.stage_index]
         assert isinstance(data_group, dist.ProcessGroup)
         mpu = StageMpu(
-            stage_ranks=sorted(self.stage.ranks),
+            data_ranks=self._data_ranks,
             rank=self.rank,
             data_group=data_group,
             single_group=self.groups.single,
@@ -302,6 +305,7 @@ class StageEngine:
         if not self._reduced_data and not self.gradients.is_empty():
             raise RuntimeFailure("reduce_tied before reduce_data: the stage's own sum must be complete first")
         if not self._reduced_tied:
+            self._sum_tensor()
             for stages in sorted({tuple(sorted(set(tie.stages))) for tie in self.tied}):
                 names = [tie.name for tie in self.tied if tuple(sorted(set(tie.stages))) == stages]
                 self.gradients.reduce_tied(
@@ -310,11 +314,20 @@ class StageEngine:
                 )
         self._reduced_tied = True
 
+    def _sum_tensor(self) -> None:
+        """Sum over the tensor ranks what each has of its part of the sequence only; once a mini-batch."""
+        if self.stage.tensor > 1 and not self._summed_tensor:
+            names = sequence_parallel(self.gradients.parameters)
+            self.gradients.sum_tensor(names, group=self.groups.tensor[self.stage_index])
+        self._summed_tensor = True
+
     def full_gradients(self) -> dict[str, Tensor]:
         """Return the mini-batch's gradients, fp32 and unscaled, between reduction and step.
 
-        Parameters that no loss reached are left out. Under ZeRO 1 and 2 collective over the stage's ranks.
+        Parameters that no loss reached are left out. With tensor parallelism, and under ZeRO 1 and 2, collective
+        over the stage's ranks.
         """
+        self._sum_tensor()
         return {name: gradient.div_(self.loss_scale) for name, gradient in self.gradients.gather().items()}
 
     def step(self) -> StepResult:
@@ -323,15 +336,26 @@ class StageEngine:
         Raises:
             RuntimeFailure: gradients were not reduced, or the loss scale cannot sink any further.
         """
+        norm, overflow = self._update()
+        if not overflow:
+            self._advance_rates()
+        self._count(overflow)
+        return self._result(norm, overflow)
+
+    def _update(self) -> tuple[float, bool]:
+        """Step the optimizer with the gradients that have been reduced; return their norm, and whether it is too large."""
         is_short_of_data = (self.stage.degree > 1 or self.is_partitioned) and not self._reduced_data
         if (is_short_of_data or (self.tied and not self._reduced_tied)) and not self.gradients.is_empty():
             raise RuntimeFailure("step before reduce_data and reduce_tied: replicas would step differently")
+        self._sum_tensor()
         norm = self._global_norm() / self.loss_scale
         overflow = self.config.check_overflow and not math.isfinite(norm)
         if not overflow:
             self._apply(norm)
-        self._count(overflow)
         self.zero_grad()
+        return norm, overflow
+
+    def _result(self, norm: float, overflow: bool) -> StepResult:
         return StepResult(
             grad_norm=math.inf if overflow else norm,
             overflow=overflow,
@@ -339,24 +363,36 @@ class StageEngine:
             loss_scale=self.loss_scale,
         )
 
+    def _advance_rates(self) -> None:
+        self._rates.step()
+        self._rates.publish(self._inner_optimizer)
+
     def zero_grad(self) -> None:
         """Forget the mini-batch's gradients."""
         self.gradients.clear()
         for parameter in self.module.parameters():
             parameter.grad = None
-        self._reduced_data = self._reduced_tied = False
+        self._reduced_data = self._reduced_tied = self._summed_tensor = False
 
     @torch.no_grad()
     def _global_norm(self) -> float:
         """Return the L2 norm of the whole model's scaled gradient; not finite where any element is not.
 
-        A stage's ranks share its parameters out; a tied one is its owner's.
+        Data-parallel ranks share their parameters out; a tied one is its owner's, and one that the tensor ranks
+        hold alike is the first one's.
         """
         foreign = {tie.name for tie in self.tied if tie.owner != self.stage_index}
+        if self.tensor_position > 0:
+            foreign.update(duplicates(self.gradients.parameters))
         precision = torch.float64 if get_accelerator().is_fp64_supported() else torch.float32
         total = self.gradients.squared_norm(without=foreign, precision=precision).to(self.device)
-        dist.all_reduce(total, group=self.groups.world)
+        dist.all_reduce(total, group=self._norm_group)
         return math.sqrt(value) if (value := total.item()) >= 0 else math.nan
+
+    @property
+    def _norm_group(self) -> Any:
+        """Return the ranks whose gradients make up the norm that clips."""
+        return self.groups.world
 
     def _apply(self, norm: float) -> None:
         coefficient = 1.0 / self.loss_scale
@@ -370,8 +406,6 @@ class StageEngine:
             assert isinstance(self.gradients, GradientStore)
             gradients = {name: self.gradients.get(name) for name in self.gradients.parameters}
             self._masters.step(gradients, coefficient=coefficient)
-        self._rates.step()
-        self._rates.publish(self._inner_optimizer)
 
     def _count(self, overflow: bool) -> None:
         self.global_steps += 1

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gpp_plugin.errors import PlanError
+from gpp_plugin.integrations.tensor_parallel import is_shard
 from gpp_plugin.ir.plan import PipelinePlan
 
 
@@ -31,17 +32,19 @@ class TiedParameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageGroups:
-    """Process groups over global ranks.
+    """Process groups over global ranks; a rank may only use those of its own stage.
 
     Args:
         world: all ranks of the plan.
-        data: one group per stage, in the plan's order; this rank may only use its own stage's.
-        tied: one group per set of stages that shares parameters.
+        data: by stage, in the plan's order, the ranks of this rank's tensor position.
+        tensor: by stage, the ranks of this rank's data position.
+        tied: one per set of stages that shares parameters, the ranks of this rank's tensor position in them.
         single: this rank alone.
     """
 
     world: dist.ProcessGroup
     data: tuple[dist.ProcessGroup | int, ...]
+    tensor: tuple[dist.ProcessGroup | int, ...]
     tied: dict[tuple[int, ...], dist.ProcessGroup | int]
     single: dist.ProcessGroup
 
@@ -55,63 +58,103 @@ class StageGroups:
             timeout_s: how long a collective waits for its peers.
 
         Raises:
-            PlanError: the plan's ranks are not those of this job, or a tie names a stage it does not have.
+            PlanError: the plan's ranks are not those of this job, a grid of ranks is not as process groups order
+                it, or a tie names a stage it does not have or joins grids of unlike tensor sizes.
         """
-        ranks = sorted(rank for stage in plan.stages for rank in stage.ranks)
-        if ranks != list(range(dist.get_world_size())):
-            raise PlanError(
-                f"the plan uses ranks {ranks}, the job has {dist.get_world_size()}; "
-                "start as many processes as the plan has ranks"
-            )
-        for tie in tied:
-            if tie.owner not in tie.stages or not all(0 <= s < len(plan.stages) for s in tie.stages):
-                raise PlanError(
-                    f"tied parameter {tie.name!r}: stages {tie.stages}, owner {tie.owner}; "
-                    f"the plan has stages 0..{len(plan.stages) - 1}, and the owner must be one of them"
-                )
+        _check(plan, tied)
         timeout = timedelta(seconds=timeout_s)
-        world = dist.new_group(ranks, timeout=timeout)
-        data = tuple(dist.new_group(list(stage.ranks), timeout=timeout) for stage in plan.stages)
-        sets = sorted({tuple(sorted(set(tie.stages))) for tie in tied})
-        shared = {
-            stages: dist.new_group(
-                sorted(rank for stage in stages for rank in plan.stages[stage].ranks), timeout=timeout
-            )
-            for stages in sets
-        }
+        world = dist.new_group(list(range(plan.num_ranks)), timeout=timeout)
         single = dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True)
-        return cls(world=world, data=data, tied=shared, single=single)
+        positions = [range(stage.tensor) for stage in plan.stages]
+        data = tuple(
+            _own([dist.new_group(list(stage.data_ranks(t)), timeout=timeout) for t in row])
+            for stage, row in zip(plan.stages, positions, strict=True)
+        )
+        tensor = tuple(
+            single
+            if stage.tensor == 1
+            else _own(
+                [dist.new_group(list(stage.tensor_ranks(d)), timeout=timeout) for d in range(stage.degree)]
+            )
+            for stage in plan.stages
+        )
+        shared = {
+            stages: _own(
+                [
+                    dist.new_group(
+                        sorted(rank for stage in stages for rank in plan.stages[stage].data_ranks(t)),
+                        timeout=timeout,
+                    )
+                    for t in positions[stages[0]]
+                ]
+            )
+            for stages in sorted({tuple(sorted(set(tie.stages))) for tie in tied})
+        }
+        return cls(world=world, data=data, tensor=tensor, tied=shared, single=single)
+
+
+def _own(groups: Sequence[dist.ProcessGroup | int]) -> dist.ProcessGroup | int:
+    """Return the one of these groups that this rank is in; of none of them what torch gives to outsiders."""
+    return next((group for group in groups if isinstance(group, dist.ProcessGroup)), groups[0])
+
+
+def _check(plan: PipelinePlan, tied: Sequence[TiedParameter]) -> None:
+    ranks = sorted(rank for stage in plan.stages for rank in stage.ranks)
+    if ranks != list(range(dist.get_world_size())):
+        raise PlanError(
+            f"the plan uses ranks {ranks}, the job has {dist.get_world_size()}; "
+            "start as many processes as the plan has ranks"
+        )
+    for stage in plan.stages:
+        rows = [stage.tensor_ranks(position) for position in range(stage.degree)]
+        if any(list(row) != sorted(row) for row in rows):
+            raise PlanError(
+                f"stage {stage.name!r}: its tensor-parallel ranks {[list(row) for row in rows]} do not ascend, as "
+                "process groups number them; list each data position's ranks in ascending order"
+            )
+    for tie in tied:
+        if tie.owner not in tie.stages or not all(0 <= s < len(plan.stages) for s in tie.stages):
+            raise PlanError(
+                f"tied parameter {tie.name!r}: stages {tie.stages}, owner {tie.owner}; "
+                f"the plan has stages 0..{len(plan.stages) - 1}, and the owner must be one of them"
+            )
+        sizes = {plan.stages[stage].name: plan.stages[stage].tensor for stage in tie.stages}
+        if len(set(sizes.values())) > 1:
+            raise PlanError(
+                f"tied parameter {tie.name!r}: its stages have the tensor sizes {sizes}, so that their ranks hold "
+                "unlike shards of it; give them the same tensor size"
+            )
 
 
 class StageMpu:
     """The model-parallel unit DeepSpeed asks about its groups: data-parallel inside one stage, else alone.
 
     Args:
-        stage_ranks: the stage's global ranks in order.
+        data_ranks: the global ranks of the data-parallel group in order.
         rank: this global rank, one of them.
-        data_group: the stage's process group.
+        data_group: that group.
         single_group: a group of this rank alone.
     """
 
     def __init__(
         self,
         *,
-        stage_ranks: Sequence[int],
+        data_ranks: Sequence[int],
         rank: int,
         data_group: dist.ProcessGroup,
         single_group: dist.ProcessGroup,
     ) -> None:
-        self._ranks = list(stage_ranks)
+        self._ranks = list(data_ranks)
         self._rank = rank
         self._data_group = data_group
         self._single_group = single_group
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """Return the stage's group."""
+        """Return the data-parallel group of this rank's tensor position."""
         return self._data_group
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """Return the stage's global ranks."""
+        """Return the global ranks of that group."""
         return self._ranks
 
     def get_data_parallel_world_size(self) -> int:
@@ -119,11 +162,11 @@ class StageMpu:
         return len(self._ranks)
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank's position in the stage's group."""
+        """Return this rank's position in the data-parallel group."""
         return dist.get_group_rank(self._data_group, self._rank)
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """Return the group of this rank alone: stages are not tensor-parallel."""
+        """Return the group of this rank alone: norm and overflow are the graph's, tensor ranks included."""
         return self._single_group
 
     def get_model_parallel_world_size(self) -> int:
@@ -160,14 +203,20 @@ def make_replicas_equal(
 ) -> None:
     """Start every copy of a parameter from the same bits: the stage's first rank's, the owner's for ties.
 
-    Collective over the stage's ranks, and over those of the stages that share parameters with it.
+    A shard has copies at its own tensor position only. Collective over the stage's ranks, and over those of the
+    stages that share parameters with it.
     """
-    ranks = plan.stages[stage].ranks
-    if len(ranks) > 1:
-        for parameter in module.parameters():
-            broadcast_in_place(parameter, source=min(ranks), group=groups.data[stage])
+    own, rank = plan.stages[stage], dist.get_rank()
+    data_position, tensor_position = own.position(rank)
+    for parameter in module.parameters():
+        if own.tensor > 1 and not is_shard(parameter):
+            broadcast_in_place(
+                parameter, source=own.tensor_ranks(data_position)[0], group=groups.tensor[stage]
+            )
+        if own.degree > 1:
+            broadcast_in_place(parameter, source=own.data_ranks(tensor_position)[0], group=groups.data[stage])
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for tie in tied:
-        source = min(plan.stages[tie.owner].ranks)
+        source = plan.stages[tie.owner].data_ranks(tensor_position)[0]
         group = groups.tied[tuple(sorted(set(tie.stages)))]
         broadcast_in_place(parameters[tie.name], source=source, group=group)

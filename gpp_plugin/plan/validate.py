@@ -140,9 +140,9 @@ def _check_edges(plan: PipelinePlan, graph: BlockGraph) -> None:
     stage_of = {block: i for i, stage in enumerate(plan.stages) for block in stage.blocks}
     expected: dict[_EdgeKey, set[str]] = {}
     for block_edge in graph.edges:
-        src, dst = stage_of[block_edge.src], stage_of[block_edge.dst]
-        if src != dst:
-            key = (src, dst, block_edge.src_shard_axis, block_edge.dst_shard_axis)
+        ends = stage_of[block_edge.src], stage_of[block_edge.dst]
+        if ends[0] != ends[1]:
+            key = (*ends, block_edge.src_shard_axis, block_edge.dst_shard_axis)
             expected.setdefault(key, set()).update(block_edge.tensors)
     found = {(edge.src, edge.dst, edge.src_shard_axis, edge.dst_shard_axis): edge for edge in plan.edges}
     if len(found) < len(plan.edges):
@@ -179,7 +179,9 @@ _EdgeKey = tuple[int, int, int | None, int | None]
 def _check_shards(src: Stage, dst: Stage, edge: StageEdge, tensors: Mapping[str, TensorSpec]) -> None:
     """Tensor ranks hold equal shards, along an axis that is not the samples'."""
     for stage, axis in ((src, edge.src_shard_axis), (dst, edge.dst_shard_axis)):
-        for spec in tensors.values() if axis is not None and stage.tensor > 1 else ():
+        if axis is None or stage.tensor == 1:
+            continue
+        for spec in tensors.values():
             if not 0 <= axis < len(spec.shape) or spec.shape[axis] % stage.tensor:
                 raise PlanError(
                     f"edge {src.name!r} -> {dst.name!r}: stage {stage.name!r} holds {spec.name!r} of shape "
@@ -297,12 +299,12 @@ def _stage_bytes(
     saved = sum(c.saved_bytes_per_sample * local + c.saved_bytes_fixed for c in own)
     saved += shared[0] * local + shared[1]
     transient = max(c.transient_bytes_per_sample * local for c in own)
-    if zero_stage >= 2 and stage.degree > 1:  # a backward's gradients are whole until they are reduced
-        transient += max(sum(c.gradient_bytes for c in own) - saved, 0.0)
     if stage.memory is not None:
         saved -= sum(t.bytes for t in stage.memory.swapped)
         saved -= sum(s.bytes - s.held_bytes for s in stage.memory.recomputed)
         transient += stage.memory.working_bytes
+    if zero_stage >= 2 and stage.degree > 1:  # a backward's gradients are whole until they are reduced
+        transient += max(sum(c.gradient_bytes for c in own) - saved, 0.0)
     return float(parameter + gradient + optimizer + stage.in_flight * saved + transient)
 
 

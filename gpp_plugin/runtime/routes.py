@@ -2,7 +2,8 @@
 
 Messages become numbers, tasks whose tensors are sent become slots, names become positions: the executor looks
 nothing up. A forward in two halves reads its rows out of messages that may hold both, and a message may
-be sent out of both; everything else is a special case of that.
+be sent out of both; everything else is a special case of that. Pieces of one tensor are joined along its rows, or,
+where they are parts of shards as well, each is put in its place.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.runtime.compute import StageCompute
-from gpp_plugin.runtime.wires import Wire, wires_of
+from gpp_plugin.runtime.wires import Cut, Wire, held_shape, wires_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class Piece:
         number: of the message among all that the rank receives; ``position`` of the tensor within it.
         first_row, num_rows: what is read of it; ``num_rows`` -1 for all.
         is_last: nobody reads that tensor afterwards.
+        place: where it goes in the tensor that is read; empty where pieces lie one behind the other by rows.
     """
 
     number: int
@@ -37,11 +39,12 @@ class Piece:
     first_row: int
     num_rows: int
     is_last: bool = False
+    place: tuple[Cut, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One tensor that a task reads: groups of pieces, joined along ``axis`` and then summed in order.
+    """One tensor that a task reads: groups of pieces, joined along ``axis`` or placed, and then summed in order.
 
     Args:
         groups: empty where nothing comes: a tensor without elements, or a gradient that no consumer sends.
@@ -86,7 +89,7 @@ class Routes:
     """All of a rank's routes.
 
     Args:
-        receives: the messages in the order they are posted, with what they hold.
+        receives: the messages in the order they are posted, with what they hold; carried ones first.
         sends: for each exchange, its messages with their parcels.
         drops: for each exchange, the slots that nothing is sent from afterwards.
         reads: what each task with something to read reads.
@@ -101,17 +104,23 @@ class Routes:
 
 
 def resolve_routes(
-    program: RankProgram, *, plan: PipelinePlan, boundary: StageCompute, specs: Mapping[str, TensorSpec]
+    program: RankProgram,
+    *,
+    plan: PipelinePlan,
+    boundary: StageCompute,
+    specs: Mapping[str, TensorSpec],
+    carried: Sequence[Message] = (),
 ) -> Routes:
     """Return the routes of one rank's program.
 
     Args:
         boundary: names the tensors that the stage reads and makes, and their order.
+        carried: messages whose receives an earlier program posted; they are numbered first.
 
     Raises:
         PlanError: an edge names a tensor that was not captured.
     """
-    return _Resolver(program, plan, boundary, specs).resolve()
+    return _Resolver(program, plan, boundary, specs, carried).resolve()
 
 
 class _Resolver:
@@ -123,15 +132,25 @@ class _Resolver:
         plan: PipelinePlan,
         boundary: StageCompute,
         specs: Mapping[str, TensorSpec],
+        carried: Sequence[Message],
     ) -> None:
         self._program = program
         self._plan = plan
         self._boundary = boundary
         self._specs = specs
-        self._local = plan.stages[program.stage].local_batch_size
+        self._stage = plan.stages[program.stage]
+        self._local = self._stage.local_batch_size
+        self._shard_axes: dict[tuple[bool, str], int | None] = {}
+        for edge in plan.edges:
+            for name in (*edge.batch_tensors, *edge.whole_tensors):
+                if edge.dst == program.stage:
+                    self._shard_axes[True, name] = edge.dst_shard_axis
+                if edge.src == program.stage:
+                    self._shard_axes[False, name] = edge.src_shard_axis
         self._tasks = [i.task for i in program.instructions if i.task is not None]
         self._exchanges = [i for i in program.instructions if i.kind is InstructionKind.EXCHANGE]
-        self._receives = [(m, self._wires(m)) for exchange in self._exchanges for m in exchange.receives]
+        own = [message for exchange in self._exchanges for message in exchange.receives]
+        self._receives = [(message, self._wires(message)) for message in (*carried, *own)]
         self._slots: dict[Task, int] = {}
         self._makers: dict[tuple[bool, int], list[Task]] = defaultdict(list)
         for task in self._tasks:
@@ -235,7 +254,7 @@ class _Resolver:
         return (message.edge, message.samples, message.src_rank)
 
     def _groups(self, task: Task, name: str, arrived: Sequence[tuple[int, int]]) -> list[list[Piece]]:
-        """Return the pieces of a tensor: those of a group are joined by rows, the groups added up."""
+        """Return the pieces of a tensor: those of a group are joined, the groups added up."""
         is_batch = self._specs[name].layout.kind is LayoutKind.BATCH
         if task.kind is TaskKind.FORWARD:
             joined = (
@@ -243,14 +262,28 @@ class _Resolver:
                 if is_batch
                 else _of_half(task, self._receives, arrived)
             )
-            return [joined] if joined else []
-        pieces = [_whole(number, position) for number, position in arrived]
-        if not is_batch:  # the same tensor for every consumer micro-batch: their gradients add up
-            return [[piece] for piece in pieces]
-        by_edge: dict[int, list[Piece]] = defaultdict(list)
-        for piece in pieces:
-            by_edge[self._receives[piece.number][0].edge].append(piece)
-        return [by_edge[edge] for edge in sorted(by_edge)]
+            return [self._placed(task, name, joined)] if joined else []
+        # A tensor without a batch axis is the same for every consumer micro-batch: their gradients add up.
+        by_source: dict[tuple[int, SampleRange | None], list[Piece]] = defaultdict(list)
+        for number, position in arrived:
+            message = self._receives[number][0]
+            by_source[message.edge, None if is_batch else message.samples].append(_whole(number, position))
+        order = sorted(by_source, key=lambda source: (source[0], source[1] or _NO_SAMPLES))
+        return [self._placed(task, name, by_source[source]) for source in order]
+
+    def _placed(self, task: Task, name: str, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return the pieces with their places, if they are unlike parts of shards and no join by rows will do."""
+        wires = [self._receives[piece.number][1][piece.position] for piece in pieces]
+        if len({wire.cuts for wire in wires}) == 1:
+            return list(pieces)
+        placed = []
+        for piece, wire in zip(pieces, wires, strict=True):
+            rows = wire.num_rows if piece.num_rows < 0 else piece.num_rows
+            start, end = self._rows(task, name)
+            first = wire.first_row + piece.first_row - start
+            own = () if wire.axis < 0 else (Cut(axis=wire.axis, first=first, count=rows, size=end - start),)
+            placed.append(replace(piece, place=(*own, *wire.cuts)))
+        return placed
 
     def _rows_of_half(self, task: Task, name: str, arrived: Sequence[tuple[int, int]]) -> list[Piece]:
         start, end = self._rows(task, name)
@@ -287,9 +320,14 @@ class _Resolver:
                 for group in groups
             ),
             axis=spec.layout.axis if spec.layout.kind is LayoutKind.BATCH else -1,
-            shape=spec.shape_for(samples),
+            shape=held_shape(
+                spec, samples, self._stage, self._shard_axes.get((task.kind is TaskKind.FORWARD, name))
+            ),
             dtype=getattr(torch, spec.dtype),
         )
+
+
+_NO_SAMPLES = SampleRange(first_sample=-1, num_samples=0)
 
 
 def _whole(number: int, position: int) -> Piece:
@@ -301,9 +339,11 @@ def _of_half(
     receives: Sequence[tuple[Message, tuple[Wire, ...]]],
     arrived: Sequence[tuple[int, int]],
 ) -> list[Piece]:
-    """Return the piece that holds a tensor without a batch axis: the half's own, or what came for the first."""
-    own = [pair for pair in arrived if receives[pair[0]][0].dst_half == task.half]
-    return [_whole(*pair) for pair in (own or arrived)[:1]]
+    """Return what holds a tensor without a batch axis: the half's own, or what came for the first."""
+    found = [pair for pair in arrived if receives[pair[0]][0].dst_half == task.half] or arrived
+    return [
+        _whole(*pair) for pair in found if receives[pair[0]][0].samples == receives[found[0][0]][0].samples
+    ]
 
 
 def _drops(sends: Sequence[Sequence[tuple[Message, tuple[Parcel, ...]]]]) -> tuple[tuple[int, ...], ...]:

@@ -1,7 +1,9 @@
 """What each message holds, frozen at compile time: tensor, rows, shape, dtype, slot.
 
 A wire is one tensor of one message as one end sees it. The sender cuts its rows out of the task's
-tensor; the receiver puts the pieces of one tensor together in the order of their samples.
+tensor; the receiver puts the pieces of one tensor together in the order of their samples. Where tensor ranks
+hold shards, both do so along the shards' axes as well: a message holds what is in its sender's and in its
+receiver's shard.
 """
 
 from __future__ import annotations
@@ -13,9 +15,19 @@ from dataclasses import dataclass
 import torch
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Elements ``first`` to ``first + count`` along ``axis``, of ``size``, of the task's tensor at one end."""
+
+    axis: int
+    first: int
+    count: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +40,7 @@ class Wire:
         axis: batch axis, or -1 for a tensor that travels whole.
         first_row, num_rows: the message's rows within the task's tensor at this end.
         shape, dtype: of what travels.
+        cuts: its part of the task's tensor along the axes of shards; empty where tensors are held whole.
     """
 
     name: str
@@ -37,6 +50,7 @@ class Wire:
     num_rows: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    cuts: tuple[Cut, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -74,7 +88,10 @@ def wires_of(
         if not is_batch and not message.has_whole_tensors:
             continue
         rows = spec.layout.rows_per_sample
-        shape = spec.shape_for(message.samples.num_samples)
+        shape = list(spec.shape_for(message.samples.num_samples))
+        cuts = _cuts(message, edge, plan, spec, is_producer=is_producer)
+        for cut in cuts:
+            shape[cut.axis] = cut.count
         if math.prod(shape) == 0:
             continue
         wires.append(
@@ -84,8 +101,58 @@ def wires_of(
                 axis=spec.layout.axis if is_batch else -1,
                 first_row=(message.samples.first_sample - task.first_sample) * rows if is_batch else 0,
                 num_rows=message.samples.num_samples * rows if is_batch else 0,
-                shape=shape,
+                shape=tuple(shape),
                 dtype=getattr(torch, spec.dtype),
+                cuts=cuts,
             )
         )
     return tuple(wires)
+
+
+def held_shape(spec: TensorSpec, num_samples: int, stage: Stage, shard_axis: int | None) -> tuple[int, ...]:
+    """Return the shape of a tensor as a rank of ``stage`` has it for that many samples: its shard, or all.
+
+    Raises:
+        PlanError: the tensor cannot be cut into equal shards.
+    """
+    shape = list(spec.shape_for(num_samples))
+    if shard_axis is not None and stage.tensor > 1:
+        held = _shard(spec, stage, shard_axis, 0)
+        shape[shard_axis] = len(held)
+    return tuple(shape)
+
+
+def _cuts(
+    message: Message, edge: StageEdge, plan: PipelinePlan, spec: TensorSpec, *, is_producer: bool
+) -> tuple[Cut, ...]:
+    """Return the part of each shard axis that a message holds, within the tensor of one end."""
+    is_forward = message.direction is Direction.ACTIVATION
+    ranks = (message.src_rank, message.dst_rank) if is_forward else (message.dst_rank, message.src_rank)
+    stages = plan.stages[edge.src], plan.stages[edge.dst]
+    held = [
+        {}
+        if axis is None or stage.tensor == 1
+        else {axis: _shard(spec, stage, axis, stage.position(rank)[1])}
+        for stage, rank, axis in zip(stages, ranks, (edge.src_shard_axis, edge.dst_shard_axis), strict=True)
+    ]
+    cuts = []
+    here = held[0] if is_producer else held[1]
+    for axis in sorted({*held[0], *held[1]}):
+        whole = range(spec.shape[axis])
+        first, second = (parts.get(axis, whole) for parts in held)
+        own = here.get(axis, whole)
+        both = range(max(first.start, second.start), min(first.stop, second.stop))
+        cuts.append(Cut(axis=axis, first=both.start - own.start, count=len(both), size=len(own)))
+    return tuple(cuts)
+
+
+def _shard(spec: TensorSpec, stage: Stage, axis: int, position: int) -> range:
+    """Return the elements along ``axis`` that tensor position ``position`` of ``stage`` holds."""
+    is_samples = spec.layout.kind is LayoutKind.BATCH and spec.layout.axis == axis
+    if not 0 <= axis < len(spec.shape) or is_samples or spec.shape[axis] % stage.tensor:
+        raise PlanError(
+            f"stage {stage.name!r} holds {spec.name!r} of shape {spec.shape} as {stage.tensor} equal shards along axis "
+            f"{axis}, which cannot be; choose an axis that its tensor size divides and that is not the samples'"
+        )
+    size = spec.shape[axis] // stage.tensor
+    return range(position * size, (position + 1) * size)

@@ -1,18 +1,224 @@
-"""A graph of stages as the engine's model (`gpp_plugin.stage_graph`)."""
+"""A graph of stages as the engine's model: `gpp_plugin.stage_graph` behind `ModelSource`."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from gpp_plugin.config import GraphPipelineConfig
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import CheckpointError, ConfigError
+from gpp_plugin.integrations.materialize import release_parameters
 from gpp_plugin.integrations.model_source import CapturedModel, ModelSource
-from gpp_plugin.integrations.preparation import Setting
+from gpp_plugin.integrations.preparation import PREPARATION_TIMEOUT_S, Setting, plan_profiled
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.profile import Profile
+from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.plan.fixed import FixedStage
+from gpp_plugin.profile.analytic import default_sample_counts
+from gpp_plugin.profile.measure import describe_device
+from gpp_plugin.runtime.agree import call_on_rank_zero
+from gpp_plugin.runtime.batches import Batch, check_batch
+from gpp_plugin.runtime.pipeline import Lane
+from gpp_plugin.runtime.stage_module import StageModule
+from gpp_plugin.runtime.stage_source import Reference, StageSource
 from gpp_plugin.stage_graph.graph import StageGraph
+from gpp_plugin.stage_graph.job import GraphJob
+from gpp_plugin.stage_graph.probe import Place
 
 
 def source_of(model: nn.Module | StageGraph, *, config: GraphPipelineConfig, setting: Setting) -> ModelSource:
     """Return the engine's view of what the user gave as a model."""
     if isinstance(model, StageGraph):
-        raise ConfigError("stage graphs are not trained yet")
+        return GivenGraph(model, config=config, setting=setting)
     return CapturedModel(model, config=config, setting=setting)
+
+
+class GivenGraph:
+    """Stages that the user made; what is planned are micro-batches, schedule and memory."""
+
+    def __init__(self, graph: StageGraph, *, config: GraphPipelineConfig, setting: Setting) -> None:
+        _check_config(graph, config)
+        self._graph = graph
+        self._config = config
+        self._setting = setting
+        self._made: GraphJob | None = None
+
+    @property
+    def _job(self) -> GraphJob:
+        assert self._made is not None, "prepare_plan comes first"
+        return self._made
+
+    @property
+    def stages(self) -> StageSource:
+        """Return this rank's own stage as the source of its lanes' code."""
+        return self._job
+
+    def prepare_batch(self, batch: Any) -> dict[str, Any]:
+        """Return the batch as it is."""
+        return dict(check_batch(batch))
+
+    def prepare_plan(self, sample_batch: Batch) -> tuple[Reference, PipelinePlan]:
+        """Build and run the stages once on their own ranks, and plan on rank 0; collective.
+
+        Raises:
+            ConfigError: graph, modules and configuration do not fit together.
+            PlanError, PlanInfeasible: no plan meets the configuration.
+        """
+        setting = self._setting
+        place = Place(rank=setting.rank, device=setting.device, dtype=setting.dtype, group=setting.group)
+        self._made = job = GraphJob(
+            self._graph,
+            sample_batch,
+            place=place,
+            num_ranks=setting.num_ranks,
+            loss_unit=setting.sizes.loss_unit,
+            seed=self._config.seed,
+        )
+        reference = job.reference()
+        counts = self._sample_counts(job)
+        costs = job.measure(counts, optimizer_bytes=setting.optimizer_bytes)
+        impossible = [cost.samples[0] for cost in costs if cost.samples[0] != counts[cost.block][0]]
+        profile = Profile(
+            graph=fingerprint(reference.block_graph),
+            device=describe_device(setting.device, torch.get_num_threads()),
+            source="measured",
+            costs=costs,
+        )
+        plan = call_on_rank_zero(
+            lambda: plan_profiled(
+                reference.block_graph,
+                profile,
+                config=self._config,
+                setting=setting,
+                smallest_local_batch=max(impossible, default=1),
+                fixed=self._fixed_stages(job),
+            ),
+            PipelinePlan,
+            what="plan",
+            group=setting.group,
+            timeout_s=PREPARATION_TIMEOUT_S,
+        )
+        return reference, plan
+
+    def _sample_counts(self, job: GraphJob) -> dict[str, Sequence[int]]:
+        """Return at which numbers of samples each stage is timed: what its micro-batches may be."""
+        sizes = self._setting.sizes
+        unit = sizes.loss_unit
+        # with one loss a mini-batch the planner chooses: as for captured models
+        is_searched = self._config.micro_batch_sizes == "search" or unit == sizes.mini_batch
+        counts: dict[str, Sequence[int]] = {}
+        for stage in job.resolved.stages:
+            size = stage.spec.micro_batch_size or self._size_asked_for(stage.name)
+            local = None if size is None else max(size * stage.spec.tensor // len(stage.spec.ranks), 1)
+            if stage.name in job.coupled:
+                counts[stage.name] = (unit,)
+            elif is_searched:
+                counts[stage.name] = sorted({*default_sample_counts(unit), min(sizes.mini_batch, 4 * unit)})
+            else:
+                counts[stage.name] = sorted({max(unit // 2, 1), unit, local or unit})
+        return counts
+
+    def _size_asked_for(self, stage: str) -> int | None:
+        """Return the micro-batch size that the configuration gives a stage, if it does."""
+        sizes = self._config.micro_batch_sizes
+        asked = sizes.get(stage) if isinstance(sizes, dict) else sizes
+        return (
+            self._setting.sizes.mini_batch if asked == "full" else asked if isinstance(asked, int) else None
+        )
+
+    def _fixed_stages(self, job: GraphJob) -> list[FixedStage]:
+        return [
+            FixedStage(
+                name=stage.name,
+                blocks=(stage.name,),
+                ranks=stage.spec.ranks,
+                tensor=stage.spec.tensor,
+                micro_batch_size=stage.spec.micro_batch_size,
+            )
+            for stage in job.resolved.stages
+        ]
+
+    def analyse(self, batch: Batch, outputs: Sequence[str]) -> Reference:
+        """Return the graph in evaluation, for batches of these keys; collective.
+
+        Raises:
+            ConfigError: an output asked for is none of a stage that runs.
+        """
+        reference = self._job.evaluation(batch, outputs)
+        missing = [name for name in outputs if name not in reference.analysis.op_graph.outputs]
+        if missing:
+            made = [node.name for node in reference.analysis.op_graph.nodes]
+            raise ConfigError(
+                f"eval_batch: no one output is called {missing[0]!r} for a batch of {sorted(batch)}; outputs are "
+                f"{', '.join(made)}"
+            )
+        return reference
+
+    def meet(self, reference: Reference, batch: Batch) -> None:
+        """Run new shapes through all stages once; collective."""
+        self._job.meet(batch, is_training=reference.analysis.is_training)
+
+    def make_module(self, lane: Lane, sample_batch: Batch) -> StageModule:
+        """Return this rank's stage and let go of modules that other ranks run."""
+        for spec in self._graph.stages:
+            if isinstance(spec.make, nn.Module) and self._setting.rank not in spec.ranks:
+                release_parameters(spec.make)
+        lane.prepare(sample_batch)
+        return self._job.module
+
+    def complete_module(self, module: StageModule, names: Iterable[str]) -> None:
+        """Do nothing: a module has what it reads."""
+
+    def share_weights(self, module: StageModule) -> None:
+        """Do nothing: the stage is the user's own module."""
+
+    def save_pretrained(
+        self,
+        directory: str | Path,
+        *,
+        state: Mapping[str, Tensor],
+        plan: PipelinePlan,
+        group: dist.ProcessGroup | None,
+        timeout_s: float,
+    ) -> None:
+        """Refuse: there is no one model with a format of its own.
+
+        Raises:
+            CheckpointError: always.
+        """
+        raise CheckpointError(
+            f"save_pretrained: stage graph {self._graph.name!r} is no one HuggingFace model; use save_checkpoint(), "
+            "gather_state_dict(), or save a stage's module from its own ranks (engine.module.given)"
+        )
+
+
+def _check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
+    """Refuse keys of the block that speak of a captured model.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    number = len(graph.stages)
+    for key, value, wrong, fix in (
+        ("planner", config.planner, config.planner != "auto", "its stages are given; remove the key"),
+        ("stages", config.stages, config.stages not in ("auto", number), f"it has {number}; remove the key"),
+        ("weights", config.weights, config.weights is not None, "factories make its weights; remove the key"),
+        (
+            "data_parallel",
+            config.data_parallel,
+            _is_other_degree(graph, config),
+            "its ranks are given; remove the key",
+        ),
+    ):
+        if wrong:
+            raise ConfigError(f"graph_pipeline.{key}: {value!r} with stage graph {graph.name!r}: {fix}")
+
+
+def _is_other_degree(graph: StageGraph, config: GraphPipelineConfig) -> bool:
+    degrees = {len(stage.ranks) // stage.tensor for stage in graph.stages}
+    return config.data_parallel != "auto" and degrees != {config.data_parallel}

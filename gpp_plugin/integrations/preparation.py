@@ -193,7 +193,7 @@ def plan_profiled(
         plan = recompute_fully(plan, request)
     for note in plan.notes:
         logger.info("plan: %s", note)
-    return with_breakdown(plan, profile, zero_stage=setting.zero_stage)
+    return with_breakdown(plan, request)
 
 
 def _check_files(model: nn.Module, config: GraphPipelineConfig) -> None:
@@ -299,6 +299,7 @@ def _request(
 ) -> PlanRequest:
     mini_batch = setting.sizes.mini_batch
     limit = config.memory.limit_gb
+    is_async = config.mode == "async"  # every micro-batch is a step: its size is the user's, never a planner's
     return PlanRequest(
         graph=graph,
         profile=profile,
@@ -307,13 +308,15 @@ def _request(
         mini_batch=mini_batch,
         loss_unit=setting.sizes.loss_unit,
         num_stages=config.stages if isinstance(config.stages, int) else None,
-        micro_batch_sizes=micro_batch_sizes or None,
+        micro_batch_sizes=micro_batch_sizes or ({"*": setting.sizes.loss_unit} if is_async else None),
         schedule=planning_schedule(config.schedule),
         memory_limit_bytes=int(limit * 1e9) if isinstance(limit, (int, float)) else None,
         data_parallel=config.data_parallel if isinstance(config.data_parallel, int) else None,
         zero_stage=setting.zero_stage,
+        mode=config.mode,
         # with one loss a mini-batch there is nothing to pipeline unless the other stages take less
-        keep_units=config.micro_batch_sizes != "search" and setting.sizes.loss_unit < mini_batch,
+        keep_units=not is_async
+        and config.micro_batch_sizes != "search" and setting.sizes.loss_unit < mini_batch,
         smallest_local_batch=smallest_local_batch,
         memory_optimization=config.memory.optimization,
     )

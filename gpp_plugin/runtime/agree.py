@@ -76,3 +76,38 @@ def _broadcast(tensor: torch.Tensor, what: str, group: dist.ProcessGroup, timeou
             f"rank {dist.get_rank()} waited {timeout_s:g} s for the {what} of rank 0, which did not come; "
             "look at rank 0's output"
         ) from error
+
+
+def exchange(make: Callable[[], T], *, what: str, group: dist.ProcessGroup | None) -> list[T]:
+    """Call ``make`` on every rank and return what it gave on each; if it fails on one, all raise the same.
+
+    Args:
+        what: the phase, for errors.
+        group: a CPU group of all ranks; None for a single rank.
+
+    Raises:
+        GppError: ``make`` raised on a rank; of several, the first one's.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return [make()]
+    value: T | None = None
+    failure: tuple[str, str] | None = None
+    cause: Exception | None = None
+    try:
+        value = make()
+    except Exception as error:  # whatever it is: the other ranks must not wait for this one
+        cause = error
+        is_ours = isinstance(error, GppError)
+        failure = (
+            type(error).__name__ if is_ours else "GppError",
+            str(error)
+            if is_ours
+            else f"rank {dist.get_rank()}: {what} failed: {type(error).__name__}: {error}",
+        )
+    told: list[tuple[T, tuple[str, str] | None]] = [None] * dist.get_world_size(group)  # type: ignore[list-item]
+    dist.all_gather_object(told, (value, failure), group=group)
+    for rank, (_, problem) in enumerate(told):
+        if problem is not None:
+            name, text = problem
+            raise getattr(errors, name, GppError)(text) from (cause if rank == dist.get_rank() else None)
+    return [answer for answer, _ in told]

@@ -38,7 +38,7 @@ class StageModule(nn.Module):
         super().__init__()
         parameter_names = set(parameters)
         for name, tensor in tensors.items():
-            owner, leaf = _owner(self, name)
+            owner, leaf = owner_of(self, name)
             if name in parameter_names:
                 parameter = nn.Parameter(tensor.detach(), requires_grad=False)
                 parameter.requires_grad_(name not in frozen)
@@ -49,7 +49,7 @@ class StageModule(nn.Module):
     def add_buffers(self, tensors: Mapping[str, Tensor]) -> None:
         """Add buffers that no state dict holds (what only evaluation reads)."""
         for name, tensor in tensors.items():
-            owner, leaf = _owner(self, name)
+            owner, leaf = owner_of(self, name)
             owner.register_buffer(leaf, tensor.detach(), persistent=False)
 
     def named_tensors(self) -> dict[str, Tensor]:
@@ -63,7 +63,8 @@ class StageModule(nn.Module):
         raise RuntimeError("a stage module is not called; use engine.train_batch() or engine.eval_batch()")
 
 
-def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+def owner_of(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that a dotted name's tensor belongs to, made where it is missing, and its last part."""
     *path, leaf = name.split(".")
     module = root
     for part in path:
@@ -87,6 +88,7 @@ class StageFunction:
         batch_inputs: batch keys it reads; ``received``: node names that other stages make.
         outputs: node names it returns.
         code: the generated Python, for the curious and for error messages.
+        module: what the code was generated from, ``constants`` its first arguments; None for code of other origin.
     """
 
     call: Callable[..., tuple[Tensor, ...]]
@@ -96,6 +98,7 @@ class StageFunction:
     received: tuple[str, ...]
     outputs: tuple[str, ...]
     code: str
+    module: torch.fx.GraphModule | None = None
 
 
 def build_stage_function(
@@ -163,12 +166,13 @@ def build_stage_function(
         received=tuple(source.name for source in groups["received"]),
         outputs=tuple(outputs),
         code=module.code,
+        module=module,
     )
 
 
 def _root_module(attributes: Mapping[str, Any]) -> nn.Module:
     root = nn.Module()
     for name, value in attributes.items():
-        owner, leaf = _owner(root, name)
+        owner, leaf = owner_of(root, name)
         setattr(owner, leaf, value)
     return root

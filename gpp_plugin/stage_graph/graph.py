@@ -6,7 +6,7 @@ by `gpp_plugin.stage_graph.resolve`, before anything is built.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -84,6 +84,13 @@ class StageGraph:
     def ties(self) -> tuple[tuple[str, ...], ...]:
         """Return the groups of parameters that are one, as "stage.parameter"."""
         return tuple(self._ties)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of stages that were given as modules, as "stage.parameter", for optimizer groups."""
+        for stage in self.stages:
+            if isinstance(stage.make, nn.Module):
+                for name, parameter in stage.make.named_parameters():
+                    yield f"{stage.name}.{name}", parameter
 
     def stage(
         self,

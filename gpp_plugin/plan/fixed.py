@@ -1,0 +1,137 @@
+"""Plans whose stages and ranks are given: what is left to choose are micro-batch sizes, counts in flight, schedules."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpp_plugin.errors import PlanError, PlanInfeasible
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.plan.batches import BatchRules, batch_rules, coupled_blocks
+from gpp_plugin.plan.complete import complete_plan
+from gpp_plugin.plan.costs import CostModel
+from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.selection import best_plan
+from gpp_plugin.plan.stages import StageDraft, build_plan
+from gpp_plugin.plan.validate import validate_plan
+
+GIVEN = "given"
+"""What such plans name as their planner."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedStage:
+    """A stage that is given.
+
+    Args:
+        ranks: its grid, row by row; ``tensor`` of them a data position.
+        micro_batch_size: None leaves it to the planner.
+    """
+
+    name: str
+    blocks: tuple[str, ...]
+    ranks: tuple[int, ...]
+    tensor: int = 1
+    micro_batch_size: int | None = None
+
+    @property
+    def degree(self) -> int:
+        """Return the data-parallel degree."""
+        return len(self.ranks) // self.tensor
+
+
+def fixed_plan(stages: Sequence[FixedStage], request: PlanRequest) -> PipelinePlan:
+    """Return the quickest plan of these stages.
+
+    Raises:
+        PlanError: a micro-batch size is asked for twice, or does not divide the mini-batch.
+        PlanInfeasible: a stage has no micro-batch size, or lacks memory.
+    """
+    rules = _rules(stages, request)
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    candidates = [drafts for wish in rules.wishes() if (drafts := _drafts(stages, rules, wish)) is not None]
+    if not candidates:
+        _explain(stages, rules)
+    plan = best_plan(request, costs, candidates, planner=GIVEN)
+    if plan is None:  # too large: the validator says what for
+        plan = build_plan(request, candidates[0], planner=GIVEN, costs=costs)
+    plan = complete_plan(plan, request.graph, request.profile)
+    validate_plan(
+        plan,
+        request.graph,
+        profile=request.profile,
+        cluster=request.cluster,
+        memory_limit_bytes=request.memory_limit_bytes,
+        zero_stage=request.zero_stage,
+    )
+    return plan
+
+
+def _rules(stages: Sequence[FixedStage], request: PlanRequest) -> BatchRules:
+    rules = batch_rules(request)
+    fixed = dict(rules.fixed)
+    for stage in stages:
+        size = stage.micro_batch_size
+        if size is None:
+            continue
+        asked = {fixed[block] for block in stage.blocks if block in fixed} - {size}
+        if asked:
+            raise PlanError(
+                f"stage {stage.name!r}: micro_batch_size {size} is given with the stage and {asked.pop()} in "
+                "graph_pipeline.micro_batch_sizes; remove one of them"
+            )
+        if rules.mini_batch % size:
+            raise PlanError(
+                f"stage {stage.name!r}: micro_batch_size {size} does not divide the mini-batch of "
+                f"{rules.mini_batch}; choose a divisor"
+            )
+        fixed.update(dict.fromkeys(stage.blocks, size))
+    # a size given for a stage wins over the wish to keep units, never over what mixes samples
+    coupled = (rules.coupled - fixed.keys()) | coupled_blocks(request.graph)
+    return dataclasses.replace(rules, fixed=fixed, coupled=coupled)
+
+
+def _drafts(stages: Sequence[FixedStage], rules: BatchRules, wish: int) -> list[StageDraft] | None:
+    drafts = []
+    for stage in stages:
+        size = rules.micro_batch_size(stage.blocks, stage.degree, wish)
+        if size is None:
+            return None
+        drafts.append(
+            StageDraft(
+                blocks=stage.blocks,
+                degree=stage.degree,
+                micro_batch_size=size,
+                name=stage.name,
+                ranks=stage.ranks,
+                tensor=stage.tensor,
+            )
+        )
+    return drafts
+
+
+def _explain(stages: Sequence[FixedStage], rules: BatchRules) -> None:
+    """Say which stage has no micro-batch size.
+
+    Raises:
+        PlanInfeasible: always.
+    """
+    for stage in stages:
+        if any(rules.micro_batch_size(stage.blocks, stage.degree, wish) for wish in rules.wishes()):
+            continue
+        unit = rules.loss_unit * stage.degree
+        why = (
+            f"{stage.degree} data positions must divide a micro-batch and that the mini-batch"
+            if rules.coupled.isdisjoint(stage.blocks)
+            else f"it computes whole loss units of {rules.loss_unit}, so {unit} at a time"
+        )
+        given = f" of {stage.micro_batch_size}" if stage.micro_batch_size is not None else ""
+        raise PlanInfeasible(
+            f"stage {stage.name!r} on {stage.degree} x {stage.tensor} ranks has no micro-batch size{given} for a "
+            f"mini-batch of {rules.mini_batch}: {why}; change its ranks or sizes"
+        )
+    raise PlanInfeasible(
+        f"no micro-batch size suits all stages of a mini-batch of {rules.mini_batch} with loss units of "
+        f"{rules.loss_unit}; give micro_batch_size per stage"
+    )

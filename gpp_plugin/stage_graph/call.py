@@ -1,0 +1,98 @@
+"""Calls a stage's module: names to arguments, and what it returns to named outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.runtime.stage_module import StageFunction
+from gpp_plugin.stage_graph.resolve import GraphStage
+
+
+def named_outputs(stage: GraphStage, returned: Any) -> dict[str, Tensor]:
+    """Return what a stage's module returned as "stage.output" -> tensor.
+
+    Raises:
+        ConfigError: it is not what the stage's outputs say.
+    """
+    fields = [field for field, _ in stage.nodes]
+    listed = ", ".join(map(repr, fields))
+    if isinstance(returned, Tensor):
+        values: list[Any] = [returned]
+    elif isinstance(returned, Mapping):
+        missing = [field for field in fields if field not in returned]
+        if missing:
+            raise ConfigError(
+                f"stage {stage.name!r}: its module returned no {missing[0]!r}, only {', '.join(map(str, returned))}; "
+                f"its outputs are {listed}"
+            )
+        values = [returned[field] for field in fields]
+    elif isinstance(returned, (tuple, list)):
+        values = list(returned)
+    else:
+        raise ConfigError(
+            f"stage {stage.name!r}: its module returned a {type(returned).__name__}; return a tensor, a tuple or a "
+            f"dict of its outputs {listed}"
+        )
+    if len(values) != len(fields):
+        raise ConfigError(
+            f"stage {stage.name!r}: its module returned {_count(values)}; its outputs are {listed}"
+        )
+    for field, value in zip(fields, values, strict=True):
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"stage {stage.name!r}: output {field!r} is a {type(value).__name__}; outputs are tensors"
+            )
+    return {node: value for (_, node), value in zip(stage.nodes, values, strict=True)}
+
+
+def _count(values: Sequence[Any]) -> str:
+    return "one tensor" if len(values) == 1 else f"{len(values)} values"
+
+
+def loss_node(stage: GraphStage) -> str | None:
+    """Return what a stage's loss is called: an output, or the sum of several."""
+    if not stage.losses:
+        return None
+    return stage.losses[0] if len(stage.losses) == 1 else " + ".join(stage.losses)
+
+
+def stage_function(stage: GraphStage, module: nn.Module, outputs: Sequence[str]) -> StageFunction:
+    """Return the module as the code of a stage.
+
+    Args:
+        outputs: which of its outputs, and its `loss_node`, the code returns.
+    """
+    batch_inputs = tuple(dict.fromkeys(key for _, key in stage.batch_inputs))
+    received = tuple(dict.fromkeys(node for _, node in stage.received))
+    order = {("batch", key): i for i, key in enumerate(batch_inputs)}
+    order |= {("node", node): len(batch_inputs) + i for i, node in enumerate(received)}
+    places = [(keyword, order["batch", key]) for keyword, key in stage.batch_inputs]
+    places += [(keyword, order["node", node]) for keyword, node in stage.received]
+    total = loss_node(stage)
+    wanted = tuple(outputs)
+
+    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
+        found = named_outputs(stage, module(**{keyword: tensors[place] for keyword, place in places}))
+        if total is not None and total not in found:
+            found[total] = sum(found[node] for node in stage.losses)  # type: ignore[assignment]
+        return tuple(found[name] for name in wanted)
+
+    return StageFunction(
+        call=call,
+        tensors=(),
+        constants=(),
+        batch_inputs=batch_inputs,
+        received=received,
+        outputs=wanted,
+        code=f"{type(module).__name__}({', '.join(keyword for keyword, _ in places)})",
+    )
+
+
+IDLE = StageFunction(
+    call=lambda: (), tensors=(), constants=(), batch_inputs=(), received=(), outputs=(), code=""
+)
+"""The code of a stage that has nothing to do."""

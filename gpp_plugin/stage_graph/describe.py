@@ -1,0 +1,142 @@
+"""A stage graph as the planner and the runtime know models: blocks, their tensors, parameters, inputs, the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from gpp_plugin.ir.analysis import Analysis
+from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
+from gpp_plugin.ir.op_graph import OpGraph, OpNode, Parameter
+from gpp_plugin.runtime.stage_source import Reference
+from gpp_plugin.stage_graph.call import loss_node
+from gpp_plugin.stage_graph.resolve import GraphStage, ResolvedGraph
+from gpp_plugin.stage_graph.shapes import Shapes
+
+Tensors = Mapping[str, Sequence[Parameter]]
+"""Stage -> its parameters and buffers, each under the stage's own name of it."""
+
+
+def describe_graph(
+    graph: ResolvedGraph,
+    shapes: Shapes,
+    tensors: Tensors,
+    called: Mapping[str, str],
+    *,
+    coupled: frozenset[str],
+    is_training: bool,
+    outputs: Sequence[str] = (),
+) -> Reference:
+    """Return what the engine goes by: one block a stage.
+
+    Args:
+        called: "stage.parameter" of a tied parameter -> what it is called on every stage.
+        coupled: stages that compute on whole loss units.
+        outputs: names asked for in evaluation; those that the graph lacks are left out.
+    """
+    parameters, holders = _merged(tensors, called)
+    read = {key for stage in graph.stages for _, key in stage.batch_inputs}
+    losses = [stage for stage in graph.stages if stage.losses]
+    op_graph = OpGraph(
+        model=graph.name,
+        num_samples=shapes.num_samples,
+        inputs=tuple(spec for key, spec in shapes.inputs.items() if key in read),
+        parameters=parameters,
+        nodes=tuple(_node(stage, node, shapes) for stage in graph.stages for _, node in stage.nodes),
+        loss=loss_node(losses[0]) if losses else None,
+        outputs={name: node for name in outputs if (node := _output(graph, name)) is not None},
+        couplings=tuple(f"stage {name}" for name in sorted(coupled)),
+    )
+    blocks = BlockGraph(
+        model=graph.name,
+        num_samples=shapes.num_samples,
+        blocks=tuple(_block(stage, holders[stage.name], stage.name in coupled) for stage in graph.stages),
+        edges=_edges(graph),
+        tensors={node: shapes.tensors[node] for stage in graph.stages for _, node in stage.received},
+        loss_block=losses[0].name if losses else None,
+        tied={
+            p.name: tuple(stage for stage, held in holders.items() if p.name in {h.name for h in held})
+            for p in parameters
+            if p.aliases and _num_holders(p.name, holders) > 1
+        },
+        more_losses=tuple(stage.name for stage in losses[1:]),
+    )
+    analysis = Analysis(op_graph=op_graph, nodes=(), is_training=is_training)
+    return Reference(analysis=analysis, block_graph=blocks, granularity="stage")
+
+
+def _merged(
+    tensors: Tensors, called: Mapping[str, str]
+) -> tuple[tuple[Parameter, ...], dict[str, list[Parameter]]]:
+    """Return every parameter once, and what each stage holds, tied ones under the name of the first stage's."""
+    merged: dict[str, Parameter] = {}
+    holders: dict[str, list[Parameter]] = {}
+    for stage, held in tensors.items():
+        holders[stage] = []
+        for own in held:
+            name = next((called[n] for n in (own.name, *own.aliases) if n in called), own.name)
+            names = dict.fromkeys((*_names(merged.get(name)), own.name, *own.aliases))
+            known = merged.get(name, own)
+            merged[name] = _renamed(known, name, [n for n in names if n != name], own.requires_grad)
+            holders[stage].append(_renamed(own, name, (), own.requires_grad))
+    return tuple(merged.values()), holders
+
+
+def _names(parameter: Parameter | None) -> tuple[str, ...]:
+    return () if parameter is None else (parameter.name, *parameter.aliases)
+
+
+def _renamed(parameter: Parameter, name: str, aliases: Sequence[str], requires_grad: bool) -> Parameter:
+    return Parameter(
+        name=name,
+        shape=parameter.shape,
+        dtype=parameter.dtype,
+        bytes=parameter.bytes,
+        requires_grad=parameter.requires_grad or requires_grad,
+        aliases=tuple(aliases),
+        is_buffer=parameter.is_buffer,
+        is_persistent=parameter.is_persistent,
+    )
+
+
+def _num_holders(name: str, holders: Mapping[str, Sequence[Parameter]]) -> int:
+    return sum(any(p.name == name for p in held) for held in holders.values())
+
+
+def _node(stage: GraphStage, node: str, shapes: Shapes) -> OpNode:
+    inputs = (*(source for _, source in stage.received), *(key for _, key in stage.batch_inputs))
+    return OpNode(
+        name=node,
+        target=f"stage {stage.name}",
+        inputs=tuple(dict.fromkeys(inputs)),
+        module=stage.name,
+        output=shapes.tensors[node],
+    )
+
+
+def _block(stage: GraphStage, held: Sequence[Parameter], is_coupled: bool) -> Block:
+    trained = [p for p in held if p.requires_grad and not p.is_buffer]
+    return Block(
+        name=stage.name,
+        nodes=tuple(node for _, node in stage.nodes),
+        parameters=tuple(p.name for p in held),
+        inputs=tuple(dict.fromkeys(key for _, key in stage.batch_inputs)),
+        parameter_bytes=sum(p.bytes for p in held),
+        trainable_bytes=sum(p.bytes for p in trained),
+        is_coupled=is_coupled,
+        is_trainable=bool(trained),
+    )
+
+
+def _edges(graph: ResolvedGraph) -> tuple[BlockEdge, ...]:
+    between: dict[tuple[str, str], dict[str, None]] = {}
+    for stage in graph.stages:
+        for _, node in stage.received:
+            between.setdefault((node.rpartition(".")[0], stage.name), {})[node] = None
+    return tuple(BlockEdge(src=src, dst=dst, tensors=tuple(nodes)) for (src, dst), nodes in between.items())
+
+
+def _output(graph: ResolvedGraph, name: str) -> str | None:
+    """Return the one output of that name ("logits" or "stage.logits"), if there is one."""
+    nodes = [node for stage in graph.stages for _, node in stage.nodes]
+    found = [node for node in nodes if name in (node, node.rpartition(".")[2])]
+    return found[0] if len(found) == 1 else None

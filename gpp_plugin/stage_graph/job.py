@@ -1,0 +1,196 @@
+"""One rank's part of a stage graph: its module, what all stages make of which shapes, and the code of its stage.
+
+The engine uses it through `integrations.given_graph`; it needs no DeepSpeed itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from gpp_plugin.capture.samples import count_samples
+from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.op_graph import Parameter
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.profile import BlockCost
+from gpp_plugin.runtime.agree import exchange
+from gpp_plugin.runtime.batches import Batch, shape_key
+from gpp_plugin.runtime.stage_source import Reference, StageCode
+from gpp_plugin.stage_graph.call import IDLE, loss_node, stage_function
+from gpp_plugin.stage_graph.context import make_context
+from gpp_plugin.stage_graph.costs import measure_stages
+from gpp_plugin.stage_graph.describe import Tensors, describe_graph
+from gpp_plugin.stage_graph.graph import StageGraph
+from gpp_plugin.stage_graph.module import (
+    GivenModule,
+    check_ties,
+    describe_tensors,
+    make_module,
+    tied_names,
+)
+from gpp_plugin.stage_graph.probe import Place, Prober, Survey
+from gpp_plugin.stage_graph.resolve import ResolvedGraph, resolve
+from gpp_plugin.stage_graph.shapes import Shapes
+
+
+class GraphJob:
+    """Builds and looks over a stage graph on all ranks together; a `StageSource` for this rank's lanes.
+
+    Construction and every method but `stage_code` are collective over all ranks.
+
+    Args:
+        sample_batch: like those to come; its tensors are the graph's possible inputs.
+        loss_unit: samples of one loss.
+        seed: what factories draw weights from, with their stage's name.
+
+    Raises:
+        ConfigError: the graph is wrong, a factory fails, or a module does not do what the graph says.
+    """
+
+    def __init__(
+        self,
+        graph: StageGraph,
+        sample_batch: Batch,
+        *,
+        place: Place,
+        num_ranks: int,
+        loss_unit: int,
+        seed: int,
+    ) -> None:
+        self._given = graph
+        self._place = place
+        self._num_ranks = num_ranks
+        self._loss_unit = loss_unit
+        self._sample = sample_batch
+        self.resolved: ResolvedGraph = resolve(
+            graph, batch_keys=_tensor_keys(sample_batch), num_ranks=num_ranks
+        )
+        self._stage = self.resolved.stage_of_rank(place.rank)
+        self._called = tied_names(self.resolved)
+        context = make_context(
+            [stage.spec for stage in self.resolved.stages],
+            rank=place.rank,
+            device=place.device,
+            dtype=place.dtype,
+        )
+        made: list[nn.Module] = []
+
+        def build() -> tuple[Parameter, ...]:
+            made.append(make_module(self._stage, context, seed=_seed(seed, self._stage.name)))
+            return describe_tensors(self._stage.name, made[0])
+
+        tensors = exchange(build, what=f"building stage {self._stage.name!r}", group=place.group)
+        self._tensors: Tensors = {stage.name: tensors[stage.spec.ranks[0]] for stage in self.resolved.stages}
+        check_ties(self.resolved, self._tensors)
+        own = {n: c for n, c in self._called.items() if n.partition(".")[0] == self._stage.name}
+        self.module = GivenModule(self._stage.name, made[0], tied=own)
+        self._prober = Prober(self.resolved, self.module, place)
+        self._survey: Survey = self._prober.survey(sample_batch, loss_unit)
+        self._known: dict[tuple[Any, ...], Shapes] = {}
+        self._current: dict[bool, Shapes] = {}
+        self._remember(sample_batch, self._survey.shapes, is_training=True)
+
+    def reference(self) -> Reference:
+        """Return the graph in training, as planner and engine know models."""
+        return describe_graph(
+            self.resolved,
+            self._survey.shapes,
+            self._tensors,
+            self._called,
+            coupled=self._survey.coupled,
+            is_training=True,
+        )
+
+    def measure(self, counts: dict[str, Sequence[int]], *, optimizer_bytes: float) -> tuple[BlockCost, ...]:
+        """Return what the stages cost; as for `measure_stages`."""
+        return measure_stages(
+            self.resolved,
+            self.module,
+            self._place,
+            self._sample,
+            self._survey,
+            counts=counts,
+            optimizer_bytes=optimizer_bytes,
+        )
+
+    @property
+    def coupled(self) -> frozenset[str]:
+        """Return the stages that compute on whole loss units."""
+        return self._survey.coupled
+
+    def evaluation(self, batch: Batch, outputs: Sequence[str]) -> Reference:
+        """Return the graph in evaluation, without the stages that lack an input and what reads them."""
+        resolved = self._resolved_for(batch)
+        self._meet(resolved, batch, is_training=False)
+        return describe_graph(
+            resolved,
+            self._current[False],
+            {stage.name: self._tensors[stage.name] for stage in resolved.stages},
+            self._called,
+            coupled=self._survey.coupled,
+            is_training=False,
+            outputs=outputs,
+        )
+
+    def meet(self, batch: Batch, *, is_training: bool) -> None:
+        """Learn the shapes that come of a batch like this one, unless they are known."""
+        resolved = self.resolved if is_training else self._resolved_for(batch)
+        self._meet(resolved, batch, is_training=is_training)
+
+    def _resolved_for(self, batch: Batch) -> ResolvedGraph:
+        return resolve(
+            self._given, batch_keys=_tensor_keys(batch), num_ranks=self._num_ranks, needs_loss=False
+        )
+
+    def _meet(self, resolved: ResolvedGraph, batch: Batch, *, is_training: bool) -> None:
+        key = (is_training, *shape_key(batch, count_samples(batch)))
+        if key not in self._known:
+            shapes = Prober(resolved, self.module, self._place).shapes_at(
+                batch, self._loss_unit, self._survey.shapes.tensors, is_training=is_training
+            )
+            self._remember(batch, shapes, is_training=is_training)
+        self._current[is_training] = self._known[key]
+
+    def _remember(self, batch: Batch, shapes: Shapes, *, is_training: bool) -> None:
+        self._known[(is_training, *shape_key(batch, count_samples(batch)))] = shapes
+        self._current[is_training] = shapes
+
+    def stage_code(
+        self, reference: Reference, plan: PipelinePlan, stage: int, batch: Batch, num_samples: int
+    ) -> StageCode:
+        """Return this rank's module as its stage's code, at the shapes that were met last in this mode."""
+        is_training = reference.analysis.is_training
+        shapes = self._current[is_training]
+        op_graph = reference.analysis.op_graph
+        own = self._stage.name
+        if plan.stages[stage].blocks not in ((own,), ()):
+            raise PlanError(
+                f"rank {self._place.rank} runs stage {own!r}, and the plan has it in {plan.stages[stage].name!r}"
+            )
+        if not plan.stages[stage].blocks:  # it lacks an input, in evaluation
+            return StageCode(
+                function=IDLE, tensors=shapes.tensors, inputs=shapes.inputs, loss=None, outputs={}
+            )
+        sent = [n for e in plan.edges if e.src == stage for n in (*e.batch_tensors, *e.whole_tensors)]
+        named = {name: node for name, node in op_graph.outputs.items() if node.rpartition(".")[0] == own}
+        loss = loss_node(self._stage)
+        outputs = dict.fromkeys([*sent, *([] if loss is None else [loss]), *named.values()])
+        return StageCode(
+            function=stage_function(self._stage, self.module.given, tuple(outputs)),
+            tensors=shapes.tensors,
+            inputs=shapes.inputs,
+            loss=loss,
+            outputs=named,
+        )
+
+
+def _tensor_keys(batch: Batch) -> tuple[str, ...]:
+    return tuple(key for key, value in batch.items() if isinstance(value, Tensor))
+
+
+def _seed(seed: int, name: str) -> int:
+    """Return the seed of a stage's factory: 63 bits of a hash of the job's and the stage's name."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1

@@ -1,0 +1,361 @@
+"""Runs the stages once, one after the other, each on its own ranks: what they make of which inputs.
+
+A stage gets rows of the sample batch and, for what other stages make, their integers as they are and random
+floating-point values of the shapes they announced. No activation travels; shapes are agreed on a CPU group. What
+a run leaves behind in the module (statistics, random states) is undone.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpp_plugin.capture.samples import resize_batch, rows_per_sample
+from gpp_plugin.errors import ConfigError, GppError
+from gpp_plugin.ir.tensors import UNIFORM, UNIT, LayoutKind, TensorSpec, batch_layout
+from gpp_plugin.runtime.agree import exchange
+from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.stage_graph.call import named_outputs
+from gpp_plugin.stage_graph.module import GivenModule, first_line
+from gpp_plugin.stage_graph.resolve import GraphStage, ResolvedGraph
+from gpp_plugin.stage_graph.shapes import Seen, Shapes, at_new_shape, layout_of, spec_of
+
+ROW_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+"""How far rows may be off that are computed with other rows beside them; rounding differs with the shape."""
+COARSE_TOLERANCE = 5e-2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where this rank computes.
+
+    Args:
+        group: a CPU group of all ranks; None for a single rank.
+        dtype: floating batch entries are cast to it.
+    """
+
+    rank: int
+    device: torch.device
+    dtype: torch.dtype
+    group: dist.ProcessGroup | None
+
+
+Values = dict[tuple[str, int], Tensor]
+"""(output, number of samples) -> its values, of outputs that are not floating-point."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Report:
+    """What a stage's first rank tells of its runs.
+
+    Args:
+        seen: for each number of samples, its outputs.
+        mixes: whether a sample's rows depend on other samples.
+    """
+
+    seen: tuple[dict[str, Seen], ...]
+    values: Values
+    mixes: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What a first look at all stages found.
+
+    Args:
+        coupled: stages that compute on whole loss units.
+        values: those outputs that are not floating-point, for inputs of further runs.
+    """
+
+    shapes: Shapes
+    coupled: frozenset[str]
+    values: Values
+
+
+class Prober:
+    """Runs stages of a graph to learn about them; every method is collective over all ranks.
+
+    Args:
+        own: this rank's stage.
+    """
+
+    def __init__(self, graph: ResolvedGraph, own: GivenModule, place: Place) -> None:
+        self._graph = graph
+        self._own = own
+        self._place = place
+
+    def survey(self, batch: Batch, num_samples: int) -> Survey:
+        """Find out shapes, layouts and who mixes samples, in training mode, at two numbers of samples.
+
+        Raises:
+            ConfigError: a module fails, or its outputs are not what the graph says.
+        """
+        counts = num_samples, 2 * num_samples
+        inputs = input_specs(batch, num_samples)
+        tensors: dict[str, TensorSpec] = {}
+        coupled: set[str] = set()
+        values: Values = {}
+        for stage in self._graph.stages:
+            report = self._tell(
+                stage,
+                lambda s=stage: self._try(s, batch, counts, tensors, values),  # type: ignore[misc]
+            )
+            values.update(report.values)
+            is_coupled = report.mixes if stage.spec.coupled is None and not stage.losses else stage.is_coupled
+            if is_coupled:
+                coupled.add(stage.name)
+            small, large = report.seen
+            for node, seen in small.items():
+                if node in stage.losses:
+                    layout = UNIT
+                    _check_loss(stage, node, seen)
+                else:
+                    layout = layout_of(stage, node, seen, large[node], counts, is_coupled=is_coupled)
+                tensors[node] = spec_of(stage, node, seen, layout, num_samples)
+        shapes = Shapes(num_samples=num_samples, tensors=tensors, inputs=inputs)
+        return Survey(shapes=shapes, coupled=frozenset(coupled), values=values)
+
+    def shapes_at(
+        self, batch: Batch, num_samples: int, known: Mapping[str, TensorSpec], *, is_training: bool
+    ) -> Shapes:
+        """Return the tensors that come of batches like this one, layouts being known.
+
+        Raises:
+            ConfigError: a module fails at these shapes, or an output changes its form.
+        """
+        tensors: dict[str, TensorSpec] = {}
+        values: Values = {}
+        for stage in self._graph.stages:
+            report = self._tell(
+                stage,
+                lambda s=stage: self._run_at(s, batch, (num_samples,), tensors, values, is_training),  # type: ignore[misc]
+            )
+            values.update(report.values)
+            for node, seen in report.seen[0].items():
+                tensors[node] = at_new_shape(stage, known[node], seen, num_samples)
+        return Shapes(num_samples=num_samples, tensors=tensors, inputs=input_specs(batch, num_samples))
+
+    def _tell(self, stage: GraphStage, run: Callable[[], _Report]) -> _Report:
+        """Run a stage on its ranks and return what its first rank reports, on every rank."""
+        is_mine = self._place.rank in stage.spec.ranks
+        first = stage.spec.ranks[0]
+
+        def own() -> _Report | None:
+            report = run() if is_mine else None
+            return report if self._place.rank == first else None
+
+        told = exchange(own, what=f"stage {stage.name!r}", group=self._place.group)
+        report = next(answer for answer in told if answer is not None)
+        return report
+
+    def _try(
+        self,
+        stage: GraphStage,
+        batch: Batch,
+        counts: tuple[int, int],
+        tensors: Mapping[str, TensorSpec],
+        values: Values,
+    ) -> _Report:
+        report = self._run_at(stage, batch, counts, tensors, values, True)
+        if stage.spec.coupled is not None or stage.losses:
+            return report
+        return _Report(
+            seen=report.seen,
+            values=report.values,
+            mixes=_has_batch_statistics(self._own.given)
+            or self._mixes_rows(stage, batch, counts, tensors, values),
+        )
+
+    def _run_at(
+        self,
+        stage: GraphStage,
+        batch: Batch,
+        counts: Sequence[int],
+        tensors: Mapping[str, TensorSpec],
+        values: Values,
+        is_training: bool,
+    ) -> _Report:
+        """Run the stage at some numbers of samples; at the first one with a graph, to see what takes a gradient."""
+        seen: list[dict[str, Seen]] = []
+        kept: Values = {}
+        with undisturbed(self._own.given, is_training=is_training, device=self._place.device):
+            for count in counts:
+                arguments = stage_arguments(
+                    stage, batch, count, self._place, tensors=tensors, values=values, largest=counts[-1]
+                )
+                with nullcontext() if is_training and count == counts[0] else torch.no_grad():
+                    outputs = self._call(stage, arguments)
+                seen.append({node: _seen(tensor) for node, tensor in outputs.items()})
+                kept.update(
+                    ((node, count), tensor.cpu())
+                    for node, tensor in outputs.items()
+                    if not tensor.is_floating_point() and not tensor.is_complex()
+                )
+        return _Report(seen=tuple(seen), values=kept)
+
+    @torch.no_grad()
+    def _mixes_rows(
+        self,
+        stage: GraphStage,
+        batch: Batch,
+        counts: tuple[int, int],
+        tensors: Mapping[str, TensorSpec],
+        values: Values,
+    ) -> bool:
+        """Return whether the first samples' rows differ when other samples are beside them, without dropout."""
+        found = []
+        with undisturbed(self._own.given, is_training=False, device=self._place.device):
+            for count in counts:
+                arguments = stage_arguments(
+                    stage, batch, count, self._place, tensors=tensors, values=values, largest=counts[-1]
+                )
+                found.append(self._call(stage, arguments))
+        alone, together = found
+        return any(not _begins_with(together[node], tensor) for node, tensor in alone.items())
+
+    def _call(self, stage: GraphStage, arguments: dict[str, Tensor]) -> dict[str, Tensor]:
+        return call_stage(stage, self._own.given, arguments)
+
+
+def call_stage(stage: GraphStage, module: nn.Module, arguments: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Call a stage's module and return its outputs by "stage.output".
+
+    Raises:
+        ConfigError: it fails, or returns something else; names the stage, what it was given, and the edges.
+    """
+    try:
+        returned = module(**arguments)
+    except GppError:
+        raise
+    except Exception as error:  # whatever it is: every rank must hear of it
+        edges = dict(stage.received)
+        given = ", ".join(
+            f"{name} {list(t.shape)} {str(t.dtype).removeprefix('torch.')}"
+            + (f" (edge {edges[name]} -> {stage.name})" if name in edges else "")
+            for name, t in arguments.items()
+        )
+        raise ConfigError(
+            f"stage {stage.name!r}: its module fails on {given or 'no inputs'}: {type(error).__name__}: "
+            f"{first_line(error)}"
+        ) from error
+    return named_outputs(stage, returned)
+
+
+def stage_arguments(
+    stage: GraphStage,
+    batch: Batch,
+    num_samples: int,
+    place: Place,
+    *,
+    tensors: Mapping[str, TensorSpec],
+    values: Values,
+    largest: int,
+) -> dict[str, Tensor]:
+    """Return inputs for a run of a stage: rows of the batch, integers of other stages, random numbers.
+
+    Args:
+        tensors: specs of what earlier stages make.
+        largest: the largest number of samples of these runs: the first samples are the same at every number.
+    """
+    rows = resize_batch(batch, num_samples)
+    arguments: dict[str, Tensor] = {}
+    for keyword, key in stage.batch_inputs:
+        tensor = rows[key]
+        wanted = place.dtype if tensor.is_floating_point() else tensor.dtype
+        arguments[keyword] = tensor.to(device=place.device, dtype=wanted, copy=True)
+    for keyword, node in stage.received:
+        spec = tensors[node]
+        if (node, num_samples) in values:
+            arguments[keyword] = values[node, num_samples].to(place.device)
+            continue
+        made = _random(spec, largest)
+        if spec.layout.kind is LayoutKind.BATCH:
+            made = made.narrow(spec.layout.axis, 0, num_samples * spec.layout.rows_per_sample).contiguous()
+        arguments[keyword] = made.to(place.device).requires_grad_(spec.requires_grad)
+    return arguments
+
+
+def _random(spec: TensorSpec, num_samples: int) -> Tensor:
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    generator = torch.Generator().manual_seed(zlib.crc32(spec.name.encode()))
+    shape = spec.shape_for(num_samples)
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def input_specs(batch: Batch, num_samples: int) -> dict[str, TensorSpec]:
+    """Return the specs of a batch's tensors at ``num_samples`` samples."""
+    rows = rows_per_sample(batch)
+    resized = resize_batch(batch, num_samples)
+    return {
+        key: TensorSpec(
+            name=key,
+            dtype=str(resized[key].dtype).removeprefix("torch."),
+            shape=tuple(resized[key].shape),
+            num_samples=num_samples,
+            layout=batch_layout(0, count) if count else UNIFORM,
+        )
+        for key, count in rows.items()
+    }
+
+
+@contextmanager
+def undisturbed(module: nn.Module, *, is_training: bool, device: torch.device) -> Iterator[None]:
+    """Run a module in one mode and leave buffers, gradients, mode and random states as they were."""
+    modes = {part: part.training for part in module.modules()}
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    module.train(is_training)
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                if name in buffers:
+                    buffer.copy_(buffers[name])
+        for parameter in module.parameters():
+            parameter.grad = None
+
+
+def _seen(tensor: Tensor) -> Seen:
+    return Seen(
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        requires_grad=tensor.requires_grad,
+    )
+
+
+def _check_loss(stage: GraphStage, node: str, seen: Seen) -> None:
+    if seen.shape not in ((), (1,)) or not seen.dtype.startswith(("float", "bfloat")):
+        raise ConfigError(
+            f"stage {stage.name!r}: loss {node!r} is {list(seen.shape)} {seen.dtype}; return one floating-point "
+            "number, the mean over the samples"
+        )
+
+
+def _has_batch_statistics(module: nn.Module) -> bool:
+    """Return whether a module normalises over samples in training, which no run in evaluation mode shows."""
+    return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
+
+
+def _begins_with(long: Tensor, short: Tensor) -> bool:
+    """Return whether ``short`` is the beginning of ``long`` along every axis, but for rounding."""
+    if long.dim() != short.dim() or any(a < b for a, b in zip(long.shape, short.shape, strict=True)):
+        return False
+    for axis, size in enumerate(short.shape):
+        long = long.narrow(axis, 0, size)
+    if not long.is_floating_point() and not long.is_complex():
+        return torch.equal(long, short)
+    wide = long.double() if long.is_floating_point() else long
+    difference = float((wide - short.to(wide.dtype)).abs().max()) if long.numel() else 0.0
+    scale = float(wide.abs().max()) if long.numel() else 1.0
+    return difference <= ROW_TOLERANCE.get(short.dtype, COARSE_TOLERANCE) * max(scale, 1e-30)

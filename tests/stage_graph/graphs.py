@@ -1,0 +1,247 @@
+"""Small stage graphs in double precision, with weights that depend on nothing but the stage's name."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gpp_plugin
+
+WIDTH, WORDS, TOKENS = 6, 11, 3
+B, U = 8, 2
+
+
+class Body(nn.Module):
+    """Adds up what it is given, [samples, TOKENS, WIDTH] each, and passes it through two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, **given: Tensor) -> Tensor:
+        total = sum(value.to(self.first.weight.dtype) for value in given.values())
+        return self.second(torch.tanh(self.first(total)))
+
+
+class Split(Body):
+    """Also says which of its results are large, as bool, and the position of the largest, as int64."""
+
+    def forward(self, **given: Tensor) -> dict[str, Tensor]:
+        hidden = super().forward(**given)
+        return {"hidden": hidden, "is_large": hidden > 0.1, "largest": hidden.argmax(-1)}
+
+
+class Choose(nn.Module):
+    """Looks the chosen rows up in a table and masks them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, is_large: Tensor, largest: Tensor) -> tuple[Tensor]:
+        return (torch.where(is_large, hidden, self.table(largest)),)
+
+
+class Loss(nn.Module):
+    """The mean square of what it is given less the target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, target: Tensor, **given: Tensor) -> Tensor:
+        return ((sum(given.values()) * self.scale - target) ** 2).mean()
+
+
+class Contrast(nn.Module):
+    """A loss over all pairs of a loss unit's samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        scores = self.scale * left.flatten(1) @ right.flatten(1).T
+        return nn.functional.cross_entropy(scores, torch.arange(len(left), device=left.device))
+
+
+class Words(nn.Module):
+    """An embedding, its position bias the same for all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.bias = nn.Parameter(torch.ones(1, TOKENS, WIDTH))
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.embedding(ids), self.bias * 2.0
+
+
+class Head(nn.Module):
+    """Scores of words; the weight is tied to the embedding's in one of the graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, hidden: Tensor, ids: Tensor) -> dict[str, Tensor]:
+        logits = self.head(hidden)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()), "logits": logits}
+
+
+class Maker:
+    """A factory: the module in double precision, its weights drawn from the stage's name."""
+
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
+        self.kind = kind
+
+    def __call__(self, context: Any) -> nn.Module:
+        return make(self.kind, context.stage)
+
+
+def make(kind: Callable[[], nn.Module], name: str) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(zlib.crc32(name.encode()))
+        return kind().double()
+
+
+@dataclass
+class Given:
+    """A stage of a test graph: the arguments of `StageGraph.stage`."""
+
+    name: str
+    kind: Callable[[], nn.Module]
+    inputs: Any
+    outputs: Any
+    ranks: list[int]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def body(name: str, inputs: Any, ranks: list[int], **options: Any) -> Given:
+    return Given(name, Body, inputs, [f"{name}_out"], ranks, options)
+
+
+GRAPHS: dict[str, list[Given]] = {
+    "chain": [
+        body("a", ["x"], [0]),
+        body("b", ["a_out"], [1]),
+        Given("end", Loss, ["b_out", "target"], ["loss"], [2]),
+    ],
+    "two_encoders": [
+        body("left", ["x"], [0]),
+        body("right", ["y"], [1]),
+        Given("join", Contrast, {"left": "left_out", "right": "right_out"}, ["loss"], [2]),
+    ],
+    "skip": [
+        body("a", ["x"], [0]),
+        body("b", ["a_out"], [1]),
+        Given("end", Loss, ["a_out", "b_out", "target"], ["loss"], [2]),
+    ],
+    "diamond": [
+        body("a", ["x"], [0]),
+        body("b", ["a_out"], [1], micro_batch_size=4),
+        body("c", ["a_out"], [2]),
+        Given("end", Loss, ["b_out", "c.c_out", "target"], ["loss"], [3]),
+    ],
+    "two_sinks": [
+        body("a", ["x"], [0]),
+        Given("one", Loss, ["a_out", "target"], ["loss"], [1]),
+        Given("other", Loss, {"given": "a_out", "target": "y"}, ["loss"], [2]),
+    ],
+    "int_and_bool": [
+        Given("a", Split, ["x"], ["hidden", "is_large", "largest"], [0]),
+        Given("b", Choose, ["hidden", "is_large", "largest"], ["chosen"], [1]),
+        Given("end", Loss, ["chosen", "target"], ["loss"], [2]),
+    ],
+    "degrees": [  # 2 -> 1 -> 2 -> 1, and micro-batches of 4, 2, 8 and a unit
+        body("a", ["x"], [0, 1], micro_batch_size=4),
+        body("b", ["a_out"], [2], micro_batch_size=2),
+        body("c", ["b_out", "a_out"], [3, 4], micro_batch_size=8),
+        Given("end", Loss, ["c_out", "target"], ["loss"], [5]),
+    ],
+    "tied": [
+        Given("words", Words, ["ids"], ["embeds", "bias"], [0]),
+        body("b", ["embeds", "bias"], [1, 2]),
+        Given("last", Head, {"hidden": "b_out", "ids": "ids"}, ["loss", "logits"], [3], {"reported": ["logits"]}),
+    ],
+}  # fmt: skip
+TWO_TO_THREE = [
+    body("a", ["x"], [0, 1], micro_batch_size=4),
+    body("b", ["a_out"], [2, 3, 4], micro_batch_size=6),
+    Given("end", Loss, ["b_out", "target"], ["loss"], [5]),
+]
+GRAPHS["two_to_three"] = TWO_TO_THREE
+TIES = {"tied": [("words.embedding.weight", "last.head.weight")]}
+
+
+def mini_batch_of(name: str) -> int:
+    return 12 if name == "two_to_three" else B
+
+
+def num_ranks_of(name: str) -> int:
+    return sum(len(given.ranks) for given in GRAPHS[name])
+
+
+def build_graph(name: str) -> gpp_plugin.StageGraph:
+    graph = gpp_plugin.StageGraph(name)
+    for given in GRAPHS[name]:
+        graph.stage(
+            given.name,
+            Maker(given.kind),
+            inputs=given.inputs,
+            outputs=given.outputs,
+            ranks=given.ranks,
+            **given.options,
+        )
+    for tie in TIES.get(name, ()):
+        graph.tie(*tie)
+    return graph
+
+
+def batch_of(name: str, *, tokens: int = TOKENS, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = mini_batch_of(name)
+    if name == "tied":
+        return {"ids": torch.randint(WORDS, (rows, tokens), generator=generator)}
+    keys = {"two_encoders": ("x", "y"), "two_sinks": ("x", "y", "target")}.get(name, ("x", "target"))
+    return {key: torch.randn(rows, tokens, WIDTH, generator=generator, dtype=torch.float64) for key in keys}
+
+
+class Whole(nn.Module):
+    """The same stages in one process, called one after the other."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._given = GRAPHS[name]
+        for given in self._given:
+            self.add_module(given.name, make(given.kind, given.name))
+        for first, second in TIES.get(name, ()):
+            stage, _, rest = second.partition(".")
+            owner, _, leaf = rest.rpartition(".")
+            module = self.get_submodule(f"{stage}.{owner}" if owner else stage)
+            setattr(module, leaf, self.get_parameter(first))
+
+    def forward(self, **batch: Tensor) -> dict[str, Tensor]:
+        known = dict(batch)
+        losses = []
+        for given in self._given:
+            sources = (
+                given.inputs
+                if isinstance(given.inputs, dict)
+                else {n.split(".")[-1]: n for n in given.inputs}
+            )
+            returned = self.get_submodule(given.name)(
+                **{key: known[n.split(".")[-1]] for key, n in sources.items()}
+            )
+            if isinstance(returned, Tensor):
+                returned = (returned,)
+            if not isinstance(returned, dict):
+                returned = dict(zip(given.outputs, returned, strict=True))
+            losses += [returned.pop("loss")] if "loss" in returned else []
+            known.update(returned)
+        return {"loss": sum(losses), **{k: v for k, v in known.items() if k == "logits"}}  # type: ignore[dict-item]

@@ -1,0 +1,107 @@
+"""What each rank runs in the tests of stage graphs; importable by the processes that run it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.stage_graph.graphs import U, batch_of, build_graph, mini_batch_of
+
+
+class SumHooks:
+    """An optimizer side that sums gradients and steps nothing."""
+
+    loss_scale = 1.0
+
+    def __init__(self, module: torch.nn.Module, plan: Any, tied: dict[str, tuple[int, ...]]) -> None:
+        self.module, self.plan, self.tied = module, plan, tied
+        self.rank = dist.get_rank()
+        self.stage = plan.stage_of_rank(self.rank)
+        self.data = [dist.new_group(list(stage.ranks)) for stage in plan.stages][self.stage]
+        self.shared = {
+            name: dist.new_group(sorted(r for s in stages for r in plan.stages[s].ranks))
+            for name, stages in tied.items()
+        }
+        parameters = dict(module.named_parameters())
+        for name, stages in tied.items():  # as the stage engine does: the first stage's value
+            if self.stage in stages:
+                source = plan.stages[stages[0]].ranks[0]
+                dist.broadcast(parameters[name].data, src=source, group=self.shared[name])
+
+    def accumulate(self) -> None:
+        pass
+
+    def reduce_data(self) -> None:
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=self.data)
+
+    def reduce_tied(self) -> None:
+        parameters = dict(self.module.named_parameters())
+        for name, stages in self.tied.items():
+            if self.stage in stages:
+                gradient = parameters[name].grad
+                if self.plan.stages[self.stage].ranks[0] != self.rank:
+                    gradient.zero_()
+                dist.all_reduce(gradient, group=self.shared[name])
+
+    def step(self) -> None:
+        pass
+
+
+def train_in_double(names: list[str], blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run the first mini-batch of each graph and return loss and gradients, as they are in double precision."""
+    return [train_one(name, block) for name, block in zip(names, blocks, strict=True)]
+
+
+def train_one(name: str, block: dict[str, Any]) -> dict[str, Any]:
+    from gpp_plugin.config import BatchSizes, GraphPipelineConfig
+    from gpp_plugin.integrations.given_graph import source_of
+    from gpp_plugin.integrations.preparation import Setting
+    from gpp_plugin.runtime.pipeline import Lane, channels_of, make_programs, tied_stages
+    from gpp_plugin.runtime.transport import make_transport
+
+    batch = batch_of(name)
+    rank, device = dist.get_rank(), torch.device("cpu")
+    setting = Setting(
+        rank=rank,
+        num_ranks=dist.get_world_size(),
+        device=device,
+        dtype=torch.float64,
+        sizes=BatchSizes(mini_batch_of(name), U, None),
+        zero_stage=0,
+        optimizer_bytes=8.0,
+        group=dist.new_group(backend="gloo"),
+    )
+    config = GraphPipelineConfig(**block)
+    source = source_of(build_graph(name), config=config, setting=setting)
+    reference, plan = source.prepare_plan(batch)
+    programs = make_programs(plan, reference)
+    edges = [f"{plan.stages[e.src].name} -> {plan.stages[e.dst].name}" for e in plan.edges]
+    transport = make_transport(device=device, channels=channels_of(programs), names=edges, timeout_s=60.0)
+    lane = Lane(
+        source=source.stages,
+        reference=reference,
+        plan=plan,
+        program=next(program for program in programs if program.rank == rank),
+        transport=transport,
+        device=device,
+        dtype=torch.float64,
+    )
+    module = source.make_module(lane, batch)
+    lane.bind(module, SumHooks(module, plan, tied_stages(plan, reference)))
+    result = lane.run(batch)
+    total = torch.tensor(sum(float(loss) * count for loss, count in result.losses), dtype=torch.float64)
+    dist.all_reduce(total)
+    gradients: dict[str, Tensor] = {
+        name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None
+    }
+    lane.close()
+    return {
+        "loss": float(total) / plan.mini_batch,
+        "gradients": gradients,
+        "stages": [(s.name, s.ranks, s.micro_batch_size, s.schedule, s.num_sliced) for s in plan.stages],
+    }

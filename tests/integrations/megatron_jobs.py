@@ -253,28 +253,32 @@ def dropped() -> dict[str, Any]:
     }
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     for name, change in changes.items():
-        whole = gpt_stage(alone_config(**change), full_state=weights, **LANGUAGE)(one)
+        whole = gpt_stage(alone_config(**change), full_state=weights, **LANGUAGE)(alone("all"))
         chunk = gpt_stage(config_of(**change), full_state=weights, **LANGUAGE)(here)
         again = gpt_stage(config_of(**change, **recompute), full_state=weights, **LANGUAGE)(here)
         before = torch.get_rng_state()
         first = chunk(**batch)
         first.backward()
-        second = float(chunk(**batch))
+        second = float(chunk(**batch).detach())
         after = torch.get_rng_state()
         torch.set_rng_state(before)
-        repeated = float(chunk(**batch))
+        repeated = float(chunk(**batch).detach())
+        torch.set_rng_state(before)
         recomputed = again(**batch)
         recomputed.backward()
+        torch.set_rng_state(before)
+        of_one = float(whole(**batch)), float(whole(**batch))
         torch.set_rng_state(after)
         chunk.eval()
         answers[name] = {
-            "whole": (float(whole(**batch)), float(whole(**batch))),
+            "whole": of_one,
             "losses": (float(first), second),
             "repeated": repeated,
             "recomputed": (float(recomputed), gradients_of(again, here), gradients_of(chunk, here)),
             "evaluated": (float(chunk(**batch)), float(chunk(**batch))),
         }
-    streams = DropoutStreams(3, dataclasses.replace(here, data_rank=dist.get_rank(), data_size=2))
+    torch.manual_seed(0)
+    streams = DropoutStreams(3, dataclasses.replace(one, data_rank=dist.get_rank(), data_size=2))
     with streams.of_forward():
         answers["of a data position"] = float(torch.rand(()))
     return answers

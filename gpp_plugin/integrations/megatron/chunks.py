@@ -43,13 +43,17 @@ class _Chunk:
         self.tensor_size = context.tensor_size
         self.takes_mask = takes_mask
         self.input_shards, self.output_shards = {}, (None,)
-        self._streams = DropoutStreams(seed, context)
+        self._streams = DropoutStreams(seed, context) if self._draws() else None
         self._causal: Tensor | None = None
 
     def random_streams(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which a forward draws its dropout."""
-        draws = max(self.config.hidden_dropout, self.config.attention_dropout) > 0.0
-        return self._streams.of_forward() if self.training and draws else contextlib.nullcontext()
+        if self._streams is None or not self.training:
+            return contextlib.nullcontext()
+        return self._streams.of_forward()
+
+    def _draws(self) -> bool:
+        return max(self.config.hidden_dropout, self.config.attention_dropout) > 0.0
 
     def mask_of(
         self, mask: Tensor | None, *, length: int, device: torch.device, is_causal: bool

@@ -3,57 +3,53 @@
 Ranks of one tensor group must drop the same elements of what they all hold and different ones of what they share out,
 and ranks of different data positions must differ. Megatron seeds generators once and trusts every rank to draw equally
 often ever after, which a data loader on the CPU's generator breaks. Here every forward of a micro-batch seeds its
-own streams, from numbers that need no agreement: the stage's seed, how many forwards came before, and the place in the
-grid.
+streams from one number that the first rank of its tensor group draws from torch's generator and tells the others.
 
-A forward that is run again (recomputation) must drop the same elements. Whoever recomputes restores torch's generator
-first, so the number each forward draws from it tells a repetition from something new.
+So a forward that is run again (recomputation) drops the same elements: whoever recomputes restores torch's generator.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
+import zlib
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 
 from gpp_plugin.stage_graph.context import StageContext
 
-MOST_REMEMBERED = 4096
-"""Forwards whose seeds are kept for recomputation; far more than micro-batches in flight."""
-_SPREAD = 1_000_003
+_SEEDS = 1 << 48
 
 
 class DropoutStreams:
-    """Seeds Megatron's streams for each forward of a stage.
+    """Seeds torch's and Megatron's streams for each forward of a stage; made by all ranks of a tensor group.
 
     Args:
         seed: of the stage.
     """
 
     def __init__(self, seed: int, context: StageContext) -> None:
-        self._seed, self._context = seed, context
+        self._context = context
+        self._place = zlib.crc32(f"{seed}/{context.stage}/{context.data_rank}".encode())
         self._devices = [context.device] if context.device.type == "cuda" else []
-        self._count = 0
-        self._remembered: OrderedDict[int, int] = OrderedDict()
+        self._group: dist.ProcessGroup | None = None
+        self._first = context.rank
+        if context.tensor_size > 1:
+            ranks = dist.get_process_group_ranks(context.tensor_group)
+            made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            assert isinstance(made, dist.ProcessGroup)
+            self._group, self._first = made, ranks[0]
 
     @contextlib.contextmanager
     def of_forward(self) -> Iterator[None]:
-        """Run a forward within; torch's generators are as before afterwards, but for one number drawn."""
-        number = self._number_of(int(torch.empty((), dtype=torch.int64).random_()))
-        place = (self._seed * _SPREAD + number) * self._context.data_size + self._context.data_rank
+        """Run a forward within; torch's generators are as before afterwards, but for the one number drawn."""
+        drawn = torch.empty((), dtype=torch.int64).random_(_SEEDS)
+        if self._group is not None:  # on the CPU: no device waits for it
+            dist.broadcast(drawn, src=self._first, group=self._group)
         with torch.random.fork_rng(devices=self._devices):
-            seed_streams(place % 2**48, self._context)
+            seed_streams((int(drawn) + self._place) % _SEEDS, self._context)
             yield
-
-    def _number_of(self, drawn: int) -> int:
-        if drawn not in self._remembered:
-            self._remembered[drawn] = self._count
-            self._count += 1
-            if len(self._remembered) > MOST_REMEMBERED:
-                self._remembered.popitem(last=False)
-        return self._remembered[drawn]
 
 
 def seed_streams(seed: int, context: StageContext) -> None:

@@ -219,7 +219,7 @@ def require_megatron(stage: str) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            importlib.import_module("megatron.core.models.gpt")
+            importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"stage {stage!r} is made of megatron-core's modules and {error.name!r} is not installed; "

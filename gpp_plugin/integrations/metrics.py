@@ -38,6 +38,18 @@ class Metrics:
         self._seconds: list[float] = []
         self._monitor = _make_monitor(ds_config) if self._is_writer else None
 
+    def note_staleness(self, staleness: Mapping[str, int], global_samples: int) -> None:
+        """Report, once, how many updates old each stage's gradients are in asynchronous mode."""
+        if not self._is_writer:
+            return
+        listed = ", ".join(f"{stage} {updates}" for stage, updates in staleness.items())
+        logger.info("asynchronous: updates between the weights of a gradient and its own update: %s", listed)
+        if self._monitor is not None and self._monitor.enabled:
+            events = [
+                (f"Train/Staleness/{stage}", updates, global_samples) for stage, updates in staleness.items()
+            ]
+            self._monitor.write_events(events)
+
     def after_step(
         self, *, loss: float, step: StepResult, global_steps: int, global_samples: int, seconds: float
     ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from gpp_plugin.errors import GppError, PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import SCHEMA_VERSION, fingerprint, from_plain
+from gpp_plugin.plan.asynchronous import to_asynchronous
 from gpp_plugin.plan.batches import BatchRules, batch_rules, coupled_blocks, is_under, nearest_names
 from gpp_plugin.plan.complete import complete_plan
 from gpp_plugin.plan.costs import CostModel
@@ -72,6 +73,8 @@ def explicit_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
     plan = best_plan(request, costs, drafts, planner="explicit")
     if plan is None:
         plan = build_plan(request, drafts[0], planner="explicit", costs=costs)
+    if request.mode == "async":
+        plan = to_asynchronous(plan, request)
     plan = complete_plan(plan, request.graph, request.profile)
     _validate(plan, request)
     return plan

@@ -94,6 +94,10 @@ _MODULES = (
 )
 
 
+_ASYNCHRONOUS = ("dawnpiper", "vpipe")
+"""Planners that count weights and activations of an asynchronous pipeline themselves."""
+
+
 def register_planner(name: str) -> Callable[[Planner], Planner]:
     """Return a decorator that enters a planner under ``name``."""
 
@@ -127,11 +131,7 @@ def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise PlanError(f"no planner {name!r}{hint} (planners: {', '.join(names)})")
     check_request(request)
-    plan = complete_plan(run_planner(name, request), request.graph, request.profile)
-    if plan.mode != request.mode:
-        raise PlanError(
-            f"planner {name!r} plans {plan.mode} pipelines only; for mode {request.mode} choose dawnpiper or vpipe"
-        )
+    plan = complete_plan(_plan_in_mode(name, request), request.graph, request.profile)
     validate_plan(
         plan,
         request.graph,
@@ -144,6 +144,16 @@ def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
     assert request.num_stages in (None, len(plan.stages)), "a planner made another number of stages"
     assert request.data_parallel is None or {s.degree for s in plan.stages} == {request.data_parallel}
     return plan
+
+
+def _plan_in_mode(name: str, request: PlanRequest) -> PipelinePlan:
+    """Run a planner; where it knows synchronous pipelines only, its stages are made asynchronous afterwards."""
+    if request.mode == "sync" or name in _ASYNCHRONOUS:
+        return run_planner(name, request)
+    from gpp_plugin.plan.asynchronous import to_asynchronous
+
+    synchronous = dataclasses.replace(request, mode="sync", memory_optimization=())
+    return to_asynchronous(run_planner(name, synchronous), request)
 
 
 def run_planner(name: str, request: PlanRequest) -> PipelinePlan:

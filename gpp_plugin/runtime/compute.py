@@ -18,11 +18,13 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from gpp_plugin.ir.memory_counts import MemoryCounts
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Direction, RankProgram
+from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.runtime.counting import CountingKeeper
 from gpp_plugin.runtime.keeper import Keeper
 from gpp_plugin.runtime.split import BackwardSplitter, PendingWeights
 from gpp_plugin.runtime.stage_module import StageFunction
+from gpp_plugin.runtime.weight_versions import WeightVersions
 
 
 class StageHooks(Protocol):
@@ -103,15 +105,18 @@ class BoundaryGradients:
 def boundary_gradients(
     program: RankProgram, plan: PipelinePlan, specs: Mapping[str, TensorSpec]
 ) -> BoundaryGradients:
-    """Return the gradients that a rank's program receives and sends, each name once, in the order of edges.
+    """Return the gradients that a rank's program receives and makes, each name once, in the order of edges.
 
-    Nothing travels for tensors without elements.
+    Nothing travels for tensors without elements. A tensor rank makes the gradients that another one of its data
+    position sends: their backwards meet in collectives.
     """
     outputs: set[int] = set()
-    inputs: set[int] = set()
+    is_trained = False
     for instruction in program.instructions:
         outputs.update(m.edge for m in instruction.receives if m.direction is Direction.GRADIENT)
-        inputs.update(m.edge for m in instruction.sends if m.direction is Direction.GRADIENT)
+        if instruction.task is not None and instruction.task.kind is not TaskKind.FORWARD:
+            is_trained = True
+    inputs = {i for i, edge in enumerate(plan.edges) if is_trained and edge.dst == program.stage}
 
     def names(edges: set[int]) -> tuple[str, ...]:
         found = dict.fromkeys(name for edge in sorted(edges) for name in plan.edges[edge].gradient_tensors)
@@ -174,6 +179,7 @@ class AutogradCompute:
         loss_share: samples of one loss over those of the mini-batch.
         halves: None where no forward runs in halves.
         keeper: runs the forwards of a stage that swaps or recomputes; None: everything is kept.
+        versions: of the parameters, where they are updated between a micro-batch's forward and its backward.
     """
 
     def __init__(
@@ -187,6 +193,7 @@ class AutogradCompute:
         loss_share: float = 1.0,
         halves: HalfForwards | None = None,
         keeper: Keeper | None = None,
+        versions: WeightVersions | None = None,
     ) -> None:
         self.received = function.received
         self.outputs = function.outputs
@@ -205,6 +212,7 @@ class AutogradCompute:
         self._pending: dict[int, PendingWeights] = {}
         self._splitter = BackwardSplitter()
         self._planned_keeper = self._keeper = keeper
+        self._versions = versions
         self._last_seed: tuple[float, Tensor] | None = None
 
     def forward(
@@ -218,18 +226,19 @@ class AutogradCompute:
             inputs = [_half_of(t, a, half) for t, a in zip(inputs, self._halves.input_axes, strict=True)]
         if self._hooks is None:
             return call(*self._parameters, *inputs, *received)
+        parameters = self._parameters if self._versions is None else self._versions.use(micro_batch)
         if self._keeper is None:
             leaves = [received[index].requires_grad_(True) for index in self._leaves]
-            outputs = call(*self._parameters, *inputs, *received)
+            outputs = call(*parameters, *inputs, *received)
         else:
-            leaves, outputs = self._keeper.forward(micro_batch, half, self._parameters, inputs, received)
+            leaves, outputs = self._keeper.forward(micro_batch, half, parameters, inputs, received)
         loss = outputs[self._loss] if self._loss >= 0 else None
         part = _Part(loss, [_root(outputs[index]) for index in self._roots], leaves)
         if half:
             self._kept[micro_batch].append(part)
         else:
             self._kept[micro_batch] = [part]
-        return outputs
+        return outputs if self._versions is None else self._versions.apart(outputs)
 
     def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Add up the gradients of parameters and return those of received tensors."""
@@ -243,6 +252,8 @@ class AutogradCompute:
             run_backward(roots, seeds)
         if self._keeper is not None:
             self._keeper.end_backward(micro_batch)
+        if self._versions is not None:
+            self._versions.release(micro_batch)
         hooks.accumulate()
         return self._join_leaves(parts, [[leaf.grad for leaf in part.leaves] for part in parts])
 

@@ -119,7 +119,7 @@ class CountingKeeper:
     ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
         """Return the leaves of received tensors, and the outputs."""
         counter = self._counter
-        counter.begin(micro_batch, inputs)
+        counter.begin(micro_batch, (*parameters, *inputs))
 
         def pack(tensor: Tensor) -> Tensor:
             counter.keep(micro_batch, tensor)

@@ -27,6 +27,7 @@ from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankPro
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.ir.timeline import Event, EventKind
+from gpp_plugin.runtime.carry import Carry, WindowPlace
 from gpp_plugin.runtime.compute import StageCompute, StageHooks
 from gpp_plugin.runtime.routes import Parcel, Piece, Reading, Source, resolve_routes
 from gpp_plugin.runtime.transport import Pending, Post, Transport
@@ -65,6 +66,7 @@ class StageExecutor:
         device: where the stage computes; receive buffers lie there.
         loss: node name of the loss if this stage yields it.
         named_outputs: output name -> node name, collected when running forward only.
+        window: where the program stands among those of an asynchronous pipeline; None: it is run by itself.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class StageExecutor:
         loss: str | None = None,
         named_outputs: Mapping[str, str] | None = None,
         is_training: bool = True,
+        window: WindowPlace | None = None,
     ) -> None:
         self._program = program
         self._rank = program.rank
@@ -88,18 +91,29 @@ class StageExecutor:
         self._transport = transport
         self._hooks = hooks
         self._device = device
-        self._loss = -1 if loss is None else compute.outputs.index(loss)
+        # Tensor ranks have the same losses and outputs: the first one tells them.
+        is_first = self._stage.position(self._rank)[1] == 0
+        self._loss = -1 if loss is None or not is_first else compute.outputs.index(loss)
         self._named_outputs = {
             name: compute.outputs.index(node)
             for name, node in (named_outputs or {}).items()
-            if node in compute.outputs and not is_training
+            if node in compute.outputs and is_first and not is_training
         }
         self._is_training = is_training
         self._is_trained = any(
             instruction.task is not None and instruction.task.kind is not TaskKind.FORWARD
             for instruction in program.instructions
         )
-        self._routes = resolve_routes(program, plan=plan, boundary=compute, specs=specs)
+        self._is_window = window is not None
+        self._carried: tuple[Message, ...] = ()
+        self._first_input = 0
+        if window is not None:
+            self._is_trained = window.is_trained
+            self._carried, self._first_input = window.carried, window.first_micro_batch
+        self._shift = 0
+        self._routes = resolve_routes(
+            program, plan=plan, boundary=compute, specs=specs, carried=self._carried
+        )
         self._inbox: list[list[Tensor]] = []
         self._pending_receives: list[Pending] = []
         self._bound_receives = self._bind_receives()
@@ -154,10 +168,14 @@ class StageExecutor:
         if self._transport is None:
             return [0] * len(exchanges)
         depth, limit = self._transport.prepost_depth, self._transport.prepost_bytes
+        num_carried = len(self._carried)
         sizes = [sum(wire.num_bytes for wire in wires) for _, wires in self._routes.receives]
-        ends = list(itertools.accumulate(len(exchange.receives) for exchange in exchanges))
+        ends = [
+            num_carried + end
+            for end in itertools.accumulate(len(exchange.receives) for exchange in exchanges)
+        ]
         marks: list[int] = []
-        posted = 0
+        posted = num_carried
         for index, end in enumerate(ends):
             if posted < ends[min(index + depth // 2, len(ends) - 1)]:
                 last = ends[min(index + 1, len(ends) - 1)] if depth else end
@@ -209,7 +227,8 @@ class StageExecutor:
             return run
 
         def step() -> None:
-            self._finish_sends()  # a sent tensor may be a view of a parameter
+            if not self._is_window:  # a window sends copies, which no update changes
+                self._finish_sends()  # a sent tensor may be a view of a parameter
             start = self._now()
             self._result.step_result = hooks.step()
             self._record(EventKind.STEP, -1, start)
@@ -235,16 +254,20 @@ class StageExecutor:
         first_sample = self._stage.samples(micro_batch, self._rank).first_sample + num_samples * (half or 0)
         # a stage without backwards is held back by nothing but its sends: wait for those of the
         # micro-batch that must be gone before this one starts
-        expired = micro_batch - self._stage.in_flight if self._is_training and not self._is_trained else -1
+        expired = micro_batch - self._stage.in_flight
+        is_held_back = self._is_training and not self._is_trained
+        first_input = self._first_input
 
         def run() -> None:
             for number in waits:
                 self._complete(number)
-            if expired >= 0:
-                for pending in self._sends_of.pop(expired, ()):
+            shift = self._shift
+            if is_held_back:
+                for pending in self._sends_of.pop(expired + shift, ()):
                     pending.wait()
             start = self._now()
-            outputs = forward(micro_batch, half, self._inputs[micro_batch], [read() for read in reads])
+            rows = self._inputs[micro_batch - first_input]
+            outputs = forward(micro_batch + shift, half, rows, [read() for read in reads])
             if slot >= 0:
                 self._made[slot] = outputs
             if loss >= 0:
@@ -271,7 +294,7 @@ class StageExecutor:
             for number in waits:
                 self._complete(number)
             start = self._now()
-            gradients = backward(micro_batch, [None if read is None else read() for read in reads])
+            gradients = backward(micro_batch + self._shift, [None if r is None else r() for r in reads])
             if slot >= 0:
                 self._made[slot] = gradients
             self._record(kind, micro_batch, start)
@@ -290,12 +313,15 @@ class StageExecutor:
 
     # ---- run -----------------------------------------------------------------------------------
 
-    def run(self, inputs: Sequence[Sequence[Tensor]], *, record: bool = False) -> MiniBatchResult:
+    def run(
+        self, inputs: Sequence[Sequence[Tensor]], *, record: bool = False, carry: Carry | None = None
+    ) -> MiniBatchResult:
         """Run the program once.
 
         Args:
             inputs: for each micro-batch, this rank's rows of the model's inputs that the stage reads.
             record: whether to note the time of every task and message.
+            carry: what the windows before left, and this one leaves; required of a window.
 
         Raises:
             CommTimeout: a message did not come in time.
@@ -305,11 +331,18 @@ class StageExecutor:
         self._result = _empty_result()
         self._is_recording = record
         instruction: Instruction | None = None
+        if carry is not None:
+            self._take_over(carry)
+        is_carried = False
         try:
             with torch.set_grad_enabled(self._is_training):
                 for instruction, step in self._steps:  # noqa: B007 - named in errors
                     step()
-                self._finish_sends()
+                if carry is None:
+                    self._finish_sends()
+                else:
+                    self._hand_over(carry)
+                    is_carried = True
         except GppError as error:
             raise type(error)(
                 f"rank {self._rank}, stage {self._stage.name}, at {instruction}: {error}"
@@ -322,11 +355,33 @@ class StageExecutor:
             self._inputs = ()
             self._sends_of.clear()
             self._made.clear()
-            self._compute.clear()
+            if not is_carried:
+                self._compute.clear()
             self._inbox.clear()
             self._pending_receives.clear()
             self._pending_sends.clear()
         return self._result
+
+    def _take_over(self, carry: Carry) -> None:
+        """Go on with what the window before left."""
+        self._shift = carry.shift
+        for message in self._carried:
+            buffers, pending = carry.received.pop(message)
+            self._inbox.append(buffers)
+            self._pending_receives.append(pending)
+        assert not carry.received, "a window reads or passes on all that it is left"
+        self._pending_sends.extend(carry.sends)
+        self._sends_of.update(carry.sends_of)
+        carry.clear()
+
+    def _hand_over(self, carry: Carry) -> None:
+        """Leave what was received for later windows, and what has not been sent yet."""
+        is_read = {number for reads in self._routes.reads.values() for number in reads.waits}
+        for number, (message, _) in enumerate(self._routes.receives):
+            if number not in is_read:
+                carry.received[message] = self._inbox[number], self._pending_receives[number]
+        carry.sends.extend(self._pending_sends)
+        carry.sends_of.update(self._sends_of)
 
     def _post_receives(self, mark: int) -> None:
         for post, buffers_of in self._bound_receives[len(self._inbox) : mark]:
@@ -347,6 +402,13 @@ class StageExecutor:
         for parcel in parcels:
             wire = parcel.wire
             tensor = self._rows(parcel.sources, wire.axis)
+            for cut in wire.cuts:
+                if tensor.shape[cut.axis] != cut.size:
+                    raise RuntimeFailure(
+                        f"{wire.name} is {tuple(tensor.shape)}; by the plan each tensor rank holds {cut.size} elements "
+                        f"of it along axis {cut.axis}"
+                    )
+                tensor = tensor.narrow(cut.axis, cut.first, cut.count)
             if tensor.shape != wire.shape or tensor.dtype != wire.dtype:
                 raise RuntimeFailure(
                     f"{wire.name} is {tuple(tensor.shape)} {tensor.dtype}, the plan was compiled for "
@@ -356,7 +418,7 @@ class StageExecutor:
         pending = post(tensors)
         self._pending_sends.append(pending)
         if not self._is_trained:
-            self._sends_of[message.src_micro_batch].append(pending)
+            self._sends_of[message.src_micro_batch + self._shift].append(pending)
         if self._is_recording:
             self._record_message(EventKind.SEND, message, start, [parcel.wire for parcel in parcels])
 
@@ -382,23 +444,41 @@ class StageExecutor:
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=axis)
 
     def _compile_reading(self, reading: Reading) -> Callable[[], Tensor]:
-        """Return what makes a tensor: pieces of a group joined by rows, groups summed in order."""
+        """Return what makes a tensor: pieces of a group joined by rows or placed, groups summed in order."""
         if not reading.groups:
             return lambda: torch.empty(reading.shape, dtype=reading.dtype, device=self._device)
-        axis = reading.axis
-        groups = [[self._compile_piece(piece, axis) for piece in pieces] for pieces in reading.groups]
-        if len(groups) == 1 and len(groups[0]) == 1:
-            return groups[0][0]
+        groups = [self._compile_group(pieces, reading) for pieces in reading.groups]
+        if len(groups) == 1:
+            return groups[0]
 
         def read() -> Tensor:
             total: Tensor | None = None
-            for takes in groups:
-                part = takes[0]() if len(takes) == 1 else torch.cat([take() for take in takes], dim=axis)
+            for join in groups:
+                part = join()
                 total = part if total is None else total + part
             assert total is not None
             return total
 
         return read
+
+    def _compile_group(self, pieces: Sequence[Piece], reading: Reading) -> Callable[[], Tensor]:
+        axis = reading.axis
+        takes = [self._compile_piece(piece, axis) for piece in pieces]
+        if len(takes) == 1:
+            return takes[0]
+        if not any(piece.place for piece in pieces):
+            return lambda: torch.cat([take() for take in takes], dim=axis)
+
+        def join() -> Tensor:
+            whole = torch.empty(reading.shape, dtype=reading.dtype, device=self._device)
+            for piece, take in zip(pieces, takes, strict=True):
+                part = whole
+                for cut in piece.place:
+                    part = part.narrow(cut.axis, cut.first, cut.count)
+                part.copy_(take())
+            return whole
+
+        return join
 
     def _compile_piece(self, piece: Piece, axis: int) -> Callable[[], Tensor]:
         inbox, number, position = self._inbox, piece.number, piece.position

@@ -24,11 +24,16 @@ from gpp_plugin.ir.program import InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.runtime.batches import Batch, shape_key, slice_batch
+from gpp_plugin.runtime.carry import WindowPlace
 from gpp_plugin.runtime.compute import AutogradCompute, HalfForwards, StageHooks, boundary_gradients
 from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
+from gpp_plugin.runtime.keeper import Keeper
+from gpp_plugin.runtime.planned_keeper import PlannedKeeper, backwards_after
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule
 from gpp_plugin.runtime.stage_source import Reference, StageCode, StageSource
+from gpp_plugin.runtime.swap import HostLink
 from gpp_plugin.runtime.transport import Channel, Transport
+from gpp_plugin.runtime.weight_versions import WeightVersions
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.forward_only import forward_only_stages
 from gpp_plugin.schedule.lower import lower_schedules
@@ -175,6 +180,7 @@ class Lane:
         self._executors: OrderedDict[tuple[Any, ...], _Compiled] = OrderedDict()
         self._prepared: tuple[tuple[Any, ...], _Prepared] | None = None
         self._has_warned = False
+        self._host_link: HostLink | None = None
 
     @property
     def is_training(self) -> bool:
@@ -206,16 +212,7 @@ class Lane:
             count: whether to count what is kept for backward (a few microseconds for each saved tensor).
         """
         compiled = self._executor_for(batch)
-        inputs = slice_batch(
-            batch,
-            compiled.function.batch_inputs,
-            stage=self.plan.stages[self.stage_index],
-            rank=self._program.rank,
-            num_micro_batches=self.plan.num_micro_batches(self.stage_index),
-            specs=compiled.inputs,
-            device=self._device,
-            dtype=self._dtype,
-        )
+        inputs = self._rows_of(batch, compiled)
         if not count:
             return compiled.executor.run(inputs, record=record)
         compiled.compute.start_counting()
@@ -225,6 +222,19 @@ class Lane:
             counts = compiled.compute.stop_counting()
         result.memory = counts
         return result
+
+    def _rows_of(self, batch: Batch, compiled: _Compiled) -> list[tuple[Tensor, ...]]:
+        """Return the rows of the batch that this rank reads in each micro-batch."""
+        return slice_batch(
+            batch,
+            compiled.function.batch_inputs,
+            stage=self.plan.stages[self.stage_index],
+            rank=self._program.rank,
+            num_micro_batches=self.plan.num_micro_batches(self.stage_index),
+            specs=compiled.inputs,
+            device=self._device,
+            dtype=self._dtype,
+        )
 
     def _executor_for(self, batch: Batch) -> _Compiled:
         key = shape_key(batch, self.plan.mini_batch)
@@ -272,32 +282,77 @@ class Lane:
 
     def _compile(self, prepared: _Prepared) -> _Compiled:
         code = prepared.code
-        function = code.function
+        compute = self._make_compute(prepared, self._hooks, step_samples=self.plan.mini_batch)
+        executor = self._make_executor(code, self._program, compute, self._hooks)
+        return _Compiled(executor=executor, compute=compute, function=code.function, inputs=code.inputs)
+
+    def _make_compute(
+        self,
+        prepared: _Prepared,
+        hooks: StageHooks | None,
+        *,
+        step_samples: int,
+        versions: WeightVersions | None = None,
+    ) -> AutogradCompute:
+        """Return what does the stage's tasks; the loss of a step is the mean over ``step_samples``."""
+        code = prepared.code
         is_trained = any(
             i.task is not None and i.task.kind is not TaskKind.FORWARD for i in self._program.instructions
         )
-        compute = AutogradCompute(
-            function=function,
-            parameters=[self._tensors[name] for name in function.tensors],
+        return AutogradCompute(
+            function=code.function,
+            parameters=[self._tensors[name] for name in code.function.tensors],
             gradients=boundary_gradients(self._program, self.plan, code.tensors),
-            hooks=self._hooks if is_trained else None,
+            hooks=hooks if is_trained else None,
             loss=code.loss,
-            loss_share=self.plan.stages[self.stage_index].local_batch_size / self.plan.mini_batch,
+            loss_share=self.plan.stages[self.stage_index].local_batch_size / step_samples,
             halves=_halves(prepared),
+            keeper=self._make_keeper(prepared) if is_trained else None,
+            versions=versions,
         )
-        executor = StageExecutor(
+
+    def _make_keeper(self, prepared: _Prepared) -> Keeper | None:
+        """Return what executes the stage's memory plan, if it has one."""
+        stage, code = self.plan.stages[self.stage_index], prepared.code
+        if stage.memory is None:
+            return None
+        if self._host_link is None:
+            self._host_link = HostLink(self._device)
+        return PlannedKeeper(
+            stage=stage.name,
+            plan=stage.memory,
+            operators=code.operators,
+            whole=code.function,
+            half=prepared.half,
+            gradient_inputs=boundary_gradients(self._program, self.plan, code.tensors).inputs,
+            link=self._host_link,
+            # the tasks of an asynchronous pipeline are numbered anew in every window
+            next_backward=backwards_after(self._program) if self.plan.mode == "sync" else {},
+        )
+
+    def _make_executor(
+        self,
+        code: StageCode,
+        program: RankProgram,
+        compute: AutogradCompute,
+        hooks: StageHooks | None,
+        window: WindowPlace | None = None,
+    ) -> StageExecutor:
+        # tensor ranks compute the same losses and outputs: the first one reports them
+        reports = self.plan.stages[program.stage].position(program.rank)[1] == 0
+        return StageExecutor(
             plan=self.plan,
-            program=self._program,
+            program=program,
             compute=compute,
             specs=code.tensors,
             transport=self._transport,
-            hooks=self._hooks,
+            hooks=hooks,
             device=self._device,
-            loss=code.loss,
-            named_outputs=code.outputs,
+            loss=code.loss if reports else None,
+            named_outputs=code.outputs if reports else {},
             is_training=self.is_training,
+            window=window,
         )
-        return _Compiled(executor=executor, compute=compute, function=function, inputs=code.inputs)
 
 
 def _halves(prepared: _Prepared) -> HalfForwards | None:

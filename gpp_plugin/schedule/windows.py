@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankProgram
+from gpp_plugin.ir.program import Direction, Instruction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.async_1f1b import Windows, windows_of
@@ -51,12 +51,39 @@ class WindowPrograms:
     steps: tuple[Programs, ...]
     drains: tuple[Programs, ...]
 
-    def of_rank(self, rank: int) -> tuple[tuple[RankProgram, ...], tuple[RankProgram, ...]]:
-        """Return one rank's programs: of the windows and of the drains."""
-        return tuple(
+    def of_rank(self, rank: int) -> RankWindows:
+        """Return one rank's programs."""
+        steps, drains = (
             tuple(next(p for p in programs if p.rank == rank) for programs in kind)
             for kind in (self.steps, self.drains)
-        )  # type: ignore[return-value]
+        )
+        carried: list[tuple[Message, ...]] = [()]
+        for program in steps:
+            messages = [*carried[-1], *(m for i in program.instructions for m in i.receives)]
+            tasks = {instruction.task for instruction in program.instructions}
+            carried.append(tuple(m for m in messages if _reader(m, program.stage) not in tasks))
+        return RankWindows(windows=self.windows, steps=steps, drains=drains, carried=tuple(carried))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankWindows:
+    """The programs of one rank: of `WindowPrograms`.
+
+    Args:
+        carried: by window, from the first, the messages received before it for it or later ones; one entry more
+            than there are windows, so that the drain after window w finds its own at w.
+    """
+
+    windows: Windows
+    steps: tuple[RankProgram, ...]
+    drains: tuple[RankProgram, ...]
+    carried: tuple[tuple[Message, ...], ...]
+
+
+def _reader(message: Message, stage: int) -> Task:
+    is_forward = message.direction is Direction.ACTIVATION
+    kind = TaskKind.FORWARD if is_forward else TaskKind.BACKWARD
+    return Task(stage=stage, kind=kind, micro_batch=message.dst_micro_batch)
 
 
 def lower_windows(

@@ -1,0 +1,52 @@
+"""Makes an asynchronous plan of one that was planned to step once a mini-batch.
+
+Stages and ranks stay. Each stage runs 1F1B and holds as many micro-batches as an endless pipeline needs, counted
+from the sinks and not limited by the mini-batch, and with them as many sets of weights (PipeDream, section 3.3). A
+mini-batch takes as many micro-batches as it has times the slowest stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.plan.costs import CostModel
+from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.stock import STOCK
+from gpp_plugin.schedule.async_1f1b import asynchronous_in_flight, check_asynchronous
+
+
+def to_asynchronous(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
+    """Return ``plan`` for mode async: in-flight counts, memory with stashed weights, and time.
+
+    Raises:
+        PlanError: its stages cannot step after every micro-batch, or it counts on its schedule.
+    """
+    if plan.planner == STOCK or any(stage.memory is not None for stage in plan.stages):
+        why = "is DeepSpeed's synchronous pipeline" if plan.planner == STOCK else "swaps or recomputes for mode sync"
+        raise PlanError(f"mode async: the plan of {plan.planner!r} {why}; choose dawnpiper or vpipe")
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    reduce_us = costs.reduce_times(dataclasses.replace(plan, mini_batch=plan.stages[0].micro_batch_size))
+    stages, slowest = [], 0.0
+    for index, (stage, count) in enumerate(zip(plan.stages, asynchronous_in_flight(plan), strict=True)):
+        rows = costs.indices(stage.blocks)
+        held = costs.stage_memory(
+            rows, degree=stage.degree, local=stage.local_batch_size, in_flight=count
+        )
+        stashed = (count - 1) * round(float(costs.parameter_bytes[rows].sum()))
+        stages.append(
+            dataclasses.replace(
+                stage,
+                schedule="1f1b",
+                k=1,
+                num_sliced=0,
+                joins_last_slice=False,
+                in_flight=count,
+                memory_bytes=held + stashed,
+            )
+        )
+        slowest = max(slowest, stage.forward_us + stage.backward_us + reduce_us[index])
+    made = dataclasses.replace(plan, stages=tuple(stages), mode="async")
+    check_asynchronous(made)
+    return dataclasses.replace(made, iteration_us=made.num_micro_batches(0) * slowest)

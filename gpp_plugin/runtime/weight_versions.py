@@ -1,0 +1,177 @@
+"""Weight stashing (PipeDream, section 3.3): a micro-batch's backward uses the weights of its forward.
+
+A *version* is the weights between two updates, as leaf tensors of their own: what autograd keeps of a forward points
+to its version, never to the live parameters. Versions and parameters share storage as long as they can; before an
+update writes to storage that a micro-batch in flight still needs, the live parameters move to another (copy on
+write). So a stage that holds k micro-batches has at most k sets of weights, the live one among them, and a stage that
+holds one has no other. Where nothing is in flight the weights return to the storage they had, which others may know
+(DeepSpeed's flat buffers, the user's model).
+
+With vertical sync a micro-batch uses on every stage the weights of the same age: those that the stage with most
+micro-batches in flight has at its forward.
+
+Buffers and frozen parameters have no versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gpp_plugin.errors import RuntimeFailure
+
+@dataclass(slots=True, kw_only=True)
+class _Version:
+    """One set of weights.
+
+    Args:
+        storage: of each trained parameter; ``leaves`` are the same values for autograd.
+        tensors: what the stage's code takes: leaves, buffers and frozen parameters.
+        users: micro-batches between forward and backward.
+    """
+
+    storage: list[Tensor]
+    leaves: list[Tensor]
+    tensors: tuple[Tensor, ...]
+    users: int = 0
+
+
+class WeightVersions:
+    """The versions of one stage's weights.
+
+    Args:
+        tensors: parameters and buffers in the order the stage's code takes them.
+        most: most sets of weights at a time, as planned.
+        lag: with vertical sync, how many updates older than itself a micro-batch's weights are; None: newest ones.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], *, most: int, lag: int | None = None) -> None:
+        self._tensors = tuple(tensors)
+        trained = {id(t): t for t in tensors if isinstance(t, nn.Parameter) and t.requires_grad}
+        self._parameters: list[nn.Parameter] = list(trained.values())  # type: ignore[arg-type]
+        place = {key: position for position, key in enumerate(trained)}
+        self._places = [place.get(id(tensor), -1) for tensor in tensors]
+        self._most = most
+        self._lag = lag
+        self._home = [parameter.data for parameter in self._parameters]
+        self._aliased: tuple[int, ...] | None = None
+        self.staleness = 0
+        """Most updates seen between the weights of a forward and the update by its backward."""
+        self.most_held = 1
+        """Most sets of weights there were at a time."""
+        self._reset()
+
+    def _reset(self) -> None:
+        self._versions = {0: self._make_version(self._home)}
+        self._newest = 0
+        self._next_micro_batch = 0
+        self._version_of: dict[int, int] = {}
+        self._free: list[list[Tensor]] = []
+        self._num_held = 1
+
+    def _make_version(self, storage: list[Tensor]) -> _Version:
+        # `.data` has a version counter of its own: an update in place must not look like damage to autograd
+        leaves = [tensor.data.requires_grad_(True) for tensor in storage]
+        tensors = tuple(
+            leaves[place] if place >= 0 else tensor
+            for tensor, place in zip(self._tensors, self._places, strict=True)
+        )
+        return _Version(storage=storage, leaves=leaves, tensors=tensors)
+
+    # ---- micro-batches ---------------------------------------------------------------------------
+
+    def use(self, micro_batch: int) -> tuple[Tensor, ...]:
+        """Return what the forward of a micro-batch computes with; micro-batches count from an empty pipeline."""
+        age = self._newest if self._lag is None else max(0, micro_batch - self._lag)
+        version = self._versions[age]
+        version.users += 1
+        self._version_of[micro_batch] = age
+        self._next_micro_batch = micro_batch + 1
+        return version.tensors
+
+    def apart(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return a forward's outputs for sending: copies of those that are views of weights, which will change."""
+        if self._aliased is None:
+            weights = {_address(leaf) for version in self._versions.values() for leaf in version.leaves}
+            self._aliased = tuple(i for i, output in enumerate(outputs) if _address(output) in weights)
+        if not self._aliased:
+            return outputs
+        copied = list(outputs)
+        for index in self._aliased:
+            copied[index] = outputs[index].detach().clone()
+        return copied
+
+    def release(self, micro_batch: int) -> None:
+        """Give the gradients of a backward to the parameters; its version may go."""
+        age = self._version_of.pop(micro_batch)
+        version = self._versions[age]
+        for parameter, leaf in zip(self._parameters, version.leaves, strict=True):
+            parameter.grad, leaf.grad = leaf.grad, None
+        version.users -= 1
+        self.staleness = max(self.staleness, self._newest - age)
+        for old in [a for a in self._versions if a != self._newest and not self._is_needed(a)]:
+            self._free.append(self._versions.pop(old).storage)
+
+    def _is_needed(self, age: int) -> bool:
+        """Return whether a micro-batch in flight, or one to come, uses a version."""
+        if self._versions[age].users:
+            return True
+        return self._lag is not None and age + self._lag >= self._next_micro_batch
+
+    # ---- updates ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin_update(self) -> None:
+        """Move the live parameters to other storage if theirs is still needed.
+
+        Raises:
+            RuntimeFailure: more sets of weights would be held than planned.
+        """
+        if not self._is_needed(self._newest):
+            return
+        if self._free:
+            storage = self._free.pop()
+        else:
+            self._num_held += 1
+            if self._num_held > self._most:
+                raise RuntimeFailure(
+                    f"{self._num_held} sets of weights would be held, the plan allows {self._most}; this is a bug"
+                )
+            self.most_held = max(self.most_held, self._num_held)
+            storage = [torch.empty_like(tensor) for tensor in self._home]
+        for parameter, place in zip(self._parameters, storage, strict=True):
+            place.copy_(parameter.data)
+            parameter.data = place
+
+    def end_update(self) -> None:
+        """Take the parameters as the newest version."""
+        before = self._versions[self._newest]
+        if self._is_needed(self._newest):
+            version = self._make_version([parameter.data for parameter in self._parameters])
+        else:
+            version = self._versions.pop(self._newest)
+        assert version is before or version.storage is not before.storage
+        self._newest += 1
+        self._versions[self._newest] = version
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Return to the first storage: the pipeline is empty."""
+        assert not self._version_of, "micro-batches are in flight"
+        for parameter, home in zip(self._parameters, self._home, strict=True):
+            if parameter.data_ptr() != home.data_ptr():
+                home.copy_(parameter.data)
+                parameter.data = home
+        self._reset()
+
+    def forget(self) -> None:
+        """Let go of all micro-batches after a failure; the parameters keep what the last update made of them."""
+        self._version_of.clear()
+        self.settle()
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

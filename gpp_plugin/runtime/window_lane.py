@@ -1,0 +1,189 @@
+"""One rank's part of an asynchronous pipeline: windows run one after the other, micro-batches stay in flight.
+
+Between two windows a rank keeps the autograd graphs of the micro-batches in flight (`compute`), their weights
+(`weight_versions`) and what it has received for later (`carry`). One `AutogradCompute` and one executor a program
+serve a shape; a batch of another shape needs an empty pipeline first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from gpp_plugin.errors import RuntimeFailure
+from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.runtime.carry import Carry, WindowPlace
+from gpp_plugin.runtime.compute import StageHooks
+from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
+from gpp_plugin.runtime.pipeline import Lane, _Compiled, _Prepared
+from gpp_plugin.runtime.weight_versions import WeightVersions
+from gpp_plugin.schedule.windows import RankWindows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CompiledWindows(_Compiled):
+    """A stage ready to run all windows at one shape; ``executor`` runs those that repeat."""
+
+    steps: tuple[StageExecutor, ...]
+    drains: tuple[StageExecutor, ...]
+    versions: WeightVersions
+
+
+class VersionedHooks:
+    """A stage's optimizer side, whose updates make a new version of the weights."""
+
+    def __init__(self, hooks: StageHooks, versions: WeightVersions) -> None:
+        self._hooks = hooks
+        self._versions = versions
+        self.accumulate = hooks.accumulate
+        self.reduce_data = hooks.reduce_data
+        self.reduce_tied = hooks.reduce_tied
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the factor of every loss's seed gradient."""
+        return self._hooks.loss_scale
+
+    def step(self) -> object:
+        """Update the newest weights."""
+        self._versions.begin_update()
+        result = self._hooks.step()
+        self._versions.end_update()
+        return result
+
+
+class WindowLane(Lane):
+    """This rank's pipeline, never drained but on request.
+
+    Args:
+        programs: this rank's.
+        vertical_sync: a micro-batch uses weights of the same age on every stage.
+        lane: as of `Lane`, without ``program``.
+    """
+
+    def __init__(self, *, programs: RankWindows, vertical_sync: bool, **lane: Any) -> None:
+        super().__init__(program=programs.steps[-1], **lane)
+        self._programs = programs
+        self._windows = programs.windows
+        self._vertical_sync = vertical_sync
+        self._carry = Carry()
+        self._active: _CompiledWindows | None = None
+        self._is_trained = any(
+            i.task is not None and i.task.kind is TaskKind.BACKWARD for i in programs.steps[-1].instructions
+        )
+        self.window = 0
+        """Windows run since the pipeline was empty."""
+
+    def is_another_shape(self, batch: Batch) -> bool:
+        """Return whether micro-batches of another shape are in flight, so that the pipeline must be drained."""
+        return self.window > 0 and self._executor_for(batch) is not self._active
+
+    def run(self, batch: Batch, *, record: bool = False, count: bool = False) -> MiniBatchResult:
+        """Run the next window; its losses are those of the batch's micro-batches, in order."""
+        compiled = self._executor_for(batch)
+        assert isinstance(compiled, _CompiledWindows)
+        assert not self.window or compiled is self._active, "drain before batches of another shape"
+        self._active = compiled
+        windows, plan = self._windows, self.plan
+        self.window += 1
+        program = windows.program_of(self.window)
+        if self.window > windows.first_steady:
+            self._carry.renumber(-windows.micro_batches, -plan.mini_batch)
+        self._carry.shift = (self.window - program) * windows.micro_batches
+        inputs = self._rows_of(batch, compiled)
+        if count:
+            compiled.compute.start_counting()
+        try:
+            result = self._run(compiled.steps[program - 1], inputs, record)
+        finally:
+            counts = compiled.compute.stop_counting() if count else None
+        result.memory = counts
+        self._check_staleness(compiled.versions)
+        return result
+
+    def drain(self, *, record: bool = False) -> MiniBatchResult | None:
+        """Run the backwards that are left; None where there are none. Collective over all ranks."""
+        compiled = self._active
+        if compiled is None:
+            return None
+        program = self._windows.program_of(self.window)
+        result = self._run(compiled.drains[program - 1], (), record)
+        for pending in self._carry.sends:
+            pending.wait()
+        self._check_staleness(compiled.versions)
+        compiled.versions.settle()
+        self._empty()
+        return result
+
+    def _run(
+        self, executor: StageExecutor, inputs: Sequence[Sequence[Tensor]], record: bool
+    ) -> MiniBatchResult:
+        try:
+            return executor.run(inputs, record=record, carry=self._carry)
+        except BaseException:
+            if self._active is not None:
+                self._active.versions.forget()
+            self._empty()
+            raise
+
+    def _empty(self) -> None:
+        self._carry = Carry()
+        self._active = None
+        self.window = 0
+
+    def _check_staleness(self, versions: WeightVersions) -> None:
+        planned = self._windows.staleness(self.stage_index, vertical_sync=self._vertical_sync)
+        if versions.staleness > planned:
+            stage = self.plan.stages[self.stage_index].name
+            raise RuntimeFailure(
+                f"stage {stage}: a gradient was {versions.staleness} updates old, the plan says {planned}; "
+                "this is a bug"
+            )
+
+    def _compile(self, prepared: _Prepared) -> _CompiledWindows:
+        code = prepared.code
+        windows = self._windows
+        staleness = windows.staleness(self.stage_index, vertical_sync=self._vertical_sync)
+        versions = WeightVersions(
+            [self._tensors[name] for name in code.function.tensors],
+            most=1 + staleness,
+            lag=staleness if self._vertical_sync else None,
+        )
+        assert self._hooks is not None, "an asynchronous pipeline trains"
+        hooks = VersionedHooks(self._hooks, versions)
+        compute = self._make_compute(
+            prepared,
+            hooks,
+            step_samples=self.plan.stages[self.stage_index].micro_batch_size,
+            versions=versions if self._is_trained else None,
+        )
+        programs = self._programs
+
+        def place(window: int, carried: int) -> WindowPlace:
+            return WindowPlace(
+                carried=programs.carried[carried],
+                first_micro_batch=(window - 1) * windows.micro_batches,
+                is_trained=self._is_trained,
+            )
+
+        steps = tuple(
+            self._make_executor(code, program, compute, hooks, place(window, window - 1))
+            for window, program in enumerate(programs.steps, start=1)
+        )
+        drains = tuple(
+            self._make_executor(code, program, compute, hooks, place(window, window))
+            for window, program in enumerate(programs.drains, start=1)
+        )
+        return _CompiledWindows(
+            executor=steps[-1],
+            compute=compute,
+            function=code.function,
+            inputs=code.inputs,
+            steps=steps,
+            drains=drains,
+            versions=versions,
+        )

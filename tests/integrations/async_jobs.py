@@ -1,0 +1,135 @@
+"""The asynchronous engine as ranks run it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.integrations.engine_jobs import make_engine
+from tests.models import build
+
+NUM_BATCHES = 20
+
+
+def async_config(*, mini_batch: int, unit: int, block: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_batch_size": mini_batch,
+        "train_micro_batch_size_per_gpu": unit,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+        "steps_per_print": 0,
+        "graph_pipeline": {"mode": "async", "comm_timeout_s": 60, **block},
+    }
+    return {**config, **changes}
+
+
+def held_by_stages(engine: Any) -> list[tuple[tuple[str, ...], int]]:
+    """Return, of every stage, its parameters' names and how many micro-batches it holds."""
+    from gpp_plugin.runtime.pipeline import held_tensors
+
+    names = held_tensors(engine.plan, engine._reference)
+    return [(own, stage.in_flight) for own, stage in zip(names, engine.plan.stages, strict=True)]
+
+
+def make(name: str, mini_batch: int, config: dict[str, Any], **given: Any) -> tuple[Any, list[dict[str, Any]]]:
+    model, make_batch = build(name)
+    batches = [make_batch(mini_batch, seed) for seed in range(NUM_BATCHES)]
+    return make_engine(model, batches[0], config, **given), batches
+
+
+def train(name: str, mini_batch: int, config: dict[str, Any], flush_at: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Train 20 mini-batches; return losses, what flushes returned, final parameters, and the stages."""
+    engine, batches = make(name, mini_batch, config)
+    losses, flushed = [], []
+    for number, batch in enumerate(batches):
+        losses.append(float(engine.train_batch(data_iter=iter([batch]))))
+        if number in flush_at:
+            flushed.append(float(engine.flush()))
+    last = engine.flush()
+    versions = next(iter(engine._lane._executors.values())).versions
+    return {
+        "losses": losses,
+        "flushed": [*flushed, None if last is None else float(last)],
+        "again": engine.flush(),
+        "parameters": {n: p.detach().clone() for n, p in engine.module.named_parameters()},
+        "stages": held_by_stages(engine),
+        "staleness": engine.staleness,
+        "versions": (versions.most_held, versions.staleness),
+        "stage": engine.stage_name,
+        "steps": engine.global_steps,
+    }
+
+
+def resume(directory: str, config: dict[str, Any], name: str, mini_batch: int) -> dict[str, Any]:
+    """Save in the middle and go on; a fresh engine that loads must go on the same."""
+    engine, batches = make(name, mini_batch, config)
+    for batch in batches[:4]:
+        engine.train_batch(data_iter=iter([batch]))
+    engine.save_checkpoint(directory)
+    left = float(engine.flush())
+    expected = [float(engine.train_batch(data_iter=iter([batch]))) for batch in batches[4:9]]
+    other, _ = make(name, mini_batch, config)
+    other.load_checkpoint(directory)
+    found = [float(other.train_batch(data_iter=iter([batch]))) for batch in batches[4:9]]
+    weights = [e.module_state_dict() for e in (engine, other)]
+    return {
+        "left": left,
+        "expected": expected,
+        "found": found,
+        "same": all((weights[0][n] == weights[1][n]).all() for n in weights[0]),
+        "steps": (other.global_steps, other.get_lr()),
+    }
+
+
+def train_shapes(config: dict[str, Any], lengths: tuple[int, ...], mini_batch: int) -> dict[str, Any]:
+    """Train on batches whose texts have other lengths than those before, and evaluate in between."""
+    model, make_batch = build("llava")
+    batches = [longer(make_batch(mini_batch, seed), length) for seed, length in enumerate(lengths)]
+    engine = make_engine(model, batches[0], config)
+    losses, evaluated = [], []
+    for batch in batches:
+        losses.append(float(engine.train_batch(data_iter=iter([batch]))))
+    evaluated.append(float(engine.eval_batch(iter([batches[0]]))))
+    losses.append(float(engine.train_batch(data_iter=iter([batches[-1]]))))
+    last = engine.flush()
+    return {
+        "losses": losses,
+        "evaluated": evaluated,
+        "last": None if last is None else float(last),
+        "stages": held_by_stages(engine),
+    }
+
+
+def longer(batch: dict[str, Any], length: int) -> dict[str, Any]:
+    """Return the batch with ``length`` more text tokens, the first ones again."""
+    import torch
+
+    keys = ("input_ids", "attention_mask", "labels")
+    return {
+        k: torch.cat([v, v[:, -length:]], dim=1) if k in keys and length else v for k, v in batch.items()
+    }
+
+
+def refuse() -> dict[str, str]:
+    """Return what is said about configurations and models that mode async cannot run."""
+    from gpp_plugin.errors import GppError
+
+    cases: dict[str, tuple[str, dict[str, Any]]] = {
+        "tied": ("gpt2", {"block": {"stages": 2}}),
+        "zero": ("two_branch", {"block": {"stages": 2}, "zero_optimization": {"stage": 1}}),
+        "fp16": ("two_branch", {"block": {"stages": 2}, "fp16": {"enabled": True}}),
+        "stock": ("two_branch", {"block": {"stages": 2, "planner": "deepspeed"}}),
+        "sizes": ("two_branch", {"block": {"stages": 2, "micro_batch_sizes": {"loss": 4, "*": 2}}}),
+        "schedule": ("two_branch", {"block": {"stages": 2, "schedule": "gpipe"}}),
+        "slicing": ("two_branch", {"block": {"stages": 2, "slicing": 2}}),
+        "vertical": ("two_branch", {"block": {"stages": 2, "mode": "sync", "vertical_sync": True}}),
+        "mode": ("two_branch", {"block": {"mode": "asynch"}}),
+        "coupled": ("clip", {"block": {"plan": {"stages": [{"name": "loss", "modules": ["*"], "devices": 2}]}}}),
+    }
+    said = {}
+    for key, (name, changes) in cases.items():
+        block = changes.pop("block")
+        try:
+            make(name, 8, async_config(mini_batch=8, unit=2, block=block, **changes))
+            said[key] = ""
+        except GppError as error:
+            said[key] = str(error)
+    return said

@@ -1,0 +1,170 @@
+"""Mode async equals PipeDream's staleness emulated in one process, to 1e-6 over 20 mini-batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations import async_jobs as jobs
+from tests.integrations.pipedream import Emulation, PlainStage, reported
+from tests.models import build
+from tests.ranks import run_kept_ranks
+
+TOWERS = {
+    "stages": [
+        {"name": "vision", "modules": ["vision_model", "visual_projection"], "devices": 2},
+        {"name": "text", "modules": ["text_model", "text_projection"], "devices": 1},
+        {"name": "loss", "modules": ["*"], "devices": 1},
+    ]
+}
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.01)
+
+
+def emulate(
+    name: str, stages: list[tuple[tuple[str, ...], int]], *, mini_batch: int, micro: int, unit: int, **options: Any
+) -> Emulation:
+    model, _ = build(name)
+    known = {n for n, _ in model.named_parameters()}
+    plain = [PlainStage(parameters=tuple(n for n in own if n in known), held=held) for own, held in stages]
+    options.setdefault("make_optimizer", adamw)
+    return Emulation(model, plain, unit=unit, window=mini_batch // micro, **options)
+
+
+def check_parameters(answers: list[dict[str, Any]], emulation: Emulation, tolerance: float = 1e-6) -> None:
+    wanted = dict(emulation.model.named_parameters())
+    for answer in answers:
+        assert answer["parameters"]
+        for name, parameter in answer["parameters"].items():
+            if name.endswith("k_proj.bias"):
+                continue  # its gradient is zero but for rounding, which Adam makes as large as any other
+            expected = wanted[name].detach().to(parameter.dtype)
+            assert torch.allclose(parameter, expected, rtol=1e-5, atol=tolerance), name
+
+
+@pytest.mark.parametrize("vertical_sync", [False, True])
+def test_a_graph_with_unequal_degrees_equals_the_emulation(vertical_sync: bool) -> None:
+    block = {"plan": TOWERS, "vertical_sync": vertical_sync}
+    config = jobs.async_config(mini_batch=16, unit=4, block=block)
+    answers = run_kept_ranks(jobs.train, 4, "clip", 16, config)
+    first = answers[0]
+    emulation = emulate(
+        "clip", first["stages"], mini_batch=16, micro=4, unit=4, vertical_sync=vertical_sync
+    )
+    losses = [emulation.mini_batch(build("clip")[1](16, seed), 4) for seed in range(jobs.NUM_BATCHES)]
+    emulation.flush()
+    for answer in answers:
+        assert answer["losses"] == pytest.approx(reported(losses, emulation.longest), abs=1e-6)
+        assert answer["flushed"] == [pytest.approx(losses[-1][-1], abs=1e-6)]
+        assert answer["again"] is None and answer["steps"] == jobs.NUM_BATCHES
+        held = dict(vision=2, text=2, loss=2 if vertical_sync else 1)[answer["stage"]]
+        assert answer["versions"] == (held, held - 1), "weights are held as planned, and no more"
+        assert answer["staleness"] == {"vision": 1, "text": 1, "loss": int(vertical_sync)}
+    check_parameters(answers, emulation)
+
+
+def test_four_stages_flushed_in_the_middle_equal_the_emulation() -> None:
+    config = jobs.async_config(mini_batch=4, unit=2, block={"stages": 4})
+    answers = run_kept_ranks(jobs.train, 4, "llava", 4, config, (6, 7))
+    emulation = emulate("llava", answers[0]["stages"], mini_batch=4, micro=2, unit=2)
+    assert emulation.longest > 2, "windows shorter than what is in flight are to be tested"
+    losses: list[list[float]] = []
+    wanted, flushed = [], []
+    for seed in range(jobs.NUM_BATCHES):
+        losses.append(emulation.mini_batch(build("llava")[1](4, seed), 2))
+        if seed in (6, 7, jobs.NUM_BATCHES - 1):
+            emulation.flush()
+            wanted += reported(losses, emulation.longest)
+            left = [loss for of_batch in losses for loss in of_batch]
+            left = left[max(1, len(left) - emulation.longest + 1) :]
+            flushed.append(sum(left) / len(left))
+            losses = []
+    for answer in answers:
+        assert answer["losses"] == pytest.approx(wanted, abs=1e-6)
+        assert answer["flushed"] == pytest.approx(flushed, abs=1e-6)
+    check_parameters(answers, emulation)
+
+
+def test_replicated_stages_in_bf16_with_clipping_and_schedule_equal_the_emulation() -> None:
+    config = jobs.async_config(
+        mini_batch=16,
+        unit=2,
+        block={"stages": 2, "data_parallel": 2, "micro_batch_sizes": 4},
+        bf16={"enabled": True},
+        gradient_clipping=0.05,
+        scheduler={"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 2e-3,
+                                                  "warmup_num_steps": 10, "warmup_type": "linear"}},
+    )  # fmt: skip
+    answers = run_kept_ranks(jobs.train, 4, "two_branch", 16, config)
+
+    def rate_at(step: int) -> float:  # as DeepSpeed's scheduler, one step behind the optimizer
+        return 2e-3 * min(1.0, max(0, step - 1) / 10)
+
+    emulation = emulate(
+        "two_branch", answers[0]["stages"], mini_batch=16, micro=4, unit=2, rate_at=rate_at, clip=0.05,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    losses = [emulation.mini_batch(build("two_branch")[1](16, seed), 4) for seed in range(jobs.NUM_BATCHES)]
+    emulation.flush()
+    for answer in answers:
+        assert answer["losses"] == pytest.approx(reported(losses, emulation.longest), rel=2e-3)
+    check_parameters(answers, emulation, tolerance=4e-3)
+
+
+def test_other_shapes_and_evaluation_empty_the_pipeline() -> None:
+    lengths = (0, 0, 2, 2, 0)
+    config = jobs.async_config(mini_batch=4, unit=2, block={"stages": 2})
+    answers = run_kept_ranks(jobs.train_shapes, 2, config, lengths, 4)
+    emulation = emulate("llava", answers[0]["stages"], mini_batch=4, micro=2, unit=2)
+    batches = [jobs.longer(build("llava")[1](4, seed), length) for seed, length in enumerate(lengths)]
+    losses = []
+    for number, batch in enumerate([*batches, batches[-1]]):
+        losses += emulation.mini_batch(batch, 2)
+        if number in (1, 3, 4):
+            emulation.flush()
+        if number == 4:
+            emulation.model.eval()
+            with torch.no_grad():
+                parts = jobs_units(batches[0])
+                evaluated = sum(float(emulation.model(**part).loss) for part in parts) / len(parts)
+            emulation.model.train()
+    bounds = (0, 1, 3, 5, 7, 9, 11, 12)
+    wanted = [sum(losses[a:b]) / (b - a) for a, b in zip(bounds, bounds[1:], strict=False)]
+    for answer in answers:
+        assert [*answer["losses"], answer["last"]] == pytest.approx(wanted, abs=1e-6)
+        assert answer["evaluated"] == [pytest.approx(evaluated, abs=1e-6)]
+
+
+def jobs_units(batch: dict[str, Any]) -> list[dict[str, Any]]:
+    from tests.reference import units_of
+
+    return units_of(batch, 2)
+
+
+def test_checkpoints_resume_bit_for_bit(tmp_path: Path) -> None:
+    config = jobs.async_config(
+        mini_batch=8, unit=2, block={"stages": 2}, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}}
+    )
+    for answer in run_kept_ranks(jobs.resume, 2, str(tmp_path), config, "two_branch", 8):
+        assert answer["found"] == answer["expected"] and answer["same"]
+        assert answer["steps"][0] == 9
+    assert (tmp_path / "latest").read_text().strip() == "global_step4"
+
+
+def test_what_cannot_step_alone_is_refused_with_one_line() -> None:
+    for said in run_kept_ranks(jobs.refuse, 2):
+        assert all(said.values()), [name for name, text in said.items() if not text]
+        assert all("\n" not in text for text in said.values()), said
+        assert "'transformer.wte.weight'" in said["tied"] and "untie" in said["tied"]
+        assert "zero_optimization.stage" in said["zero"]
+        assert "loss scale" in said["fp16"]
+        assert "micro_batch_sizes" in said["sizes"]
+        assert "schedule" in said["schedule"] and "slicing" in said["slicing"]
+        assert "vertical_sync" in said["vertical"]
+        assert "asynch" in said["mode"]
+        assert "micro-batch" in said["coupled"]

@@ -16,9 +16,12 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint, save, to_plain
 from gpp_plugin.plan.clusters import cluster_names, read_cluster
+from gpp_plugin.plan.edge_transports import NATIVE, note_edge_transports
+from gpp_plugin.plan.memory_advice import memory_advice
 from gpp_plugin.plan.memory_breakdown import with_breakdown
 from gpp_plugin.plan.registry import PlanRequest, make_plan, planner_names
 from gpp_plugin.plan.schedules import schedule_plan
+from gpp_plugin.report.edge_text import edge_rows, format_edges
 from gpp_plugin.report.plan_text import format_breakdown, format_plan, stage_rows
 from gpp_plugin.schedule.names import SCHEDULE_NAMES, is_schedule_name, planning_schedule
 
@@ -72,6 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["recompute", "swap"],
         default=[],
         help="what auto, graphpipe, dawnpiper and vpipe may use to fit",
+    )
+    parser.add_argument(
+        "--p2p",
+        choices=["native", "megatron"],
+        default="native",
+        help="what carries messages: our transport, or megatron-core's P2PCommunicator on the edges that it can "
+        "carry, which are shown (%(default)s)",
     )
     parser.add_argument("--memory-report", action="store_true", help="show what fills each stage's memory")
     parser.add_argument("--zero", type=int, choices=[0, 1, 2], default=0, help="ZeRO stage (%(default)s)")
@@ -139,13 +149,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     start = time.perf_counter()
     plan = make_plan(args.planner, request)
     plan = schedule_plan(plan, request, schedule=args.schedule, slicing=args.slicing)
+    plan = note_edge_transports(plan, args.p2p)
     seconds = time.perf_counter() - start
     print(format_plan(plan, width=args.width))
-    plan = with_breakdown(plan, profile, zero_stage=args.zero)
+    if args.p2p != NATIVE and plan.edges:
+        print(f"\n{format_edges(plan, args.p2p)}")
+    plan = with_breakdown(plan, request)
     parts = plan.memory
     if args.memory_report:
-        limits = [min(cluster.devices[rank].memory_bytes for rank in stage.ranks) for stage in plan.stages]
-        print(f"\n{format_breakdown(parts, limits)}")
+        print(f"\n{format_breakdown(parts)}")
+        for line in memory_advice(plan, zero_stage=args.zero, allowed=request.memory_optimization):
+            print(line)
     throughput = plan.mini_batch / plan.iteration_us * 1e6 if plan.iteration_us else 0.0
     print(
         f"\n{len(graph.blocks)} blocks planned on {cluster.name} in {seconds:.2f} s; costs: {profile.source}, of "
@@ -156,6 +170,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         print(f"plan written to {args.out}")
     return {
         "rows": stage_rows(plan),
+        "edges": edge_rows(plan, args.p2p),
         **_figures(plan),
         "seconds": seconds,
         "samples_per_s": throughput,

@@ -12,7 +12,7 @@ from gpp_plugin.errors import GppError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint, load, to_plain
 from gpp_plugin.ir.timeline import Timeline
-from gpp_plugin.report.plan_text import format_plan, stage_rows
+from gpp_plugin.report.plan_text import format_breakdown, format_plan, stage_rows
 from gpp_plugin.report.summary import summarize_timeline
 from gpp_plugin.report.timeline_text import format_timeline
 from gpp_plugin.report.trace import write_trace
@@ -38,11 +38,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if kind == "PipelinePlan":
         plan = load(PipelinePlan, args.file)
         print(format_plan(plan, width=args.width))
+        if plan.memory:
+            print(f"\n{format_breakdown(plan.memory)}")
         return {
             "rows": stage_rows(plan),
             "depth": plan.depth,
             "num_ranks": plan.num_ranks,
             "plan": fingerprint(plan),
+            "memory": [{**to_plain(part), "total": part.total} for part in plan.memory],
         }
     if args.plan is None:
         raise GppError(f"{args.file}: a timeline is shown with its plan; add --plan PLAN.json")

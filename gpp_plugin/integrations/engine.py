@@ -24,12 +24,14 @@ from gpp_plugin.integrations.data import Feed, make_loader, repeat
 from gpp_plugin.integrations.evaluation import Evaluator
 from gpp_plugin.integrations.given_graph import source_of
 from gpp_plugin.integrations.megatron.p2p import check_megatron_p2p, over_megatron
+from gpp_plugin.integrations.memory import MemoryWatch
 from gpp_plugin.integrations.metrics import Metrics, keep_timeline
 from gpp_plugin.integrations.preparation import Setting
 from gpp_plugin.integrations.stage_config import NO_OPTIMIZER
 from gpp_plugin.integrations.stage_engine import StageEngine, StepResult, TiedParameter
 from gpp_plugin.integrations.stage_groups import StageGroups
 from gpp_plugin.integrations.surface import PipelineSurface
+from gpp_plugin.ir.memory_report import MemoryReport
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.plan.edge_transports import NATIVE, edge_name, note_edge_transports
@@ -153,6 +155,9 @@ class GraphPipelineEngine(PipelineSurface):
             )
             self._owns_loader = True
         self._metrics = Metrics(self._ds_config, self._setting, self._reference, self.plan)
+        self._memory = MemoryWatch(
+            self.plan, config=config, setting=setting, sample_batch=sample_batch, reads=self._inputs_read()
+        )
 
     # ---- construction --------------------------------------------------------------------------
 
@@ -202,6 +207,12 @@ class GraphPipelineEngine(PipelineSurface):
             for rank in stage.ranks
             if any(blocks[name].inputs for name in stage.blocks)
         }
+
+    def _inputs_read(self) -> set[str]:
+        """Return the keys of the batch that this rank's stage reads."""
+        own = set(self.plan.stages[self._lane.stage_index].blocks)
+        blocks = self._reference.block_graph.blocks
+        return {key for block in blocks if block.name in own for key in block.inputs}
 
     # ---- training ------------------------------------------------------------------------------
 
@@ -256,13 +267,17 @@ class GraphPipelineEngine(PipelineSurface):
         """
         if self._failure is not None:
             raise RuntimeFailure(f"this job cannot go on: {self._failure}; start it anew from a checkpoint")
+        counts = lane is self._lane and self._memory.is_due(batch)
         try:
-            return lane.run(batch, record=record)
+            result = lane.run(batch, record=record, count=counts)
         except BaseException as error:
             self.stage_engine.zero_grad()
             if self._setting.group is not None and not isinstance(error, (CaptureError, ConfigError)):
                 self._failure = f"the mini-batch after step {self.global_steps} failed ({error})"
             raise
+        if counts:
+            self._memory.compare(result.memory, batch)
+        return result
 
     def _next_batch(self, data_iter: Iterator[Any] | None) -> dict[str, Any]:
         if not self._can_step:
@@ -367,6 +382,16 @@ class GraphPipelineEngine(PipelineSurface):
             raise ConfigError("gradients are not kept; call engine.retain_gradients() before train_batch()")
         return self._gradients
 
+    # ---- memory --------------------------------------------------------------------------------
+
+    def memory_report(self) -> MemoryReport:
+        """Return predicted and measured memory of every rank, what fills it, and what to change to fit; collective.
+
+        Measured is what the first mini-batch of the sample batch's shape held (on CUDA, the allocator's peak since
+        construction). `report.memory_text.format_memory_report` makes a table of it.
+        """
+        return self._memory.report(self.stage_engine)
+
     # ---- files ---------------------------------------------------------------------------------
 
     def save_checkpoint(
@@ -462,6 +487,7 @@ class _Hooks:
         return self._stage.loss_scale
 
     def step(self) -> StepResult:
+        self._engine._memory.note_gradients(self._stage.gradients)
         if self._engine._keeps_gradients:
             self._engine._gradients = self._stage.full_gradients()
         return self._stage.step()

@@ -93,6 +93,7 @@ class MemoryBreakdown:
         activations: kept for backward by all micro-batches in flight, after swap and recompute.
         working: tensors back in use, or on their way to or from the host.
         transient: most that one block holds while it runs.
+        limit: what the plan may use of the stage's smallest rank; 0 where that is not known.
     """
 
     stage: str
@@ -103,6 +104,7 @@ class MemoryBreakdown:
     activations: int
     working: int
     transient: int
+    limit: int = 0
 
     @property
     def total(self) -> int:

@@ -7,6 +7,7 @@ import dataclasses
 from gpp_plugin.ir.memory_plan import MemoryBreakdown
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import Profile
+from gpp_plugin.plan.registry import PlanRequest, rank_limit
 
 
 def memory_breakdown(
@@ -21,9 +22,12 @@ def memory_breakdown(
     return tuple(_of_stage(stage, plan.mode, profile, zero_stage) for stage in plan.stages)
 
 
-def with_breakdown(plan: PipelinePlan, profile: Profile, *, zero_stage: int = 0) -> PipelinePlan:
+def with_breakdown(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     """Return a finished plan that says what fills its ranks, so that each can compare what it really holds."""
-    return dataclasses.replace(plan, memory=memory_breakdown(plan, profile, zero_stage=zero_stage))
+    parts = memory_breakdown(plan, request.profile, zero_stage=request.zero_stage)
+    limits = [min(rank_limit(request, rank) for rank in stage.ranks) for stage in plan.stages]
+    memory = tuple(dataclasses.replace(part, limit=limit) for part, limit in zip(parts, limits, strict=True))
+    return dataclasses.replace(plan, memory=memory)
 
 
 def _of_stage(stage: Stage, mode: str, profile: Profile, zero_stage: int) -> MemoryBreakdown:

@@ -82,12 +82,8 @@ def format_memory(plan: PipelinePlan) -> str:
     return "\n".join(lines)
 
 
-def format_breakdown(parts: Sequence[MemoryBreakdown], limits: Sequence[int]) -> str:
-    """Return the table of what fills one rank of each stage, and of what it may use.
-
-    Args:
-        limits: bytes of the stage's smallest rank.
-    """
+def format_breakdown(parts: Sequence[MemoryBreakdown]) -> str:
+    """Return the table of what fills one rank of each stage, and of what it may use."""
     names = ["weights", "stashed_weights", "gradients", "optimizer", "activations", "working", "transient"]
     header = ["stage", *(name.replace("_", " ") for name in names), "total", "of"]
     rows = [
@@ -95,9 +91,9 @@ def format_breakdown(parts: Sequence[MemoryBreakdown], limits: Sequence[int]) ->
             f"{index} {part.stage}",
             *(format_bytes(getattr(part, name)) if getattr(part, name) else "-" for name in names),
             format_bytes(part.total),
-            format_bytes(limit),
+            format_bytes(part.limit) if part.limit else "-",
         ]
-        for index, (part, limit) in enumerate(zip(parts, limits, strict=True))
+        for index, part in enumerate(parts)
     ]
     return format_table(header, rows)
 

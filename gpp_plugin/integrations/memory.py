@@ -1,0 +1,177 @@
+"""What this job's ranks hold, against what its plan says: counted on the first mini-batch, told to all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpp_plugin.capture.export import count_samples
+from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.integrations.gradients import StageGradients
+from gpp_plugin.integrations.preparation import Setting
+from gpp_plugin.integrations.stage_engine import StageEngine
+from gpp_plugin.ir.memory_counts import MemoryCounts
+from gpp_plugin.ir.memory_report import ALLOCATOR, COUNTED, HeldBytes, MemoryReport, RankMemory
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.plan.memory_advice import memory_advice
+from gpp_plugin.plan.memory_counts import differences
+from gpp_plugin.runtime.batches import Batch, shape_key
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class MemoryWatch:
+    """Counts one mini-batch, the first of the sample batch's shape, and reports on memory.
+
+    Args:
+        sample_batch: what the plan's figures are for.
+        reads: keys of the batch that this rank's stage reads.
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        *,
+        config: GraphPipelineConfig,
+        setting: Setting,
+        sample_batch: Batch,
+        reads: Iterable[str],
+    ) -> None:
+        self._plan, self._config, self._setting = plan, config, setting
+        self._shape = shape_key(sample_batch, count_samples(sample_batch))
+        self._stage = plan.stage_of_rank(setting.rank)
+        self._reads = frozenset(reads)
+        self._counts: MemoryCounts | None = None
+        self._gradients = self._inputs = 0
+        self._has_counted = False
+        if setting.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(setting.device)  # profiling and loading are over
+
+    def is_due(self, batch: Batch) -> bool:
+        """Return whether to count this mini-batch; the same on every rank."""
+        return not self._has_counted and shape_key(batch, self._plan.mini_batch) == self._shape
+
+    def note_gradients(self, gradients: StageGradients) -> None:
+        """Look at the gradients there are before the optimizer's step, until they have been seen once."""
+        if not self._has_counted:
+            self._gradients = max(self._gradients, gradients.held_bytes())
+
+    def compare(self, counts: MemoryCounts | None, batch: Batch) -> None:
+        """Take what was counted on this rank, and say on rank 0 how all ranks compare with the plan; collective.
+
+        Args:
+            counts: None for a stage without backwards.
+            batch: the mini-batch that was run.
+        """
+        self._has_counted = True
+        self._counts = counts
+        self._inputs = (
+            sum(
+                value.numel() * (self._setting.dtype if value.is_floating_point() else value.dtype).itemsize
+                for key, value in batch.items()
+                if key in self._reads and isinstance(value, Tensor)
+            )
+            // self._plan.stages[self._stage].degree
+        )
+        everyone = self._gather(counts)
+        if self._setting.rank != 0 or not self._plan.memory:
+            return
+        lines = self._differences(everyone)
+        for line in lines:
+            logger.warning("memory: %s", line)
+        if not lines:
+            logger.info("memory: %s", self._agreement(everyone))
+
+    def _agreement(self, everyone: list[MemoryCounts | None]) -> str:
+        known = [counts for counts in everyone if counts is not None]
+        peak = max((counts.peak_held_bytes for counts in known), default=0)
+        swapped = sum(counts.swapped_bytes for counts in known)
+        recomputed = sum(counts.recomputed_bytes for counts in known)
+        return (
+            f"every rank keeps what is planned: at most {peak} bytes of activations on a rank; of a micro-batch "
+            f"{swapped} bytes swapped and {recomputed} recomputed on all ranks together"
+        )
+
+    def _differences(self, everyone: list[MemoryCounts | None]) -> list[str]:
+        lines = []
+        for rank, counts in enumerate(everyone):
+            stage = self._plan.stage_of_rank(rank)
+            found = differences(self._plan, stage, counts) if counts is not None else []
+            if found:
+                lines.append(f"stage {self._plan.stages[stage].name!r} on rank {rank} {', '.join(found)}")
+        return lines
+
+    def report(self, stage_engine: StageEngine) -> MemoryReport:
+        """Return the report of all ranks on every rank; collective."""
+        mine = self._mine(stage_engine)
+        ranks = [rank for rank in self._gather(mine) if rank is not None]
+        return MemoryReport(
+            measure=ALLOCATOR if self._setting.device.type == "cuda" else COUNTED,
+            ranks=tuple(ranks),
+            differences=tuple(self._differences([rank.counts for rank in ranks])),
+            advice=memory_advice(
+                self._plan,
+                zero_stage=self._setting.zero_stage,
+                allowed=self._config.memory.optimization,
+            ),
+        )
+
+    def _mine(self, stage_engine: StageEngine) -> RankMemory:
+        held = HeldBytes(
+            weights=_bytes_of(_own_tensors(stage_engine)),
+            gradients=self._gradients,
+            optimizer=_optimizer_bytes(stage_engine),
+            buffers=self._inputs,
+        )
+        peak = 0
+        if self._setting.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._setting.device)
+        elif self._has_counted:
+            kept = (
+                self._counts.peak_held_bytes + self._counts.working_bytes if self._counts is not None else 0
+            )
+            peak = held.total + kept
+        return RankMemory(
+            rank=self._setting.rank,
+            stage=self._plan.stages[self._stage].name,
+            predicted=self._plan.memory[self._stage] if self._plan.memory else None,
+            held=held,
+            counts=self._counts,
+            measured_peak_bytes=peak,
+        )
+
+    def _gather(self, value: T) -> list[T]:
+        if self._setting.group is None:
+            return [value]
+        values: list[T] = [value] * self._setting.num_ranks
+        dist.all_gather_object(values, value, group=self._setting.group)
+        return values
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of storages, each once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def _own_tensors(stage_engine: StageEngine) -> tuple[Tensor, ...]:
+    return (*stage_engine.module.parameters(), *stage_engine.module.buffers())
+
+
+def _optimizer_bytes(stage_engine: StageEngine) -> int:
+    """Return the bytes of an optimizer's state and of weights that are its own (masters)."""
+    wrapper = stage_engine.deepspeed.optimizer if stage_engine.deepspeed is not None else None
+    optimizer = getattr(wrapper, "optimizer", wrapper)  # DeepSpeed's wrappers hold the user's
+    if optimizer is None:
+        return 0
+    own = {t.untyped_storage().data_ptr() for t in _own_tensors(stage_engine)}
+    masters = [p for group in optimizer.param_groups for p in group["params"]]
+    state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
+    return _bytes_of(t for t in (*masters, *state) if t.untyped_storage().data_ptr() not in own)

@@ -155,6 +155,7 @@ def with_in_flight(plan: PipelinePlan, costs: CostModel, *, extra: Sequence[int]
                 forward_us=stage.forward_us,
                 backward_us=stage.backward_us,
                 memory_bytes=memory,
+                tensor=stage.tensor,
             )
         )
     return dataclasses.replace(plan, stages=tuple(stages))

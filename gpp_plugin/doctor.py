@@ -17,10 +17,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from gpp_plugin.errors import GppError, RuntimeFailure
 from gpp_plugin.launch import emit_event, run_ranks
+from gpp_plugin.patch_check import PATCH_DIR, report_patches
 from gpp_plugin.report.units import format_bytes, format_table
 
 Version = tuple[int, ...]
@@ -90,11 +92,25 @@ NUM_VALUES = 1 << 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `gpp doctor` (none beyond the common ones)."""
+    """Add the options of `gpp doctor`."""
+    parser.add_argument(
+        "--patches",
+        nargs="?",
+        type=Path,
+        const=PATCH_DIR,
+        metavar="DIRECTORY",
+        help="only say which patches the installed DeepSpeed and megatron-core need, and how to apply them",
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Print every check and its advice; ``ok`` of the result is false if training cannot work."""
+    """Print every check and its advice; ``ok`` of the result is false if training cannot work.
+
+    Raises:
+        ConfigError: the directory given with --patches has none.
+    """
+    if args.patches is not None:
+        return report_patches(args.patches)
     checks = list(run_checks())
     rows = [[c.name, c.status.value, c.found] for c in checks]
     print(format_table(["check", "status", "found"], rows, left=3))

@@ -1,0 +1,233 @@
+"""`gpp doctor --patches`: which of the patches in `patches/` the installed packages need.
+
+A patch is looked for in the installed source, hunk by hunk, wherever its lines are: all of its new lines there means
+that it is in, all of its old ones that it is needed. Where neither holds, the source is of another version. A patch
+may name lines of the fault (``Fault: FILE: TEXT`` in its header): where none of them is left, upstream has mended it
+in its own way.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.metadata
+import importlib.util
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.report.units import format_table
+
+PATCH_DIR = Path(__file__).parents[1] / "patches"
+_FAULT = "Fault: "
+
+
+class Need(enum.Enum):
+    """Whether the installed package needs a patch."""
+
+    NEEDED = "needed"
+    ALREADY_IN = "already in"
+    OTHER_VERSION = "not for this version"
+    NOT_INSTALLED = "not installed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hunk:
+    """One change: the lines it takes out with those around them, and what they become."""
+
+    file: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """A patch as its file says.
+
+    Args:
+        distribution, version: the release it was made for.
+        title: the first line of its reason.
+        faults: (file, text): lines of the faulty source.
+    """
+
+    path: Path
+    distribution: str
+    version: str
+    title: str
+    hunks: tuple[Hunk, ...]
+    faults: tuple[tuple[str, str], ...]
+
+    @property
+    def package(self) -> str:
+        """Return the top-level package whose files it changes."""
+        return self.hunks[0].file.split("/")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What was found for one patch; ``root`` is the folder that the package is installed in, if it is."""
+
+    patch: Patch
+    need: Need
+    installed: str
+    root: Path | None
+
+
+def read_patches(folder: Path) -> tuple[Patch, ...]:
+    """Read all patches below ``folder``, in the order in which they are applied.
+
+    Raises:
+        ConfigError: there are none, or a file is no patch.
+    """
+    paths = sorted(folder.glob("*/*.patch"))
+    if not paths:
+        raise ConfigError(
+            f"--patches: no patches in {folder}; they come with gpp_plugin's source tree: give its patches directory"
+        )
+    return tuple(_read_patch(path) for path in paths)
+
+
+def _read_patch(path: Path) -> Patch:
+    distribution, _, version = path.parent.name.rpartition("-")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    start = next((number for number, line in enumerate(lines) if line.startswith("--- a/")), None)
+    hunks = _read_hunks(lines[start:]) if start is not None else ()
+    if not hunks:
+        raise ConfigError(f"{path}: not a patch, it changes no file")
+    faults = [line.removeprefix(_FAULT).partition(": ") for line in lines[:start] if line.startswith(_FAULT)]
+    return Patch(
+        path=path,
+        distribution=distribution,
+        version=version,
+        title=lines[0],
+        hunks=hunks,
+        faults=tuple((file, text) for file, _, text in faults),
+    )
+
+
+def _read_hunks(lines: Sequence[str]) -> tuple[Hunk, ...]:
+    hunks: list[Hunk] = []
+    file, before, after = "", [], []  # type: str, list[str], list[str]
+
+    def close() -> None:
+        if before or after:
+            hunks.append(Hunk(file=file, before=tuple(before), after=tuple(after)))
+        before.clear()
+        after.clear()
+
+    for line in lines:
+        if line.startswith(("--- a/", "@@")):
+            close()
+        elif line.startswith("+++ b/"):
+            file = line.removeprefix("+++ b/").split("\t")[0]
+        elif line.startswith(("+", "-", " ")) or not line:
+            if not line.startswith("+"):
+                before.append(line[1:])
+            if not line.startswith("-"):
+                after.append(line[1:])
+    close()
+    return tuple(hunks)
+
+
+def find_need(patch: Patch, root: Path) -> Need:
+    """Return whether the package below ``root`` needs a patch."""
+    sources = {hunk.file: _lines(root / hunk.file) for hunk in patch.hunks}
+    if all(_contains(sources[hunk.file], hunk.after) for hunk in patch.hunks):
+        return Need.ALREADY_IN
+    if all(_contains(sources[hunk.file], hunk.before) for hunk in patch.hunks):
+        return Need.NEEDED
+    is_known = bool(patch.faults) and all(_lines(root / file) for file, _ in patch.faults)
+    if is_known and not any(_has_text(root / file, text) for file, text in patch.faults):
+        return Need.ALREADY_IN
+    return Need.OTHER_VERSION
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+
+
+def _has_text(path: Path, text: str) -> bool:
+    return any(text in line for line in _lines(path))
+
+
+def _contains(lines: Sequence[str], wanted: Sequence[str]) -> bool:
+    count = len(wanted)
+    return any(tuple(lines[i : i + count]) == wanted for i in range(len(lines) - count + 1))
+
+
+def check_patches(patches: Sequence[Patch], roots: Mapping[str, Path] | None = None) -> tuple[Finding, ...]:
+    """Look for every patch in the installed packages.
+
+    Args:
+        roots: package -> the folder it is in, instead of where Python would import it from.
+    """
+    findings = []
+    for patch in patches:
+        root = roots.get(patch.package) if roots is not None else package_root(patch.package)
+        findings.append(
+            Finding(
+                patch=patch,
+                need=Need.NOT_INSTALLED if root is None else find_need(patch, root),
+                installed=_version(patch.distribution),
+                root=root,
+            )
+        )
+    return tuple(findings)
+
+
+def package_root(package: str) -> Path | None:
+    """Return the folder that a top-level package is in, without importing it; None where there is none."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations))).parent
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "-"
+
+
+def apply_commands(findings: Sequence[Finding]) -> list[str]:
+    """Return the commands that apply the patches that are needed, one a folder, in the order of the patches."""
+    needed: dict[Path, list[Path]] = {}
+    for finding in findings:
+        if finding.need is Need.NEEDED and finding.root is not None:
+            needed.setdefault(finding.root, []).append(finding.patch.path)
+    return [
+        shlex.join(["git", "-C", str(root), "apply", "-p1", *map(str, paths)])
+        for root, paths in needed.items()
+    ]
+
+
+def report_patches(folder: Path) -> dict[str, Any]:
+    """Print which patches are needed and the command that applies them; return the same as JSON types.
+
+    Raises:
+        ConfigError: there are no patches in ``folder``.
+    """
+    findings = check_patches(read_patches(folder))
+    rows = [
+        {
+            "package": finding.patch.distribution,
+            "made_for": finding.patch.version,
+            "installed": finding.installed,
+            "patch": finding.patch.path.stem,
+            "need": finding.need.value,
+            "title": finding.patch.title,
+        }
+        for finding in findings
+    ]
+    header = ["package", "installed", "patch", "need"]
+    print(format_table(header, [[row[key] for key in header] for row in rows], left=4))
+    commands = apply_commands(findings)
+    if commands:
+        print("\ngpp_plugin works without them. To apply those that are needed:")
+        print("\n".join(commands))
+    else:
+        print("\nnothing to apply")
+    return {"rows": rows, "commands": commands, "ok": True}

@@ -1,0 +1,112 @@
+"""gpp doctor --patches: what it says of packages without patches, with all or one of them, and of other versions."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gpp_plugin import patch_check
+from gpp_plugin.cli import main
+from gpp_plugin.patch_check import PATCH_DIR, Need, apply_commands, check_patches, package_root, read_patches
+
+PATCHES = read_patches(PATCH_DIR)
+PACKAGES = sorted({patch.package for patch in PATCHES})
+HAS_PINNED = all(
+    patch_check._version(patch.distribution) == patch.version for patch in PATCHES
+)  # as constraints.txt asks for
+
+needs_pinned = pytest.mark.skipif(not HAS_PINNED, reason="DeepSpeed or megatron-core of another version")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Return a folder with the files of the installed packages that patches change."""
+    for file in {hunk.file for patch in PATCHES for hunk in patch.hunks}:
+        source = package_root(file.split("/")[0])
+        assert source is not None
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source / file, tmp_path / file)
+    return tmp_path
+
+
+def needs(root: Path) -> list[Need]:
+    return [finding.need for finding in check_patches(PATCHES, dict.fromkeys(PACKAGES, root))]
+
+
+def test_patches_are_read_whole() -> None:
+    assert PACKAGES == ["deepspeed", "megatron"]
+    for patch in PATCHES:
+        text = patch.path.read_text()
+        assert len(patch.hunks) == sum(line.startswith("@@") for line in text.splitlines())
+        assert patch.title == text.splitlines()[0]
+        assert all(file in {hunk.file for hunk in patch.hunks} for file, _ in patch.faults)
+
+
+@needs_pinned
+def test_the_pinned_releases_need_all_and_the_command_applies_them(root: Path) -> None:
+    findings = check_patches(PATCHES, dict.fromkeys(PACKAGES, root))
+    assert {finding.need for finding in findings} == {Need.NEEDED}
+    (command,) = apply_commands(findings)
+    subprocess.run(shlex.split(command), check=True)
+    after = check_patches(PATCHES, dict.fromkeys(PACKAGES, root))
+    assert {finding.need for finding in after} == {Need.ALREADY_IN}
+    assert apply_commands(after) == []
+
+
+@needs_pinned
+@pytest.mark.parametrize("index", range(len(PATCHES)), ids=[patch.path.stem for patch in PATCHES])
+def test_one_patch_alone_is_told_from_the_others(index: int, root: Path) -> None:
+    subprocess.run(["git", "apply", "-p1", str(PATCHES[index].path)], cwd=root, check=True)
+    expected = [Need.ALREADY_IN if i == index else Need.NEEDED for i in range(len(PATCHES))]
+    assert needs(root) == expected
+
+
+@needs_pinned
+def test_what_upstream_mended_in_its_own_way_is_in(root: Path) -> None:
+    numbers = {patch.path.stem: index for index, patch in enumerate(PATCHES)}
+    join = numbers["0004-join-along-the-batch-dimension"]
+    file = root / PATCHES[join].hunks[0].file
+    text = file.read_text()
+    file.write_text(text.replace("_list, dim=0)", "_list, dim=self._batch_dim)"))
+    assert needs(root)[join] is Need.ALREADY_IN
+    file.write_text(text.replace("# Concatenate received", "# Join the received"))
+    assert needs(root)[join] is Need.OTHER_VERSION, "the fault is there, in other lines"
+
+
+def test_packages_without_the_files_or_not_there_at_all(tmp_path: Path) -> None:
+    assert set(needs(tmp_path)) == {Need.OTHER_VERSION}
+    assert {finding.need for finding in check_patches(PATCHES, {})} == {Need.NOT_INSTALLED}
+
+
+@needs_pinned
+def test_the_command_line(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patch_check, "package_root", lambda package: root if package == "deepspeed" else None)
+    assert main(["doctor", "--patches", "--json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    result = json.loads(lines[-1])
+    assert [row["patch"] for row in result["rows"]] == [patch.path.stem for patch in PATCHES]
+    assert {row["need"] for row in result["rows"] if row["package"] == "megatron-core"} == {"not installed"}
+    assert lines[0].split() == ["package", "installed", "patch", "need"]
+    assert all(command in lines for command in result["commands"])
+
+
+def test_a_directory_without_patches_takes_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--patches", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == (
+        f"gpp doctor: --patches: no patches in {tmp_path}; they come with gpp_plugin's source tree: give its patches "
+        "directory\n"
+    )
+    broken = tmp_path / "deepspeed-1.0" / "0001-nothing.patch"
+    broken.parent.mkdir()
+    broken.write_text("Nothing\n")
+    assert main(["doctor", "--patches", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"gpp doctor: {broken}: not a patch, it changes no file\n"

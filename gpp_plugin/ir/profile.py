@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -69,6 +69,20 @@ class SharedStorage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TiedCost:
+    """A parameter that several blocks share: it is in the cost of each, and a stage holds it once.
+
+    Args:
+        parameter_bytes, gradient_bytes, optimizer_bytes: as of `BlockCost`, of this parameter.
+    """
+
+    blocks: tuple[str, ...]
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """Costs of every block of one BlockGraph on one device.
 
@@ -77,6 +91,7 @@ class Profile:
         device: what the times are of, e.g. ``cpu (2 threads)`` or ``NVIDIA H200``.
         source: ``measured``, ``analytic`` or ``given``.
         shared: what several blocks keep, charged to the first of them; a stage without that one holds it too.
+        tied: parameters that several blocks share, in the costs of each.
     """
 
     graph: str
@@ -84,17 +99,31 @@ class Profile:
     source: str
     costs: tuple[BlockCost, ...]
     shared: tuple[SharedStorage, ...] = ()
+    tied: tuple[TiedCost, ...] = ()
 
     def by_block(self) -> dict[str, BlockCost]:
         """Return the costs keyed by block name."""
         return {cost.block: cost for cost in self.costs}
 
-    def kept_with_others(self, blocks: Collection[str]) -> tuple[float, float]:
+    def kept_with_others(self, blocks: Iterable[str]) -> tuple[float, float]:
         """Return bytes a sample, and fixed bytes, that ``blocks`` keep and blocks elsewhere are charged with."""
+        own = frozenset(blocks)
         per_sample = fixed = 0.0
         for storage in self.shared:
             first, *others = storage.blocks
-            if first not in blocks and any(block in blocks for block in others):
+            if first not in own and not own.isdisjoint(others):
                 per_sample += storage.bytes_per_sample
                 fixed += storage.bytes_fixed
         return per_sample, fixed
+
+    def counted_again(self, blocks: Iterable[str]) -> tuple[int, int, int]:
+        """Return parameter, gradient and optimizer bytes that the costs of ``blocks`` together have too often."""
+        own = frozenset(blocks)
+        parameter = gradient = optimizer = 0
+        for tie in self.tied:
+            more = sum(block in own for block in tie.blocks) - 1
+            if more > 0:
+                parameter += more * tie.parameter_bytes
+                gradient += more * tie.gradient_bytes
+                optimizer += more * tie.optimizer_bytes
+        return parameter, gradient, optimizer

@@ -182,9 +182,12 @@ class CostModel:
         if found is None:
             rows = list(blocks)
             *held, per_sample, fixed = self._static[:, rows].sum(axis=1).tolist()
-            if self._profile.shared:
-                more, more_fixed = self._profile.kept_with_others({self._costs[row].block for row in rows})
+            if self._profile.shared or self._profile.tied:
+                names = {self._costs[row].block for row in rows}
+                more, more_fixed = self._profile.kept_with_others(names)
                 per_sample, fixed = per_sample + more, fixed + more_fixed
+                again = self._profile.counted_again(names)
+                held = [total - twice for total, twice in zip(held, again, strict=True)]
             found = (*held, per_sample, fixed, float(self.transient_per_sample[rows].max(initial=0.0)))
             self._group_bytes[key] = found
         return found
@@ -210,13 +213,17 @@ class CostModel:
         The gradient of a parameter that several stages hold is summed over all their ranks at the end.
         """
         times = {
-            i: self.stage_all_reduce_us(self.indices(stage.blocks), stage.ranks, plan.num_micro_batches(i))
+            i: self.stage_all_reduce_us(
+                self.indices(stage.blocks), stage.data_ranks(0), plan.num_micro_batches(i)
+            )
             for i, stage in enumerate(plan.stages)
         }
         for blocks, num_bytes in self._tied:
             holders = [i for i, stage in enumerate(plan.stages) if not blocks.isdisjoint(stage.blocks)]
             if len(holders) > 1:
-                shared = self.all_reduce_us(num_bytes, [r for i in holders for r in plan.stages[i].ranks])
+                shared = self.all_reduce_us(
+                    num_bytes, [r for i in holders for r in plan.stages[i].data_ranks(0)]
+                )
                 for i in holders:
                     times[i] += shared
         return times

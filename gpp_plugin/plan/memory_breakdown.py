@@ -34,25 +34,26 @@ def _of_stage(stage: Stage, mode: str, profile: Profile, zero_stage: int) -> Mem
     by_block = profile.by_block()
     costs = [by_block[name] for name in stage.blocks]
     local = stage.local_batch_size
-    weights = sum(c.parameter_bytes for c in costs)
+    again = profile.counted_again(stage.blocks)
+    weights = sum(c.parameter_bytes for c in costs) - again[0]
     shared, shared_fixed = profile.kept_with_others(stage.blocks)
     kept = shared * local + shared_fixed
     kept += sum(c.saved_bytes_per_sample * local + c.saved_bytes_fixed for c in costs)
-    saved = kept
     working = 0
     if stage.memory is not None:
         kept -= stage.memory.swapped_bytes + stage.memory.recomputed_bytes
         working = stage.memory.working_bytes
-    gradients = sum(c.gradient_bytes for c in costs)
+    gradients = sum(c.gradient_bytes for c in costs) - again[1]
+    optimizer = sum(c.optimizer_bytes for c in costs) - again[2]
     transient = max((c.transient_bytes_per_sample * local for c in costs), default=0.0)
     if zero_stage >= 2 and stage.degree > 1:  # a backward's gradients are whole until they are reduced
-        transient += max(gradients - saved, 0.0)
+        transient += max(gradients - kept, 0.0)
     return MemoryBreakdown(
         stage=stage.name,
         weights=weights,
         stashed_weights=weights * (stage.in_flight - 1) if mode == "async" else 0,
         gradients=gradients // (stage.degree if zero_stage >= 2 else 1),
-        optimizer=sum(c.optimizer_bytes for c in costs) // (stage.degree if zero_stage >= 1 else 1),
+        optimizer=optimizer // (stage.degree if zero_stage >= 1 else 1),
         activations=round(stage.in_flight * kept),
         working=working,
         transient=round(transient),

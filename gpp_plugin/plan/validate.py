@@ -11,7 +11,7 @@ from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
-from gpp_plugin.ir.profile import BlockCost, Profile
+from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 
@@ -272,9 +272,10 @@ def _check_memory(
         raise PlanError(f"the profile is of graph {profile.graph}, the plan of {plan.graph}; profile again")
     costs = profile.by_block()
     for stage in plan.stages:
-        need = _stage_bytes(stage, costs, profile.kept_with_others(stage.blocks), zero_stage)
+        need = _stage_bytes(stage, profile, zero_stage)
         if plan.mode == "async":  # weights of every micro-batch in flight
-            need += (stage.in_flight - 1) * sum(costs[block].parameter_bytes for block in stage.blocks)
+            weights = sum(costs[block].parameter_bytes for block in stage.blocks)
+            need += (stage.in_flight - 1) * (weights - profile.counted_again(stage.blocks)[0])
         for rank in stage.ranks:
             limits = [limit for limit in (memory_limit_bytes,) if limit is not None]
             if cluster is not None:
@@ -288,13 +289,15 @@ def _check_memory(
                 )
 
 
-def _stage_bytes(
-    stage: Stage, costs: dict[str, BlockCost], shared: tuple[float, float], zero_stage: int
-) -> float:
+def _stage_bytes(stage: Stage, profile: Profile, zero_stage: int) -> float:
+    costs = profile.by_block()
     own = [costs[block] for block in stage.blocks]
-    optimizer = sum(c.optimizer_bytes for c in own) / (stage.degree if zero_stage >= 1 else 1)
-    gradient = sum(c.gradient_bytes for c in own) / (stage.degree if zero_stage >= 2 else 1)
-    parameter = sum(c.parameter_bytes for c in own)
+    again = profile.counted_again(stage.blocks)
+    shared = profile.kept_with_others(stage.blocks)
+    parameter = sum(c.parameter_bytes for c in own) - again[0]
+    gradients = sum(c.gradient_bytes for c in own) - again[1]
+    optimizer = (sum(c.optimizer_bytes for c in own) - again[2]) / (stage.degree if zero_stage >= 1 else 1)
+    gradient = gradients / (stage.degree if zero_stage >= 2 else 1)
     local = stage.local_batch_size
     saved = sum(c.saved_bytes_per_sample * local + c.saved_bytes_fixed for c in own)
     saved += shared[0] * local + shared[1]
@@ -304,7 +307,7 @@ def _stage_bytes(
         saved -= sum(s.bytes - s.held_bytes for s in stage.memory.recomputed)
         transient += stage.memory.working_bytes
     if zero_stage >= 2 and stage.degree > 1:  # a backward's gradients are whole until they are reduced
-        transient += max(sum(c.gradient_bytes for c in own) - saved, 0.0)
+        transient += max(gradients - saved, 0.0)
     return float(parameter + gradient + optimizer + stage.in_flight * saved + transient)
 
 

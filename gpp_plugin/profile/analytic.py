@@ -25,6 +25,7 @@ quadratic part of in-batch losses is thus linearised around ``BlockGraph.num_sam
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from gpp_plugin.errors import ProfileError
 from gpp_plugin.ir.block_graph import Block, BlockGraph
 from gpp_plugin.ir.cluster import Device
 from gpp_plugin.ir.op_graph import OpGraph, OpNode, Parameter
-from gpp_plugin.ir.profile import BlockCost, Profile, SharedStorage
+from gpp_plugin.ir.profile import BlockCost, Profile, SharedStorage, TiedCost
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 
@@ -128,7 +129,29 @@ def analytic_profile(
         source="analytic",
         costs=tuple(costs),
         shared=shared,
+        tied=() if op_graph is None else tied_costs(block_graph, op_graph, optimizer_bytes_per_parameter),
     )
+
+
+def tied_costs(
+    block_graph: BlockGraph, op_graph: OpGraph, optimizer_bytes_per_parameter: float
+) -> tuple[TiedCost, ...]:
+    """Return the parameters that several blocks share."""
+    known = {parameter.name: parameter for parameter in op_graph.parameters}
+    costs = []
+    for name, blocks in block_graph.tied.items():
+        parameter = known[name]
+        trained = parameter.requires_grad and not parameter.is_buffer
+        optimizer = math.prod(parameter.shape) * optimizer_bytes_per_parameter
+        costs.append(
+            TiedCost(
+                blocks=blocks,
+                parameter_bytes=parameter.bytes,
+                gradient_bytes=parameter.bytes if trained else 0,
+                optimizer_bytes=round(optimizer) if trained else 0,
+            )
+        )
+    return tuple(costs)
 
 
 def roofline_us(device: Device, *, flops: float, num_bytes: float, launches: float = 1.0) -> float:

@@ -33,7 +33,12 @@ from gpp_plugin.ir.block_graph import Block, BlockGraph
 from gpp_plugin.ir.op_graph import OpGraph, Parameter
 from gpp_plugin.ir.profile import BlockCost, Profile, SharedStorage
 from gpp_plugin.ir.serialize import fingerprint
-from gpp_plugin.profile.analytic import ADAM_STATE_BYTES, default_sample_counts, validate_sample_counts
+from gpp_plugin.profile.analytic import (
+    ADAM_STATE_BYTES,
+    default_sample_counts,
+    tied_costs,
+    validate_sample_counts,
+)
 from gpp_plugin.profile.code import BlockCode, block_codes
 from gpp_plugin.profile.split_cost import CANNOT_SPLIT, NOT_MEASURED, SplitCost, measure_split_cost
 from gpp_plugin.profile.store import CostStore
@@ -125,6 +130,7 @@ def profile_blocks(
             source="measured",
             costs=costs,
             shared=_shared_storages(counts, held, captured_samples),
+            tied=tied_costs(block_graph, captured.op_graph, optimizer_bytes_per_parameter),
         )
 
     if not use_cache:
@@ -141,7 +147,7 @@ def profile_blocks(
         "share_identical": share_identical,
         "repeats": repeats,
         "with_split": with_split,
-        "counts": "shared storages, no model inputs",  # what the bytes are of: older files count otherwise
+        "counts": "shared storages and ties, no model inputs",  # what the bytes are of: older files count otherwise
     }
     return CostStore(cache_dir).find_or_measure(key, measure_all)
 

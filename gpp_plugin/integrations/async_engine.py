@@ -46,7 +46,9 @@ def check_asynchronous_config(ds_config: Mapping[str, Any], config: GraphPipelin
     """
     where = f"{BLOCK}.mode: async"
     if config.planner == STOCK:
-        raise ConfigError(f"{where} cannot run planner {STOCK}, DeepSpeed's synchronous pipeline; choose another")
+        raise ConfigError(
+            f"{where} cannot run planner {STOCK}, DeepSpeed's synchronous pipeline; choose another"
+        )
     derived = derive_stage_config(ds_config, mini_batch=1, degree=1, device_type="cpu")
     if derived.dtype == "float16":
         raise ConfigError(
@@ -73,7 +75,9 @@ def check_asynchronous_model(plan: PipelinePlan, reference: Reference) -> None:
         )
     for stage in plan.stages:
         if stage.tensor > 1:
-            raise PlanError(f"mode async: stage {stage.name!r} has tensor size {stage.tensor}; only 1 is possible")
+            raise PlanError(
+                f"mode async: stage {stage.name!r} has tensor size {stage.tensor}; only 1 is possible"
+            )
     if len(plan.losses) > 1:
         raise PlanError(f"mode async: stages {list(plan.losses)} yield losses; only one may")
 
@@ -98,7 +102,7 @@ class AsyncPipelineEngine(GraphPipelineEngine):
         stage = self.plan.stages[loss_stage]
         timeout_s = max(self.config.comm_timeout_s, LOADING_TIMEOUT_S)
         self._losses = LossReports(
-            loss_ranks=stage.ranks,
+            loss_ranks=stage.data_ranks(0),
             rank=self.global_rank,
             num_ranks=self._setting.num_ranks,
             group=self._setting.group,

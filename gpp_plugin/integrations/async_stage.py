@@ -19,7 +19,7 @@ class AsyncStageEngine(StageEngine):
 
     @property
     def _norm_group(self) -> Any:
-        return self.groups.data[self.stage_index]
+        return self.groups.stage[self.stage_index]
 
     def step(self) -> StepResult:
         """Update the stage with the gradient of one micro-batch; skip it where that is not finite."""

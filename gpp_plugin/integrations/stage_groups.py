@@ -38,6 +38,7 @@ class StageGroups:
         world: all ranks of the plan.
         data: by stage, in the plan's order, the ranks of this rank's tensor position.
         tensor: by stage, the ranks of this rank's data position.
+        stage: by stage, all its ranks.
         tied: one per set of stages that shares parameters, the ranks of this rank's tensor position in them.
         single: this rank alone.
     """
@@ -45,6 +46,7 @@ class StageGroups:
     world: dist.ProcessGroup
     data: tuple[dist.ProcessGroup | int, ...]
     tensor: tuple[dist.ProcessGroup | int, ...]
+    stage: tuple[dist.ProcessGroup | int, ...]
     tied: dict[tuple[int, ...], dist.ProcessGroup | int]
     single: dist.ProcessGroup
 
@@ -78,6 +80,12 @@ class StageGroups:
             )
             for stage in plan.stages
         )
+        whole = tuple(
+            dist.new_group(list(stage.ranks), timeout=timeout)
+            if stage.tensor > 1 and stage.degree > 1
+            else (data if stage.tensor == 1 else tensor)[index]
+            for index, stage in enumerate(plan.stages)
+        )
         shared = {
             stages: _own(
                 [
@@ -90,7 +98,7 @@ class StageGroups:
             )
             for stages in sorted({tuple(sorted(set(tie.stages))) for tie in tied})
         }
-        return cls(world=world, data=data, tensor=tensor, tied=shared, single=single)
+        return cls(world=world, data=data, tensor=tensor, stage=whole, tied=shared, single=single)
 
 
 def _own(groups: Sequence[dist.ProcessGroup | int]) -> dist.ProcessGroup | int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -101,7 +102,10 @@ def format_breakdown(parts: Sequence[MemoryBreakdown]) -> str:
 def draw_stages(plan: PipelinePlan) -> str:
     """Return the stage graph as boxes and lines; an edge shows its forward bytes of a mini-batch."""
     boxes = [[f"{index} {stage.name}", _format_ranks(stage)] for index, stage in enumerate(plan.stages)]
-    edges = {(edge.src, edge.dst): format_bytes(_forward_bytes(plan, edge)) for edge in plan.edges}
+    sizes: dict[tuple[int, int], float] = defaultdict(float)
+    for edge in plan.edges:
+        sizes[edge.src, edge.dst] += _forward_bytes(plan, edge)
+    edges = {pair: format_bytes(size) for pair, size in sizes.items()}
     return draw_graph(boxes, edges)
 
 
@@ -127,9 +131,10 @@ def _format_ranks(stage: Stage) -> str:
     ranks = stage.ranks
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
+    grid = f" ({stage.degree}x{stage.tensor})" if stage.tensor > 1 else ""  # data x tensor
     if ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return "ranks " + ",".join(map(str, ranks))
+        return f"ranks {ranks[0]}-{ranks[-1]}{grid}"
+    return "ranks " + ",".join(map(str, ranks)) + grid
 
 
 def stage_loads_us(plan: PipelinePlan) -> list[float]:

@@ -3,7 +3,7 @@
 The evaluation graph is captured on its own (dropout off, perhaps no labels), so its blocks are matched
 to the training plan's stages by name, and new ones by their parameters and what they read. A mini-batch that
 the plan's micro-batches do not divide is run in up to three parts: whole micro-batches on all ranks,
-then whole loss units and a last smaller unit on the first rank of each stage.
+then whole loss units and a last smaller unit on the first data position of each stage.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _sized(plan: PipelinePlan, mini_batch: int, *, whole: bool) -> PipelinePlan:
     unit = min(plan.loss_unit, mini_batch)
 
     def single(stage: Stage) -> Stage:
-        return dataclasses.replace(stage, ranks=stage.ranks[:1], micro_batch_size=unit)
+        return dataclasses.replace(stage, ranks=stage.tensor_ranks(0), micro_batch_size=unit)
 
     return dataclasses.replace(
         plan, mini_batch=mini_batch, loss_unit=unit, stages=tuple(single(stage) for stage in plan.stages)

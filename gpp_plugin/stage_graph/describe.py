@@ -128,11 +128,18 @@ def _block(stage: GraphStage, held: Sequence[Parameter], is_coupled: bool) -> Bl
 
 
 def _edges(graph: ResolvedGraph) -> tuple[BlockEdge, ...]:
-    between: dict[tuple[str, str], dict[str, None]] = {}
+    """Return an edge for each pair of stages and way in which their tensor ranks hold what passes between them."""
+    between: dict[tuple[str, str, int | None, int | None], dict[str, None]] = {}
     for stage in graph.stages:
-        for _, node in stage.received:
-            between.setdefault((node.rpartition(".")[0], stage.name), {})[node] = None
-    return tuple(BlockEdge(src=src, dst=dst, tensors=tuple(nodes)) for (src, dst), nodes in between.items())
+        kept = dict(stage.spec.sharded_inputs)
+        for keyword, node in stage.received:
+            maker, _, output = node.rpartition(".")
+            made = dict(graph.stage(maker).spec.sharded_outputs)
+            between.setdefault((maker, stage.name, made.get(output), kept.get(keyword)), {})[node] = None
+    return tuple(
+        BlockEdge(src=src, dst=dst, tensors=tuple(nodes), src_shard_axis=src_axis, dst_shard_axis=dst_axis)
+        for (src, dst, src_axis, dst_axis), nodes in between.items()
+    )
 
 
 def _output(graph: ResolvedGraph, name: str) -> str | None:

@@ -32,6 +32,8 @@ class StageSpec:
         outputs: (field of what the module returns, name of the output).
         ranks: its grid row by row: data position d, tensor position t is ``ranks[d * tensor + t]``.
         layouts: output -> batch axis, or "uniform"; others are found out by trying two sample counts.
+        sharded_inputs, sharded_outputs: arguments and outputs of which each tensor rank has an equal shard ->
+            the axis they are cut along.
         reported: outputs that no stage need read: what `eval_batch` may return.
         num_pieces: stages the module is captured and cut into; None: it is run as it is.
     """
@@ -45,6 +47,8 @@ class StageSpec:
     micro_batch_size: int | None = None
     coupled: bool | None = None
     layouts: tuple[tuple[str, int | str], ...] = ()
+    sharded_inputs: tuple[tuple[str, int], ...] = ()
+    sharded_outputs: tuple[tuple[str, int], ...] = ()
     reported: tuple[str, ...] = ()
     num_pieces: int | Literal["auto"] | None = None
 
@@ -104,6 +108,8 @@ class StageGraph:
         micro_batch_size: int | None = None,
         coupled: bool | None = None,
         layouts: Mapping[str, int | str] | None = None,
+        sharded_inputs: Mapping[str, int] | None = None,
+        sharded_outputs: Mapping[str, int] | None = None,
         reported: Sequence[str] = (),
     ) -> None:
         """Add a stage; its module is called ``module(**inputs)`` and returns a tensor, a tuple or a dict.
@@ -120,6 +126,8 @@ class StageGraph:
             coupled: whether it mixes samples and computes on whole loss units; None: only where it yields a loss.
             layouts: output -> its batch axis, or "uniform" for what is the same for every sample; what is not
                 named is found out by running the stage at two sample counts.
+            sharded_inputs, sharded_outputs: arguments and outputs of which each tensor rank has an equal part along
+                an axis (sequence parallelism), by the argument's and the output's name; others are whole on each.
             reported: outputs that no stage need read, for ``eval_batch(return_logits=True, outputs=...)``.
 
         Raises:
@@ -138,6 +146,8 @@ class StageGraph:
                 else _count(name, "micro_batch_size", micro_batch_size),
                 coupled=coupled,
                 layouts=tuple((layouts or {}).items()),
+                sharded_inputs=tuple((sharded_inputs or {}).items()),
+                sharded_outputs=tuple((sharded_outputs or {}).items()),
                 reported=tuple(reported),
             )
         )
@@ -224,12 +234,17 @@ class StageGraph:
                     f"stage {stage.name!r}: rank {both[0]} is a rank of stage {other.name!r} already; a rank runs one "
                     "stage"
                 )
-        for what, names in (("layouts", [n for n, _ in stage.layouts]), ("reported", stage.reported)):
-            unknown = [output for output in names if output not in stage.output_names]
+        arguments = [keyword for keyword, _ in stage.inputs]
+        for what, names, known, are in (
+            ("layouts", [n for n, _ in stage.layouts], stage.output_names, "outputs"),
+            ("sharded_outputs", [n for n, _ in stage.sharded_outputs], stage.output_names, "outputs"),
+            ("sharded_inputs", [n for n, _ in stage.sharded_inputs], arguments, "inputs"),
+            ("reported", list(stage.reported), stage.output_names, "outputs"),
+        ):
+            unknown = [name for name in names if name not in known]
             if unknown:
                 raise ConfigError(
-                    f"stage {stage.name!r}: {what} names {unknown[0]!r}; its outputs are "
-                    f"{', '.join(stage.output_names)}"
+                    f"stage {stage.name!r}: {what} names {unknown[0]!r}; its {are} are {', '.join(known)}"
                 )
         for output, layout in stage.layouts:
             is_axis = isinstance(layout, int) and not isinstance(layout, bool) and layout >= 0

@@ -191,11 +191,12 @@ class Prober:
                 )
                 with nullcontext() if is_training and count == counts[0] else torch.no_grad():
                     outputs = self._call(stage, arguments)
-                seen.append({node: _seen(tensor) for node, tensor in outputs.items()})
+                seen.append({node: _seen(stage, node, tensor) for node, tensor in outputs.items()})
+                shards = {f"{stage.name}.{name}" for name, _ in stage.spec.sharded_outputs}
                 kept.update(
                     ((node, count), tensor.cpu())
                     for node, tensor in outputs.items()
-                    if not tensor.is_floating_point() and not tensor.is_complex()
+                    if not tensor.is_floating_point() and not tensor.is_complex() and node not in shards
                 )
         return _Report(seen=tuple(seen), values=kept)
 
@@ -272,13 +273,34 @@ def stage_arguments(
     for keyword, node in stage.received:
         spec = tensors[node]
         if (node, num_samples) in values:
-            arguments[keyword] = values[node, num_samples].to(place.device)
+            arguments[keyword] = own_shard(values[node, num_samples], stage, keyword, place.rank).to(
+                place.device
+            )
             continue
         made = _random(spec, largest)
         if spec.layout.kind is LayoutKind.BATCH:
             made = made.narrow(spec.layout.axis, 0, num_samples * spec.layout.rows_per_sample).contiguous()
+        made = own_shard(made, stage, keyword, place.rank)
         arguments[keyword] = made.to(place.device).requires_grad_(spec.requires_grad)
     return arguments
+
+
+def own_shard(tensor: Tensor, stage: GraphStage, keyword: str, rank: int) -> Tensor:
+    """Return what ``rank`` has of an argument: the whole, or its shard where tensor ranks share it out.
+
+    Raises:
+        ConfigError: the axis does not exist, or the tensor ranks do not divide it.
+    """
+    axis = dict(stage.spec.sharded_inputs).get(keyword)
+    if axis is None:
+        return tensor
+    size = stage.spec.tensor
+    if axis >= tensor.dim() or tensor.shape[axis] % size:
+        raise ConfigError(
+            f"stage {stage.name!r}: {size} tensor ranks cannot share out input {keyword!r} {list(tensor.shape)} along "
+            f"axis {axis}; change sharded_inputs, tensor, or the length"
+        )
+    return tensor.chunk(size, dim=axis)[stage.spec.ranks.index(rank) % size].contiguous()
 
 
 def _random(spec: TensorSpec, num_samples: int) -> Tensor:
@@ -326,10 +348,20 @@ def undisturbed(module: nn.Module, *, is_training: bool, device: torch.device) -
             parameter.grad = None
 
 
-def _seen(tensor: Tensor) -> Seen:
+def _seen(stage: GraphStage, node: str, tensor: Tensor) -> Seen:
+    """Return what is seen of an output: of shards, the whole that they are parts of."""
+    axis = dict(stage.spec.sharded_outputs).get(node.rpartition(".")[2])
+    shape = list(tensor.shape)
+    if axis is not None:
+        if axis >= len(shape):
+            raise ConfigError(
+                f"stage {stage.name!r}: output {node!r} {shape} has no axis {axis} to be cut along; change "
+                "sharded_outputs"
+            )
+        shape[axis] *= stage.spec.tensor
     return Seen(
         dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape),
+        shape=tuple(shape),
         requires_grad=tensor.requires_grad,
     )
 

@@ -70,6 +70,81 @@ class Contrast(nn.Module):
         return nn.functional.cross_entropy(scores, torch.arange(len(left), device=left.device))
 
 
+class _Shared(torch.autograd.Function):
+    """A whole tensor that tensor ranks compute with: each has its own part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        total = gradient.clone()
+        torch.distributed.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum of what tensor ranks have; its gradient is each one's."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        total = tensor.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class _Cut(torch.autograd.Function):
+    """A tensor rank's part of the tokens; the whole gradient is everyone's."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, context: Any) -> Tensor:
+        ctx.context = context
+        return tensor.chunk(context.tensor_size, dim=1)[context.tensor_rank].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        parts = [torch.empty_like(gradient) for _ in range(ctx.context.tensor_size)]
+        torch.distributed.all_gather(parts, gradient.contiguous(), group=ctx.context.tensor_group)
+        return torch.cat(parts, dim=1), None
+
+
+class ParallelBody(nn.Module):
+    """`Body` with its layers shared out over the tensor ranks, and perhaps its result."""
+
+    def __init__(self, context: Any, *, cuts: bool) -> None:
+        super().__init__()
+        whole = make(Body, context.stage)
+        self.context, self.cuts = context, cuts
+        rank, size = context.tensor_rank, context.tensor_size
+        self.first = nn.Parameter(whole.first.weight.detach().chunk(size, dim=0)[rank].clone())
+        self.first_bias = nn.Parameter(whole.first.bias.detach().chunk(size)[rank].clone())
+        self.second = nn.Parameter(whole.second.weight.detach().chunk(size, dim=1)[rank].clone())
+        self.second_bias = nn.Parameter(whole.second.bias.detach().clone())
+        for parameter in (self.first, self.first_bias, self.second):
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, **given: Tensor) -> Tensor:
+        total = _Shared.apply(sum(given.values()), self.context.tensor_group)
+        inner = torch.tanh(nn.functional.linear(total, self.first, self.first_bias))
+        outer = _Summed.apply(nn.functional.linear(inner, self.second), self.context.tensor_group)
+        result = outer + self.second_bias
+        return _Cut.apply(result, self.context) if self.cuts else result
+
+
+class ParallelMaker:
+    def __init__(self, *, cuts: bool) -> None:
+        self.cuts = cuts
+
+    def __call__(self, context: Any) -> nn.Module:
+        return ParallelBody(context, cuts=self.cuts)
+
+
 class Words(nn.Module):
     """An embedding, its position bias the same for all samples."""
 
@@ -176,6 +251,12 @@ TWO_TO_THREE = [
     Given("end", Loss, ["b_out", "target"], ["loss"], [5]),
 ]
 GRAPHS["two_to_three"] = TWO_TO_THREE
+GRAPHS["tensor"] = [  # data 2 -> tensor 2, in shards of the tokens -> tensor 2 -> 1
+    body("a", ["x"], [0, 1]),
+    body("b", ["a_out"], [2, 3], tensor=2, sharded_outputs={"b_out": 1}, micro_batch_size=4),
+    body("c", ["a_out", "b_out"], [4, 5], tensor=2),
+    Given("end", Loss, ["b_out", "c_out", "target"], ["loss"], [6]),
+]
 TIES = {"tied": [("words.embedding.weight", "last.head.weight")]}
 
 
@@ -190,9 +271,10 @@ def num_ranks_of(name: str) -> int:
 def build_graph(name: str) -> gpp_plugin.StageGraph:
     graph = gpp_plugin.StageGraph(name)
     for given in GRAPHS[name]:
+        cuts = "sharded_outputs" in given.options
         graph.stage(
             given.name,
-            Maker(given.kind),
+            ParallelMaker(cuts=cuts) if "tensor" in given.options else Maker(given.kind),
             inputs=given.inputs,
             outputs=given.outputs,
             ranks=given.ranks,
@@ -204,6 +286,7 @@ def build_graph(name: str) -> gpp_plugin.StageGraph:
 
 
 def batch_of(name: str, *, tokens: int = TOKENS, seed: int = 0) -> dict[str, Tensor]:
+    tokens += name == "tensor"  # an even number
     generator = torch.Generator().manual_seed(seed)
     rows = mini_batch_of(name)
     if name == "tied":

@@ -20,7 +20,10 @@ class SumHooks:
         self.module, self.plan, self.tied = module, plan, tied
         self.rank = dist.get_rank()
         self.stage = plan.stage_of_rank(self.rank)
-        self.data = [dist.new_group(list(stage.ranks)) for stage in plan.stages][self.stage]
+        groups = [
+            [dist.new_group(list(stage.data_ranks(t))) for t in range(stage.tensor)] for stage in plan.stages
+        ]
+        self.data = groups[self.stage][plan.stages[self.stage].position(self.rank)[1]]
         self.shared = {
             name: dist.new_group(sorted(r for s in stages for r in plan.stages[s].ranks))
             for name, stages in tied.items()
@@ -105,3 +108,78 @@ def train_one(name: str, block: dict[str, Any]) -> dict[str, Any]:
         "gradients": gradients,
         "stages": [(s.name, s.ranks, s.micro_batch_size, s.schedule, s.num_sliced) for s in plan.stages],
     }
+
+
+def config_of(name: str, **changes: Any) -> dict[str, Any]:
+    block = changes.pop("block", {})
+    return {
+        "train_batch_size": mini_batch_of(name),
+        "train_micro_batch_size_per_gpu": U,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+        "steps_per_print": 1000,
+        "graph_pipeline": {"comm_timeout_s": 60, **block},
+        **changes,
+    }
+
+
+def make_engine(name: str, config: dict[str, Any], **given: Any) -> Any:
+    import deepspeed
+
+    import gpp_plugin
+
+    wrapped = gpp_plugin.GraphPipelineModule(build_graph(name), sample_batch=batch_of(name))
+    return deepspeed.initialize(model=wrapped, config=config, **given)[0]
+
+
+def steps(engine: Any, batches: list[dict[str, Tensor]]) -> list[float]:
+    return [float(engine.train_batch(data_iter=iter([batch]))) for batch in batches]
+
+
+def train_lengths(zero: int) -> dict[str, Any]:
+    """Five steps of three lengths on a diamond, clipped."""
+    config = config_of("diamond", zero_optimization={"stage": zero}, gradient_clipping=0.05)
+    engine = make_engine("diamond", config)
+    batches = [batch_of("diamond", tokens=tokens, seed=tokens) for tokens in (3, 5, 2, 5, 3)]
+    losses, norms = [], []
+    for batch in batches:
+        losses += steps(engine, [batch])
+        norms.append(engine.get_global_grad_norm())
+    return {"losses": losses, "norms": norms, "stage": engine.stage_name, "first": engine.is_first_stage()}
+
+
+def train_and_reload(directory: str) -> dict[str, Any]:
+    """Six steps; and again from a checkpoint after three, in an engine that starts from other weights."""
+    batches = [batch_of("tied", seed=seed) for seed in range(6)]
+    config = config_of("tied", zero_optimization={"stage": 1})
+    engine = make_engine("tied", config)
+    first = steps(engine, batches[:3])
+    engine.save_checkpoint(directory, client_state={"here": 3})
+    rest = steps(engine, batches[3:])
+    state = engine.gather_state_dict()
+    again = make_engine("tied", config)
+    steps(again, [batch_of("tied", seed=9)])
+    _, client = again.load_checkpoint(directory)
+    return {
+        "first": first,
+        "rest": rest,
+        "reloaded": steps(again, batches[3:]),
+        "client": client,
+        "names": sorted(dict(engine.module.named_parameters())),
+        "state": state,
+        "tied": engine.plan.stages[-1].name,
+    }
+
+
+def evaluate() -> dict[str, Any]:
+    """Batches of any size: a loss, and reported outputs, between training steps."""
+    engine = make_engine("tied", config_of("tied"))
+    answers: dict[str, Any] = {}
+    for rows in (8, 3, 10):
+        ids = batch_of("tied", seed=rows)["ids"].repeat(2, 1)[:rows]
+        loss, logits = engine.eval_batch(iter([{"ids": ids}]), return_logits=True)
+        answers[str(rows)] = (float(loss), logits)
+    steps(engine, [batch_of("tied")])
+    other = make_engine("diamond", config_of("diamond"))
+    inputs = {"x": batch_of("diamond")["x"][:5]}  # the loss's stage has no target: it does not run
+    answers["c_out"] = other.eval_batch(iter([inputs]), compute_loss=False, outputs=("c_out",))
+    return answers

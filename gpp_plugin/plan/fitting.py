@@ -4,8 +4,8 @@ A planner that asks "time plus least cost of fitting" of every stage it consider
 against another partition, more stages and smaller micro-batches. Three answers, each dearer than the one before:
 
     `least_added_us`            in closed form, as arrays, for all stages of a search's tables
-    `StageFitter.estimate`      one stage, for thousands of candidates: its blocks run again one by one, those
-                                that save most per microsecond first, and the rest swapped; or all of it at once
+    `StageFitter.estimate`      one stage, for thousands of candidates: segments of equal length run again,
+                                those that save most per microsecond first, and the rest is swapped
     `StageFitter.choose`        one stage of a plan, tensor by tensor (`capuchin`)
 
 How many micro-batches a stage holds follows from the graph of stages, not from its place in a chain.
@@ -14,9 +14,9 @@ How many micro-batches a stage holds follows from the graph of stages, not from 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,12 @@ from gpp_plugin.plan.capuchin import StageChoice, StageOptimizer
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.operator_chain import PipelineShape
 from gpp_plugin.plan.registry import PlanRequest, rank_limit
-from gpp_plugin.plan.stage_chain import GraphTensors, StageChain, optimized_base
+from gpp_plugin.plan.stage_chain import LENGTHS, GraphTensors, StageChain, optimized_base
+
+FEW = 8
+"""Blocks of a stage up to which the best segments are looked for in an estimate."""
+SHARES = (0.7, 0.4)
+"""Of all that a stage can drop, what one segment may work with."""
 
 Rows = tuple[int, ...]
 
@@ -37,7 +42,7 @@ class Savings:
     Args:
         net: dropped less held instead; ``dropped``; ``work``: back in memory while it runs again.
         again_us: of the second forwards.
-        kept: bytes of all its saved tensors; ``largest`` of them.
+        kept: bytes of all its saved tensors; ``largest`` of them; ``left``: largest of those not dropped.
         forward_us, backward_us: without memory optimization.
     """
 
@@ -47,6 +52,7 @@ class Savings:
     again_us: Any
     kept: Any
     largest: Any
+    left: Any
     forward_us: Any
     backward_us: Any
 
@@ -85,7 +91,7 @@ def added_us(excess: Any, count: Any, savings: Savings, host: HostLink, in_turn:
     plain = np.where(needs <= 0, s.again_us, np.inf)
     if not host.bytes_per_us:
         return plain
-    wanted = np.maximum(needs + 2 * s.largest, 0.0) / count
+    wanted = np.maximum(needs + 2 * s.left, 0.0) / count
     exposed = host.exposed_us(wanted, s.forward_us, s.backward_us + s.again_us, in_turn)
     return np.minimum(plain, np.where(wanted <= s.kept - s.dropped, s.again_us + exposed, np.inf))
 
@@ -100,7 +106,7 @@ def least_added_us(excess: Any, count: Any, savings: Savings, host: HostLink, in
         savings: of recomputing every block.
     """
     s = savings
-    none = dataclasses.replace(s, net=0.0, dropped=0.0, work=0.0, again_us=0.0)
+    none = dataclasses.replace(s, net=0.0, dropped=0.0, work=0.0, again_us=0.0, left=s.largest)
     with np.errstate(divide="ignore", invalid="ignore"):
         least = np.minimum(
             added_us(excess, count, none, host, in_turn), added_us(excess, count, s, host, in_turn)
@@ -114,6 +120,22 @@ def least_added_us(excess: Any, count: Any, savings: Savings, host: HostLink, in
             share = lacking / (count * s.net)
             least = np.minimum(least, np.where((s.net > 0) & (share <= 1.0), share * s.again_us, np.inf))
     return np.where(excess <= 0, 0.0, least)
+
+
+class _Segment(NamedTuple):
+    """Some blocks of one micro-batch as one segment, as of `Savings`."""
+
+    net: float
+    dropped: float
+    again_us: float
+    kept: float
+    largest: float
+    left: float
+
+    @property
+    def worth(self) -> float:
+        """Return Capuchin's memory saved per second."""
+        return self.net / max(self.again_us, 1e-9)
 
 
 class StageFitter:
@@ -132,7 +154,7 @@ class StageFitter:
         self.host = HostLink(bytes_per_us=self._host_bytes_per_s / 1e6 if self.can_swap else 0.0)
         self.everything = GraphTensors(costs)
         self._per_block: dict[float, Savings] = {}
-        self._order: dict[float, list[int]] = {}
+        self._segments: dict[tuple[Rows, float], _Segment] = {}
         self._steps: dict[tuple[Rows, float], Savings] = {}
         self._estimates: dict[tuple[object, ...], tuple[float, float]] = {}
         self._choices: dict[tuple[object, ...], StageChoice] = {}
@@ -152,10 +174,12 @@ class StageFitter:
         if found is None:
             dropped, held = self.everything.single_segments(local)
             sizes = self.everything.sizes(local)
-            kept, largest = np.zeros(len(dropped)), np.zeros(len(dropped))
+            kept, largest, left = np.zeros((3, len(dropped)))
             for t, keepers in enumerate(self.everything.keepers):
                 kept[keepers[0]] += sizes[t]
                 largest[keepers[0]] = max(largest[keepers[0]], sizes[t])
+                if len(self.everything.users[t]) > 1:
+                    left[keepers[0]] = max(left[keepers[0]], sizes[t])
             forward, backward = self.costs.block_times(local)
             net = dropped - held
             is_worth = (net > 0) & self.can_recompute
@@ -166,6 +190,7 @@ class StageFitter:
                 again_us=np.where(is_worth, forward, 0.0),
                 kept=kept,
                 largest=largest,
+                left=np.where(is_worth, left, largest),
                 forward_us=forward,
                 backward_us=backward,
             )
@@ -193,61 +218,92 @@ class StageFitter:
             return 0.0, us
         needs = excess + steps.work - in_flight * steps.net
         if self.can_swap:
-            needs = np.minimum(needs, needs + 2 * steps.largest - in_flight * (steps.kept - steps.dropped))
+            needs = np.minimum(needs, needs + 2 * steps.left - in_flight * (steps.kept - steps.dropped))
         return max(float(needs.min()), 1.0), 0.0
 
     def _steps_of(self, rows: Rows, local: float) -> Savings:
-        """Return the stage with its first k blocks run again, k = 0 .. all, and last as one segment."""
+        """Return a stage's ways to run again: by segments of equal length, more and more of them, or as one."""
         found = self._steps.get((rows, local))
         if found is None:
             found = self._steps[rows, local] = self._make_steps(rows, local)
         return found
 
     def _make_steps(self, rows: Rows, local: float) -> Savings:
-        one = self.per_block(local)
-        if local not in self._order:
-            worth = one.net / np.maximum(one.again_us, 1e-9)
-            self._order[local] = np.argsort(np.argsort(-worth, kind="stable")).tolist()
-        rank = self._order[local]
-        chosen = [row for row in sorted(rows, key=rank.__getitem__) if one.net[row] > 0]
-        kept, largest, dropped, held = self._whole(rows, local)
+        whole = self._segment(rows, local)
         forward, backward = self.costs.stage_times(rows, local)
-        net, again = np.cumsum(one.net[chosen]), np.cumsum(one.again_us[chosen])
-        gone, work = np.cumsum(one.dropped[chosen]), np.maximum.accumulate(one.work[chosen])
-        last = [(dropped - held, dropped, dropped, forward)] if self.can_recompute else []
-        ends = np.array([(0.0,) * 4, *last])
-        columns = [
-            np.concatenate([ends[:1, i], part, ends[1:, i]])
-            for i, part in enumerate((net, gone, work, again))
-        ]
+        choices = [np.array([[0.0], [0.0], [0.0], [0.0], [whole.largest]])]
+        for cuts in self._segmentations(rows, local, whole.dropped) if self.can_recompute else ():
+            found = [self._segment(cut, local) for cut in cuts]
+            parts = sorted((part for part in found if part.net > 0), key=lambda part: -part.worth)
+            if not parts:
+                continue
+            sums = np.array([(p.net, p.again_us, p.dropped) for p in parts]).T
+            left = np.full(len(parts), whole.largest)
+            left[-1] = max(p.left if p.net > 0 else p.largest for p in found)
+            net, again, dropped = np.cumsum(sums, axis=1)
+            choices.append(np.stack([net, dropped, np.maximum.accumulate(sums[2]), again, left]))
+        if self.can_recompute:
+            choices.append(
+                np.array([[whole.net], [whole.dropped], [whole.dropped], [whole.again_us], [whole.left]])
+            )
+        net, dropped, work, again, left = np.concatenate(choices, axis=1)
         return Savings(
-            net=columns[0],
-            dropped=columns[1],
-            work=columns[2],
-            again_us=columns[3],
-            kept=kept,
-            largest=largest,
+            net=net,
+            dropped=dropped,
+            work=work,
+            again_us=again,
+            kept=whole.kept,
+            largest=whole.largest,
+            left=left,
             forward_us=forward,
             backward_us=backward,
         )
 
-    def _whole(self, rows: Rows, local: float) -> tuple[float, float, float, float]:
-        """Return bytes kept, of the largest tensor, dropped and held where the stage is one segment."""
+    def _segmentations(self, rows: Rows, local: float, dropped: float) -> Iterator[list[Rows]]:
+        """Yield ways to cut a stage into segments: equal ones, and for few blocks those that save most."""
+        for length in LENGTHS:
+            if length > 1 and length >= len(rows):
+                break
+            yield [rows[i : i + length] for i in range(0, len(rows), length)]
+        for share in SHARES if 2 < len(rows) <= FEW else ():
+            best: list[tuple[float, list[Rows]]] = [(0.0, [])]
+            for stop in range(1, len(rows) + 1):
+                best.append(best[-1])
+                for start in range(stop):
+                    part = self._segment(rows[start:stop], local)
+                    if part.dropped <= share * dropped and best[start][0] + part.net > best[stop][0]:
+                        best[stop] = best[start][0] + part.net, [*best[start][1], rows[start:stop]]
+            yield best[-1][1]
+
+    def _segment(self, rows: Rows, local: float) -> _Segment:
+        """Return what these blocks save where they run again as one segment."""
+        found = self._segments.get((rows, local))
+        if found is not None:
+            return found
         tensors = self.everything
         sizes, results = tensors.sizes(local), tensors.result_sizes(local)
         inside = set(rows)
         numbers = dict.fromkeys(t for row in rows for t in tensors.kept_in[row])
-        kept = largest = dropped = 0.0
+        kept = largest = left = dropped = held = 0.0
         for t in numbers:
             size = float(sizes[t])
             kept, largest = kept + size, max(largest, size)
             if tensors.users[t] <= inside:
                 dropped += size
-        held = 0.0
+            else:
+                left = max(left, size)
         for r in dict.fromkeys(r for row in rows for r in tensors.entering[row]):
             if tensors.results[r][1] not in inside and tensors.result_tensor[r] not in numbers:
                 held += float(results[r])
-        return kept, largest, dropped, held
+        found = self._segments[rows, local] = _Segment(
+            net=dropped - held,
+            dropped=dropped,
+            again_us=self.costs.stage_times(rows, local)[0],
+            kept=kept,
+            largest=largest,
+            left=left,
+        )
+        return found
 
     def choose(self, rows: Rows, *, degree: int, local: float, in_flight: int, limit: int) -> StageChoice:
         """Return the cheapest memory optimization found that makes a stage fit, or the nearest to fitting."""
@@ -256,7 +312,8 @@ class StageFitter:
         if found is None:
             chain = StageChain(self.everything, rows, local, degree=degree)
             # Plans have whole bytes of each tensor and segment: rounding must not make one exceed its limit.
-            margin = in_flight * (len(chain.tensors.names) // 2 + 1)
+            is_whole = np.abs(chain.tensors.bytes - np.rint(chain.tensors.bytes)).max(initial=0.0) < 1e-6
+            margin = 0 if is_whole else in_flight * (len(chain.tensors.names) // 2 + 1)
             shape = PipelineShape(
                 num_stages=1,
                 num_micro_batches=in_flight,
@@ -337,6 +394,7 @@ def savings_of(block: Savings, total: Any, peak: Any) -> Savings:
         again_us=total(block.again_us),
         kept=total(block.kept),
         largest=peak(block.largest),
+        left=peak(block.left),
         forward_us=total(block.forward_us),
         backward_us=total(block.backward_us),
     )

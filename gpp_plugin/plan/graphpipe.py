@@ -49,6 +49,7 @@ least that; few plans have much lighter stages in their depth."""
 REFINE_BUDGET = 20
 """Simulated tasks, times the cube of the ranks, up to ``MAX_BUDGET``: at most a tenth of a second."""
 MAX_BUDGET = 40_000
+NUM_REFINED_TIGHT = 6
 
 Groups = tuple[tuple[str, ...], ...]
 Judge = Callable[[Groups, int], float]
@@ -89,12 +90,17 @@ def graphpipe_plan(request: PlanRequest) -> PipelinePlan:
     budget = min(REFINE_BUDGET * request.num_ranks**3, MAX_BUDGET)
 
     def search(asked: PlanRequest, fitter: StageFitter | None) -> list[Candidate]:
-        return search_stages(asked, costs, rules, budget=budget, fitter=fitter)
+        # Where memory is short there is more to weigh, and more to win.
+        if fitter is None:
+            return search_stages(asked, costs, rules, budget=budget)
+        return search_stages(
+            asked, costs, rules, budget=MAX_BUDGET, num_refined=NUM_REFINED_TIGHT, fitter=fitter
+        )
 
     candidates = search(request, None)[:1]
     fitter = fitter_for(request, costs)
     if fitter is not None:
-        refiner = Refiner(request, costs, rules, budget=budget, fitter=fitter)
+        refiner = Refiner(request, costs, rules, budget=MAX_BUDGET, fitter=fitter)
         candidates += join_memory(request, costs, candidates, search, refiner)
     plan = best_judged(request, costs, candidates, fitter, planner="graphpipe")
     if plan is None:
@@ -128,13 +134,16 @@ def search_stages(
     if counts is None:
 
         def predict(groups: Groups, wish: int) -> float:
+            best = float("inf")
             for slack in (1.0, 0.0):  # micro-batches in excess hide communication; they need memory
                 found = refiner.candidate(groups, wish, slack=slack)
                 if found is not None:
                     candidates.append(found)
                     if found.score[0] == 0:
-                        return found.score[1]
-            return float("inf")
+                        best = min(best, found.score[1])
+                        if fitter is None:
+                            break
+            return best
 
         find_partitions(request, costs, rules, predict, fitter=fitter)
         refiner.budget = budget

@@ -27,6 +27,9 @@ from gpp_plugin.plan.stages import StageDraft, build_plan
 
 NUM_FITTED = 4
 """Candidates of a search that are fitted tensor by tensor and judged."""
+NEAR = 1.1
+"""Times the best step known, up to which what was planned without a thought of memory is refined."""
+LEAST_BUDGET = 20_000
 
 Search = Callable[[PlanRequest, StageFitter | None], list[Candidate]]
 """Returns candidates, best first."""
@@ -56,10 +59,11 @@ def join_memory(
     starts = [refiner.from_drafts(c.drafts, c.wish) for c in free]
     starts += [refiner.from_drafts(drafts, max(d.micro_batch_size for d in drafts)) for drafts in more]
     found = search(request, refiner.fitter)[:NUM_FITTED]
-    least = min((c.score for c in (*starts, *found)), default=None)
+    fitting = [c.score[1] for c in (*starts, *found) if c.score[0] == 0]
     for start in starts:
         found.append(start)
-        if least is not None and start.score[0] <= least[0] and start.score[1] <= 1.1 * least[1]:
+        if not fitting or (start.score[0] == 0 and start.score[1] <= NEAR * min(fitting)):
+            refiner.budget = max(refiner.budget, LEAST_BUDGET)
             found.append(refiner.improve(start))
     return sorted(found, key=lambda candidate: candidate.score)
 

@@ -36,7 +36,7 @@ class GraphTensors:
 
     Args:
         keepers: by tensor, the blocks that keep it, increasing.
-        users: by tensor, the blocks that make, keep or read it.
+        users: by tensor, the blocks that make, keep or read it; ``spanning``: tensors of more than one.
         results: results that cross between blocks, with the block that makes each and those that read it.
         kept_in: by block, the tensors it keeps; ``entering``: by block, the results it reads.
     """
@@ -57,6 +57,7 @@ class GraphTensors:
             {made, *keepers, *(r for name in (t.name, *t.views) for r in readers.get(name, ()))}
             for t, made, keepers in zip(graph.saved, self.made, self.keepers, strict=True)
         ]
+        self.spanning = [t for t, users in enumerate(self.users) if len(users) > 1]
         kept = {name: i for i, t in enumerate(graph.saved) for name in (t.name, *t.views)}
         self.results = [(name, makers[name], sorted(set(blocks))) for name, blocks in readers.items()]
         self.result_tensor = [kept.get(name, -1) for name, _, _ in self.results]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from gpp_plugin.plan.batches import BatchRules
 from gpp_plugin.plan.costs import CostModel, Floats
 from gpp_plugin.plan.fitting import Savings, StageFitter, least_added_us, savings_of
 from gpp_plugin.plan.intervals import Branches, Series, whole_blocks
+from gpp_plugin.plan.stage_chain import GraphTensors
 
 Bools = npt.NDArray[np.bool_]
 
@@ -102,7 +104,8 @@ class StageShapes:
         self._times: dict[float, Floats] = {}
         self._counts: dict[tuple[float, int, float], Floats] = {}
         self._rooms: dict[tuple[float, int, float], tuple[Floats, Floats]] = {}
-        self._savings: dict[float, Savings] = {}
+        self._savings: dict[float, list[Savings]] = {}
+        self._spans: tuple[Floats, Floats] | None = None
 
     def total(self, values: Floats) -> Floats:
         """Return [row, column] the sum of ``values`` [block] over every stage's blocks."""
@@ -139,11 +142,57 @@ class StageShapes:
     def _key(self, local: float, degree: int, limit: float) -> tuple[float, int, float]:
         return local, degree if self.costs.zero_stage else 1, limit
 
-    def savings(self, fitter: StageFitter, local: float) -> Savings:
-        """Return what recomputing all blocks of every stage saves, and what may be swapped."""
+    def savings(self, fitter: StageFitter, local: float) -> list[Savings]:
+        """Return what recomputing saves in every stage: all blocks one by one, or the stage as one segment."""
         if local not in self._savings:
-            self._savings[local] = savings_of(fitter.per_block(local), self.total, self.largest)
+            single = savings_of(fitter.per_block(local), self.total, self.largest)
+            self._savings[local] = [single]
+            if fitter.can_recompute:
+                dropped, held = self._whole(fitter.everything, local)
+                self._savings[local].append(
+                    dataclasses.replace(
+                        single,
+                        net=dropped - held,
+                        dropped=dropped,
+                        work=dropped,
+                        left=0.0,  # what comes from outside, and is small
+                        again_us=self.total(self.costs.block_times(local)[0]),
+                    )
+                )
         return self._savings[local]
+
+    def _whole(self, tensors: GraphTensors, local: float) -> tuple[Floats, Floats]:
+        """Return [row, column] what every stage drops and holds as one segment."""
+        if self._spans is None:
+            self._spans = self._make_spans(tensors)
+        inside, entering = self._spans
+        dropped = self.total(tensors.single_segments(local)[0])
+        dropped = dropped + np.tensordot(tensors.sizes(local)[tensors.spanning], inside, axes=1)
+        return dropped, np.tensordot(tensors.result_sizes(local), entering, axes=1)
+
+    def _make_spans(self, tensors: GraphTensors) -> tuple[Floats, Floats]:
+        """Return [tensor, row, column] how often the stage has all users, and [result, ...] reads it from outside."""
+
+        def counts(blocks: Iterable[int]) -> Floats:
+            flags = np.zeros(len(self.costs.index))
+            flags[list(blocks)] = 1.0
+            return self.total(flags)
+
+        inside = [
+            np.floor(counts(users) / len(users) + 1e-9)
+            for users in map(tensors.users.__getitem__, tensors.spanning)
+        ]
+        entering = []
+        for (_, maker, readers), t in zip(tensors.results, tensors.result_tensor, strict=True):
+            is_read = (counts(readers) > 0.5) & (counts([maker]) < 0.5)
+            if t >= 0:
+                is_read &= counts(tensors.keepers[t]) < 0.5
+            entering.append(is_read.astype(float))
+        shape = (0, *self.valid.shape)
+        return (
+            np.stack(inside) if inside else np.zeros(shape),
+            np.stack(entering) if entering else np.zeros(shape),
+        )
 
 
 def series_shapes(series: Series, costs: CostModel) -> StageShapes:
@@ -310,9 +359,14 @@ class TableMaker:
         local, most = size / degree, self.rules.mini_batch // size
         count = most if self.is_gpipe else min(-(-level * self.wish // size), most)
         room, each = shapes.room(local, degree, self.memory_limit)
-        savings = shapes.savings(self.fitter, local)
         in_turn = self.fitter.is_in_turn(count)
-        added = least_added_us(count * each - room, count, savings, self.fitter.host, in_turn)
+        added = np.min(
+            [
+                least_added_us(count * each - room, count, savings, self.fitter.host, in_turn)
+                for savings in shapes.savings(self.fitter, local)
+            ],
+            axis=0,
+        )
         us = self._times(shapes, i, size, added)
         levels = np.where(np.isfinite(us), NO_LIMIT if count == most else level, 0)
         return us, levels.astype(float)

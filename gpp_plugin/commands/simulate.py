@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import load, save, to_plain
 from gpp_plugin.plan.clusters import cluster_names, read_cluster
 from gpp_plugin.report.summary import summarize_timeline
 from gpp_plugin.report.timeline_text import format_timeline
+from gpp_plugin.report.units import format_ms
+from gpp_plugin.simulate.asynchronous import simulate_windows
 from gpp_plugin.simulate.engine import simulate_plan
 
 
@@ -39,6 +42,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if not any(stage.forward_us for stage in plan.stages):
         raise ConfigError(f"{args.plan}: its stages have no forward_us; make the plan with gpp plan")
     cluster = read_cluster(args.cluster, num_devices=plan.num_ranks) if args.cluster else None
+    if plan.mode == "async":
+        return _run_async(plan, cluster, args)
     timeline = simulate_plan(plan, cluster=cluster)
     print(format_timeline(timeline, plan, width=args.width))
     if args.out is not None:
@@ -46,3 +51,24 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         print(f"timeline written to {args.out}")
     summary = dataclasses.asdict(summarize_timeline(timeline, plan))
     return {"rows": [to_plain(event) for event in timeline.events], "summary": summary}
+
+
+def _run_async(plan: PipelinePlan, cluster: Cluster | None, args: argparse.Namespace) -> dict[str, Any]:
+    """Print some mini-batches of an asynchronous plan, from an empty pipeline to an empty one."""
+    found = simulate_windows(plan, cluster=cluster)
+    print(format_timeline(found.timeline, found.plan, width=args.width))
+    print(
+        f"{found.num_windows} mini-batches of an asynchronous plan: {format_ms(found.steady_us)} ms each while the "
+        f"pipeline is full, {format_ms(found.fill_us)} ms to fill it, {format_ms(found.drain_us)} ms to drain it"
+    )
+    if args.out is not None:
+        save(found.timeline, args.out)
+        print(f"timeline written to {args.out}")
+    summary = dataclasses.asdict(summarize_timeline(found.timeline, found.plan))
+    figures = {
+        "num_windows": found.num_windows,
+        "steady_us": found.steady_us,
+        "fill_us": found.fill_us,
+        "drain_us": found.drain_us,
+    }
+    return {"rows": [to_plain(event) for event in found.timeline.events], "summary": {**summary, **figures}}

@@ -14,6 +14,8 @@ class DemoSettings:
         steps: optimizer steps; ``mini_batch`` samples in each.
         micro_batch: samples the encoders take at a time; the loss always takes the mini-batch.
         num_ranks: processes; ``stages`` is how many stages they form.
+        mode: ``sync``, or ``async``: every stage steps alone, and ``mini_batch`` samples are one micro-batch, so
+            that there are as many updates as in mode sync.
     """
 
     steps: int = 400
@@ -22,6 +24,7 @@ class DemoSettings:
     num_ranks: int = 4
     stages: int = 4
     seed: int = 0
+    mode: str = "sync"
     learning_rate: float = 1e-3
     weight_decay: float = 0.01
     warmup_steps: int = 20
@@ -66,8 +69,10 @@ class DemoSettings:
             "optimizer": self.optimizer_block(),
             "scheduler": self.scheduler_block(),
             "steps_per_print": 0,
-            "graph_pipeline": {
-                "stages": self.stages,
-                "micro_batch_sizes": {"loss": "full", "*": self.micro_batch},
-            },
+            "graph_pipeline": self._block(),
         }
+
+    def _block(self) -> dict[str, Any]:
+        if self.mode == "async":
+            return {"stages": self.stages, "mode": "async"}
+        return {"stages": self.stages, "micro_batch_sizes": {"loss": "full", "*": self.micro_batch}}

@@ -78,9 +78,7 @@ class LossReports:
         """
         value = math.nan
         if self._rank == self._root:
-            told = [
-                self._untold.popleft() for _ in range(len(self._untold) if count is None else count)
-            ]
+            told = [self._untold.popleft() for _ in range(len(self._untold) if count is None else count)]
             if told:
                 self._last = value = math.fsum(told) / len(told)
             elif count is not None:

@@ -24,16 +24,18 @@ def to_asynchronous(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
         PlanError: its stages cannot step after every micro-batch, or it counts on its schedule.
     """
     if plan.planner == STOCK or any(stage.memory is not None for stage in plan.stages):
-        why = "is DeepSpeed's synchronous pipeline" if plan.planner == STOCK else "swaps or recomputes for mode sync"
+        why = (
+            "is DeepSpeed's synchronous pipeline"
+            if plan.planner == STOCK
+            else "swaps or recomputes for mode sync"
+        )
         raise PlanError(f"mode async: the plan of {plan.planner!r} {why}; choose dawnpiper or vpipe")
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     reduce_us = costs.reduce_times(dataclasses.replace(plan, mini_batch=plan.stages[0].micro_batch_size))
     stages, slowest = [], 0.0
     for index, (stage, count) in enumerate(zip(plan.stages, asynchronous_in_flight(plan), strict=True)):
         rows = costs.indices(stage.blocks)
-        held = costs.stage_memory(
-            rows, degree=stage.degree, local=stage.local_batch_size, in_flight=count
-        )
+        held = costs.stage_memory(rows, degree=stage.degree, local=stage.local_batch_size, in_flight=count)
         stashed = (count - 1) * round(float(costs.parameter_bytes[rows].sum()))
         stages.append(
             dataclasses.replace(

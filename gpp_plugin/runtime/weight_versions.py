@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.errors import RuntimeFailure
 
+
 @dataclass(slots=True, kw_only=True)
 class _Version:
     """One set of weights.
@@ -56,15 +57,16 @@ class WeightVersions:
         self._places = [place.get(id(tensor), -1) for tensor in tensors]
         self._most = most
         self._lag = lag
-        self._home = [parameter.data for parameter in self._parameters]
         self._aliased: tuple[int, ...] | None = None
         self.staleness = 0
         """Most updates seen between the weights of a forward and the update by its backward."""
         self.most_held = 1
         """Most sets of weights there were at a time."""
-        self._reset()
+        self.start()
 
-    def _reset(self) -> None:
+    def start(self) -> None:
+        """Begin with an empty pipeline and the weights as they are now, where they are now."""
+        self._home = [parameter.data for parameter in self._parameters]
         self._versions = {0: self._make_version(self._home)}
         self._newest = 0
         self._next_micro_batch = 0
@@ -165,7 +167,7 @@ class WeightVersions:
             if parameter.data_ptr() != home.data_ptr():
                 home.copy_(parameter.data)
                 parameter.data = home
-        self._reset()
+        self.start()
 
     def forget(self) -> None:
         """Let go of all micro-batches after a failure; the parameters keep what the last update made of them."""

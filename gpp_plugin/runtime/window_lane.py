@@ -87,6 +87,8 @@ class WindowLane(Lane):
         compiled = self._executor_for(batch)
         assert isinstance(compiled, _CompiledWindows)
         assert not self.window or compiled is self._active, "drain before batches of another shape"
+        if not self.window:
+            compiled.versions.start()
         self._active = compiled
         windows, plan = self._windows, self.plan
         self.window += 1

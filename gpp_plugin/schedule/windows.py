@@ -191,9 +191,7 @@ def _lower_part(full: TaskGraph, tasks: Collection[Task]) -> Programs:
     return programs
 
 
-def part_durations(
-    part: PartGraph, *, update_us: Callable[[int], float] = lambda stage: 0.0
-) -> list[float]:
+def part_durations(part: PartGraph, *, update_us: Callable[[int], float] = lambda stage: 0.0) -> list[float]:
     """Return the microseconds of each node; a plan without times has them by the number of samples.
 
     Args:

@@ -49,7 +49,7 @@ def simulate_plan(
     with _paused_collector():
         events = _task_events(graph, times)
         events += _tail_events(plan, _rank_ends(graph, times), reduce_us or {}, step_us or {})
-        events += _message_events(graph, times)
+        events += message_events(graph, times)
     return Timeline(source="predicted", plan=fingerprint(plan), events=tuple(events))
 
 
@@ -125,7 +125,8 @@ def _task_events(graph: TaskGraph, times: TaskTimes) -> list[Event]:
     ]
 
 
-def _message_events(graph: TaskGraph, times: TaskTimes) -> list[Event]:
+def message_events(graph: TaskGraph, times: TaskTimes) -> list[Event]:
+    """Return a send and a receive for each message."""
     events = []
     for number, (sender, receiver) in enumerate(zip(graph.sender, graph.receiver, strict=True)):
         for node, rank, peer, kind in (

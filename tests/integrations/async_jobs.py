@@ -29,13 +29,17 @@ def held_by_stages(engine: Any) -> list[tuple[tuple[str, ...], int]]:
     return [(own, stage.in_flight) for own, stage in zip(names, engine.plan.stages, strict=True)]
 
 
-def make(name: str, mini_batch: int, config: dict[str, Any], **given: Any) -> tuple[Any, list[dict[str, Any]]]:
+def make(
+    name: str, mini_batch: int, config: dict[str, Any], **given: Any
+) -> tuple[Any, list[dict[str, Any]]]:
     model, make_batch = build(name)
     batches = [make_batch(mini_batch, seed) for seed in range(NUM_BATCHES)]
     return make_engine(model, batches[0], config, **given), batches
 
 
-def train(name: str, mini_batch: int, config: dict[str, Any], flush_at: tuple[int, ...] = ()) -> dict[str, Any]:
+def train(
+    name: str, mini_batch: int, config: dict[str, Any], flush_at: tuple[int, ...] = ()
+) -> dict[str, Any]:
     """Train 20 mini-batches; return losses, what flushes returned, final parameters, and the stages."""
     engine, batches = make(name, mini_batch, config)
     losses, flushed = [], []
@@ -103,9 +107,7 @@ def longer(batch: dict[str, Any], length: int) -> dict[str, Any]:
     import torch
 
     keys = ("input_ids", "attention_mask", "labels")
-    return {
-        k: torch.cat([v, v[:, -length:]], dim=1) if k in keys and length else v for k, v in batch.items()
-    }
+    return {k: torch.cat([v, v[:, -length:]], dim=1) if k in keys and length else v for k, v in batch.items()}
 
 
 def refuse() -> dict[str, str]:
@@ -122,7 +124,10 @@ def refuse() -> dict[str, str]:
         "slicing": ("two_branch", {"block": {"stages": 2, "slicing": 2}}),
         "vertical": ("two_branch", {"block": {"stages": 2, "mode": "sync", "vertical_sync": True}}),
         "mode": ("two_branch", {"block": {"mode": "asynch"}}),
-        "coupled": ("clip", {"block": {"plan": {"stages": [{"name": "loss", "modules": ["*"], "devices": 2}]}}}),
+        "coupled": (
+            "clip",
+            {"block": {"plan": {"stages": [{"name": "loss", "modules": ["*"], "devices": 2}]}}},
+        ),
     }
     said = {}
     for key, (name, changes) in cases.items():

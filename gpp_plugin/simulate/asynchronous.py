@@ -1,0 +1,120 @@
+"""Predicts an asynchronous plan: windows one after the other, then the drain, and what a window takes once full.
+
+The same event loop as for a mini-batch runs a longer schedule, with an update behind each backward. A window's time
+is read off where windows repeat: how long after the end of one on all ranks the next one ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gpp_plugin.ir.cluster import Cluster
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, EventKind, Timeline
+from gpp_plugin.schedule.async_1f1b import Windows, windows_of
+from gpp_plugin.schedule.forward_only import forward_only_stages
+from gpp_plugin.schedule.task_graph import build_task_graph
+from gpp_plugin.schedule.windows import PartGraph, cut_graph, lengthened, part_durations, window_schedules
+from gpp_plugin.simulate.engine import message_events
+from gpp_plugin.simulate.event_loop import TaskTimes, message_transfers, run_task_graph
+
+REPEATED = 4
+"""Windows simulated beyond those that fill the pipeline; the last one is measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncPrediction:
+    """What asynchronous training takes, in microseconds.
+
+    Args:
+        plan: the plan with all windows of ``timeline`` as one mini-batch.
+        num_windows: of the timeline, which begins and ends with an empty pipeline.
+        steady_us: of one mini-batch while the pipeline is full.
+        fill_us: what the first windows take beyond that; ``drain_us`` what a flush takes.
+    """
+
+    plan: PipelinePlan
+    timeline: Timeline
+    num_windows: int
+    steady_us: float
+    fill_us: float
+    drain_us: float
+
+
+def simulate_windows(
+    plan: PipelinePlan,
+    *,
+    cluster: Cluster | None = None,
+    share_links: bool = True,
+    update_us: Mapping[int, float] | None = None,
+) -> AsyncPrediction:
+    """Predict an asynchronous plan.
+
+    Args:
+        cluster, share_links: as for `simulate_plan`.
+        update_us: by stage, reduction and step behind each backward; they start on all its ranks together.
+
+    Raises:
+        PlanError: the plan cannot run asynchronously, or does not fit the cluster.
+    """
+    windows = windows_of(plan)
+    count = windows.first_steady + REPEATED
+    longer = lengthened(plan, count)
+    full = build_task_graph(longer, window_schedules(windows, count, forward_only_stages(plan)))
+    part = cut_graph(full, lambda node: True)
+    each = update_us or {}
+    times = run_task_graph(
+        part.graph,
+        part_durations(part, update_us=lambda stage: each.get(stage, 0.0)),
+        transfers=message_transfers(part.graph, cluster) if cluster is not None else None,
+        share_links=share_links,
+    )
+    ends = _window_ends(part, times, windows, count)
+    steady = ends[count] - ends[count - 1]
+    return AsyncPrediction(
+        plan=longer,
+        timeline=Timeline(source="predicted", plan=fingerprint(plan), events=tuple(_events(part, times))),
+        num_windows=count,
+        steady_us=steady,
+        fill_us=ends[count] - count * steady,
+        drain_us=ends[count + 1] - ends[count],
+    )
+
+
+def _window_ends(part: PartGraph, times: TaskTimes, windows: Windows, count: int) -> list[float]:
+    """Return when each window (from 1; the drain last) ends on the last rank, updates included."""
+    graph = part.graph
+    ends = [0.0] * (count + 2)
+    for node in range(part.num_updates + part.num_tasks):
+        micro_batch = graph.micro_batch[node]
+        if graph.kind[node] is TaskKind.BACKWARD:
+            micro_batch += windows.in_flight[graph.stage[node]] - 1  # it runs behind that forward
+        window = min(micro_batch // windows.micro_batches + 1, count + 1)
+        ends[window] = max(ends[window], times.end[node])
+    for window in range(1, count + 2):
+        ends[window] = max(ends[window], ends[window - 1])
+    return ends
+
+
+def _events(part: PartGraph, times: TaskTimes) -> list[Event]:
+    graph = part.graph
+    events = []
+    for node in range(part.num_updates + part.num_tasks):
+        is_update = node < part.num_updates
+        if is_update and times.end[node] == times.start[node]:
+            continue
+        events += [
+            Event(
+                rank=rank,
+                stage=graph.stage[node],
+                kind=EventKind.STEP if is_update else EVENT_OF_TASK[graph.kind[node]],
+                start_us=times.start[node],
+                end_us=times.end[node],
+                micro_batch=-1 if is_update else graph.micro_batch[node],
+            )
+            for rank in graph.members[graph.rank[node]]
+        ]
+    return events + message_events(graph, times)

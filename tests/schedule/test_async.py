@@ -1,0 +1,153 @@
+"""Asynchronous windows: literal orders, random graphs of stages proven, damage found."""
+
+import dataclasses
+import random
+
+import pytest
+
+from gpp_plugin.bench._random_plans import forward_only_of, random_plan
+from gpp_plugin.errors import PlanError, ScheduleError
+from gpp_plugin.ir.program import InstructionKind
+from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.schedule.async_1f1b import Windows, asynchronous_in_flight, check_asynchronous, windows_of
+from gpp_plugin.schedule.validate_windows import validate_windows
+from gpp_plugin.schedule.windows import lower_windows
+from tests.schedule.plans import chain_plan, simple_plan
+
+
+def with_counts(plan, counts):
+    stages = (dataclasses.replace(s, in_flight=c) for s, c in zip(plan.stages, counts, strict=True))
+    return dataclasses.replace(plan, mode="async", stages=tuple(stages))
+
+
+def asynchronous(plan):
+    return with_counts(plan, asynchronous_in_flight(plan))
+
+
+def text(tasks):
+    return " ".join(str(task)[1:] for task in tasks)
+
+
+def random_async_plan(rng):
+    """Return a random plan of one micro-batch size, its stages on any degrees that divide it."""
+    while True:
+        plan = random_plan(rng, most_stages=6, most_ranks=12)
+        size = rng.choice([4, 12])
+        if all(size % stage.degree == 0 for stage in plan.stages):
+            break
+    stages = tuple(
+        dataclasses.replace(stage, micro_batch_size=size, schedule="1f1b", k=1) for stage in plan.stages
+    )
+    plan = dataclasses.replace(plan, stages=stages, mini_batch=size * rng.choice([1, 2, 3, 5, 8]))
+    extra = rng.choice([0, 0, 1])
+    return with_counts(plan, [count + extra for count in asynchronous_in_flight(plan)])
+
+
+def test_windows_of_a_chain():
+    windows = windows_of(asynchronous(chain_plan(3, 2)))
+    assert (windows.in_flight, windows.first_steady) == ((3, 2, 1), 2)
+    assert [text(windows.tasks(0, n)) for n in (1, 2, 3)] == ["F0 F1", "F2 B0 F3 B1", "F4 B2 F5 B3"]
+    assert [text(windows.tasks(1, n)) for n in (1, 2, 3)] == ["F0 F1 B0", "F2 B1 F3 B2", "F4 B3 F5 B4"]
+    assert [text(windows.tasks(2, n)) for n in (1, 2)] == ["F0 B0 F1 B1", "F2 B2 F3 B3"]
+    assert [text(windows.drain(stage, 2)) for stage in range(3)] == ["B2 B3", "B3", ""]
+    assert [windows.staleness(stage) for stage in range(3)] == [2, 1, 0]
+    assert [windows.staleness(stage, vertical_sync=True) for stage in range(3)] == [2, 2, 2]
+
+
+def test_windows_shorter_than_what_is_in_flight():
+    windows = Windows(micro_batches=1, in_flight=(4, 3, 2, 1))
+    assert windows.first_steady == 4
+    assert [text(windows.tasks(0, n)) for n in range(1, 6)] == ["F0", "F1", "F2", "F3 B0", "F4 B1"]
+    assert text(windows.drain(0, 2)) == "B0 B1"
+    assert [windows.num_reported(n) for n in range(1, 7)] == [1, 1, 1, 1, 2, 3]
+
+
+def test_counts_come_from_the_sinks():
+    short = simple_plan([1] * 5, [(0, 1), (1, 2), (2, 4), (3, 4)], mini_batch=2)
+    assert asynchronous_in_flight(short) == (4, 3, 2, 2, 1)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_graphs_are_proven_and_run_every_task_once_in_order(seed):
+    rng = random.Random(seed)
+    plan = random_async_plan(rng)
+    frozen = forward_only_of(plan, rng)
+    programs = lower_windows(plan, forward_only_stages=frozen)
+    validate_windows(plan, programs, forward_only_stages=frozen)
+    count = plan.num_micro_batches(0)
+    for rank in range(plan.num_ranks):
+        own = programs.of_rank(rank)
+        stage = own.steps[0].stage
+        orders = [
+            [i.task for i in p.instructions if i.task is not None] for p in (*own.steps, own.drains[-1])
+        ]
+        ran = [task for order in orders for task in order]
+        forwards = [task.micro_batch for task in ran if task.kind is TaskKind.FORWARD]
+        backwards = [task.micro_batch for task in ran if task.kind is TaskKind.BACKWARD]
+        assert forwards == list(range(len(own.steps) * count))
+        assert backwards == ([] if stage in frozen else forwards)
+        for order in orders[:-1]:
+            for before, task in zip(order, order[1:], strict=False):
+                if task.kind is TaskKind.BACKWARD:
+                    assert before.micro_batch - task.micro_batch == plan.stages[stage].in_flight - 1
+        # what a window takes over is what the one before left, the repeating one's from itself
+        shifted = [dataclasses.replace(m, dst_micro_batch=m.dst_micro_batch - count) for m in own.carried[-1]]
+        assert {m.dst_micro_batch for m in shifted} == {m.dst_micro_batch for m in own.carried[-2]}
+
+
+def test_a_step_behind_each_backward():
+    plan = asynchronous(chain_plan(2, 2))
+    for programs in (*lower_windows(plan).steps, *lower_windows(plan).drains):
+        for program in programs:
+            kinds = [i.kind for i in program.instructions if i.kind is not InstructionKind.EXCHANGE]
+            backwards = [
+                at
+                for at, i in enumerate(i for i in program.instructions if i.kind in kinds)
+                if i.task is not None and i.task.kind is TaskKind.BACKWARD
+            ]
+            assert kinds.count(InstructionKind.STEP) == len(backwards)
+            for at in backwards:
+                assert kinds[at + 1 : at + 3] == [InstructionKind.REDUCE_DATA, InstructionKind.STEP]
+
+
+def damaged(programs, part, rank, edit):
+    """Return the programs with one rank's instructions in a window changed."""
+    instructions = list(programs.steps[part][rank].instructions)
+    edit(instructions)
+    changed = dataclasses.replace(programs.steps[part][rank], instructions=tuple(instructions))
+    row = (*programs.steps[part][:rank], changed, *programs.steps[part][rank + 1 :])
+    steps = (*programs.steps[:part], row, *programs.steps[part + 1 :])
+    return dataclasses.replace(programs, steps=steps)
+
+
+def test_damaged_windows_are_found():
+    plan = asynchronous(chain_plan(2, 2))
+    programs = lower_windows(plan)
+    validate_windows(plan, programs)
+
+    def without_step(instructions):
+        instructions.remove(next(i for i in instructions if i.kind is InstructionKind.STEP))
+
+    def without_last_receive(instructions):
+        at = max(n for n, i in enumerate(instructions) if i.receives)
+        instructions[at] = dataclasses.replace(instructions[at], receives=())
+
+    def early_step(instructions):
+        step = next(i for i in instructions if i.kind is InstructionKind.STEP)
+        instructions.insert(0, step)
+
+    with pytest.raises(ScheduleError, match="before step|ends without step"):
+        validate_windows(plan, damaged(programs, 1, 1, without_step))
+    with pytest.raises(ScheduleError, match="a window needs nothing of later ones"):
+        validate_windows(plan, damaged(programs, 0, 0, without_last_receive))
+    with pytest.raises(ScheduleError, match="a backward is due"):
+        validate_windows(plan, damaged(programs, 1, 0, early_step))
+
+
+def test_plans_that_cannot_run_asynchronously():
+    with pytest.raises(PlanError, match="the same number of samples.*'s0' 1, 's1' 2"):
+        check_asynchronous(simple_plan([1, 2], [(0, 1)], mini_batch=4))
+    with pytest.raises(PlanError, match="schedule 'gpipe'"):
+        check_asynchronous(chain_plan(2, 2, schedule="gpipe"))
+    with pytest.raises(PlanError, match="raise in_flight of 's0' to 3"):
+        check_asynchronous(with_counts(chain_plan(2, 4), [1, 2]))

@@ -13,6 +13,7 @@ from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.runtime.compute import BoundaryGradients
 from gpp_plugin.runtime.delay import wait_us
+from gpp_plugin.runtime.wires import held_shape
 
 FLOAT_BYTES = 4
 BUCKET_FLOATS = 1 << 23
@@ -26,12 +27,13 @@ class EmulatedCompute:
     """A `StageCompute` that waits for each task's duration.
 
     The tensors it returns are the same ones every time and hold zeros: nothing but their shapes and dtypes
-    matters to a message.
+    matters to a message. Tensor ranks begin each task together, as their collectives make them.
 
     Args:
         specs: every tensor on the plan's edges.
         gradients: which of them have gradients that this rank receives and sends.
         task_us: microseconds of the stage's tasks.
+        tensor_group: the gloo group of this rank's data position; None for a single rank.
     """
 
     def __init__(
@@ -42,49 +44,72 @@ class EmulatedCompute:
         specs: Mapping[str, TensorSpec],
         gradients: BoundaryGradients,
         task_us: TaskMicroseconds,
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.received = _names(edge for edge in plan.edges if edge.dst == stage)
         self.outputs = _names(edge for edge in plan.edges if edge.src == stage)
         self.gradient_outputs = gradients.outputs
         self.gradient_inputs = gradients.inputs
         self._task_us = task_us
-        local = plan.stages[stage].local_batch_size
-        self._made = {
-            rows: [_zeros(specs[name], rows) for name in self.outputs] for rows in {local, local // 2} if rows
+        self._tensor_group = tensor_group
+        self._meeting = torch.zeros(1)
+        own = plan.stages[stage]
+        axes = {
+            name: edge.src_shard_axis if edge.src == stage else edge.dst_shard_axis
+            for edge in plan.edges
+            if stage in (edge.src, edge.dst)
+            for name in (*edge.batch_tensors, *edge.whole_tensors)
         }
-        self._local = local
-        self._gradients = [_zeros(specs[name], local) for name in self.gradient_inputs]
+
+        def zeros(name: str, num_samples: int) -> Tensor:
+            spec = specs[name]
+            return torch.zeros(
+                held_shape(spec, num_samples, own, axes[name]), dtype=getattr(torch, spec.dtype)
+            )
+
+        self._local = own.local_batch_size
+        self._made = {
+            rows: [zeros(name, rows) for name in self.outputs]
+            for rows in {self._local, self._local // 2}
+            if rows
+        }
+        self._gradients = [zeros(name, self._local) for name in self.gradient_inputs]
 
     def forward(
         self, micro_batch: int, half: int | None, inputs: Sequence[Tensor], received: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         """Wait for the forward's duration and return tensors of the outputs' shapes."""
-        wait_us(self._task_us(TaskKind.FORWARD, half))
+        self._run(TaskKind.FORWARD, half)
         return self._made[self._local if half is None else self._local // 2]
 
     def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Wait for the backward's duration and return tensors of the received ones' shapes."""
-        wait_us(self._task_us(TaskKind.BACKWARD, None))
+        self._run(TaskKind.BACKWARD)
         return self._gradients
 
     def input_gradient(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Wait for the duration of the gradients that are sent, and return tensors of their shapes."""
-        wait_us(self._task_us(TaskKind.INPUT_GRADIENT, None))
+        self._run(TaskKind.INPUT_GRADIENT)
         return self._gradients
 
     def weight_gradient(self, micro_batch: int) -> None:
         """Wait for the duration of the weights' gradients."""
-        wait_us(self._task_us(TaskKind.WEIGHT_GRADIENT, None))
+        self._run(TaskKind.WEIGHT_GRADIENT)
 
     def clear(self) -> None:
         """Forget nothing: nothing is kept."""
+
+    def _run(self, kind: TaskKind, half: int | None = None) -> None:
+        if self._tensor_group is not None:
+            dist.all_reduce(self._meeting, group=self._tensor_group)
+        wait_us(self._task_us(kind, half))
 
 
 class EmulatedHooks:
     """The optimizer side: gradients are reduced at their real (scaled) size, the step updates nothing.
 
     Args:
-        data_group: the gloo group of the stage's ranks; None for a single one.
+        data_group: the gloo group of the ranks that this one reduces with; None for a single one.
         gradient_bytes: what the stage reduces in one mini-batch, as 4-byte floats.
         world_group: the gloo group of all ranks, which agree on the norm before a step.
     """
@@ -108,7 +133,7 @@ class EmulatedHooks:
         """Do nothing: there are no gradients to take up."""
 
     def reduce_data(self) -> None:
-        """Sum as many bytes as the stage has gradients over its ranks."""
+        """Sum as many bytes as the stage has gradients over its data-parallel ranks."""
         for piece in self._gradients.split(BUCKET_FLOATS) if self._gradients.numel() else ():
             dist.all_reduce(piece, group=self._data_group)
 
@@ -123,7 +148,3 @@ class EmulatedHooks:
 
 def _names(edges: Iterable[StageEdge]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for edge in edges for name in (*edge.batch_tensors, *edge.whole_tensors)))
-
-
-def _zeros(spec: TensorSpec, num_samples: int) -> Tensor:
-    return torch.zeros(spec.shape_for(num_samples), dtype=getattr(torch, spec.dtype))

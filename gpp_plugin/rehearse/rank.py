@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,14 @@ class RehearsalRank:
         timeout_s = settings.comm_timeout_s or LEAST_COMM_TIMEOUT_S
         programs = make_programs(plan, validate=False)
         specs = scale_tensors(plan, settings.scale_bytes)
-        data_groups = [_make_group(stage.ranks, timeout_s) for stage in plan.stages]
+        data_groups = [
+            _make_groups([stage.data_ranks(t) for t in range(stage.tensor)], timeout_s)
+            for stage in plan.stages
+        ]
+        tensor_groups = [
+            _make_groups([stage.tensor_ranks(d) for d in range(stage.degree)], timeout_s)
+            for stage in plan.stages
+        ]
         transport = make_transport(
             device=CPU,
             channels=channels_of(programs),
@@ -60,6 +68,7 @@ class RehearsalRank:
                 specs=specs,
                 gradients=boundary_gradients(program, plan, specs),
                 task_us=functools.partial(stage_task_us, plan.stages[index]),
+                tensor_group=tensor_groups[index],
             ),
             specs=specs,
             transport=transport,
@@ -83,9 +92,11 @@ class RehearsalRank:
         return None if timeline is None else dataclasses.replace(timeline, source="rehearsed")
 
 
-def _make_group(ranks: tuple[int, ...], timeout_s: float) -> dist.ProcessGroup | None:
-    """Return a gloo group of a stage's ranks, made by all ranks alike; None for a single rank."""
-    if len(ranks) == 1:
-        return None
-    group = dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=timeout_s), backend="gloo")
-    return group if dist.get_rank() in ranks else None
+def _make_groups(rows: Sequence[tuple[int, ...]], timeout_s: float) -> dist.ProcessGroup | None:
+    """Make a gloo group of each row of ranks, by all ranks alike; return this rank's, None where it is alone in it."""
+    own = None
+    for row in rows:
+        if len(row) > 1:
+            group = dist.new_group(list(row), timeout=datetime.timedelta(seconds=timeout_s), backend="gloo")
+            own = group if dist.get_rank() in row else own
+    return own

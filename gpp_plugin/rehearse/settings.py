@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,18 +111,30 @@ def scale_tensors(plan: PipelinePlan, factor: float) -> dict[str, TensorSpec]:
     """Return the plan's tensors by name, with ``factor`` times the elements.
 
     At a factor of 1 shapes are the model's own. At others a tensor becomes a matrix of samples x elements
-    (one row of elements where it has no batch axis), at least one element each.
+    (one row of elements where it has no batch axis), at least one element each; one that tensor ranks hold as
+    shards keeps its axes, and the longest that has neither samples nor shards is scaled.
     """
     if factor == 1.0:
         return {spec.name: spec for spec in plan.tensors}
-    return {spec.name: _scale_tensor(spec, factor) for spec in plan.tensors}
+    cut: dict[str, set[int]] = defaultdict(set)
+    for edge in plan.edges:
+        for name in (*edge.batch_tensors, *edge.whole_tensors):
+            cut[name].update(axis for axis in (edge.src_shard_axis, edge.dst_shard_axis) if axis is not None)
+    return {spec.name: _scale_tensor(spec, factor, cut[spec.name]) for spec in plan.tensors}
 
 
-def _scale_tensor(spec: TensorSpec, factor: float) -> TensorSpec:
+def _scale_tensor(spec: TensorSpec, factor: float, shard_axes: set[int]) -> TensorSpec:
     elements = math.prod(spec.shape)
     if elements == 0:
         return spec
     is_batch = spec.layout.kind is LayoutKind.BATCH
+    if shard_axes:
+        free = set(range(len(spec.shape))) - shard_axes - ({spec.layout.axis} if is_batch else set())
+        if not free:
+            return spec
+        axis = max(free, key=spec.shape.__getitem__)
+        scaled = max(1, round(spec.shape[axis] * factor))
+        return dataclasses.replace(spec, shape=(*spec.shape[:axis], scaled, *spec.shape[axis + 1 :]))
     rows = spec.num_samples if is_batch else 1
     return TensorSpec(
         name=spec.name,
@@ -139,15 +153,16 @@ def message_memory_bytes(plan: PipelinePlan, settings: RehearsalSettings) -> flo
     tensors = scale_tensors(plan, settings.scale_bytes)
     total = 0.0
     for edge in plan.edges:
-        for index in (edge.src, edge.dst):
+        for index, shard_axis in ((edge.src, edge.src_shard_axis), (edge.dst, edge.dst_shard_axis)):
             stage = plan.stages[index]
             one = sum(
                 tensors[name].bytes_for(stage.local_batch_size)
                 for name in (*edge.batch_tensors, *edge.whole_tensors)
             )
             held = stage.in_flight if index == edge.dst else 1
-            total += one * stage.degree * (held + 1)  # the one more: its gradients
-    reduced = sum(stage.gradient_bytes * stage.degree for stage in plan.stages if stage.degree > 1)
+            copies = stage.degree * (stage.tensor if shard_axis is None else 1)
+            total += one * copies * (held + 1)  # the one more: its gradients
+    reduced = sum(stage.gradient_bytes * len(stage.ranks) for stage in plan.stages if stage.degree > 1)
     return total + reduced * settings.scale_bytes
 
 

@@ -72,6 +72,14 @@ def sliced():
     return dataclasses.replace(plan, stages=stages)
 
 
+def tensor_pair():
+    """Two tensor ranks that hold what they send as shards, and one that has it whole."""
+    plan = plan_of("two tensor ranks, then one", [(0, 1)], degrees={0: 2}, sizes={0: 2, 1: 2})
+    stages = (dataclasses.replace(plan.stages[0], tensor=2), plan.stages[1])
+    edges = (dataclasses.replace(plan.edges[0], src_shard_axis=1),)
+    return with_in_flight(dataclasses.replace(plan, stages=stages, edges=edges))
+
+
 PLANS = [
     plan_of("chain", chain_links(3)),
     plan_of("branches", branch_links(2, 1, has_own_join=True)),
@@ -82,6 +90,7 @@ PLANS = [
     under("gpipe", schedule="gpipe"),
     under("zero bubble", schedule="zero_bubble"),
     sliced(),
+    tensor_pair(),
 ]
 
 

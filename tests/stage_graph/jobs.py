@@ -183,3 +183,67 @@ def evaluate() -> dict[str, Any]:
     inputs = {"x": batch_of("diamond")["x"][:5]}  # the loss's stage has no target: it does not run
     answers["c_out"] = other.eval_batch(iter([inputs]), compute_loss=False, outputs=("c_out",))
     return answers
+
+
+def _wrong(name: str) -> Any:
+    """Return a graph of a body and a head with one mistake."""
+    import gpp_plugin
+    from tests.stage_graph.graphs import WIDTH
+
+    class Returns(torch.nn.Module):
+        def __init__(self, make: Any) -> None:
+            super().__init__()
+            self.make = make
+
+        def forward(self, x: Tensor) -> Any:
+            return self.make(x)
+
+    def fail(context: Any) -> Any:
+        raise ValueError("no such weights\nand more")
+
+    class Head(torch.nn.Linear):
+        def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+            difference = (super().forward(hidden) - target) ** 2
+            return difference.mean(-1) if name == "no_number" else difference.mean()
+
+    bodies: dict[str, Any] = {
+        "factory": fail,
+        "no_module": lambda context: 3,
+        "missing_field": Returns(lambda x: {"other": x}),
+        "too_many": Returns(lambda x: (x, x)),
+        "no_tensor": Returns(lambda x: (None,)),
+        "rejects": Returns(lambda x: x[..., :5]),
+    }
+    body = bodies.get(name, torch.nn.Linear(WIDTH, WIDTH))
+    layouts: Any = {"not_uniform": {"hidden": "uniform"}, "wrong_axis": {"hidden": 1}}.get(name)
+    inputs = {"y": "x"} if name == "argument" else ["x"] if name in bodies else {"input": "x"}
+    size = 4 if name == "size" else None
+    graph = gpp_plugin.StageGraph("two")
+    graph.stage("body", body, inputs=inputs, outputs=["hidden"], ranks=[0], layouts=layouts)
+    graph.stage(
+        "head", Head(WIDTH, WIDTH), inputs=["hidden", "target"], outputs=["loss"], ranks=[1], micro_batch_size=size
+    )  # fmt: skip
+    if name == "tie":
+        graph.tie("body.wait", "head.weight")
+    if name == "tie_shape":
+        graph.tie("body.weight", "head.bias")
+    return graph
+
+
+def build_wrongly(names: list[str]) -> dict[str, str]:
+    """Return what `deepspeed.initialize` says of each mistake on this rank."""
+    import deepspeed
+
+    import gpp_plugin
+    from gpp_plugin.errors import GppError
+
+    said = {}
+    for name in names:
+        block = {"planner": "graphpipe"} if name == "planner" else {}
+        wrapped = gpp_plugin.GraphPipelineModule(_wrong(name), sample_batch=batch_of("chain"))
+        try:
+            deepspeed.initialize(model=wrapped, config=config_of("chain", block=block))
+            said[name] = "no error"
+        except GppError as error:
+            said[name] = str(error)
+    return said

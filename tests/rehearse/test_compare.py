@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from gpp_plugin.bench._emulated_graphs import branch_links, chain_links, emulated_plan
+from gpp_plugin.bench._emulated_graphs import branch_links, chain_links, emulated_plan, with_in_flight
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.rehearse.compare import fit_link, measure_times, predict_from
@@ -35,10 +35,18 @@ def mixed_plan():
     return dataclasses.replace(plan, edges=edges)
 
 
+def tensor_plan():
+    """The same with two tensor ranks in place of two data-parallel ones."""
+    plan = dataclasses.replace(mixed_plan(), model="tensor")
+    stages = tuple(dataclasses.replace(s, tensor=2) if len(s.ranks) == 2 else s for s in plan.stages)
+    return with_in_flight(dataclasses.replace(plan, stages=stages))
+
+
 PLANS = [
     emulated_plan("chain", chain_links(4), num_micro_batches=6),
     emulated_plan("branches", branch_links(2, 2, has_own_join=True), num_micro_batches=4),
     mixed_plan(),
+    tensor_plan(),
 ]
 
 

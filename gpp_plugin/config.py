@@ -214,7 +214,7 @@ def _check_mode(config: GraphPipelineConfig) -> None:
     if config.mode == "sync":
         if config.vertical_sync:
             raise ConfigError(
-                f'{BLOCK}.vertical_sync: true has no meaning in mode sync, where every stage steps at once; set mode to '
+                f"{BLOCK}.vertical_sync: true has no meaning in mode sync, where all stages step at once; set mode to "
                 '"async" or remove it'
             )
         return
@@ -342,7 +342,9 @@ def _wrong_value(path: str, value: Any, field: FieldInfo | None) -> str:
         expected = "one of " + ", ".join(SCHEDULE_NAMES)
     if path.startswith(f"{BLOCK}.micro_batch_sizes."):
         expected = 'a whole number of samples of at least 1, or "full"'
-    words = [word for word in re.findall(r"\w+", (expected or "").removeprefix("one of ")) if not word.isdigit()]
+    words = [
+        word for word in re.findall(r"\w+", (expected or "").removeprefix("one of ")) if not word.isdigit()
+    ]
     near = difflib.get_close_matches(value.lower(), words, n=1, cutoff=0.6) if isinstance(value, str) else []
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"{path}: {_show(value)} is not valid; give {expected}{hint}"

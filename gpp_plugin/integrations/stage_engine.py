@@ -343,7 +343,7 @@ class StageEngine:
         return self._result(norm, overflow)
 
     def _update(self) -> tuple[float, bool]:
-        """Step the optimizer with the gradients that have been reduced; return their norm, and whether it is too large."""
+        """Step the optimizer with the reduced gradients; return their norm, and whether it kept the step away."""
         is_short_of_data = (self.stage.degree > 1 or self.is_partitioned) and not self._reduced_data
         if (is_short_of_data or (self.tied and not self._reduced_tied)) and not self.gradients.is_empty():
             raise RuntimeFailure("step before reduce_data and reduce_tied: replicas would step differently")

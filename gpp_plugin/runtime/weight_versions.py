@@ -52,7 +52,7 @@ class WeightVersions:
     def __init__(self, tensors: Sequence[Tensor], *, most: int, lag: int | None = None) -> None:
         self._tensors = tuple(tensors)
         trained = {id(t): t for t in tensors if isinstance(t, nn.Parameter) and t.requires_grad}
-        self._parameters: list[nn.Parameter] = list(trained.values())  # type: ignore[arg-type]
+        self._parameters: list[nn.Parameter] = list(trained.values())
         place = {key: position for position, key in enumerate(trained)}
         self._places = [place.get(id(tensor), -1) for tensor in tensors]
         self._most = most

@@ -40,11 +40,11 @@ def validate_windows(
         for index, part in enumerate(parts):
             _check_alone(plan, part, f"{kind} {index + 1}")
     count = len(programs.steps)
-    for last in (*range(1, count + 1), count + 1):
+    for last in range(1, count + 2):
         shift = last - min(last, count)
-        parts = [programs.steps[min(i, count - 1)] for i in range(last)]
+        run = [programs.steps[min(i, count - 1)] for i in range(last)]
         shifts = [0] * (last - shift) + [1] * shift
-        joined = _join([*parts, programs.drains[min(last, count) - 1]], [*shifts, shift], plan)
+        joined = _join([*run, programs.drains[min(last, count) - 1]], [*shifts, shift], plan)
         validate_programs(
             lengthened(plan, last),
             window_schedules(programs.windows, last, forward_only_stages),

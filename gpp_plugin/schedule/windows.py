@@ -280,15 +280,12 @@ def _add_messages(graph: TaskGraph, full: TaskGraph, number: dict[int, int], end
         graph.source.append(sender)
         graph.target.append(receiver)
         graph.num_waits[receiver] += 1
-        for kept, whole in (
-            (graph.num_bytes, full.num_bytes),
-            (graph.edge, full.edge),
-            (graph.sender, full.sender),
-            (graph.receiver, full.receiver),
-            (graph.overlaps, full.overlaps),
-            (graph.pairs, full.pairs),
-        ):
-            kept.append(whole[message])  # type: ignore[attr-defined]
+        graph.num_bytes.append(full.num_bytes[message])
+        graph.edge.append(full.edge[message])
+        graph.sender.append(full.sender[message])
+        graph.receiver.append(full.receiver[message])
+        graph.overlaps.append(full.overlaps[message])
+        graph.pairs.append(full.pairs[message])
         num_activations += message < full.num_activations
     return num_activations
 

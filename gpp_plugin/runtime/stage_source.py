@@ -17,6 +17,7 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.runtime.memory_policy import StageOperators
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 
 
@@ -44,6 +45,7 @@ class StageCode:
         inputs: the model's inputs by batch key.
         loss: which of the function's outputs is the loss, if the stage yields one.
         outputs: named output of the model -> which of the function's outputs it is.
+        operators: what the code is made of; None where it is not captured.
     """
 
     function: StageFunction
@@ -51,6 +53,7 @@ class StageCode:
     inputs: Mapping[str, TensorSpec]
     loss: str | None
     outputs: Mapping[str, str]
+    operators: StageOperators | None = None
 
 
 class StageSource(Protocol):
@@ -89,7 +92,7 @@ class CapturedStages:
         graph = coarsen(captured, granularity=reference.granularity)
         nodes = stage_nodes(captured, graph, plan, stage)
         function = build_stage_function(captured, nodes, stage_outputs(captured, nodes, plan, stage))
-        own = set(function.outputs)
+        own, names = set(function.outputs), set(plan.stages[stage].blocks)
         loss = captured.op_graph.loss
         return StageCode(
             function=function,
@@ -97,6 +100,10 @@ class CapturedStages:
             inputs={spec.name: spec for spec in captured.op_graph.inputs},
             loss=loss if loss in own else None,
             outputs={name: node for name, node in captured.op_graph.outputs.items() if node in own},
+            operators=StageOperators(
+                blocks={block.name: block.nodes for block in graph.blocks if block.name in names},
+                storage_of={node.name: node.storage for node in captured.op_graph.nodes if node.storage},
+            ),
         )
 
 

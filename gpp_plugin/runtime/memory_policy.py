@@ -1,0 +1,87 @@
+"""A stage's `MemoryPlan` in terms of its operators, checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.memory_plan import MemoryPlan
+
+INSIDE = ":inside"
+"""Ends the names of what an operator keeps beside operands and results."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOperators:
+    """What a captured stage is made of, by names that hold at every shape.
+
+    Args:
+        blocks: block of the stage -> its operators. Operators of the stage's code that are in none are replicated
+            ones, cheap and made of the model's inputs.
+        storage_of: operator -> the one in whose storage its result lies; left out where that is its own.
+    """
+
+    blocks: Mapping[str, tuple[str, ...]]
+    storage_of: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPolicy:
+    """What happens to the tensors that autograd keeps, by the names of `SavedTensor`.
+
+    Args:
+        segments: operators of each recomputed segment; ``dropped``: the tensors it makes again.
+        operators: all operators of the stage's blocks.
+    """
+
+    segments: tuple[frozenset[str], ...]
+    dropped: tuple[frozenset[str], ...]
+    swapped: frozenset[str]
+    operators: frozenset[str]
+    storage_of: Mapping[str, str]
+
+    @cached_property
+    def segment_of(self) -> dict[str, int]:
+        """Return the segment of each operator that has one."""
+        return {node: i for i, nodes in enumerate(self.segments) for node in nodes}
+
+    def root(self, name: str) -> str:
+        """Return the operator, or the stage's input, in whose storage a result lies."""
+        return self.storage_of.get(name, name)
+
+
+def make_policy(stage: str, plan: MemoryPlan, operators: StageOperators) -> MemoryPolicy:
+    """Translate a plan's blocks to operators.
+
+    Raises:
+        PlanError: a segment has blocks that the stage lacks or that another segment has, or a tensor is to be both
+            swapped and made again.
+    """
+    taken: set[str] = set()
+    for segment in plan.recomputed:
+        absent = [name for name in segment.blocks if name not in operators.blocks]
+        if absent:
+            raise PlanError(
+                f"stage {stage!r}: a segment to run again has block {absent[0]!r}, which is not one of the stage's; "
+                "plan again for this model and granularity"
+            )
+        twice = [name for name in segment.blocks if name in taken]
+        if twice:
+            raise PlanError(f"stage {stage!r}: block {twice[0]!r} is in two segments to run again; keep one")
+        taken.update(segment.blocks)
+    dropped = {name for segment in plan.recomputed for name in segment.tensors}
+    both = [tensor.name for tensor in plan.swapped if tensor.name in dropped]
+    if both:
+        raise PlanError(f"stage {stage!r}: tensor {both[0]!r} is both swapped and made again; choose one")
+    return MemoryPolicy(
+        segments=tuple(
+            frozenset(node for block in segment.blocks for node in operators.blocks[block])
+            for segment in plan.recomputed
+        ),
+        dropped=tuple(frozenset(segment.tensors) for segment in plan.recomputed),
+        swapped=frozenset(tensor.name for tensor in plan.swapped),
+        operators=frozenset(node for nodes in operators.blocks.values() for node in nodes),
+        storage_of=operators.storage_of,
+    )

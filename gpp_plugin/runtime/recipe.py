@@ -1,0 +1,234 @@
+"""What to do with each tensor that a stage's code saves for backward, in the order in which it saves them.
+
+The code and its shapes never change, so neither does that order: a `Recipe` is found out in the first pass
+(`survey`) and followed by position in all others, where nothing is looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from gpp_plugin.errors import RuntimeFailure
+from gpp_plugin.runtime.counting import MemoryCounter
+from gpp_plugin.runtime.recompute import Held, RandomState, Replay, SecondForward
+from gpp_plugin.runtime.swap import HostLink, ReturnQueue, SwappedStorage, SwappedView
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """Move it to the host; ``slot`` numbers the storages that one pass moves."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Let a segment make it again."""
+
+    segment: int
+
+
+Action = Swap | Drop | None
+"""None: keep it on the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """A value that a segment reads from outside.
+
+    Args:
+        slot: where its storage is swapped too.
+        is_snapshot: it changes; keep a copy.
+    """
+
+    name: str
+    slot: int | None
+    requires_grad: bool
+    is_snapshot: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What to note before a run of a segment."""
+
+    holdings: tuple[Holding, ...]
+    is_random: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """One pass of a stage's code.
+
+    Args:
+        call: the code; takes a `Pass` first.
+        entries: by segment and run.
+        segments: None where a segment saves nothing that it could make again.
+    """
+
+    call: Callable[..., tuple[Tensor, ...]]
+    actions: tuple[Action, ...]
+    entries: tuple[tuple[Entry, ...], ...]
+    segments: tuple[SecondForward | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """Stands for a tensor that a segment makes again."""
+
+    replay: Replay
+    place: int
+
+    def get(self) -> Tensor:
+        return self.replay.get(self.place)
+
+
+@dataclass(frozen=True, slots=True)
+class _Returned:
+    """Stands for a tensor on the host."""
+
+    queue: ReturnQueue
+    view: SwappedView
+
+    def get(self) -> Tensor:
+        return self.queue.get(self.view)
+
+
+Packed = Tensor | _Again | _Returned
+
+
+def unpack(packed: Packed) -> Tensor:
+    """Return the tensor that autograd saved."""
+    return packed if isinstance(packed, Tensor) else packed.get()
+
+
+class Pass:
+    """What is kept of one pass of a stage's code, for a micro-batch or half of one.
+
+    Args:
+        fixed: what is there anyway (constants, parameters, the model's inputs), in the order of the code's arguments.
+        counter: None where nothing is counted.
+    """
+
+    def __init__(
+        self,
+        *,
+        micro_batch: int,
+        fixed: Sequence[Tensor],
+        num_segments: int,
+        link: HostLink,
+        counter: MemoryCounter | None,
+    ) -> None:
+        self._micro_batch = micro_batch
+        self._link = link
+        self._counter = counter
+        self._slots: dict[int, SwappedStorage] = {}
+        self.queue = ReturnQueue()
+        self.replays = [
+            Replay(
+                fixed=fixed, queue=self.queue, device=link.device, micro_batch=micro_batch, counter=counter
+            )
+            for _ in range(num_segments)
+        ]
+
+    def prefetch(self) -> None:
+        """Bring back what the backward needs first."""
+        self.queue.prefetch()
+
+    def clear(self) -> None:
+        """Let go of what the backward left over."""
+        for replay in self.replays:
+            replay.clear()
+
+    def pack(self, tensor: Tensor, place: int, action: Action) -> Packed:
+        """Do with a saved tensor what its action says, and return what stands for it."""
+        if action is None:
+            self.count(tensor)
+            return tensor.detach()  # an operator must not hold its own result with all that led to it
+        if isinstance(action, Drop):
+            return _Again(self.replays[action.segment], place)
+        return _Returned(self.queue, self.move(tensor, action.slot))
+
+    def move(self, tensor: Tensor, slot: int) -> SwappedView:
+        """Return a handle of a tensor on the host; its storage moves when the first of its tensors does."""
+        storage = self._slots.get(slot)
+        if storage is None:
+            storage = self._slots[slot] = SwappedStorage(self._link, tensor, self._counter)
+            if self._counter is not None:
+                self._counter.swap(self._micro_batch, storage.num_bytes)
+        self.queue.add(storage)
+        return storage.view(tensor)
+
+    def note(self, segment: int, run: int, entry: Entry, values: Sequence[Tensor]) -> None:
+        """Keep what a run of a segment needs to run again."""
+        replay = self.replays[segment]
+        if entry.is_random:
+            replay.states[run] = RandomState.take(self._link.device)
+        for holding, value in zip(entry.holdings, values, strict=True):
+            replay.held[holding.name] = Held(self._hold(holding, value), holding.requires_grad)
+
+    def _hold(self, holding: Holding, value: Tensor) -> Tensor | SwappedView:
+        if holding.slot is not None:
+            return self.move(value, holding.slot)
+        return value.detach().clone() if holding.is_snapshot else value.detach()
+
+    def count(self, tensor: Tensor) -> None:
+        """Count a tensor that stays on the device."""
+        if self._counter is not None:
+            self._counter.keep(self._micro_batch, tensor)
+
+    def count_held(self) -> None:
+        """Count what stays on the device for segments."""
+        if self._counter is not None:
+            for replay in self.replays:
+                for held in replay.held.values():
+                    if isinstance(held.value, Tensor):
+                        self.count(held.value)
+
+
+class PlannedPass(Pass):
+    """A pass that follows a recipe."""
+
+    def __init__(self, recipe: Recipe, **surroundings: Any) -> None:
+        super().__init__(num_segments=len(recipe.segments), **surroundings)
+        self._recipe = recipe
+        for replay, second in zip(self.replays, recipe.segments, strict=True):
+            replay.plan(second)
+
+    def enter(self, segment: int, run: int, values: tuple[Tensor, ...]) -> None:
+        """Note what a segment needs; called by the stage's code."""
+        self.note(segment, run, self._recipe.entries[segment][run], values)
+
+    def run(self, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the code.
+
+        Raises:
+            RuntimeFailure: it saves other tensors than the first time.
+        """
+        actions = self._recipe.actions
+        place = -1
+
+        def pack(tensor: Tensor) -> Packed:
+            nonlocal place
+            place += 1
+            return self.pack(tensor, place, actions[place] if place < len(actions) else None)
+
+        with saved_tensors_hooks(pack, unpack):
+            outputs = self._recipe.call(self, *arguments)
+        if place + 1 != len(actions):
+            raise RuntimeFailure(
+                f"the stage saved {place + 1} tensors for backward, and {len(actions)} the first time; its operators "
+                "depend on more than shapes: train without memory.recompute and memory.swap"
+            )
+        self.count_held()
+        return outputs
+
+
+def is_movable(tensor: Tensor) -> bool:
+    """Return whether a tensor is plain bytes in a storage."""
+    return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()

@@ -118,16 +118,13 @@ def refuse() -> dict[str, str]:
         "tied": ("gpt2", {"block": {"stages": 2}}),
         "zero": ("two_branch", {"block": {"stages": 2}, "zero_optimization": {"stage": 1}}),
         "fp16": ("two_branch", {"block": {"stages": 2}, "fp16": {"enabled": True}}),
-        "stock": ("two_branch", {"block": {"stages": 2, "planner": "deepspeed"}}),
+        "stock": ("two_branch", {"block": {"stages": 2, "planner": "stock_1f1b"}}),
         "sizes": ("two_branch", {"block": {"stages": 2, "micro_batch_sizes": {"loss": 4, "*": 2}}}),
         "schedule": ("two_branch", {"block": {"stages": 2, "schedule": "gpipe"}}),
         "slicing": ("two_branch", {"block": {"stages": 2, "slicing": 2}}),
         "vertical": ("two_branch", {"block": {"stages": 2, "mode": "sync", "vertical_sync": True}}),
         "mode": ("two_branch", {"block": {"mode": "asynch"}}),
-        "coupled": (
-            "clip",
-            {"block": {"plan": {"stages": [{"name": "loss", "modules": ["*"], "devices": 2}]}}},
-        ),
+        "coupled": ("clip", {"block": {"stages": 2, "planner": "uniform", "micro_batch_sizes": 4}}),
     }
     said = {}
     for key, (name, changes) in cases.items():

@@ -177,4 +177,5 @@ def test_what_cannot_step_alone_is_refused_with_one_line() -> None:
         assert "schedule" in said["schedule"] and "slicing" in said["slicing"]
         assert "vertical_sync" in said["vertical"]
         assert "asynch" in said["mode"]
-        assert "micro-batch" in said["coupled"]
+        assert "stock_1f1b" in said["stock"]
+        assert "same number of samples" in said["coupled"] and "mix samples compute 2" in said["coupled"]

@@ -11,18 +11,20 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from gpp_plugin.bench._emulated_megatron import make_megatron_iteration
 from gpp_plugin.bench._stock_chain import Chain, Iteration, make_iteration, time_iterations
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.pipeline_peer import join_ranks
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.serialize import load, save
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.launch import emit_event, end_rank, run_ranks
@@ -34,6 +36,9 @@ LEAST_SECONDS = 180.0
 SLOWNESS = 5.0
 SETTINGS = RehearsalSettings()
 
+TaskTimes = Mapping[tuple[int, TaskKind, int], float]
+"""Microseconds by (stage, kind, micro-batch)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
@@ -44,6 +49,8 @@ class Contest:
         chain: run by ``runtimes``; None for plans only.
         runtimes: of `_stock_chain.RUNTIMES`.
         has_timelines: keep every mini-batch's timeline of the plans (then no chain).
+        durations: plan -> the times of its tasks, where they are not the plan's own.
+        megatron: the plans that megatron-core's multi-module communicator runs as well, as ``megatron NAME``.
     """
 
     name: str
@@ -51,6 +58,8 @@ class Contest:
     chain: Chain | None = None
     runtimes: tuple[str, ...] = ()
     has_timelines: bool = False
+    durations: Mapping[str, TaskTimes] = field(default_factory=dict)
+    megatron: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +130,11 @@ def _write(folder: Path, number: int, contest: Contest) -> dict[str, Any]:
         "chain": dataclasses.asdict(contest.chain) if contest.chain is not None else None,
         "runtimes": list(contest.runtimes),
         "has_timelines": contest.has_timelines,
+        "durations": {
+            name: [(stage, kind.value, micro_batch, us) for (stage, kind, micro_batch), us in times.items()]
+            for name, times in contest.durations.items()
+        },
+        "megatron": list(contest.megatron),
     }
 
 
@@ -131,16 +145,23 @@ def main() -> None:
     torch.set_num_threads(1)
     join_ranks()
     for number, contest in enumerate(task["contests"]):
+        read = {name: load(PipelinePlan, folder / f"{number}.{name}.plan.json") for name in contest["plans"]}
+        durations = {
+            name: {(stage, TaskKind(kind), micro_batch): us for stage, kind, micro_batch, us in times}
+            for name, times in contest["durations"].items()
+        }
         plans = {
-            name: RehearsalRank(
-                load(PipelinePlan, folder / f"{number}.{name}.plan.json"), SETTINGS, has_step=False
-            )
-            for name in contest["plans"]
+            name: RehearsalRank(plan, SETTINGS, has_step=False, durations=durations.get(name))
+            for name, plan in read.items()
         }
         iterations: dict[str, Iteration] = {name: plan.iterate for name, plan in plans.items()}
         if contest["chain"] is not None:
             chain = Chain(**contest["chain"])
             iterations |= {name: make_iteration(name, chain) for name in contest["runtimes"]}
+        iterations |= {
+            f"megatron {name}": make_megatron_iteration(read[name], durations.get(name))
+            for name in contest["megatron"]
+        }
         times: dict[str, list[float]] | None = None
         with _real_time() if task["is_real_time"] else contextlib.nullcontext():
             if contest["has_timelines"]:

@@ -19,8 +19,8 @@ FLOAT_BYTES = 4
 BUCKET_FLOATS = 1 << 23
 """Gradients are reduced in pieces, so that a rank needs no second copy of all of them."""
 
-TaskMicroseconds = Callable[[TaskKind, int | None], float]
-"""From (kind, half) to the duration of one task."""
+TaskMicroseconds = Callable[[TaskKind, int | None, int], float]
+"""From (kind, half, micro-batch) to the duration of one task."""
 
 
 class EmulatedCompute:
@@ -79,30 +79,30 @@ class EmulatedCompute:
         self, micro_batch: int, half: int | None, inputs: Sequence[Tensor], received: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         """Wait for the forward's duration and return tensors of the outputs' shapes."""
-        self._run(TaskKind.FORWARD, half)
+        self._run(TaskKind.FORWARD, micro_batch, half)
         return self._made[self._local if half is None else self._local // 2]
 
     def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Wait for the backward's duration and return tensors of the received ones' shapes."""
-        self._run(TaskKind.BACKWARD)
+        self._run(TaskKind.BACKWARD, micro_batch)
         return self._gradients
 
     def input_gradient(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Wait for the duration of the gradients that are sent, and return tensors of their shapes."""
-        self._run(TaskKind.INPUT_GRADIENT)
+        self._run(TaskKind.INPUT_GRADIENT, micro_batch)
         return self._gradients
 
     def weight_gradient(self, micro_batch: int) -> None:
         """Wait for the duration of the weights' gradients."""
-        self._run(TaskKind.WEIGHT_GRADIENT)
+        self._run(TaskKind.WEIGHT_GRADIENT, micro_batch)
 
     def clear(self) -> None:
         """Forget nothing: nothing is kept."""
 
-    def _run(self, kind: TaskKind, half: int | None = None) -> None:
+    def _run(self, kind: TaskKind, micro_batch: int, half: int | None = None) -> None:
         if self._tensor_group is not None:
             dist.all_reduce(self._meeting, group=self._tensor_group)
-        wait_us(self._task_us(kind, half))
+        wait_us(self._task_us(kind, half, micro_batch))
 
 
 class EmulatedHooks:

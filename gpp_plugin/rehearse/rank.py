@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.schedule import Task
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.rehearse.compute import EmulatedCompute, EmulatedHooks
 from gpp_plugin.rehearse.programs import make_programs
@@ -21,7 +21,7 @@ from gpp_plugin.runtime.executor import StageExecutor
 from gpp_plugin.runtime.pipeline import channels_of
 from gpp_plugin.runtime.timelines import gather_timeline, start_clock
 from gpp_plugin.runtime.transport import make_transport
-from gpp_plugin.simulate.durations import stage_task_us
+from gpp_plugin.simulate.durations import Durations, duration_reader
 
 CPU = torch.device("cpu")
 
@@ -33,9 +33,17 @@ class RehearsalRank:
     Args:
         plan: with times that are already scaled.
         has_step: ranks agree with each other before the optimizer step, as they do on the gradients' norm.
+        durations: of single tasks, where the plan's times do not hold.
     """
 
-    def __init__(self, plan: PipelinePlan, settings: RehearsalSettings, *, has_step: bool = True) -> None:
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        settings: RehearsalSettings,
+        *,
+        has_step: bool = True,
+        durations: Durations | None = None,
+    ) -> None:
         rank = dist.get_rank()
         timeout_s = settings.comm_timeout_s or LEAST_COMM_TIMEOUT_S
         programs = make_programs(plan, validate=False)
@@ -56,6 +64,7 @@ class RehearsalRank:
         )
         program = programs[rank]
         index = program.stage
+        read = duration_reader(plan, durations)
         self._plan = plan
         self._group = dist.group.WORLD if plan.num_ranks > 1 else None
         self._inputs: list[tuple[Tensor, ...]] = [()] * plan.num_micro_batches(index)
@@ -67,7 +76,9 @@ class RehearsalRank:
                 index,
                 specs=specs,
                 gradients=boundary_gradients(program, plan, specs),
-                task_us=functools.partial(stage_task_us, plan.stages[index]),
+                task_us=lambda kind, half, micro_batch: read(
+                    Task(stage=index, kind=kind, micro_batch=micro_batch, half=half), rank
+                ),
                 tensor_group=tensor_groups[index],
             ),
             specs=specs,

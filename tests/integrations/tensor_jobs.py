@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gpp_plugin.integrations.async_stage import AsyncStageEngine
 from gpp_plugin.integrations.checkpoint import load_checkpoint, save_checkpoint
 from gpp_plugin.integrations.gradients import GradientStore
 from gpp_plugin.integrations.stage_engine import StageEngine, StageGroups, TiedParameter
@@ -199,14 +200,22 @@ def make_batch(step: int, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def make_plan(case: str) -> PipelinePlan:
+def make_plan(case: str, schedule: str = "1f1b") -> PipelinePlan:
     """Return the plan of a case."""
     stages, edges, first = [], [], 0
     names = [name for name, *_ in CASES[case]]
     for name, (data, tensor), size in zip(names, GRIDS[case], SIZES[case], strict=True):
         ranks = tuple(range(first, first + data * tensor))
         stages.append(
-            Stage(name=name, blocks=(name,), ranks=ranks, tensor=tensor, micro_batch_size=size, in_flight=1)
+            Stage(
+                name=name,
+                blocks=(name,),
+                ranks=ranks,
+                tensor=tensor,
+                micro_batch_size=size,
+                in_flight=1,
+                schedule=schedule,
+            )
         )
         first += len(ranks)
     for dst, (_, _, _, received) in enumerate(CASES[case]):
@@ -253,9 +262,11 @@ class Rank:
         hooks: made from this rank's module and the plan's groups.
     """
 
-    def __init__(self, case: str, dtype: torch.dtype, make_hooks: Any, *, zero: int = 0) -> None:
+    def __init__(
+        self, case: str, dtype: torch.dtype, make_hooks: Any, *, zero: int = 0, schedule: str = "1f1b"
+    ) -> None:
         self.rank = dist.get_rank()
-        self.plan = make_plan(case)
+        self.plan = make_plan(case, schedule)
         programs = make_programs(self.plan, reduce_each_backward=zero == 2)
         program = programs[self.rank]
         self.index = program.stage
@@ -360,13 +371,13 @@ class SumHooks:
         return gradients
 
 
-def exact_gradients(cases: list[str]) -> dict[str, dict[str, Any]]:
-    """Return the loss and this rank's gradients of one mini-batch in double precision."""
+def exact_gradients(cases: list[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the loss and this rank's gradients of one mini-batch in double precision, by case and schedule."""
     answers = {}
-    for case in cases:
-        rank = Rank(case, torch.float64, SumHooks)
+    for case, schedule in cases:
+        rank = Rank(case, torch.float64, SumHooks, schedule=schedule)
         loss, gradients = rank.run(make_batch(0, torch.float64))
-        answers[case] = {"loss": loss, "gradients": gradients, "stage": rank.index}
+        answers[case, schedule] = {"loss": loss, "gradients": gradients, "stage": rank.index}
         rank.transport.close()
     return answers
 
@@ -387,8 +398,8 @@ def make_config(zero: int, **more: Any) -> dict[str, Any]:
 class _Recorded:
     """A stage engine that keeps the gradients of every step."""
 
-    def __init__(self, rank: Rank, config: dict[str, Any]) -> None:
-        self.engine = StageEngine(
+    def __init__(self, rank: Rank, config: dict[str, Any], *, kind: type[StageEngine] = StageEngine) -> None:
+        self.engine = kind(
             module=rank.module, config=config, plan=rank.plan, rank=rank.rank, groups=rank.groups
         )
         self.gradients: list[dict[str, Tensor]] = []
@@ -456,6 +467,19 @@ def overflow(case: str, name: str, zero: int) -> dict[str, Any]:
     rank.transport.close()
     same = all(torch.equal(p, q) for p, q in zip(rank.module.parameters(), before, strict=True))
     return {"overflow": result.overflow, "is_unchanged": same}
+
+
+def stage_norm(case: str) -> float:
+    """Return the norm of this rank's stage as an asynchronous stage finds it, every gradient 1 on every rank."""
+    rank = Rank(case, torch.float32, lambda r: _Recorded(r, make_config(0), kind=AsyncStageEngine))
+    engine: StageEngine = rank.hooks.engine  # type: ignore[attr-defined]
+    for parameter in engine.module.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    engine.accumulate()
+    engine.reduce_data()
+    norm = engine.step().grad_norm
+    rank.transport.close()
+    return norm
 
 
 def unequal_start(case: str) -> dict[str, Tensor]:

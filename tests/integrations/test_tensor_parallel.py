@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -22,12 +23,13 @@ def part_of(case: str, rank: int, stage: int, name: str, whole: Tensor) -> Tenso
 
 
 def test_losses_and_gradients_are_exact_in_double_precision():
-    answers = run_kept_ranks(jobs.exact_gradients, jobs.NUM_RANKS, list(jobs.CASES))
-    for case in jobs.CASES:
+    runs = list(itertools.product(jobs.CASES, ("1f1b", "zero_bubble")))
+    answers = run_kept_ranks(jobs.exact_gradients, jobs.NUM_RANKS, runs)
+    for case, schedule in runs:
         modules = jobs.alone(case, torch.float64)
         loss = jobs.alone_loss(case, modules, jobs.make_batch(0, torch.float64))
         loss.backward()
-        for rank, answer in enumerate(found[case] for found in answers):
+        for rank, answer in enumerate(found[case, schedule] for found in answers):
             assert answer["loss"] == pytest.approx(loss.item(), rel=1e-14)
             own = {n: p.grad for n, p in modules[answer["stage"]].named_parameters() if p.requires_grad}
             assert answer["gradients"].keys() == own.keys()
@@ -104,6 +106,14 @@ def test_training_goes_on_bit_for_bit_from_a_checkpoint(trained, case, zero):
 def test_an_overflow_of_one_rank_s_shard_skips_the_step_of_all(zero):
     answers = run_kept_ranks(jobs.overflow, jobs.NUM_RANKS, "grid", "block.up.weight", zero)
     assert all(answer == {"overflow": True, "is_unchanged": True} for answer in answers)
+
+
+def test_an_asynchronous_stage_counts_what_its_grid_holds_once():
+    norms = run_kept_ranks(jobs.stage_norm, jobs.NUM_RANKS, "grid")
+    for stage, module in zip(jobs.make_plan("grid").stages, jobs.alone("grid", torch.float32), strict=True):
+        count = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        for rank in stage.ranks:  # every element is summed over the data positions
+            assert norms[rank] == pytest.approx(stage.degree * count**0.5)
 
 
 def test_copies_start_equal_and_shards_do_not():

@@ -15,9 +15,12 @@ from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.messages import tensor_pairs
 from gpp_plugin.schedule.validate import validate_programs
+from gpp_plugin.schedule.validate_windows import validate_windows
+from gpp_plugin.schedule.windows import lower_windows
 from gpp_plugin.simulate.engine import predict_iteration_us, simulate_plan, simulate_programs
 from gpp_plugin.simulate.metrics import critical_path
 from tests.schedule.plans import make_plan
+from tests.schedule.test_async import random_async_plan
 
 KINDS = (TaskKind.FORWARD, TaskKind.BACKWARD)
 ACTIVATION, GRADIENT = Direction.ACTIVATION, Direction.GRADIENT
@@ -154,9 +157,8 @@ def test_a_tensor_size_that_does_not_divide_the_ranks_is_refused():
         build_schedules(dataclasses.replace(plan, stages=(plan.stages[0], wrong)))
 
 
-def random_grid_plan(rng: random.Random) -> PipelinePlan:
-    """Return a random plan, its stages' ranks as rows of 1 to 3 tensor ranks, numbered at random."""
-    plan = random_plan(rng)
+def with_rows(plan: PipelinePlan, rng: random.Random) -> PipelinePlan:
+    """Return the plan with rows of 1 to 3 tensor ranks in place of its ranks, numbered at random."""
     sizes = [rng.choice([1, 1, 2, 3]) for _ in plan.stages]
     numbers = list(range(sum(len(s.ranks) * t for s, t in zip(plan.stages, sizes, strict=True))))
     rng.shuffle(numbers)
@@ -164,12 +166,18 @@ def random_grid_plan(rng: random.Random) -> PipelinePlan:
     for stage, tensor in zip(plan.stages, sizes, strict=True):
         ranks = tuple(numbers.pop() for _ in range(len(stage.ranks) * tensor))
         stages.append(dataclasses.replace(stage, ranks=ranks, tensor=tensor))
-    made = [rng.choice([None, 0, 1]) for _ in stages]
+    return dataclasses.replace(plan, stages=tuple(stages))
+
+
+def random_grid_plan(rng: random.Random) -> PipelinePlan:
+    """Return a random plan on rows of tensor ranks, some of which hold tensors as shards."""
+    plan = with_rows(random_plan(rng), rng)
+    made = [rng.choice([None, 0, 1]) for _ in plan.stages]
     edges = tuple(
         dataclasses.replace(edge, src_shard_axis=made[edge.src], dst_shard_axis=rng.choice([None, 0, 1]))
         for edge in plan.edges
     )
-    return dataclasses.replace(plan, stages=tuple(stages), edges=edges)
+    return dataclasses.replace(plan, edges=edges)
 
 
 def test_random_graphs_of_grids_finish_whatever_the_times():
@@ -189,6 +197,13 @@ def test_random_graphs_of_grids_finish_whatever_the_times():
         for mode in ("asynchronous", "rendezvous"):
             assert simulate_programs(plan, programs, mode=mode).events
     assert grids > 30
+
+
+def test_asynchronous_windows_of_grids_are_proven():
+    for seed in range(20):
+        rng = random.Random(seed)
+        plan = with_rows(random_async_plan(rng), rng)
+        validate_windows(plan, lower_windows(plan))
 
 
 def test_tensor_ranks_run_each_task_together():

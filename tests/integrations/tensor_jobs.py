@@ -2,6 +2,7 @@
 
 case "beside"   encoder 1x1 ─┬─► first 1x2 ═(shards)═► second 1x2 ─► loss 1x1      ranks 0 | 1 2 | 3 4 | 5
                              └────────────────────────────────────────►┘
+case "tied"     the same, the first matrix of both blocks one parameter
 case "grid"     encoder 2x1 ─► loss 2x2                                            ranks 0 1 | 2 3 4 5
 """
 
@@ -160,8 +161,10 @@ CASES: dict[str, list[tuple[str, Any, str | None, tuple[str, ...]]]] = {
     ],
     "grid": [("encoder", Encoder, "x", ()), ("loss", BlockAndHead, "target", ("encoder",))],
 }
-GRIDS = {"beside": [(1, 1), (1, 2), (1, 2), (1, 1)], "grid": [(2, 1), (2, 2)]}
-SIZES = {"beside": [2, 1, 2, 4], "grid": [4, 2]}
+CASES["tied"] = CASES["beside"]
+GRIDS = {case: [(1, 1), (1, 2), (1, 2), (1, 1)] for case in ("beside", "tied")} | {"grid": [(2, 1), (2, 2)]}
+SIZES = {case: [2, 1, 2, 4] for case in ("beside", "tied")} | {"grid": [4, 2]}
+TIES = {"tied": (TiedParameter(name="up.weight", stages=(1, 2), owner=1),)}
 SHARDED = {"first"}
 
 
@@ -248,9 +251,14 @@ def make_plan(case: str, schedule: str = "1f1b") -> PipelinePlan:
 # ---- one rank --------------------------------------------------------------------------------------------
 
 
-def make_programs(plan: PipelinePlan, *, reduce_each_backward: bool) -> tuple[RankProgram, ...]:
+def make_programs(case: str, plan: PipelinePlan, *, reduce_each_backward: bool) -> tuple[RankProgram, ...]:
     schedules = build_schedules(plan)
-    programs = lower_schedules(plan, schedules, reduce_each_backward=reduce_each_backward)
+    programs = lower_schedules(
+        plan,
+        schedules,
+        reduce_each_backward=reduce_each_backward,
+        tied_stages={stage for tie in TIES.get(case, ()) for stage in tie.stages},
+    )
     validate_programs(plan, schedules, programs)
     return programs
 
@@ -267,11 +275,12 @@ class Rank:
     ) -> None:
         self.rank = dist.get_rank()
         self.plan = make_plan(case, schedule)
-        programs = make_programs(self.plan, reduce_each_backward=zero == 2)
+        self.ties = TIES.get(case, ())
+        programs = make_programs(case, self.plan, reduce_each_backward=zero == 2)
         program = programs[self.rank]
         self.index = program.stage
         self.stage = self.plan.stages[self.index]
-        self.groups = StageGroups.create(self.plan, timeout_s=60)
+        self.groups = StageGroups.create(self.plan, self.ties, timeout_s=60)
         group = self.groups.tensor[self.index] if self.stage.tensor > 1 else None
         self.module = make_module(case, self.index, group, dtype)
         self.hooks: StageHooks = make_hooks(self)
@@ -400,7 +409,12 @@ class _Recorded:
 
     def __init__(self, rank: Rank, config: dict[str, Any], *, kind: type[StageEngine] = StageEngine) -> None:
         self.engine = kind(
-            module=rank.module, config=config, plan=rank.plan, rank=rank.rank, groups=rank.groups
+            module=rank.module,
+            config=config,
+            plan=rank.plan,
+            rank=rank.rank,
+            groups=rank.groups,
+            tied=rank.ties,
         )
         self.gradients: list[dict[str, Tensor]] = []
 
@@ -512,7 +526,10 @@ def refused_tie() -> str:
 
 def alone(case: str, dtype: torch.dtype) -> list[nn.Module]:
     """Return the whole modules of a case."""
-    return [make_module(case, index, None, dtype) for index in range(len(CASES[case]))]
+    modules: list[Any] = [make_module(case, index, None, dtype) for index in range(len(CASES[case]))]
+    if case in TIES:
+        modules[2].up.weight = modules[1].up.weight
+    return modules
 
 
 def alone_loss(case: str, modules: list[nn.Module], batch: dict[str, Tensor]) -> Tensor:

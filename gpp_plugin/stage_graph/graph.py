@@ -227,6 +227,12 @@ class StageGraph:
                 f"stage {stage.name!r}: its {len(stage.ranks)} ranks {list(stage.ranks)} are no multiple of "
                 f"tensor={stage.tensor}; list tensor ranks for each data position"
             )
+        rows = [list(stage.ranks[i : i + stage.tensor]) for i in range(0, len(stage.ranks), stage.tensor)]
+        if any(row != sorted(row) for row in rows):
+            raise ConfigError(
+                f"stage {stage.name!r}: its tensor-parallel ranks {rows} do not ascend, as process groups number them; "
+                "list each data position's ranks in ascending order"
+            )
         for other in self._stages.values():
             both = sorted(set(other.ranks) & set(stage.ranks))
             if both:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.ir.memory_counts import MemoryCounts
 
 
@@ -121,14 +122,14 @@ class CountingKeeper:
         counter = self._counter
         counter.begin(micro_batch, (*parameters, *inputs))
 
-        def pack(tensor: Tensor) -> Tensor:
+        def pack(tensor: Tensor) -> Kept:
             counter.keep(micro_batch, tensor)
-            return tensor.detach()  # an operator must not hold its own result with all that led to it
+            return pack_kept(tensor)
 
         leaves = [received[index].requires_grad_(True) for index in self._leaves]
         call = self._calls[half is not None]
         assert call is not None, "a program with half forwards needs their code"
-        with saved_tensors_hooks(pack, _same):
+        with saved_tensors_hooks(pack, unpack_kept):
             return leaves, call(*parameters, *inputs, *received)
 
     def begin_backward(self, micro_batch: int) -> None:
@@ -150,5 +151,26 @@ class CountingKeeper:
         """Do nothing: the graphs hold all there is."""
 
 
-def _same(tensor: Tensor) -> Tensor:
+Kept = tuple[Tensor, int]
+"""A saved tensor and its version, which autograd does not check where there are hooks."""
+
+
+def pack_kept(tensor: Tensor) -> Kept:
+    """Return what stands for a saved tensor that stays where it is: not itself, or it would hold its own graph."""
+    return tensor.detach(), tensor._version
+
+
+def unpack_kept(kept: Kept) -> Tensor:
+    """Return the tensor.
+
+    Raises:
+        RuntimeFailure: it was written meanwhile.
+    """
+    tensor, version = kept
+    if tensor._version != version:
+        raise RuntimeFailure(
+            f"a tensor of shape {tuple(tensor.shape)} was written in place after it was saved for backward (version "
+            f"{version}, now {tensor._version}): a buffer that the forward uses and updates allows one micro-batch "
+            "in flight"
+        )
     return tensor

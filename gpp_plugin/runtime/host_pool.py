@@ -35,7 +35,7 @@ class HostPool:
     """Lends host buffers and takes them back.
 
     Args:
-        is_pinned: page-locked memory; needs CUDA.
+        is_pinned: page-locked memory; needs CUDA, whose allocator rounds it up to a power of two.
     """
 
     def __init__(self, *, is_pinned: bool) -> None:

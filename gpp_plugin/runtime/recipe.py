@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from gpp_plugin.errors import RuntimeFailure
-from gpp_plugin.runtime.counting import MemoryCounter
+from gpp_plugin.runtime.counting import Kept, MemoryCounter, pack_kept, unpack_kept
 from gpp_plugin.runtime.recompute import Held, RandomState, Replay, SecondForward
 from gpp_plugin.runtime.swap import HostLink, ReturnQueue, SwappedStorage, SwappedView
 
@@ -99,12 +99,12 @@ class _Returned:
         return self.queue.get(self.view)
 
 
-Packed = Tensor | _Again | _Returned
+Packed = Kept | _Again | _Returned
 
 
 def unpack(packed: Packed) -> Tensor:
     """Return the tensor that autograd saved."""
-    return packed if isinstance(packed, Tensor) else packed.get()
+    return unpack_kept(packed) if isinstance(packed, tuple) else packed.get()
 
 
 class Pass:
@@ -149,7 +149,7 @@ class Pass:
         """Do with a saved tensor what its action says, and return what stands for it."""
         if action is None:
             self.count(tensor)
-            return tensor.detach()  # an operator must not hold its own result with all that led to it
+            return pack_kept(tensor)
         if isinstance(action, Drop):
             return _Again(self.replays[action.segment], place)
         return _Returned(self.queue, self.move(tensor, action.slot))

@@ -113,7 +113,7 @@ def _layout(
     scratch = {
         policy.root(argument.name) for node in own for argument in written_arguments(node)
     } & fixed  # fmt: skip
-    snapshots = {name for name in scratch if _is_read(name, own, policy)}
+    snapshots = frozenset(name for name in scratch if _is_read(name, own, policy))
     known = {node.name for node in own | replicated} | (fixed - snapshots)
     found = []
     for run in runs:
@@ -165,7 +165,8 @@ def _is_read(name: str, own: set[fx.Node], policy: MemoryPolicy) -> bool:
     """Return whether a segment's results depend on the value of an input that it writes into."""
     for node in own:
         written = written_arguments(node)
-        statistics = {node.args[i] for i in _STATISTICS.get(node.target, ())} if written else set()
+        positions = _STATISTICS.get(node.target, ()) if written else ()  # type: ignore[call-overload]
+        statistics = {node.args[i] for i in positions}
         for source in node.all_input_nodes:
             if policy.root(source.name) != name or source in statistics:
                 continue

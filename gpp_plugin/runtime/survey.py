@@ -157,6 +157,7 @@ class _Interpreter(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, survey: _SurveyPass) -> None:
         super().__init__(module)
+        self.extra_traceback = False  # an operator's error is told as in any other pass
         self._survey = survey
 
     def run_node(self, n: fx.Node) -> Any:

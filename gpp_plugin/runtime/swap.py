@@ -136,7 +136,7 @@ class SwappedStorage:
         return SwappedView(
             storage=self,
             dtype=tensor.dtype,
-            offset=tensor.storage_offset(),
+            offset=int(tensor.storage_offset()),
             shape=tuple(tensor.shape),
             strides=tensor.stride(),
         )

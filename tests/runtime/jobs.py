@@ -83,6 +83,7 @@ def with_saved_plan(job: Job, plan: PipelinePlan) -> Job:
 def train(jobs: list[Job]) -> list[dict[str, Any]]:
     """Train each job in turn on this rank; return losses, this stage's first gradients, and the plan."""
     import deepspeed
+    import torch
 
     import gpp_plugin
 
@@ -96,6 +97,7 @@ def train(jobs: list[Job]) -> list[dict[str, Any]]:
             job = with_saved_plan(job, deepspeed.initialize(model=wrapped, config=make_config(job))[0].plan)
         engine, *_ = deepspeed.initialize(model=wrapped, config=make_config(job))
         engine.retain_gradients()
+        torch.manual_seed(job.get("seed", torch.initial_seed()))
         losses: list[float] = []
         gradients: dict[str, Tensor] | None = None
         first_buffers: dict[str, Tensor] = {}

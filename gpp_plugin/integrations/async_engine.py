@@ -27,6 +27,7 @@ from gpp_plugin.integrations.engine import LOADING_TIMEOUT_S, GraphPipelineEngin
 from gpp_plugin.integrations.metrics import keep_timeline
 from gpp_plugin.integrations.stage_config import derive_stage_config
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.plan.stock import STOCK
 from gpp_plugin.runtime.pipeline import Lane, channels_of, tied_stages
 from gpp_plugin.runtime.stage_source import Reference
@@ -38,13 +39,25 @@ from gpp_plugin.schedule.validate_windows import validate_windows
 from gpp_plugin.schedule.windows import lower_windows
 
 
-def check_asynchronous_config(ds_config: Mapping[str, Any], config: GraphPipelineConfig) -> None:
+def check_asynchronous_config(
+    ds_config: Mapping[str, Any], config: GraphPipelineConfig, *, is_captured: bool = True
+) -> None:
     """Refuse what cannot be combined with mode async, before anything is captured.
+
+    Args:
+        is_captured: the model is one module to capture, whose stages take their weights as arguments.
 
     Raises:
         ConfigError: names the key and what to do.
     """
     where = f"{BLOCK}.mode: async"
+    if not is_captured:
+        raise ConfigError(
+            f"{where} keeps several versions of a stage's weights, which modules of a StageGraph hold themselves; "
+            "pass one model to be captured, or set mode to sync"
+        )
+    if config.p2p != NATIVE:
+        raise ConfigError(f"{where} sends over our own transport only; remove {BLOCK}.p2p")
     if config.planner == STOCK:
         raise ConfigError(
             f"{where} cannot run planner {STOCK}, DeepSpeed's synchronous pipeline; choose another"
@@ -257,6 +270,12 @@ class AsyncPipelineEngine(GraphPipelineEngine):
             raise
 
     # ---- what needs an empty pipeline ------------------------------------------------------------
+
+    def destroy(self) -> None:
+        """Empty the pipeline and let go of everything (`GraphPipelineEngine.destroy`)."""
+        if self._failure is None:
+            self.flush()
+        super().destroy()
 
     def eval_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Empty the pipeline and evaluate (`GraphPipelineEngine.eval_batch`)."""

@@ -69,8 +69,8 @@ def check_rehearsable(plan: PipelinePlan) -> None:
         raise PlanError("the plan has no stages; make it anew with gpp plan --out")
     if plan.mode != "sync":
         raise PlanError(
-            f"its mode is {plan.mode!r}, a step after every backward, which the runtime does not run; "
-            "plan with one step a mini-batch"
+            f"its mode is {plan.mode!r}, a step after every backward, which a rehearsal does not run; simulate it with "
+            "gpp simulate, or plan with one step a mini-batch"
         )
     ranks = sorted(rank for stage in plan.stages for rank in stage.ranks)
     if ranks != list(range(len(ranks))):

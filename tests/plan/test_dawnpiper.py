@@ -143,9 +143,7 @@ def test_what_fits_nowhere_is_told_the_bytes_and_the_nearest_that_fits():
         make_plan("dawnpiper", request)
 
 
-def test_other_planners_refuse_asynchronous_pipelines():
-    with pytest.raises(PlanError, match="choose dawnpiper or vpipe"):
-        make_plan("uniform", tight_request(mode="async", cluster=make_cluster(4)))
+def test_modes_are_sync_and_async():
     with pytest.raises(PlanError, match="no mode"):
         make_plan("uniform", tight_request(mode="lazy"))
 

@@ -48,8 +48,8 @@ def capture_model(
 
     Args:
         batch: tensors with the samples along axis 0, and constants (``return_loss=True``).
-        training: capture as after ``model.train()``; else as after ``model.eval()``, where a loss is
-            optional.
+        training: capture as after ``model.train()``; else as after ``model.eval()``. A loss is optional in
+            evaluation, and where outputs are asked for.
         outputs: fields of the model's output to return beside the loss, e.g. ``("logits",)``.
         dtype: floating parameters and batch tensors become this type before tracing; buffers keep theirs.
         device: the device the graph will run on; the CPU by default.

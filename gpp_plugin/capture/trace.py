@@ -112,7 +112,8 @@ def export_model(
         CaptureError: the model cannot be exported; names the module, the line and the remedy.
     """
     _, constants = split_batch(batch)
-    wrapper = LossWrapper(shadow.model, constants, outputs, needs_loss=training)
+    # a part of a larger model is trained by what reads its outputs
+    wrapper = LossWrapper(shadow.model, constants, outputs, needs_loss=training and not outputs)
     wrapper.training = training
     try:
         with torch.enable_grad():

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.errors import CheckpointError, ConfigError
+from gpp_plugin.integrations.given_part import PartHolder, cut_part
 from gpp_plugin.integrations.materialize import release_parameters
 from gpp_plugin.integrations.model_source import CapturedModel, ModelSource
 from gpp_plugin.integrations.preparation import PREPARATION_TIMEOUT_S, Setting, plan_profiled
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.profile import Profile
-from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.fixed import FixedStage
 from gpp_plugin.profile.analytic import default_sample_counts
 from gpp_plugin.profile.measure import describe_device
@@ -26,9 +25,12 @@ from gpp_plugin.runtime.batches import Batch, check_batch
 from gpp_plugin.runtime.pipeline import Lane
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference, StageSource
+from gpp_plugin.stage_graph.costs import StageCosts
 from gpp_plugin.stage_graph.graph import StageGraph
 from gpp_plugin.stage_graph.job import GraphJob
+from gpp_plugin.stage_graph.module import GivenModule
 from gpp_plugin.stage_graph.probe import Place
+from gpp_plugin.stage_graph.resolve import GraphStage
 
 
 def source_of(model: nn.Module | StageGraph, *, config: GraphPipelineConfig, setting: Setting) -> ModelSource:
@@ -47,6 +49,7 @@ class GivenGraph:
         self._config = config
         self._setting = setting
         self._made: GraphJob | None = None
+        self._holder: PartHolder | None = None
 
     @property
     def _job(self) -> GraphJob:
@@ -78,30 +81,39 @@ class GivenGraph:
             num_ranks=setting.num_ranks,
             loss_unit=setting.sizes.loss_unit,
             seed=self._config.seed,
+            granularity=self._config.granularity,
         )
         reference = job.reference()
         counts = self._sample_counts(job)
-        costs = job.measure(counts, optimizer_bytes=setting.optimizer_bytes)
-        impossible = [cost.samples[0] for cost in costs if cost.samples[0] != counts[cost.block][0]]
-        profile = Profile(
-            graph=fingerprint(reference.block_graph),
-            device=describe_device(setting.device, torch.get_num_threads()),
-            source="measured",
-            costs=costs,
+        costs = job.measure(
+            counts, optimizer_bytes=setting.optimizer_bytes, cache_dir=self._config.profile_dir
         )
-        plan = call_on_rank_zero(
-            lambda: plan_profiled(
+        device = describe_device(setting.device, torch.get_num_threads())
+        impossible = [
+            cost.samples[0]
+            for stage, blocks in costs.by_stage.items()
+            for cost in blocks
+            if cost.samples[0] > counts[stage][0]
+        ]
+
+        def make_plan() -> PipelinePlan:
+            least = max(impossible, default=1)
+            pieces = [
+                piece
+                for stage in job.resolved.stages
+                for piece in self._pieces(job, stage, costs, device=device, least=least)
+            ]
+            return plan_profiled(
                 reference.block_graph,
-                profile,
+                costs.profile(reference.block_graph, device=device),
                 config=self._config,
                 setting=setting,
-                smallest_local_batch=max(impossible, default=1),
-                fixed=self._fixed_stages(job),
-            ),
-            PipelinePlan,
-            what="plan",
-            group=setting.group,
-            timeout_s=PREPARATION_TIMEOUT_S,
+                smallest_local_batch=least,
+                fixed=pieces,
+            )
+
+        plan = call_on_rank_zero(
+            make_plan, PipelinePlan, what="plan", group=setting.group, timeout_s=PREPARATION_TIMEOUT_S
         )
         return reference, plan
 
@@ -113,6 +125,11 @@ class GivenGraph:
         is_searched = self._config.micro_batch_sizes == "search" or unit == sizes.mini_batch
         counts: dict[str, Sequence[int]] = {}
         for stage in job.resolved.stages:
+            if stage.is_captured:
+                counts[stage.name] = (
+                    default_sample_counts(unit) if is_searched else sorted({max(unit // 2, 1), unit})
+                )
+                continue
             size = stage.spec.micro_batch_size or self._size_asked_for(stage.name)
             local = None if size is None else max(size * stage.spec.tensor // len(stage.spec.ranks), 1)
             if stage.name in job.coupled:
@@ -131,17 +148,33 @@ class GivenGraph:
             self._setting.sizes.mini_batch if asked == "full" else asked if isinstance(asked, int) else None
         )
 
-    def _fixed_stages(self, job: GraphJob) -> list[FixedStage]:
-        return [
-            FixedStage(
-                name=stage.name,
-                blocks=(stage.name,),
-                ranks=stage.spec.ranks,
-                tensor=stage.spec.tensor,
-                micro_batch_size=stage.spec.micro_batch_size,
-            )
-            for stage in job.resolved.stages
-        ]
+    def _pieces(
+        self, job: GraphJob, stage: GraphStage, costs: StageCosts, *, device: str, least: int
+    ) -> list[FixedStage]:
+        """Return a stage as it is, or what the planner cuts a captured part into."""
+        spec = stage.spec
+        if not stage.is_captured:
+            return [
+                FixedStage(
+                    name=stage.name,
+                    blocks=(stage.name,),
+                    ranks=spec.ranks,
+                    tensor=spec.tensor,
+                    micro_batch_size=spec.micro_batch_size,
+                )
+            ]
+        graph = job.views(is_training=True)[stage.name].blocks
+        return cut_part(
+            graph,
+            costs.profile(graph, device=device, stage=stage.name),
+            name=stage.name,
+            ranks=spec.ranks,
+            num_stages=spec.num_pieces if isinstance(spec.num_pieces, int) else None,
+            micro_batch_size=spec.micro_batch_size,
+            config=self._config,
+            setting=self._setting,
+            smallest_local_batch=least,
+        )
 
     def analyse(self, batch: Batch, outputs: Sequence[str]) -> Reference:
         """Return the graph in evaluation, for batches of these keys; collective.
@@ -165,17 +198,25 @@ class GivenGraph:
 
     def make_module(self, lane: Lane, sample_batch: Batch) -> StageModule:
         """Return this rank's stage and let go of modules that other ranks run."""
+        own = self._job.own
         for spec in self._graph.stages:
             if isinstance(spec.make, nn.Module) and self._setting.rank not in spec.ranks:
                 release_parameters(spec.make)
-        lane.prepare(sample_batch)
-        return self._job.module
+        if isinstance(own, GivenModule):
+            lane.prepare(sample_batch)
+            return own
+        self._holder = PartHolder(own, config=self._config, setting=self._setting)
+        return self._holder.make_module(lane, sample_batch)
 
     def complete_module(self, module: StageModule, names: Iterable[str]) -> None:
-        """Do nothing: a module has what it reads."""
+        """Give a captured part what only evaluation reads; a module has what it reads."""
+        if self._holder is not None:
+            self._holder.complete_module(module, names)
 
     def share_weights(self, module: StageModule) -> None:
-        """Do nothing: the stage is the user's own module."""
+        """Let a captured module see its weights; another stage is the user's own module."""
+        if self._holder is not None:
+            self._holder.share_weights(module)
 
     def save_pretrained(
         self,
@@ -204,9 +245,26 @@ def _check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
         ConfigError: names the key.
     """
     number = len(graph.stages)
+    is_given = all(stage.num_pieces is None for stage in graph.stages)
     for key, value, wrong, fix in (
-        ("planner", config.planner, config.planner != "auto", "its stages are given; remove the key"),
-        ("stages", config.stages, config.stages not in ("auto", number), f"it has {number}; remove the key"),
+        (
+            "planner",
+            config.planner,
+            is_given and config.planner != "auto",
+            "its stages are given; remove the key",
+        ),
+        (
+            "stages",
+            config.stages,
+            config.stages not in ("auto", number if is_given else "auto"),
+            f"it has {number}; remove the key",
+        ),
+        (
+            "mode",
+            config.mode,
+            config.mode != "sync",
+            "modules of its stages keep one set of weights; remove the key",
+        ),
         ("weights", config.weights, config.weights is not None, "factories make its weights; remove the key"),
         (
             "data_parallel",

@@ -112,7 +112,7 @@ class CapturedModel:
         tensors = materialize_for(self._model, names, setting=self._setting, config=self._config)
         own_tensors = dict(self._model.named_parameters())
         # what was cast is a copy: the model keeps only what the stage shares with it, and its buffers
-        shared = {n for n, t in tensors.items() if n in own_tensors and _is_same(own_tensors[n], t)}
+        shared = {n for n, t in tensors.items() if n in own_tensors and is_same(own_tensors[n], t)}
         release_parameters(self._model, keep=shared.union(p.name for p in known.values() if p.is_buffer))
         frozen = {name for name in names if not known[name].requires_grad or name not in used}
         return StageModule(
@@ -164,5 +164,6 @@ class CapturedModel:
         )
 
 
-def _is_same(tensor: Tensor, other: Tensor) -> bool:
+def is_same(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same memory."""
     return not tensor.is_meta and tensor.data_ptr() == other.data_ptr()

@@ -170,7 +170,7 @@ def plan_profiled(
     """
     spec = None if config.plan is None else _read_plan(config.plan)
     modules, stages = _wanted_sizes(graph, config, setting.sizes.mini_batch, spec)
-    request = _request(graph, config, setting, profile, modules, smallest_local_batch=smallest_local_batch)
+    request = plan_request(graph, config, setting, profile, modules, smallest_local_batch=smallest_local_batch)
     if spec is not None:
         plan = explicit_plan(spec, request)
         _check_agreement(plan, config, spec)
@@ -288,7 +288,7 @@ def _read_plan(plan: str | dict[str, Any]) -> dict[str, Any]:
     return loaded
 
 
-def _request(
+def plan_request(
     graph: BlockGraph,
     config: GraphPipelineConfig,
     setting: Setting,
@@ -297,6 +297,7 @@ def _request(
     *,
     smallest_local_batch: int,
 ) -> PlanRequest:
+    """Return what the configuration asks a planner for."""
     mini_batch = setting.sizes.mini_batch
     limit = config.memory.limit_gb
     is_async = config.mode == "async"  # every micro-batch is a step: its size is the user's, never a planner's

@@ -12,13 +12,16 @@ from gpp_plugin.runtime.stage_module import StageFunction
 from gpp_plugin.stage_graph.resolve import GraphStage
 
 
-def named_outputs(stage: GraphStage, returned: Any) -> dict[str, Tensor]:
+def named_outputs(stage: str, nodes: Sequence[tuple[str, str]], returned: Any) -> dict[str, Tensor]:
     """Return what a stage's module returned as "stage.output" -> tensor.
+
+    Args:
+        nodes: (field of what the module returns, "stage.output").
 
     Raises:
         ConfigError: it is not what the stage's outputs say.
     """
-    fields = [field for field, _ in stage.nodes]
+    fields = [field for field, _ in nodes]
     listed = ", ".join(map(repr, fields))
     if isinstance(returned, Tensor):
         values: list[Any] = [returned]
@@ -26,7 +29,7 @@ def named_outputs(stage: GraphStage, returned: Any) -> dict[str, Tensor]:
         missing = [field for field in fields if field not in returned]
         if missing:
             raise ConfigError(
-                f"stage {stage.name!r}: its module returned no {missing[0]!r}, only {', '.join(map(str, returned))}; "
+                f"stage {stage!r}: its module returned no {missing[0]!r}, only {', '.join(map(str, returned))}; "
                 f"its outputs are {listed}"
             )
         values = [returned[field] for field in fields]
@@ -34,19 +37,17 @@ def named_outputs(stage: GraphStage, returned: Any) -> dict[str, Tensor]:
         values = list(returned)
     else:
         raise ConfigError(
-            f"stage {stage.name!r}: its module returned a {type(returned).__name__}; return a tensor, a tuple or a "
+            f"stage {stage!r}: its module returned a {type(returned).__name__}; return a tensor, a tuple or a "
             f"dict of its outputs {listed}"
         )
     if len(values) != len(fields):
-        raise ConfigError(
-            f"stage {stage.name!r}: its module returned {_count(values)}; its outputs are {listed}"
-        )
+        raise ConfigError(f"stage {stage!r}: its module returned {_count(values)}; its outputs are {listed}")
     for field, value in zip(fields, values, strict=True):
         if not isinstance(value, Tensor):
             raise ConfigError(
-                f"stage {stage.name!r}: output {field!r} is a {type(value).__name__}; outputs are tensors"
+                f"stage {stage!r}: output {field!r} is a {type(value).__name__}; outputs are tensors"
             )
-    return {node: value for (_, node), value in zip(stage.nodes, values, strict=True)}
+    return {node: value for (_, node), value in zip(nodes, values, strict=True)}
 
 
 def _count(values: Sequence[Any]) -> str:
@@ -76,7 +77,8 @@ def stage_function(stage: GraphStage, module: nn.Module, outputs: Sequence[str])
     wanted = tuple(outputs)
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-        found = named_outputs(stage, module(**{keyword: tensors[place] for keyword, place in places}))
+        returned = module(**{keyword: tensors[place] for keyword, place in places})
+        found = named_outputs(stage.name, stage.nodes, returned)
         if total is not None and total not in found:
             found[total] = sum(found[node] for node in stage.losses)  # type: ignore[assignment]
         return tuple(found[name] for name in wanted)

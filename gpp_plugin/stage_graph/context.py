@@ -22,7 +22,8 @@ class StageContext:
         dtype: training precision; floating parameters are cast to it.
         data_group: ranks of the same tensor position, which hold the same weights and take other samples; None
             only where torch.distributed is not initialised.
-        tensor_group: ranks of the same data position, which share out the weights; likewise.
+        tensor_group: ranks of the same data position, which share out the weights; likewise. It takes tensors of the
+            device and of the CPU.
         data_rank, data_size: this rank's data position, and how many there are.
         tensor_rank, tensor_size: this rank's tensor position, and how many there are.
     """
@@ -51,7 +52,8 @@ def make_context(
     for stage in stages:
         rows = [stage.ranks[i : i + stage.tensor] for i in range(0, len(stage.ranks), stage.tensor)]
         columns = [stage.ranks[i :: stage.tensor] for i in range(stage.tensor)]
-        tensor_group, data_group = _own_group(rows, rank), _own_group(columns, rank)
+        both = "cpu:gloo,cuda:nccl" if device.type == "cuda" else None
+        tensor_group, data_group = _own_group(rows, rank, backend=both), _own_group(columns, rank)
         if rank in stage.ranks:
             data_rank, tensor_rank = divmod(stage.ranks.index(rank), stage.tensor)
             own = StageContext(
@@ -70,13 +72,15 @@ def make_context(
     return own
 
 
-def _own_group(members: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
+def _own_group(
+    members: Sequence[Sequence[int]], rank: int, *, backend: str | None = None
+) -> dist.ProcessGroup | None:
     """Create a group of each of ``members`` and return the one that ``rank`` is in."""
     if not dist.is_initialized():
         return None
     found = None
     for ranks in members:
-        group = dist.new_group(list(ranks))
+        group = dist.new_group(list(ranks), backend=backend)
         if rank in ranks:
             assert isinstance(group, dist.ProcessGroup)
             found = group

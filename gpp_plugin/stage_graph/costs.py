@@ -5,6 +5,7 @@ The number of runs is fixed: ranks that compute one stage together meet in its c
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import statistics
 from collections.abc import Mapping, Sequence
@@ -13,13 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpp_plugin.errors import ConfigError
-from gpp_plugin.ir.profile import BlockCost
+from gpp_plugin.capture.graph import CapturedGraph
+from gpp_plugin.errors import CaptureError, ConfigError
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.profile import BlockCost, Profile, SharedStorage, TiedCost
+from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.profile.measure import profile_blocks
 from gpp_plugin.profile.memory import LiveBytes, SavedStorages
 from gpp_plugin.profile.timing import Stopwatch
 from gpp_plugin.runtime.agree import exchange
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.stage_graph.module import GivenModule
+from gpp_plugin.stage_graph.part import ARGUMENT, CapturedPart
 from gpp_plugin.stage_graph.probe import Place, Survey, call_stage, stage_arguments, undisturbed
 from gpp_plugin.stage_graph.resolve import GraphStage, ResolvedGraph
 
@@ -38,44 +44,138 @@ class _Run:
     transient_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCosts:
+    """What all blocks of a stage graph cost.
+
+    Args:
+        shared, tied: as of `Profile`, of captured parts.
+        by_stage: stage, as the user gave it -> the costs of its blocks.
+    """
+
+    shared: tuple[SharedStorage, ...]
+    tied: tuple[TiedCost, ...]
+    by_stage: Mapping[str, tuple[BlockCost, ...]]
+
+    def profile(self, graph: BlockGraph, *, device: str, stage: str | None = None) -> Profile:
+        """Return them as the profile of the whole graph, or of one captured part."""
+        stages = self.by_stage if stage is None else {stage: self.by_stage[stage]}
+        blocks = {block.name for block in graph.blocks}
+        return Profile(
+            graph=fingerprint(graph),
+            device=device,
+            source="measured",
+            costs=tuple(cost for costs in stages.values() for cost in costs),
+            shared=tuple(storage for storage in self.shared if blocks.issuperset(storage.blocks)),
+            tied=tuple(tie for tie in self.tied if blocks.issuperset(tie.blocks)),
+        )
+
+
 def measure_stages(
     graph: ResolvedGraph,
-    own: GivenModule,
+    own: GivenModule | CapturedPart,
     place: Place,
     batch: Batch,
     survey: Survey,
     *,
     counts: Mapping[str, Sequence[int]],
     optimizer_bytes: float,
-) -> tuple[BlockCost, ...]:
+    cache_dir: str | None = None,
+) -> StageCosts:
     """Return the costs of every stage, the same on every rank; collective over all ranks.
 
     Args:
         counts: stage -> numbers of samples to time it at, increasing; those that its module cannot do are left
             out, but for the largest.
         optimizer_bytes: optimizer state for each trained parameter.
+        cache_dir: where profiles of captured parts are kept.
 
     Raises:
         ConfigError: a stage fails at its largest number of samples.
     """
-    costs = []
+    by_stage: dict[str, tuple[BlockCost, ...]] = {}
+    shared: list[SharedStorage] = []
+    tied: list[TiedCost] = []
     for stage in graph.stages:
-        is_mine = place.rank in stage.spec.ranks
+        first = stage.spec.ranks[0]
+        is_mine = place.rank == first if stage.is_captured else place.rank in stage.spec.ranks
 
-        def time_own(stage: GraphStage = stage) -> BlockCost:
-            return _cost(stage, own, place, batch, survey, counts[stage.name], optimizer_bytes)
+        def time_own(stage: GraphStage = stage, is_mine: bool = is_mine) -> Profile | None:
+            if not is_mine:
+                return None
+            if isinstance(own, CapturedPart):
+                return _part_profile(
+                    own, place, batch, survey, counts[stage.name], optimizer_bytes, cache_dir
+                )
+            cost = _cost(stage, own, place, batch, survey, counts[stage.name], optimizer_bytes)
+            return Profile(graph="", device="", source="measured", costs=(cost,))
 
-        told = exchange(
-            lambda run=time_own if is_mine else None: None if run is None else run(),  # type: ignore[misc]
-            what=f"profile of stage {stage.name!r}",
-            group=place.group,
-        )
-        cost = told[stage.spec.ranks[0]] if place.group is not None else told[0]
-        assert cost is not None, "a stage's first rank times it"
-        costs.append(cost)
+        told = exchange(time_own, what=f"profile of stage {stage.name!r}", group=place.group)
+        profile = told[first]
+        assert profile is not None, "a stage's first rank times it"
+        by_stage[stage.name] = profile.costs
+        shared += profile.shared
+        tied += profile.tied
         if place.rank == 0:
-            logger.info("profiling: stage %s, %.0f us a micro-batch", stage.name, cost.forward_us[-1])
-    return tuple(costs)
+            longest = sum(cost.forward_us[-1] for cost in profile.costs)
+            logger.info("profiling: stage %s, a forward of %.0f us", stage.name, longest)
+    return StageCosts(shared=tuple(shared), tied=tuple(tied), by_stage=by_stage)
+
+
+def _part_profile(
+    part: CapturedPart,
+    place: Place,
+    batch: Batch,
+    survey: Survey,
+    counts: Sequence[int],
+    optimizer_bytes: float,
+    cache_dir: str | None,
+) -> Profile:
+    """Profile a captured part's blocks, and call them as the whole graph does."""
+    stage = part.stage
+    analysis = survey.analyses[stage.name]
+    captures: dict[int, CapturedGraph] = {}
+    for count in sorted({*counts, analysis.op_graph.num_samples}):
+        try:
+            arguments = part.arguments(batch, survey.shapes.tensors, count)
+            captures[count] = part.capture_again(analysis, arguments)
+        except CaptureError as error:
+            logger.info("%d samples at a time are not possible: %s", count, error)
+    base = captures[analysis.op_graph.num_samples]
+    view = part.view(base, survey.shapes.tensors)
+    largest = max(captures)
+    rows = stage_arguments(
+        stage,
+        batch,
+        largest,
+        place,
+        tensors=survey.shapes.tensors,
+        values=survey.values,
+        largest=largest,
+    )
+    profile = profile_blocks(
+        base,
+        part.local_graph(base),
+        model_state={**dict(part.model.named_parameters()), **dict(part.model.named_buffers())},
+        batch={ARGUMENT + name: tensor.detach() for name, tensor in rows.items()},
+        capture_at=captures.__getitem__,
+        sample_counts=sorted(captures),
+        device=place.device,
+        threads=torch.get_num_threads(),
+        optimizer_bytes_per_parameter=optimizer_bytes,
+        cache_dir=cache_dir,
+    )
+    called = {local: name for name, local in view.local_blocks.items()}
+
+    def renamed(blocks: Sequence[str]) -> tuple[str, ...]:
+        return tuple(called[block] for block in blocks)
+
+    return dataclasses.replace(
+        profile,
+        costs=tuple(dataclasses.replace(cost, block=called[cost.block]) for cost in profile.costs),
+        shared=tuple(dataclasses.replace(s, blocks=renamed(s.blocks)) for s in profile.shared),
+        tied=tuple(dataclasses.replace(t, blocks=renamed(t.blocks)) for t in profile.tied),
+    )
 
 
 def _cost(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 from gpp_plugin.ir.analysis import Analysis
@@ -9,6 +10,7 @@ from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
 from gpp_plugin.ir.op_graph import OpGraph, OpNode, Parameter
 from gpp_plugin.runtime.stage_source import Reference
 from gpp_plugin.stage_graph.call import loss_node
+from gpp_plugin.stage_graph.part import PartView
 from gpp_plugin.stage_graph.resolve import GraphStage, ResolvedGraph
 from gpp_plugin.stage_graph.shapes import Shapes
 
@@ -23,14 +25,16 @@ def describe_graph(
     called: Mapping[str, str],
     *,
     coupled: frozenset[str],
+    views: Mapping[str, PartView],
     is_training: bool,
     outputs: Sequence[str] = (),
 ) -> Reference:
-    """Return what the engine goes by: one block a stage.
+    """Return what the engine goes by: one block a stage, and the blocks of captured parts.
 
     Args:
         called: "stage.parameter" of a tied parameter -> what it is called on every stage.
         coupled: stages that compute on whole loss units.
+        views: captured parts.
         outputs: names asked for in evaluation; those that the graph lacks are left out.
     """
     parameters, holders = _merged(tensors, called)
@@ -49,14 +53,28 @@ def describe_graph(
     blocks = BlockGraph(
         model=graph.name,
         num_samples=shapes.num_samples,
-        blocks=tuple(_block(stage, holders[stage.name], stage.name in coupled) for stage in graph.stages),
-        edges=_edges(graph),
-        tensors={node: shapes.tensors[node] for stage in graph.stages for _, node in stage.received},
+        blocks=tuple(
+            block
+            for stage in graph.stages
+            for block in (
+                _part_blocks(stage, views[stage.name])
+                if stage.is_captured
+                else [_block(stage, holders[stage.name], stage.name in coupled)]
+            )
+        ),
+        edges=(*(edge for view in views.values() for edge in view.blocks.edges), *_edges(graph, views)),
+        tensors={
+            **{name: spec for view in views.values() for name, spec in view.blocks.tensors.items()},
+            **{node: shapes.tensors[node] for stage in graph.stages for _, node in stage.received},
+        },
         loss_block=losses[0].name if losses else None,
         tied={
-            p.name: tuple(stage for stage, held in holders.items() if p.name in {h.name for h in held})
-            for p in parameters
-            if p.aliases and _num_holders(p.name, holders) > 1
+            **{name: blocks for view in views.values() for name, blocks in view.blocks.tied.items()},
+            **{
+                p.name: tuple(stage for stage, held in holders.items() if p.name in {h.name for h in held})
+                for p in parameters
+                if p.aliases and _num_holders(p.name, holders) > 1
+            },
         },
         more_losses=tuple(stage.name for stage in losses[1:]),
     )
@@ -127,19 +145,41 @@ def _block(stage: GraphStage, held: Sequence[Parameter], is_coupled: bool) -> Bl
     )
 
 
-def _edges(graph: ResolvedGraph) -> tuple[BlockEdge, ...]:
-    """Return an edge for each pair of stages and way in which their tensor ranks hold what passes between them."""
+def _part_blocks(stage: GraphStage, view: PartView) -> list[Block]:
+    """Return a captured part's blocks, which read batch keys under their names in the batch."""
+    keys = dict(stage.batch_inputs)
+    return [
+        dataclasses.replace(block, inputs=tuple(keys[name] for name in block.inputs if name in keys))
+        for block in view.blocks.blocks
+    ]
+
+
+def _edges(graph: ResolvedGraph, views: Mapping[str, PartView]) -> tuple[BlockEdge, ...]:
+    """Return an edge for each pair of blocks and way in which their tensor ranks hold what passes between them."""
     between: dict[tuple[str, str, int | None, int | None], dict[str, None]] = {}
     for stage in graph.stages:
         kept = dict(stage.spec.sharded_inputs)
         for keyword, node in stage.received:
-            maker, _, output = node.rpartition(".")
-            made = dict(graph.stage(maker).spec.sharded_outputs)
-            between.setdefault((maker, stage.name, made.get(output), kept.get(keyword)), {})[node] = None
+            stage_name, _, output = node.rpartition(".")
+            maker = graph.stage(stage_name)
+            made = dict(maker.spec.sharded_outputs)
+            src = _maker(views[maker.name], node) if maker.is_captured else maker.name
+            for dst in _readers(views[stage.name], keyword) if stage.is_captured else [stage.name]:
+                between.setdefault((src, dst, made.get(output), kept.get(keyword)), {})[node] = None
     return tuple(
         BlockEdge(src=src, dst=dst, tensors=tuple(nodes), src_shard_axis=src_axis, dst_shard_axis=dst_axis)
         for (src, dst, src_axis, dst_axis), nodes in between.items()
     )
+
+
+def _maker(view: PartView, node: str) -> str:
+    """Return the block of a captured part that makes an output."""
+    return next(block.name for block in view.blocks.blocks if node in block.nodes)
+
+
+def _readers(view: PartView, argument: str) -> list[str]:
+    """Return the blocks of a captured part that read an argument."""
+    return [block.name for block in view.blocks.blocks if argument in block.inputs]
 
 
 def _output(graph: ResolvedGraph, name: str) -> str | None:

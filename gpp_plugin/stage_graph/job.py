@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from gpp_plugin.capture.samples import count_samples
 from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.op_graph import Parameter
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.profile import BlockCost
 from gpp_plugin.runtime.agree import exchange
 from gpp_plugin.runtime.batches import Batch, shape_key
 from gpp_plugin.runtime.stage_source import Reference, StageCode
 from gpp_plugin.stage_graph.call import IDLE, loss_node, stage_function
 from gpp_plugin.stage_graph.context import make_context
-from gpp_plugin.stage_graph.costs import measure_stages
-from gpp_plugin.stage_graph.describe import Tensors, describe_graph
+from gpp_plugin.stage_graph.costs import StageCosts, measure_stages
+from gpp_plugin.stage_graph.describe import describe_graph
 from gpp_plugin.stage_graph.graph import StageGraph
 from gpp_plugin.stage_graph.module import (
     GivenModule,
@@ -31,6 +31,7 @@ from gpp_plugin.stage_graph.module import (
     make_module,
     tied_names,
 )
+from gpp_plugin.stage_graph.part import CapturedPart, PartView
 from gpp_plugin.stage_graph.probe import Place, Prober, Survey
 from gpp_plugin.stage_graph.resolve import ResolvedGraph, resolve
 from gpp_plugin.stage_graph.shapes import Shapes
@@ -44,6 +45,7 @@ class GraphJob:
     Args:
         sample_batch: like those to come; its tensors are the graph's possible inputs.
         loss_unit: samples of one loss.
+        granularity: size of the blocks of captured parts.
         seed: what factories draw weights from, with their stage's name.
 
     Raises:
@@ -59,6 +61,7 @@ class GraphJob:
         num_ranks: int,
         loss_unit: int,
         seed: int,
+        granularity: str = "layer",
     ) -> None:
         self._given = graph
         self._place = place
@@ -76,22 +79,48 @@ class GraphJob:
             device=place.device,
             dtype=place.dtype,
         )
+        self.parts = {
+            stage.name: CapturedPart(stage, dtype=place.dtype, device=place.device, granularity=granularity)
+            for stage in self.resolved.stages
+            if stage.is_captured
+        }
         made: list[nn.Module] = []
 
         def build() -> tuple[Parameter, ...]:
+            if self._stage.is_captured:
+                return ()
             made.append(make_module(self._stage, context, seed=_seed(seed, self._stage.name)))
             return describe_tensors(self._stage.name, made[0])
 
         tensors = exchange(build, what=f"building stage {self._stage.name!r}", group=place.group)
-        self._tensors: Tensors = {stage.name: tensors[stage.spec.ranks[0]] for stage in self.resolved.stages}
+        self._tensors = {stage.name: tensors[stage.spec.ranks[0]] for stage in self.resolved.stages}
         check_ties(self.resolved, self._tensors)
         own = {n: c for n, c in self._called.items() if n.partition(".")[0] == self._stage.name}
-        self.module = GivenModule(self._stage.name, made[0], tied=own)
-        self._prober = Prober(self.resolved, self.module, place)
-        self._survey: Survey = self._prober.survey(sample_batch, loss_unit)
+        self._own: GivenModule | CapturedPart = (
+            self.parts[self._stage.name]
+            if self._stage.is_captured
+            else GivenModule(self._stage.name, made[0], tied=own)
+        )
+        self._survey: Survey = Prober(self.resolved, self._own, place).survey(sample_batch, loss_unit)
+        for name, analysis in self._survey.analyses.items():
+            self._tensors[name] = analysis.op_graph.parameters
         self._known: dict[tuple[Any, ...], Shapes] = {}
         self._current: dict[bool, Shapes] = {}
+        self._analyses: dict[bool, dict[str, Analysis]] = {True: dict(self._survey.analyses), False: {}}
         self._remember(sample_batch, self._survey.shapes, is_training=True)
+
+    @property
+    def own(self) -> GivenModule | CapturedPart:
+        """Return this rank's stage: its module, or the captured part that it runs some of."""
+        return self._own
+
+    def views(self, *, is_training: bool) -> dict[str, PartView]:
+        """Return the captured parts in one mode, as the whole graph sees them."""
+        tensors = self._current[is_training].tensors
+        return {
+            name: self.parts[name].view(analysis, tensors)
+            for name, analysis in self._analyses[is_training].items()
+        }
 
     def reference(self) -> Reference:
         """Return the graph in training, as planner and engine know models."""
@@ -101,19 +130,23 @@ class GraphJob:
             self._tensors,
             self._called,
             coupled=self._survey.coupled,
+            views=self.views(is_training=True),
             is_training=True,
         )
 
-    def measure(self, counts: dict[str, Sequence[int]], *, optimizer_bytes: float) -> tuple[BlockCost, ...]:
+    def measure(
+        self, counts: dict[str, Sequence[int]], *, optimizer_bytes: float, cache_dir: str | None = None
+    ) -> StageCosts:
         """Return what the stages cost; as for `measure_stages`."""
         return measure_stages(
             self.resolved,
-            self.module,
+            self._own,
             self._place,
             self._sample,
             self._survey,
             counts=counts,
             optimizer_bytes=optimizer_bytes,
+            cache_dir=cache_dir,
         )
 
     @property
@@ -131,6 +164,7 @@ class GraphJob:
             {stage.name: self._tensors[stage.name] for stage in resolved.stages},
             self._called,
             coupled=self._survey.coupled,
+            views={n: v for n, v in self.views(is_training=False).items() if resolved.has(n)},
             is_training=False,
             outputs=outputs,
         )
@@ -148,9 +182,14 @@ class GraphJob:
     def _meet(self, resolved: ResolvedGraph, batch: Batch, *, is_training: bool) -> None:
         key = (is_training, *shape_key(batch, count_samples(batch)))
         if key not in self._known:
-            shapes = Prober(resolved, self.module, self._place).shapes_at(
-                batch, self._loss_unit, self._survey.shapes.tensors, is_training=is_training
+            shapes, analyses = Prober(resolved, self._own, self._place).shapes_at(
+                batch,
+                self._loss_unit,
+                self._survey.shapes.tensors,
+                is_training=is_training,
+                analyses=self._analyses[is_training],
             )
+            self._analyses[is_training].update(analyses)
             self._remember(batch, shapes, is_training=is_training)
         self._current[is_training] = self._known[key]
 
@@ -161,30 +200,51 @@ class GraphJob:
     def stage_code(
         self, reference: Reference, plan: PipelinePlan, stage: int, batch: Batch, num_samples: int
     ) -> StageCode:
-        """Return this rank's module as its stage's code, at the shapes that were met last in this mode."""
+        """Return this rank's stage as code, at the shapes that were met last in this mode.
+
+        Raises:
+            PlanError: the plan has this rank in another stage.
+        """
         is_training = reference.analysis.is_training
         shapes = self._current[is_training]
         op_graph = reference.analysis.op_graph
-        own = self._stage.name
-        if plan.stages[stage].blocks not in ((own,), ()):
+        own, blocks = self._stage.name, plan.stages[stage].blocks
+        if any(self._owner(block) != own for block in blocks):
             raise PlanError(
                 f"rank {self._place.rank} runs stage {own!r}, and the plan has it in {plan.stages[stage].name!r}"
             )
-        if not plan.stages[stage].blocks:  # it lacks an input, in evaluation
+        if not blocks:  # it lacks an input, in evaluation
             return StageCode(
                 function=IDLE, tensors=shapes.tensors, inputs=shapes.inputs, loss=None, outputs={}
             )
         sent = [n for e in plan.edges if e.src == stage for n in (*e.batch_tensors, *e.whole_tensors)]
         named = {name: node for name, node in op_graph.outputs.items() if node.rpartition(".")[0] == own}
+        if isinstance(self._own, CapturedPart):
+            view = self._own.view(self._analyses[is_training][own], shapes.tensors)
+            made = {node for block in view.blocks.blocks if block.name in blocks for node in block.nodes}
+            named = {name: node for name, node in named.items() if node in made}
+            return self._own.code(
+                view,
+                batch,
+                shapes,
+                num_samples,
+                blocks=blocks,
+                outputs=tuple(dict.fromkeys([*sent, *named.values()])),
+                named=named,
+            )
         loss = loss_node(self._stage)
         outputs = dict.fromkeys([*sent, *([] if loss is None else [loss]), *named.values()])
         return StageCode(
-            function=stage_function(self._stage, self.module.given, tuple(outputs)),
+            function=stage_function(self._stage, self._own.given, tuple(outputs)),
             tensors=shapes.tensors,
             inputs=shapes.inputs,
             loss=loss,
             outputs=named,
         )
+
+    def _owner(self, block: str) -> str:
+        """Return the stage, as the user gave it, that a block is of."""
+        return block.partition(".")[0].partition("#")[0]
 
 
 def _tensor_keys(batch: Batch) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,13 @@ from torch import Tensor, nn
 
 from gpp_plugin.capture.samples import resize_batch, rows_per_sample
 from gpp_plugin.errors import ConfigError, GppError
+from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.tensors import UNIFORM, UNIT, LayoutKind, TensorSpec, batch_layout
 from gpp_plugin.runtime.agree import exchange
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.stage_graph.call import named_outputs
 from gpp_plugin.stage_graph.module import GivenModule, first_line
+from gpp_plugin.stage_graph.part import CapturedPart
 from gpp_plugin.stage_graph.resolve import GraphStage, ResolvedGraph
 from gpp_plugin.stage_graph.shapes import Seen, Shapes, at_new_shape, layout_of, spec_of
 
@@ -57,11 +59,13 @@ class _Report:
     Args:
         seen: for each number of samples, its outputs.
         mixes: whether a sample's rows depend on other samples.
+        traced: of a captured part instead, what tracing it found out, and its outputs.
     """
 
-    seen: tuple[dict[str, Seen], ...]
-    values: Values
+    seen: tuple[dict[str, Seen], ...] = ()
+    values: Values = field(default_factory=dict)
     mixes: bool = False
+    traced: tuple[Analysis, dict[str, TensorSpec]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +75,13 @@ class Survey:
     Args:
         coupled: stages that compute on whole loss units.
         values: those outputs that are not floating-point, for inputs of further runs.
+        analyses: captured part -> what tracing it found out.
     """
 
     shapes: Shapes
     coupled: frozenset[str]
     values: Values
+    analyses: Mapping[str, Analysis]
 
 
 class Prober:
@@ -85,10 +91,15 @@ class Prober:
         own: this rank's stage.
     """
 
-    def __init__(self, graph: ResolvedGraph, own: GivenModule, place: Place) -> None:
+    def __init__(self, graph: ResolvedGraph, own: GivenModule | CapturedPart, place: Place) -> None:
         self._graph = graph
-        self._own = own
+        self._stage = own
         self._place = place
+
+    @property
+    def _own(self) -> GivenModule:
+        assert isinstance(self._stage, GivenModule), "a captured part is not run"
+        return self._stage
 
     def survey(self, batch: Batch, num_samples: int) -> Survey:
         """Find out shapes, layouts and who mixes samples, in training mode, at two numbers of samples.
@@ -101,11 +112,16 @@ class Prober:
         tensors: dict[str, TensorSpec] = {}
         coupled: set[str] = set()
         values: Values = {}
+        analyses: dict[str, Analysis] = {}
         for stage in self._graph.stages:
             report = self._tell(
                 stage,
                 lambda s=stage: self._try(s, batch, counts, tensors, values),  # type: ignore[misc]
             )
+            if report.traced is not None:
+                analyses[stage.name], specs = report.traced
+                tensors.update(specs)
+                continue
             values.update(report.values)
             is_coupled = report.mixes if stage.spec.coupled is None and not stage.losses else stage.is_coupled
             if is_coupled:
@@ -119,32 +135,53 @@ class Prober:
                     layout = layout_of(stage, node, seen, large[node], counts, is_coupled=is_coupled)
                 tensors[node] = spec_of(stage, node, seen, layout, num_samples)
         shapes = Shapes(num_samples=num_samples, tensors=tensors, inputs=inputs)
-        return Survey(shapes=shapes, coupled=frozenset(coupled), values=values)
+        return Survey(shapes=shapes, coupled=frozenset(coupled), values=values, analyses=analyses)
 
     def shapes_at(
-        self, batch: Batch, num_samples: int, known: Mapping[str, TensorSpec], *, is_training: bool
-    ) -> Shapes:
+        self,
+        batch: Batch,
+        num_samples: int,
+        known: Mapping[str, TensorSpec],
+        *,
+        is_training: bool,
+        analyses: Mapping[str, Analysis],
+    ) -> tuple[Shapes, dict[str, Analysis]]:
         """Return the tensors that come of batches like this one, layouts being known.
+
+        Args:
+            analyses: of captured parts in this mode; those that are missing are traced for the first time.
+
+        Returns:
+            The shapes, and the analyses of all captured parts.
 
         Raises:
             ConfigError: a module fails at these shapes, or an output changes its form.
         """
         tensors: dict[str, TensorSpec] = {}
         values: Values = {}
+        found: dict[str, Analysis] = {}
+
+        def run(stage: GraphStage) -> _Report:
+            if stage.is_captured:
+                return self._trace(stage, batch, num_samples, tensors, is_training, analyses.get(stage.name))
+            return self._run_at(stage, batch, (num_samples,), tensors, values, is_training)
+
         for stage in self._graph.stages:
-            report = self._tell(
-                stage,
-                lambda s=stage: self._run_at(s, batch, (num_samples,), tensors, values, is_training),  # type: ignore[misc]
-            )
+            report = self._tell(stage, lambda s=stage: run(s))  # type: ignore[misc]
+            if report.traced is not None:
+                found[stage.name], specs = report.traced
+                tensors.update(specs)
+                continue
             values.update(report.values)
             for node, seen in report.seen[0].items():
                 tensors[node] = at_new_shape(stage, known[node], seen, num_samples)
-        return Shapes(num_samples=num_samples, tensors=tensors, inputs=input_specs(batch, num_samples))
+        shapes = Shapes(num_samples=num_samples, tensors=tensors, inputs=input_specs(batch, num_samples))
+        return shapes, found
 
     def _tell(self, stage: GraphStage, run: Callable[[], _Report]) -> _Report:
         """Run a stage on its ranks and return what its first rank reports, on every rank."""
-        is_mine = self._place.rank in stage.spec.ranks
         first = stage.spec.ranks[0]
+        is_mine = self._place.rank == first if stage.is_captured else self._place.rank in stage.spec.ranks
 
         def own() -> _Report | None:
             report = run() if is_mine else None
@@ -162,6 +199,8 @@ class Prober:
         tensors: Mapping[str, TensorSpec],
         values: Values,
     ) -> _Report:
+        if stage.is_captured:
+            return self._trace(stage, batch, counts[0], tensors, True, None)
         report = self._run_at(stage, batch, counts, tensors, values, True)
         if stage.spec.coupled is not None or stage.losses:
             return report
@@ -171,6 +210,26 @@ class Prober:
             mixes=_has_batch_statistics(self._own.given)
             or self._mixes_rows(stage, batch, counts, tensors, values),
         )
+
+    def _trace(
+        self,
+        stage: GraphStage,
+        batch: Batch,
+        num_samples: int,
+        tensors: Mapping[str, TensorSpec],
+        is_training: bool,
+        analysis: Analysis | None,
+    ) -> _Report:
+        """Trace a captured part, anew or at another shape."""
+        part = self._stage
+        assert isinstance(part, CapturedPart)
+        arguments = part.arguments(batch, tensors, num_samples)
+        if analysis is None:
+            captured = part.capture(arguments, is_training=is_training)
+        else:
+            captured = part.capture_again(analysis, arguments)
+        view = part.view(captured, tensors)
+        return _Report(traced=(view.analysis, dict(view.outputs)))
 
     def _run_at(
         self,
@@ -245,7 +304,7 @@ def call_stage(stage: GraphStage, module: nn.Module, arguments: dict[str, Tensor
             f"stage {stage.name!r}: its module fails on {given or 'no inputs'}: {type(error).__name__}: "
             f"{first_line(error)}"
         ) from error
-    return named_outputs(stage, returned)
+    return named_outputs(stage.name, stage.nodes, returned)
 
 
 def stage_arguments(

@@ -41,6 +41,11 @@ class GraphStage:
         return self.spec.name
 
     @property
+    def is_captured(self) -> bool:
+        """Return whether its module is traced and cut, not run as it is."""
+        return self.spec.num_pieces is not None
+
+    @property
     def is_coupled(self) -> bool:
         """Return whether it computes on whole loss units."""
         return bool(self.losses) if self.spec.coupled is None else self.spec.coupled
@@ -62,6 +67,10 @@ class ResolvedGraph:
     def stage(self, name: str) -> GraphStage:
         """Return the stage of that name."""
         return next(stage for stage in self.stages if stage.name == name)
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a stage of that name."""
+        return any(stage.name == name for stage in self.stages)
 
     def stage_of_rank(self, rank: int) -> GraphStage:
         """Return the stage that ``rank`` runs."""
@@ -108,6 +117,7 @@ def resolve(
     else:
         _refuse_unknown(stages, batch_keys)
     losses = _losses(graph, stages, is_required=needs_loss)
+    _refuse_captured_losses(stages, losses, graph.ties)
     ordered = tuple(
         GraphStage(
             spec=stage.spec,
@@ -227,6 +237,26 @@ def _losses(graph: StageGraph, stages: list[GraphStage], *, is_required: bool) -
     if not found and is_required:
         raise ConfigError(f"stage graph {graph.name!r}: losses is empty; name one of {', '.join(nodes)}")
     return found
+
+
+def _refuse_captured_losses(
+    stages: Iterable[GraphStage], losses: Collection[str], ties: Iterable[tuple[str, ...]]
+) -> None:
+    for stage in stages:
+        if not stage.is_captured:
+            continue
+        wrong = [node for _, node in stage.nodes if node in losses]
+        if wrong:
+            raise ConfigError(
+                f"stage {stage.name!r}: {wrong[0]!r} of a captured module is a loss; compute it in a stage of its own, "
+                "or pass the whole model to deepspeed.initialize"
+            )
+        tied = [name for group in ties for name in group if name.startswith(f"{stage.name}.")]
+        if tied:
+            raise ConfigError(
+                f"graph.tie: {tied[0]!r} is of a captured module, whose layers may go to several stages; give the "
+                "stage with graph.stage(...) instead"
+            )
 
 
 def _ordered(stages: list[GraphStage]) -> list[GraphStage]:

@@ -61,26 +61,31 @@ def train_in_double(names: list[str], blocks: list[dict[str, Any]]) -> list[dict
 
 
 def train_one(name: str, block: dict[str, Any]) -> dict[str, Any]:
+    return run_in_double(build_graph(name), batch_of(name), mini_batch_of(name), block)
+
+
+def run_in_double(
+    graph: Any, batch: dict[str, Tensor], mini_batch: int, block: dict[str, Any]
+) -> dict[str, Any]:
     from gpp_plugin.config import BatchSizes, GraphPipelineConfig
     from gpp_plugin.integrations.given_graph import source_of
     from gpp_plugin.integrations.preparation import Setting
     from gpp_plugin.runtime.pipeline import Lane, channels_of, make_programs, tied_stages
     from gpp_plugin.runtime.transport import make_transport
 
-    batch = batch_of(name)
     rank, device = dist.get_rank(), torch.device("cpu")
     setting = Setting(
         rank=rank,
         num_ranks=dist.get_world_size(),
         device=device,
         dtype=torch.float64,
-        sizes=BatchSizes(mini_batch_of(name), U, None),
+        sizes=BatchSizes(mini_batch, U, None),
         zero_stage=0,
         optimizer_bytes=8.0,
         group=dist.new_group(backend="gloo"),
     )
     config = GraphPipelineConfig(**block)
-    source = source_of(build_graph(name), config=config, setting=setting)
+    source = source_of(graph, config=config, setting=setting)
     reference, plan = source.prepare_plan(batch)
     programs = make_programs(plan, reference)
     edges = [f"{plan.stages[e.src].name} -> {plan.stages[e.dst].name}" for e in plan.edges]
@@ -247,3 +252,43 @@ def build_wrongly(names: list[str]) -> dict[str, str]:
         except GppError as error:
             said[name] = str(error)
     return said
+
+
+def train_mixed(block: dict[str, Any]) -> dict[str, Any]:
+    """A captured vision tower in two stages, a captured layer that reads it, and a loss stage of its own."""
+    from tests.stage_graph.mixed import build_mixed, mixed_batch
+
+    return run_in_double(build_mixed(), mixed_batch(), 8, block)
+
+
+def train_mixed_by_engine(directory: str) -> dict[str, Any]:
+    """Three steps of the same, evaluation, and a reload."""
+    import deepspeed
+
+    import gpp_plugin
+    from tests.stage_graph.mixed import build_mixed, mixed_batch
+
+    config = config_of("chain")
+
+    def make() -> Any:
+        wrapped = gpp_plugin.GraphPipelineModule(build_mixed(), sample_batch=mixed_batch())
+        return deepspeed.initialize(model=wrapped, config=config)[0]
+
+    engine = make()
+    first = steps(engine, [mixed_batch(seed) for seed in range(2)])
+    engine.save_checkpoint(directory)
+    rest = steps(engine, [mixed_batch(2)])
+    again = make()
+    again.load_checkpoint(directory)
+    reloaded = steps(again, [mixed_batch(2)])
+    loss = float(engine.eval_batch(iter([mixed_batch(7)])))
+    images = {"pixel_values": mixed_batch(7)["pixel_values"][:3]}
+    hidden = engine.eval_batch(iter([images]), compute_loss=False, outputs=("image_hidden",))
+    return {
+        "losses": first + rest,
+        "reloaded": reloaded,
+        "evaluated": loss,
+        "hidden": hidden,
+        "stages": [(s.name, len(s.blocks)) for s in engine.plan.stages],
+        "state": engine.gather_state_dict(),
+    }

@@ -53,8 +53,12 @@ class StageSearch:
         self._ranks: dict[int, int] = {}
         self._known_solved: dict[tuple[int, object], _Solved] = {}
         self._known_best: dict[tuple[int, object], Floats] = {}
-        self._cost_cache: dict[tuple[int, int, int], list[tuple[int, int, Floats]]] = {}
-        self._in_time: dict[tuple[int, int], tuple[npt.NDArray[np.bool_], Ints]] = {}
+        self._cost_cache: dict[tuple[int, int, int, int], list[tuple[int, int, Floats]]] = {}
+        self._in_time: dict[tuple[int, int, int], tuple[npt.NDArray[np.bool_], Ints]] = {}
+        self._parts_at = {
+            key: [table.part(level) for level in range(max_level + 1)]
+            for key, table in (*self.tables.items(), *self._bins.items())
+        }
         self._t = -1.0
 
     def _collect(self, series: Series, maker: TableMaker) -> None:
@@ -103,33 +107,32 @@ class StageSearch:
 
     def costs_at(self, key: int, table: StageTable, level: int) -> list[tuple[int, int, Floats]]:
         """Return (first step, step, fewest devices [row, column]) of the stages allowed at a level."""
-        in_time = self._in_time.get((key, self._ranks[key]))
+        part = self._parts_at[key][level]
+        table, rank = table.of_part(part), self._ranks[key]
+        in_time = self._in_time.get((key, rank, part))
         if in_time is None:
             is_in_time = table.us_per_sample <= self._t
-            limits = np.unique(table.max_level[is_in_time])
-            in_time = self._in_time[key, self._ranks[key]] = is_in_time, limits
+            reached = np.minimum(table.max_level[is_in_time], self.max_level + 1)
+            in_time = self._in_time[key, rank, part] = is_in_time, np.flatnonzero(np.bincount(reached))
         is_in_time, limits = in_time
         if limits.size == 0:
             return []
         # Costs change only at levels where memory begins to limit one of the stages in time.
         bound = int(limits[limits.searchsorted(level)]) if level <= limits[-1] else NO_LIMIT + 1
-        cached = self._cost_cache.get((key, self._ranks[key], bound))
+        cached = self._cost_cache.get((key, rank, part, bound))
         if cached is not None:
             return cached
         fits = is_in_time & (table.max_level >= bound)
         result = []
-        steps = {(1, 1)}
-        if table.step.max(initial=1) > 1 or table.first_step.max(initial=1) > 1:
-            pairs = np.stack([table.first_step[fits], table.step[fits]], axis=1)
-            steps = {(int(a), int(b)) for a, b in np.unique(pairs, axis=0)}
-        for first, step in sorted(steps):
+        steps = table.steps
+        for first, step in steps:
             allowed = fits if len(steps) == 1 else fits & (table.first_step == first) & (table.step == step)
             if not allowed.any():
                 continue
             chosen = allowed.argmax(axis=0)
             cost = np.where(allowed.any(axis=0), table.degrees[chosen], np.inf)
             result.append((first, step, cost))
-        self._cost_cache[key, self._ranks[key], bound] = result
+        self._cost_cache[key, rank, part, bound] = result
         return result
 
     def _solve(self, series: Series, is_root: bool) -> _Solved:

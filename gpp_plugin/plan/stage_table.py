@@ -23,15 +23,19 @@ Bools = npt.NDArray[np.bool_]
 class _Variant:
     """[row, column] of one variant of a `StageTable`."""
 
+    degree: int
+    fitted_level: int
     us: Floats
     level: npt.NDArray[np.int64]
     first_step: npt.NDArray[np.int64]
     step: npt.NDArray[np.int64]
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...]) -> _Variant:
+    def empty(cls, shape: tuple[int, ...], degree: int, fitted_level: int) -> _Variant:
         """Return a variant without stages."""
         return cls(
+            degree=degree,
+            fitted_level=fitted_level,
             us=np.full(shape, np.inf),
             level=np.zeros(shape, dtype=np.int64),
             first_step=np.ones(shape, dtype=np.int64),
@@ -55,6 +59,7 @@ class StageTable:
 
     Args:
         degrees: of each variant, not decreasing.
+        fitted_level: by variant, the level up to which stages are made to fit; 0: stages as they are.
         us_per_sample: time; inf where there is no such stage.
         max_level: the greatest level (stages to the sink, in units of the micro-batch size) at which
             its in-flight micro-batches still fit; ``no_limit`` where all do.
@@ -62,10 +67,43 @@ class StageTable:
     """
 
     degrees: Floats
+    fitted_level: npt.NDArray[np.int64]
     us_per_sample: Floats
     max_level: npt.NDArray[np.int64]
     first_step: npt.NDArray[np.int64]
     step: npt.NDArray[np.int64]
+    _parts: dict[int, StageTable] = dataclasses.field(default_factory=dict)
+    _steps: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+    @property
+    def steps(self) -> list[tuple[int, int]]:
+        """Return the pairs of first step and step that there are, in order."""
+        if not self._steps:
+            if self.step.max(initial=1) > 1 or self.first_step.max(initial=1) > 1:
+                exists = np.isfinite(self.us_per_sample)
+                pairs = np.stack([self.first_step[exists], self.step[exists]], axis=1)
+                self._steps = sorted({(int(a), int(b)) for a, b in np.unique(pairs, axis=0)})
+            self._steps = self._steps or [(1, 1)]
+        return self._steps
+
+    def part(self, level: int) -> int:
+        """Return the least level at or above ``level`` that stages are made to fit at; 0 where none is."""
+        at_least = self.fitted_level[self.fitted_level >= level]
+        return int(at_least.min(initial=NO_LIMIT)) % NO_LIMIT
+
+    def of_part(self, fitted_level: int) -> StageTable:
+        """Return the variants that matter there: stages as they are, and those made to fit no further than needed."""
+        if fitted_level not in self._parts:
+            rows = np.flatnonzero((self.fitted_level == 0) | (self.fitted_level == fitted_level))
+            self._parts[fitted_level] = StageTable(
+                degrees=self.degrees[rows],
+                fitted_level=self.fitted_level[rows],
+                us_per_sample=self.us_per_sample[rows],
+                max_level=self.max_level[rows],
+                first_step=self.first_step[rows],
+                step=self.step[rows],
+            )
+        return self._parts[fitted_level]
 
 
 NO_LIMIT = 1 << 40
@@ -303,21 +341,22 @@ class TableMaker:
         classes = self._classes(shapes)
         variants = [v for i in range(len(self.degrees)) for v in self._variants(shapes, i, classes)]
         table = StageTable(
-            degrees=np.array([degree for degree, _ in variants], dtype=float),
-            us_per_sample=np.stack([v.us for _, v in variants]),
-            max_level=np.stack([v.level for _, v in variants]),
-            first_step=np.stack([v.first_step for _, v in variants]),
-            step=np.stack([v.step for _, v in variants]),
+            degrees=np.array([v.degree for v in variants], dtype=float),
+            fitted_level=np.array([v.fitted_level for v in variants], dtype=np.int64),
+            us_per_sample=np.stack([v.us for v in variants]),
+            max_level=np.stack([v.level for v in variants]),
+            first_step=np.stack([v.first_step for v in variants]),
+            step=np.stack([v.step for v in variants]),
         )
         table.us_per_sample[table.max_level == 0] = np.inf
         return table
 
     def _variants(
         self, shapes: StageShapes, i: int, classes: dict[tuple[bool, int | None], Bools]
-    ) -> Iterator[tuple[int, _Variant]]:
+    ) -> Iterator[_Variant]:
         """Yield the stages of one degree as they are, then those made to fit, level by level."""
         degree = self.degrees[i]
-        plain = _Variant.empty(shapes.valid.shape)
+        plain = _Variant.empty(shapes.valid.shape, degree, 0)
         sizes = {key: self._size(*key, degree) for key in classes}
         for key, mask in classes.items():
             size = sizes[key]
@@ -327,18 +366,18 @@ class TableMaker:
                 levels = np.where((count < 1) | self.is_gpipe, 0, levels)
                 levels = np.where(count >= self.rules.mini_batch // size, NO_LIMIT, levels)
                 plain.fill(mask, us, levels, size, self.wish)
-        yield degree, plain
+        yield plain
         if self.fitter is None or (plain.level >= self.levels[-1]).all():
             return
         for level in self.levels[-1:] if self.is_gpipe else self.levels:
-            made = _Variant.empty(shapes.valid.shape)
+            made = _Variant.empty(shapes.valid.shape, degree, level)
             for key, mask in classes.items():
                 size = sizes[key]
                 if size is not None:
                     us, levels = self._fitted(shapes, i, size, level)
                     made.fill(mask & (plain.level < level), us, levels, size, self.wish)
             if np.isfinite(made.us).any():
-                yield degree, made
+                yield made
 
     def _times(self, shapes: StageShapes, i: int, size: int, added_us: Floats | float = 0.0) -> Floats:
         """Return [row, column] microseconds a sample at the micro-batch size ``size`` of the stage."""

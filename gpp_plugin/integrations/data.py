@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -92,6 +93,21 @@ def repeat(loader: Iterable[Any]) -> Iterator[Any]:
             raise ConfigError("the data loader yields no batches; its dataset is smaller than one mini-batch")
 
 
+@dataclass(slots=True)
+class _Loading:
+    """A mini-batch of the engine's own loader on its way.
+
+    Args:
+        batch: where this rank reads inputs; ``error`` what kept it from them.
+        facts: a rank that failed (-1: none) and the number of the batch's shape, once ``work`` is done.
+    """
+
+    batch: dict[str, Any] | None = None
+    error: BaseException | None = None
+    facts: Tensor = field(default_factory=lambda: torch.tensor([-1, -1], dtype=torch.int64))
+    work: Any = None
+
+
 class Feed:
     """Gives this rank each mini-batch, or its shape where the rank reads no inputs.
 
@@ -102,6 +118,8 @@ class Feed:
         group: a CPU group of all ranks, for announcements.
         timeout_s: how long this rank waits for the others' data.
         keys: what the batch the model was captured with has; mini-batches have the same.
+        loads_ahead: load a mini-batch of the engine's own loader one call before it is needed, so that no rank waits
+            for another one to begin the same call.
     """
 
     def __init__(
@@ -114,6 +132,7 @@ class Feed:
         group: dist.ProcessGroup | None,
         keys: Iterable[str],
         timeout_s: float,
+        loads_ahead: bool = False,
     ) -> None:
         self.batch_fn: Callable[[Any], Any] = lambda batch: batch
         self._prepare = prepare
@@ -125,6 +144,8 @@ class Feed:
         self._timeout_s = timeout_s
         self._announced: dict[tuple[Any, ...], int] = {}
         self._shapes: list[dict[str, Any]] = []
+        self._loads_ahead = loads_ahead
+        self._ahead: _Loading | None = None
 
     def collect(self, iterator: Iterator[Any]) -> dict[str, Any]:
         """Take one mini-batch from the user's iterator (every rank has the same stream)."""
@@ -169,43 +190,60 @@ class Feed:
         Raises:
             RuntimeFailure: another rank's data could not be loaded, or did not come in time.
         """
-        batch: dict[str, Any] | None = None
-        error: BaseException | None = None
+        loading = self._ahead or self._begin(iterator)
+        self._ahead = None
+        batch = self._end(loading)
+        if self._loads_ahead:
+            self._ahead = self._begin(iterator)
+        return batch
+
+    def _begin(self, iterator: Iterator[Any]) -> _Loading:
+        """Load a mini-batch, and let the other ranks know."""
+        loading = _Loading()
         if self.reads_inputs:
             try:
-                batch = self.collect(iterator)
+                loading.batch = self.collect(iterator)
             except BaseException as caught:  # whatever it is: the other ranks must not wait for this one
-                error = caught
-        if self._group is not None:
-            batch = self._share_shape(batch, error)
-        if error is not None:
-            raise error
+                loading.error = caught
+        if self._group is None:
+            return loading
+        if loading.error is not None:
+            loading.facts[0] = dist.get_rank()
+        elif self._is_source():
+            assert loading.batch is not None
+            key = shape_key(loading.batch, self._mini_batch)
+            loading.facts[1] = self._announced.setdefault(key, len(self._announced))
+        loading.work = dist.all_reduce(loading.facts, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return loading
+
+    def _end(self, loading: _Loading) -> dict[str, Any]:
+        """Return this rank's batch or its shape, when all ranks have loaded theirs."""
+        batch = loading.batch
+        if loading.work is not None:
+            self._wait(loading.work)
+            batch = self._learn_shape(loading)
+        if loading.error is not None:
+            raise loading.error
         assert batch is not None, "a single rank reads all inputs"
         return batch
 
-    def _share_shape(
-        self, batch: dict[str, Any] | None, error: BaseException | None
-    ) -> dict[str, Any] | None:
+    def _learn_shape(self, loading: _Loading) -> dict[str, Any] | None:
         """Return this rank's batch or its shape; one number a mini-batch travels, a new shape once."""
-        is_source = dist.get_rank() == self._source
-        facts = torch.tensor([-1, -1], dtype=torch.int64)
-        if error is not None:
-            facts[0] = dist.get_rank()
-        elif is_source:
-            assert batch is not None
-            facts[1] = self._announced.setdefault(shape_key(batch, self._mini_batch), len(self._announced))
-        self._wait(dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
-        failed, index = facts.tolist()
+        failed, index = loading.facts.tolist()
+        batch = loading.batch
         if failed >= 0:
-            if error is None:
+            if loading.error is None:
                 raise RuntimeFailure(f"rank {failed} could not load its mini-batch; see its error")
             return None
         if index == len(self._shapes):  # a new shape: its source tells it once
-            told = [_without_values(batch) if is_source and batch is not None else None]
+            told = [_without_values(batch) if self._is_source() and batch is not None else None]
             dist.broadcast_object_list(told, src=self._source, group=self._group)
             assert told[0] is not None
             self._shapes.append(told[0])
         return batch if batch is not None else self._shapes[index]
+
+    def _is_source(self) -> bool:
+        return dist.get_rank() == self._source
 
     def _wait(self, work: Any) -> None:
         try:

@@ -132,6 +132,7 @@ class GraphPipelineEngine(PipelineSurface):
         )
         self._last_step: StepResult | None = None
         self._failure: str | None = None
+        self._is_destroyed = False
         self._gradients: dict[str, Tensor] | None = None
         self._keeps_gradients = False
         self._lane.bind(self.module, _Hooks(self))
@@ -144,6 +145,7 @@ class GraphPipelineEngine(PipelineSurface):
             group=setting.group,
             keys=sample_batch,
             timeout_s=max(config.comm_timeout_s, LOADING_TIMEOUT_S),
+            loads_ahead=config.mode == "async",
         )
         self._can_step = optimizer is not None or bool(self._ds_config.get("optimizer"))
         self.training_dataloader: Any = None
@@ -381,6 +383,29 @@ class GraphPipelineEngine(PipelineSurface):
         if self._gradients is None:
             raise ConfigError("gradients are not kept; call engine.retain_gradients() before train_batch()")
         return self._gradients
+
+    # ---- the end -------------------------------------------------------------------------------
+
+    def destroy(self) -> None:
+        """Let go of process groups, transports and optimizer; the engine trains no more; collective.
+
+        A process that ends anyway need not call it. One that makes another engine should: every group has threads
+        that wake up a hundred times a second.
+        """
+        if self._is_destroyed:
+            return
+        self._is_destroyed = True
+        self._failure = "its engine was destroyed"
+        group = self._setting.group
+        if group is not None:
+            dist.barrier(group=group)  # what others still send arrives before its group goes
+        self._evaluator.close()
+        self._lane.close()
+        if self.stage_engine.deepspeed is not None:
+            self.stage_engine.deepspeed.destroy()
+        self._groups.close()
+        if group is not None:
+            dist.destroy_process_group(group)
 
     # ---- memory --------------------------------------------------------------------------------
 

@@ -15,6 +15,8 @@ multiplies the optimizer's state as well, which no implementation does).
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,6 +133,10 @@ class OperatorChain:
         self.set_times(*costs.block_times(local))
         saved = costs.saved_per_sample * local + costs.saved_fixed
         self.saved = _prefix(saved)
+        self._shared = [
+            (sorted(places), per_sample * local + fixed) for places, per_sample, fixed in costs.shared
+        ]
+        self._copied: dict[int, tuple[list[int], list[float]]] = {}
         self.parameters = _prefix(costs.parameter_bytes)
         self.held = _prefix(
             costs.held_bytes_of(costs.parameter_bytes, costs.gradient_bytes, costs.optimizer_bytes, degree)
@@ -174,8 +180,24 @@ class OperatorChain:
         return float(self.held[stop] - self.held[start] + stash)
 
     def saved_bytes(self, start: int, stop: int) -> float:
-        """Return the bytes kept for backward by one micro-batch."""
-        return float(self.saved[stop] - self.saved[start])
+        """Return the bytes kept for backward by one micro-batch, copies of what earlier stages keep included."""
+        return float(self.saved[stop] - self.saved[start]) + (
+            self._copies(start, stop) if self._shared else 0.0
+        )
+
+    def _copies(self, start: int, stop: int) -> float:
+        """Return the bytes that are charged to an operator before ``start`` and kept in [start, stop) too."""
+        found = self._copied.get(start)
+        if found is None:
+            again = sorted(
+                (places[bisect_left(places, start)], num_bytes)
+                for places, num_bytes in self._shared
+                if places[0] < start <= places[-1]
+            )
+            sums = [0.0, *itertools.accumulate(num_bytes for _, num_bytes in again)]
+            found = self._copied[start] = [place for place, _ in again], sums
+        places, sums = found
+        return sums[bisect_left(places, stop)]
 
     def memory_bytes(self, start: int, stop: int, stage: int, shape: PipelineShape) -> float:
         """Return the peak of stage ``stage`` without memory optimization."""

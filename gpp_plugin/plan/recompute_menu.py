@@ -61,14 +61,20 @@ class SegmentCosts:
 
 
 def find_segments(
-    chain: OperatorChain, levels: Sequence[tuple[float, float]] = LEVELS, *, layers: bool = True
+    chain: OperatorChain,
+    levels: Sequence[tuple[float, float]] = LEVELS,
+    *,
+    layers: bool = True,
+    within: tuple[int, int] | None = None,
 ) -> list[Segments]:
     """Return the menu: the best disjoint segments at every price, under every cap.
 
     Args:
         levels: prices and caps.
         layers: whole layers are a level too.
+        within: the interval segments lie in; the whole chain if None.
     """
+    first, last = within or (0, chain.num_blocks)
     num = chain.num_blocks
     window = min(WINDOW, num)
     net, time, work = _windows(chain, window)
@@ -83,7 +89,10 @@ def find_segments(
     lengths = np.arange(1, window + 1)
     rows = np.arange(len(levels))
     for stop in range(1, num + 1):
-        reach = min(window, stop)
+        if not first < stop <= last:
+            best[:, stop] = best[:, stop - 1]
+            continue
+        reach = min(window, stop - first)
         value = best[:, stop - lengths[:reach]] + net[stop, :reach] - prices[:, None] * time[stop, :reach]
         value[work[stop, :reach] > caps[:, None]] = -np.inf
         choice = value.argmax(axis=1)

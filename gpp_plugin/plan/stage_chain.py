@@ -149,7 +149,7 @@ class StageChain(OperatorChain):
                 break
             begins = np.arange(start, stop, length, dtype=np.int64)
             equal.append(Segments(starts=begins, stops=np.minimum(begins + length, stop)))
-        return [*equal, *find_segments(self, levels=MENU, layers=False)]
+        return [*equal, *find_segments(self, levels=MENU, layers=False, within=self.whole)]
 
 
 def _framed(values: Floats) -> Floats:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from gpp_plugin.bench._emulated_megatron import make_megatron_iteration
+from gpp_plugin.bench._priority import check_priority, real_time
 from gpp_plugin.bench._stock_chain import Chain, Iteration, make_iteration, time_iterations
-from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.pipeline_peer import join_ranks
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import TaskKind
@@ -91,7 +90,7 @@ def run_contests(
         RuntimeFailure: a rank failed or the time ran out.
     """
     if is_real_time:
-        _check_priority()
+        check_priority()
     outcomes: dict[str, Outcome] = {}
     with tempfile.TemporaryDirectory(prefix="gpp_contests_") as name:
         folder = Path(name)
@@ -163,7 +162,7 @@ def main() -> None:
             for name in contest["megatron"]
         }
         times: dict[str, list[float]] | None = None
-        with _real_time() if task["is_real_time"] else contextlib.nullcontext():
+        with real_time() if task["is_real_time"] else contextlib.nullcontext():
             if contest["has_timelines"]:
                 _record(plans, folder, number, task["rounds"])
             else:
@@ -172,38 +171,6 @@ def main() -> None:
             emit_event(contest=number, times_ms=times)
     dist.barrier()
     end_rank()
-
-
-def _check_priority() -> None:
-    """Refuse real-time priority where this process may not have it.
-
-    Raises:
-        ConfigError: says so.
-    """
-    try:
-        with _real_time():
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"--real-time: this process may not have real-time priority ({error.strerror}); run it as root, or "
-            "on a machine with nothing else to do"
-        ) from error
-
-
-@contextlib.contextmanager
-def _real_time() -> Iterator[None]:
-    """Give all threads of this process, gloo's too, real-time priority for a while."""
-    _set_policy(os.SCHED_RR, 1)
-    try:
-        yield
-    finally:
-        _set_policy(os.SCHED_OTHER, 0)
-
-
-def _set_policy(policy: int, priority: int) -> None:
-    for name in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):
-            os.sched_setscheduler(int(name), policy, os.sched_param(priority))
 
 
 def _record(plans: dict[str, RehearsalRank], folder: Path, number: int, rounds: int) -> None:

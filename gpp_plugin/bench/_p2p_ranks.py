@@ -5,6 +5,7 @@ python -m gpp_plugin.bench._p2p_ranks SETTINGS_JSON
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import sys
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_plugin.bench._emulated_graphs import emulated_plan
+from gpp_plugin.bench._priority import real_time
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.integrations.megatron.p2p import over_megatron
 from gpp_plugin.integrations.pipeline_peer import join_ranks
@@ -45,7 +47,8 @@ def main() -> None:
     for size in settings["sizes"]:
         count = size["bytes"] // 4
         ends = {name: _MAKERS[name](count) for name in settings["systems"]}
-        times = _measure(ends, count, size["messages"], settings["rounds"])
+        with real_time() if settings["is_real_time"] else contextlib.nullcontext():
+            times = _measure(ends, count, size["messages"], settings["rounds"])
         if dist.get_rank() == 0:
             emit_event(bytes=size["bytes"], messages=size["messages"], us=times)
     dist.barrier()

@@ -12,6 +12,7 @@ import json
 import statistics
 from typing import Any
 
+from gpp_plugin.bench._priority import check_priority
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.launch import run_ranks
 
@@ -31,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--messages", type=int, default=400, help="of 1 KB, each way, a round; fewer large ones (%(default)s)"
     )
     parser.add_argument("--rounds", type=int, default=15, help="of each system (%(default)s)")
+    parser.add_argument(
+        "--real-time",
+        action="store_true",
+        help="real-time priority while messages are sent, for a machine with other work (needs root)",
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -53,8 +59,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         from gpp_plugin.integrations.megatron.p2p import check_megatron_p2p
 
         check_megatron_p2p(torch.device("cpu"))
+    if args.real_time:
+        check_priority()
     sizes = [{"bytes": size, "messages": num_messages(size, args.messages)} for size in args.bytes]
-    settings = {"systems": args.systems, "sizes": sizes, "rounds": args.rounds}
+    settings = {
+        "systems": args.systems,
+        "sizes": sizes,
+        "rounds": args.rounds,
+        "is_real_time": args.real_time,
+    }
     seconds = sum(
         s["messages"] * (SECONDS_PER_MESSAGE + SECONDS_PER_MB * s["bytes"] / 1e6) * len(args.systems)
         for s in sizes

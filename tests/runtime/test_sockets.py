@@ -2,7 +2,7 @@
 
 import socket
 
-from gpp_plugin.runtime.sockets import BUFFER_BYTES, widened_sockets
+from gpp_plugin.runtime.sockets import BUFFER_BYTES, widen_open_sockets, widened_sockets
 
 
 def connect():
@@ -26,6 +26,8 @@ def test_only_new_connections_are_widened():
         new = connect()
     assert [receive_buffer(end) for end in old] == usual
     assert all(receive_buffer(end) == most for end in new)
+    widen_open_sockets()
+    assert all(receive_buffer(end) == most for end in old)
     for end in (*old, *new):
         end.close()
 

@@ -30,7 +30,7 @@ from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.plan.edge_transports import MEGATRON, choose_edge_transports, edge_name
 from gpp_plugin.runtime.pending import Pending, Place, Post, Posted
-from gpp_plugin.runtime.sockets import widened_sockets
+from gpp_plugin.runtime.sockets import widen_open_sockets, widened_sockets
 from gpp_plugin.runtime.transport import Channel, NcclTransport, Transport
 from gpp_plugin.runtime.wires import Wire
 
@@ -178,6 +178,8 @@ def over_megatron(
         warnings.simplefilter("ignore")  # of optional packages that megatron-core does without
         importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
         cpu.install()
+    if not is_cuda:
+        widen_open_sockets()  # one direction goes over the default group
     carried = sorted({(_pair(c[2], c[3]), c[0]) for c in channels if c[0] in edges})
     timeout = datetime.timedelta(seconds=timeout_s)
     groups: dict[Pair, dist.ProcessGroup] = {}

@@ -30,6 +30,9 @@ class StageGradients(Protocol):
     def squared_norm(self, *, without: Iterable[str], precision: torch.dtype) -> Tensor:
         """Return this rank's share of the squared L2 norm, of all parameters but ``without``."""
 
+    def norms(self, names: Sequence[str]) -> Tensor:
+        """Return the L2 norm of each gradient of ``names`` as this rank has it, in double precision on the host."""
+
     def gather(self) -> dict[str, Tensor]:
         """Return whole gradients, fp32, by name; those that no loss reached are left out."""
 
@@ -145,6 +148,13 @@ class GradientStore:
             device = next((p.device for p in self.parameters.values()), None)
             return torch.zeros((), dtype=precision, device=device)
         return torch.stack(norms).square().sum()
+
+    def norms(self, names: Sequence[str]) -> Tensor:
+        """Return the L2 norm of each gradient of ``names``, in double precision on the host; 0 where there is none."""
+        held = [self.get(name) for name in names]
+        return torch.tensor(
+            [0.0 if g is None else float(g.float().norm()) for g in held], dtype=torch.float64
+        )
 
     def gather(self) -> dict[str, Tensor]:
         """Return copies of the gradients by name, fp32, without those that no loss reached."""

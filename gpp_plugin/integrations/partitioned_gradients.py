@@ -227,6 +227,13 @@ class PartitionedGradients:
             return torch.zeros((), dtype=precision, device=self._device)
         return torch.stack(norms).square().sum()
 
+    def norms(self, names: Sequence[str]) -> Tensor:
+        """Return the L2 norm of this rank's part of each gradient of ``names``, in double precision on the host."""
+        squares = dict.fromkeys(names, 0.0)
+        for part, held in self._fragments(names):
+            squares[part.name] += float(held.float().square().sum())
+        return torch.tensor([squares[name] for name in names], dtype=torch.float64).sqrt()
+
     @torch.no_grad()
     def gather(self) -> dict[str, Tensor]:
         """Return whole gradients by name, fp32, without those that no loss reached; collective over the stage."""

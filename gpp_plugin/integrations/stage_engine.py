@@ -40,7 +40,7 @@ from gpp_plugin.integrations.master_weights import MasterWeights
 from gpp_plugin.integrations.partitioned_gradients import PartitionedGradients
 from gpp_plugin.integrations.stage_config import StageConfig, derive_stage_config
 from gpp_plugin.integrations.stage_groups import StageGroups, StageMpu, TiedParameter, make_replicas_equal
-from gpp_plugin.integrations.tensor_parallel import duplicates, sequence_parallel
+from gpp_plugin.integrations.tensor_parallel import check_duplicates, duplicates, sequence_parallel
 from gpp_plugin.integrations.zero_layout import require_attributes
 from gpp_plugin.ir.plan import PipelinePlan
 
@@ -133,6 +133,7 @@ class StageEngine:
         self.deepspeed: DeepSpeedEngine | None = None
         self._masters: MasterWeights | None = None
         self._reduced_data = self._reduced_tied = self._summed_tensor = False
+        self._has_compared = False
         self._log_notes()
         self._agree(lambda: self._build(config, optimizer, lr_scheduler, parameter_groups), "construction")
 
@@ -321,6 +322,12 @@ class StageEngine:
             self.gradients.sum_tensor(names, group=self.groups.tensor[self.stage_index])
         self._summed_tensor = True
 
+    def _compare_duplicates(self) -> None:
+        group = self.groups.tensor[self.stage_index]
+        if self.stage.tensor > 1 and isinstance(group, dist.ProcessGroup):
+            self._sum_tensor()
+            check_duplicates(self.gradients, stage=self.stage.name, group=group, device=self.device)
+
     def full_gradients(self) -> dict[str, Tensor]:
         """Return the mini-batch's gradients, fp32 and unscaled, between reduction and step.
 
@@ -335,7 +342,11 @@ class StageEngine:
 
         Raises:
             RuntimeFailure: gradients were not reduced, or the loss scale cannot sink any further.
+            ConfigError: tensor ranks have unlike gradients of what they hold alike; seen at the first step.
         """
+        if not self._has_compared and any(stage.tensor > 1 for stage in self.plan.stages):
+            self._agree(self._compare_duplicates, "the first step")
+        self._has_compared = True
         norm, overflow = self._update()
         if not overflow:
             self._advance_rates()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.async_stage import AsyncStageEngine
 from gpp_plugin.integrations.checkpoint import load_checkpoint, save_checkpoint
 from gpp_plugin.integrations.gradients import GradientStore
@@ -494,6 +495,24 @@ def stage_norm(case: str) -> float:
     norm = engine.step().grad_norm
     rank.transport.close()
     return norm
+
+
+def forgotten(zero: int) -> str:
+    """Return what is said of norms whose gradients are of each rank's part of the sequence, which nobody marked."""
+
+    def make_hooks(rank: Rank) -> _Recorded:
+        for parameter in rank.module.parameters():
+            parameter.sequence_parallel = False
+        return _Recorded(rank, make_config(zero))
+
+    rank = Rank("beside", torch.float32, make_hooks)
+    try:
+        rank.run(make_batch(0, torch.float32))
+    except ConfigError as error:
+        return str(error)
+    finally:
+        rank.transport.close()
+    return ""
 
 
 def unequal_start(case: str) -> dict[str, Tensor]:

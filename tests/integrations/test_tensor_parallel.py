@@ -116,6 +116,15 @@ def test_an_asynchronous_stage_counts_what_its_grid_holds_once():
             assert norms[rank] == pytest.approx(stage.degree * count**0.5)
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_duplicate_with_unlike_gradients_is_refused_on_every_rank_before_it_steps(zero):
+    for said in run_kept_ranks(jobs.forgotten, jobs.NUM_RANKS, zero):
+        assert "stage 'first': the gradient of 'norm.weight' differs between tensor ranks" in said or (
+            "stage 'second': the gradient of 'norm.weight' differs between tensor ranks" in said
+        )
+        assert "sequence_parallel = True" in said and "\n" not in said
+
+
 def test_copies_start_equal_and_shards_do_not():
     answers = run_kept_ranks(jobs.unequal_start, jobs.NUM_RANKS, "grid")
     row_0, row_1 = answers[2:4], answers[4:6]

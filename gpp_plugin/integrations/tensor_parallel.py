@@ -54,7 +54,7 @@ def check_duplicates(
     for name, high, low in zip(names, most.tolist(), (-least).tolist(), strict=True):
         if high - low > LARGEST_DIFFERENCE * high:
             raise ConfigError(
-                f"stage {stage!r}: the gradient of {name!r} differs between tensor ranks (norms {low:.3g}, {high:.3g}), "
+                f"stage {stage!r}: the gradient of {name!r} differs between tensor ranks ({low:.3g}, {high:.3g}), "
                 "which hold it alike; set parameter.tensor_model_parallel = True on a shard, and "
                 "parameter.sequence_parallel = True where each rank's gradient is a part of the sum"
             )

@@ -96,16 +96,16 @@ def jolt(module: nn.Module) -> None:
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
 
 
-def gradients_of(module: nn.Module, context: StageContext) -> dict[str, Tensor]:
+def gradients_of(module: nn.Module) -> dict[str, Tensor]:
     """Return the whole model's gradients as a stage's engine owns them: partial ones are summed."""
-    found = {}
+    found, context = {}, module.context
     for name, parameter in module.named_parameters():
         if parameter.grad is None:
             continue
         found[name] = parameter.grad.clone()
         if context.tensor_size > 1 and getattr(parameter, "sequence_parallel", False):
             dist.all_reduce(found[name], group=context.tensor_group)
-    return gather_full_state(module, context, found)
+    return gather_full_state(module, found)
 
 
 def tokens(samples: int, seed: int = 0) -> dict[str, Tensor]:
@@ -124,10 +124,10 @@ def shared_out() -> dict[str, Any]:
     for kind, (changes, options) in KINDS.items():
         whole = gpt_stage(alone_config(**changes), **LANGUAGE, **options)(one)
         jolt(whole)
-        weights = gather_full_state(whole, one)
+        weights = gather_full_state(whole)
         loss = whole(**batch)
         loss.backward()
-        wanted = gradients_of(whole, one)
+        wanted = gradients_of(whole)
         config = config_of(**changes)
         given = {**LANGUAGE, **options, "full_state": weights}
         chunk = gpt_stage(config, **given)(here)
@@ -138,16 +138,16 @@ def shared_out() -> dict[str, Any]:
         hidden = lower(input_ids=batch["input_ids"])
         in_two = upper(hidden_states=hidden, labels=batch["labels"])
         in_two.backward()
-        both = gradients_of(lower, here)
-        for name, gradient in gradients_of(upper, here).items():
+        both = gradients_of(lower)
+        for name, gradient in gradients_of(upper).items():
             is_twice = name == "output_layer.weight" and options.get("share_embeddings_and_output_weights")
             key = "embedding.word_embeddings.weight" if is_twice else name
             both[key] = both[key] + gradient if key in both else gradient
-        back = gather_full_state(chunk, here)
+        back = gather_full_state(chunk)
         answers[kind] = {
             "losses": (float(loss), float(found), float(in_two)),
             "wanted": wanted,
-            "found": gradients_of(chunk, here),
+            "found": gradients_of(chunk),
             "in two": both,
             "weights": all(torch.equal(weights[k], v) for k, v in back.items())
             and set(back) in ({*weights}, set()),
@@ -185,11 +185,11 @@ def merged() -> dict[str, Any]:
         chunk = gpt_stage(config, merge={"images": IMAGE}, full_state=weights, **LANGUAGE)(context)
         if weights is None:
             jolt(chunk)
-            weights = gather_full_state(chunk, context)
+            weights = gather_full_state(chunk)
         given = {**batch, "images": batch["images"].clone().requires_grad_()}
         loss = chunk(**given)
         loss.backward()
-        answers[name] = (float(loss), given["images"].grad, gradients_of(chunk, context))
+        answers[name] = (float(loss), given["images"].grad, gradients_of(chunk))
     with torch.no_grad():  # what embeddings and labels say, put together by hand
         word = weights["embedding.word_embeddings.weight"]
         places = torch.arange(LENGTH).expand(3, -1)
@@ -231,11 +231,11 @@ def blocks() -> dict[str, Any]:
         )
         if weights is None:
             jolt(block)
-            weights = gather_full_state(block, context)
+            weights = gather_full_state(block)
         given = hidden.clone().requires_grad_()
         found = block(hidden_states=given, attention_mask=keep)
         (found * torch.linspace(0, 1, HIDDEN)).square().mean().backward()
-        answers[name] = (found.detach(), given.grad, gradients_of(block, context))
+        answers[name] = (found.detach(), given.grad, gradients_of(block))
     return answers
 
 
@@ -244,7 +244,7 @@ def dropped() -> dict[str, Any]:
     here, one = in_place(), alone()
     batch = tokens(4)
     answers: dict[str, Any] = {}
-    weights = gather_full_state(gpt_stage(alone_config(), **LANGUAGE)(one), one)
+    weights = gather_full_state(gpt_stage(alone_config(), **LANGUAGE)(one))
     torch.manual_seed(dist.get_rank())  # ranks do not agree on torch's generator
     changes: dict[str, dict[str, Any]] = {
         "hidden": {"hidden_dropout": 0.5},
@@ -274,7 +274,7 @@ def dropped() -> dict[str, Any]:
             "whole": of_one,
             "losses": (float(first), second),
             "repeated": repeated,
-            "recomputed": (float(recomputed), gradients_of(again, here), gradients_of(chunk, here)),
+            "recomputed": (float(recomputed), gradients_of(again), gradients_of(chunk)),
             "evaluated": (float(chunk(**batch)), float(chunk(**batch))),
         }
     torch.manual_seed(0)

@@ -41,6 +41,7 @@ class _Chunk:
         self.stage = context.stage
         self.first_layer = layers.start
         self.tensor_size = context.tensor_size
+        self.context = context
         self.takes_mask = takes_mask
         self.input_shards, self.output_shards = {}, (None,)
         self._streams = DropoutStreams(seed, context) if self._draws() else None

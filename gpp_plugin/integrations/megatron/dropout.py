@@ -23,7 +23,7 @@ _SEEDS = 1 << 48
 
 
 class DropoutStreams:
-    """Seeds torch's and Megatron's streams for each forward of a stage; made by all ranks of a tensor group.
+    """Seeds torch's and Megatron's streams for each forward of a stage.
 
     Args:
         seed: of the stage.
@@ -33,20 +33,13 @@ class DropoutStreams:
         self._context = context
         self._place = zlib.crc32(f"{seed}/{context.stage}/{context.data_rank}".encode())
         self._devices = [context.device] if context.device.type == "cuda" else []
-        self._group: dist.ProcessGroup | None = None
-        self._first = context.rank
-        if context.tensor_size > 1:
-            ranks = dist.get_process_group_ranks(context.tensor_group)
-            made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-            assert isinstance(made, dist.ProcessGroup)
-            self._group, self._first = made, ranks[0]
 
     @contextlib.contextmanager
     def of_forward(self) -> Iterator[None]:
         """Run a forward within; torch's generators are as before afterwards, but for the one number drawn."""
         drawn = torch.empty((), dtype=torch.int64).random_(_SEEDS)
-        if self._group is not None:  # on the CPU: no device waits for it
-            dist.broadcast(drawn, src=self._first, group=self._group)
+        if self._context.tensor_size > 1:  # on the CPU: no device waits for it
+            dist.broadcast(drawn, group=self._context.tensor_group, group_src=0)
         with torch.random.fork_rng(devices=self._devices):
             seed_streams((int(drawn) + self._place) % _SEEDS, self._context)
             yield

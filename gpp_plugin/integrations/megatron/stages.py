@@ -85,9 +85,7 @@ class MegatronStage:
             module = self.build(config, collect_groups(context), context)
         mark_partial_gradients(module, config)
         if self.full_state is not None:
-            load_full_state(
-                module, self.full_state() if callable(self.full_state) else self.full_state, context
-            )
+            load_full_state(module, self.full_state() if callable(self.full_state) else self.full_state)
         return module
 
 

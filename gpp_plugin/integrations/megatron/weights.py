@@ -29,7 +29,7 @@ def full_name(module: nn.Module, name: str) -> str:
     return _LAYER.sub(lambda match: f"{match[1]}{int(match[2]) + first}.", name)
 
 
-def load_full_state(module: nn.Module, state: Mapping[str, Tensor], context: StageContext) -> None:
+def load_full_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copy this rank's shards of a whole model's weights into its chunk.
 
     Args:
@@ -39,6 +39,7 @@ def load_full_state(module: nn.Module, state: Mapping[str, Tensor], context: Sta
     Raises:
         CheckpointError: a weight is missing or has another shape.
     """
+    context = _context_of(module)
     with torch.no_grad():
         for name, own in _tensors(module):
             whole = state.get(full_name(module, name))
@@ -62,16 +63,16 @@ def load_full_state(module: nn.Module, state: Mapping[str, Tensor], context: Sta
             own.copy_(share)
 
 
-def gather_full_state(
-    module: nn.Module, context: StageContext, values: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
+def gather_full_state(module: nn.Module, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Return a chunk's weights as a whole model has them, on the CPU; empty but on tensor rank 0.
 
     Collective over the tensor group.
 
     Args:
+        module: what a factory of `gpp_plugin.integrations.megatron` built; a stage's is ``engine.module.given``.
         values: other tensors of the parameters' shapes by the chunk's names, such as gradients, in place of weights.
     """
+    context = _context_of(module)
     found: dict[str, Tensor] = {}
     for name, own in _tensors(module):
         if values is not None and name not in values:
@@ -96,6 +97,15 @@ def unshard(shares: list[Tensor], parameter: Tensor) -> Tensor:
     stride, axis = _stride(parameter), _axis(parameter)
     cut = [share.chunk(stride, dim=axis) for share in shares]
     return torch.cat([pieces[i] for i in range(stride) for pieces in cut], dim=axis)
+
+
+def _context_of(module: nn.Module) -> StageContext:
+    context = getattr(module, "context", None)
+    if not isinstance(context, StageContext):
+        raise TypeError(
+            f"{type(module).__name__} is no chunk that gpt_stage or transformer_block_stage built"
+        )
+    return context
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

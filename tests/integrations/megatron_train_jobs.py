@@ -1,0 +1,204 @@
+"""What each rank runs in the tests that train graphs with Megatron stages; importable by the processes that run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpp_plugin.integrations.megatron import gather_full_state, gpt_stage
+from gpp_plugin.stage_graph.graph import StageGraph
+from tests.integrations.megatron_jobs import (
+    HIDDEN,
+    IMAGE,
+    LANGUAGE,
+    LENGTH,
+    alone,
+    alone_config,
+    config_of,
+    jolt,
+    tokens,
+)
+from tests.reference import train_reference
+
+B, U, STEPS, FEATURES = 8, 2, 5, 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where an encoder and a language model run.
+
+    Args:
+        language: the ranks of each of its chunks.
+        cuts: the first layer of each chunk.
+    """
+
+    encoder: tuple[int, ...]
+    language: tuple[tuple[int, ...], ...]
+    cuts: tuple[int, ...] = (0,)
+    tensor: int = 2
+    config: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_tied(self) -> bool:
+        return bool(self.options.get("share_embeddings_and_output_weights"))
+
+
+GRID = Layout(encoder=(0, 1), language=((2, 3, 4, 5),))
+CHUNKS = Layout(encoder=(0,), language=((1, 2), (3, 4)), cuts=(0, 2))
+LAYOUTS = {
+    "grid": GRID,
+    "chunks": CHUNKS,
+    "sequence": Layout(
+        encoder=(0,), language=((1, 2), (3, 4)), cuts=(0, 1), config={"sequence_parallel": True},
+        options={"position_embedding_type": "rope"},
+    ),
+    "tied": Layout(
+        encoder=(0,), language=((1, 2), (3, 4)), cuts=(0, 2), options={"share_embeddings_and_output_weights": True}
+    ),
+}  # fmt: skip
+
+
+class Encoder(nn.Module):
+    """Embeds image features [batch, 2, FEATURES]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(features)))
+
+
+def make_encoder() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return Encoder()
+
+
+class Whole(nn.Module):
+    """Encoder and language model in one process."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        self.encoder = make_encoder()
+        given = {**LANGUAGE, **layout.options}
+        self.language = gpt_stage(alone_config(**layout.config), merge={"embeds": IMAGE}, **given)(alone())
+        jolt(self.language)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Whole:  # process groups cannot be copied
+        return self
+
+    def forward(self, features: Tensor, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return self.language(input_ids=input_ids, embeds=self.encoder(features), labels=labels)
+
+
+def batch_of(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed + 100)
+    batch = tokens(B, seed)
+    places = torch.randint(0, LENGTH - 1, (B,), generator=generator)
+    for sample, place in enumerate(places):
+        batch["input_ids"][sample, place : place + 2] = IMAGE
+    return {**batch, "features": torch.randn(B, 2, FEATURES, generator=generator)}
+
+
+def build_graph(layout: Layout, weights: dict[str, Tensor]) -> StageGraph:
+    graph = StageGraph(name="megatron")
+    graph.stage(
+        "encoder",
+        lambda context: make_encoder(),
+        inputs=["features"],
+        outputs=["embeds"],
+        ranks=layout.encoder,
+    )
+    config = config_of(**layout.config)
+    last = len(layout.cuts) - 1
+    for i, (ranks, start) in enumerate(zip(layout.language, layout.cuts, strict=True)):
+        stop = config.num_layers if i == last else layout.cuts[i + 1]
+        chunk = gpt_stage(
+            config, layers=range(start, stop), pre_process=i == 0, post_process=i == last, full_state=weights,
+            merge={"embeds": IMAGE} if i == 0 else None, **{**LANGUAGE, **layout.options},
+        )  # fmt: skip
+        inputs = ["input_ids", "embeds"] if i == 0 else {"hidden_states": "hidden"}
+        if i == last:
+            inputs = {**(inputs if isinstance(inputs, dict) else {n: n for n in inputs}), "labels": "labels"}
+        outputs = ["loss"] if i == last else ["hidden"]
+        graph.stage(f"chunk{i}", chunk, inputs=inputs, outputs=outputs, ranks=ranks, tensor=layout.tensor)
+    if layout.is_tied:
+        graph.tie("chunk0.embedding.word_embeddings.weight", f"chunk{last}.output_layer.weight")
+    return graph
+
+
+def make_engine(layout: Layout, weights: dict[str, Tensor], zero: int, **changes: Any) -> Any:
+    import deepspeed
+
+    import gpp_plugin
+
+    config = {
+        "train_batch_size": B,
+        "train_micro_batch_size_per_gpu": U,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+        "zero_optimization": {"stage": zero},
+        "steps_per_print": 1000,
+        "graph_pipeline": {"comm_timeout_s": 60},
+        **changes,
+    }
+    graph = gpp_plugin.GraphPipelineModule(build_graph(layout, weights), sample_batch=batch_of(0))
+    return deepspeed.initialize(model=graph, config=config)[0]
+
+
+def whole_names(engine: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return values of this rank's parameters under the whole model's names, shards put together (tensor rank 0)."""
+    stage = engine.plan.stages[engine.stage_id]
+    module = engine.module.given
+    own = {
+        name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{stage.name}.")
+    }
+    if stage.name == "encoder":
+        return {f"encoder.{name}": value for name, value in own.items()}
+    tied = [value for name, value in values.items() if not name.startswith(f"{stage.name}.")]
+    if tied:
+        (own["output_layer.weight"],) = tied
+    found = gather_full_state(module, own)
+    if tied and "output_layer.weight" in found:
+        found["embedding.word_embeddings.weight"] = found.pop("output_layer.weight")
+    return {f"language.{name}": value for name, value in found.items()}
+
+
+def share(weights: dict[str, Tensor] | None) -> dict[str, Tensor]:
+    """Return rank 0's weights on every rank."""
+    told = [weights]
+    dist.broadcast_object_list(told, src=0)
+    assert told[0] is not None
+    return told[0]
+
+
+def train(name: str, zero: int) -> dict[str, Any]:
+    """Train five steps of a graph; rank 0 also trains the model in one process."""
+    layout = LAYOUTS[name]
+    whole = Whole(layout) if dist.get_rank() == 0 else None
+    weights = share(None if whole is None else gather_full_state(whole.language))
+    batches = [batch_of(seed) for seed in range(STEPS)]
+    engine = make_engine(layout, weights, zero)
+    engine.retain_gradients()
+    losses: list[float] = []
+    gradients: dict[str, Tensor] = {}
+    norm = 0.0
+    for step, batch in enumerate(batches):
+        losses.append(float(engine.train_batch(data_iter=iter([batch]))))
+        if step == 0:
+            gradients, norm = whole_names(engine, engine.gradients), engine.get_global_grad_norm()
+    found = {
+        "losses": losses,
+        "gradients": gradients,
+        "norm": norm,
+        "stage": engine.plan.stages[engine.stage_id].name,
+    }
+    if whole is not None:
+        reference = train_reference(whole, batches, unit=U)
+        found |= {"wanted losses": reference.losses, "wanted": reference.gradients}
+    return found

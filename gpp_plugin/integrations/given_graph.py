@@ -259,12 +259,6 @@ def _check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
             config.stages not in ("auto", number if is_given else "auto"),
             f"it has {number}; remove the key",
         ),
-        (
-            "mode",
-            config.mode,
-            config.mode != "sync",
-            "modules of its stages keep one set of weights; remove the key",
-        ),
         ("weights", config.weights, config.weights is not None, "factories make its weights; remove the key"),
         (
             "data_parallel",

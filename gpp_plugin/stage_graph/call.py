@@ -61,10 +61,13 @@ def loss_node(stage: GraphStage) -> str | None:
     return stage.losses[0] if len(stage.losses) == 1 else " + ".join(stage.losses)
 
 
-def stage_function(stage: GraphStage, module: nn.Module, outputs: Sequence[str]) -> StageFunction:
-    """Return the module as the code of a stage.
+def stage_function(
+    stage: GraphStage, module: nn.Module, outputs: Sequence[str], *, tensors: Sequence[str]
+) -> StageFunction:
+    """Return the module as the code of a stage, which computes with the parameters that the module has.
 
     Args:
+        tensors: what its parameters and buffers are called; the code is given them as captured code is.
         outputs: which of its outputs, and its `loss_node`, the code returns.
     """
     batch_inputs = tuple(dict.fromkeys(key for _, key in stage.batch_inputs))
@@ -74,10 +77,10 @@ def stage_function(stage: GraphStage, module: nn.Module, outputs: Sequence[str])
     places = [(keyword, order["batch", key]) for keyword, key in stage.batch_inputs]
     places += [(keyword, order["node", node]) for keyword, node in stage.received]
     total = loss_node(stage)
-    wanted = tuple(outputs)
+    wanted, count = tuple(outputs), len(tensors)
 
-    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-        returned = module(**{keyword: tensors[place] for keyword, place in places})
+    def call(*given: Tensor) -> tuple[Tensor, ...]:
+        returned = module(**{keyword: given[count + place] for keyword, place in places})
         found = named_outputs(stage.name, stage.nodes, returned)
         if total is not None and total not in found:
             found[total] = sum(found[node] for node in stage.losses)  # type: ignore[assignment]
@@ -85,7 +88,7 @@ def stage_function(stage: GraphStage, module: nn.Module, outputs: Sequence[str])
 
     return StageFunction(
         call=call,
-        tensors=(),
+        tensors=tuple(tensors),
         constants=(),
         batch_inputs=batch_inputs,
         received=received,

@@ -116,7 +116,8 @@ class StageGraph:
 
         Args:
             module: a module, or a factory that is called on the stage's ranks only, with a `StageContext`. Where a
-                factory has a method ``check(stage, tensor)``, that is called now, and may refuse the grid.
+                factory has a method ``check(stage, tensor)``, that is called now, and may refuse the grid; one with
+                ``shards(inputs, outputs)`` says what of those is sharded if ``tensor`` is more than 1.
             inputs: names of earlier outputs ("embeds" or "vision.embeds") and batch keys; a dict maps the
                 module's own argument names to them.
             outputs: names of what it returns, in order, or by key where it returns a dict; a dict maps the
@@ -133,12 +134,18 @@ class StageGraph:
         Raises:
             ConfigError: names repeat, ranks are taken or do not form a grid, or an option names no output.
         """
+        arguments = _pairs(name, "inputs", inputs, is_input=True)
+        made = _pairs(name, "outputs", outputs, is_input=False)
+        if sharded_inputs is None and sharded_outputs is None and tensor != 1 and hasattr(module, "shards"):
+            sharded_inputs, sharded_outputs = module.shards(
+                [key for key, _ in arguments], [o for _, o in made]
+            )
         self._add(
             StageSpec(
                 name=name,
                 make=module,
-                inputs=_pairs(name, "inputs", inputs, is_input=True),
-                outputs=_pairs(name, "outputs", outputs, is_input=False),
+                inputs=arguments,
+                outputs=made,
                 ranks=_ranks(name, ranks),
                 tensor=_count(name, "tensor", tensor),
                 micro_batch_size=None

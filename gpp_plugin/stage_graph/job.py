@@ -235,7 +235,9 @@ class GraphJob:
         loss = loss_node(self._stage)
         outputs = dict.fromkeys([*sent, *([] if loss is None else [loss]), *named.values()])
         return StageCode(
-            function=stage_function(self._stage, self._own.given, tuple(outputs)),
+            function=stage_function(
+                self._stage, self._own.given, tuple(outputs), tensors=tuple(self._own.named_tensors())
+            ),
             tensors=shapes.tensors,
             inputs=shapes.inputs,
             loss=loss,

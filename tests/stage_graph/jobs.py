@@ -292,3 +292,16 @@ def train_mixed_by_engine(directory: str) -> dict[str, Any]:
         "stages": [(s.name, len(s.blocks)) for s in engine.plan.stages],
         "state": engine.gather_state_dict(),
     }
+
+
+def report() -> dict[str, Any]:
+    """A timeline of a step, and what the ranks hold beside what the plan says."""
+    engine = make_engine("diamond", config_of("diamond"))
+    engine.record_timelines = True
+    steps(engine, [batch_of("diamond")])
+    timeline = engine.last_timeline
+    return {
+        "timeline": set() if timeline is None else {(e.rank, e.kind.value) for e in timeline.events},
+        "memory": engine.memory_report(),
+        "depth": engine.plan.depth,
+    }

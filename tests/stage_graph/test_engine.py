@@ -82,3 +82,15 @@ def test_evaluation_of_any_size_with_a_reported_output() -> None:
         torch.testing.assert_close(
             answer["c_out"], diamond.get_submodule("c")(a_out=known), rtol=1e-5, atol=1e-6
         )
+
+
+def test_timeline_and_memory_of_a_step() -> None:
+    """What autograd keeps of a user's own module is what its profile said, to the byte."""
+    answer = run_kept_ranks(jobs.report, 4)[0]
+    kinds = {"forward", "backward", "send", "receive", "reduce", "step"}
+    assert {(rank, kind) for rank in range(4) for kind in kinds} == answer["timeline"]
+    memory = answer["memory"]
+    assert [rank.stage for rank in memory.ranks] == ["a", "b", "c", "end"]
+    assert all(rank.counts.peak_held_bytes == rank.predicted.activations > 0 for rank in memory.ranks)
+    assert memory.differences == ()
+    assert answer["depth"] == 3

@@ -106,6 +106,11 @@ class Evaluator:
                 collected[name] += [(part.first_sample + first, piece) for first, piece in pieces]
         return self._sum_over_ranks(total) / num_samples, self._gather(collected, graph.reference)
 
+    def close(self) -> None:
+        """Let go of all lanes; collective over all ranks."""
+        while self._lanes:
+            _close(self._lanes.popitem()[1])
+
     def _graph(self, key: _GraphKey, batch: Batch, outputs: tuple[str, ...]) -> _Graph:
         found = self._graphs.get(key)
         if found is not None:

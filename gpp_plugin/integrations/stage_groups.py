@@ -100,6 +100,12 @@ class StageGroups:
         }
         return cls(world=world, data=data, tensor=tensor, stage=whole, tied=shared, single=single)
 
+    def close(self) -> None:
+        """Let go of the groups that this rank is in; nothing may be under way in them."""
+        groups = (self.world, self.single, *self.data, *self.tensor, *self.stage, *self.tied.values())
+        for group in {id(g): g for g in groups if isinstance(g, dist.ProcessGroup)}.values():
+            dist.destroy_process_group(group)
+
 
 def _own(groups: Sequence[dist.ProcessGroup | int]) -> dist.ProcessGroup | int:
     """Return the one of these groups that this rank is in; of none of them what torch gives to outsiders."""

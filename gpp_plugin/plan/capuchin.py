@@ -322,7 +322,7 @@ class StageOptimizer:
             starts=np.array([s for s, _ in ordered], dtype=np.int64),
             stops=np.array([s for _, s in ordered], dtype=np.int64),
         )
-        costs: SegmentCosts = segment_costs(chain, asked)
+        costs: SegmentCosts = segment_costs(chain, asked, together=True)
         member = members(chain, ordered)
         tensors = chain.tensors
         owner = np.where(member[tensors.made] == member[tensors.last], member[tensors.made], -1)

@@ -243,8 +243,12 @@ def members(chain: OperatorChain, segments: Iterable[tuple[int, int]]) -> Ints:
     return member
 
 
-def segment_costs(chain: OperatorChain, segments: Segments) -> SegmentCosts:
-    """Weigh disjoint segments at the chain's number of samples."""
+def segment_costs(chain: OperatorChain, segments: Segments, *, together: bool = False) -> SegmentCosts:
+    """Weigh disjoint segments at the chain's number of samples.
+
+    Args:
+        together: they are those of one stage: a result that several of them hold counts for the first only.
+    """
     count = len(segments.starts)
     member = members(chain, zip(segments.starts.tolist(), segments.stops.tolist(), strict=True))
     tensors, unsaved = chain.tensors, chain.unsaved
@@ -254,6 +258,9 @@ def segment_costs(chain: OperatorChain, segments: Segments) -> SegmentCosts:
     pairs, index = np.unique(
         np.stack([unsaved.result[enters], member[unsaved.reader[enters]]]), axis=1, return_index=True
     )
+    if together:
+        first = np.unique(pairs[0], return_index=True)[1]
+        pairs, index = pairs[:, first], index[first]
     held = sum_by(pairs[1], unsaved.bytes[enters][index], count)
     final = segments.stops - 1
     is_last_run = runs_again_when_last(chain)

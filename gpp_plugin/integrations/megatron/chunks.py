@@ -31,10 +31,6 @@ class _Chunk:
 
     config: Any
     training: bool
-    input_shards: Mapping[str, int]
-    """Input -> the axis along which tensor ranks hold shards of it; others are whole on each of them."""
-    output_shards: tuple[int | None, ...]
-    """The same of what it returns, in order."""
 
     def describe(self, context: StageContext, *, seed: int, layers: range, takes_mask: bool) -> None:
         """Say which stage this is, and which layers of the model it has."""
@@ -43,7 +39,6 @@ class _Chunk:
         self.tensor_size = context.tensor_size
         self.context = context
         self.takes_mask = takes_mask
-        self.input_shards, self.output_shards = {}, (None,)
         self._streams = DropoutStreams(seed, context) if self._draws() else None
         self._causal: Tensor | None = None
 

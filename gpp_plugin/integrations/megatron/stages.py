@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import importlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,7 @@ class MegatronStage:
         build: makes the module of (the stage's configuration, its process groups, the context).
         full_state: weights of the whole model at tensor size 1, or what returns them; None: random ones.
         seed: of random weights, the same on all ranks, and of dropout.
+        reads_hidden, makes_hidden: whether it is given, and returns, hidden states in Megatron's layout.
     """
 
     config: Any
@@ -52,6 +53,17 @@ class MegatronStage:
     build: Callable[[Any, Any, StageContext], nn.Module]
     full_state: State | Callable[[], State] | None
     seed: int
+    reads_hidden: bool
+    makes_hidden: bool
+
+    def shards(self, inputs: Sequence[str], outputs: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
+        """Return which inputs and outputs are shares of the sequence -> their axis, with sequence parallelism."""
+        if not self.config.sequence_parallel:
+            return {}, {}
+        return (
+            {name: 0 for name in inputs if name == "hidden_states" and self.reads_hidden},
+            {name: 0 for name in outputs if self.makes_hidden},
+        )
 
     def check(self, stage: str, tensor: int) -> None:
         """Check, before anything is built, that ``tensor`` ranks can share the stage out.
@@ -151,9 +163,6 @@ def gpt_stage(
         )
         chunk.describe(context, seed=seed, layers=chosen, takes_mask=spec is None)
         chunk.merged, chunk.has_logits = merged, with_logits
-        if stage_config.sequence_parallel:
-            chunk.input_shards = {} if pre_process else {"hidden_states": 0}
-            chunk.output_shards = (None, None) if post_process else (0,)
         return chunk
 
     return MegatronStage(
@@ -163,6 +172,8 @@ def gpt_stage(
         build=build,
         full_state=full_state,
         seed=seed,
+        reads_hidden=not pre_process,
+        makes_hidden=not post_process,
     )
 
 
@@ -199,12 +210,17 @@ def transformer_block_stage(
         )
         chunk.describe(context, seed=seed, layers=chosen, takes_mask=spec is None)
         chunk.is_causal, chunk.batch_first = is_causal, batch_first
-        if stage_config.sequence_parallel and not batch_first:
-            chunk.input_shards, chunk.output_shards = {"hidden_states": 0}, (0,)
         return chunk
 
     return MegatronStage(
-        config=config, layers=chosen, vocab_size=None, build=build, full_state=full_state, seed=seed
+        config=config,
+        layers=chosen,
+        vocab_size=None,
+        build=build,
+        full_state=full_state,
+        seed=seed,
+        reads_hidden=not batch_first,
+        makes_hidden=not batch_first,
     )
 
 

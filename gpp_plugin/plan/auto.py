@@ -11,11 +11,10 @@ from gpp_plugin.plan.batches import batch_rules
 from gpp_plugin.plan.branch_chains import refine_chains
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.fitting import StageFitter, fitter_for
-from gpp_plugin.plan.graphpipe import search_stages
+from gpp_plugin.plan.graphpipe import explain_graph, search_stages
 from gpp_plugin.plan.joined import best_judged, join_memory
 from gpp_plugin.plan.refine import Candidate, Refiner
 from gpp_plugin.plan.registry import PlanRequest, register_planner, run_planner, unlimited
-from gpp_plugin.plan.selection import explain_infeasible
 from gpp_plugin.plan.stages import StageDraft
 
 logger = logging.getLogger(__name__)
@@ -77,9 +76,7 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
         finalists += join_memory(request, costs, finalists, search, joint, more=more)
     plan = best_judged(request, costs, finalists, fitter, planner="auto", notes=notes)
     if plan is None:
-        names = [block.name for block in request.graph.blocks]
-        found = [[draft.blocks for draft in candidate.drafts] for candidate in candidates[:3]]
-        explain_infeasible(request, costs, rules, [*found, [[name] for name in names], [names]])
+        explain_graph(request, sorted([*finalists, *candidates], key=lambda candidate: candidate.score))
     return plan
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import networkx as nx
 import numpy as np
@@ -80,11 +81,38 @@ class _Incumbent:
 
 @register_planner("graphpipe")
 def graphpipe_plan(request: PlanRequest) -> PipelinePlan:
-    """Partition the model into a graph of stages.
+    """Partition the model into a graph of stages, each with the memory optimization it runs with.
 
     Raises:
-        PlanInfeasible: no plan fits; the message names stage, need, limit and knob.
+        PlanInfeasible: no plan fits; the message names stage, need, limit and the nearest request that fits.
     """
+    plan, nearest = find_graph_plan(request)
+    if plan is None:
+        explain_graph(request, nearest)
+    return plan
+
+
+def explain_graph(request: PlanRequest, nearest: Sequence[Candidate]) -> NoReturn:
+    """Say why there is no plan, and what would have one.
+
+    Raises:
+        PlanInfeasible: always.
+    """
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    names = [block.name for block in request.graph.blocks]
+    found = [[draft.blocks for draft in candidate.drafts] for candidate in nearest[:3]]
+    explain_infeasible(
+        request,
+        costs,
+        batch_rules(request),
+        [*found, [[name] for name in names], [names]],
+        fitter=fitter_for(request, costs),
+        has_plan=lambda other: find_graph_plan(other)[0] is not None,
+    )
+
+
+def find_graph_plan(request: PlanRequest) -> tuple[PipelinePlan | None, list[Candidate]]:
+    """Return the plan, or None where none fits, and the candidates it was chosen from."""
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     rules = batch_rules(request)
     budget = min(REFINE_BUDGET * request.num_ranks**3, MAX_BUDGET)
@@ -103,11 +131,7 @@ def graphpipe_plan(request: PlanRequest) -> PipelinePlan:
         refiner = Refiner(request, costs, rules, budget=MAX_BUDGET, fitter=fitter)
         candidates += join_memory(request, costs, candidates, search, refiner)
     plan = best_judged(request, costs, candidates, fitter, planner="graphpipe")
-    if plan is None:
-        names = [block.name for block in request.graph.blocks]
-        found = [[draft.blocks for draft in candidate.drafts] for candidate in candidates[:3]]
-        explain_infeasible(request, costs, rules, [*found, [[name] for name in names], [names]])
-    return plan
+    return plan, sorted(candidates, key=lambda candidate: candidate.score)
 
 
 def search_stages(

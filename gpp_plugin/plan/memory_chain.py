@@ -21,6 +21,8 @@ from gpp_plugin.plan.stages import StageDraft, build_plan
 BOTH = ("recompute", "swap")
 MOST_STAGES_TRIED = 4
 """Times the stages asked for, when an infeasible request is told how many would do."""
+LIMIT_STEP = 1.02
+"""By which a limit grows until it is one that a plan is found for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +235,7 @@ def _explain(
     used = " and ".join(request.memory_optimization) or "no memory optimization"
     raise PlanInfeasible(
         f"no plan of {len(limits)} stages fits with {used}, the nearest with micro-batches of {size}: bytes needed a "
-        f"rank: {lacking}; {_what_fits(request, costs, partition, size, limits, degree)}"
+        f"rank: {lacking}; {_what_fits(request, costs, partition, found, size, limits, degree)}"
     )
 
 
@@ -241,16 +243,17 @@ def _what_fits(
     request: PlanRequest,
     costs: CostModel,
     partition: Partition,
+    found: ChainPlan,
     size: int,
     limits: Sequence[int],
     degree: int,
 ) -> str:
-    """Return the nearest change that fits: more ways to save memory, then more stages."""
+    """Return the nearest changes that fit: more ways to save memory, or more stages; or more memory."""
 
-    def has_plan(ways: Sequence[str], num_stages: int) -> bool:
+    def has_plan(ways: Sequence[str], num_stages: int, limit: int) -> bool:
         factory = OptimizerFactory(
             costs,
-            limits=[min(limits)] * num_stages,
+            limits=[limit] * num_stages,
             mode=request.mode,
             schedule=request.schedule,
             memory_optimization=ways,
@@ -258,14 +261,18 @@ def _what_fits(
         )
         return partition(factory.at(size / degree, request.mini_batch // size)).fits
 
-    ways = request.memory_optimization
+    ways, least = request.memory_optimization, min(limits)
+    enough = round(max(stage.memory_bytes for stage in found.stages)) + 1
+    while not has_plan(ways, len(limits), enough):
+        enough = round(enough * LIMIT_STEP)
+    memory = f"with {enough} bytes a rank (memory.limit_gb {enough / 1e9:.3f})"
     for more in (("recompute",), ("swap",), BOTH):
-        if set(more) > set(ways) and has_plan(more, len(limits)):
-            return f"it fits with {' and '.join(more)}"
+        if set(more) > set(ways) and has_plan(more, len(limits), least):
+            return f"it fits with {' and '.join(more)}, or {memory}"
     low, high = len(limits), min(MOST_STAGES_TRIED * len(limits), len(request.graph.blocks))
-    if not has_plan(ways, high):
-        return f"it does not fit in {high} stages either; use devices with more memory"
+    if not has_plan(ways, high, least):
+        return f"it does not fit in {high} stages either; it does {memory}"
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if has_plan(ways, middle) else (middle, high)
-    return f"it fits on {high * degree} ranks in {high} stages"
+        low, high = (low, middle) if has_plan(ways, middle, least) else (middle, high)
+    return f"it fits on {high * degree} ranks in {high} stages, or {memory}"

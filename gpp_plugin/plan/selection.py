@@ -12,7 +12,9 @@ from gpp_plugin.plan.batches import BatchRules, batch_rules
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.degrees import DegreeChooser, choose_degrees
 from gpp_plugin.plan.estimate import estimate_plan_us
+from gpp_plugin.plan.fitting import StageFitter
 from gpp_plugin.plan.judge import judge_us
+from gpp_plugin.plan.nearest import HasPlan, nearest_that_fits
 from gpp_plugin.plan.registry import UNLIMITED, PlanRequest, rank_limit
 from gpp_plugin.plan.stages import StageDraft, build_plan
 
@@ -73,32 +75,53 @@ def busiest_us(request: PlanRequest, costs: CostModel, drafts: Sequence[StageDra
 
 
 def explain_infeasible(
-    request: PlanRequest, costs: CostModel, rules: BatchRules, groupings: Iterable[Sequence[Sequence[str]]]
+    request: PlanRequest,
+    costs: CostModel,
+    rules: BatchRules,
+    groupings: Iterable[Sequence[Sequence[str]]],
+    *,
+    fitter: StageFitter | None = None,
+    has_plan: HasPlan | None = None,
 ) -> NoReturn:
     """Say why none of these ways to group the blocks is a plan: ranks, or bytes and where.
+
+    Args:
+        fitter: has swapped and recomputed all it could.
+        has_plan: plans another request, to find the nearest that fits; None: only a knob is named.
 
     Raises:
         PlanInfeasible: always.
     """
     kept = list(groupings)
-    closest: tuple[int, Stage, int] | None = None
+    closest: tuple[tuple[int, Stage, int], PipelinePlan] | None = None
     for groups in kept:
         for wish in rules.wishes():
             drafts = choose_degrees(request, costs, rules, groups, wish, ignore_memory=True)
             if drafts is None:
                 continue
-            worst = memory_excess(request, build_plan(request, drafts, planner="", costs=costs))
-            if closest is None or worst[0] < closest[0]:
-                closest = worst
-    if closest is not None and closest[0] > 0:
-        excess, stage, rank = closest
-        limit = rank_limit(request, rank)
-        raise PlanInfeasible(
-            f"no plan fits: stage {stage.name!r} needs {stage.memory_bytes} bytes and rank {rank} may use {limit} "
-            f"({excess} too many, with {stage.in_flight} micro-batches of {stage.local_batch_size} samples in "
-            f"flight); {_memory_knob(request, costs, stage, limit)}"
-        )
-    raise PlanInfeasible(_rank_problem(request, costs, kept))
+            plan = build_plan(request, drafts, planner="", costs=costs)
+            worst = memory_excess(request, plan if fitter is None else fitter.estimated(plan))
+            if closest is None or worst[0] < closest[0][0]:
+                closest = worst, plan
+    if closest is None or closest[0][0] <= 0:
+        raise PlanInfeasible(_rank_problem(request, costs, kept))
+    (excess, stage, rank), plan = closest
+    if fitter is not None:
+        plan = fitter.fitted(plan)
+        excess, stage, rank = max(memory_excess(request, plan), closest[0], key=lambda worst: worst[0])
+    limit = rank_limit(request, rank)
+    lacking = {r: s.memory_bytes - rank_limit(request, r) for s in plan.stages for r in s.ranks}
+    others = sum(num_bytes > 0 for num_bytes in lacking.values()) - 1
+    used = f" with {' and '.join(request.memory_optimization)}" if fitter is not None else ""
+    knob = _memory_knob(request, costs, stage, limit)
+    if has_plan is not None:
+        nearest = nearest_that_fits(request, has_plan, excess)
+        knob = f"{knob}; {nearest}" if fitter is None else nearest
+    raise PlanInfeasible(
+        f"no plan fits{used}: stage {stage.name!r} needs {stage.memory_bytes} bytes and rank {rank} may use {limit} "
+        f"({excess} too many, with {stage.in_flight} micro-batches of {stage.local_batch_size} samples in flight"
+        f"{f'; {others} other ranks lack less' if others > 0 else ''}); {knob}"
+    )
 
 
 def _memory_knob(request: PlanRequest, costs: CostModel, stage: Stage, limit: int) -> str:

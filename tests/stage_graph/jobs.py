@@ -305,3 +305,46 @@ def report() -> dict[str, Any]:
         "memory": engine.memory_report(),
         "depth": engine.plan.depth,
     }
+
+
+def train_given_modules() -> dict[str, Any]:
+    """Modules, not factories, with a dataset and groups of their parameters."""
+    import deepspeed
+
+    import gpp_plugin
+    from gpp_plugin.integrations.materialize import resident_bytes
+    from tests.stage_graph.graphs import GRAPHS, make
+
+    modules = {given.name: make(given.kind, given.name) for given in GRAPHS["chain"]}
+    graph = gpp_plugin.StageGraph("chain")
+    for given in GRAPHS["chain"]:
+        graph.stage(
+            given.name, modules[given.name], inputs=given.inputs, outputs=given.outputs, ranks=given.ranks
+        )
+    named = list(graph.named_parameters())
+    groups = [
+        {"params": [p for _, p in named if p.ndim > 1], "weight_decay": 0.5},
+        {"params": [p for _, p in named if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    batch = batch_of("chain")
+    data = [{key: rows[i] for key, rows in batch.items()} for i in range(len(batch["x"]))]
+    engine, _, loader, _ = deepspeed.initialize(
+        model=graph, config=config_of("chain"), training_data=data, model_parameters=groups
+    )
+    losses = [float(engine.train_batch()) for _ in range(3)]
+    return {
+        "losses": losses,
+        "loader": len(loader),
+        "held": [name for name, module in modules.items() if resident_bytes(module)],
+        "state": engine.gather_state_dict(),
+    }
+
+
+def train_mixed_variants() -> list[dict[str, Any]]:
+    """The tower frozen, and on data-parallel ranks; its number of stages left to the planner."""
+    from tests.stage_graph.mixed import build_mixed, mixed_batch
+
+    return [
+        run_in_double(build_mixed(stages=stages, is_frozen=is_frozen), mixed_batch(), 8, {})
+        for stages, is_frozen in ((1, False), ("auto", True))
+    ]

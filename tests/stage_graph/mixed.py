@@ -39,15 +39,15 @@ def make_layer() -> nn.Module:
         return nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh(), nn.Linear(SIZE, SIZE)).double()
 
 
-def build_mixed() -> gpp_plugin.StageGraph:
+def build_mixed(*, stages: int | str = 2, is_frozen: bool = False) -> gpp_plugin.StageGraph:
     graph = gpp_plugin.StageGraph("mixed")
     graph.capture(
         "vision",
-        make_tower(),
+        make_tower().requires_grad_(not is_frozen),
         inputs=["pixel_values"],
         outputs={"last_hidden_state": "image_hidden"},
         ranks=[0, 1],
-        stages=2,
+        stages=stages,
     )
     graph.capture("layer", make_layer(), inputs={"input": "image_hidden"}, outputs=["mixed"], ranks=[2])
     graph.stage(
@@ -67,9 +67,9 @@ def mixed_batch(seed: int = 0) -> dict[str, Tensor]:
 class WholeMixed(nn.Module):
     """The same in one process."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_frozen: bool = False) -> None:
         super().__init__()
-        self.vision, self.layer = make_tower(), make_layer()
+        self.vision, self.layer = make_tower().requires_grad_(not is_frozen), make_layer()
         self.end = Scored().double()
 
     def forward(self, pixel_values: Tensor, target: Tensor) -> Tensor:

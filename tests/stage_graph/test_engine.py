@@ -94,3 +94,28 @@ def test_timeline_and_memory_of_a_step() -> None:
     assert all(rank.counts.peak_held_bytes == rank.predicted.activations > 0 for rank in memory.ranks)
     assert memory.differences == ()
     assert answer["depth"] == 3
+
+
+def test_given_modules_with_a_dataset_and_parameter_groups() -> None:
+    answers = run_kept_ranks(jobs.train_given_modules, 3)
+    model = Whole("chain").float()
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.5},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    losses = []
+    for _ in range(3):  # the mean over all samples, whatever their order
+        optimizer.zero_grad()
+        loss = model(**in_single(batch_of("chain")))["loss"]
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    for answer in answers:
+        assert answer["losses"] == pytest.approx(losses, rel=NEAR)
+        assert answer["loader"] == 1
+    assert [answer["held"] for answer in answers] == [["a"], ["b"], ["end"]], (
+        "a rank holds its own stage only"
+    )
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(answers[0]["state"][name], parameter.detach(), rtol=1e-4, atol=1e-6)

@@ -69,10 +69,22 @@ def use_device(device: str) -> None:
         set_accelerator(CPU_Accelerator())
 
 
-def with_saved_plan(job: Job, plan: PipelinePlan) -> Job:
-    """Return the job with ``plan`` as its saved plan, each stage changed as ``job["overrides"]`` says."""
+def with_saved_plan(job: Job, engine: Any) -> Job:
+    """Return the job with the engine's plan as its saved one, each stage changed as ``job["overrides"]`` says.
+
+    With ``job["memory"]`` every stage also swaps and recomputes.
+    """
+    plan: PipelinePlan = engine.plan
     changes = job["overrides"]
     stages = tuple(dataclasses.replace(s, **changes.get(i, {})) for i, s in enumerate(plan.stages))
+    if job.get("memory"):
+        from tests.runtime.memory_stages import StageBlocks, plan_both
+
+        graph = engine._reference.block_graph
+        stages = tuple(
+            dataclasses.replace(s, memory=plan_both(StageBlocks(graph=graph, blocks=s.blocks), 1))
+            for s in stages
+        )
     changed = dataclasses.replace(plan, stages=stages)
     counts = plan_in_flight(changed)
     stages = tuple(dataclasses.replace(s, in_flight=n) for s, n in zip(stages, counts, strict=True))
@@ -94,7 +106,7 @@ def train(jobs: list[Job]) -> list[dict[str, Any]]:
         batches = make_batches(make_batch, job)
         wrapped = gpp_plugin.GraphPipelineModule(model, sample_batch=batches[0])
         if "overrides" in job:
-            job = with_saved_plan(job, deepspeed.initialize(model=wrapped, config=make_config(job))[0].plan)
+            job = with_saved_plan(job, deepspeed.initialize(model=wrapped, config=make_config(job))[0])
         engine, *_ = deepspeed.initialize(model=wrapped, config=make_config(job))
         engine.retain_gradients()
         torch.manual_seed(job.get("seed", torch.initial_seed()))

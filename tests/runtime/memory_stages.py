@@ -28,8 +28,20 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TestStage:
-    """Blocks of a model from ``start`` on, captured at `SAMPLES` samples.
+class StageBlocks:
+    """Some blocks of a graph."""
+
+    graph: BlockGraph
+    blocks: tuple[str, ...]
+
+    def saved(self) -> list[SavedTensor]:
+        """Return what the blocks are charged with."""
+        return [t for t in self.graph.saved if t.kept_by[0] in self.blocks]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestStage(StageBlocks):
+    """Blocks of a model captured at `SAMPLES` samples.
 
     Args:
         gradients: received tensors that take a gradient.
@@ -38,8 +50,6 @@ class TestStage:
     __test__ = False
 
     captured: CapturedGraph
-    graph: BlockGraph
-    blocks: tuple[str, ...]
     function: StageFunction
     gradients: tuple[str, ...]
     state: Mapping[str, Tensor]
@@ -51,10 +61,6 @@ class TestStage:
             blocks={b.name: b.nodes for b in self.graph.blocks if b.name in self.blocks},
             storage_of={n.name: n.storage for n in self.captured.op_graph.nodes if n.storage},
         )
-
-    def saved(self) -> list[SavedTensor]:
-        """Return what the stage's blocks are charged with."""
-        return [t for t in self.graph.saved if t.kept_by[0] in self.blocks]
 
 
 @cache
@@ -112,7 +118,7 @@ def dropped_by(graph: BlockGraph, blocks: Sequence[str]) -> list[SavedTensor]:
 
 
 def memory_plan(
-    stage: TestStage, segments: Iterable[Sequence[str]] = (), swapped: Iterable[str] = ()
+    stage: StageBlocks, segments: Iterable[Sequence[str]] = (), swapped: Iterable[str] = ()
 ) -> MemoryPlan:
     """Return a plan with these segments of blocks and these tensors swapped."""
     recomputed = []
@@ -135,13 +141,24 @@ def memory_plan(
     )
 
 
-def chunks(stage: TestStage, length: int) -> list[tuple[str, ...]]:
+def chunks(stage: StageBlocks, length: int) -> list[tuple[str, ...]]:
     """Return every other chunk of so many blocks: some are recomputed, some are not."""
     blocks = stage.blocks
     return [blocks[i : i + length] for i in range(0, len(blocks), 2 * length)]
 
 
-def kept_by(stage: TestStage, plan: MemoryPlan) -> list[str]:
+def plan_swap(stage: StageBlocks) -> MemoryPlan:
+    """Swap all that the stage keeps."""
+    return memory_plan(stage, (), kept_by(stage, MemoryPlan()))
+
+
+def plan_both(stage: StageBlocks, length: int) -> MemoryPlan:
+    """Recompute every other chunk of blocks, and swap every other tensor that is left."""
+    segments = chunks(stage, length)
+    return memory_plan(stage, segments, kept_by(stage, memory_plan(stage, segments))[::2])
+
+
+def kept_by(stage: StageBlocks, plan: MemoryPlan) -> list[str]:
     """Return the tensors that a plan's segments leave to the stage."""
     dropped = {name for segment in plan.recomputed for name in segment.tensors}
     return [t.name for t in stage.saved() if t.name not in dropped]

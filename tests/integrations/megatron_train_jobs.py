@@ -202,3 +202,37 @@ def train(name: str, zero: int) -> dict[str, Any]:
         reference = train_reference(whole, batches, unit=U)
         found |= {"wanted losses": reference.losses, "wanted": reference.gradients}
     return found
+
+
+def resume(name: str, zero: int, directory: str) -> dict[str, Any]:
+    """Save after two steps and go on for two; a fresh engine with other weights that loads must go on the same."""
+    layout = LAYOUTS[name]
+    weights = share(gather_full_state(Whole(layout).language) if dist.get_rank() == 0 else None)
+    batches = [batch_of(seed) for seed in range(4)]
+    engine = make_engine(layout, weights, zero)
+    for batch in batches[:2]:
+        engine.train_batch(data_iter=iter([batch]))
+    engine.save_checkpoint(directory)
+    expected = [float(engine.train_batch(data_iter=iter([batch]))) for batch in batches[2:]]
+    fresh = make_engine(layout, {key: torch.zeros_like(value) for key, value in weights.items()}, zero)
+    tag, _ = fresh.load_checkpoint(directory)
+    found = [float(fresh.train_batch(data_iter=iter([batch]))) for batch in batches[2:]]
+    evaluated = float(fresh.eval_batch(iter([batches[0]])))
+    whole = gather_stages(fresh)
+    return {"expected": expected, "found": found, "tag": tag, "evaluated": evaluated, "whole": whole}
+
+
+def gather_stages(engine: Any) -> dict[str, Tensor]:
+    """Return this rank's weights under the whole model's names (tensor rank 0)."""
+    return whole_names(engine, {name: p.detach() for name, p in engine.module.named_parameters()})
+
+
+def evaluate_whole(name: str, state: dict[str, Tensor]) -> float:
+    """Return what one process makes of the first batch with gathered weights."""
+    whole = Whole(LAYOUTS[name])
+    missing, unknown = whole.load_state_dict(state, strict=False)
+    assert not unknown and all(key.endswith("_extra_state") for key in missing)
+    whole.eval()
+    with torch.no_grad():
+        parts = [{k: v[i : i + U] for k, v in batch_of(0).items()} for i in range(0, B, U)]
+        return float(sum(whole(**part) for part in parts)) / len(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,3 +37,13 @@ def test_losses_and_every_gradient_are_one_process_s(name: str, zero: int) -> No
         assert max(errors.values(), default=0.0) < 2e-6, (name, answer["stage"], errors)
         covered |= set(answer["gradients"])
     assert covered == set(wanted)
+
+
+@pytest.mark.parametrize(("name", "zero"), [("grid", 1), ("tied", 0)])
+def test_checkpoints_resume_and_weights_gather_to_one_process_s(name: str, zero: int, tmp_path: Path) -> None:
+    answers: list[dict[str, Any]] = run_kept_ranks(jobs.resume, num_ranks(name), name, zero, str(tmp_path))
+    assert all(answer["found"] == answer["expected"] for answer in answers)
+    assert answers[0]["tag"].endswith("global_step2")
+    state = {key: value for answer in answers for key, value in answer["whole"].items()}
+    (evaluated,) = run_kept_ranks(jobs.evaluate_whole, 1, name, state)
+    assert answers[0]["evaluated"] == pytest.approx(evaluated, rel=2e-6)

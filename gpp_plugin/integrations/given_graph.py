@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.config import GraphPipelineConfig
-from gpp_plugin.errors import CheckpointError, ConfigError
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.integrations.given_export import save_stages
 from gpp_plugin.integrations.given_part import PartHolder, cut_part
 from gpp_plugin.integrations.materialize import release_parameters
 from gpp_plugin.integrations.model_source import CapturedModel, ModelSource
@@ -227,15 +228,13 @@ class GivenGraph:
         group: dist.ProcessGroup | None,
         timeout_s: float,
     ) -> None:
-        """Refuse: there is no one model with a format of its own.
+        """Write a safetensors file a stage, under its module's own names.
 
         Raises:
-            CheckpointError: always.
+            CheckpointError: a rank could not write.
         """
-        raise CheckpointError(
-            f"save_pretrained: stage graph {self._graph.name!r} is no one HuggingFace model; use save_checkpoint(), "
-            "gather_state_dict(), or save a stage's module from its own ranks (engine.module.given)"
-        )
+        own = self._job.resolved.stage_of_rank(self._setting.rank).name
+        save_stages(directory, name=own, state=state, plan=plan, rank=self._setting.rank, group=group)
 
 
 def _check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
@@ -258,6 +257,12 @@ def _check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
             config.stages,
             config.stages not in ("auto", number if is_given else "auto"),
             f"it has {number}; remove the key",
+        ),
+        (
+            "memory.recompute",
+            config.memory.recompute,
+            config.memory.recompute == "full",
+            "its modules run as they are; let them recompute (torch.utils.checkpoint), and remove the key",
         ),
         ("weights", config.weights, config.weights is not None, "factories make its weights; remove the key"),
         (

@@ -161,6 +161,7 @@ def train_and_reload(directory: str) -> dict[str, Any]:
     engine.save_checkpoint(directory, client_state={"here": 3})
     rest = steps(engine, batches[3:])
     state = engine.gather_state_dict()
+    engine.save_pretrained(f"{directory}/export")
     again = make_engine("tied", config)
     steps(again, [batch_of("tied", seed=9)])
     _, client = again.load_checkpoint(directory)

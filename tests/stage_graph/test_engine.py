@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.ranks import run_kept_ranks
@@ -62,6 +63,13 @@ def test_checkpoint_and_reload_with_a_tied_embedding(tmp_path: Path) -> None:
     state: dict[str, Any] = answers[0]["state"]
     assert torch.equal(state["last.head.weight"], state["words.embedding.weight"])
     assert set(state) == set(dict(Whole("tied").named_parameters())) | {"last.head.weight"}
+    exported = {path.name: load_file(path) for path in (tmp_path / "export").iterdir()}
+    assert {name: set(tensors) for name, tensors in exported.items()} == {
+        "words.safetensors": {"bias", "embedding.weight"},
+        "b.safetensors": set(dict(Whole("tied").get_submodule("b").named_parameters())),
+        "last.safetensors": {"head.weight"},
+    }
+    assert torch.equal(exported["last.safetensors"]["head.weight"], state["words.embedding.weight"])
     files = {path.name for path in (tmp_path / "global_step3").iterdir()}
     assert {"model-00-words.pt", "model-01-b.pt", "model-02-last.pt"} <= files
 

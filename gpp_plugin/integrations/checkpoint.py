@@ -326,7 +326,9 @@ def _manifest(engine: StageEngine, files: Mapping[str, int]) -> dict[str, Any]:
 
 def _describe(stages: list[dict[str, Any]]) -> str:
     return ", ".join(
-        f"{s['name']} ({len(s['blocks'])} blocks on ranks {','.join(map(str, s['ranks']))})" for s in stages
+        f"{s['name']} ({len(s['blocks'])} blocks on ranks {','.join(map(str, s['ranks']))}"
+        f"{', tensor size ' + str(s['tensor']) if 'tensor' in s else ''})"
+        for s in stages
     )
 
 

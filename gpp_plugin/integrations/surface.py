@@ -54,8 +54,8 @@ class PipelineSurface:
 
     def is_last_stage(self) -> bool:
         """Return whether this rank's stage yields the loss."""
-        loss = self._reference.block_graph.loss_block
-        return loss in self.plan.stages[self._lane.stage_index].blocks
+        losses = self._reference.block_graph.loss_blocks
+        return not set(losses).isdisjoint(self.plan.stages[self._lane.stage_index].blocks)
 
     @property
     def stage_name(self) -> str:

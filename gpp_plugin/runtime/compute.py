@@ -312,7 +312,7 @@ class AutogradCompute:
         seeds: list[Tensor] = []
         seed = loss_scale * self._loss_share / len(parts)
         for half, part in enumerate(parts):
-            if part.loss is not None:
+            if part.loss is not None and part.loss.requires_grad:
                 roots.append(part.loss)
                 seeds.append(self._loss_seed(part.loss, seed))
             for name, root, gradient in zip(self.gradient_outputs, part.roots, gradients, strict=True):

@@ -124,7 +124,8 @@ class StageGraph:
                 module's own keys to names.
             ranks: global ranks, ``tensor`` of them a data position: data-parallel over the rest.
             micro_batch_size: samples the whole stage takes at a time; None leaves it to the planner.
-            coupled: whether it mixes samples and computes on whole loss units; None: only where it yields a loss.
+            coupled: whether it mixes samples and computes on whole loss units; None: where it yields a loss, or is
+                seen to mix them when it is tried.
             layouts: output -> its batch axis, or "uniform" for what is the same for every sample; what is not
                 named is found out by running the stage at two sample counts.
             sharded_inputs, sharded_outputs: arguments and outputs of which each tensor rank has an equal part along
@@ -136,10 +137,9 @@ class StageGraph:
         """
         arguments = _pairs(name, "inputs", inputs, is_input=True)
         made = _pairs(name, "outputs", outputs, is_input=False)
-        if sharded_inputs is None and sharded_outputs is None and tensor != 1 and hasattr(module, "shards"):
-            sharded_inputs, sharded_outputs = module.shards(
-                [key for key, _ in arguments], [o for _, o in made]
-            )
+        shards = None if isinstance(module, nn.Module) else getattr(module, "shards", None)
+        if sharded_inputs is None and sharded_outputs is None and tensor != 1 and shards is not None:
+            sharded_inputs, sharded_outputs = shards([key for key, _ in arguments], [o for _, o in made])
         self._add(
             StageSpec(
                 name=name,

@@ -117,6 +117,7 @@ def resolve(
     else:
         _refuse_unknown(stages, batch_keys)
     losses = _losses(graph, stages, is_required=needs_loss)
+    _refuse_mixed_shards(stages)
     _refuse_captured_losses(stages, losses, graph.ties)
     ordered = tuple(
         GraphStage(
@@ -210,6 +211,20 @@ def _runnable(stages: list[GraphStage], batch_keys: Collection[str]) -> list[Gra
         if len(left) == len(kept):
             return left
         kept = left
+
+
+def _refuse_mixed_shards(stages: Iterable[GraphStage]) -> None:
+    """A stage's ranks get a tensor once: whole, or as shards along one axis."""
+    for stage in stages:
+        axes = dict(stage.spec.sharded_inputs)
+        held: dict[str, tuple[str, int | None]] = {}
+        for keyword, node in stage.received:
+            other, axis = held.setdefault(node, (keyword, axes.get(keyword)))
+            if axis != axes.get(keyword):
+                raise ConfigError(
+                    f"stage {stage.name!r}: inputs {other!r} and {keyword!r} are both {node!r}, held in two ways by "
+                    "its tensor ranks; read it once"
+                )
 
 
 def _losses(graph: StageGraph, stages: list[GraphStage], *, is_required: bool) -> set[str]:

@@ -60,9 +60,8 @@ def layout_of(
                 f"{shapes}; axes that grow with the samples: {axes or 'none'}"
             )
         axes = [given]
-    others = [
-        i for i in range(len(small.shape)) if i not in axes and small.shape[i] != large.shape[i : i + 1][0]
-    ]
+    same = [(a, b) for i, (a, b) in enumerate(zip(small.shape, large.shape, strict=False)) if i not in axes]
+    others = [a for a, b in same if a != b]
     if len(axes) == 1 and not others:
         rows = small.shape[axes[0]] // counts[0]
         return batch_layout(axes[0], rows)

@@ -47,6 +47,29 @@ class Choose(nn.Module):
         return (torch.where(is_large, hidden, self.table(largest)),)
 
 
+class Norm(nn.Module):
+    """Normalises over the samples of a loss unit, in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.flatten(0, 1)).view(x.shape)
+
+
+class Center(nn.Module):
+    """Subtracts the mean of a loss unit's samples, and hands that on too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((WIDTH,), 0.3))
+
+    def forward(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+        mean = (normed * self.weight).mean(0, keepdim=True)
+        return normed - mean, mean
+
+
 class Loss(nn.Module):
     """The mean square of what it is given less the target."""
 
@@ -245,6 +268,11 @@ GRAPHS: dict[str, list[Given]] = {
         Given("last", Head, {"hidden": "b_out", "ids": "ids"}, ["loss", "logits"], [3], {"reported": ["logits"]}),
     ],
 }  # fmt: skip
+GRAPHS["mixing"] = [
+    Given("a", Norm, ["x"], ["normed"], [0, 1]),
+    Given("b", Center, ["normed"], ["centered", "mean"], [2]),
+    Given("end", Loss, ["centered", "mean", "target"], ["loss"], [3]),
+]
 TWO_TO_THREE = [
     body("a", ["x"], [0, 1], micro_batch_size=4),
     body("b", ["a_out"], [2, 3, 4], micro_batch_size=6),

@@ -106,6 +106,14 @@ def test_the_whole_graph(make: Callable[[], StageGraph], message: str) -> None:
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_one_tensor_is_held_in_one_way() -> None:
+    graph = two(second={"inputs": {"a": "hidden", "b": "hidden"}, "sharded_inputs": {"a": 1}})
+    with pytest.raises(
+        ConfigError, match="stage 'head': inputs 'a' and 'b' are both 'body.hidden', held in two ways"
+    ):
+        resolve(graph, batch_keys=("x", "target"), num_ranks=2)
+
+
 def test_a_rank_that_is_left_out() -> None:
     with pytest.raises(
         ConfigError, match=r"ranks \[2\] of 3 are in no stage; the stages are body on \[0\], head on"

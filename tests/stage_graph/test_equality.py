@@ -23,7 +23,12 @@ RUNS: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("two_sinks", {}),
         ("int_and_bool", {}),
     ],
-    4: [("diamond", {}), ("tied", {}), ("diamond", {"schedule": "zero_bubble"})],
+    4: [
+        ("diamond", {}),
+        ("tied", {}),
+        ("diamond", {"schedule": "zero_bubble"}),
+        ("mixing", {"micro_batch_sizes": "search"}),
+    ],
     6: [("degrees", {}), ("two_to_three", {})],
 }
 

@@ -26,10 +26,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from gpp_plugin.errors import ScheduleError
-from gpp_plugin.ir.plan import PipelinePlan, StageEdge
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgram
-from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
+from gpp_plugin.schedule.due import Due, activations_due, gradients_due
 from gpp_plugin.schedule.grid import program_grid
 from gpp_plugin.schedule.rendezvous import Standstill, execute_serially
 from gpp_plugin.schedule.shards import needed_cells, received_cells
@@ -81,6 +81,9 @@ class _Validator:
         self._halved = {
             schedule.stage: {task.micro_batch for task in schedule.tasks if task.half is not None}
             for schedule in schedules
+        }
+        self._sent_in_halves = {
+            schedule.stage: self._halved[schedule.stage] - set(schedule.joined) for schedule in schedules
         }
         self._in_edges: dict[int, list[int]] = defaultdict(list)
         self._out_edges: dict[int, list[int]] = defaultdict(list)
@@ -243,11 +246,10 @@ class _Validator:
         for index in edges if task.kind is not TaskKind.WEIGHT_GRADIENT else ():
             edge = self._plan.edges[index]
             messages = by_edge.pop(index, [])
-            wanted = (
-                self._activations_due(edge, samples, task.half)
-                if is_forward
-                else self._gradients_due(edge, samples)
-            )
+            if is_forward:
+                wanted = activations_due(self._plan, edge, samples, task.half, self._sent_in_halves[edge.src])
+            else:
+                wanted = gradients_due(self._plan, edge, samples) if edge.dst in self._trained else []
             direction = Direction.ACTIVATION if is_forward else Direction.GRADIENT
             brought = [(m, received_cells(self._plan, m)) for m in messages]
             for cell in needed_cells(self._plan, index, direction, program.rank):
@@ -266,34 +268,6 @@ class _Validator:
             raise self._fail(
                 program.rank, position, f"{task} has received {next(iter(by_edge.values()))[0]}, unasked"
             )
-
-    def _activations_due(
-        self, edge: StageEdge, samples: SampleRange, half: int | None
-    ) -> list[tuple[SampleRange, bool]]:
-        """Return what a forward must receive: its samples cut where messages of the producer end."""
-        producer = self._plan.stages[edge.src]
-        pieces = []
-        for piece in _cut(samples, producer.local_batch_size):
-            micro_batch = piece.first_sample // producer.micro_batch_size
-            is_joined = micro_batch in self._schedules[edge.src].joined
-            if micro_batch in self._halved[edge.src] and not is_joined:
-                pieces += _cut(piece, producer.local_batch_size // 2)
-            else:
-                pieces.append(piece)
-        has_whole = bool(edge.whole_tensors) and half != 1
-        due = [(piece, has_whole and piece.first_sample == samples.first_sample) for piece in pieces]
-        return due if edge.batch_tensors else [(piece, whole) for piece, whole in due if whole]
-
-    def _gradients_due(self, edge: StageEdge, samples: SampleRange) -> list[tuple[SampleRange, bool]]:
-        """Return what a backward must receive: a gradient for each message with one that its forward sent."""
-        if edge.dst not in self._trained:
-            return []
-        consumed = self._plan.stages[edge.dst].local_batch_size
-        gradients = set(edge.gradient_tensors)
-        has_batch = not gradients.isdisjoint(edge.batch_tensors)
-        has_whole = not gradients.isdisjoint(edge.whole_tensors)
-        due = [(p, has_whole and p.first_sample % consumed == 0) for p in _cut(samples, consumed)]
-        return due if has_batch else [(piece, whole) for piece, whole in due if whole]
 
     def _check_in_flight(self, program: RankProgram) -> None:
         """Count what is held: until its backward, or in a forward-only stage until all of it is sent."""
@@ -357,9 +331,7 @@ class _Validator:
             if instruction.task is not None and instruction.task.kind is not TaskKind.FORWARD:
                 expected = [InstructionKind.REDUCE_DATA, InstructionKind.STEP]
         if expected:
-            raise self._fail(
-                program.rank, len(program.instructions) - 1, f"ends without {expected[0].value}"
-            )
+            raise self._fail(program.rank, len(program.instructions) - 1, f"ends without {expected[0].value}")
 
     # ---- all ranks together --------------------------------------------------------------------
 
@@ -475,16 +447,5 @@ def _collectives(program: RankProgram) -> tuple[tuple[int, InstructionKind], ...
     return tuple(found)
 
 
-def _text_of(pieces: Sequence[tuple[SampleRange, bool]]) -> str:
+def _text_of(pieces: Sequence[Due]) -> str:
     return ", ".join(f"[{r.first_sample}..{r.end - 1}]{'+whole' * w}" for r, w in pieces) or "nothing"
-
-
-def _cut(samples: SampleRange, size: int) -> list[SampleRange]:
-    """Return ``samples`` cut at every multiple of ``size``."""
-    pieces = []
-    first = samples.first_sample
-    while first < samples.end:
-        end = min((first // size + 1) * size, samples.end)
-        pieces.append(SampleRange(first_sample=first, num_samples=end - first))
-        first = end
-    return pieces

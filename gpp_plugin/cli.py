@@ -1,6 +1,7 @@
 """The ``gpp`` command: one sub-command a step of the flow, each printing text and, with --json, one object.
 
-Exit codes: 0 it worked, 1 it did not (one line on standard error says why), 2 wrong usage.
+Exit codes: 0 it worked, 1 it did not (one line on standard error says why), 2 wrong usage, or a device that is not
+there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gpp_plugin import __version__
-from gpp_plugin.errors import GppError
+from gpp_plugin.errors import DeviceMissing, GppError
 
 Runner = Callable[[argparse.Namespace], dict[str, Any]]
 
@@ -85,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GppError as error:
         sys.stdout.flush()
         print(f"gpp {args.command}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, DeviceMissing) else 1
     except KeyboardInterrupt:
         print(f"gpp {args.command}: interrupted", file=sys.stderr)
         return 130

@@ -9,7 +9,8 @@ GppError
 ├── ScheduleError        a schedule or lowered program is unsafe
 ├── RuntimeFailure       a rank failed while running a program
 │   └── CommTimeout      a message did not arrive in time
-└── CheckpointError      a checkpoint is missing, torn or of another plan
+├── CheckpointError      a checkpoint is missing, torn or of another plan
+└── DeviceMissing        what was asked for needs a device that is not there
 """
 
 from __future__ import annotations
@@ -53,3 +54,7 @@ class CommTimeout(RuntimeFailure):
 
 class CheckpointError(GppError):
     """A checkpoint is missing, incomplete, or belongs to another plan."""
+
+
+class DeviceMissing(GppError):
+    """What was asked for needs a device that this machine does not have."""

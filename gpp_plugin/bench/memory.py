@@ -5,9 +5,9 @@ every decoder layer reads, chains. Each is planned without memory optimization, 
 that have room for a part of the activations, so that recomputing, swapping or both are needed. One step is trained
 by the engine; saved-tensor hooks count what autograd keeps, moves and makes again, each storage once a micro-batch.
 
-Counted peaks must be within 2 % of the predicted ones (swapped and recomputed bytes too). With --cuda, on a machine
-with a CUDA device, the allocator's peak of every rank is compared with the prediction (8 %) instead, and the largest
-batch predicted to fit must train while 1.15 times that batch must not.
+Counted peaks must be within 2 % of the predicted ones (swapped and recomputed bytes too). With --device cuda two
+ranks share a device, each under a cap on its memory: the allocator's peaks are compared with the prediction (8 %),
+and the largest batch predicted to fit must train while 1.15 times that batch must not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import json
 from typing import Any
 
 from gpp_plugin.bench._memory_pairs import CONFIGS, PLANS, MemoryCase
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import ConfigError, DeviceMissing
 from gpp_plugin.launch import run_ranks
 from gpp_plugin.plan.memory_counts import TOLERANCE
 from gpp_plugin.report.units import format_bytes, format_table
@@ -32,11 +32,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--models", nargs="+", choices=list(CONFIGS), default=list(CONFIGS), help="(%(default)s)"
     )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(%(default)s)")
+    parser.add_argument(
+        "--cap-gb", type=float, default=4.0, help="memory of each rank, on a CUDA device (%(default)s)"
+    )
     parser.add_argument("--plans", nargs="+", choices=list(PLANS), default=list(PLANS), help="(%(default)s)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Return a row for every rank of every (model, plan) pair, and whether all agree."""
+    """Return a row for every rank of every (model, plan) pair, and whether all agree.
+
+    Raises:
+        DeviceMissing: a CUDA device is asked for, and there is none.
+    """
+    if args.device == "cuda":
+        return _on_cuda(args.cap_gb)
     rows: list[dict[str, Any]] = []
     refused: list[dict[str, Any]] = []
     for model in args.models:
@@ -69,6 +79,22 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "worst": worst,
         "ok": not off and not refused,
     }
+
+
+def _on_cuda(cap_gb: float) -> dict[str, Any]:
+    import torch
+
+    from gpp_plugin.bench._memory_cuda import run_on_cuda
+
+    if not torch.cuda.is_available():
+        raise DeviceMissing("bench memory --device cuda needs a CUDA device and finds none; use --device cpu")
+    if not cap_gb > 0:
+        raise ConfigError(f"--cap-gb {cap_gb}: give a number of GB above 0")
+    found = run_on_cuda(cap_gb, lambda line: print(line, flush=True))
+    for row in found["rows"]:
+        measured, predicted = format_bytes(row["counted_bytes"]), format_bytes(row["predicted_bytes"])
+        print(f"{row['unit']} samples, rank {row['rank']}: {measured} measured, {predicted} predicted")
+    return found
 
 
 def _is_close(row: dict[str, Any]) -> bool:

@@ -144,8 +144,9 @@ class WeightVersions:
                 )
             self.most_held = max(self.most_held, self._num_held)
             storage = [torch.empty_like(tensor) for tensor in self._home]
+        if storage:
+            torch._foreach_copy_(storage, [parameter.data for parameter in self._parameters])
         for parameter, place in zip(self._parameters, storage, strict=True):
-            place.copy_(parameter.data)
             parameter.data = place
 
     def end_update(self) -> None:

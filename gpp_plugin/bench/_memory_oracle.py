@@ -188,8 +188,9 @@ def with_saved_tensors(rng: random.Random, request: PlanRequest, *, tightness: f
 class MemoryBruteForce:
     """Plans of one request with the memory optimization that costs each stage least, by enumeration."""
 
-    def __init__(self, request: PlanRequest) -> None:
-        self.request = request
+    def __init__(self, request: PlanRequest, *, planner: str = "graphpipe") -> None:
+        """Take a request; ``planner`` makes the plans that are optimized afterwards."""
+        self.request, self._planner = request, planner
         self._costs = CostModel(
             request.graph, request.profile, request.cluster, zero_stage=request.zero_stage
         )
@@ -251,7 +252,7 @@ class MemoryBruteForce:
     def after_us(self) -> float | None:
         """Return the step of a finished plan, made without a thought of memory, and optimized after that."""
         try:
-            plan = make_plan("graphpipe", unlimited(self.request))
+            plan = make_plan(self._planner, unlimited(self.request))
         except PlanInfeasible:
             return None
         fitted = self.fitted(plan)

@@ -14,6 +14,8 @@ How many micro-batches a stage holds follows from the graph of stages, not from 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,6 +31,8 @@ from gpp_plugin.plan.stage_chain import LENGTHS, GraphTensors, StageChain, optim
 
 FEW = 8
 """Blocks of a stage up to which the best segments are looked for in an estimate."""
+NUM_ESTIMATES = 4
+"""Of the estimates of a stage, those that are worked out tensor by tensor."""
 SHARES = (0.7, 0.4)
 """Of all that a stage can drop, what one segment may work with."""
 
@@ -155,6 +159,7 @@ class StageFitter:
         self.everything = GraphTensors(costs)
         self._per_block: dict[float, Savings] = {}
         self._segments: dict[tuple[Rows, float], _Segment] = {}
+        self._again_by: dict[tuple[Rows, float], list[tuple[Rows, ...]]] = {}
         self._steps: dict[tuple[Rows, float], Savings] = {}
         self._estimates: dict[tuple[object, ...], tuple[float, float]] = {}
         self._choices: dict[tuple[object, ...], StageChoice] = {}
@@ -232,20 +237,30 @@ class StageFitter:
         whole = self._segment(rows, local)
         forward, backward = self.costs.stage_times(rows, local)
         choices = [np.array([[0.0], [0.0], [0.0], [0.0], [whole.largest]])]
+        again_by: list[tuple[Rows, ...]] = [()]
         for cuts in self._segmentations(rows, local, whole.dropped) if self.can_recompute else ():
+            covered = set(itertools.chain(*cuts))
+            rest = [self._segment((row,), local).largest for row in rows if row not in covered]
             found = [self._segment(cut, local) for cut in cuts]
-            parts = sorted((part for part in found if part.net > 0), key=lambda part: -part.worth)
-            if not parts:
+            ranked = sorted(
+                ((part, cut) for part, cut in zip(found, cuts, strict=True) if part.net > 0),
+                key=lambda pair: -pair[0].worth,
+            )
+            if not ranked:
                 continue
+            parts = [part for part, _ in ranked]
+            again_by += itertools.accumulate(((cut,) for _, cut in ranked), operator.add)
             sums = np.array([(p.net, p.again_us, p.dropped) for p in parts]).T
             left = np.full(len(parts), whole.largest)
-            left[-1] = max(p.left if p.net > 0 else p.largest for p in found)
+            left[-1] = max(*rest, *(p.left if p.net > 0 else p.largest for p in found), 0.0)
             net, again, dropped = np.cumsum(sums, axis=1)
             choices.append(np.stack([net, dropped, np.maximum.accumulate(sums[2]), again, left]))
         if self.can_recompute:
             choices.append(
                 np.array([[whole.net], [whole.dropped], [whole.dropped], [whole.again_us], [whole.left]])
             )
+            again_by.append((rows,))
+        self._again_by[rows, local] = again_by
         net, dropped, work, again, left = np.concatenate(choices, axis=1)
         return Savings(
             net=net,
@@ -329,8 +344,27 @@ class StageFitter:
                 recompute=self.can_recompute,
                 swap=self.can_swap,
             )
-            found = self._choices[key] = optimizer.optimize(0, *chain.whole)
+            choices = [optimizer.optimize(0, *chain.whole)]
+            if choices[0].memory is not None:
+                excess = optimized_base(self.costs, rows, degree, local, in_flight) - limit
+                choices += [
+                    optimizer.fitted(0, *chain.whole, segments)
+                    for segments in self._best_segments(rows, local, in_flight, float(excess))
+                ]
+            found = self._choices[key] = min(choices, key=lambda choice: choice.key)
         return found
+
+    def _best_segments(
+        self, rows: Rows, local: float, in_flight: int, excess: float
+    ) -> list[list[tuple[int, int]]]:
+        """Return the segments of the best estimates, as intervals of the stage's chain."""
+        steps = self._steps_of(rows, local)
+        us = added_us(excess, in_flight, steps, self.host, self.is_in_turn(in_flight))
+        place = {row: i for i, row in enumerate(rows, 1)}
+        return [
+            sorted((place[cut[0]], place[cut[-1]] + 1) for cut in self._again_by[rows, local][i])
+            for i in np.argsort(us, kind="stable")[:NUM_ESTIMATES].tolist()
+        ]
 
     def estimated(self, plan: PipelinePlan) -> PipelinePlan:
         """Return a candidate with what it costs each stage to fit, roughly, and without saying how."""

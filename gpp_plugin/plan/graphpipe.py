@@ -106,6 +106,7 @@ def explain_graph(request: PlanRequest, nearest: Sequence[Candidate]) -> NoRetur
         costs,
         batch_rules(request),
         [*found, [[name] for name in names], [names]],
+        tried=[candidate.drafts for candidate in nearest],
         fitter=fitter_for(request, costs),
         has_plan=lambda other: find_graph_plan(other)[0] is not None,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
@@ -80,12 +81,14 @@ def explain_infeasible(
     rules: BatchRules,
     groupings: Iterable[Sequence[Sequence[str]]],
     *,
+    tried: Sequence[Sequence[StageDraft]] = (),
     fitter: StageFitter | None = None,
     has_plan: HasPlan | None = None,
 ) -> NoReturn:
     """Say why none of these ways to group the blocks is a plan: ranks, or bytes and where.
 
     Args:
+        tried: stages that were found not to fit.
         fitter: has swapped and recomputed all it could.
         has_plan: plans another request, to find the nearest that fits; None: only a knob is named.
 
@@ -94,15 +97,18 @@ def explain_infeasible(
     """
     kept = list(groupings)
     closest: tuple[tuple[int, Stage, int], PipelinePlan] | None = None
-    for groups in kept:
-        for wish in rules.wishes():
-            drafts = choose_degrees(request, costs, rules, groups, wish, ignore_memory=True)
-            if drafts is None:
-                continue
-            plan = build_plan(request, drafts, planner="", costs=costs)
-            worst = memory_excess(request, plan if fitter is None else fitter.estimated(plan))
-            if closest is None or worst[0] < closest[0][0]:
-                closest = worst, plan
+    shared_out = (
+        choose_degrees(request, costs, rules, groups, wish, ignore_memory=True)
+        for groups in kept
+        for wish in rules.wishes()
+    )
+    for drafts in itertools.chain(tried, shared_out):
+        if drafts is None:
+            continue
+        plan = build_plan(request, drafts, planner="", costs=costs)
+        worst = memory_excess(request, plan if fitter is None else fitter.estimated(plan))
+        if closest is None or worst[0] < closest[0][0]:
+            closest = worst, plan
     if closest is None or closest[0][0] <= 0:
         raise PlanInfeasible(_rank_problem(request, costs, kept))
     (excess, stage, rank), plan = closest

@@ -16,7 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,11 @@ class Topology:
     """Modules and who reads whom; a module has ``stages`` pipeline stages on ``replicas`` ranks each."""
 
     topology: Mapping[str, list[str]]
-    stages: Mapping[str, int] = None  # type: ignore[assignment]
-    replicas: Mapping[str, int] = None  # type: ignore[assignment]
+    stages: Mapping[str, int] = field(default_factory=dict)
+    replicas: Mapping[str, int] = field(default_factory=dict)
 
     def sizes(self, module: str) -> tuple[int, int]:
-        return (self.stages or {}).get(module, 1), (self.replicas or {}).get(module, 1)
+        return self.stages.get(module, 1), self.replicas.get(module, 1)
 
     @property
     def num_ranks(self) -> int:

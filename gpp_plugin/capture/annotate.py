@@ -87,8 +87,8 @@ class _Saved:
         self.bytes = 0
         self.now = {}
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Charge the storage of a tensor that autograd saves."""
+    def pack(self, tensor: torch.Tensor) -> None:
+        """Charge the storage of a tensor that autograd saves; nobody asks for it again."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self.free:
@@ -97,7 +97,6 @@ class _Saved:
                 self.seen.add(key)
                 self.alive.append(tensor)
                 self.bytes += storage.nbytes()
-        return tensor
 
 
 def annotate(
@@ -132,7 +131,7 @@ def annotate(
         leaves = torch.utils._pytree.tree_leaves(value)
         return frozenset(storage(t) for t in leaves if isinstance(t, torch.Tensor))
 
-    hooks = saved_tensors_hooks(saved.pack, lambda t: t)
+    hooks = saved_tensors_hooks(saved.pack, _no_backward)
     with shadow.mode, costs, torch.set_grad_enabled(training), hooks:
         for node in graph.nodes:
             if node.op == "output":
@@ -160,6 +159,10 @@ def annotate(
                     notes[node.name].storage = maker if maker != node.name else ""
             notes[node.name].keeps, notes[node.name].kept_inside_bytes = _by_maker(saved.now, makers)
     return notes
+
+
+def _no_backward(_: object) -> torch.Tensor:
+    raise AssertionError("what is only looked at has no backward")
 
 
 def _by_maker(kept: Mapping[int, int], makers: Mapping[int, str]) -> tuple[tuple[tuple[str, int], ...], int]:

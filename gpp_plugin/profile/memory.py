@@ -37,7 +37,7 @@ class SavedStorages:
         if key not in self._excluded and tensor.layout is torch.strided:
             self._held.append(tensor.detach())
             self.bytes_of[key] = tensor.untyped_storage().nbytes()
-        return tensor
+        return tensor.detach()  # an operator that held its own result would hold its graph, for ever
 
     def clear(self) -> None:
         """Let go of the tensors held."""

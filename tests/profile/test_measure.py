@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.profile import timing
 from gpp_plugin.profile.code import signature_of
 from gpp_plugin.profile.measure import profile_blocks
-from gpp_plugin.profile.memory import LiveBytes
+from gpp_plugin.profile.memory import LiveBytes, SavedStorages
 from gpp_plugin.profile.nodes import profile_nodes
 from gpp_plugin.runtime.stage_module import build_stage_function
 from tests.models import MODELS, build
@@ -465,3 +466,15 @@ def test_on_cuda() -> None:
     assert profile.device == torch.cuda.get_device_name(device)
     assert all(c.forward_us[0] > 0 for c in profile.costs)
     assert saved_bytes(profile) > 0
+
+
+def test_what_is_recorded_is_free_when_the_graph_is() -> None:
+    """An operator that keeps its own result must not keep itself."""
+    saved = SavedStorages()
+    with saved.recording():
+        result = torch.randn(8, requires_grad=True).exp()
+    assert saved.total_bytes == 32
+    storage = weakref.ref(result.untyped_storage())
+    saved.clear()
+    del result
+    assert storage() is None

@@ -30,8 +30,8 @@ from gpp_plugin.stage_graph.costs import StageCosts
 from gpp_plugin.stage_graph.graph import StageGraph
 from gpp_plugin.stage_graph.job import GraphJob
 from gpp_plugin.stage_graph.module import GivenModule
-from gpp_plugin.stage_graph.probe import Place
 from gpp_plugin.stage_graph.resolve import GraphStage
+from gpp_plugin.stage_graph.trial import Place
 
 
 def source_of(model: nn.Module | StageGraph, *, config: GraphPipelineConfig, setting: Setting) -> ModelSource:

@@ -26,8 +26,9 @@ from gpp_plugin.runtime.agree import exchange
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.stage_graph.module import GivenModule
 from gpp_plugin.stage_graph.part import ARGUMENT, CapturedPart
-from gpp_plugin.stage_graph.probe import Place, Survey, call_stage, stage_arguments, undisturbed
+from gpp_plugin.stage_graph.probe import Survey
 from gpp_plugin.stage_graph.resolve import GraphStage, ResolvedGraph
+from gpp_plugin.stage_graph.trial import Place, call_stage, stage_arguments, undisturbed
 
 logger = logging.getLogger(__name__)
 

@@ -32,9 +32,10 @@ from gpp_plugin.stage_graph.module import (
     tied_names,
 )
 from gpp_plugin.stage_graph.part import CapturedPart, PartView
-from gpp_plugin.stage_graph.probe import Place, Prober, Survey
+from gpp_plugin.stage_graph.probe import Prober, Survey
 from gpp_plugin.stage_graph.resolve import ResolvedGraph, resolve
 from gpp_plugin.stage_graph.shapes import Shapes
+from gpp_plugin.stage_graph.trial import Place
 
 
 class GraphJob:

@@ -1,6 +1,7 @@
-"""The example runs under both launchers, and its configuration is what the documentation says."""
+"""The examples run under both launchers, and the configuration is what the documentation says."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -33,19 +34,8 @@ def test_the_configuration_is_accepted():
     assert batch_arithmetic(CONFIG, num_ranks=4) == (64, 64, None)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["torchrun", "deepspeed"])
-def test_the_example_trains_and_saves(name, tmp_path):
-    out = tmp_path / "model"
-    arguments = [
-        "examples/train_clip_digits.py",
-        "--deepspeed_config",
-        str(CONFIG),
-        "--steps",
-        "3",
-        "--save",
-        str(out),
-    ]
+def run_example(name, *arguments):
+    """Run an example under a launcher and return what it printed."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path}
     process = subprocess.Popen(
@@ -58,7 +48,30 @@ def test_the_example_trains_and_saves(name, tmp_path):
         os.killpg(process.pid, signal.SIGKILL)  # the launcher's ranks are in its session
         raise
     assert process.returncode == 0, printed
+    return printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["torchrun", "deepspeed"])
+def test_the_example_trains_and_saves(name, tmp_path):
+    out = tmp_path / "model"
+    arguments = ["--deepspeed_config", str(CONFIG), "--steps", "3", "--save", str(out)]
+    printed = run_example(name, "examples/train_clip_digits.py", *arguments)
     assert "zero-shot accuracy on held-out digits: " in printed
     assert len(list(out.glob("model-*.safetensors"))) == 4
     model = CLIPModel.from_pretrained(out)
     assert sum(p.numel() for p in model.parameters()) > 100_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "example", "said"),
+    [
+        ("torchrun", "train_llava_megatron.py", r"loss on unseen images: (\d+\.\d+)"),
+        ("deepspeed", "train_two_encoders.py", r"loss on what it has not seen or heard: (\d+\.\d+)"),
+    ],
+)
+def test_graphs_of_stages_train_as_the_examples_say(name, example, said):
+    printed = run_example(name, f"examples/{example}", "--steps", "3")
+    assert (found := re.search(said, printed)) is not None, printed
+    assert 0.0 < float(found[1]) < 10.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -296,12 +297,18 @@ def train_mixed_by_engine(directory: str) -> dict[str, Any]:
 
 
 def report() -> dict[str, Any]:
-    """A timeline of a step, and what the ranks hold beside what the plan says."""
+    """A timeline of a step, what the ranks hold beside what the plan says, and the plan given again."""
+    from gpp_plugin.ir.serialize import dumps
+
     engine = make_engine("diamond", config_of("diamond"))
     engine.record_timelines = True
     steps(engine, [batch_of("diamond")])
     timeline = engine.last_timeline
+    saved = json.loads(dumps(engine.plan))
+    again = make_engine("diamond", config_of("diamond", block={"plan": saved}))
     return {
+        "is_same_plan": again.plan == engine.plan,
+        "loss": steps(again, [batch_of("diamond")])[0],
         "timeline": set() if timeline is None else {(e.rank, e.kind.value) for e in timeline.events},
         "memory": engine.memory_report(),
         "depth": engine.plan.depth,

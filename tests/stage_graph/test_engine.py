@@ -102,6 +102,8 @@ def test_timeline_and_memory_of_a_step() -> None:
     assert all(rank.counts.peak_held_bytes == rank.predicted.activations > 0 for rank in memory.ranks)
     assert memory.differences == ()
     assert answer["depth"] == 3
+    assert answer["is_same_plan"], "a saved plan is taken as it is"
+    assert answer["loss"] == pytest.approx(reference_steps("diamond", [batch_of("diamond")])[0][0], rel=NEAR)
 
 
 def test_given_modules_with_a_dataset_and_parameter_groups() -> None:

@@ -101,8 +101,7 @@ class PlannedKeeper:
 
     def end_backward(self, micro_batch: int) -> None:
         """Let go of the micro-batch."""
-        for kept in self._passes.pop(micro_batch):
-            kept.clear()
+        del self._passes[micro_batch]
         if self._counter is not None:
             self._counter.end(micro_batch)
         self._prefetch_after((True, micro_batch, None))

@@ -140,11 +140,6 @@ class Pass:
         """Bring back what the backward needs first."""
         self.queue.prefetch()
 
-    def clear(self) -> None:
-        """Let go of what the backward left over."""
-        for replay in self.replays:
-            replay.clear()
-
     def pack(self, tensor: Tensor, place: int, action: Action) -> Packed:
         """Do with a saved tensor what its action says, and return what stands for it."""
         if action is None:
@@ -182,13 +177,14 @@ class Pass:
         if self._counter is not None:
             self._counter.keep(self._micro_batch, tensor)
 
-    def count_held(self) -> None:
-        """Count what stays on the device for segments."""
+    def finish(self) -> None:
+        """End the forward: count what stays on the device for segments, and leave them to autograd."""
         if self._counter is not None:
             for replay in self.replays:
                 for held in replay.held.values():
                     if isinstance(held.value, Tensor):
                         self.count(held.value)
+        self.replays.clear()
 
 
 class PlannedPass(Pass):
@@ -225,7 +221,7 @@ class PlannedPass(Pass):
                 f"the stage saved {place + 1} tensors for backward, and {len(actions)} the first time; its operators "
                 "depend on more than shapes: train without memory.recompute and memory.swap"
             )
-        self.count_held()
+        self.finish()
         return outputs
 
 

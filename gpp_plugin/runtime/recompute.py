@@ -74,7 +74,7 @@ class SecondForward:
 
 
 class Replay:
-    """One segment in one pass of a stage's code.
+    """One segment in one pass of a stage's code; lives as long as autograd holds something that it makes again.
 
     Args:
         fixed: what is there anyway, in the order of `SecondForward.fixed`.
@@ -83,7 +83,7 @@ class Replay:
 
     __slots__ = (
         "_counter", "_device", "_fixed", "_has_run", "_micro_batch", "_queue", "_values", "_working_bytes",
-        "_second", "held", "states",
+        "__weakref__", "_second", "held", "states",
     )  # fmt: skip
 
     def __init__(
@@ -132,10 +132,8 @@ class Replay:
             self._count_working(0)
         return tensor
 
-    def clear(self) -> None:
-        """Let go of what was made again and nobody asked for."""
-        self._values.clear()
-        self._count_working(0)
+    def __del__(self) -> None:
+        self._count_working(0)  # some of what was made again may never have been asked for
 
     def _run(self) -> None:
         second = self._second

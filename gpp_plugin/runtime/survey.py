@@ -119,8 +119,8 @@ class _SurveyPass(Pass):
         self._pending.append(saved)
         return saved
 
-    def finish(self, node: str, result: Any) -> None:
-        """Settle what an operator saved."""
+    def settle(self, node: str, result: Any) -> None:
+        """Decide about what an operator saved."""
         for tensor in tree_iter(result):
             if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
                 self._storages.add_result(tensor, node)
@@ -164,7 +164,7 @@ class _Interpreter(fx.Interpreter):
         """Run one node."""
         result = super().run_node(n)
         if n.op == "call_function":
-            self._survey.finish(n.name, result)
+            self._survey.settle(n.name, result)
         return result
 
 
@@ -205,7 +205,7 @@ def survey(
     recipe = _recipe(module, layouts, first, tuple(arguments)[:num_fixed])
     for replay, second in zip(first.replays, recipe.segments, strict=True):
         replay.plan(second)
-    first.count_held()
+    first.finish()
     return first, outputs, recipe
 
 

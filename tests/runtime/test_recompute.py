@@ -13,6 +13,7 @@ from gpp_plugin.capture.export import capture_model
 from gpp_plugin.errors import PlanError, RuntimeFailure
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment
 from gpp_plugin.runtime.recipe import Drop, Pass
+from gpp_plugin.runtime.recompute import Replay
 from tests.runtime.memory_stages import (
     SAMPLES,
     TestStage,
@@ -168,6 +169,26 @@ def test_dropped_storages_are_free_between_forward_and_backward(monkeypatch: pyt
         assert dropped and all(storage() is None for storage in dropped)
         trainer.backward(micro_batch)
         dropped.clear()
+
+
+def test_a_segment_is_let_go_with_its_part_of_the_backward() -> None:
+    """What it held does not wait for the end of the micro-batch."""
+    stage = make_stage("gpt2", dropout=0.1)
+    trainer = Trainer(stage, memory_plan(stage, chunks(stage, 5)))
+    trainer.train(steps=1, in_flight=1)
+    alive: list[weakref.ref[Replay]] = []
+    numbers: list[int] = []
+    run = Replay._run
+
+    def watch(self: Replay) -> None:
+        alive.append(weakref.ref(self))
+        numbers.append(sum(replay() is not None for replay in alive))
+        run(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Replay, "_run", watch)
+        trainer.train(steps=1, in_flight=1)
+    assert len(numbers) > 3 and set(numbers) == {1}, numbers
 
 
 def segment(*blocks: str) -> RecomputedSegment:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -205,6 +206,74 @@ def test_swapped_tensors_in_a_split_backward(is_split: bool) -> None:
     stage = make_stage("clip", dropout=0.1, start=0.5)
     plan = plan_both(stage, 5)
     assert_same(Trainer(stage, plan).train(is_split=is_split), Trainer(stage).train(is_split=is_split))
+
+
+class Stream:
+    """Writes down who waits for what; copies are done at once, events are over when told."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.num_events = name, log, 0
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: Event) -> None:
+        self.log.append(f"{self.name} waits for {event.name}")
+
+    def record_event(self) -> Event:
+        self.num_events += 1
+        self.log.append(f"{self.name} copies: {self.name}{self.num_events}")
+        return Event(f"{self.name}{self.num_events}")
+
+
+class Event:
+    def __init__(self, name: str) -> None:
+        self.name, self.is_over = name, False
+
+    def query(self) -> bool:
+        return self.is_over
+
+
+def test_copies_wait_for_compute_and_compute_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of events that CUDA needs, without CUDA."""
+    log: list[str] = []
+    compute = Stream("compute", log)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    link = HostLink(CPU)
+    link._out, link._back = Stream("out", log), Stream("back", log)  # type: ignore[assignment]
+    first, second = torch.arange(4.0), torch.arange(4.0) + 4
+    storage = SwappedStorage(link, first, None)
+    freed = weakref.ref(first.untyped_storage())
+    view = storage.view(first)
+    del first
+    assert freed() is not None, "the copy is on its way"
+    assert log == ["out waits for compute", "out copies: out1"]
+    log.clear()
+    other = SwappedStorage(link, second, None)
+    assert log == ["out waits for compute", "out copies: out2", "compute waits for out1"]
+    assert freed() is None, "no more than the largest one's bytes are on their way"
+    log.clear()
+    queue = ReturnQueue()
+    queue.add(storage)
+    queue.prefetch()
+    assert log == ["back waits for compute", "back waits for out1", "back copies: back1"]
+    log.clear()
+    assert torch.equal(queue.get(view), torch.arange(4.0))
+    assert log == ["compute waits for back1"]
+    log.clear()
+    queue, storage, view = ReturnQueue(), None, None  # type: ignore[assignment]
+    SwappedStorage(link, second, None)
+    assert log[:2] == ["out waits for compute", "out waits for back1"], "its buffer is used again"
+    link.clear()
+    assert not link._leaving
+    asked = other.view(second)
+    other.bring()
+    log.clear()
+    del other, asked
+    assert log == ["compute waits for back2"], (
+        "what was asked for and never used is not freed before it is there"
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
 import torch
 
+from gpp_plugin.errors import PlanInfeasible, RuntimeFailure
 from tests.integrations.engine_jobs import B, config_of, make_engine
 from tests.models import build
 
@@ -25,14 +27,14 @@ class _Lines(logging.Handler):
 
 
 def train_with(name: str, blocks: list[dict[str, Any]], dropout: float = 0.0) -> list[dict[str, Any]]:
-    """Train a step and a half of a model under each block; return losses, gradients and the memory report."""
+    """Train two steps of a small model under each block; return losses, gradients and the memory report."""
     answers = []
     log = logging.getLogger("gpp_plugin.integrations.memory")
     log.setLevel(logging.INFO)
     for block in blocks:
         lines = _Lines()
         log.addHandler(lines)
-        model, make_batch = build(name, dropout=dropout)
+        model, make_batch = build(name, layers=1 if name == "t5" else 2, dropout=dropout)
         batches = [make_batch(B, seed) for seed in range(2)]
         engine = make_engine(model, batches[0], config_of(block={"stages": 2, **block}))
         engine.retain_gradients()
@@ -50,4 +52,64 @@ def train_with(name: str, blocks: list[dict[str, Any]], dropout: float = 0.0) ->
             }
         )
         log.removeHandler(lines)
+        engine.destroy()
     return answers
+
+
+def train_misinformed(name: str) -> list[tuple[str, str]]:
+    """Train a step after the plan's figure for the last stage was changed; return what was logged."""
+    lines = _Lines()
+    log = logging.getLogger("gpp_plugin.integrations.memory")
+    log.addHandler(lines)
+    model, make_batch = build(name)
+    batch = make_batch(B, 0)
+    engine = make_engine(model, batch, config_of(block={"planner": "uniform", "stages": 2, "slicing": "off"}))
+    stage = engine.plan.stages[-1]
+    wrong = dataclasses.replace(engine.plan.memory[-1], activations=1_000_000 * stage.in_flight)
+    engine._memory._plan = dataclasses.replace(engine.plan, memory=(*engine.plan.memory[:-1], wrong))
+    engine.train_batch(data_iter=iter([batch]))
+    log.removeHandler(lines)
+    return lines.lines
+
+
+def refusal(block: dict[str, Any]) -> str:
+    """Return what initialize says of a plan that cannot be."""
+    model, make_batch = build("two_branch")
+    try:
+        make_engine(model, make_batch(B, 0), config_of(block={"stages": 2, **block}))
+    except PlanInfeasible as error:
+        return str(error)
+    return ""
+
+
+def report_before_and_after() -> tuple[Any, Any]:
+    """Return the memory reports of an engine that has not trained, and has."""
+    model, make_batch = build("two_branch")
+    batch = make_batch(B, 0)
+    engine = make_engine(model, batch, config_of(block={"stages": 2}))
+    before = engine.memory_report()
+    engine.train_batch(data_iter=iter([batch]))
+    return before, engine.memory_report()
+
+
+def destroy() -> tuple[int, int, int, str]:
+    """Return the process groups before, with and after an engine, and what it says to another step."""
+    import torch.distributed as dist
+
+    def count() -> int:
+        return len(dist.distributed_c10d._world.pg_map)
+
+    before = count()
+    model, make_batch = build("two_branch")
+    batch = make_batch(B, 0)
+    engine = make_engine(model, batch, config_of(block={"stages": 2}))
+    engine.train_batch(data_iter=iter([batch]))
+    engine.eval_batch(iter([batch]))
+    during = count()
+    engine.destroy()
+    engine.destroy()
+    try:
+        engine.train_batch(data_iter=iter([batch]))
+    except RuntimeFailure as error:
+        return before, during, count(), str(error)
+    return before, during, count(), ""

@@ -1,0 +1,146 @@
+"""Memory optimization through the engine: it trains as without, does what is planned, reports it, or refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from gpp_plugin.ir.memory_report import COUNTED
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.plan.memory_counts import expected_counts
+from gpp_plugin.report.memory_text import format_memory_report
+from tests.integrations import memory_jobs
+from tests.integrations.engine_jobs import B, U
+from tests.models import build
+from tests.ranks import run_kept_ranks
+from tests.reference import gradient_errors, train_reference
+
+LIMIT_BYTES = 250_000
+"""Less than the 286 kB of the first stage, more than the 232 kB it needs with everything recomputed."""
+OFF = {"recompute": "off", "swap": "off"}
+STAGES = {"stages": [{"modules": ["encoder"], "ranks": [0]}, {"modules": ["*"], "ranks": [1]}]}
+Answers = dict[str, list[dict[str, Any]]]
+
+
+def block(*, tight: bool = False, **memory: Any) -> dict[str, Any]:
+    """Return a block for two stages; the first one's device is ample, or too small to keep all."""
+    devices = [
+        {"name": "cpu", "memory_gb": memory_gb, "tflops": 0.05, "memory_gb_per_s": 10.0}
+        for memory_gb in (LIMIT_BYTES / 1e9 if tight else 1.0, 1.0)
+    ]
+    links = [{"name": "memory", "gb_per_s": 5.0}]
+    return {
+        "plan": STAGES, "stages": "auto", "schedule": "1f1b", "slicing": "off", "memory": memory,
+        "cluster": {"name": "here", "devices": devices, "links": links},
+    }  # fmt: skip
+
+
+BLOCKS = {
+    "plain": block(**OFF),
+    "ample": block(),
+    "full": block(recompute="full"),
+    "recompute": block(tight=True, swap="off"),
+    "swap": block(tight=True, recompute="off"),
+}
+
+
+@pytest.fixture(scope="module")
+def answers() -> Answers:
+    """T5 with dropout: its decoder's stage has shared masks, random operators and a received encoding."""
+    per_rank = run_kept_ranks(memory_jobs.train_with, 2, "t5", list(BLOCKS.values()), 0.1, timeout_s=280)
+    return {name: [found[i] for found in per_rank] for i, name in enumerate(BLOCKS)}
+
+
+def memory_of(plan: PipelinePlan) -> list[Any]:
+    return [stage.memory for stage in plan.stages]
+
+
+@pytest.mark.parametrize("name", [name for name in BLOCKS if name != "plain"])
+def test_losses_and_gradients_are_those_of_the_plain_plan(answers: Answers, name: str) -> None:
+    for found, plain in zip(answers[name], answers["plain"], strict=True):
+        assert found["losses"] == plain["losses"]
+        assert found["gradients"].keys() == plain["gradients"].keys()
+        assert all(torch.equal(g, plain["gradients"][key]) for key, g in found["gradients"].items())
+
+
+def test_where_memory_is_ample_nothing_changes(answers: Answers) -> None:
+    plan = answers["ample"][0]["plan"]
+    assert memory_of(plan) == memory_of(answers["plain"][0]["plan"]) == [None, None]
+
+
+def test_each_does_what_it_is_allowed_to(answers: Answers) -> None:
+    full = answers["full"][0]["plan"]
+    assert all(memory.recomputed and not memory.swapped for memory in memory_of(full))
+    assert ("encoder.block.0",) in {segment.blocks for segment in full.stages[0].memory.recomputed}
+    recomputed, swapped = (answers[name][0]["plan"] for name in ("recompute", "swap"))
+    (again, none), (away, nothing) = memory_of(recomputed), memory_of(swapped)
+    assert again.recomputed and not again.swapped and none is None
+    assert away.swapped and not away.recomputed and nothing is None
+    assert max(plan.stages[0].memory_bytes for plan in (recomputed, swapped)) <= LIMIT_BYTES
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_what_is_planned_is_what_happens(answers: Answers, name: str) -> None:
+    first, second = answers[name]
+    assert first["report"] == second["report"]
+    assert first["report"].measure == COUNTED and first["report"].differences == ()
+    for rank in first["report"].ranks:
+        expected = expected_counts(first["plan"], rank.rank)
+        assert expected is not None and rank.counts is not None and rank.predicted is not None
+        for field in ("held_bytes", "peak_held_bytes", "swapped_bytes", "recomputed_bytes"):
+            assert getattr(rank.counts, field) == pytest.approx(getattr(expected, field), rel=0.02), field
+        assert rank.held.weights == rank.predicted.weights
+        assert rank.held.gradients == rank.predicted.gradients
+        assert rank.held.optimizer == pytest.approx(
+            rank.predicted.optimizer, rel=0.02
+        )  # and its step counters
+        assert 0 < rank.measured_peak_bytes <= rank.predicted_peak_bytes
+    assert [level for level, _ in first["lines"]] == ["INFO"] and second["lines"] == []
+    text = format_memory_report(first["report"])
+    assert "encoder" in text and "fullest is stage" in text
+
+
+def test_a_rank_that_does_something_else_is_named_once() -> None:
+    """The plan is told a wrong figure: the engine says which stage is off, on rank 0."""
+    found = run_kept_ranks(memory_jobs.train_misinformed, 2, "two_branch", timeout_s=90)
+    ((level, line),) = found[0]
+    assert level == "WARNING" and found[1] == []
+    assert "stage 'loss' on rank 1 holds " in line and line.endswith("bytes where 1000000 are planned")
+
+
+def test_what_fits_nowhere_is_refused_before_the_first_step_on_every_rank() -> None:
+    lines = run_kept_ranks(memory_jobs.refusal, 2, {"memory": {"limit_gb": 1e-6}}, timeout_s=90)
+    assert lines[0] == lines[1]
+    assert lines[0].count("\n") == 0 and "bytes" in lines[0] and "too many" in lines[0]
+
+
+@pytest.mark.parametrize("planner", ["dawnpiper", "uniform"])
+def test_single_operators_are_planned_and_trained(planner: str) -> None:
+    given = {"planner": planner, "granularity": "node", "slicing": "off"}
+    per_rank = run_kept_ranks(memory_jobs.train_with, 2, "two_branch", [given], timeout_s=120)
+    model, make_batch = build("two_branch")
+    reference = train_reference(model, [make_batch(B, seed) for seed in range(2)], unit=U)
+    covered: set[str] = set()
+    for (found,) in per_rank:
+        assert found["losses"] == pytest.approx(reference.losses, rel=1e-5)
+        assert max(gradient_errors(found["gradients"], reference.gradients).values()) < 1e-5
+        assert found["report"].differences == ()
+        covered |= set(found["gradients"])
+    assert covered == set(reference.gradients)
+    assert sum(len(stage.blocks) for stage in per_rank[0][0]["plan"].stages) > 10
+
+
+def test_a_report_before_the_first_step_has_predictions_only() -> None:
+    (before, after), _ = run_kept_ranks(memory_jobs.report_before_and_after, 2, timeout_s=90)
+    assert [rank.measured_peak_bytes for rank in before.ranks] == [0, 0]
+    assert [rank.predicted for rank in before.ranks] == [rank.predicted for rank in after.ranks]
+    assert all(dataclasses.replace(rank, counts=None) != rank for rank in after.ranks)
+
+
+def test_a_destroyed_engine_lets_go_of_its_groups_and_trains_no_more() -> None:
+    for before, during, after, error in run_kept_ranks(memory_jobs.destroy, 2, timeout_s=90):
+        assert during > before == after
+        assert "its engine was destroyed" in error

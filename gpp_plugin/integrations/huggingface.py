@@ -435,7 +435,7 @@ def gather_state_dict(
         parameters: of the model; tied ones are returned under all their names.
         group: a CPU group of all ranks; None for a single rank.
     """
-    own = {name: value.detach().cpu() for name, value in state.items()}
+    own = {name: value.detach().cpu() for name, value in state.items() if isinstance(value, Tensor)}
     gathered: list[Any] = [own]
     if group is not None:
         slots: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank() == 0 else None

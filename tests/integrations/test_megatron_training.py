@@ -15,7 +15,7 @@ from tests.reference import gradient_errors
 
 pytest.importorskip("megatron.core")
 
-RUNS = [("grid", 0), ("grid", 1), ("chunks", 0), ("chunks", 1), ("sequence", 0), ("tied", 0), ("tied", 1)]
+RUNS = [("grid", 0), ("grid", 1), ("chunks", 0), ("sequence", 1), ("tied", 1)]
 
 
 def num_ranks(name: str) -> int:
@@ -25,7 +25,7 @@ def num_ranks(name: str) -> int:
 
 @pytest.mark.parametrize(("name", "zero"), RUNS)
 def test_losses_and_every_gradient_are_one_process_s(name: str, zero: int) -> None:
-    answers: list[dict[str, Any]] = run_kept_ranks(jobs.train, num_ranks(name), name, zero)
+    answers: list[dict[str, Any]] = run_kept_ranks(jobs.train, num_ranks(name), name, zero, timeout_s=240)
     wanted: dict[str, Tensor] = answers[0]["wanted"]
     norm = float(torch.stack([gradient.double().norm() for gradient in wanted.values()]).norm())
     covered = set()
@@ -41,7 +41,9 @@ def test_losses_and_every_gradient_are_one_process_s(name: str, zero: int) -> No
 
 @pytest.mark.parametrize(("name", "zero"), [("grid", 1), ("tied", 0)])
 def test_checkpoints_resume_and_weights_gather_to_one_process_s(name: str, zero: int, tmp_path: Path) -> None:
-    answers: list[dict[str, Any]] = run_kept_ranks(jobs.resume, num_ranks(name), name, zero, str(tmp_path))
+    answers: list[dict[str, Any]] = run_kept_ranks(
+        jobs.resume, num_ranks(name), name, zero, str(tmp_path), timeout_s=240
+    )
     assert all(answer["found"] == answer["expected"] for answer in answers)
     assert answers[0]["tag"].endswith("global_step2")
     state = {key: value for answer in answers for key, value in answer["whole"].items()}

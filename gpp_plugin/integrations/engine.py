@@ -489,7 +489,16 @@ class GraphPipelineEngine(PipelineSurface):
         """Return the whole model's state dict on rank 0 (CPU tensors), None elsewhere; collective.
 
         Needs the whole model's bytes in rank 0's memory; `save_pretrained` does not.
+
+        Raises:
+            ConfigError: a stage is tensor-parallel: no rank knows how its shards make a whole.
         """
+        shared_out = [stage.name for stage in self.plan.stages if stage.tensor > 1]
+        if shared_out:
+            raise ConfigError(
+                f"gather_state_dict: the tensor ranks of stage {shared_out[0]!r} hold shards of its weights; use "
+                "save_pretrained(), which writes a file a tensor rank, or save_checkpoint()"
+            )
         return huggingface.gather_state_dict(
             dict(self.module.state_dict()) if self._is_first_of_stage() else {},
             parameters=self._reference.analysis.op_graph.parameters,

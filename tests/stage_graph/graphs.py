@@ -285,6 +285,10 @@ GRAPHS["tensor"] = [  # data 2 -> tensor 2, in shards of the tokens -> tensor 2 
     body("c", ["a_out", "b_out"], [4, 5], tensor=2),
     Given("end", Loss, ["b_out", "c_out", "target"], ["loss"], [6]),
 ]
+GRAPHS["two_tensor_ranks"] = [
+    body("b", ["x"], [0, 1], tensor=2, sharded_outputs={"b_out": 1}),
+    Given("end", Loss, ["b_out", "target"], ["loss"], [2]),
+]
 TIES = {"tied": [("words.embedding.weight", "last.head.weight")]}
 
 
@@ -314,7 +318,7 @@ def build_graph(name: str) -> gpp_plugin.StageGraph:
 
 
 def batch_of(name: str, *, tokens: int = TOKENS, seed: int = 0) -> dict[str, Tensor]:
-    tokens += name == "tensor"  # an even number
+    tokens += name in ("tensor", "two_tensor_ranks")  # an even number
     generator = torch.Generator().manual_seed(seed)
     rows = mini_batch_of(name)
     if name == "tied":

@@ -70,6 +70,17 @@ class Center(nn.Module):
         return normed - mean, mean
 
 
+class Prompt(nn.Module):
+    """Something learned that depends on no input: the same for every sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = nn.Parameter(torch.linspace(-1.0, 1.0, WIDTH).view(1, 1, WIDTH))
+
+    def forward(self) -> Tensor:
+        return self.prompt
+
+
 class Loss(nn.Module):
     """The mean square of what it is given less the target."""
 
@@ -268,6 +279,11 @@ GRAPHS: dict[str, list[Given]] = {
         Given("last", Head, {"hidden": "b_out", "ids": "ids"}, ["loss", "logits"], [3], {"reported": ["logits"]}),
     ],
 }  # fmt: skip
+GRAPHS["prompt"] = [
+    Given("p", Prompt, [], ["prompt"], [0]),
+    body("b", ["x", "prompt"], [1], micro_batch_size=4),
+    Given("end", Loss, ["b_out", "prompt", "target"], ["loss"], [2]),
+]
 GRAPHS["mixing"] = [
     Given("a", Norm, ["x"], ["normed"], [0, 1]),
     Given("b", Center, ["normed"], ["centered", "mean"], [2]),

@@ -22,6 +22,7 @@ RUNS: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("skip", {"micro_batch_sizes": {"a": 4, "b": 1}}),
         ("two_sinks", {}),
         ("int_and_bool", {}),
+        ("prompt", {}),
     ],
     4: [
         ("diamond", {}),

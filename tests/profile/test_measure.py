@@ -357,6 +357,29 @@ def test_a_stored_profile_is_not_measured_again(tmp_path: Path, monkeypatch: pyt
         measured(model, resize_batch(batch, 2 * SAMPLES), use_cache=True, cache_dir=tmp_path)
 
 
+def test_a_stage_holds_a_tied_parameter_once() -> None:
+    """GPT-2's head is its embedding: both blocks have it, a stage with both holds it once, and not its gradient twice."""
+    model, batch, captured = prepared("gpt2")
+    graph = coarsen(captured)
+    profile = measured(model, batch, captured)
+    (tie,) = profile.tied
+    embedding = model.get_input_embeddings().weight
+    num_bytes = embedding.numel() * embedding.element_size()
+    assert set(tie.blocks) == set(graph.tied["transformer.wte.weight"])
+    assert (tie.parameter_bytes, tie.gradient_bytes, tie.optimizer_bytes) == (
+        num_bytes,
+        num_bytes,
+        2 * num_bytes,
+    )
+    assert profile.counted_again(tie.blocks[:1]) == (0, 0, 0)
+    costs = CostModel(graph, profile, Cluster(name="none", devices=(), links=()))
+    everything = range(len(graph.blocks))
+    held = costs.stage_memory(everything, degree=1, local=0, in_flight=0)
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    buffers = held - 4 * parameters  # weights, gradients and two moments
+    assert 0 <= buffers <= sum(b.numel() * b.element_size() for b in model.buffers())
+
+
 def test_optimizer_bytes_count_trainable_parameters() -> None:
     model, batch, captured = prepared("frozen_branch")
     profile = measured(model, batch, captured, optimizer_bytes_per_parameter=12.0)

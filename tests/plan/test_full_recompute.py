@@ -1,0 +1,169 @@
+"""Full recompute: which layers run again, what is held for them, what does not fit even so."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from gpp_plugin.errors import PlanInfeasible
+from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, SavedTensor
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.profile import BlockCost, Profile
+from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.ir.tensors import TensorSpec, batch_layout
+from gpp_plugin.plan.explicit import explicit_plan
+from gpp_plugin.plan.full_recompute import recompute_fully
+from gpp_plugin.plan.memory_advice import memory_advice
+from gpp_plugin.plan.memory_breakdown import with_breakdown
+from gpp_plugin.plan.memory_counts import differences, expected_counts
+from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.validate import validate_plan
+from tests.plan.graphs import make_cluster
+
+KEPT, RESULT = 100, 4
+TWO_STAGES = {
+    "stages": [{"modules": ["h.0", "h.1"], "ranks": [0]}, {"modules": ["h.2", "h.3"], "ranks": [1]}]
+}
+NAMES = [f"h.{i}.{part}" for i in range(4) for part in ("attention", "mlp")]
+
+
+def layers(*, memory: int = 10**6, ways: tuple[str, ...] = ("recompute",)) -> PlanRequest:
+    """Four layers of two blocks, each of which keeps 100 bytes of its own and hands on 4 that nobody keeps.
+
+    The first layer's result is read by the last two layers as well.
+    """
+    readers = [*zip(NAMES, NAMES[1:], strict=False), (NAMES[1], NAMES[4]), (NAMES[1], NAMES[6])]
+    graph = BlockGraph(
+        model="layers",
+        num_samples=1,
+        blocks=tuple(Block(name=name, saved_bytes=KEPT) for name in NAMES),
+        edges=tuple(BlockEdge(src=src, dst=dst, tensors=(src,)) for src, dst in readers),
+        tensors={
+            name: TensorSpec(
+                name=name,
+                dtype="float32",
+                shape=(1, 1),
+                num_samples=1,
+                layout=batch_layout(),
+                requires_grad=True,
+            )
+            for name in NAMES
+        },
+        loss_block=NAMES[-1],
+        tied={},
+        saved=tuple(
+            SavedTensor(name=f"{name}:inside", made_by=name, kept_by=(name,), bytes=KEPT) for name in NAMES
+        ),
+    )
+    costs = tuple(
+        BlockCost(
+            block=name, samples=(1,), forward_us=(10.0,), backward_us=(20.0,), saved_bytes_per_sample=KEPT
+        )
+        for name in NAMES
+    )
+    return PlanRequest(
+        graph=graph,
+        profile=Profile(graph=fingerprint(graph), device="test", source="given", costs=costs),
+        cluster=make_cluster(2, memory=memory),
+        num_ranks=2,
+        mini_batch=4,
+        loss_unit=1,
+        micro_batch_sizes={"*": 1},
+        memory_optimization=ways,
+    )
+
+
+def planned(request: PlanRequest) -> PipelinePlan:
+    return explicit_plan(TWO_STAGES, request)
+
+
+def test_every_layer_runs_again_but_the_last_where_that_gains_nothing() -> None:
+    request = layers()
+    plain = planned(request)
+    full = recompute_fully(plain, request)
+    validate_plan(full, request.graph, profile=request.profile, cluster=request.cluster)
+    first, second = full.stages
+    assert (first.in_flight, second.in_flight) == (2, 1)
+    assert first.memory is not None and second.memory is not None
+    assert [s.blocks for s in first.memory.recomputed] == [tuple(NAMES[:2]), tuple(NAMES[2:4])]
+    assert [s.blocks for s in second.memory.recomputed] == [tuple(NAMES[4:6])]
+    assert [(s.bytes, s.held_bytes) for s in first.memory.recomputed] == [(200, 0), (200, RESULT)]
+    assert first.memory_bytes == 2 * RESULT + 2 * KEPT
+    # two results of the first stage arrive: the first layer's, which the last layer reads too, and the second's
+    assert [(s.bytes, s.held_bytes) for s in second.memory.recomputed] == [(200, 2 * RESULT)]
+    assert second.memory_bytes == 2 * RESULT + 2 * KEPT + 2 * KEPT
+    # what is kept of a layer's last operator is its own: that runs again, too
+    assert [s.recompute_us for s in first.memory.recomputed] == [20.0, 20.0]
+    assert first.backward_us == plain.stages[0].backward_us + 40.0
+    assert full.iteration_us > plain.iteration_us
+
+
+def test_a_result_that_several_layers_hold_counts_once() -> None:
+    request = dataclasses.replace(
+        layers(), num_ranks=1, cluster=make_cluster(1, memory=10**6), schedule="gpipe"
+    )
+    plan = explicit_plan({"stages": [{"modules": ["*"], "ranks": [0]}]}, request)
+    (stage,) = recompute_fully(plan, request).stages
+    assert stage.memory is not None and stage.in_flight == 4
+    # h.1 holds h.0's result for all; h.2 and h.3 hold their predecessors' besides
+    assert [s.held_bytes for s in stage.memory.recomputed] == [0, RESULT, RESULT, RESULT]
+
+
+def test_what_does_not_fit_even_so_says_by_how_much() -> None:
+    request = layers(memory=10**6)
+    plan = planned(request)
+    small = layers(memory=150)
+    with pytest.raises(
+        PlanInfeasible, match=r"stage 'h' needs 208 bytes with every layer recomputed, .* 58 too"
+    ):
+        recompute_fully(plan, small)
+
+
+def test_a_plan_by_hand_is_made_to_fit() -> None:
+    """800 bytes of activations in flight on the first stage; 500 are allowed."""
+    roomy, tight = planned(layers()), planned(layers(memory=500))
+    assert roomy.stages[0].memory_bytes == 800 and all(stage.memory is None for stage in roomy.stages)
+    assert tight.stages[0].memory is not None and tight.stages[0].memory_bytes <= 500
+    with pytest.raises(PlanInfeasible, match="300 bytes too many"):
+        planned(layers(memory=500, ways=()))
+
+
+def test_counts_that_are_off_are_named() -> None:
+    request = layers()
+    scale = 1000
+    costs = tuple(
+        dataclasses.replace(cost, saved_bytes_per_sample=cost.saved_bytes_per_sample * scale)
+        for cost in request.profile.costs
+    )
+    graph = dataclasses.replace(
+        request.graph,
+        saved=tuple(dataclasses.replace(t, bytes=t.bytes * scale) for t in request.graph.saved),
+    )
+    profile = dataclasses.replace(request.profile, graph=fingerprint(graph), costs=costs)
+    request = dataclasses.replace(
+        request, graph=graph, profile=profile, cluster=make_cluster(2, memory=10**9)
+    )
+    plan = with_breakdown(recompute_fully(planned(request), request), request)
+    expected = expected_counts(plan, 0)
+    assert expected is not None
+    assert (expected.held_bytes, expected.recomputed_bytes) == (RESULT, 4 * KEPT * scale)
+    assert differences(plan, 0, expected) == []
+    seen = dataclasses.replace(expected, recomputed_bytes=390_000, swapped_bytes=2000)
+    assert differences(plan, 0, seen) == [
+        "swaps 2000 bytes a micro-batch where 0 are planned",
+        "recomputes 390000 bytes a micro-batch where 400000 are planned",
+    ]
+    assert expected_counts(dataclasses.replace(plan, memory=()), 0) is None
+
+
+def test_advice_is_on_the_fullest_stage_and_what_fills_it() -> None:
+    request = layers(memory=1000, ways=())
+    plan = with_breakdown(planned(request), request)
+    (line,) = memory_advice(plan, zero_stage=0, allowed=())
+    assert line == (
+        "fullest is stage 'h': 800 of 1000 bytes (80 %), most of it activations (800 bytes); to fit more: smaller "
+        'micro_batch_sizes, memory.recompute "auto" or "full", memory.swap "auto", more stages'
+    )
+    assert "memory." not in memory_advice(plan, zero_stage=0, allowed=("recompute", "swap"))[0]
+    assert memory_advice(dataclasses.replace(plan, memory=()), zero_stage=0, allowed=()) == ()

@@ -364,9 +364,13 @@ def _cheapest_mixture(time: Floats, needs: Floats, work: Floats) -> float:
     best = float(time[fits].min())
     if fits.all():
         return best
-    low, high = time[~fits][:, None], time[fits][None, :]
-    lacking = needs[~fits][:, None] + np.maximum(work[fits][None, :] - work[~fits][:, None], 0.0)
-    spare = -needs[fits][None, :] - np.maximum(work[~fits][:, None] - work[fits][None, :], 0.0)
+    tempting = ~fits & (time < best)
+    if not tempting.any():
+        return best
+    low, high = time[tempting][:, None], time[fits][None, :]
+    more_work = work[fits][None, :] - work[tempting][:, None]
+    lacking = needs[tempting][:, None] + np.maximum(more_work, 0.0)
+    spare = -needs[fits][None, :] - np.maximum(-more_work, 0.0)
     share = lacking / np.maximum(lacking + spare, 1e-9)
     mixed = np.where((low < high) & (share <= 1.0) & (spare >= 0.0), low + share * (high - low), np.inf)
     return min(best, float(mixed.min()))

@@ -22,7 +22,7 @@ WIDENING = 2
 MOST_COMMUNICATION = 0.5
 """A cut is left out where sending its tensors takes longer than this share of a stage's even time."""
 NEAR = 0.25
-NUM_BISECTIONS = 16
+NUM_BISECTIONS = 10
 
 
 def compute_balanced_cut(chain: OperatorChain, start: int, stop: int, share: float) -> int:

@@ -141,6 +141,7 @@ class OperatorChain:
         self.held = _prefix(
             costs.held_bytes_of(costs.parameter_bytes, costs.gradient_bytes, costs.optimizer_bytes, degree)
         )
+        self._sums = self.held.tolist(), self.parameters.tolist(), self.saved.tolist()
         self._transient = _largest_of(costs.transient_per_sample * local)
         self.tensors = _saved_tensors(costs, local)
         self.unsaved = _unsaved_results(costs, local)
@@ -201,11 +202,15 @@ class OperatorChain:
 
     def memory_bytes(self, start: int, stop: int, stage: int, shape: PipelineShape) -> float:
         """Return the peak of stage ``stage`` without memory optimization."""
-        return (
-            self.held_bytes(start, stop, shape.versions(stage))
-            + shape.in_flight(stage) * self.saved_bytes(start, stop)
-            + self.transient(start, stop)
-        )
+        held, parameters, saved = self._sums  # lists: single numbers are quicker without numpy
+        versions = shape.versions(stage)
+        kept = saved[stop] - saved[start]
+        if self._shared:
+            kept += self._copies(start, stop)
+        total = held[stop] - held[start] + shape.in_flight(stage) * kept
+        if versions > 1:
+            total += (versions - 1) * (parameters[stop] - parameters[start])
+        return total + _between(self._transient, start, stop)
 
 
 def _largest_of(values: Floats) -> list[list[float]]:

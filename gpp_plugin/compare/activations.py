@@ -17,7 +17,7 @@ class PeakMemory:
     """The most bytes held at a time within `watch`.
 
     On CUDA it is the allocator's peak: everything on the device. On a CPU, which has no such count, it is what
-    autograd saves for backward, each storage once, without parameters and buffers.
+    autograd saves for backward, each storage once, without what is there anyway.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class PeakMemory:
         """Count while the block runs.
 
         Args:
-            tensors: parameters and buffers, which are held anyway.
+            tensors: parameters, buffers and the mini-batch, which are held anyway.
         """
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)

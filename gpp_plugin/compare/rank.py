@@ -48,6 +48,9 @@ class _Single:
     def train(self, batch: Batch) -> float:
         return self._trainer.train(batch)
 
+    def counted_bytes(self) -> None:
+        return None
+
     def bubble(self, batch: Batch) -> None:
         self.train(batch)
 
@@ -73,6 +76,14 @@ class _Pipeline:
 
     def train(self, batch: Batch) -> float:
         return float(self._engine.train_batch(data_iter=iter([batch])))
+
+    def counted_bytes(self) -> int | None:
+        """Return the activations of a rank of a plan that swaps or recomputes; its own hooks hide them from others."""
+        if not any(stage.memory is not None for stage in self._engine.plan.stages):
+            return None
+        counts = [rank.counts for rank in self._engine.memory_report().ranks]
+        mine = counts[int(os.environ["RANK"])]
+        return 0 if mine is None else int(mine.peak_held_bytes)
 
     def bubble(self, batch: Batch) -> float | None:
         self._engine.record_timelines = True
@@ -169,10 +180,12 @@ def _obey(
         return {"bubble": trainer.bubble(batch)}
     if command["measure"] == "memory":
         memory = PeakMemory(trainer.device)
-        with memory.watch([*trainer.module.parameters(), *trainer.module.buffers()]):
+        inputs = [value for value in batch.values() if isinstance(value, torch.Tensor)]
+        with memory.watch([*trainer.module.parameters(), *trainer.module.buffers(), *inputs]):
             trainer.train(batch)
+        counted = trainer.counted_bytes() if trainer.device.type == "cpu" else None
         return {
-            "peak_bytes_by_rank": ranks.gather(memory.peak_bytes),
+            "peak_bytes_by_rank": ranks.gather(memory.peak_bytes if counted is None else counted),
             "parameter_bytes_by_rank": ranks.gather(resident_bytes(trainer.module)),
             "memory_measure": memory.measure,
         }

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from gpp_plugin.errors import PlanInfeasible
+from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.capuchin import Interval, StageChoice, StageOptimizer
 from gpp_plugin.plan.costs import CostModel
@@ -27,16 +27,19 @@ from gpp_plugin.plan.stage_chain import GraphTensors, StageChain
 def recompute_fully(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     """Return the plan with every layer recomputed, and with swaps only where it needs them to fit beside.
 
-    What the plan swapped or recomputed before is replaced. Where the graph's saved tensors are not known (analytic
-    graphs of layers) the plan is returned as it is.
+    What the plan swapped or recomputed before is replaced.
 
     Raises:
+        PlanError: it is not known what the model keeps for backward (stages that are the user's own modules).
         PlanInfeasible: a stage does not fit even so.
     """
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     everything = GraphTensors(costs)
     if not everything.names:
-        return plan
+        raise PlanError(
+            f"full recompute needs the operators of {plan.model!r}, which is not captured; set memory.recompute to "
+            '"auto" and let its modules checkpoint themselves'
+        )
     stages = tuple(_recomputed(stage, plan.mode, request, everything) for stage in plan.stages)
     plan = dataclasses.replace(plan, stages=stages)
     iteration_us = plan.iteration_us if plan.mode == "async" else judge_us(plan, costs)

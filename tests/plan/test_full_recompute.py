@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from gpp_plugin.errors import PlanInfeasible
+from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, SavedTensor
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import BlockCost, Profile
@@ -118,6 +118,15 @@ def test_what_does_not_fit_even_so_says_by_how_much() -> None:
         PlanInfeasible, match=r"stage 'h' needs 208 bytes with every layer recomputed, .* 58 too"
     ):
         recompute_fully(plan, small)
+
+
+def test_stages_whose_operators_are_not_known_are_refused() -> None:
+    request = layers()
+    graph = dataclasses.replace(request.graph, saved=())
+    profile = dataclasses.replace(request.profile, graph=fingerprint(graph))
+    request = dataclasses.replace(request, graph=graph, profile=profile)
+    with pytest.raises(PlanError, match="full recompute needs the operators of 'layers'"):
+        recompute_fully(planned(request), request)
 
 
 def test_a_plan_by_hand_is_made_to_fit() -> None:

@@ -179,7 +179,7 @@ def test_plan_of_a_huggingface_configuration(tmp_path, capsys):
     assert {"vision_model.encoder.layers.1", "text_model.encoder.layers.1"} <= set(blocks)
 
 
-def test_plan_with_memory_optimization(capsys):
+def test_plan_with_memory_optimization(capsys, tmp_path):
     """Operators of a convolutional network, asynchronous: who swaps and recomputes is told stage by stage."""
     arguments = ["plan", "amoebanet", "--planner", "dawnpiper", "--devices", "4", "--cluster", "a100_pcie"]
     arguments += [
@@ -193,7 +193,8 @@ def test_plan_with_memory_optimization(capsys):
         "--loss-unit",
         "1",
     ]
-    assert main([*arguments, "--mini-batch", "2048", "--size", "layers=6", "--memory-report", "--json"]) == 0
+    arguments += ["--out", str(tmp_path / "plan.json"), "--size", "layers=6", "--memory-report", "--json"]
+    assert main([*arguments, "--mini-batch", "2048"]) == 0
     printed = capsys.readouterr().out
     assert "asynchronous" in printed and "of every micro-batch" in printed
     rows = last_json(printed)["rows"]
@@ -203,3 +204,8 @@ def test_plan_with_memory_optimization(capsys):
     assert "stashed weights" in printed
     totals = [part["total"] for part in last_json(printed)["memory"]]
     assert totals == pytest.approx([row["memory_bytes"] for row in rows], rel=1e-6)
+    assert "fullest is stage" in printed
+    assert main(["report", str(tmp_path / "plan.json"), "--json"]) == 0
+    shown = capsys.readouterr().out
+    assert "stashed weights" in shown
+    assert last_json(shown)["memory"] == last_json(printed)["memory"]

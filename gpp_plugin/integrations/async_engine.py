@@ -39,23 +39,13 @@ from gpp_plugin.schedule.validate_windows import validate_windows
 from gpp_plugin.schedule.windows import lower_windows
 
 
-def check_asynchronous_config(
-    ds_config: Mapping[str, Any], config: GraphPipelineConfig, *, is_captured: bool = True
-) -> None:
+def check_asynchronous_config(ds_config: Mapping[str, Any], config: GraphPipelineConfig) -> None:
     """Refuse what cannot be combined with mode async, before anything is captured.
-
-    Args:
-        is_captured: the model is one module to capture, whose stages take their weights as arguments.
 
     Raises:
         ConfigError: names the key and what to do.
     """
     where = f"{BLOCK}.mode: async"
-    if not is_captured:
-        raise ConfigError(
-            f"{where} keeps several versions of a stage's weights, which modules of a StageGraph hold themselves; "
-            "pass one model to be captured, or set mode to sync"
-        )
     if config.p2p != NATIVE:
         raise ConfigError(f"{where} sends over our own transport only; remove {BLOCK}.p2p")
     if config.planner == STOCK:

@@ -170,7 +170,7 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
     optimizer, groups = _optimizer_of(model, given)
     make_engine: Callable[..., Any] = make_stock_engine if block.planner == STOCK else GraphPipelineEngine
     if block.mode == "async":
-        check_asynchronous_config(ds_config, block, is_captured=isinstance(model, nn.Module))
+        check_asynchronous_config(ds_config, block)
         make_engine = AsyncPipelineEngine
     engine = make_engine(
         model=model,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.plan.asynchronous import to_asynchronous
 from gpp_plugin.plan.batches import BatchRules, batch_rules, coupled_blocks
 from gpp_plugin.plan.complete import complete_plan
 from gpp_plugin.plan.costs import CostModel
@@ -56,6 +57,8 @@ def fixed_plan(stages: Sequence[FixedStage], request: PlanRequest) -> PipelinePl
     plan = best_plan(request, costs, candidates, planner=GIVEN)
     if plan is None:  # too large: the validator says what for
         plan = build_plan(request, candidates[0], planner=GIVEN, costs=costs)
+    if request.mode == "async":
+        plan = to_asynchronous(plan, request)
     plan = complete_plan(plan, request.graph, request.profile)
     validate_plan(
         plan,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.runtime.stage_module import StageFunction
@@ -62,12 +63,14 @@ def loss_node(stage: GraphStage) -> str | None:
 
 
 def stage_function(
-    stage: GraphStage, module: nn.Module, outputs: Sequence[str], *, tensors: Sequence[str]
+    stage: GraphStage, module: nn.Module, outputs: Sequence[str], *, tensors: Mapping[str, Tensor]
 ) -> StageFunction:
-    """Return the module as the code of a stage, which computes with the parameters that the module has.
+    """Return the module as the code of a stage, which computes with the tensors it is given, as captured code does.
+
+    Those are the module's own, but for older versions of its weights (asynchronous mode).
 
     Args:
-        tensors: what its parameters and buffers are called; the code is given them as captured code is.
+        tensors: its parameters and buffers, by what they are called in the graph.
         outputs: which of its outputs, and its `loss_node`, the code returns.
     """
     batch_inputs = tuple(dict.fromkeys(key for _, key in stage.batch_inputs))
@@ -78,9 +81,21 @@ def stage_function(
     places += [(keyword, order["node", node]) for keyword, node in stage.received]
     total = loss_node(stage)
     wanted, count = tuple(outputs), len(tensors)
+    local = {id(t): name for name, t in (*module.named_buffers(), *module.named_parameters())}
+    names = [local[id(tensor)] for tensor in tensors.values()]
+    # versions replace trained parameters: one of them tells
+    trained = [
+        (i, t) for i, t in enumerate(tensors.values()) if isinstance(t, nn.Parameter) and t.requires_grad
+    ]
+    telling, own = trained[0] if trained else (0, None)
 
     def call(*given: Tensor) -> tuple[Tensor, ...]:
-        returned = module(**{keyword: given[count + place] for keyword, place in places})
+        arguments = {keyword: given[count + place] for keyword, place in places}
+        if own is None or given[telling] is own:
+            returned = module(**arguments)
+        else:
+            weights = dict(zip(names, given[:count], strict=True))
+            returned = functional_call(module, weights, kwargs=arguments)
         found = named_outputs(stage.name, stage.nodes, returned)
         if total is not None and total not in found:
             found[total] = sum(found[node] for node in stage.losses)  # type: ignore[assignment]

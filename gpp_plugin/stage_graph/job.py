@@ -237,7 +237,7 @@ class GraphJob:
         outputs = dict.fromkeys([*sent, *([] if loss is None else [loss]), *named.values()])
         return StageCode(
             function=stage_function(
-                self._stage, self._own.given, tuple(outputs), tensors=tuple(self._own.named_tensors())
+                self._stage, self._own.given, tuple(outputs), tensors=self._own.named_tensors()
             ),
             tensors=shapes.tensors,
             inputs=shapes.inputs,

@@ -385,3 +385,19 @@ def train_tensor_ranks(directory: str) -> dict[str, Any]:
         "weights": weights,
         "evaluated": float(engine.eval_batch(iter([batches[0]]))),
     }
+
+
+def train_asynchronously(num_batches: int) -> dict[str, Any]:
+    """Mini-batches of a skip graph whose stages step after every micro-batch."""
+    from tests.integrations.async_jobs import held_by_stages
+
+    engine = make_engine("skip", config_of("skip", block={"mode": "async"}))
+    losses = steps(engine, [batch_of("skip", seed=seed) for seed in range(num_batches)])
+    last = engine.flush()
+    return {
+        "losses": losses,
+        "flushed": float(last),
+        "stages": held_by_stages(engine),
+        "staleness": engine.staleness,
+        "parameters": {name: p.detach().clone() for name, p in engine.module.named_parameters()},
+    }

@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for name in ("steps", "ranks", "stages"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name}: {getattr(args, name)} is not valid; give at least 1")
-    settings = DemoSettings(
-        steps=args.steps, num_ranks=args.ranks, stages=args.stages, seed=args.seed, mode=args.mode
+    settings = DemoSettings.in_mode(
+        args.mode, steps=args.steps, num_ranks=args.ranks, stages=args.stages, seed=args.seed
     )
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,7 @@ def _end_async(
     print(
         f"\nzero-shot accuracy on held-out digits: {100 * accuracy:.1f} %\n"
         f"{seconds:.0f} s in all, {train_seconds:.0f} s of them training "
-        f"({1000 * train_seconds / len(losses):.0f} ms an update of every stage)"
+        f"({1000 * train_seconds / len(losses):.0f} ms a mini-batch)"
     )
     return {
         "rows": [{"step": step, "loss": loss} for step, loss in enumerate(losses, start=1)],

@@ -14,8 +14,8 @@ class DemoSettings:
         steps: optimizer steps; ``mini_batch`` samples in each.
         micro_batch: samples the encoders take at a time; the loss always takes the mini-batch.
         num_ranks: processes; ``stages`` is how many stages they form.
-        mode: ``sync``, or ``async``: every stage steps alone, and ``mini_batch`` samples are one micro-batch, so
-            that there are as many updates as in mode sync.
+        mode: ``sync``, or ``async``: every stage steps alone, after each micro-batch of ``async_micro_batch``.
+        gradient_clipping: largest norm of a gradient; 0 does not clip.
     """
 
     steps: int = 400
@@ -28,6 +28,19 @@ class DemoSettings:
     learning_rate: float = 1e-3
     weight_decay: float = 0.01
     warmup_steps: int = 20
+    gradient_clipping: float = 0.0
+    async_micro_batch: int = 32
+
+    @classmethod
+    def in_mode(cls, mode: str, **given: Any) -> DemoSettings:
+        """Return the settings of a mode.
+
+        Stale gradients want smaller steps: half the learning rate, a longer warm-up, and clipping. At mode sync's
+        rates this model falls into a state in which all its features are alike.
+        """
+        if mode == "async":
+            given = {"learning_rate": 5e-4, "warmup_steps": 50, "gradient_clipping": 0.3, **given}
+        return cls(mode=mode, **given)
 
     def optimizer_block(self) -> dict[str, Any]:
         """Return the JSON's ``optimizer``."""
@@ -69,10 +82,13 @@ class DemoSettings:
             "optimizer": self.optimizer_block(),
             "scheduler": self.scheduler_block(),
             "steps_per_print": 0,
-            "graph_pipeline": self._block(),
+            "gradient_clipping": self.gradient_clipping,
+            **self._pipeline(),
         }
 
-    def _block(self) -> dict[str, Any]:
+    def _pipeline(self) -> dict[str, Any]:
         if self.mode == "async":
-            return {"stages": self.stages, "mode": "async"}
-        return {"stages": self.stages, "micro_batch_sizes": {"loss": "full", "*": self.micro_batch}}
+            block = {"stages": self.stages, "mode": "async"}
+            return {"train_micro_batch_size_per_gpu": self.async_micro_batch, "graph_pipeline": block}
+        sizes = {"loss": "full", "*": self.micro_batch}
+        return {"graph_pipeline": {"stages": self.stages, "micro_batch_sizes": sizes}}

@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.integrations.megatron import gather_full_state, gpt_stage, transformer_block_stage
+from gpp_plugin.errors import GppError
+from gpp_plugin.integrations.megatron import (
+    gather_full_state,
+    gpt_stage,
+    load_full_state,
+    transformer_block_stage,
+)
 from gpp_plugin.integrations.megatron.dropout import DropoutStreams
 from gpp_plugin.integrations.megatron.stages import require_megatron
 from gpp_plugin.stage_graph.context import StageContext, make_context
@@ -118,6 +124,9 @@ def tokens(samples: int, seed: int = 0) -> dict[str, Tensor]:
 
 def shared_out() -> dict[str, Any]:
     """Run every kind of model at tensor size 2, in one chunk and in two, beside the same model at size 1."""
+    require_megatron("test")
+    from megatron.core import parallel_state
+
     answers: dict[str, Any] = {}
     here, one = in_place(), alone()
     batch = tokens(4)
@@ -152,6 +161,8 @@ def shared_out() -> dict[str, Any]:
             "weights": all(torch.equal(weights[k], v) for k, v in back.items())
             and set(back) in ({*weights}, set()),
             "hidden": tuple(hidden.shape),
+            "numbers": [layer.layer_number for layer in upper.decoder.layers],
+            "globals": parallel_state.is_initialized() or parallel_state.model_parallel_is_initialized(),
             "logits": float(
                 (whole(input_ids=batch["input_ids"]) - chunk(input_ids=batch["input_ids"])).abs().max()
             ),
@@ -282,3 +293,31 @@ def dropped() -> dict[str, Any]:
     with streams.of_forward():
         answers["of a data position"] = float(torch.rand(()))
     return answers
+
+
+def refuse() -> dict[str, str]:
+    """Make mistakes with chunks that are built, and return what was said."""
+    require_megatron("test")
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    here = in_place()
+    lower = gpt_stage(config_of(), layers=range(0, 1), post_process=False, **LANGUAGE)(here)
+    upper = gpt_stage(config_of(), layers=range(1, LAYERS), pre_process=False, **LANGUAGE)(here)
+    given = gpt_stage(config_of(), spec=get_gpt_layer_local_spec(), **LANGUAGE)(here)
+    wide = gpt_stage(config_of(hidden_size=2 * HIDDEN), **LANGUAGE)(alone())
+    batch = tokens(2)
+    calls = {
+        "no hidden": lambda: upper(**batch),
+        "unknown embeds": lambda: lower(input_ids=batch["input_ids"], images=torch.zeros(2, 1, HIDDEN)),
+        "mask": lambda: given(**batch, attention_mask=torch.ones(2, LENGTH)),
+        "missing weight": lambda: load_full_state(upper, {}),
+        "wide weight": lambda: load_full_state(lower, gather_full_state(wide)),
+        "no chunk": lambda: gather_full_state(nn.Linear(2, 2)),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except (GppError, TypeError) as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said

@@ -12,6 +12,7 @@ import torch
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.megatron import cpu, gpt_stage
 from gpp_plugin.integrations.megatron.stages import require_megatron
+from gpp_plugin.stage_graph.context import StageContext
 from gpp_plugin.stage_graph.graph import StageGraph
 from tests.integrations import megatron_jobs as jobs
 from tests.ranks import run_kept_ranks
@@ -38,6 +39,8 @@ def test_tensor_parallel_chunks_equal_one_rank(kind: str, shared_out: list[dict[
     length = jobs.LENGTH // 2 if "sequence" in kind else jobs.LENGTH
     assert first["hidden"] == (length, 4, jobs.HIDDEN)
     assert first["logits"] < 1e-5
+    assert first["numbers"] == [2, 3, 4], "layers know their numbers in the model"
+    assert not first["globals"], "nothing is put into Megatron's global groups"
     assert first["weights"] and second["weights"], "what was shared out is gathered bit for bit"
 
 
@@ -144,6 +147,31 @@ def test_what_cannot_be_shared_out_is_refused_when_it_is_written(
     with pytest.raises(ConfigError) as raised:
         language_graph(tensor, **dict(changes))
     assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_mistakes_with_chunks_are_one_line() -> None:
+    for said in run_kept_ranks(jobs.refuse, 2):
+        assert all("\n" not in text for text in said.values())
+        assert said["no hidden"].startswith(
+            "ConfigError: stage 'all': with pre_process=False it reads 'hidden_states'"
+        )
+        assert "it takes the embeddings [] and was given ['images']" in said["unknown embeds"]
+        assert "its layers' specification is not the local one, which an attention_mask needs" in said["mask"]
+        assert said["missing weight"].startswith(
+            "CheckpointError: stage 'all': the whole model's weights have no"
+        )
+        assert "'decoder.layers.1." in said["missing weight"], "by its name in the whole model"
+        assert "is (64, 64), a share of (32, 64), and the stage has (32, 32)" in said["wide weight"]
+        assert said["no chunk"].startswith("TypeError: Linear is no chunk that gpt_stage")
+
+
+def test_a_factory_needs_torch_distributed() -> None:
+    context = StageContext(
+        stage="language", rank=0, device=torch.device("cpu"), dtype=torch.float32, data_group=None, tensor_group=None,
+        data_rank=0, data_size=1, tensor_rank=0, tensor_size=1,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"stage 'language': .* need torch.distributed"):
+        gpt_stage(jobs.config_of(), **jobs.LANGUAGE)(context)
 
 
 def test_without_megatron_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

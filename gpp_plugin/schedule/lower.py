@@ -58,7 +58,9 @@ def lower_schedules(
     durations = nominal_durations(graph) if costs is None else task_durations(graph, costs)
     transfers = message_transfers(graph, cluster) if cluster is not None else None
     times = run_task_graph(graph, durations, transfers=transfers)
-    instructions = {task: Instruction(kind=InstructionKind.COMPUTE, task=task) for s in schedules for task in s.tasks}
+    instructions = {
+        task: Instruction(kind=InstructionKind.COMPUTE, task=task) for s in schedules for task in s.tasks
+    }
     bodies = rank_bodies(graph, place_messages(graph, times), lambda node: (instructions[graph.task(node)],))
     tied = frozenset(tied_stages)
     programs = []

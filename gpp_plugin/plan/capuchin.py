@@ -121,7 +121,7 @@ class StageOptimizer:
             in_flight = shape.in_flight(stage)
             kept = chain.tensor_bytes[stop] - chain.tensor_bytes[start] - options.net
             wanted = np.maximum(with_swaps, 0.0) / in_flight
-            exposed = self._exposed_us(
+            exposed = self.exposed_us(
                 wanted,
                 forward_us,
                 compute_us - forward_us + options.time_us,
@@ -151,7 +151,7 @@ class StageOptimizer:
             time_us=time, net=net, work=work, needs=excess - in_flight * net + work, hidden=hidden
         )
 
-    def _exposed_us(
+    def exposed_us(
         self, num_bytes: Floats, forward_us: Floats, backward_us: Floats, *, in_turn: bool
     ) -> Floats:
         """Return what transfers of ``num_bytes`` each way take beyond the compute they hide behind."""
@@ -286,7 +286,7 @@ class StageOptimizer:
         forward_us = chain.forward[stop] - chain.forward[start]
         free = self.free_us(stage, start, stop, rows)
         swap_us = float(
-            self._exposed_us(
+            self.exposed_us(
                 np.array(sizes.sum()),
                 np.array(forward_us),
                 np.array(compute_us - forward_us + recompute_us),

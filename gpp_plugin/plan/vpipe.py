@@ -24,6 +24,7 @@ import numpy as np
 
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.capuchin import StageChoice, StageOptimizer
+from gpp_plugin.plan.costs import Floats
 from gpp_plugin.plan.layer_chain import balanced_bounds
 from gpp_plugin.plan.linear import layer_bounds
 from gpp_plugin.plan.memory_chain import ChainPlan, plan_chain
@@ -72,12 +73,59 @@ class LayerOptimizer:
         worth = self._net[layers] / np.maximum(self._time[layers], 1e-9)
         by_worth = layers[np.argsort(-worth, kind="stable")]
         most = len(layers) if optimizer.can_recompute else 0
-        for count in range(most + 1):
-            again = by_worth[:count]
-            found = self._with_swaps(stage, start, stop, again, np.setdiff1d(layers, again))
-            if found.key < best.key:
-                best = found
-        return best
+        waits = self._waits(stage, start, stop)
+        keys = [
+            self._key(
+                stage, start, stop, best.excess_bytes, by_worth[:count], np.sort(by_worth[count:]), waits
+            )
+            for count in range(most + 1)
+        ]
+        count = min(range(most + 1), key=keys.__getitem__)
+        found = self._with_swaps(stage, start, stop, by_worth[:count], np.sort(by_worth[count:]))
+        return min(best, found, key=lambda choice: choice.key)
+
+    def _waits(self, stage: int, start: int, stop: int) -> Floats:
+        """Return by layer what its swapped tensors lack of FreeTime, in microseconds."""
+        charged = self.optimizer.chain.tensors.charged
+        rows = np.flatnonzero((charged >= start) & (charged < stop))
+        lacking = np.maximum(-self.optimizer.free_us(stage, start, stop, rows), 0.0)
+        return np.bincount(self._layer_of_tensor[rows], weights=lacking, minlength=len(self._net))
+
+    def _key(
+        self, stage: int, start: int, stop: int, excess: float, again: Ints, others: Ints, waits: Floats
+    ) -> tuple[float, float]:
+        """Return the key that `_with_swaps` comes to, without saying which tensors: many are compared.
+
+        Args:
+            excess: bytes too many with nothing swapped or run again.
+        """
+        optimizer = self.optimizer
+        chain, in_flight = optimizer.chain, optimizer.shape.in_flight(stage)
+        again_us = float(self._time[again].sum())
+        us = chain.stage_us(start, stop) + again_us
+        needs = (
+            excess - in_flight * float(self._net[again].sum()) + float(self._dropped[again].max(initial=0.0))
+        )
+        if needs <= 0 or not optimizer.can_swap or not len(others):
+            return max(needs, 0.0), us
+        freed, buffers, count = self._swaps(in_flight, others, needs)
+        forward_us = float(chain.forward[stop] - chain.forward[start])
+        exposed_us = optimizer.exposed_us(
+            self._saved[others[: count + 1]].sum(),
+            np.array(forward_us),
+            np.array(us - forward_us),
+            in_turn=optimizer.shape.is_in_turn(stage),
+        )
+        us += float(exposed_us) + float(waits[others[: count + 1]].sum())
+        return max(needs - float(freed[count]), 0.0), us
+
+    def _swaps(self, in_flight: int, others: Ints, needs: float) -> tuple[Floats, Floats, int]:
+        """Return what swapping more and more layers frees, the buffers it takes, and the last layer swapped."""
+        sizes = self._saved[others]  # in order: the first layers of a stage wait longest for their backward
+        buffers = 2 * np.maximum.accumulate(sizes)
+        freed = in_flight * np.cumsum(sizes) - buffers
+        enough = np.flatnonzero(freed >= needs)
+        return freed, buffers, int(enough[0]) if len(enough) else int(freed.argmax())
 
     def _with_swaps(self, stage: int, start: int, stop: int, again: Ints, others: Ints) -> StageChoice:
         """Return the choice with layers run ``again``, and as many of the ``others`` swapped as it takes."""
@@ -86,11 +134,7 @@ class LayerOptimizer:
         if found.excess_bytes <= 0 or not self.optimizer.can_swap or not len(others):
             return found
         in_flight = self.optimizer.shape.in_flight(stage)
-        sizes = self._saved[others]  # in order: the first layers of a stage wait longest for their backward
-        buffers = 2 * np.maximum.accumulate(sizes)
-        freed = in_flight * np.cumsum(sizes) - buffers
-        enough = np.flatnonzero(freed >= found.excess_bytes)
-        count = int(enough[0]) if len(enough) else int(freed.argmax())
+        _, buffers, count = self._swaps(in_flight, others, found.excess_bytes)
         rows = np.flatnonzero(np.isin(self._layer_of_tensor, others[: count + 1]))
         return self.optimizer.weigh(
             stage, start, stop, segments=segments, swapped=rows, buffer_bytes=float(buffers[count])

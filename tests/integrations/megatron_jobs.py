@@ -247,6 +247,8 @@ def blocks() -> dict[str, Any]:
         found = block(hidden_states=given, attention_mask=keep)
         (found * torch.linspace(0, 1, HIDDEN)).square().mean().backward()
         answers[name] = (found.detach(), given.grad, gradients_of(block))
+    drawn = [transformer_block_stage(config_of(), layers=range(i, i + 1))(here) for i in (1, 2)]
+    answers["drawn"] = [chunk.layers[0].mlp.linear_fc1.weight.detach() for chunk in drawn]
     return answers
 
 

@@ -72,6 +72,7 @@ def test_blocks_with_the_batch_first_equal_one_rank() -> None:
         )
         assert max(errors.values()) < 2e-6, (layout, errors)
         assert torch.equal(second[layout][1], found_of_input)
+    assert not torch.equal(*first["drawn"]), "chunks draw their own weights"
 
 
 def test_dropout_agrees_over_tensor_ranks_and_repeats_where_torch_is_set_back() -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import importlib
 import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,7 @@ class MegatronStage:
         vocab_size: where there is an embedding or an output layer.
         build: makes the module of (the stage's configuration, its process groups, the context).
         full_state: weights of the whole model at tensor size 1, or what returns them; None: random ones.
-        seed: of random weights, the same on all ranks, and of dropout.
+        seed: of random weights, the same on all of its ranks, and of dropout.
         reads_hidden, makes_hidden: whether it is given, and returns, hidden states in Megatron's layout.
     """
 
@@ -93,7 +94,8 @@ class MegatronStage:
 
         devices = [context.device] if context.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            seed_streams(self.seed, context)
+            chunk = f"{self.seed}/{context.stage}/{self.layers.start}"  # no two chunks draw the same layers
+            seed_streams(zlib.crc32(chunk.encode()), context)
             module = self.build(config, collect_groups(context), context)
         mark_partial_gradients(module, config)
         if self.full_state is not None:

@@ -103,6 +103,8 @@ class GraphJob:
             else GivenModule(self._stage.name, made[0], tied=own)
         )
         self._survey: Survey = Prober(self.resolved, self._own, place).survey(sample_batch, loss_unit)
+        # what a module registers later (a cache of masks) is none of what lanes bind
+        self._names = frozenset(self._own.named_tensors() if isinstance(self._own, GivenModule) else ())
         for name, analysis in self._survey.analyses.items():
             self._tensors[name] = analysis.op_graph.parameters
         self._known: dict[tuple[Any, ...], Shapes] = {}
@@ -235,10 +237,9 @@ class GraphJob:
             )
         loss = loss_node(self._stage)
         outputs = dict.fromkeys([*sent, *([] if loss is None else [loss]), *named.values()])
+        tensors = {n: t for n, t in self._own.named_tensors().items() if n in self._names}
         return StageCode(
-            function=stage_function(
-                self._stage, self._own.given, tuple(outputs), tensors=self._own.named_tensors()
-            ),
+            function=stage_function(self._stage, self._own.given, tuple(outputs), tensors=tensors),
             tensors=shapes.tensors,
             inputs=shapes.inputs,
             loss=loss,

@@ -157,7 +157,7 @@ def undisturbed(module: nn.Module, *, is_training: bool, device: torch.device) -
             part.training = mode
         with torch.no_grad():
             for name, buffer in module.named_buffers():
-                if name in buffers:
+                if name in buffers and buffers[name].shape == buffer.shape:  # else a cache that has grown
                     buffer.copy_(buffers[name])
         for parameter in module.parameters():
             parameter.grad = None

@@ -40,9 +40,14 @@ def _descriptors() -> set[int]:
 
 def _widen(descriptor: int) -> None:
     try:
-        copy = socket.socket(fileno=os.dup(descriptor))
+        duplicate = os.dup(descriptor)
     except OSError:
-        return  # no socket, or the descriptor that listed the folder
+        return  # the descriptor that listed the folder
+    try:
+        copy = socket.socket(fileno=duplicate)
+    except OSError:  # no socket
+        os.close(duplicate)
+        return
     with copy:
         if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
             for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):

@@ -1,5 +1,6 @@
 """Connections made within the block have room for whole messages; others are left alone."""
 
+import os
 import socket
 
 from gpp_plugin.runtime.sockets import BUFFER_BYTES, widen_open_sockets, widened_sockets
@@ -33,6 +34,12 @@ def test_only_new_connections_are_widened():
 
 
 def test_what_is_no_connection_is_passed_over(tmp_path):
-    with widened_sockets(), (tmp_path / "file").open("w") as file, socket.socket(type=socket.SOCK_DGRAM):
+    with (tmp_path / "file").open("w") as file, socket.socket(type=socket.SOCK_DGRAM):
+        before = len(os.listdir("/proc/self/fd"))
+        with widened_sockets():
+            again = os.dup(file.fileno())
+        widen_open_sockets()
+        os.close(again)
+        assert len(os.listdir("/proc/self/fd")) == before, "a descriptor is left open"
         file.write("still open")
     assert (tmp_path / "file").read_text() == "still open"

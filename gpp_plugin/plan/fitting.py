@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -372,16 +372,15 @@ class StageFitter:
 
     def fitted(self, plan: PipelinePlan) -> PipelinePlan:
         """Return the plan whose stages that do not fit have a memory plan, or are as near to fitting as they get."""
-        return self._with_stages(plan, self._fitted)
+        return self._with_stages(plan, self.fitted_stage)
 
-    def _with_stages(self, plan: PipelinePlan, change: Any) -> PipelinePlan:
+    def _with_stages(self, plan: PipelinePlan, change: Callable[[Stage], Stage]) -> PipelinePlan:
         if not self.is_active:
             return plan
-        stages = []
-        for stage in plan.stages:
-            limit = min(rank_limit(self.request, rank) for rank in stage.ranks)
-            stages.append(stage if stage.memory_bytes <= limit else change(stage, limit))
-        return dataclasses.replace(plan, stages=tuple(stages))
+        return dataclasses.replace(plan, stages=tuple(change(stage) for stage in plan.stages))
+
+    def _limit(self, stage: Stage) -> int:
+        return min(rank_limit(self.request, rank) for rank in stage.ranks)
 
     def _place(self, stage: Stage, limit: int) -> dict[str, Any]:
         return {
@@ -392,19 +391,30 @@ class StageFitter:
             "limit": limit,
         }
 
-    def _estimated(self, stage: Stage, limit: int) -> Stage:
+    def _estimated(self, stage: Stage) -> Stage:
+        limit = self._limit(stage)
+        if stage.memory_bytes <= limit:
+            return stage
         excess, us = self.estimate(**self._place(stage, limit))
         return dataclasses.replace(
             stage, backward_us=stage.backward_us + us, memory_bytes=limit + round(excess)
         )
 
-    def _fitted(self, stage: Stage, limit: int) -> Stage:
-        choice = self.choose(**self._place(stage, limit))
+    def fitted_stage(self, stage: Stage, *, stashed_bytes: int = 0) -> Stage:
+        """Return a stage without memory plan with one that makes it fit, if it does not as it is.
+
+        Args:
+            stashed_bytes: of its ``memory_bytes``, older versions of its weights (asynchronous mode).
+        """
+        limit = self._limit(stage)
+        if stage.memory_bytes <= limit:
+            return stage
+        choice = self.choose(**self._place(stage, limit - stashed_bytes))
         added = choice.memory.added_us if choice.memory is not None else 0.0
         return dataclasses.replace(
             stage,
             backward_us=stage.backward_us + added,
-            memory_bytes=round(choice.memory_bytes),
+            memory_bytes=round(choice.memory_bytes) + stashed_bytes,
             memory=choice.memory,
         )
 

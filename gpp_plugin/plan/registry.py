@@ -152,7 +152,7 @@ def _plan_in_mode(name: str, request: PlanRequest) -> PipelinePlan:
         return run_planner(name, request)
     from gpp_plugin.plan.asynchronous import to_asynchronous
 
-    synchronous = dataclasses.replace(request, mode="sync", memory_optimization=())
+    synchronous = dataclasses.replace(request, mode="sync")
     return to_asynchronous(run_planner(name, synchronous), request)
 
 

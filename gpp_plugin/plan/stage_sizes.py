@@ -12,6 +12,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batches import batch_rules, blocks_under, nearest_names
 from gpp_plugin.plan.complete import complete_plan
 from gpp_plugin.plan.costs import CostModel
+from gpp_plugin.plan.fitting import fitter_for
 from gpp_plugin.plan.registry import PlanRequest
 from gpp_plugin.plan.stages import with_in_flight
 from gpp_plugin.plan.validate import validate_plan
@@ -64,12 +65,14 @@ def resize_stages(plan: PipelinePlan, request: PlanRequest, sizes: Mapping[str, 
                 raise PlanError(
                     f"stage {stage.name!r} of {stage.degree} ranks cannot take {size} samples at a time: it {why}"
                 )
-            forward, backward = costs.stage_times(costs.indices(stage.blocks), size / stage.degree)
-            stage = dataclasses.replace(
-                stage, micro_batch_size=size, forward_us=forward, backward_us=backward
-            )
-        stages.append(stage)
+        forward, backward = costs.stage_times(costs.indices(stage.blocks), size / stage.degree)
+        stages.append(
+            dataclasses.replace(stage, micro_batch_size=size, forward_us=forward, backward_us=backward)
+        )
     resized = with_in_flight(dataclasses.replace(plan, stages=tuple(stages)), costs)
+    fitter = fitter_for(request, costs)
+    if fitter is not None:
+        resized = fitter.fitted(resized)
     resized = complete_plan(resized, request.graph, request.profile)
     validate_plan(
         resized,

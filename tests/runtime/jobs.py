@@ -126,6 +126,7 @@ def train(jobs: list[Job]) -> list[dict[str, Any]]:
                 "stage": engine.stage_name,
                 "stages": [(s.name, s.degree, s.micro_batch_size, s.in_flight) for s in engine.plan.stages],
                 "schedules": [(s.schedule, s.num_sliced) for s in engine.plan.stages],
+                "has_memory": [s.memory is not None for s in engine.plan.stages],
                 "depth": engine.plan.depth,
                 "buffers": _buffers(engine),
                 "first_buffers": first_buffers,

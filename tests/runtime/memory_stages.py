@@ -259,11 +259,26 @@ class Trainer:
 
     def count(self, **options: Any) -> MemoryCounts:
         """Return what a mini-batch keeps."""
+        return self.train_and_count(**options)[1]
+
+    def train_and_count(self, **options: Any) -> tuple[dict[str, list[Tensor]], MemoryCounts]:
+        """Return what training makes and what it keeps."""
         self.compute.start_counting()
-        self.train(**options)
+        made = self.train(**options)
         counts = self.compute.stop_counting()
         assert counts is not None
-        return counts
+        return made, counts
+
+
+def check_plan(stage: TestStage, plan: MemoryPlan, expected: dict[str, list[Tensor]]) -> MemoryCounts:
+    """Compare the first pass, which finds a recipe, and the next ones with what keeping everything makes."""
+    trainer = Trainer(stage, plan)
+    first, counts = trainer.train_and_count()
+    assert_same(first, expected)
+    again, counts_again = trainer.train_and_count()
+    assert_same(again, expected)
+    assert counts == counts_again
+    return counts
 
 
 def assert_same(ours: dict[str, list[Tensor]], theirs: dict[str, list[Tensor]]) -> None:

@@ -48,6 +48,7 @@ def test_swapping_and_recomputing_stages_train_as_without() -> None:
     for index, what in enumerate(ALL):
         for rank, answers in enumerate(per_rank):
             plain, ours = answers[2 * index : 2 * index + 2]
+            assert all(ours["has_memory"]) and not any(plain["has_memory"])
             assert ours["losses"] == plain["losses"], f"{what}: losses on rank {rank}"
             assert ours["gradients"].keys() == plain["gradients"].keys()
             for name, gradient in plain["gradients"].items():

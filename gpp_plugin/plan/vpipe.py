@@ -28,7 +28,7 @@ from gpp_plugin.plan.costs import Floats
 from gpp_plugin.plan.layer_chain import balanced_bounds
 from gpp_plugin.plan.linear import layer_bounds
 from gpp_plugin.plan.memory_chain import ChainPlan, plan_chain
-from gpp_plugin.plan.operator_chain import Ints
+from gpp_plugin.plan.operator_chain import Ints, sum_by
 from gpp_plugin.plan.recompute_menu import Segments, segment_costs
 from gpp_plugin.plan.registry import PlanRequest, register_planner
 
@@ -89,7 +89,7 @@ class LayerOptimizer:
         charged = self.optimizer.chain.tensors.charged
         rows = np.flatnonzero((charged >= start) & (charged < stop))
         lacking = np.maximum(-self.optimizer.free_us(stage, start, stop, rows), 0.0)
-        return np.bincount(self._layer_of_tensor[rows], weights=lacking, minlength=len(self._net))
+        return sum_by(self._layer_of_tensor[rows], lacking, len(self._net))
 
     def _key(
         self, stage: int, start: int, stop: int, excess: float, again: Ints, others: Ints, waits: Floats

@@ -22,22 +22,21 @@ from gpp_plugin.report.units import format_bytes, format_table
 MOST_SLOWDOWN = 1.3
 MARGIN = 1.05
 """Memory allowed over the plain prediction: what caching allocators round up to."""
-SIZES = {"cuda": (12, 1024, 512, 8), "cpu": (2, 64, 32, 4)}
+SIZES = {"cuda": (12, 1024, 512, 8), "cpu": (6, 64, 16, 4)}
 """Layers, width, tokens and plain batch."""
 RUNS = {
     "plain": {"recompute": "off", "swap": "off"},
     "swap": {"recompute": "off", "swap": "auto"},
     "recompute": {"recompute": "full", "swap": "off"},
 }
-VOCABULARY = 2048
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="(%(default)s)")
-    parser.add_argument("--layers", type=int, help="of the model (12; on a CPU 2)")
+    parser.add_argument("--layers", type=int, help="of the model (12; on a CPU 6)")
     parser.add_argument("--hidden", type=int, help="width, a multiple of 64 (1024; on a CPU 64)")
-    parser.add_argument("--length", type=int, help="tokens of a text (512; on a CPU 32)")
+    parser.add_argument("--length", type=int, help="tokens of a text (512; on a CPU 16)")
     parser.add_argument(
         "--batch", type=int, help="samples that fill the memory without swapping (8; on a CPU 4)"
     )
@@ -86,13 +85,13 @@ def _train(
     layers, hidden, length, _ = sizes
     torch.manual_seed(0)
     shape = {"n_embd": hidden, "n_layer": layers, "n_head": hidden // 64, "n_positions": length}
-    plain = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCABULARY, **shape}
+    plain = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 2 * hidden, **shape}
     model = build_model_of(config_of({**plain, "bos_token_id": 1, "eos_token_id": 2}, "gpp bench swap"))
     sample = make_example_batch(model, num_samples=batch, length=length)
     memory = RUNS[name] if limit_gb is None else {**RUNS[name], "limit_gb": limit_gb}
     config = {
         "train_batch_size": batch,
-        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "bf16": {"enabled": args.device == "cuda"},
         "steps_per_print": 1_000_000,
         "graph_pipeline": {"stages": 1, "memory": memory},

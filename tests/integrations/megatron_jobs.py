@@ -72,11 +72,11 @@ def config_of(**changes: Any) -> Any:
         return TransformerConfig(**{**given, **changes})
 
 
-def alone(stage: str = "whole") -> StageContext:
+def alone(stage: str = "whole", dtype: torch.dtype = torch.float64) -> StageContext:
     """Return the context of a stage on this rank only, for what a plain process computes."""
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return StageContext(
-        stage=stage, rank=dist.get_rank(), device=torch.device("cpu"), dtype=torch.float32, data_group=group,
+        stage=stage, rank=dist.get_rank(), device=torch.device("cpu"), dtype=dtype, data_group=group,
         tensor_group=group, data_rank=0, data_size=1, tensor_rank=0, tensor_size=1,
     )  # fmt: skip
 
@@ -91,7 +91,7 @@ def in_place(tensor: int = 2) -> StageContext:
     graph = StageGraph()
     ranks = range(dist.get_world_size())
     graph.stage("all", nn.Identity(), inputs=["x"], outputs=["y"], ranks=ranks, tensor=tensor)
-    return make_context(graph.stages, rank=dist.get_rank(), device=torch.device("cpu"), dtype=torch.float32)
+    return make_context(graph.stages, rank=dist.get_rank(), device=torch.device("cpu"), dtype=torch.float64)
 
 
 def jolt(module: nn.Module) -> None:
@@ -134,16 +134,17 @@ def shared_out() -> dict[str, Any]:
         whole = gpt_stage(alone_config(**changes), **LANGUAGE, **options)(one)
         jolt(whole)
         weights = gather_full_state(whole)
+        whole.double()  # what Megatron builds in single precision whatever it is told
         loss = whole(**batch)
         loss.backward()
         wanted = gradients_of(whole)
         config = config_of(**changes)
         given = {**LANGUAGE, **options, "full_state": weights}
-        chunk = gpt_stage(config, **given)(here)
+        chunk = gpt_stage(config, **given)(here).double()
         found = chunk(**batch)
         found.backward()
-        lower = gpt_stage(config, layers=range(0, 1), post_process=False, **given)(here)
-        upper = gpt_stage(config, layers=range(1, LAYERS), pre_process=False, **given)(here)
+        lower = gpt_stage(config, layers=range(0, 1), post_process=False, **given)(here).double()
+        upper = gpt_stage(config, layers=range(1, LAYERS), pre_process=False, **given)(here).double()
         hidden = lower(input_ids=batch["input_ids"])
         in_two = upper(hidden_states=hidden, labels=batch["labels"])
         in_two.backward()
@@ -179,7 +180,11 @@ def images(samples: int) -> dict[str, Tensor]:
         batch["labels"][sample, LENGTH - sample :] = -100
     keep = (batch["labels"] != -100).long()
     keep[0, :3] = 1
-    return {**batch, "attention_mask": keep, "images": torch.randn(samples, 2, HIDDEN, generator=generator)}
+    return {
+        **batch,
+        "attention_mask": keep,
+        "images": torch.randn(samples, 2, HIDDEN, generator=generator).double(),
+    }
 
 
 def merged() -> dict[str, Any]:
@@ -197,19 +202,20 @@ def merged() -> dict[str, Any]:
         if weights is None:
             jolt(chunk)
             weights = gather_full_state(chunk)
+        chunk.double()
         given = {**batch, "images": batch["images"].clone().requires_grad_()}
         loss = chunk(**given)
         loss.backward()
         answers[name] = (float(loss), given["images"].grad, gradients_of(chunk))
     with torch.no_grad():  # what embeddings and labels say, put together by hand
-        word = weights["embedding.word_embeddings.weight"]
+        word = weights["embedding.word_embeddings.weight"].double()
         places = torch.arange(LENGTH).expand(3, -1)
         embedded = torch.where(
             (batch["input_ids"] == IMAGE)[..., None],
             torch.stack([batch["images"][i, (places[i] - i).clamp(0, 1)] for i in range(3)]),
             word[batch["input_ids"]] + weights["embedding.position_embeddings.weight"][places],
         )
-        upper = gpt_stage(alone_config(), pre_process=False, full_state=weights, **LANGUAGE)(one)
+        upper = gpt_stage(alone_config(), pre_process=False, full_state=weights, **LANGUAGE)(one).double()
         hidden = embedded.transpose(0, 1).contiguous()
         logits = upper(hidden_states=hidden, attention_mask=batch["attention_mask"])
         per_token = nn.functional.cross_entropy(
@@ -229,7 +235,7 @@ def blocks() -> dict[str, Any]:
     here, one = in_place(), alone()
     answers: dict[str, Any] = {}
     weights = None
-    hidden = torch.randn(3, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(3))
+    hidden = torch.randn(3, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(3)).double()
     keep = torch.ones(3, LENGTH)
     keep[1, 7:] = 0
     for name, config, context in (
@@ -243,6 +249,7 @@ def blocks() -> dict[str, Any]:
         if weights is None:
             jolt(block)
             weights = gather_full_state(block)
+        block.double()
         given = hidden.clone().requires_grad_()
         found = block(hidden_states=given, attention_mask=keep)
         (found * torch.linspace(0, 1, HIDDEN)).square().mean().backward()
@@ -266,9 +273,9 @@ def dropped() -> dict[str, Any]:
     }
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     for name, change in changes.items():
-        whole = gpt_stage(alone_config(**change), full_state=weights, **LANGUAGE)(alone("all"))
-        chunk = gpt_stage(config_of(**change), full_state=weights, **LANGUAGE)(here)
-        again = gpt_stage(config_of(**change, **recompute), full_state=weights, **LANGUAGE)(here)
+        whole = gpt_stage(alone_config(**change), full_state=weights, **LANGUAGE)(alone("all")).double()
+        chunk = gpt_stage(config_of(**change), full_state=weights, **LANGUAGE)(here).double()
+        again = gpt_stage(config_of(**change, **recompute), full_state=weights, **LANGUAGE)(here).double()
         before = torch.get_rng_state()
         first = chunk(**batch)
         first.backward()

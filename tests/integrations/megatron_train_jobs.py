@@ -87,7 +87,9 @@ class Whole(nn.Module):
         super().__init__()
         self.encoder = make_encoder()
         given = {**LANGUAGE, **layout.options}
-        self.language = gpt_stage(alone_config(**layout.config), merge={"embeds": IMAGE}, **given)(alone())
+        self.language = gpt_stage(alone_config(**layout.config), merge={"embeds": IMAGE}, **given)(
+            alone(dtype=torch.float32)
+        )
         jolt(self.language)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Whole:  # process groups cannot be copied

@@ -20,6 +20,9 @@ from tests.reference import gradient_errors
 
 pytest.importorskip("megatron.core")
 
+EXACT = 1e-12
+"""Everything is in double precision."""
+
 
 @pytest.fixture(scope="module")
 def shared_out() -> list[dict[str, Any]]:
@@ -30,15 +33,15 @@ def shared_out() -> list[dict[str, Any]]:
 def test_tensor_parallel_chunks_equal_one_rank(kind: str, shared_out: list[dict[str, Any]]) -> None:
     first, second = (answer[kind] for answer in shared_out)
     whole, one_chunk, two_chunks = first["losses"]
-    assert one_chunk == pytest.approx(whole, rel=2e-6) and two_chunks == pytest.approx(whole, rel=2e-6)
+    assert one_chunk == pytest.approx(whole, rel=EXACT) and two_chunks == pytest.approx(whole, rel=EXACT)
     assert second["losses"][1:] == first["losses"][1:], "the loss is the same on all tensor ranks"
     for split in ("found", "in two"):
         assert set(first[split]) == set(first["wanted"])
         errors = gradient_errors(first[split], first["wanted"])
-        assert max(errors.values()) < 2e-6, (split, max(errors, key=errors.__getitem__), errors)
+        assert max(errors.values()) < EXACT, (split, max(errors, key=errors.__getitem__), errors)
     length = jobs.LENGTH // 2 if "sequence" in kind else jobs.LENGTH
     assert first["hidden"] == (length, 4, jobs.HIDDEN)
-    assert first["logits"] < 1e-5
+    assert first["logits"] < EXACT
     assert first["numbers"] == [2, 3, 4], "layers know their numbers in the model"
     assert not first["globals"], "nothing is put into Megatron's global groups"
     assert first["weights"] and second["weights"], "what was shared out is gathered bit for bit"
@@ -47,14 +50,14 @@ def test_tensor_parallel_chunks_equal_one_rank(kind: str, shared_out: list[dict[
 def test_image_embeddings_take_the_places_of_their_token() -> None:
     first, second = run_kept_ranks(jobs.merged, 2)
     loss, of_images, gradients = first["whole"]
-    assert loss == pytest.approx(first["by hand"], rel=2e-6)
+    assert loss == pytest.approx(first["by hand"], rel=EXACT)
     for layout in ("tensor", "sequence"):
         found, found_of_images, found_gradients = first[layout]
-        assert found == pytest.approx(loss, rel=2e-6) and second[layout][0] == found
+        assert found == pytest.approx(loss, rel=EXACT) and second[layout][0] == found
         errors = gradient_errors(
             {**found_gradients, "images": found_of_images}, {**gradients, "images": of_images}
         )
-        assert max(errors.values()) < 2e-6, (layout, errors)
+        assert max(errors.values()) < EXACT, (layout, errors)
         assert torch.equal(second[layout][1], found_of_images), (
             "tensor ranks have the same gradient of embeddings"
         )
@@ -66,11 +69,11 @@ def test_blocks_with_the_batch_first_equal_one_rank() -> None:
     output, of_input, gradients = first["whole"]
     for layout in ("tensor", "sequence"):
         found, found_of_input, found_gradients = first[layout]
-        assert torch.allclose(found, output, rtol=0, atol=2e-6) and torch.equal(second[layout][0], found)
+        assert torch.allclose(found, output, rtol=0, atol=1e-12) and torch.equal(second[layout][0], found)
         errors = gradient_errors(
             {**found_gradients, "input": found_of_input}, {**gradients, "input": of_input}
         )
-        assert max(errors.values()) < 2e-6, (layout, errors)
+        assert max(errors.values()) < EXACT, (layout, errors)
         assert torch.equal(second[layout][1], found_of_input)
     assert not torch.equal(*first["drawn"]), "chunks draw their own weights"
 
@@ -88,7 +91,7 @@ def test_dropout_agrees_over_tensor_ranks_and_repeats_where_torch_is_set_back() 
             "recomputed with the same elements"
         )
         assert one["evaluated"][0] == one["evaluated"][1]
-    assert first["hidden"]["losses"] == pytest.approx(first["hidden"]["whole"], rel=2e-6), (
+    assert first["hidden"]["losses"] == pytest.approx(first["hidden"]["whole"], rel=EXACT), (
         "as one rank drops them"
     )
     assert first["of a data position"] != second["of a data position"]

@@ -26,7 +26,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, group: Any) -> 
         reduce_from_tensor_model_parallel_region as sum_of_ranks,
     )
 
-    logits = logits.float()
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     with torch.no_grad():
         largest = logits.amax(dim=-1)
         if group.size() > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -49,7 +50,6 @@ class CostModel:
         self.parameter_bytes = np.array([c.parameter_bytes for c in self._costs], dtype=float)
         self.gradient_bytes = np.array([c.gradient_bytes for c in self._costs], dtype=float)
         self.optimizer_bytes = np.array([c.optimizer_bytes for c in self._costs], dtype=float)
-        self.fingerprint = fingerprint(graph)
         self.block_edges = [
             (self.index[edge.src], self.index[edge.dst], dict.fromkeys(edge.tensors)) for edge in graph.edges
         ]
@@ -76,6 +76,11 @@ class CostModel:
         ]
         self._group_bytes: dict[tuple[int, ...], tuple[float, ...]] = {}
         self._group_times: dict[tuple[tuple[int, ...], float], tuple[float, float]] = {}
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the graph."""
+        return fingerprint(self.graph)
 
     def block_times(self, local: float) -> tuple[Floats, Floats]:
         """Return forward and backward microseconds of every block for ``local`` samples a rank."""

@@ -10,7 +10,6 @@ import json
 import sys
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,7 +18,6 @@ from gpp_plugin.bench._memory_pairs import CONFIGS, LEAST_SHARE, SHARES, MemoryC
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.integrations.deepspeed import GraphPipelineModule, initialize
 from gpp_plugin.integrations.hf_models import build_model_of, config_of, make_example_batch
-from gpp_plugin.integrations.native_ops import without_shared_memory_op
 from gpp_plugin.ir.memory_report import MemoryReport
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.launch import emit_event, end_rank
@@ -34,8 +32,6 @@ def main() -> None:
     plain = json.loads(sys.argv[1])
     case = MemoryCase(**{**plain, "plans": tuple(plain["plans"])})
     torch.set_num_threads(1)
-    with without_shared_memory_op():
-        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     free, report = _train(case, "none", None)
     for name in case.plans:
         if name in SHARES:

@@ -135,3 +135,21 @@ def refuse() -> dict[str, str]:
         except GppError as error:
             said[key] = str(error)
     return said
+
+
+def train_from_dataset(config: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Return losses of the engine's own loader, and of the same batches given by hand."""
+    import deepspeed
+
+    from gpp_plugin.integrations.data import make_loader
+
+    model, make_batch = build("two_branch")
+    whole = make_batch(24, 0)
+    samples = [{key: value[i] for key, value in whole.items()} for i in range(24)]
+    engine = deepspeed.initialize(model=model, config=config, training_data=samples)[0]
+    own = [float(engine.train_batch()) for _ in range(7)]
+    other = make_engine(build("two_branch")[0], make_batch(8, 0), config)
+    loader = make_loader(samples, mini_batch=8, collate_fn=None, seed=0)
+    batches = (batch for _ in range(3) for batch in loader)
+    given = [float(other.train_batch(data_iter=batches)) for _ in range(7)]
+    return own, given

@@ -181,3 +181,9 @@ def test_what_cannot_step_alone_is_refused_with_one_line() -> None:
         assert "asynch" in said["mode"]
         assert "stock_1f1b" in said["stock"]
         assert "same number of samples" in said["coupled"] and "mix samples compute 2" in said["coupled"]
+
+
+def test_the_engines_own_loader_is_read_ahead_in_its_order() -> None:
+    config = jobs.async_config(mini_batch=8, unit=2, block={"stages": 2})
+    for own, given in run_kept_ranks(jobs.train_from_dataset, 2, config, timeout_s=300):
+        assert own == given and len(set(own)) == 7

@@ -84,8 +84,11 @@ def trace(shadow: Shadow, batch: Mapping[str, Any], *, outputs: Sequence[str], t
     tensors: dict[str, torch.Tensor] = dict(shadow.model.named_parameters(remove_duplicate=False))
     tensors.update(shadow.model.named_buffers(remove_duplicate=False))
     placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    exported = [node.name for node in program.graph.nodes if node.op == "placeholder"]
+    # a copy of a graph renames what is called like Python's own names (``input``)
+    name_of = dict(zip(exported, placeholders, strict=True))
     for spec in program.graph_signature.input_specs:
-        name, target = spec.arg.name, str(spec.target)
+        name, target = name_of[spec.arg.name], str(spec.target)
         if spec.kind is InputKind.USER_INPUT:
             inputs[name] = next(remaining)
             fakes[name] = placeholders[name].meta["val"]

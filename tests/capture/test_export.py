@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model, recapture, resize_batch
@@ -355,3 +355,18 @@ def test_resized_batches_capture_alike() -> None:
         for n in (2, 5)
     ]
     assert names[0] == names[1]
+
+
+def test_batch_keys_may_be_called_like_pythons_own_names() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, input: Tensor, max: Tensor) -> dict[str, Tensor]:  # noqa: A002
+            return {"loss": (self.linear(input) * max).square().mean()}
+
+    batch = {"input": torch.randn(4, 4), "max": torch.randn(4, 4)}
+    captured = capture_model(Scaled(), batch, training=True)
+    assert sorted(captured.inputs.values()) == ["input", "max"]
+    assert {spec.name for spec in captured.op_graph.inputs} == {"input", "max"}

@@ -170,7 +170,9 @@ def plan_profiled(
     """
     spec = None if config.plan is None else _read_plan(config.plan)
     modules, stages = _wanted_sizes(graph, config, setting.sizes.mini_batch, spec)
-    request = plan_request(graph, config, setting, profile, modules, smallest_local_batch=smallest_local_batch)
+    request = plan_request(
+        graph, config, setting, profile, modules, smallest_local_batch=smallest_local_batch
+    )
     if spec is not None:
         plan = explicit_plan(spec, request)
         _check_agreement(plan, config, spec)
@@ -300,7 +302,8 @@ def plan_request(
     """Return what the configuration asks a planner for."""
     mini_batch = setting.sizes.mini_batch
     limit = config.memory.limit_gb
-    is_async = config.mode == "async"  # every micro-batch is a step: its size is the user's, never a planner's
+    # in mode async every micro-batch is a step: its size is the user's, never a planner's
+    is_async = config.mode == "async"
     return PlanRequest(
         graph=graph,
         profile=profile,
@@ -317,7 +320,8 @@ def plan_request(
         mode=config.mode,
         # with one loss a mini-batch there is nothing to pipeline unless the other stages take less
         keep_units=not is_async
-        and config.micro_batch_sizes != "search" and setting.sizes.loss_unit < mini_batch,
+        and config.micro_batch_sizes != "search"
+        and setting.sizes.loss_unit < mini_batch,
         smallest_local_batch=smallest_local_batch,
         memory_optimization=config.memory.optimization,
     )

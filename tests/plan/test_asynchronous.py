@@ -51,7 +51,9 @@ def test_a_graph_of_branches_holds_by_its_distance_from_the_sink():
     plan = make_plan("graphpipe", dataclasses.replace(request, mode="async"))
     behind = plan.digraph()
     for index, stage in enumerate(plan.stages):
-        assert stage.in_flight == 1 + max((plan.stages[i].in_flight for i in behind.successors(index)), default=0)
+        assert stage.in_flight == 1 + max(
+            (plan.stages[i].in_flight for i in behind.successors(index)), default=0
+        )
 
 
 def test_deepspeeds_own_pipeline_stays_synchronous():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -118,6 +119,7 @@ class StageExecutor:
         self._pending_receives: list[Pending] = []
         self._bound_receives = self._bind_receives()
         self._pending_sends: deque[Pending] = deque()
+        self._most_sends = _most_sends(program, in_flight=self._stage.in_flight)
         self._sends_of: defaultdict[int, list[Pending]] = defaultdict(list)
         self._made: dict[int, Sequence[Tensor]] = {}
         self._inputs: Sequence[Sequence[Tensor]] = ()
@@ -428,9 +430,13 @@ class StageExecutor:
             self._pending_sends.popleft().wait()
 
     def _reap_sends(self) -> None:
-        """Let go of what has been sent."""
+        """Let go of what has been sent.
+
+        gloo says that a send is done only to who waits for it. Those of long ago are waited for, lest what was sent
+        stays until the mini-batch ends; the program would finish even if every send were waited for at once.
+        """
         pending = self._pending_sends
-        while pending and pending[0].is_done():
+        while pending and (len(pending) > self._most_sends or pending[0].is_done()):
             pending.popleft().wait()
 
     def _rows(self, sources: Sequence[Source], axis: int) -> Tensor:
@@ -535,6 +541,17 @@ class StageExecutor:
 
 
 _TAKEN = torch.empty(0)
+
+
+def _most_sends(program: RankProgram, *, in_flight: int) -> int:
+    """Return how many sends may be under way: those of twice the micro-batches in flight."""
+    forwards = {
+        i.task.micro_batch
+        for i in program.instructions
+        if i.task is not None and i.task.kind is TaskKind.FORWARD
+    }
+    sends = sum(len(instruction.sends) for instruction in program.instructions)
+    return 2 * max(in_flight, 1) * math.ceil(sends / max(len(forwards), 1))
 
 
 def _empty_result() -> MiniBatchResult:

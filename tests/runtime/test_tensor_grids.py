@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import queue
 import random
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -30,25 +32,30 @@ from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.validate import validate_programs
 from tests.schedule.plans import make_plan
 
+Channel: TypeAlias = "queue.Queue[tuple[list[Tensor], threading.Event]]"
+
 MINI_BATCH = 12
 SIDE = 12
 
 
 class ThreadTransport:
-    """Messages between threads; one queue a message."""
+    """Messages between threads; one queue a message. A send ends when it was received, and tells only who waits."""
 
     prepost_depth = 4
     prepost_bytes = 1 << 20
 
-    def __init__(self, queues: dict[Message, queue.Queue[list[Tensor]]]) -> None:
+    def __init__(self, queues: dict[Message, Channel]) -> None:
         self._queues = queues
+        self.under_way = self.most_under_way = 0
 
     def bind_send(self, message, wires):
-        def post(tensors: Sequence[Tensor]) -> _Done:
+        def post(tensors: Sequence[Tensor]) -> _Sent:
             for tensor, wire in zip(tensors, wires, strict=True):
                 assert tensor.shape == wire.shape
-            self._queues[message].put([tensor.clone() for tensor in tensors])
-            return _Done()
+            self._queues[message].put(([tensor.clone() for tensor in tensors], taken := threading.Event()))
+            self.under_way += 1
+            self.most_under_way = max(self.most_under_way, self.under_way)
+            return _Sent(self, taken)
 
         return post
 
@@ -65,21 +72,34 @@ class ThreadTransport:
         pass
 
 
-class _Done:
+class _Sent:
+    def __init__(self, transport: ThreadTransport, taken: threading.Event) -> None:
+        self._transport, self._taken = transport, taken
+
     def wait(self) -> None:
-        pass
+        assert self._taken.wait(30)
+        self._transport.under_way -= 1
 
     def is_done(self) -> bool:
-        return True
+        return False
 
 
-class _Arrival(_Done):
-    def __init__(self, source, buffers) -> None:
-        self._source, self._buffers = source, list(buffers)
+class _Arrival:
+    """Receives when posted, as a transport does in the background."""
+
+    def __init__(self, source: Channel, buffers: Sequence[Tensor]) -> None:
+        self._thread = threading.Thread(target=self._take, args=(source, buffers), daemon=True)
+        self._thread.start()
+
+    def _take(self, source: Channel, buffers: Sequence[Tensor]) -> None:
+        tensors, taken = source.get(timeout=30)
+        for buffer, tensor in zip(buffers, tensors, strict=True):
+            buffer.copy_(tensor)
+        taken.set()
 
     def wait(self) -> None:
-        for buffer, tensor in zip(self._buffers, self._source.get(timeout=30), strict=True):
-            buffer.copy_(tensor)
+        self._thread.join(30)
+        assert not self._thread.is_alive()
 
 
 class Hooks:
@@ -201,7 +221,8 @@ def received_by(plan: PipelinePlan, index: int) -> tuple[str, ...]:
 
 
 def run_rank(plan, axes, program: RankProgram, specs, queues, data: Tensor):
-    """Return this rank's parameters after a mini-batch, with their gradients, and its losses."""
+    """Return this rank's parameters after a mini-batch, with their gradients, its losses, and its most sends."""
+    transport = ThreadTransport(queues)
     stage, index, rank = plan.stages[program.stage], program.stage, program.rank
     held = {
         name: shard(tensor, stage, rank, axes[index]).clone().requires_grad_()
@@ -241,7 +262,7 @@ def run_rank(plan, axes, program: RankProgram, specs, queues, data: Tensor):
         program=program,
         compute=compute,
         specs=specs,
-        transport=ThreadTransport(queues),
+        transport=transport,
         hooks=Hooks(),
         device=torch.device("cpu"),
         loss="loss" if has_loss else None,
@@ -249,7 +270,7 @@ def run_rank(plan, axes, program: RankProgram, specs, queues, data: Tensor):
     rows = [stage.samples(m, rank) for m in range(plan.num_micro_batches(index))]
     whole = shard(data, stage, rank, axes[index])
     result = executor.run([(whole[r.first_sample : r.end],) for r in rows])
-    return held, result.losses
+    return held, result.losses, transport.most_under_way
 
 
 def alone(plan: PipelinePlan, data: Tensor) -> tuple[list[dict[str, Tensor]], float]:
@@ -288,7 +309,7 @@ def run_threads(plan, axes, specs, data):
     schedules = build_schedules(plan)
     programs = lower_schedules(plan, schedules)
     validate_programs(plan, schedules, programs)
-    queues: dict[Message, queue.Queue[list[Tensor]]] = defaultdict(queue.Queue)
+    queues: dict[Message, Channel] = defaultdict(queue.Queue)
     for program in programs:
         for instruction in program.instructions:
             for message in instruction.sends:
@@ -307,10 +328,10 @@ def test_gradients_equal_those_of_one_process(seed):
     )
     ranks = run_threads(plan, axes, specs_of(plan), data)
     expected, loss = alone(plan, data)
-    told = [(value.item(), count) for _, losses in ranks for value, count in losses]
+    told = [(value.item(), count) for _, losses, _ in ranks for value, count in losses]
     assert sum(value * count for value, count in told) / MINI_BATCH == pytest.approx(loss, rel=1e-13)
     assert sum(count for _, count in told) == MINI_BATCH  # one tensor rank of each row tells its losses
-    gradients = [gradients_of(held) for held, _ in ranks]
+    gradients = [gradients_of(held) for held, *_ in ranks]
     for index, stage in enumerate(plan.stages):
         for position in range(stage.tensor):
             column = stage.data_ranks(position)
@@ -324,6 +345,18 @@ def test_gradients_equal_those_of_one_process(seed):
                     assert all(
                         torch.equal(gradients[row[0]][name], gradients[rank][name]) for rank in row[1:]
                     )
+
+
+def test_sends_of_long_ago_are_let_go():
+    """Twelve micro-batches, one at a time, of a stage that sends one tensor for each: two may be under way."""
+    stages = (
+        Stage(name="s0", blocks=("b0",), ranks=(0,), micro_batch_size=1, in_flight=1),
+        Stage(name="loss", blocks=("b1",), ranks=(1,), micro_batch_size=1, in_flight=1),
+    )
+    plan = make_plan(stages, (edge_between(0, 1, [None, None], has_whole=False),), mini_batch=MINI_BATCH)
+    data = torch.ones(MINI_BATCH, SIDE, SIDE, dtype=torch.float64)
+    ranks = run_threads(plan, [None, None], specs_of(plan), data)
+    assert [most for *_, most in ranks] == [3, 3]  # and the one that was just posted
 
 
 def sharded_pair(axis: int) -> PipelinePlan:
@@ -340,7 +373,7 @@ def test_a_stage_that_makes_the_whole_tensor_where_the_plan_has_shards_is_told()
     data = torch.zeros(MINI_BATCH, SIDE, SIDE, dtype=torch.float64)
     schedules = build_schedules(plan)
     program = lower_schedules(plan, schedules)[0]
-    queues: dict[Message, queue.Queue[list[Tensor]]] = defaultdict(queue.Queue)
+    queues: dict[Message, Channel] = defaultdict(queue.Queue)
     with pytest.raises(
         RuntimeFailure, match=r"t0 is \(1, 12, 12\); by the plan each tensor rank holds 6 elements"
     ):

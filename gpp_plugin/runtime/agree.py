@@ -87,6 +87,7 @@ def exchange(make: Callable[[], T], *, what: str, group: dist.ProcessGroup | Non
 
     Raises:
         GppError: ``make`` raised on a rank; of several, the first one's.
+        CommTimeout: a rank is gone, or did not answer in the group's time.
     """
     if group is None or dist.get_world_size(group) == 1:
         return [make()]
@@ -105,7 +106,13 @@ def exchange(make: Callable[[], T], *, what: str, group: dist.ProcessGroup | Non
             else f"rank {dist.get_rank()}: {what} failed: {type(error).__name__}: {error}",
         )
     told: list[tuple[T, tuple[str, str] | None]] = [None] * dist.get_world_size(group)  # type: ignore[list-item]
-    dist.all_gather_object(told, (value, failure), group=group)
+    try:
+        dist.all_gather_object(told, (value, failure), group=group)
+    except RuntimeError as error:
+        raise CommTimeout(
+            f"rank {dist.get_rank()} heard nothing of {what} from another rank, which is gone or stuck: look for the "
+            "first error of the other ranks"
+        ) from error
     for rank, (_, problem) in enumerate(told):
         if problem is not None:
             name, text = problem

@@ -26,6 +26,7 @@ from gpp_plugin.stage_graph.describe import describe_graph
 from gpp_plugin.stage_graph.graph import StageGraph
 from gpp_plugin.stage_graph.module import (
     GivenModule,
+    check_replicas,
     check_ties,
     describe_tensors,
     make_module,
@@ -94,6 +95,7 @@ class GraphJob:
             return describe_tensors(self._stage.name, made[0])
 
         tensors = exchange(build, what=f"building stage {self._stage.name!r}", group=place.group)
+        check_replicas(self.resolved, tensors)
         self._tensors = {stage.name: tensors[stage.spec.ranks[0]] for stage in self.resolved.stages}
         check_ties(self.resolved, self._tensors)
         own = {n: c for n, c in self._called.items() if n.partition(".")[0] == self._stage.name}

@@ -118,6 +118,37 @@ def describe_tensors(stage: str, module: nn.Module) -> tuple[Parameter, ...]:
     )
 
 
+def check_replicas(graph: ResolvedGraph, held: Sequence[Sequence[Parameter]]) -> None:
+    """Refuse a stage whose data positions hold unlike parameters: their gradients are summed.
+
+    Args:
+        held: by rank.
+
+    Raises:
+        ConfigError: names stage, rank and parameter.
+    """
+    for stage in graph.stages:
+        ranks, tensor = stage.spec.ranks, stage.spec.tensor
+        for position, rank in enumerate(ranks):
+            first = ranks[position % tensor]
+            theirs, own = _trained(held[first]), _trained(held[rank])
+            name = next((n for n in (*theirs, *own) if theirs.get(n) != own.get(n)), None)
+            if name is not None:
+                raise ConfigError(
+                    f"stage {stage.name!r}: parameter {name!r} is {theirs.get(name, 'missing')} on rank {first} and "
+                    f"{own.get(name, 'missing')} on rank {rank}, which is to hold a copy; its factory must make the "
+                    "same of every StageContext but for tensor_rank"
+                )
+
+
+def _trained(tensors: Sequence[Parameter]) -> dict[str, str]:
+    return {
+        p.name: f"{list(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
+        for p in tensors
+        if not p.is_buffer
+    }
+
+
 def check_ties(graph: ResolvedGraph, known: Mapping[str, Sequence[Parameter]]) -> None:
     """Refuse ties of parameters that do not exist or are not alike.
 

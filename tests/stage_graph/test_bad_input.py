@@ -10,6 +10,8 @@ from torch import nn
 
 from gpp_plugin import StageGraph
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.ir.op_graph import Parameter
+from gpp_plugin.stage_graph.module import check_replicas, describe_tensors
 from gpp_plugin.stage_graph.resolve import resolve
 from tests.ranks import run_kept_ranks
 from tests.stage_graph import jobs
@@ -119,6 +121,22 @@ def test_a_rank_that_is_left_out() -> None:
         ConfigError, match=r"ranks \[2\] of 3 are in no stage; the stages are body on \[0\], head on"
     ):
         resolve(two(), batch_keys=("x", "target"), num_ranks=3)
+
+
+def test_copies_are_alike() -> None:
+    """Data positions hold the same parameters; tensor positions each have their own."""
+    graph = two(first={"ranks": [0, 2, 1, 3], "tensor": 2}, second={"ranks": [4]})
+    resolved = resolve(graph, batch_keys=("x", "target"), num_ranks=5)
+
+    def held(*widths: int) -> list[tuple[Parameter, ...]]:
+        return [*(describe_tensors("body", nn.Linear(2, width)) for width in widths), ()]
+
+    check_replicas(resolved, held(4, 4, 3, 3))
+    with pytest.raises(ConfigError) as caught:
+        check_replicas(resolved, held(4, 4, 3, 5))
+    assert str(caught.value).startswith(
+        "stage 'body': parameter 'body.weight' is [3, 2] float32 on rank 2 and [5, 2] float32 on rank 3"
+    )
 
 
 def test_an_output_of_two_stages_needs_its_stage() -> None:

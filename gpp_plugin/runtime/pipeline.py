@@ -338,8 +338,6 @@ class Lane:
         hooks: StageHooks | None,
         window: WindowPlace | None = None,
     ) -> StageExecutor:
-        # tensor ranks compute the same losses and outputs: the first one reports them
-        reports = self.plan.stages[program.stage].position(program.rank)[1] == 0
         return StageExecutor(
             plan=self.plan,
             program=program,
@@ -348,8 +346,8 @@ class Lane:
             transport=self._transport,
             hooks=hooks,
             device=self._device,
-            loss=code.loss if reports else None,
-            named_outputs=code.outputs if reports else {},
+            loss=code.loss,
+            named_outputs=code.outputs,
             is_training=self.is_training,
             window=window,
         )

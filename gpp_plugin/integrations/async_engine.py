@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.config import BLOCK, GraphPipelineConfig
-from gpp_plugin.errors import ConfigError, PlanError, RuntimeFailure
+from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.integrations.async_reports import DataAgreement, LossReports
 from gpp_plugin.integrations.async_stage import AsyncStageEngine
 from gpp_plugin.integrations.engine import LOADING_TIMEOUT_S, GraphPipelineEngine
@@ -229,8 +229,9 @@ class AsyncPipelineEngine(GraphPipelineEngine):
         """
         self._drain()
         self._num_left = 0
-        loss = self._losses.tell(None)
-        self._losses.finish()
+        with self._ending_on_failure():
+            loss = self._losses.tell(None)
+            self._losses.finish()
         return None if math.isnan(loss) else torch.tensor(loss, dtype=torch.float32, device=self.device)
 
     def _drain(self) -> None:
@@ -239,8 +240,7 @@ class AsyncPipelineEngine(GraphPipelineEngine):
         Raises:
             RuntimeFailure: an earlier mini-batch failed on its way.
         """
-        if self._failure is not None:
-            raise RuntimeFailure(f"this job cannot go on: {self._failure}; start it anew from a checkpoint")
+        self._refuse_after_failure()
         window = self._lane.window
         if not window:
             return

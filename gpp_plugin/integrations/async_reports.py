@@ -21,6 +21,8 @@ from gpp_plugin.errors import CommTimeout, RuntimeFailure
 from gpp_plugin.runtime.batches import Batch, batch_checksum
 
 _LOSS_TAG = 7
+_CALLS_KEPT = 4
+"""Calls whose losses may be on their way; a rank that feeds the loss is in the same call, or one before it."""
 
 
 class LossReports:
@@ -59,7 +61,7 @@ class LossReports:
         self._timeout = timedelta(seconds=timeout_s)
         self._untold: deque[float] = deque()
         self._last = math.nan
-        self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._sent: deque[tuple[Any, Tensor, int]] = deque()
 
     def add(self, losses: Sequence[tuple[Tensor, int]]) -> None:
         """Take up the losses of a window, one a micro-batch; the stage's ranks have a part of each."""
@@ -91,16 +93,31 @@ class LossReports:
         return self._receive()
 
     def finish(self) -> None:
-        """Wait until everything has been told."""
+        """Wait until everything has been told.
+
+        Raises:
+            CommTimeout: a rank did not take a loss in time.
+        """
         while self._sent:
-            self._sent.popleft()[0].wait(self._timeout)
+            self._complete_oldest()
 
     def _send(self, value: float) -> None:
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()[0].wait()
+        # gloo says that a send is done only to who waits for it; to have come this far the others took these
+        while len(self._sent) > _CALLS_KEPT * len(self._others):
+            self._complete_oldest()
         for other in self._others:
             tensor = torch.tensor([value], dtype=torch.float64)
-            self._sent.append((dist.isend(tensor, other, group=self._group, tag=_LOSS_TAG), tensor))
+            self._sent.append((dist.isend(tensor, other, group=self._group, tag=_LOSS_TAG), tensor, other))
+
+    def _complete_oldest(self) -> None:
+        work, _, other = self._sent.popleft()
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            raise CommTimeout(
+                f"rank {self._rank} waited {self._timeout.total_seconds():g} s for rank {other} to take the loss: look "
+                "for the first error of the other ranks, or raise graph_pipeline.comm_timeout_s"
+            ) from error
 
     def _receive(self) -> float:
         tensor = torch.empty(1, dtype=torch.float64)

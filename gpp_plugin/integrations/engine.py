@@ -35,6 +35,7 @@ from gpp_plugin.ir.memory_report import MemoryReport
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.plan.edge_transports import NATIVE, edge_name, note_edge_transports
+from gpp_plugin.runtime.agree import exchange
 from gpp_plugin.runtime.batches import Batch, batch_checksum
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.pipeline import (
@@ -44,6 +45,7 @@ from gpp_plugin.runtime.pipeline import (
     make_programs,
     tied_stages,
 )
+from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.timelines import start_clock
 from gpp_plugin.runtime.transport import Channel, Transport, make_transport
 from gpp_plugin.stage_graph.graph import StageGraph
@@ -102,7 +104,7 @@ class GraphPipelineEngine(PipelineSurface):
         lane = self._make_lane(self._reference, self.plan)
         assert lane is not None, "every rank is in a stage of the training plan"
         self._lane: Lane = lane
-        self.module = self._source.make_module(self._lane, sample_batch)
+        self.module = self._make_module(sample_batch)
         self._tied = tuple(
             TiedParameter(name=name, stages=stages, owner=stages[0])
             for name, stages in tied_stages(self.plan, self._reference).items()
@@ -179,6 +181,20 @@ class GraphPipelineEngine(PipelineSurface):
                     dtype=self._setting.dtype,
                 )
         return None
+
+    def _make_module(self, sample_batch: Batch) -> StageModule:
+        """Return this rank's stage when every rank has made its own: groups made after it wait no longer than messages.
+
+        Raises:
+            GppError: a rank could not; the same on every rank.
+        """
+        made: list[StageModule] = []
+
+        def make() -> None:
+            made.append(self._source.make_module(self._lane, sample_batch))
+
+        exchange(make, what="making the stage's module", group=self._setting.group)
+        return made[0]
 
     def _make_transport(
         self, plan: PipelinePlan, reference: Reference, channels: Collection[Channel]
@@ -267,8 +283,7 @@ class GraphPipelineEngine(PipelineSurface):
         Raises:
             RuntimeFailure: an earlier mini-batch failed on its way, so that messages of it may still arrive.
         """
-        if self._failure is not None:
-            raise RuntimeFailure(f"this job cannot go on: {self._failure}; start it anew from a checkpoint")
+        self._refuse_after_failure()
         counts = lane is self._lane and self._memory.is_due(batch)
         try:
             result = lane.run(batch, record=record, count=counts)
@@ -281,7 +296,12 @@ class GraphPipelineEngine(PipelineSurface):
             self._memory.compare(result.memory, batch)
         return result
 
+    def _refuse_after_failure(self) -> None:
+        if self._failure is not None:
+            raise RuntimeFailure(f"this job cannot go on: {self._failure}; start it anew from a checkpoint")
+
     def _next_batch(self, data_iter: Iterator[Any] | None) -> dict[str, Any]:
+        self._refuse_after_failure()
         if not self._can_step:
             raise ConfigError(NO_OPTIMIZER)
         if data_iter is None and self._data_iterator is None and self.training_dataloader is not None:

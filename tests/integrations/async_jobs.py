@@ -153,3 +153,23 @@ def train_from_dataset(config: dict[str, Any]) -> tuple[list[float], list[float]
     batches = (batch for _ in range(3) for batch in loader)
     given = [float(other.train_batch(data_iter=batches)) for _ in range(7)]
     return own, given
+
+
+def fail() -> list[str]:
+    """Return what is said of a batch that fails in its third micro-batch, of a good one, and of a flush."""
+    block = {"stages": 2, "comm_timeout_s": 5}
+    engine, batches = make("two_branch", 8, async_config(mini_batch=8, unit=2, block=block))
+    engine.train_batch(data_iter=iter([batches[0]]))
+    batches[1]["labels"][4] = 10**6
+    said = []
+    for run in (
+        lambda: engine.train_batch(data_iter=iter([batches[1]])),
+        lambda: engine.train_batch(data_iter=iter([batches[2]])),
+        engine.flush,
+    ):
+        try:
+            run()
+            said.append("")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said

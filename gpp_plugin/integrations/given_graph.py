@@ -162,6 +162,7 @@ class GivenGraph:
                     ranks=spec.ranks,
                     tensor=spec.tensor,
                     micro_batch_size=spec.micro_batch_size,
+                    recompute=costs.recompute[stage.name],
                 )
             ]
         graph = job.views(is_training=True)[stage.name].blocks
@@ -261,8 +262,8 @@ def _check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
         (
             "memory.recompute",
             config.memory.recompute,
-            config.memory.recompute == "full",
-            "its modules run as they are; let them recompute (torch.utils.checkpoint), and remove the key",
+            config.memory.recompute == "full" and not is_given,
+            "its captured stages do not recompute; remove the key, or give them without num_pieces",
         ),
         ("weights", config.weights, config.weights is not None, "factories make its weights; remove the key"),
         (

@@ -32,8 +32,9 @@ from gpp_plugin.ir.profile import Profile
 from gpp_plugin.plan.batches import blocks_under, coupled_blocks
 from gpp_plugin.plan.clusters import read_cluster
 from gpp_plugin.plan.explicit import explicit_plan
-from gpp_plugin.plan.fixed import FixedStage, fixed_plan
+from gpp_plugin.plan.fixed import FixedStage, fixed_plan, known_recompute
 from gpp_plugin.plan.full_recompute import recompute_fully
+from gpp_plugin.plan.given_recompute import recompute_given
 from gpp_plugin.plan.memory_breakdown import with_breakdown
 from gpp_plugin.plan.registry import PlanRequest, make_plan
 from gpp_plugin.plan.schedules import schedule_plan
@@ -191,7 +192,9 @@ def plan_profiled(
         plan = schedule_plan(plan, request, schedule=config.schedule, slicing=config.slicing)
     else:
         _check_slices(plan, config)
-    if config.memory.recompute == "full":
+    if config.memory.recompute == "full" and fixed is not None:
+        plan = recompute_given(plan, request, known_recompute(fixed))
+    elif config.memory.recompute == "full":
         plan = recompute_fully(plan, request)
     for note in plan.notes:
         logger.info("plan: %s", note)

@@ -34,6 +34,7 @@ from gpp_plugin.runtime.stage_source import Reference, StageCode, StageSource
 from gpp_plugin.runtime.swap import HostLink
 from gpp_plugin.runtime.transport import Channel, Transport
 from gpp_plugin.runtime.weight_versions import WeightVersions
+from gpp_plugin.runtime.whole_stage import WholeStageKeeper
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.forward_only import forward_only_stages
 from gpp_plugin.schedule.lower import lower_schedules
@@ -316,6 +317,17 @@ class Lane:
         stage, code = self.plan.stages[self.stage_index], prepared.code
         if stage.memory is None:
             return None
+        gradient_inputs = boundary_gradients(self._program, self.plan, code.tensors).inputs
+        if code.function.given is not None:
+            return WholeStageKeeper(
+                stage=stage.name,
+                plan=stage.memory,
+                blocks=stage.blocks,
+                whole=code.function,
+                half=prepared.half,
+                gradient_inputs=gradient_inputs,
+                device=self._device,
+            )
         if self._host_link is None:
             self._host_link = HostLink(self._device)
         return PlannedKeeper(
@@ -324,7 +336,7 @@ class Lane:
             operators=code.operators,
             whole=code.function,
             half=prepared.half,
-            gradient_inputs=boundary_gradients(self._program, self.plan, code.tensors).inputs,
+            gradient_inputs=gradient_inputs,
             link=self._host_link,
             # the tasks of an asynchronous pipeline are numbered anew in every window
             next_backward=backwards_after(self._program) if self.plan.mode == "sync" else {},

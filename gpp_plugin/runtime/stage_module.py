@@ -89,6 +89,7 @@ class StageFunction:
         outputs: node names it returns.
         code: the generated Python, for the curious and for error messages.
         module: what the code was generated from, ``constants`` its first arguments; None for code of other origin.
+        given: the user's module that the code calls; None for generated code.
     """
 
     call: Callable[..., tuple[Tensor, ...]]
@@ -99,6 +100,7 @@ class StageFunction:
     outputs: tuple[str, ...]
     code: str
     module: torch.fx.GraphModule | None = None
+    given: nn.Module | None = None
 
 
 def build_stage_function(

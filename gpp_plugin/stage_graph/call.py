@@ -109,6 +109,7 @@ def stage_function(
         received=received,
         outputs=wanted,
         code=f"{type(module).__name__}({', '.join(keyword for keyword, _ in places)})",
+        given=module,
     )
 
 

@@ -19,8 +19,9 @@ from gpp_plugin.errors import CaptureError, ConfigError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.profile import BlockCost, Profile, SharedStorage, TiedCost
 from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.plan.given_recompute import WholeRecompute
 from gpp_plugin.profile.measure import profile_blocks
-from gpp_plugin.profile.memory import LiveBytes, SavedStorages
+from gpp_plugin.profile.memory import LiveBytes, SavedStorages, storage_key
 from gpp_plugin.profile.timing import Stopwatch
 from gpp_plugin.runtime.agree import exchange
 from gpp_plugin.runtime.batches import Batch
@@ -37,11 +38,18 @@ WARM_UPS, REPEATS = 1, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """One number of samples: median times, bytes kept for backward, the peak above them."""
+    """One number of samples: median times, bytes kept for backward, the peak above them.
+
+    Args:
+        dropped_bytes: of those kept, what the stage made itself.
+        given_bytes: of all received tensors and buffers.
+    """
 
     forward_us: float
     backward_us: float
     saved_bytes: int
+    dropped_bytes: int
+    given_bytes: int
     transient_bytes: int
 
 
@@ -52,11 +60,13 @@ class StageCosts:
     Args:
         shared, tied: as of `Profile`, of captured parts.
         by_stage: stage, as the user gave it -> the costs of its blocks.
+        recompute: stage that is not captured -> what running it again drops and keeps.
     """
 
     shared: tuple[SharedStorage, ...]
     tied: tuple[TiedCost, ...]
     by_stage: Mapping[str, tuple[BlockCost, ...]]
+    recompute: Mapping[str, WholeRecompute]
 
     def profile(self, graph: BlockGraph, *, device: str, stage: str | None = None) -> Profile:
         """Return them as the profile of the whole graph, or of one captured part."""
@@ -95,32 +105,39 @@ def measure_stages(
         ConfigError: a stage fails at its largest number of samples.
     """
     by_stage: dict[str, tuple[BlockCost, ...]] = {}
+    recompute: dict[str, WholeRecompute] = {}
     shared: list[SharedStorage] = []
     tied: list[TiedCost] = []
     for stage in graph.stages:
         first = stage.spec.ranks[0]
         is_mine = place.rank == first if stage.is_captured else place.rank in stage.spec.ranks
 
-        def time_own(stage: GraphStage = stage, is_mine: bool = is_mine) -> Profile | None:
+        def time_own(
+            stage: GraphStage = stage, is_mine: bool = is_mine
+        ) -> tuple[Profile, WholeRecompute | None] | None:
             if not is_mine:
                 return None
             if isinstance(own, CapturedPart):
-                return _part_profile(
+                profile = _part_profile(
                     own, place, batch, survey, counts[stage.name], optimizer_bytes, cache_dir
                 )
-            cost = _cost(stage, own, place, batch, survey, counts[stage.name], optimizer_bytes)
-            return Profile(graph="", device="", source="measured", costs=(cost,))
+                return profile, None
+            cost, again = _cost(stage, own, place, batch, survey, counts[stage.name], optimizer_bytes)
+            return Profile(graph="", device="", source="measured", costs=(cost,)), again
 
         told = exchange(time_own, what=f"profile of stage {stage.name!r}", group=place.group)
-        profile = told[first]
-        assert profile is not None, "a stage's first rank times it"
+        answer = told[first]
+        assert answer is not None, "a stage's first rank times it"
+        profile, again = answer
+        if again is not None:
+            recompute[stage.name] = again
         by_stage[stage.name] = profile.costs
         shared += profile.shared
         tied += profile.tied
         if place.rank == 0:
             longest = sum(cost.forward_us[-1] for cost in profile.costs)
             logger.info("profiling: stage %s, a forward of %.0f us", stage.name, longest)
-    return StageCosts(shared=tuple(shared), tied=tuple(tied), by_stage=by_stage)
+    return StageCosts(shared=tuple(shared), tied=tuple(tied), by_stage=by_stage, recompute=recompute)
 
 
 def _part_profile(
@@ -187,7 +204,7 @@ def _cost(
     survey: Survey,
     counts: Sequence[int],
     optimizer_bytes: float,
-) -> BlockCost:
+) -> tuple[BlockCost, WholeRecompute]:
     runs: dict[int, _Run] = {}
     for count in counts:
         try:
@@ -200,7 +217,7 @@ def _cost(
     parameters = [p for p in own.given.parameters()]
     trained = [p for p in parameters if p.requires_grad]
     per_sample, fixed = _line([(n, runs[n].saved_bytes) for n in done])
-    return BlockCost(
+    cost = BlockCost(
         block=stage.name,
         samples=tuple(done),
         forward_us=tuple(runs[n].forward_us for n in done),
@@ -211,6 +228,15 @@ def _cost(
         gradient_bytes=sum(_bytes(p) for p in trained),
         optimizer_bytes=round(sum(p.numel() for p in trained) * optimizer_bytes),
         transient_bytes_per_sample=runs[done[-1]].transient_bytes / done[-1],
+    )
+    dropped = _line([(n, runs[n].dropped_bytes) for n in done])
+    kept_anyway = {n: runs[n].saved_bytes - runs[n].dropped_bytes for n in done}
+    held = _line([(n, runs[n].given_bytes - kept_anyway[n]) for n in done])
+    return cost, WholeRecompute(
+        dropped_bytes_per_sample=dropped[0],
+        dropped_bytes_fixed=dropped[1],
+        held_bytes_per_sample=held[0],
+        held_bytes_fixed=held[1],
     )
 
 
@@ -240,6 +266,10 @@ def _time(
         largest=num_samples,
     )
     batch_rows = [arguments[keyword] for keyword, _ in stage.batch_inputs]
+    received = {
+        storage_key(arguments[keyword]): arguments[keyword].untyped_storage().nbytes()
+        for keyword, _ in stage.received
+    }
     laps: list[tuple[float, float]] = []
     with undisturbed(own.given, is_training=True, device=place.device):
         for attempt in range(WARM_UPS + REPEATS):
@@ -262,6 +292,8 @@ def _time(
         forward_us=statistics.median(lap[0] for lap in laps),
         backward_us=statistics.median(lap[1] for lap in laps),
         saved_bytes=saved.total_bytes,
+        dropped_bytes=sum(size for key, size in saved.bytes_of.items() if key not in received),
+        given_bytes=sum(received.values()) + sum(_bytes(buffer) for buffer in own.given.buffers()),
         transient_bytes=transient,
     )
 

@@ -28,11 +28,12 @@ def to_asynchronous(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     has_memory = any(stage.memory is not None for stage in plan.stages)
     if plan.planner == STOCK or (has_memory and not request.memory_optimization):
         why = (
-            "is DeepSpeed's synchronous pipeline"
+            "is DeepSpeed's synchronous pipeline; choose another planner"
             if plan.planner == STOCK
-            else "swaps or recomputes for mode sync"
+            else "swaps or recomputes, which mode async chooses anew and is not allowed to; set memory.recompute or "
+            'memory.swap to "auto"'
         )
-        raise PlanError(f"mode async: the plan of {plan.planner!r} {why}; choose dawnpiper or vpipe")
+        raise PlanError(f"mode async: the plan of {plan.planner!r} {why}")
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     reduce_us = costs.reduce_times(dataclasses.replace(plan, mini_batch=plan.stages[0].micro_batch_size))
     fitter = fitter_for(request, costs)

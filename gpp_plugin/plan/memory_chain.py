@@ -13,6 +13,7 @@ from gpp_plugin.plan.batches import BatchRules, batch_rules
 from gpp_plugin.plan.capuchin import StageChoice, StageOptimizer
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.judge import judge_us
+from gpp_plugin.plan.nearest import limit_gb
 from gpp_plugin.plan.operator_chain import OperatorChain, PipelineShape
 from gpp_plugin.plan.recompute_menu import Segments, find_segments
 from gpp_plugin.plan.registry import PlanRequest, rank_limit
@@ -265,7 +266,7 @@ def _what_fits(
     enough = round(max(stage.memory_bytes for stage in found.stages)) + 1
     while not has_plan(ways, len(limits), enough):
         enough = round(enough * LIMIT_STEP)
-    memory = f"with {enough} bytes a rank (memory.limit_gb {enough / 1e9:.3f})"
+    memory = f"with {enough} bytes a rank (memory.limit_gb {limit_gb(enough)})"
     for more in (("recompute",), ("swap",), BOTH):
         if set(more) > set(ways) and has_plan(more, len(limits), least):
             return f"it fits with {' and '.join(more)}, or {memory}"

@@ -19,6 +19,7 @@ LIMIT_STEP = 1.02
 MOST_STEPS = 4
 NUM_BISECTIONS = 2
 MOST_TOLD = 3
+LIMIT_DIGITS = 4
 
 
 def nearest_that_fits(request: PlanRequest, has_plan: HasPlan, missing_bytes: int) -> str:
@@ -35,8 +36,14 @@ def nearest_that_fits(request: PlanRequest, has_plan: HasPlan, missing_bytes: in
             break
     least = _least_limit(request, has_plan, missing_bytes)
     if least is not None:
-        found.append(f"{least} bytes a rank (memory.limit_gb {least / 1e9:.3f})")
+        found.append(f"{least} bytes a rank (memory.limit_gb {limit_gb(least)})")
     return f"nearest that fits: {', or '.join(found)}" if found else "nothing that was tried fits"
+
+
+def limit_gb(num_bytes: int) -> str:
+    """Return the ``memory.limit_gb`` that allows so many bytes: rounded up, for less would not fit."""
+    step = 10 ** max(0, len(str(num_bytes)) - LIMIT_DIGITS)
+    return f"{-(-num_bytes // step) * step / 1e9:.9f}".rstrip("0").rstrip(".")
 
 
 def _changes(request: PlanRequest, has_plan: HasPlan) -> Iterator[str]:

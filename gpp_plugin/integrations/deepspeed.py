@@ -161,7 +161,7 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
             f"graph_pipeline.planner: {STOCK!r} cuts a captured model into a chain; a stage graph's stages are given: "
             "remove the key"
         )
-    if getattr(model, "is_gradient_checkpointing", False):
+    if _checkpoints_activations(model):
         logger.warning(
             "gradient checkpointing of %s has no effect under graph_pipeline; graph_pipeline.memory.recompute is what "
             'does it: "auto" where a plan needs it to fit, "full" for every layer',
@@ -253,6 +253,12 @@ def _init_distributed(given: Mapping[str, Any]) -> None:
         backend = "gloo"  # ranks that share one device: NCCL cannot serve two of them
     with without_shared_memory_op():
         deepspeed.init_distributed(dist_backend=backend, dist_init_required=given.get("dist_init_required"))
+
+
+def _checkpoints_activations(model: Any) -> bool:
+    """Return whether a HuggingFace model's own checkpointing is on; releases differ in what they call it."""
+    name = "is_activation_checkpointing"
+    return bool(getattr(model, name if hasattr(type(model), name) else "is_gradient_checkpointing", False))
 
 
 def _optimizer_of(

@@ -240,3 +240,14 @@ def test_keys_of_older_checkpoints_are_renamed() -> None:
     head, _ = build("gpt2", device="meta")
     keys, _ = checkpoint_keys(head, [key for key in base.state_dict() if key.startswith("h.0.ln_1")])
     assert keys == {f"transformer.h.0.ln_1.{leaf}": f"h.0.ln_1.{leaf}" for leaf in ("weight", "bias")}
+
+
+def test_a_models_own_checkpointing_is_noticed_without_a_warning_of_its_own() -> None:
+    from gpp_plugin.integrations.deepspeed import _checkpoints_activations
+
+    model, _ = build("gpt2")
+    assert not _checkpoints_activations(model)
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+    assert _checkpoints_activations(model)
+    assert not _checkpoints_activations(torch.nn.Linear(1, 1))

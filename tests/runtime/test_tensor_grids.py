@@ -88,18 +88,23 @@ class _Arrival:
     """Receives when posted, as a transport does in the background."""
 
     def __init__(self, source: Channel, buffers: Sequence[Tensor]) -> None:
+        self._has_come = False
         self._thread = threading.Thread(target=self._take, args=(source, buffers), daemon=True)
         self._thread.start()
 
     def _take(self, source: Channel, buffers: Sequence[Tensor]) -> None:
-        tensors, taken = source.get(timeout=30)
+        try:
+            tensors, taken = source.get(timeout=30)
+        except queue.Empty:  # a test that fails on purpose leaves its receives
+            return
         for buffer, tensor in zip(buffers, tensors, strict=True):
             buffer.copy_(tensor)
+        self._has_come = True
         taken.set()
 
     def wait(self) -> None:
-        self._thread.join(30)
-        assert not self._thread.is_alive()
+        self._thread.join(31)
+        assert self._has_come
 
 
 class Hooks:

@@ -13,6 +13,8 @@ HEAVY = {"torch", "deepspeed", "megatron", "transformers"}
 PURE_LAYERS = ("ir", "plan", "schedule", "simulate", "report")
 PURE_MODULES = ("errors", "config")
 MOST_SECONDS = 0.5
+MOST_YARDSTICKS = 3.0  # where importing numpy and networkx alone is slow, the machine is, not the layer
+YARDSTICK = ["numpy", "networkx"]  # what every pure layer may build on
 
 PROBE = f"""
 import importlib, json, sys, time
@@ -73,6 +75,15 @@ def test_only_integrations_imports(package):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Let imports read compiled files, as a user's do, wherever this run was told to write none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+        patch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path_factory.mktemp("compiled")))
+        yield
+
+
 def probe_import(names: list[str]) -> dict:
     """Import the modules in a fresh process; return its seconds and the heavy packages it loaded."""
     done = subprocess.run(
@@ -83,16 +94,22 @@ def probe_import(names: list[str]) -> dict:
 
 
 @pytest.mark.parametrize("part", PURE_LAYERS + PURE_MODULES)
-def test_pure_layer_loads_quickly_and_without_torch(part):
+def test_pure_layer_loads_quickly_and_without_torch(compiled, part):
     names = [module_name(path) for path in files_of(part)]
-    seconds = []
+    seconds, yardsticks = [], []
     for _ in range(5):  # the least of a few runs: other processes on the machine only ever add time
         result = probe_import(names)
         assert result["heavy"] == [], f"importing {names} brings in {result['heavy']}"
         seconds.append(result["seconds"])
-        if seconds[-1] < MOST_SECONDS:
+        if min(seconds) < MOST_SECONDS:
             return
-    pytest.fail(f"importing gpp_plugin.{part} takes {min(seconds):.2f} s, more than {MOST_SECONDS} s")
+        yardsticks.append(probe_import(YARDSTICK)["seconds"])
+        if len(yardsticks) > 1 and min(seconds) < MOST_YARDSTICKS * min(yardsticks):
+            return
+    pytest.fail(
+        f"importing gpp_plugin.{part} takes {min(seconds):.2f} s, more than {MOST_SECONDS} s "
+        f"({' and '.join(YARDSTICK)} alone take {min(yardsticks):.2f} s)"
+    )
 
 
 def test_the_package_itself_loads_without_torch():

@@ -24,7 +24,6 @@ from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.integrations.async_reports import DataAgreement, LossReports
 from gpp_plugin.integrations.async_stage import AsyncStageEngine
 from gpp_plugin.integrations.engine import LOADING_TIMEOUT_S, GraphPipelineEngine
-from gpp_plugin.integrations.metrics import keep_timeline
 from gpp_plugin.integrations.stage_config import derive_stage_config
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.edge_transports import NATIVE
@@ -190,27 +189,11 @@ class AsyncPipelineEngine(GraphPipelineEngine):
         with self._ending_on_failure():
             self._agreement.check()
             loss = self._tell_losses(result.losses)
-        self._last_step = step = self.stage_engine.end_mini_batch()
-        if clock is not None:
-            self.last_timeline = keep_timeline(
-                result.events,
-                clock,
-                plan=self.plan,
-                group=self._setting.group,
-                path=self.config.trace_path,
-                step=self.global_steps,
-            )
+        step = self.stage_engine.end_mini_batch()
         if not self._has_told_staleness:
             self._has_told_staleness = True
             self._metrics.note_staleness(self.staleness, self.global_samples)
-        self._metrics.after_step(
-            loss=loss,
-            step=step,
-            global_steps=self.global_steps,
-            global_samples=self.global_samples,
-            seconds=time.perf_counter() - start,
-        )
-        return torch.tensor(loss, dtype=torch.float32, device=self.device)
+        return self._end_call(result.events, clock, loss=loss, step=step, start=start)
 
     def _tell_losses(self, losses: Sequence[tuple[Tensor, int]]) -> float:
         """Return the mean of the losses that are due: those left by a drain, and those that left the window."""

@@ -33,7 +33,7 @@ from gpp_plugin.integrations.stage_groups import StageGroups
 from gpp_plugin.integrations.surface import PipelineSurface
 from gpp_plugin.ir.memory_report import MemoryReport
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.timeline import Timeline
+from gpp_plugin.ir.timeline import Event, Timeline
 from gpp_plugin.plan.edge_transports import NATIVE, edge_name, note_edge_transports
 from gpp_plugin.runtime.agree import exchange
 from gpp_plugin.runtime.batches import Batch, batch_checksum
@@ -46,7 +46,7 @@ from gpp_plugin.runtime.pipeline import (
     tied_stages,
 )
 from gpp_plugin.runtime.stage_module import StageModule
-from gpp_plugin.runtime.timelines import start_clock
+from gpp_plugin.runtime.timelines import Clock, start_clock
 from gpp_plugin.runtime.transport import Channel, Transport, make_transport
 from gpp_plugin.stage_graph.graph import StageGraph
 
@@ -258,10 +258,27 @@ class GraphPipelineEngine(PipelineSurface):
         loss = self._agree_on_loss(result, batch)
         step = result.step_result
         assert isinstance(step, StepResult)
+        return self._end_call(result.events, clock, loss=loss, step=step, start=start)
+
+    def _end_call(
+        self,
+        events: Sequence[Event],
+        clock: Clock | None,
+        *,
+        loss: float,
+        step: StepResult,
+        start: float,
+    ) -> Tensor:
+        """Keep the timeline, tell the metrics, and return the loss as `train_batch` does.
+
+        Args:
+            clock: started with the mini-batch; None where no timeline is recorded.
+            start: when the call began, by `time.perf_counter`.
+        """
         self._last_step = step
         if clock is not None:
             self.last_timeline = keep_timeline(
-                result.events,
+                events,
                 clock,
                 plan=self.plan,
                 group=self._setting.group,

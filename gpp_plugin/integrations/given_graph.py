@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.given_export import save_stages
-from gpp_plugin.integrations.given_part import PartHolder, cut_part
+from gpp_plugin.integrations.given_part import cut_part, names_held
 from gpp_plugin.integrations.materialize import release_parameters
 from gpp_plugin.integrations.model_source import CapturedModel, ModelSource
+from gpp_plugin.integrations.module_holder import ModuleHolder
 from gpp_plugin.integrations.preparation import PREPARATION_TIMEOUT_S, Setting, plan_profiled
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.fixed import FixedStage
@@ -50,7 +51,7 @@ class GivenGraph:
         self._config = config
         self._setting = setting
         self._made: GraphJob | None = None
-        self._holder: PartHolder | None = None
+        self._holder: ModuleHolder | None = None
 
     @property
     def _job(self) -> GraphJob:
@@ -207,8 +208,12 @@ class GivenGraph:
         if isinstance(own, GivenModule):
             lane.prepare(sample_batch)
             return own
-        self._holder = PartHolder(own, config=self._config, setting=self._setting)
-        return self._holder.make_module(lane, sample_batch)
+        part = own.stage
+        assert isinstance(part.spec.make, nn.Module)
+        self._holder = ModuleHolder(
+            part.spec.make, config=self._config, setting=self._setting, prefix=f"{part.name}."
+        )
+        return self._holder.make_module(lane.reference, names_held(part.name, lane, sample_batch))
 
     def complete_module(self, module: StageModule, names: Iterable[str]) -> None:
         """Give a captured part what only evaluation reads; a module has what it reads."""

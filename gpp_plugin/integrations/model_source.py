@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.integrations import huggingface
 from gpp_plugin.integrations.data import prepare_batch
-from gpp_plugin.integrations.materialize import release_parameters
-from gpp_plugin.integrations.preparation import Setting, analyse, materialize_for, prepare_plan
+from gpp_plugin.integrations.module_holder import ModuleHolder
+from gpp_plugin.integrations.preparation import Setting, analyse, prepare_plan
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.pipeline import Lane, held_tensors
@@ -81,6 +81,7 @@ class CapturedModel:
         self._model = model
         self._config = config
         self._setting = setting
+        self._holder = ModuleHolder(model, config=config, setting=setting)
         self.stages: StageSource = CapturedStages(model)
         self.prepare_batch: Callable[[Any], dict[str, Any]] = functools.partial(prepare_batch, model)
 
@@ -104,41 +105,17 @@ class CapturedModel:
 
     def make_module(self, lane: Lane, sample_batch: Batch) -> StageModule:
         """Take this stage's parameters from the model and let go of the others."""
-        reference = lane.reference
-        known = {p.name: p for p in reference.analysis.op_graph.parameters}
-        used = {name for block in reference.block_graph.blocks for name in block.parameters}
-        own = held_tensors(lane.plan, reference)[lane.stage_index]
-        names = tuple(dict.fromkeys((*lane.prepare(sample_batch).tensors, *own)))
-        tensors = materialize_for(self._model, names, setting=self._setting, config=self._config)
-        own_tensors = dict(self._model.named_parameters())
-        # what was cast is a copy: the model keeps only what the stage shares with it, and its buffers
-        shared = {n for n, t in tensors.items() if n in own_tensors and is_same(own_tensors[n], t)}
-        release_parameters(self._model, keep=shared.union(p.name for p in known.values() if p.is_buffer))
-        frozen = {name for name in names if not known[name].requires_grad or name not in used}
-        return StageModule(
-            tensors=tensors,
-            parameters=[name for name in names if not known[name].is_buffer],
-            frozen=frozenset(frozen),
-            persistent=frozenset(name for name in names if known[name].is_persistent),
-        )
+        own = held_tensors(lane.plan, lane.reference)[lane.stage_index]
+        names = dict.fromkeys((*lane.prepare(sample_batch).tensors, *own))
+        return self._holder.make_module(lane.reference, names)
 
     def complete_module(self, module: StageModule, names: Iterable[str]) -> None:
         """Give the stage what only evaluation reads (a mask's buffer, say)."""
-        missing = [name for name in names if name not in module.named_tensors()]
-        if missing:
-            module.add_buffers(
-                materialize_for(self._model, missing, setting=self._setting, config=self._config)
-            )
+        self._holder.complete_module(module, names)
 
     def share_weights(self, module: StageModule) -> None:
-        """Let the user's model see the stage's weights where they are of one type; ZeRO has moved them.
-
-        Otherwise the model would hold the first weights beside them all the time.
-        """
-        stage = dict(module.named_parameters(remove_duplicate=False))
-        for name, tensor in self._model.named_parameters(remove_duplicate=False):
-            if not tensor.is_meta and name in stage and tensor.dtype == stage[name].dtype:
-                tensor.data = stage[name].data
+        """Let the user's model see the stage's weights."""
+        self._holder.share_weights(module)
 
     def save_pretrained(
         self,
@@ -162,8 +139,3 @@ class CapturedModel:
             group=group,
             timeout=timeout_s,
         )
-
-
-def is_same(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are the same memory."""
-    return not tensor.is_meta and tensor.data_ptr() == other.data_ptr()

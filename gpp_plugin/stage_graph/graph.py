@@ -8,19 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from torch import nn
 
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.stage_graph.written import (
+    Names,
+    read_axes,
+    read_count,
+    read_coupled,
+    read_layouts,
+    read_name,
+    read_pairs,
+    read_ranks,
+    read_texts,
+)
 
 if TYPE_CHECKING:
     from gpp_plugin.stage_graph.context import StageContext
 
 Maker: TypeAlias = "nn.Module | Callable[[StageContext], nn.Module]"
 """A stage's module, or what builds it on the stage's ranks only."""
-
-Names: TypeAlias = Sequence[str] | Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +83,11 @@ class StageGraph:
     """
 
     def __init__(self, name: str = "graph", *, losses: Sequence[str] | None = None) -> None:
-        self.name = name
+        if isinstance(losses, str):
+            raise ConfigError(
+                f"stage graph {name!r}: losses is the text {losses!r}; give a list: [{losses!r}]"
+            )
+        self.name = str(name)
         self.losses = None if losses is None else tuple(losses)
         self._stages: dict[str, StageSpec] = {}
         self._ties: list[tuple[str, ...]] = []
@@ -135,8 +148,8 @@ class StageGraph:
         Raises:
             ConfigError: names repeat, ranks are taken or do not form a grid, or an option names no output.
         """
-        arguments = _pairs(name, "inputs", inputs, is_input=True)
-        made = _pairs(name, "outputs", outputs, is_input=False)
+        arguments = read_pairs(read_name(name), "inputs", inputs, is_input=True)
+        made = read_pairs(name, "outputs", outputs, is_input=False)
         shards = None if isinstance(module, nn.Module) else getattr(module, "shards", None)
         if sharded_inputs is None and sharded_outputs is None and tensor != 1 and shards is not None:
             sharded_inputs, sharded_outputs = shards([key for key, _ in arguments], [o for _, o in made])
@@ -146,16 +159,16 @@ class StageGraph:
                 make=module,
                 inputs=arguments,
                 outputs=made,
-                ranks=_ranks(name, ranks),
-                tensor=_count(name, "tensor", tensor),
+                ranks=read_ranks(name, ranks),
+                tensor=read_count(name, "tensor", tensor),
                 micro_batch_size=None
                 if micro_batch_size is None
-                else _count(name, "micro_batch_size", micro_batch_size),
-                coupled=coupled,
-                layouts=tuple((layouts or {}).items()),
-                sharded_inputs=tuple((sharded_inputs or {}).items()),
-                sharded_outputs=tuple((sharded_outputs or {}).items()),
-                reported=tuple(reported),
+                else read_count(name, "micro_batch_size", micro_batch_size),
+                coupled=read_coupled(name, coupled),
+                layouts=read_layouts(name, layouts),
+                sharded_inputs=read_axes(name, "sharded_inputs", sharded_inputs),
+                sharded_outputs=read_axes(name, "sharded_outputs", sharded_outputs),
+                reported=read_texts(name, "reported", reported),
             )
         )
 
@@ -183,18 +196,18 @@ class StageGraph:
         """
         if not isinstance(module, nn.Module):
             raise ConfigError(f"stage {name!r}: capture takes a module, found {type(module).__name__}")
-        pieces = stages if stages == "auto" else _count(name, "stages", stages)
+        pieces = stages if stages == "auto" else read_count(name, "stages", stages)
         self._add(
             StageSpec(
                 name=name,
                 make=module,
-                inputs=_pairs(name, "inputs", inputs, is_input=True),
-                outputs=_pairs(name, "outputs", outputs, is_input=False),
-                ranks=_ranks(name, ranks),
+                inputs=read_pairs(read_name(name), "inputs", inputs, is_input=True),
+                outputs=read_pairs(name, "outputs", outputs, is_input=False),
+                ranks=read_ranks(name, ranks),
                 micro_batch_size=None
                 if micro_batch_size is None
-                else _count(name, "micro_batch_size", micro_batch_size),
-                reported=tuple(reported),
+                else read_count(name, "micro_batch_size", micro_batch_size),
+                reported=read_texts(name, "reported", reported),
                 num_pieces=pieces,
             )
         )
@@ -205,6 +218,11 @@ class StageGraph:
         Raises:
             ConfigError: fewer than two are named, or a name's stage does not exist.
         """
+        wrong = [name for name in parameters if not isinstance(name, str)]
+        if wrong:
+            raise ConfigError(
+                f"graph.tie: {wrong[0]!r} is no text; give each parameter as an argument of its own"
+            )
         if len(set(parameters)) < 2:
             raise ConfigError(f"graph.tie: {parameters} are no two parameters; name two or more")
         for parameter in parameters:
@@ -218,8 +236,6 @@ class StageGraph:
     def _add(self, stage: StageSpec) -> None:
         if stage.name in self._stages:
             raise ConfigError(f"stage {stage.name!r}: there is one of this name already; give each its own")
-        if not stage.name or "." in stage.name:
-            raise ConfigError(f"stage {stage.name!r}: a name is not empty and has no dots")
         if hasattr(nn.Module, stage.name):
             raise ConfigError(
                 f"stage {stage.name!r}: torch modules have an attribute of this name; choose another"
@@ -259,49 +275,6 @@ class StageGraph:
                 raise ConfigError(
                     f"stage {stage.name!r}: {what} names {unknown[0]!r}; its {are} are {', '.join(known)}"
                 )
-        for output, layout in stage.layouts:
-            is_axis = isinstance(layout, int) and not isinstance(layout, bool) and layout >= 0
-            if not is_axis and layout != "uniform":
-                raise ConfigError(
-                    f'stage {stage.name!r}: the layout of {output!r} is {layout!r}; give its batch axis or "uniform"'
-                )
         if not isinstance(stage.make, nn.Module) and hasattr(stage.make, "check"):
             stage.make.check(stage.name, stage.tensor)
         self._stages[stage.name] = stage
-
-
-def _pairs(stage: str, what: str, names: Names, *, is_input: bool) -> tuple[tuple[str, str], ...]:
-    if isinstance(names, str):
-        raise ConfigError(f"stage {stage!r}: {what} is the text {names!r}; give a list: [{names!r}]")
-    if isinstance(names, Mapping):
-        pairs = tuple((str(key), str(value)) for key, value in names.items())
-    else:
-        pairs = tuple((str(n).rpartition(".")[2] if is_input else str(n), str(n)) for n in names)
-    own = [key for key, _ in pairs] if is_input else [name for _, name in pairs]
-    twice = sorted({name for name in own if own.count(name) > 1})
-    if twice:
-        raise ConfigError(
-            f"stage {stage!r}: {what} names {twice[0]!r} twice; a dict gives arguments other names"
-        )
-    if not is_input and not pairs:
-        raise ConfigError(f"stage {stage!r}: it has no outputs; name what its module returns")
-    dotted = [name for _, name in pairs if "." in name] if not is_input else []
-    if dotted:
-        raise ConfigError(f"stage {stage!r}: output {dotted[0]!r} has a dot in its name; leave it out")
-    return pairs
-
-
-def _ranks(stage: str, ranks: Sequence[int]) -> tuple[int, ...]:
-    found = tuple(ranks)
-    if not found or not all(isinstance(r, int) and not isinstance(r, bool) and r >= 0 for r in found):
-        raise ConfigError(f"stage {stage!r}: ranks is {ranks!r}; list one or more global ranks")
-    twice = sorted({rank for rank in found if found.count(rank) > 1})
-    if twice:
-        raise ConfigError(f"stage {stage!r}: rank {twice[0]} is listed twice; a rank runs one stage once")
-    return found
-
-
-def _count(stage: str, what: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"stage {stage!r}: {what} is {value!r}; give a whole number of at least 1")
-    return value

@@ -58,7 +58,10 @@ def read_machine(
 def _speeds(device_type: str) -> tuple[float, float, float]:
     """Return FLOP/s, bytes/s and microseconds of a launch that the device reaches."""
     kind = torch.device(device_type)
-    left, right = torch.rand(2, WIDTH, WIDTH, device=kind)
+    own = torch.Generator(device=kind).manual_seed(
+        0
+    )  # the caller's dropout must not depend on who measured what
+    left, right = torch.rand(2, WIDTH, WIDTH, device=kind, generator=own)
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=kind)
     target = torch.empty_like(source)
     tiny = torch.zeros(1, device=kind)

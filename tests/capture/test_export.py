@@ -277,12 +277,13 @@ class _Call(nn.Module):
         (lambda x: (x @ x.new_zeros(5, 2)).sum(), ("inner.1 (_Call", "x.new_zeros(5, 2)", "cannot be captured")),
     ],
 )  # fmt: skip
-def test_errors_name_place_and_remedy(function, words) -> None:
+def test_errors_name_place_and_remedy(function, words, capsys) -> None:
     with pytest.raises(CaptureError) as error:
         capture_model(_Returns(function), {"x": torch.randn(2, 4)})
     text = str(error.value)
     assert all(word in text for word in words), text
     assert "\n" not in text
+    assert "def forward" not in capsys.readouterr().err  # torch would print the graph so far
 
 
 def test_missing_loss_says_how_to_get_one() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpp_plugin.cli import main
-from gpp_plugin.profile.machine import read_machine
+from gpp_plugin.profile.machine import _speeds, read_machine
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is about CPU ranks")
@@ -17,6 +17,13 @@ def test_cpu_ranks_share_memory_and_speed():
     assert sum(device.memory_bytes for device in cluster.devices) == pytest.approx(whole, rel=1e-6)
     assert 1e7 < cluster.devices[0].flops_per_s < 1e14
     assert 1e7 < cluster.devices[0].memory_bytes_per_s < 1e13
+
+
+def test_reading_it_draws_no_random_numbers():
+    _speeds.cache_clear()
+    before = torch.get_rng_state()
+    read_machine(2)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_plan_takes_this_machine(capsys):

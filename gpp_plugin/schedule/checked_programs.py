@@ -1,0 +1,66 @@
+"""The programs of all ranks while they are validated, and what every check looks up about them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from gpp_plugin.errors import ScheduleError
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import InstructionKind, Message, RankProgram
+from gpp_plugin.ir.schedule import StageSchedule, TaskKind
+from gpp_plugin.schedule.grid import program_grid
+
+TAIL_ORDER = (InstructionKind.REDUCE_DATA, InstructionKind.REDUCE_TIED, InstructionKind.STEP)
+
+
+class CheckedPrograms:
+    """A plan, its schedules by stage and programs by rank; a check raises what `fail` returns.
+
+    Attributes:
+        trained: the stages that run backwards.
+        halved: stage -> micro-batches whose forward runs in two halves; ``sent_in_halves`` those sent so too.
+        in_edges, out_edges: stage -> indices of the plan's edges.
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        schedules: Sequence[StageSchedule],
+        programs: Sequence[RankProgram],
+    ) -> None:
+        self.plan = plan
+        self.schedules = {schedule.stage: schedule for schedule in schedules}
+        self.programs = {program.rank: program for program in programs}
+        self.trained = {
+            schedule.stage
+            for schedule in schedules
+            if any(task.kind is not TaskKind.FORWARD for task in schedule.tasks)
+        }
+        self.halved = {
+            schedule.stage: {task.micro_batch for task in schedule.tasks if task.half is not None}
+            for schedule in schedules
+        }
+        self.sent_in_halves = {
+            schedule.stage: self.halved[schedule.stage] - set(schedule.joined) for schedule in schedules
+        }
+        self.in_edges: dict[int, list[int]] = defaultdict(list)
+        self.out_edges: dict[int, list[int]] = defaultdict(list)
+        for index, edge in enumerate(plan.edges):
+            self.in_edges[edge.dst].append(index)
+            self.out_edges[edge.src].append(index)
+
+    def fail(self, rank: int, position: int, what: str) -> ScheduleError:
+        """Return the error that says ``what`` is wrong at an instruction, with it marked in the grid."""
+        program = self.programs[rank]
+        head = f"rank {rank} (stage {self.plan.stages[program.stage].name!r}): {what}"
+        return ScheduleError(f"{head}\n{program_grid(self.programs.values(), positions={rank: position})}")
+
+
+def messages_of(program: RankProgram) -> Iterator[tuple[int, Message, bool]]:
+    """Yield (instruction index, message, whether it is sent) of each message."""
+    for position, instruction in enumerate(program.instructions):
+        for message in instruction.sends:
+            yield position, message, True
+        for message in instruction.receives:
+            yield position, message, False

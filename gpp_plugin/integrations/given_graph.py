@@ -27,7 +27,7 @@ from gpp_plugin.runtime.batches import Batch, check_batch
 from gpp_plugin.runtime.pipeline import Lane
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference, StageSource
-from gpp_plugin.stage_graph.costs import StageCosts
+from gpp_plugin.stage_graph.costs import Measuring, StageCosts
 from gpp_plugin.stage_graph.graph import StageGraph
 from gpp_plugin.stage_graph.job import GraphJob
 from gpp_plugin.stage_graph.module import GivenModule
@@ -87,9 +87,7 @@ class GivenGraph:
         )
         reference = job.reference()
         counts = self._sample_counts(job)
-        costs = job.measure(
-            counts, optimizer_bytes=setting.optimizer_bytes, cache_dir=self._config.profile_dir
-        )
+        costs = job.measure(counts, self._measuring())
         device = describe_device(setting.device, torch.get_num_threads())
         impossible = [
             cost.samples[0]
@@ -118,6 +116,14 @@ class GivenGraph:
             make_plan, PipelinePlan, what="plan", group=setting.group, timeout_s=PREPARATION_TIMEOUT_S
         )
         return reference, plan
+
+    def _measuring(self) -> Measuring:
+        is_split = self._config.schedule in ("auto", "zero_bubble") and self._config.mode == "sync"
+        return Measuring(
+            optimizer_bytes=self._setting.optimizer_bytes,
+            cache_dir=self._config.profile_dir,
+            with_split=is_split and self._setting.num_ranks > 1,
+        )
 
     def _sample_counts(self, job: GraphJob) -> dict[str, Sequence[int]]:
         """Return at which numbers of samples each stage is timed: what its micro-batches may be."""
@@ -163,7 +169,6 @@ class GivenGraph:
                     ranks=spec.ranks,
                     tensor=spec.tensor,
                     micro_batch_size=spec.micro_batch_size,
-                    recompute=costs.recompute[stage.name],
                 )
             ]
         graph = job.views(is_training=True)[stage.name].blocks
@@ -211,7 +216,11 @@ class GivenGraph:
         part = own.stage
         assert isinstance(part.spec.make, nn.Module)
         self._holder = ModuleHolder(
-            part.spec.make, config=self._config, setting=self._setting, prefix=f"{part.name}."
+            part.spec.make,
+            config=self._config,
+            setting=self._setting,
+            prefix=f"{part.name}.",
+            called=own.called,
         )
         return self._holder.make_module(lane.reference, names_held(part.name, lane, sample_batch))
 
@@ -240,7 +249,10 @@ class GivenGraph:
             CheckpointError: a rank could not write.
         """
         own = self._job.resolved.stage_of_rank(self._setting.rank).name
-        save_stages(directory, name=own, state=state, plan=plan, rank=self._setting.rank, group=group)
+        # tied parameters have one name in the graph, and in files each stage's own
+        known = {p.name: p.aliases for p in self._job.parameters}
+        named = {n: tensor for name, tensor in state.items() for n in (name, *known.get(name, ()))}
+        save_stages(directory, name=own, state=named, plan=plan, rank=self._setting.rank, group=group)
 
 
 def _check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,10 @@ from gpp_plugin.ir.profile import Profile
 from gpp_plugin.plan.batches import blocks_under, coupled_blocks
 from gpp_plugin.plan.clusters import read_cluster
 from gpp_plugin.plan.explicit import explicit_plan
-from gpp_plugin.plan.fixed import FixedStage, fixed_plan, known_recompute
+from gpp_plugin.plan.fixed import FixedStage, fixed_plan
 from gpp_plugin.plan.full_recompute import recompute_fully
-from gpp_plugin.plan.given_recompute import recompute_given
 from gpp_plugin.plan.memory_breakdown import with_breakdown
+from gpp_plugin.plan.module_memory import recompute_modules
 from gpp_plugin.plan.registry import PlanRequest, make_plan
 from gpp_plugin.plan.schedules import schedule_plan
 from gpp_plugin.plan.stage_sizes import names_a_stage, resize_stages
@@ -82,16 +82,32 @@ class Preparation:
 
 
 def prepare_plan(
-    model: nn.Module, sample_batch: Batch, *, config: GraphPipelineConfig, setting: Setting
+    model: nn.Module,
+    sample_batch: Batch,
+    *,
+    config: GraphPipelineConfig,
+    setting: Setting,
+    keep: Callable[[CapturedGraph, Batch], None] | None = None,
 ) -> tuple[Reference, PipelinePlan]:
     """Agree on the analysis of the model and on a plan for it; collective over all ranks.
+
+    Args:
+        keep: called on rank 0 with the capture at one loss unit and its batch: what most stages compute at a time.
 
     Raises:
         CaptureError: the model cannot be exported.
         PlanError, PlanInfeasible: no plan meets the configuration.
     """
+
+    def prepare() -> Preparation:
+        _check_files(model, config)
+        captured = _capture(model, sample_batch, setting, True)
+        if keep is not None:
+            keep(captured, resize_batch(sample_batch, setting.sizes.loss_unit))
+        return _prepare(model, sample_batch, captured, config, setting)
+
     prepared = call_on_rank_zero(
-        lambda: _prepare(model, sample_batch, config, setting),
+        prepare,
         Preparation,
         what="plan",
         group=setting.group,
@@ -138,16 +154,17 @@ def _capture(
 
 
 def _prepare(
-    model: nn.Module, sample_batch: Batch, config: GraphPipelineConfig, setting: Setting
+    model: nn.Module,
+    sample_batch: Batch,
+    captured: CapturedGraph,
+    config: GraphPipelineConfig,
+    setting: Setting,
 ) -> Preparation:
-    _check_files(model, config)
-    captured = _capture(model, sample_batch, setting, True)
     for line in captured.op_graph.couplings:
         logger.info("samples are mixed by %s", line)
     graph = coarsen(captured, granularity=config.granularity)
-    captures = _captures(model, sample_batch, captured, setting.sizes)
-    profile = _profile(model, sample_batch, graph, captures, config, setting)
-    plan = plan_profiled(graph, profile, config=config, setting=setting, smallest_local_batch=min(captures))
+    profile, counts = _profile(model, sample_batch, graph, captured, config, setting)
+    plan = plan_profiled(graph, profile, config=config, setting=setting, smallest_local_batch=min(counts))
     return Preparation(analysis=captured.analysis, plan=plan)
 
 
@@ -193,7 +210,7 @@ def plan_profiled(
     else:
         _check_slices(plan, config)
     if config.memory.recompute == "full" and fixed is not None:
-        plan = recompute_given(plan, request, known_recompute(fixed))
+        plan = recompute_modules(plan, request)
     elif config.memory.recompute == "full":
         plan = recompute_fully(plan, request)
     for note in plan.notes:
@@ -370,48 +387,83 @@ def local_ranks(num_ranks: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
 
 
-def _captures(
-    model: nn.Module, sample_batch: Batch, captured: CapturedGraph, sizes: BatchSizes
-) -> dict[int, CapturedGraph]:
-    """Capture at the numbers of samples to profile: powers of two up to the loss unit, and some more.
+class _Captures:
+    """The model at the numbers of samples to profile; captured when a profile that is not stored asks for one.
 
-    A model may not allow the smallest ones (BatchNorm trains on no single sample): they are left out,
-    and the planner gives no rank fewer samples than the smallest that works.
+    A model may not allow the smallest ones (BatchNorm trains on no single sample): `impossible` has them then.
     """
-    unit = sizes.loss_unit
-    captures = {unit: captured}
-    for count in sorted({*default_sample_counts(unit), min(sizes.mini_batch, 4 * unit)} - {unit}):
-        try:
-            captures[count] = recapture(model, captured.analysis, resize_batch(sample_batch, count))
-        except CaptureError as error:
-            logger.info("%d samples at a time are not possible: %s", count, error)
-    return captures
+
+    def __init__(
+        self, model: nn.Module, sample_batch: Batch, captured: CapturedGraph, counts: Sequence[int]
+    ) -> None:
+        self._model = model
+        self._sample_batch = sample_batch
+        self._captures = {captured.op_graph.num_samples: captured}
+        self._analysis = captured.analysis
+        self.counts = counts
+        self.impossible: list[int] = []
+
+    def at(self, count: int) -> CapturedGraph:
+        """Return the model at ``count`` samples; all are captured before the first is timed.
+
+        Raises:
+            CaptureError: some are not possible.
+        """
+        for wanted in [n for n in self.counts if n not in self._captures]:
+            try:
+                resized = resize_batch(self._sample_batch, wanted)
+                self._captures[wanted] = recapture(self._model, self._analysis, resized)
+            except CaptureError as error:
+                logger.info("%d samples at a time are not possible: %s", wanted, error)
+                self.impossible.append(wanted)
+        if self.impossible:
+            raise CaptureError(f"{self.impossible} samples at a time are not possible")
+        return self._captures[count]
 
 
 def _profile(
     model: nn.Module,
     sample_batch: Batch,
     graph: BlockGraph,
-    captures: Mapping[int, CapturedGraph],
+    captured: CapturedGraph,
     config: GraphPipelineConfig,
     setting: Setting,
-) -> Profile:
+) -> tuple[Profile, Sequence[int]]:
+    """Return the costs of the blocks, and at which numbers of samples a rank may compute.
+
+    Profiled are one sample, the loss unit, and some more; the planner gives no rank fewer samples than the smallest
+    that works.
+    """
+    unit = setting.sizes.loss_unit
+    counts = sorted({*default_sample_counts(unit), min(setting.sizes.mini_batch, 4 * unit)})
     state: dict[str, Any] = dict(model.named_parameters()) | dict(model.named_buffers())
-    return profile_blocks(
-        captures[setting.sizes.loss_unit],
-        graph,
-        model_state=state,
-        batch=resize_batch(sample_batch, max(captures)),
-        capture_at=captures.__getitem__,
-        sample_counts=sorted(captures),
-        device=setting.device,
-        threads=torch.get_num_threads(),
-        repeats=NODE_REPEATS if config.granularity == "node" else BLOCK_REPEATS,
-        optimizer_bytes_per_parameter=setting.optimizer_bytes,
-        cache_dir=config.profile_dir,
-        with_split=config.schedule in ("auto", "zero_bubble") and setting.num_ranks > 1,
-        progress=_log_progress,
-    )
+    captures = _Captures(model, sample_batch, captured, counts)
+
+    def profile_at(counts: Sequence[int]) -> Profile:
+        return profile_blocks(
+            captured,
+            graph,
+            model_state=state,
+            batch=resize_batch(sample_batch, max(counts)),
+            capture_at=captures.at,
+            sample_counts=counts,
+            device=setting.device,
+            threads=torch.get_num_threads(),
+            repeats=NODE_REPEATS if config.granularity == "node" else BLOCK_REPEATS,
+            optimizer_bytes_per_parameter=setting.optimizer_bytes,
+            cache_dir=config.profile_dir,
+            with_split=config.schedule in ("auto", "zero_bubble") and setting.num_ranks > 1,
+            progress=_log_progress,
+        )
+
+    try:
+        return profile_at(counts), counts
+    except CaptureError:
+        if not captures.impossible:
+            raise
+    counts = captures.counts = [n for n in counts if n not in captures.impossible]
+    captures.impossible = []
+    return profile_at(counts), counts
 
 
 def _log_progress(done: int, total: int, name: str) -> None:

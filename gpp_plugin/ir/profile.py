@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -83,6 +83,47 @@ class TiedCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptStorage:
+    """One storage that a user's module keeps from forward to backward.
+
+    Args:
+        last_use: share of the forward's time after which it is kept for the last time.
+        is_made: whether the module made it, so that running it again makes it again; else it was received.
+        is_movable: plain bytes that nobody but autograd holds, which free memory where they leave.
+    """
+
+    bytes_per_sample: float
+    bytes_fixed: float
+    last_use: float
+    is_made: bool
+    is_movable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleMemory:
+    """What a stage that is the user's own module, one block, keeps; known by trying it, not by its operators.
+
+    Args:
+        storages: in the order it first keeps them; empty where that order changes with the number of samples.
+        dropped_bytes_per_sample, dropped_bytes_fixed: what it drops if it runs again, of one micro-batch on one rank.
+        held_bytes_per_sample, held_bytes_fixed: what it then keeps beside what it keeps anyway: received tensors that
+            the plain backward does not read, and buffers.
+    """
+
+    block: str
+    storages: tuple[KeptStorage, ...] = ()
+    dropped_bytes_per_sample: float = 0.0
+    dropped_bytes_fixed: float = 0.0
+    held_bytes_per_sample: float = 0.0
+    held_bytes_fixed: float = 0.0
+
+    @property
+    def storage_names(self) -> tuple[str, ...]:
+        """Return what plans call its storages."""
+        return tuple(f"{self.block}:{number}" for number in range(len(self.storages)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """Costs of every block of one BlockGraph on one device.
 
@@ -92,6 +133,7 @@ class Profile:
         source: ``measured``, ``analytic`` or ``given``.
         shared: what several blocks keep, charged to the first of them; a stage without that one holds it too.
         tied: parameters that several blocks share, in the costs of each.
+        modules: what those blocks keep that are users' own modules.
     """
 
     graph: str
@@ -100,6 +142,11 @@ class Profile:
     costs: tuple[BlockCost, ...]
     shared: tuple[SharedStorage, ...] = ()
     tied: tuple[TiedCost, ...] = ()
+    modules: tuple[ModuleMemory, ...] = ()
+
+    def module(self, blocks: Sequence[str]) -> ModuleMemory | None:
+        """Return what a stage keeps that is one user's module; None for any other stage."""
+        return next((module for module in self.modules if (module.block,) == tuple(blocks)), None)
 
     def by_block(self) -> dict[str, BlockCost]:
         """Return the costs keyed by block name."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from gpp_plugin.errors import GppError, PlanError, PlanInfeasible
@@ -14,10 +13,9 @@ from gpp_plugin.plan.batches import BatchRules, batch_rules, coupled_blocks, is_
 from gpp_plugin.plan.complete import complete_plan
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.degrees import choose_degrees
-from gpp_plugin.plan.fitting import fitter_for
 from gpp_plugin.plan.judge import judge_us
 from gpp_plugin.plan.registry import PlanRequest
-from gpp_plugin.plan.selection import best_plan, memory_excess
+from gpp_plugin.plan.selection import best_optimized, best_plan
 from gpp_plugin.plan.stages import StageDraft, build_plan, stage_edges
 from gpp_plugin.plan.validate import validate_plan
 
@@ -74,25 +72,14 @@ def explicit_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
         _explain(stages, groups, degrees, rules)
     plan = best_plan(request, costs, drafts, planner="explicit")
     if plan is None:
-        plan = _fitted(request, costs, drafts)
+        plan = best_optimized(request, costs, drafts, planner="explicit")
+    if plan is None:  # too large: the validator says what for
+        plan = build_plan(request, drafts[0], planner="explicit", costs=costs)
     if request.mode == "async":
         plan = to_asynchronous(plan, request)
     plan = complete_plan(plan, request.graph, request.profile)
     _validate(plan, request)
     return plan
-
-
-def _fitted(
-    request: PlanRequest, costs: CostModel, candidates: Sequence[Sequence[StageDraft]]
-) -> PipelinePlan:
-    """Return the quickest candidate that swapping and recomputing make fit; the first as it is where none does."""
-    plans = [build_plan(request, drafts, planner="explicit", costs=costs) for drafts in candidates]
-    fitter = fitter_for(request, costs)
-    if fitter is None:
-        return plans[0]
-    fitted = [plan for plan in map(fitter.fitted, plans) if memory_excess(request, plan)[0] <= 0]
-    timed = [dataclasses.replace(plan, iteration_us=judge_us(plan, costs)) for plan in fitted]
-    return min(timed, key=lambda plan: plan.iteration_us, default=plans[0])
 
 
 def _saved_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:

@@ -3,10 +3,10 @@
 A planner that asks "time plus least cost of fitting" of every stage it considers weighs memory optimization
 against another partition, more stages and smaller micro-batches. Three answers, each dearer than the one before:
 
-    `least_added_us`            in closed form, as arrays, for all stages of a search's tables
+    `least_added_us`            in closed form, as arrays, for all stages of a search's tables (`savings`)
     `StageFitter.estimate`      one stage, for thousands of candidates: segments of equal length run again,
                                 those that save most per microsecond first, and the rest is swapped
-    `StageFitter.choose`        one stage of a plan, tensor by tensor (`capuchin`)
+    `StageFitter.choose`        one stage of a plan, tensor by tensor (`capuchin`; a user's module: `module_memory`)
 
 How many micro-batches a stage holds follows from the graph of stages, not from its place in a chain.
 """
@@ -17,7 +17,6 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,8 +24,10 @@ import numpy as np
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.capuchin import StageChoice, StageOptimizer
 from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.operator_chain import PipelineShape
+from gpp_plugin.plan.module_memory import ModuleChain, choose_for_module
+from gpp_plugin.plan.operator_chain import OperatorChain, PipelineShape
 from gpp_plugin.plan.registry import PlanRequest, rank_limit
+from gpp_plugin.plan.savings import HostLink, Savings, added_us
 from gpp_plugin.plan.stage_chain import LENGTHS, GraphTensors, StageChain, optimized_base
 
 FEW = 8
@@ -37,93 +38,6 @@ SHARES = (0.7, 0.4)
 """Of all that a stage can drop, what one segment may work with."""
 
 Rows = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Savings:
-    """What may be done about one micro-batch of a stage, in bytes and microseconds; numbers or arrays.
-
-    Args:
-        net: dropped less held instead; ``dropped``; ``work``: back in memory while it runs again.
-        again_us: of the second forwards.
-        kept: bytes of all its saved tensors; ``largest`` of them; ``left``: largest of those not dropped.
-        forward_us, backward_us: without memory optimization.
-    """
-
-    net: Any
-    dropped: Any
-    work: Any
-    again_us: Any
-    kept: Any
-    largest: Any
-    left: Any
-    forward_us: Any
-    backward_us: Any
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostLink:
-    """Whether and how quickly tensors leave.
-
-    Args:
-        bytes_per_us: each way; 0: nothing is swapped.
-    """
-
-    bytes_per_us: float
-
-    def exposed_us(self, num_bytes: Any, forward_us: Any, backward_us: Any, in_turn: Any) -> Any:
-        """Return what transfers of ``num_bytes`` each way take beyond the compute they hide behind."""
-        transfer = num_bytes / self.bytes_per_us
-        apart = np.maximum(transfer - forward_us, 0.0) + np.maximum(transfer - backward_us, 0.0)
-        return np.where(in_turn, np.maximum(transfer - forward_us - backward_us, 0.0), apart)
-
-    def hidden_bytes(self, forward_us: Any, backward_us: Any, in_turn: Any) -> Any:
-        """Return the bytes of one micro-batch whose transfers hide."""
-        apart = np.minimum(forward_us, backward_us)
-        return self.bytes_per_us * np.where(in_turn, forward_us + backward_us, apart)
-
-
-def added_us(excess: Any, count: Any, savings: Savings, host: HostLink, in_turn: Any) -> Any:
-    """Return what a choice of segments adds, and the swaps that it still needs; inf where it does not fit.
-
-    Args:
-        excess: bytes too many without memory optimization, with ``count`` micro-batches in flight.
-        in_turn: whether forwards and backwards take turns.
-    """
-    s = savings
-    needs = excess + s.work - count * s.net
-    plain = np.where(needs <= 0, s.again_us, np.inf)
-    if not host.bytes_per_us:
-        return plain
-    wanted = np.maximum(needs + 2 * s.left, 0.0) / count
-    exposed = host.exposed_us(wanted, s.forward_us, s.backward_us + s.again_us, in_turn)
-    return np.minimum(plain, np.where(wanted <= s.kept - s.dropped, s.again_us + exposed, np.inf))
-
-
-def least_added_us(excess: Any, count: Any, savings: Savings, host: HostLink, in_turn: Any) -> Any:
-    """Return about the least that fitting adds, as arrays; 0 where it fits, inf where nothing makes it.
-
-    Blocks are taken as divisible: as large a part as is needed is recomputed, alone or beside what the link
-    takes for nothing; or nothing or everything is, and the rest swapped.
-
-    Args:
-        savings: of recomputing every block.
-    """
-    s = savings
-    none = dataclasses.replace(s, net=0.0, dropped=0.0, work=0.0, again_us=0.0, left=s.largest)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        least = np.minimum(
-            added_us(excess, count, none, host, in_turn), added_us(excess, count, s, host, in_turn)
-        )
-        needs = excess + s.work
-        parts = [needs]
-        if host.bytes_per_us:
-            hidden = np.minimum(host.hidden_bytes(s.forward_us, s.backward_us, in_turn), s.kept - s.dropped)
-            parts.append(np.maximum(needs + 2 * s.largest - count * np.maximum(hidden, 0.0), 0.0))
-        for lacking in parts:
-            share = lacking / (count * s.net)
-            least = np.minimum(least, np.where((s.net > 0) & (share <= 1.0), share * s.again_us, np.inf))
-    return np.where(excess <= 0, 0.0, least)
 
 
 class _Segment(NamedTuple):
@@ -167,7 +81,8 @@ class StageFitter:
     @property
     def is_active(self) -> bool:
         """Return whether there is anything to swap or recompute."""
-        return (self.can_recompute or self.can_swap) and bool(self.everything.names)
+        is_known = bool(self.everything.names or self.request.profile.modules)
+        return is_known and (self.can_recompute or self.can_swap)
 
     def is_in_turn(self, in_flight: Any) -> Any:
         """Return whether forwards and backwards of a stage take turns (`PipelineShape.is_in_turn`)."""
@@ -325,34 +240,50 @@ class StageFitter:
         key = rows, degree, local, in_flight, limit
         found = self._choices.get(key)
         if found is None:
-            chain = StageChain(self.everything, rows, local, degree=degree)
-            # Plans have whole bytes of each tensor and segment: rounding must not make one exceed its limit.
-            is_whole = np.abs(chain.tensors.bytes - np.rint(chain.tensors.bytes)).max(initial=0.0) < 1e-6
-            margin = 0 if is_whole else in_flight * (len(chain.tensors.names) // 2 + 1)
-            shape = PipelineShape(
-                num_stages=1,
-                num_micro_batches=in_flight,
-                limits=(limit - margin,),
-                host_bytes_per_s=self._host_bytes_per_s,
-                schedule=self.request.schedule,
-                counts=(in_flight,),
-            )
-            optimizer = StageOptimizer(
-                chain,
-                shape,
-                menu=chain.menu() if self.can_recompute else (),
-                recompute=self.can_recompute,
-                swap=self.can_swap,
-            )
-            choices = [optimizer.optimize(0, *chain.whole)]
-            if choices[0].memory is not None:
-                excess = optimized_base(self.costs, rows, degree, local, in_flight) - limit
-                choices += [
-                    optimizer.fitted(0, *chain.whole, segments)
-                    for segments in self._best_segments(rows, local, in_flight, float(excess))
-                ]
-            found = self._choices[key] = min(choices, key=lambda choice: choice.key)
+            module = self.request.profile.module([self.costs.graph.blocks[row].name for row in rows])
+            if module is not None:
+                chain = ModuleChain(self.costs, module, rows[0], local, degree=degree)
+                shape = self._shape(chain, in_flight, limit)
+                ways = {"recompute": self.can_recompute, "swap": self.can_swap}
+                found = choose_for_module(module, chain, shape, **ways)
+            else:
+                found = self._choose_blocks(rows, degree, local, in_flight, limit)
+            self._choices[key] = found
         return found
+
+    def _choose_blocks(
+        self, rows: Rows, degree: int, local: float, in_flight: int, limit: int
+    ) -> StageChoice:
+        chain = StageChain(self.everything, rows, local, degree=degree)
+        optimizer = StageOptimizer(
+            chain,
+            self._shape(chain, in_flight, limit),
+            menu=chain.menu() if self.can_recompute else (),
+            recompute=self.can_recompute,
+            swap=self.can_swap,
+        )
+        choices = [optimizer.optimize(0, *chain.whole)]
+        if choices[0].memory is not None:
+            excess = optimized_base(self.costs, rows, degree, local, in_flight) - limit
+            choices += [
+                optimizer.fitted(0, *chain.whole, segments)
+                for segments in self._best_segments(rows, local, in_flight, float(excess))
+            ]
+        return min(choices, key=lambda choice: choice.key)
+
+    def _shape(self, chain: OperatorChain, in_flight: int, limit: int) -> PipelineShape:
+        """Return the place of one stage, whose plan has whole bytes: rounding must not make it exceed its limit."""
+        tensors = chain.tensors
+        is_whole = np.abs(tensors.bytes - np.rint(tensors.bytes)).max(initial=0.0) < 1e-6
+        margin = 0 if is_whole else in_flight * (len(tensors.names) // 2 + 1)
+        return PipelineShape(
+            num_stages=1,
+            num_micro_batches=in_flight,
+            limits=(limit - margin,),
+            host_bytes_per_s=self._host_bytes_per_s,
+            schedule=self.request.schedule,
+            counts=(in_flight,),
+        )
 
     def _best_segments(
         self, rows: Rows, local: float, in_flight: int, excess: float
@@ -423,25 +354,6 @@ def fitter_for(request: PlanRequest, costs: CostModel) -> StageFitter | None:
     """Return a fitter where the request allows memory optimization and the graph's tensors are known."""
     fitter = StageFitter(request, costs) if request.memory_optimization else None
     return fitter if fitter is not None and fitter.is_active else None
-
-
-def savings_of(block: Savings, total: Any, peak: Any) -> Savings:
-    """Return the savings of many stages from those of blocks.
-
-    Args:
-        total, peak: sum and largest, over every stage's blocks, of values by block.
-    """
-    return Savings(
-        net=total(block.net),
-        dropped=total(block.dropped),
-        work=peak(block.work),
-        again_us=total(block.again_us),
-        kept=total(block.kept),
-        largest=peak(block.largest),
-        left=peak(block.left),
-        forward_us=total(block.forward_us),
-        backward_us=total(block.backward_us),
-    )
 
 
 def levels_to_fit(top: int) -> Sequence[int]:

@@ -12,9 +12,8 @@ from gpp_plugin.plan.asynchronous import to_asynchronous
 from gpp_plugin.plan.batches import BatchRules, batch_rules, coupled_blocks
 from gpp_plugin.plan.complete import complete_plan
 from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.given_recompute import WholeRecompute, recompute_given
 from gpp_plugin.plan.registry import PlanRequest
-from gpp_plugin.plan.selection import best_plan, memory_excess
+from gpp_plugin.plan.selection import best_optimized, best_plan
 from gpp_plugin.plan.stages import StageDraft, build_plan
 from gpp_plugin.plan.validate import validate_plan
 
@@ -29,7 +28,6 @@ class FixedStage:
     Args:
         ranks: its grid, row by row; ``tensor`` of them a data position.
         micro_batch_size: None leaves it to the planner.
-        recompute: what running it again drops; None: it cannot, or is recomputed by other means.
     """
 
     name: str
@@ -37,7 +35,6 @@ class FixedStage:
     ranks: tuple[int, ...]
     tensor: int = 1
     micro_batch_size: int | None = None
-    recompute: WholeRecompute | None = None
 
     @property
     def degree(self) -> int:
@@ -46,7 +43,7 @@ class FixedStage:
 
 
 def fixed_plan(stages: Sequence[FixedStage], request: PlanRequest) -> PipelinePlan:
-    """Return the quickest plan of these stages; they recompute only if no plan fits without (mode sync).
+    """Return the quickest plan of these stages; those that lack memory swap or recompute where the request allows it.
 
     Raises:
         PlanError: a micro-batch size is asked for twice, or does not divide the mini-batch.
@@ -58,8 +55,10 @@ def fixed_plan(stages: Sequence[FixedStage], request: PlanRequest) -> PipelinePl
     if not candidates:
         _explain(stages, rules)
     plan = best_plan(request, costs, candidates, planner=GIVEN)
-    if plan is None and request.mode == "sync" and "recompute" in request.memory_optimization:
-        plan = _with_recompute(stages, request, costs, candidates)
+    if request.mode == "sync":  # async chooses anew what to swap and recompute
+        optimized = best_optimized(request, costs, candidates, planner=GIVEN)
+        if optimized is not None and (plan is None or optimized.iteration_us < plan.iteration_us):
+            plan = optimized
     if plan is None:  # too large: the validator says what for
         plan = build_plan(request, candidates[0], planner=GIVEN, costs=costs)
     if request.mode == "async":
@@ -74,29 +73,6 @@ def fixed_plan(stages: Sequence[FixedStage], request: PlanRequest) -> PipelinePl
         zero_stage=request.zero_stage,
     )
     return plan
-
-
-def _with_recompute(
-    stages: Sequence[FixedStage],
-    request: PlanRequest,
-    costs: CostModel,
-    candidates: Sequence[Sequence[StageDraft]],
-) -> PipelinePlan | None:
-    """Return the quickest plan that fits if the stages that lack memory run again, or None."""
-    known = known_recompute(stages)
-    plans = [
-        recompute_given(
-            build_plan(request, drafts, planner=GIVEN, costs=costs), request, known, only_where_needed=True
-        )
-        for drafts in candidates
-    ]
-    fitting = [plan for plan in plans if memory_excess(request, plan)[0] <= 0]
-    return min(fitting, key=lambda plan: (plan.iteration_us, plan.depth), default=None)
-
-
-def known_recompute(stages: Sequence[FixedStage]) -> dict[str, WholeRecompute]:
-    """Return the stages that can run again, by name."""
-    return {stage.name: stage.recompute for stage in stages if stage.recompute is not None}
 
 
 def _rules(stages: Sequence[FixedStage], request: PlanRequest) -> BatchRules:

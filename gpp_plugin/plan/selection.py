@@ -13,7 +13,7 @@ from gpp_plugin.plan.batches import BatchRules, batch_rules
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.degrees import DegreeChooser, choose_degrees
 from gpp_plugin.plan.estimate import estimate_plan_us
-from gpp_plugin.plan.fitting import StageFitter
+from gpp_plugin.plan.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.judge import judge_us
 from gpp_plugin.plan.nearest import HasPlan, nearest_that_fits
 from gpp_plugin.plan.registry import UNLIMITED, PlanRequest, rank_limit
@@ -63,6 +63,27 @@ def best_plan(
         return None
     plan = build_plan(request, best, planner=planner, notes=notes, costs=costs)
     return dataclasses.replace(plan, iteration_us=judge_us(plan, costs))
+
+
+def best_optimized(
+    request: PlanRequest, costs: CostModel, candidates: Iterable[Sequence[StageDraft]], *, planner: str
+) -> PipelinePlan | None:
+    """Return the quickest of those candidates that only swapping or recomputing makes fit, or None.
+
+    Ties go to the shallower plan, then to the earlier candidate.
+    """
+    fitter = fitter_for(request, costs)
+    if fitter is None:
+        return None
+    plans = [
+        fitter.fitted(build_plan(request, drafts, planner=planner, costs=costs)) for drafts in candidates
+    ]
+    timed = [
+        dataclasses.replace(plan, iteration_us=judge_us(plan, costs))
+        for plan in plans
+        if any(stage.memory is not None for stage in plan.stages) and memory_excess(request, plan)[0] <= 0
+    ]
+    return min(timed, key=lambda plan: (plan.iteration_us, plan.depth), default=None)
 
 
 def busiest_us(request: PlanRequest, costs: CostModel, drafts: Sequence[StageDraft]) -> float:

@@ -12,8 +12,9 @@ import numpy.typing as npt
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.plan.batches import BatchRules
 from gpp_plugin.plan.costs import CostModel, Floats
-from gpp_plugin.plan.fitting import Savings, StageFitter, least_added_us, savings_of
+from gpp_plugin.plan.fitting import StageFitter
 from gpp_plugin.plan.intervals import Branches, Series, whole_blocks
+from gpp_plugin.plan.savings import Savings, least_added_us, savings_of
 from gpp_plugin.plan.stage_chain import GraphTensors
 
 Bools = npt.NDArray[np.bool_]

@@ -267,7 +267,7 @@ def _check_memory(
     memory_limit_bytes: int | None,
     zero_stage: int,
 ) -> None:
-    _check_memory_plans(plan, graph)
+    _check_memory_plans(plan, graph, profile)
     if profile.graph != plan.graph:
         raise PlanError(f"the profile is of graph {profile.graph}, the plan of {plan.graph}; profile again")
     costs = profile.by_block()
@@ -311,7 +311,7 @@ def _stage_bytes(stage: Stage, profile: Profile, zero_stage: int) -> float:
     return float(parameter + gradient + optimizer + stage.in_flight * saved + transient)
 
 
-def _check_memory_plans(plan: PipelinePlan, graph: BlockGraph) -> None:
+def _check_memory_plans(plan: PipelinePlan, graph: BlockGraph, profile: Profile) -> None:
     """Every tensor swapped or dropped is kept by the stage, once; segments are consecutive blocks of it."""
     tensors = {tensor.name: tensor for tensor in graph.saved}
     for stage in plan.stages:
@@ -325,7 +325,9 @@ def _check_memory_plans(plan: PipelinePlan, graph: BlockGraph) -> None:
             raise PlanError(
                 f"stage {stage.name!r}: tensor {twice[0]!r} is swapped or recomputed twice; keep one"
             )
-        for name in (*swapped, *dropped):
+        module = profile.module(stage.blocks)
+        own = set(module.storage_names) if module is not None else set()
+        for name in (*(name for name in swapped if name not in own), *dropped):
             if name not in tensors or place.keys().isdisjoint(tensors[name].kept_by):
                 raise PlanError(
                     f"stage {stage.name!r}: tensor {name!r} is not one that it keeps for backward"

@@ -318,7 +318,7 @@ class Lane:
         if stage.memory is None:
             return None
         gradient_inputs = boundary_gradients(self._program, self.plan, code.tensors).inputs
-        if code.function.given is not None:
+        if code.function.given is not None and stage.memory.recomputed:
             return WholeStageKeeper(
                 stage=stage.name,
                 plan=stage.memory,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -16,6 +16,7 @@ from gpp_plugin.ir.program import InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.runtime.counting import MemoryCounter
 from gpp_plugin.runtime.memory_policy import INSIDE, MemoryPolicy, StageOperators, make_policy
+from gpp_plugin.runtime.module_swap import SwappingModule, swapped_numbers
 from gpp_plugin.runtime.recipe import Pass, PlannedPass, Recipe
 from gpp_plugin.runtime.segments import lay_out
 from gpp_plugin.runtime.stage_module import StageFunction
@@ -52,13 +53,8 @@ class PlannedKeeper:
         link: HostLink,
         next_backward: Mapping[Turn, int] = MappingProxyType({}),
     ) -> None:
-        if operators is None or whole.module is None:
-            raise PlanError(
-                f"stage {stage!r} is to swap or recompute, but its code is the user's own modules; drop its memory plan"
-            )
-        policy = make_policy(stage, plan, operators)
-        _check_swapped(stage, policy, whole)
-        self._codes = tuple(_Code(function, policy, link) if function else None for function in (whole, half))
+        make = _code_maker(stage, plan, operators, whole, link)
+        self._codes = tuple(make(function) if function else None for function in (whole, half))
         self._leaves = tuple(whole.received.index(name) for name in gradient_inputs)
         self._link = link
         self._next_backward = next_backward
@@ -126,8 +122,29 @@ class PlannedKeeper:
         self._link.clear()
 
 
-class _Code:
+class _Runs(Protocol):
     """A stage's code at one shape, and what to do with what it saves."""
+
+    def run(
+        self, fixed: Sequence[Tensor], received: Sequence[Tensor], **surroundings: Any
+    ) -> tuple[Pass, tuple[Tensor, ...]]:
+        """Return what is kept of a pass, and its outputs."""
+
+
+def _code_maker(
+    stage: str, plan: MemoryPlan, operators: StageOperators | None, whole: StageFunction, link: HostLink
+) -> Callable[[StageFunction], _Runs]:
+    if whole.given is not None:
+        numbers = swapped_numbers(stage, plan)
+        return lambda function: SwappingModule(function, numbers, link)
+    assert operators is not None, "captured code says what it is made of"
+    policy = make_policy(stage, plan, operators)
+    _check_swapped(stage, policy, whole)
+    return lambda function: _Code(function, policy, link)
+
+
+class _Code:
+    """A captured stage's code at one shape, and what to do with what it saves."""
 
     def __init__(self, function: StageFunction, policy: MemoryPolicy, link: HostLink) -> None:
         assert function.module is not None
@@ -175,7 +192,10 @@ def backwards_after(program: RankProgram) -> dict[Turn, int]:
 
 
 def _check_swapped(stage: str, policy: MemoryPolicy, function: StageFunction) -> None:
-    known = policy.operators | {policy.root(name) for name in function.received}
+    assert function.module is not None
+    placeholders = [node.name for node in function.module.graph.nodes if node.op == "placeholder"]
+    first = len(placeholders) - len(function.received)
+    known = policy.operators | {policy.root(name) for name in placeholders[first:]}
     for name in sorted(policy.swapped):
         if name.removesuffix(INSIDE) not in known:
             raise PlanError(

@@ -51,7 +51,7 @@ class WholeStageKeeper:
     ) -> None:
         if plan.swapped or [segment.blocks for segment in plan.recomputed] != [blocks] or whole.given is None:
             raise PlanError(
-                f"stage {stage!r} runs the user's own module as it is: it can be recomputed as a whole and swaps "
+                f"stage {stage!r} runs the user's own module as it is: it can be recomputed as a whole, and then swaps "
                 "nothing; change its memory plan"
             )
         self._functions = whole, half

@@ -6,7 +6,7 @@ The engine uses it through `integrations.given_graph`; it needs no DeepSpeed its
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,8 +21,8 @@ from gpp_plugin.runtime.batches import Batch, shape_key
 from gpp_plugin.runtime.stage_source import Reference, StageCode
 from gpp_plugin.stage_graph.call import IDLE, loss_node, stage_function
 from gpp_plugin.stage_graph.context import make_context
-from gpp_plugin.stage_graph.costs import StageCosts, measure_stages
-from gpp_plugin.stage_graph.describe import describe_graph
+from gpp_plugin.stage_graph.costs import Measuring, StageCosts, measure_stages
+from gpp_plugin.stage_graph.describe import describe_graph, merged_parameters
 from gpp_plugin.stage_graph.graph import StageGraph
 from gpp_plugin.stage_graph.module import (
     GivenModule,
@@ -82,7 +82,9 @@ class GraphJob:
             dtype=place.dtype,
         )
         self.parts = {
-            stage.name: CapturedPart(stage, dtype=place.dtype, device=place.device, granularity=granularity)
+            stage.name: CapturedPart(
+                stage, dtype=place.dtype, device=place.device, granularity=granularity, called=self._called
+            )
             for stage in self.resolved.stages
             if stage.is_captured
         }
@@ -90,7 +92,7 @@ class GraphJob:
 
         def build() -> tuple[Parameter, ...]:
             if self._stage.is_captured:
-                return ()
+                return self.parts[self._stage.name].tensors()
             made.append(make_module(self._stage, context, seed=_seed(seed, self._stage.name)))
             return describe_tensors(self._stage.name, made[0])
 
@@ -119,12 +121,15 @@ class GraphJob:
         """Return this rank's stage: its module, or the captured part that it runs some of."""
         return self._own
 
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Return the parameters and buffers of all stages, tied ones once."""
+        return merged_parameters(self._tensors, self._called)[0]
+
     def views(self, *, is_training: bool) -> dict[str, PartView]:
         """Return the captured parts in one mode, as the whole graph sees them."""
-        tensors = self._current[is_training].tensors
         return {
-            name: self.parts[name].view(analysis, tensors)
-            for name, analysis in self._analyses[is_training].items()
+            name: self.parts[name].view(analysis) for name, analysis in self._analyses[is_training].items()
         }
 
     def reference(self) -> Reference:
@@ -139,9 +144,7 @@ class GraphJob:
             is_training=True,
         )
 
-    def measure(
-        self, counts: dict[str, Sequence[int]], *, optimizer_bytes: float, cache_dir: str | None = None
-    ) -> StageCosts:
+    def measure(self, counts: Mapping[str, Sequence[int]], measuring: Measuring) -> StageCosts:
         """Return what the stages cost; as for `measure_stages`."""
         return measure_stages(
             self.resolved,
@@ -150,8 +153,7 @@ class GraphJob:
             self._sample,
             self._survey,
             counts=counts,
-            optimizer_bytes=optimizer_bytes,
-            cache_dir=cache_dir,
+            measuring=measuring,
         )
 
     @property
@@ -222,22 +224,24 @@ class GraphJob:
             return StageCode(
                 function=IDLE, tensors=shapes.tensors, inputs=shapes.inputs, loss=None, outputs={}
             )
+        loss = loss_node(self._stage)
         sent = [n for e in plan.edges if e.src == stage for n in (*e.batch_tensors, *e.whole_tensors)]
         named = {name: node for name, node in op_graph.outputs.items() if node.rpartition(".")[0] == own}
         if isinstance(self._own, CapturedPart):
-            view = self._own.view(self._analyses[is_training][own], shapes.tensors)
+            view = self._own.view(self._analyses[is_training][own])
             made = {node for block in view.blocks.blocks if block.name in blocks for node in block.nodes}
             named = {name: node for name, node in named.items() if node in made}
+            losses = [loss] if loss is not None and loss in made else []
             return self._own.code(
                 view,
                 batch,
                 shapes,
                 num_samples,
                 blocks=blocks,
-                outputs=tuple(dict.fromkeys([*sent, *named.values()])),
+                outputs=tuple(dict.fromkeys([*sent, *losses, *named.values()])),
                 named=named,
+                saved=reference.block_graph.saved,
             )
-        loss = loss_node(self._stage)
         outputs = dict.fromkeys([*sent, *([] if loss is None else [loss]), *named.values()])
         tensors = {n: t for n, t in self._own.named_tensors().items() if n in self._names}
         return StageCode(

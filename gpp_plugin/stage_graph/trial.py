@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -161,3 +161,24 @@ def undisturbed(module: nn.Module, *, is_training: bool, device: torch.device) -
                     buffer.copy_(buffers[name])
         for parameter in module.parameters():
             parameter.grad = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleTrial:
+    """A stage's module and what it is called with, at one number of samples."""
+
+    stage: GraphStage
+    module: nn.Module
+    device: torch.device
+    arguments: Mapping[str, Tensor]
+
+    def forward(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Run a forward; return what its backward starts from, and the received tensors that take a gradient."""
+        fresh = {name: t.detach().requires_grad_(t.requires_grad) for name, t in self.arguments.items()}
+        outputs = call_stage(self.stage, self.module, fresh)
+        roots = [tensor for tensor in outputs.values() if tensor.requires_grad]
+        return roots, [tensor for tensor in fresh.values() if tensor.requires_grad]
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Train within and leave the module as it is."""
+        return undisturbed(self.module, is_training=True, device=self.device)

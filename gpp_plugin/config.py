@@ -111,7 +111,8 @@ class GraphPipelineConfig(_Block):
     schedule: str = Field(default="auto", description=_SCHEDULE)
     micro_batch_sizes: Literal["auto", "search"] | Count | dict[str, Count | Literal["full"]] = Field(
         default="auto",
-        description='"auto", "search", a number of samples for all stages, or {"stage name": number or "full", ...}',
+        description='"auto", "search", a number of samples for all stages, or '
+        '{"stage name, or * for all": number or "full", ...}',
     )
     granularity: Granularity = Field(default="layer", description=_one_of(Granularity))
     slicing: Literal["auto", "on", "off"] | Count = Field(
@@ -130,7 +131,9 @@ class GraphPipelineConfig(_Block):
         default=60.0, description="a number of seconds above 0"
     )
     trace_path: str | None = Field(default=None, description="null or a file name")
-    seed: Annotated[int, Field(ge=0)] = Field(default=0, description="a whole number of at least 0")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        default=0, description="a whole number from 0 to 2^63 - 1"
+    )
     weights: str | None = Field(default=None, description="null or a directory with safetensors files")
 
     @model_validator(mode="before")
@@ -202,7 +205,7 @@ def read_config(ds_config: Mapping[str, Any] | str | Path) -> GraphPipelineConfi
             f"{BLOCK}: {_show(block)} is not an object; write {{}} for the defaults or remove the key"
         )
     try:
-        config = GraphPipelineConfig.model_validate(dict(block))
+        config = GraphPipelineConfig.model_validate({str(key): value for key, value in block.items()})
     except ValidationError as error:
         raise ConfigError("\n".join(_problems(error))) from None
     _check_mode(config)
@@ -254,6 +257,8 @@ def load_deepspeed_json(ds_config: Mapping[str, Any] | str | Path) -> dict[str, 
         if decoded is None:
             raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the JSON's path") from error
         text = decoded
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is no text ({error.reason}); give the JSON's path") from error
     try:
         plain = json.loads(text)
     except json.JSONDecodeError as error:
@@ -302,8 +307,8 @@ def _problems(error: ValidationError) -> list[str]:
     for item in error.errors(include_url=False):
         keys, field, choices = _locate(item["loc"])
         path = ".".join([BLOCK, *keys])
-        if item["type"] == "extra_forbidden":
-            line = _unknown_key(path, keys[-1], item["input"], choices)
+        if field is None:
+            line = _unknown_key(path, keys, item["input"], choices)
         else:
             line = _wrong_value(path, item["input"], field)
         lines.setdefault(path, line)
@@ -325,9 +330,12 @@ def _locate(loc: Sequence[int | str]) -> tuple[list[str], FieldInfo | None, list
     return [first], field, list(fields)
 
 
-def _unknown_key(path: str, key: str, value: Any, known: Iterable[str]) -> str:
+def _unknown_key(path: str, keys: Sequence[str], value: Any, known: Iterable[str]) -> str:
     names = list(known)
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(keys[-1], names, n=1, cutoff=0.6)
+    inner = difflib.get_close_matches(keys[-1].rpartition(".")[2], MemoryConfig.model_fields, n=1, cutoff=0.8)
+    if len(keys) == 1 and inner:  # the memory object's keys, written beside it
+        return f'{path}: unknown key (value {_show(value)}); write "memory": {{"{inner[0]}": {_show(value)}}}'
     hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(names)}"
     return f"{path}: unknown key (value {_show(value)}); {hint}"
 
@@ -346,7 +354,7 @@ def _wrong_value(path: str, value: Any, field: FieldInfo | None) -> str:
         word for word in re.findall(r"\w+", (expected or "").removeprefix("one of ")) if not word.isdigit()
     ]
     near = difflib.get_close_matches(value.lower(), words, n=1, cutoff=0.6) if isinstance(value, str) else []
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near and near[0] != value else ""
     return f"{path}: {_show(value)} is not valid; give {expected}{hint}"
 
 

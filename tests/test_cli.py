@@ -69,11 +69,16 @@ def test_wrong_usage_exits_with_2(arguments, capsys):
         (["plan", "mmt", "--cluster", "sumit"], "gpp plan: cluster 'sumit': no such file; did you mean 'summit'?"),
         (["plan", "mmt", "--size", "branches"], "gpp plan: --size: 'branches' is not NAME=VALUE, e.g. branches=8\n"),
         (["plan", "mmt", "--mini-batch", "0"], "gpp plan: --mini-batch 0, --loss-unit 0: give at least 1 sample\n"),
+        (["plan", "mmt", "--size", "branches=x"], "gpp plan: model 'mmt': branches is 'x'; give a whole number of at least 1\n"),
+        (["plan", "mmt", "--mode", "async", "--zero", "1"], "gpp plan: --zero 1: mode async keeps several versions"),
+        (["plan", "mmt", "--mode", "async", "--devices", "2", "--schedule", "gpipe"], "gpp plan: schedule 'gpipe': mode async runs 1f1b; use \"auto\"\n"),
+        (["simulate", "bytes.json"], "gpp simulate: bytes.json: not a PipelinePlan file: 'utf-8' codec"),
         (["demo", "--steps", "0"], "gpp demo: --steps: 0 is not valid; give at least 1\n"),
     ],
 )  # fmt: skip
 def test_a_failure_is_one_line_and_exit_code_1(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
     assert main(arguments) == 1
     error = capsys.readouterr().err
     assert error.startswith(message)
@@ -150,6 +155,22 @@ def test_report_of_a_timeline_needs_its_own_plan(plan_file, tmp_path, capsys):
         f"is plan {fingerprint(load(PipelinePlan, plan_file))}, the timeline is of plan"
         in capsys.readouterr().err
     )
+
+
+def test_a_plan_whose_values_have_the_wrong_form(plan_file, tmp_path, capsys):
+    written = json.loads(plan_file.read_text())
+    written["value"]["stages"] = 3
+    (tmp_path / "form.json").write_text(json.dumps(written))
+    assert main(["simulate", str(tmp_path / "form.json")]) == 1
+    error = capsys.readouterr().err
+    assert (
+        "form.json: not a PipelinePlan file: a value has the wrong form" in error and error.count("\n") == 1
+    )
+
+
+def test_a_plan_has_no_trace(plan_file, tmp_path, capsys):
+    assert main(["report", str(plan_file), "--trace", str(tmp_path / "trace.json")]) == 1
+    assert "is a plan; gpp simulate" in capsys.readouterr().err
 
 
 def test_report_of_something_else(tmp_path, capsys):

@@ -137,6 +137,13 @@ def test_every_schedule_has_its_name(name):
 @pytest.mark.parametrize(
     ("keys", "line"),
     [
+        (
+            {"recompute": "full"},
+            'recompute: unknown key (value "full"); write "memory": {"recompute": "full"}',
+        ),
+        ({"memory.limit_gb": 4}, 'memory.limit_gb: unknown key (value 4); write "memory": {"limit_gb": 4}'),
+        ({"seed": 2**63}, "seed: 9223372036854775808 is not valid; give a whole number from 0 to 2^63 - 1"),
+        ({"vertical_sync": "true"}, 'vertical_sync: "true" is not valid; give true or false'),
         ({"stagess": 3}, "stagess: unknown key (value 3); did you mean 'stages'?"),
         ({"memory": {"limitgb": 3}}, "memory.limitgb: unknown key (value 3); did you mean 'limit_gb'?"),
         (
@@ -186,7 +193,7 @@ def test_every_schedule_has_its_name(name):
         (
             {"micro_batch_sizes": [1]},
             'micro_batch_sizes: [1] is not valid; give "auto", "search", a number of samples for all stages, '
-            'or {"stage name": number or "full", ...}',
+            'or {"stage name, or * for all": number or "full", ...}',
         ),
         (
             {"micro_batch_sizes": {"loss": "ful"}},
@@ -194,7 +201,7 @@ def test_every_schedule_has_its_name(name):
             "or \"full\"; did you mean 'full'?",
         ),
         ({"plan": 3}, "plan: 3 is not valid; give null, a file name, or an object"),
-        ({"seed": -1}, "seed: -1 is not valid; give a whole number of at least 0"),
+        ({"seed": -1}, "seed: -1 is not valid; give a whole number from 0 to 2^63 - 1"),
     ],
 )
 def test_each_mistake_gets_its_line(keys, line):

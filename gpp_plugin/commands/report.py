@@ -36,6 +36,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise GppError(f"--width: {args.width} is not valid; give at least 1")
     kind = _kind_of(args.file)
     if kind == "PipelinePlan":
+        if args.trace is not None:
+            raise GppError(
+                f"--trace: {args.file} is a plan; gpp simulate {args.file} --out FILE makes its timeline"
+            )
         plan = load(PipelinePlan, args.file)
         print(format_plan(plan, width=args.width))
         if plan.memory:

@@ -144,7 +144,16 @@ def _own_model(settings: CompareSettings) -> BuiltModel:
         raise ConfigError(
             f"model {settings.model!r}: {error}; give module:function, importable from the working directory"
         ) from error
-    answer = function()
+    if not callable(function):
+        raise ConfigError(
+            f"model {settings.model!r}: is a {type(function).__name__}; name a function without arguments"
+        )
+    try:
+        answer = function()
+    except Exception as error:
+        raise ConfigError(
+            f"model {settings.model!r}: its function raised {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[0], nn.Module):
         raise ConfigError(
             f"{settings.model} returned a {type(answer).__name__}; return the pair (model, batch): a torch.nn.Module, "

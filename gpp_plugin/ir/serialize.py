@@ -120,7 +120,10 @@ def loads(kind: type[T], text: str) -> T:
         )
     if envelope["type"] != kind.__name__:
         raise GppError(f"the file holds a {envelope['type']}, not a {kind.__name__}")
-    return typing.cast(T, from_plain(kind, envelope["value"]))
+    try:
+        return typing.cast(T, from_plain(kind, envelope["value"]))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise GppError(f"not a {kind.__name__} file: a value has the wrong form ({error})") from error
 
 
 def write_text_whole(path: str | Path, text: str) -> None:
@@ -154,6 +157,8 @@ def load(kind: type[T], path: str | Path) -> T:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise GppError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise GppError(f"{path}: not a {kind.__name__} file: {error}") from error
     try:
         return loads(kind, text)
     except GppError as error:

@@ -216,7 +216,9 @@ def build_model(name: str, **sizes: int | str) -> AnalyticModel:
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise PlanError(f"no model {name!r} in the library{hint} (models: {', '.join(MODELS)})")
     known = inspect.signature(MODELS[key]).parameters
-    for size in sizes:
+    for size, value in sizes.items():
         if size not in known:
             raise PlanError(f"model {name!r} has no size {size!r}; its sizes are {', '.join(known)}")
+        if isinstance(known[size].default, int) and (not isinstance(value, int) or value < 1):
+            raise PlanError(f"model {name!r}: {size} is {value!r}; give a whole number of at least 1")
     return MODELS[key](**sizes)

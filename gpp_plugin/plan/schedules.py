@@ -51,10 +51,11 @@ def schedule_plan(
     is_fixed = plan.planner == STOCK or plan.mode == "async" or any(s.memory is not None for s in plan.stages)
     labels = {schedule_label(stage) for stage in plan.stages}
     if is_fixed and schedule not in ("auto", *labels):
-        raise PlanError(
-            f"schedule {schedule!r}: planner {plan.planner!r} made its plan for {' and '.join(sorted(labels))}; use "
-            '"auto", or another planner'
-        )
+        runs = f"planner {plan.planner!r} made its plan for {' and '.join(sorted(labels))}"
+        fix = 'use "auto", or another planner'
+        if plan.mode == "async":
+            runs, fix = "mode async runs 1f1b", 'use "auto"'
+        raise PlanError(f"schedule {schedule!r}: {runs}; {fix}")
     if is_fixed:
         return plan
     if tasks > MAX_RANK_TASKS and schedule in ("auto", *labels):

@@ -36,6 +36,9 @@ def short():
 
 def nothing():
     return Model()
+
+def broken():
+    return {}["weights"]
 """
 
 
@@ -95,6 +98,8 @@ def test_a_batch_is_cut_into_loss_units():
         ("own_model:absent", "has no attribute 'absent'"),
         ("absent_module:make", "No module named 'absent_module'"),
         ("own_model:nothing", "return the pair"),
+        ("own_model:torch", "is a module; name a function"),
+        ("own_model:broken", "its function raised KeyError: 'weights'"),
     ],
 )
 def test_what_is_no_model_is_refused(own, name, message):

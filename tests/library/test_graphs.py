@@ -46,6 +46,7 @@ def test_sublayers_add_up_to_layers():
     [
         ("mtm", {}, "did you mean 'mmt'"),
         ("mmt", {"branch": 2}, "has no size 'branch'; its sizes are branches"),
+        ("mmt", {"branches": 0}, "branches is 0; give a whole number of at least 1"),
         ("mmt", {"granularity": "op"}, "choose layer or sub_layer"),
     ],
 )

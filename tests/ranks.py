@@ -14,9 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["torch", "transformers", "deepspeed", "gpp_plugin.integrations.stage_engine", "tests.models"]
-)
+_CONTEXT.set_forkserver_preload(["tests.preload"])
 START_TIMEOUT_S = 120.0
 LAST_WORDS_S = 10.0
 """How long the other ranks may say what they saw after the first one failed."""

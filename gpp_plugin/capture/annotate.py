@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,12 +105,14 @@ def annotate(
     tensors: Mapping[str, torch.Tensor],
     attributes: Mapping[str, Any],
     *,
+    received: Collection[str],
     training: bool,
 ) -> dict[str, Note]:
     """Run ``graph`` on fake tensors and return a note for each placeholder and operator.
 
     Args:
         tensors: placeholder name -> fake tensor.
+        received: placeholders of what other stages make, which is not there anyway.
         training: record gradient flags and what is kept for backward.
 
     Raises:
@@ -120,8 +122,7 @@ def annotate(
     notes: dict[str, Note] = {}
     keys: dict[int, int] = {}
     costs = _Costs()
-    kept = {id(t) for t in tensors.values()}
-    saved = _Saved(free={t.untyped_storage()._cdata for t in tensors.values() if id(t) in kept})
+    saved = _Saved(free={t.untyped_storage()._cdata for n, t in tensors.items() if n not in received})
     makers: dict[int, str] = {}
 
     def storage(tensor: torch.Tensor) -> int:

@@ -198,7 +198,7 @@ def _saved_tensors(graph: OpGraph, partition: Sequence[tuple[str, list[str]]]) -
     """Return what operators keep for backward, by the blocks that make and keep it.
 
     What replicated operators make or keep is left out (masks): it depends on the inputs only, and every stage has
-    its own.
+    its own. What other stages make (`OpGraph.received`) is made by no block here.
     """
     block_of = {name: block for block, names in partition for name in names}
     position = {block: i for i, (block, _) in enumerate(partition)}
@@ -213,8 +213,8 @@ def _saved_tensors(graph: OpGraph, partition: Sequence[tuple[str, list[str]]]) -
         if node.kept_inside_bytes:
             found[f"{node.name}:inside"] = keeper, {keeper: None}, node.kept_inside_bytes
         for maker, num_bytes in node.keeps:
-            if maker in block_of:
-                keepers = found.setdefault(maker, (block_of[maker], {}, num_bytes))[1]
+            if maker in block_of or maker in graph.received:
+                keepers = found.setdefault(maker, (block_of.get(maker, ""), {}, num_bytes))[1]
                 keepers[keeper] = None
     return tuple(
         SavedTensor(

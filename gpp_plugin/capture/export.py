@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ def capture_model(
     *,
     training: bool = True,
     outputs: Sequence[str] = (),
+    received: Mapping[str, bool] = MappingProxyType({}),
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> CapturedGraph:
@@ -51,6 +54,7 @@ def capture_model(
         training: capture as after ``model.train()``; else as after ``model.eval()``. A loss is optional in
             evaluation, and where outputs are asked for.
         outputs: fields of the model's output to return beside the loss, e.g. ``("logits",)``.
+        received: entries of the batch that other stages make -> whether they take a gradient.
         dtype: floating parameters and batch tensors become this type before tracing; buffers keep theirs.
         device: the device the graph will run on; the CPU by default.
 
@@ -60,9 +64,9 @@ def capture_model(
     """
     where = torch.device(device) if device is not None else torch.device("cpu")
     shadow = make_shadow(model, training=training, dtype=dtype, device=where)
-    traced = trace(shadow, batch, outputs=outputs, training=training)
-    traced, small, large = _at_analysis_sizes(shadow, batch, traced, outputs, training)
-    notes = annotate(traced.graph, shadow, traced.fakes, traced.attributes, training=training)
+    export = functools.partial(trace, shadow, outputs=outputs, received=received, training=training)
+    traced, small, large = _at_analysis_sizes(export, batch, export(batch))
+    notes = _notes(traced, shadow, training=training)
     clusters = find_clusters(traced.graph, notes)
     rows = rows_per_sample(resize_batch(batch, small.num_samples))
     layouts = analyse_layouts(small, large, clusters, rows, tracing_device(where))
@@ -98,7 +102,9 @@ def recapture(model: nn.Module, analysis: Analysis, batch: Mapping[str, Any]) ->
     dtype = getattr(torch, analysis.dtype) if analysis.dtype is not None else None
     training = analysis.is_training
     shadow = make_shadow(model, training=training, dtype=dtype, device=torch.device(analysis.device))
-    traced = trace(shadow, batch, outputs=tuple(analysis.op_graph.outputs), training=training)
+    known = analysis.op_graph
+    received = {spec.name: spec.requires_grad for spec in known.inputs if spec.name in known.received}
+    traced = trace(shadow, batch, outputs=tuple(known.outputs), received=received, training=training)
     try:
         traced = align(analysis.nodes, traced)
     except CaptureError as error:
@@ -106,20 +112,30 @@ def recapture(model: nn.Module, analysis: Analysis, batch: Mapping[str, Any]) ->
             f"the graph changed with the input shapes: {error}; pad batches to one length, or use another "
             "micro-batch size"
         ) from None
-    notes = annotate(traced.graph, shadow, traced.fakes, traced.attributes, training=training)
-    return _assemble(traced, _carried_over(analysis.op_graph, traced, notes), shadow, analysis)
+    notes = _notes(traced, shadow, training=training)
+    return _assemble(traced, _carried_over(known, traced, notes), shadow, analysis)
+
+
+def _notes(traced: Traced, shadow: Shadow, *, training: bool) -> dict[str, Note]:
+    return annotate(
+        traced.graph,
+        shadow,
+        traced.fakes,
+        traced.attributes,
+        received=traced.received,
+        training=training,
+    )
 
 
 def _at_analysis_sizes(
-    shadow: Shadow, batch: Mapping[str, Any], traced: Traced, outputs: Sequence[str], training: bool
+    export: Callable[[Mapping[str, Any]], Traced], batch: Mapping[str, Any], traced: Traced
 ) -> tuple[Traced, Traced, Traced]:
     """Return the capture, and exports at n and 2n samples, n >= 2, small enough to try operators on."""
     base = traced.num_samples if traced.num_samples in (2, 3, 4) else 2
     pair = []
     for count in (base, 2 * base):
         known = traced if count == traced.num_samples else None
-        resized = resize_batch(batch, count)
-        pair.append(known or trace(shadow, resized, outputs=outputs, training=training))
+        pair.append(known or export(resize_batch(batch, count)))
     small, large = pair
     try:
         nodes = structure_of(small.graph)
@@ -208,6 +224,7 @@ def _op_graph(
         loss=traced.loss,
         outputs=traced.outputs,
         couplings=tuple(describe_coupling(by_name[name], reason) for name, reason in layouts.reasons.items()),
+        received=traced.received,
     )
 
 

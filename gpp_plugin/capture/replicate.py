@@ -24,14 +24,14 @@ def find_replicable(
 ) -> set[str]:
     """Return the operators that are cheap, draw no random numbers and read no parameters.
 
-    They depend on model inputs, constants and small buffers that the forward never writes. Groups that
-    share written storage qualify as a whole or not at all. The loss and named outputs never do.
+    They depend on model inputs without a gradient, constants and small buffers that the forward never writes. Groups
+    that share written storage qualify as a whole or not at all. The loss and named outputs never do.
     """
     total = sum(notes[node.name].flops for node in traced.operators)
     limit = max(ALWAYS_CHEAP_FLOPS, MAX_SHARE * total)
     written = {a.name for node in traced.operators for a in written_arguments(node)}
     results = {traced.loss, *traced.outputs.values()}
-    usable = set(traced.inputs) | set(traced.constants)
+    usable = {name for name in traced.inputs if not notes[name].requires_grad} | set(traced.constants)
     for name in traced.parameters:
         fake = traced.fakes[name]
         is_small = fake.numel() * fake.element_size() <= MAX_BUFFER_BYTES

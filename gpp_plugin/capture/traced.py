@@ -29,6 +29,7 @@ class Traced:
     Args:
         inputs, parameters, constants: as in `CapturedGraph`.
         fakes: placeholder name -> fake tensor.
+        received: as of `OpGraph`.
         has_loss: whether the first result is the loss; ``output_names``: of the other results.
     """
 
@@ -41,6 +42,7 @@ class Traced:
     fakes: dict[str, torch.Tensor]
     has_loss: bool
     output_names: tuple[str, ...]
+    received: tuple[str, ...]
 
     @property
     def loss(self) -> str | None:
@@ -62,8 +64,18 @@ class Traced:
         return [node for node in self.graph.nodes if node.op == "call_function"]
 
 
-def trace(shadow: Shadow, batch: Mapping[str, Any], *, outputs: Sequence[str], training: bool) -> Traced:
+def trace(
+    shadow: Shadow,
+    batch: Mapping[str, Any],
+    *,
+    outputs: Sequence[str],
+    received: Mapping[str, bool],
+    training: bool,
+) -> Traced:
     """Export the shadow for ``batch`` and clean the graph.
+
+    Args:
+        received: entries of the batch that other stages make -> whether they take a gradient.
 
     Raises:
         CaptureError: the model cannot be exported, or a constant it made has no values.
@@ -92,6 +104,9 @@ def trace(shadow: Shadow, batch: Mapping[str, Any], *, outputs: Sequence[str], t
         if spec.kind is InputKind.USER_INPUT:
             inputs[name] = next(remaining)
             fakes[name] = placeholders[name].meta["val"]
+            assert inputs[name] not in received or inputs[name] == name, f"{inputs[name]} was renamed"
+            if training and received.get(name):
+                fakes[name] = fakes[name].detach().requires_grad_(True)
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             own = target.removeprefix(f"{WRAPPED}.")
             parameters[name] = shadow.first_names[own]
@@ -115,6 +130,7 @@ def trace(shadow: Shadow, batch: Mapping[str, Any], *, outputs: Sequence[str], t
         fakes=fakes,
         has_loss=has_loss,
         output_names=tuple(outputs),
+        received=tuple(key for key in keys if key in received),
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from torch import Tensor, nn
 
@@ -18,15 +19,26 @@ class ModuleHolder:
 
     Args:
         prefix: what the graph puts before the module's own names; a part of a stage graph has its name there.
+        called: names of the module with the prefix, of parameters that other stages have too -> what the graph calls
+            them.
     """
 
     def __init__(
-        self, module: nn.Module, *, config: GraphPipelineConfig, setting: Setting, prefix: str = ""
+        self,
+        module: nn.Module,
+        *,
+        config: GraphPipelineConfig,
+        setting: Setting,
+        prefix: str = "",
+        called: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._module = module
         self._config = config
         self._setting = setting
         self._prefix = prefix
+        own = {name: name.removeprefix(prefix) for name in called}
+        self._called = {own[name]: called[name] for name in called}
+        self._own = {called[name]: own[name] for name in called}
 
     def make_module(self, reference: Reference, names: Iterable[str]) -> StageModule:
         """Return a stage of these parameters and buffers; the user's module keeps those only, and its buffers."""
@@ -61,17 +73,18 @@ class ModuleHolder:
         """
         stage = dict(module.named_parameters(remove_duplicate=False))
         for name, tensor in self._module.named_parameters(remove_duplicate=False):
-            held = stage.get(self._prefix + name)
+            held = stage.get(self._called.get(name, self._prefix + name))
             if held is not None and not tensor.is_meta and tensor.dtype == held.dtype:
                 tensor.data = held.data
 
     def _materialize(self, names: Iterable[str]) -> dict[str, Tensor]:
-        local = [self._local(name) for name in names]
+        local = {self._local(name): name for name in names}
         tensors = materialize_for(self._module, local, setting=self._setting, config=self._config)
-        return {self._prefix + name: tensor for name, tensor in tensors.items()}
+        return {local[name]: tensor for name, tensor in tensors.items()}
 
     def _local(self, name: str) -> str:
-        return name.removeprefix(self._prefix)
+        """Return what the module calls a tensor of the graph."""
+        return self._own.get(name, name.removeprefix(self._prefix))
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:

@@ -60,7 +60,7 @@ class SavedTensor:
     Args:
         name: the operator whose result it is, or ``<operator>:inside`` for what an operator keeps beside
             operands and results (masks, statistics).
-        made_by: the block that makes it.
+        made_by: the block that makes it; "" where another stage does (of a captured part of a stage graph).
         kept_by: blocks whose backward reads it, in order; the first is charged with it in ``saved_bytes``.
         bytes: at ``BlockGraph.num_samples`` samples.
         views: further results that lie in it.

@@ -72,6 +72,8 @@ class OpGraph:
     Args:
         num_samples: samples in the batch it was captured with.
         inputs: the model's tensor inputs (batch entries), in capture order.
+        received: those of them that other stages make (of a captured part of a stage graph): they are not there
+            anyway, and may take a gradient.
         loss: name of the node that yields the loss; None in an evaluation graph without labels.
         outputs: named outputs asked for beside the loss, output name -> node name.
         couplings: one line of text for each place that mixes samples (for the user).
@@ -85,3 +87,4 @@ class OpGraph:
     loss: str | None
     outputs: dict[str, str]
     couplings: tuple[str, ...] = ()
+    received: tuple[str, ...] = ()

@@ -147,7 +147,8 @@ def profile_blocks(
         "share_identical": share_identical,
         "repeats": repeats,
         "with_split": with_split,
-        "counts": "shared storages and ties, no model inputs",  # what the bytes are of: older files count otherwise
+        # what the bytes are of: older files count otherwise
+        "counts": "shared storages and ties, no model inputs, what is received",
     }
     return CostStore(cache_dir).find_or_measure(key, measure_all)
 
@@ -242,7 +243,13 @@ class _Survey:
             node.name: captured.is_training and node.output is not None and node.output.requires_grad
             for node in captured.op_graph.nodes
         }
-        self._values: dict[str, Tensor] = {}
+        received = {name: self._inputs[name] for name in captured.op_graph.received}
+        self._takes_gradient |= {
+            spec.name: captured.is_training and spec.requires_grad
+            for spec in captured.op_graph.inputs
+            if spec.name in received
+        }
+        self._values: dict[str, Tensor] = dict(received)
         self._last_reader = _last_readers(self._codes)
         self._shared: dict[tuple[str, tuple[object, ...]], _Measured] = {}
         self._recurs = Counter(code.signature for code in self._codes)

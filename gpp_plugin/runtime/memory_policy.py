@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from gpp_plugin.errors import PlanError
@@ -20,11 +20,18 @@ class StageOperators:
     Args:
         blocks: block of the stage -> its operators. Operators of the stage's code that are in none are replicated
             ones, cheap and made of the model's inputs.
-        storage_of: operator -> the one in whose storage its result lies; left out where that is its own.
+        storage_of: operator or received tensor -> the one in whose storage it lies; left out where that is its own.
+        local: operator as plans call it -> as the code does; left out where they agree.
     """
 
     blocks: Mapping[str, tuple[str, ...]]
     storage_of: Mapping[str, str]
+    local: Mapping[str, str] = field(default_factory=dict)
+
+    def tensor(self, name: str) -> str:
+        """Return what the code calls a tensor of a plan."""
+        operator = name.removesuffix(INSIDE)
+        return self.local.get(operator, operator) + name.removeprefix(operator)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +87,8 @@ def make_policy(stage: str, plan: MemoryPlan, operators: StageOperators) -> Memo
             frozenset(node for block in segment.blocks for node in operators.blocks[block])
             for segment in plan.recomputed
         ),
-        dropped=tuple(frozenset(segment.tensors) for segment in plan.recomputed),
-        swapped=frozenset(tensor.name for tensor in plan.swapped),
+        dropped=tuple(frozenset(map(operators.tensor, segment.tensors)) for segment in plan.recomputed),
+        swapped=frozenset(operators.tensor(tensor.name) for tensor in plan.swapped),
         operators=frozenset(node for nodes in operators.blocks.values() for node in nodes),
         storage_of=operators.storage_of,
     )

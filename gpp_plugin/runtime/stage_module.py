@@ -140,7 +140,7 @@ def build_stage_function(
             groups["constant"].append(source)
         elif source.name in captured.parameters:
             groups["tensor"].append(source)
-        elif source.name in captured.inputs:
+        elif source.name in captured.inputs and source.name not in captured.op_graph.received:
             groups["input"].append(source)
         else:
             groups["received"].append(source)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from gpp_plugin.ir.analysis import Analysis
-from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
+from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, SavedTensor
 from gpp_plugin.ir.op_graph import OpGraph, OpNode, Parameter
 from gpp_plugin.runtime.stage_source import Reference
 from gpp_plugin.stage_graph.call import loss_node
@@ -37,9 +37,12 @@ def describe_graph(
         views: captured parts.
         outputs: names asked for in evaluation; those that the graph lacks are left out.
     """
-    parameters, holders = _merged(tensors, called)
+    parameters, holders = merged_parameters(tensors, called)
     read = {key for stage in graph.stages for _, key in stage.batch_inputs}
     losses = [stage for stage in graph.stages if stage.losses]
+    yielding = [
+        str(views[stage.name].blocks.loss_block) if stage.is_captured else stage.name for stage in losses
+    ]
     op_graph = OpGraph(
         model=graph.name,
         num_samples=shapes.num_samples,
@@ -67,22 +70,23 @@ def describe_graph(
             **{name: spec for view in views.values() for name, spec in view.blocks.tensors.items()},
             **{node: shapes.tensors[node] for stage in graph.stages for _, node in stage.received},
         },
-        loss_block=losses[0].name if losses else None,
+        loss_block=yielding[0] if yielding else None,
         tied={
             **{name: blocks for view in views.values() for name, blocks in view.blocks.tied.items()},
             **{
-                p.name: tuple(stage for stage, held in holders.items() if p.name in {h.name for h in held})
+                p.name: tuple(block for stage in holders for block in _holding(stage, p.name, holders, views))
                 for p in parameters
                 if p.aliases and _num_holders(p.name, holders) > 1
             },
         },
-        more_losses=tuple(stage.name for stage in losses[1:]),
+        saved=_saved(graph, views),
+        more_losses=tuple(yielding[1:]),
     )
     analysis = Analysis(op_graph=op_graph, nodes=(), is_training=is_training)
     return Reference(analysis=analysis, block_graph=blocks, granularity="stage")
 
 
-def _merged(
+def merged_parameters(
     tensors: Tensors, called: Mapping[str, str]
 ) -> tuple[tuple[Parameter, ...], dict[str, list[Parameter]]]:
     """Return every parameter once, and what each stage holds, tied ones under the name of the first stage's."""
@@ -118,6 +122,31 @@ def _renamed(parameter: Parameter, name: str, aliases: Sequence[str], requires_g
 
 def _num_holders(name: str, holders: Mapping[str, Sequence[Parameter]]) -> int:
     return sum(any(p.name == name for p in held) for held in holders.values())
+
+
+def _holding(
+    stage: str, parameter: str, holders: Mapping[str, Sequence[Parameter]], views: Mapping[str, PartView]
+) -> list[str]:
+    """Return the blocks of a stage that have a parameter."""
+    if stage in views:
+        return [block.name for block in views[stage].blocks.blocks if parameter in block.parameters]
+    return [stage] if any(p.name == parameter for p in holders[stage]) else []
+
+
+def _saved(graph: ResolvedGraph, views: Mapping[str, PartView]) -> tuple[SavedTensor, ...]:
+    """Return what captured parts keep for backward, each storage once; what other stages keep is known elsewhere."""
+    found = {tensor.name: tensor for view in views.values() for tensor in view.blocks.saved}
+    root = {view: tensor.name for tensor in found.values() for view in tensor.views}
+    for view in views.values():
+        for tensor in view.received_saved:
+            name = root.get(tensor.name, tensor.name)
+            maker = graph.stage(tensor.name.rpartition(".")[0])
+            block = _maker(views[maker.name], tensor.name) if maker.is_captured else maker.name
+            known = found.get(name, dataclasses.replace(tensor, made_by=block, kept_by=(), views=()))
+            found[name] = dataclasses.replace(
+                known, kept_by=(*known.kept_by, *tensor.kept_by), views=(*known.views, *tensor.views)
+            )
+    return tuple(found.values())
 
 
 def _node(stage: GraphStage, node: str, shapes: Shapes) -> OpNode:

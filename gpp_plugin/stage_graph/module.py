@@ -174,8 +174,15 @@ def check_ties(graph: ResolvedGraph, known: Mapping[str, Sequence[Parameter]]) -
                     f"graph.tie: {name!r} is no parameter of stage {stage!r}; it has {', '.join(there[:8])}"
                 )
         first = by_name[group[0]]
-        for name in group[1:]:
+        of_stage: dict[str, Parameter] = {}
+        for name in group:
             other = by_name[name]
+            before = of_stage.setdefault(name.partition(".")[0], other)
+            if before is not other:
+                raise ConfigError(
+                    f"graph.tie: {before.name!r} and {name!r} are two parameters of one stage; make them one in its "
+                    "module, and name either here"
+                )
             if (other.shape, other.dtype) != (first.shape, first.dtype):
                 raise ConfigError(
                     f"graph.tie: {group[0]!r} is {list(first.shape)} {first.dtype} on a rank and {name!r} is "

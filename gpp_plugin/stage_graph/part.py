@@ -1,4 +1,4 @@
-"""A captured part of a stage graph: an ordinary module without a loss, traced and cut into stages of its own.
+"""A captured part of a stage graph: an ordinary module, traced and cut into stages of its own.
 
 Its operators, blocks and tensors are known under names of the whole graph: an output under the user's name of it
 ("vision.hidden"), another tensor as "vision:<operator>", a block under the stage's name and its module path.
@@ -7,7 +7,7 @@ Its operators, blocks and tensors are known under names of the whole graph: an o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,15 @@ from gpp_plugin.capture.graph import CapturedGraph
 from gpp_plugin.capture.samples import resize_batch
 from gpp_plugin.errors import CaptureError, ConfigError
 from gpp_plugin.ir.analysis import Analysis
-from gpp_plugin.ir.block_graph import Block, BlockGraph
-from gpp_plugin.ir.op_graph import OpGraph
+from gpp_plugin.ir.block_graph import Block, BlockGraph, SavedTensor
+from gpp_plugin.ir.op_graph import OpGraph, Parameter
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.runtime.memory_policy import INSIDE, StageOperators
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 from gpp_plugin.runtime.stage_source import StageCode
-from gpp_plugin.stage_graph.call import named_outputs
+from gpp_plugin.stage_graph.call import loss_node, named_outputs
+from gpp_plugin.stage_graph.module import describe_tensors
 from gpp_plugin.stage_graph.resolve import GraphStage
 from gpp_plugin.stage_graph.shapes import Shapes
 
@@ -35,21 +37,39 @@ ARGUMENT = "argument_"
 
 
 class _Part(nn.Module):
-    """The user's module under its stage's name, which returns its outputs by their names in the graph."""
+    """The user's module under its stage's name, which returns its loss and its outputs by their names in the graph.
 
-    def __init__(self, name: str, module: nn.Module, nodes: tuple[tuple[str, str], ...]) -> None:
+    It is called with what it reads once each, under the first keyword for it.
+    """
+
+    def __init__(self, stage: GraphStage) -> None:
         super().__init__()
-        self.add_module(name, module)
-        self._name = name
-        self._nodes = nodes
+        assert isinstance(stage.spec.make, nn.Module)
+        self.add_module(stage.name, stage.spec.make)
+        self._name = stage.name
+        self._nodes = stage.nodes
+        self._losses = stage.losses
+        self._arguments = _arguments(stage)
 
     def forward(self, **given: Tensor) -> dict[str, Tensor]:
         """Call the module."""
-        arguments = {name.removeprefix(ARGUMENT): tensor for name, tensor in given.items()}
+        arguments = {keyword: given[name] for keyword, name in self._arguments.items()}
         returned: Any = self.get_submodule(self._name)(**arguments)
         if not isinstance(returned, (Tensor, Mapping, tuple, list)):
             returned = {field: getattr(returned, field, None) for field, _ in self._nodes}
-        return named_outputs(self._name, self._nodes, returned)
+        found = named_outputs(self._name, self._nodes, returned)
+        if self._losses:
+            found["loss"] = sum(found[node] for node in self._losses)  # type: ignore[assignment]
+        return found
+
+
+def _arguments(stage: GraphStage) -> dict[str, str]:
+    """Return keyword -> what its tensor is called while tracing: after the first keyword with the same one."""
+    sources = {**dict(stage.batch_inputs), **dict(stage.received)}
+    first: dict[str, str] = {}
+    return {
+        keyword: first.setdefault(sources[keyword], ARGUMENT + keyword) for keyword, _ in stage.spec.inputs
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +78,16 @@ class PartView:
 
     Args:
         blocks: as planners know it; its inputs are the module's arguments.
-        outputs: "stage.output" -> its spec.
-        names: operator -> what its result is called in the whole graph.
+        outputs: "stage.output", and what its loss is called -> its spec.
+        received_saved: what it keeps of what other stages make, made by no block here.
+        names: operator or received tensor -> what it is called in the whole graph.
         local_blocks: block of the whole graph -> the capture's own name of it.
     """
 
     analysis: Analysis
     blocks: BlockGraph
     outputs: Mapping[str, TensorSpec]
+    received_saved: tuple[SavedTensor, ...]
     names: Mapping[str, str]
     local_blocks: Mapping[str, str]
 
@@ -75,30 +97,63 @@ class CapturedPart:
 
     Args:
         granularity: size of the blocks.
+        called: "stage.parameter" of a parameter tied to another stage's -> what it is called on every stage.
     """
 
     def __init__(
-        self, stage: GraphStage, *, dtype: torch.dtype, device: torch.device, granularity: str
+        self,
+        stage: GraphStage,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        granularity: str,
+        called: Mapping[str, str],
     ) -> None:
-        assert isinstance(stage.spec.make, nn.Module)
         self.stage = stage
-        self.model = _Part(stage.name, stage.spec.make, stage.nodes)
+        self.model = _Part(stage)
         self._dtype = dtype
         self._device = device
         self._granularity = granularity
+        self._called = called
+
+    @property
+    def called(self) -> dict[str, str]:
+        """Return its parameters that other stages have too, as "<stage>.<name>" -> what the graph calls them."""
+        own = f"{self.stage.name}."
+        return {
+            p.name: self._called[name]
+            for p in self.tensors()
+            for name in (p.name, *p.aliases)
+            if name in self._called and name.startswith(own)
+        }
+
+    def tensors(self) -> tuple[Parameter, ...]:
+        """Return its parameters and buffers under "<stage>.<name>", as they will train."""
+        dtype = str(self._dtype).removeprefix("torch.")
+        return tuple(
+            p
+            if p.is_buffer or not p.dtype.startswith(("float", "bfloat"))
+            else dataclasses.replace(p, dtype=dtype)
+            for p in describe_tensors(self.stage.name, self.model.get_submodule(self.stage.name))
+        )
 
     def capture(self, arguments: Mapping[str, Tensor], *, is_training: bool) -> CapturedGraph:
-        """Trace the module for arguments like these.
+        """Trace the module for `arguments`.
 
         Raises:
             CaptureError: it cannot be exported; names module, line and remedy.
         """
+        names = _arguments(self.stage)
         try:
             return capture_model(
                 self.model,
                 arguments,
                 training=is_training,
-                outputs=[node for _, node in self.stage.nodes],
+                outputs=[node for _, node in self.stage.nodes if (node,) != self.stage.losses],
+                received={
+                    names[keyword]: arguments[names[keyword]].requires_grad
+                    for keyword, _ in self.stage.received
+                },
                 dtype=self._dtype,
                 device=self._device,
             )
@@ -118,20 +173,20 @@ class CapturedPart:
         found = {keyword: rows[key] for keyword, key in self.stage.batch_inputs}
         for keyword, node in self.stage.received:
             spec = shapes[node]
-            found[keyword] = torch.empty(
-                spec.shape_for(num_samples), dtype=getattr(torch, spec.dtype), device="meta"
-            )
-        return {ARGUMENT + keyword: found[keyword] for keyword, _ in self.stage.spec.inputs}
+            empty = torch.empty(spec.shape_for(num_samples), dtype=getattr(torch, spec.dtype), device="meta")
+            found[keyword] = empty.requires_grad_(spec.requires_grad)
+        return self.as_traced(found)
+
+    def as_traced(self, arguments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what the module is called with, by keyword, as the capture calls it."""
+        return {name: arguments[keyword] for keyword, name in _arguments(self.stage).items()}
 
     def local_graph(self, captured: CapturedGraph | Analysis) -> BlockGraph:
         """Return a capture's blocks under its own names."""
         return coarsen(captured, granularity=self._granularity)
 
-    def view(self, captured: CapturedGraph | Analysis, tensors: Mapping[str, TensorSpec]) -> PartView:
+    def view(self, captured: CapturedGraph | Analysis) -> PartView:
         """Return a capture as the whole graph sees it.
-
-        Args:
-            tensors: specs of what it reads from other stages.
 
         Raises:
             ConfigError: an output is no operator's result, or two are the same.
@@ -140,23 +195,23 @@ class CapturedPart:
         op_graph = captured.op_graph
         local = self.local_graph(captured)
         names = self._names(op_graph, local)
-        gradients = _with_gradient(op_graph, self._trained_arguments(tensors))
         called = {b.name: self._block_name(b.name) for b in local.blocks}
+        parameters = self.parameter_names(op_graph)
 
         def renamed(spec: TensorSpec) -> TensorSpec:
-            has_gradient = spec.requires_grad or spec.name in gradients
-            return dataclasses.replace(spec, name=names[spec.name], requires_grad=has_gradient)
+            return dataclasses.replace(spec, name=names[spec.name])
 
         by_name = {node.name: node for node in op_graph.nodes}
         outputs = {}
-        for output, node in op_graph.outputs.items():
+        for node in (*op_graph.outputs.values(), *([op_graph.loss] if op_graph.loss else [])):
             spec = by_name[node].output
             assert spec is not None, "outputs are tensors"
-            outputs[output] = renamed(spec)
+            outputs[names[node]] = renamed(spec)
+        saved = [_renamed_saved(tensor, called, names) for tensor in local.saved]
         blocks = BlockGraph(
             model=self.stage.name,
             num_samples=local.num_samples,
-            blocks=tuple(_renamed_block(block, called, names) for block in local.blocks),
+            blocks=tuple(_renamed_block(block, called, names, parameters) for block in local.blocks),
             edges=tuple(
                 dataclasses.replace(
                     edge,
@@ -167,16 +222,25 @@ class CapturedPart:
                 for edge in local.edges
             ),
             tensors={names[name]: renamed(spec) for name, spec in local.tensors.items()},
-            loss_block=None,
-            tied={name: tuple(called[b] for b in by) for name, by in local.tied.items()},
+            loss_block=None if local.loss_block is None else called[local.loss_block],
+            tied={parameters[name]: tuple(called[b] for b in by) for name, by in local.tied.items()},
+            saved=tuple(tensor for tensor in saved if tensor.made_by),
         )
         return PartView(
             analysis=analysis,
             blocks=blocks,
             outputs=outputs,
+            received_saved=tuple(tensor for tensor in saved if not tensor.made_by),
             names=names,
             local_blocks={new: old for old, new in called.items()},
         )
+
+    def parameter_names(self, op_graph: OpGraph) -> dict[str, str]:
+        """Return parameter or buffer, as the capture calls it -> what it is called in the graph."""
+        return {
+            p.name: next((self._called[n] for n in (p.name, *p.aliases) if n in self._called), p.name)
+            for p in op_graph.parameters
+        }
 
     def code(
         self,
@@ -188,6 +252,7 @@ class CapturedPart:
         blocks: Sequence[str],
         outputs: Sequence[str],
         named: Mapping[str, str],
+        saved: Iterable[SavedTensor],
     ) -> StageCode:
         """Return the code of some of the part's blocks.
 
@@ -195,63 +260,54 @@ class CapturedPart:
             view: in the mode the code is for.
             blocks, outputs: of a stage, under the whole graph's names.
             named: output the user asks for -> which of ``outputs`` it is.
+            saved: of the whole graph.
         """
         captured = self.capture_again(view.analysis, self.arguments(batch, shapes.tensors, num_samples))
         graph = self.local_graph(captured)
         nodes_of = {block.name: block.nodes for block in graph.blocks}
-        nodes = [node for block in blocks for node in nodes_of[view.local_blocks[block]]]
+        nodes = {block: nodes_of[view.local_blocks[block]] for block in blocks}
         local = {new: old for old, new in view.names.items()}
-        function = build_stage_function(captured, nodes, [local[name] for name in outputs])
-        fresh = self.view(captured, shapes.tensors)
+        function = build_stage_function(
+            captured,
+            [node for of_block in nodes.values() for node in of_block],
+            [local[name] for name in outputs],
+        )
+        fresh = self.view(captured)
+        loss = loss_node(self.stage)
         return StageCode(
-            function=self._in_graph(function, view.names, tuple(outputs)),
+            function=self._in_graph(function, view.names, captured.op_graph, tuple(outputs)),
             tensors={**shapes.tensors, **fresh.blocks.tensors, **fresh.outputs},
             inputs=shapes.inputs,
-            loss=None,
+            loss=loss if loss in outputs else None,
             outputs=named,
+            operators=_operators(captured.op_graph, nodes, view.names, saved),
         )
 
     def _in_graph(
-        self, function: StageFunction, names: Mapping[str, str], outputs: tuple[str, ...]
+        self, function: StageFunction, names: Mapping[str, str], op_graph: OpGraph, outputs: tuple[str, ...]
     ) -> StageFunction:
-        """Return code that takes edges among what is received, and everything under the whole graph's names."""
-        keys = {ARGUMENT + keyword: key for keyword, key in self.stage.batch_inputs}
-        edges = {ARGUMENT + keyword: node for keyword, node in self.stage.received}
-        own = [*function.batch_inputs, *function.received]
-        batch_inputs = dict.fromkeys(keys[name] for name in function.batch_inputs if name in keys)
-        received = dict.fromkeys(
-            [
-                *(edges[name] for name in function.batch_inputs if name in edges),
-                *(names[n] for n in function.received),
-            ]
-        )
-        order = {("batch", key): i for i, key in enumerate(batch_inputs)}
-        order |= {("node", node): len(batch_inputs) + i for i, node in enumerate(received)}
-        places = []
-        for position, name in enumerate(own):
-            if position >= len(function.batch_inputs):
-                places.append(order["node", names[name]])
-            else:
-                places.append(order["batch", keys[name]] if name in keys else order["node", edges[name]])
-        count, inner = len(function.tensors), function.call
-
-        def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-            given = tensors[count:]
-            return inner(*tensors[:count], *(given[place] for place in places))
-
+        """Return code with everything under the whole graph's names."""
+        arguments = _arguments(self.stage)
+        keys = {arguments[keyword]: key for keyword, key in self.stage.batch_inputs}
+        parameters = self.parameter_names(op_graph)
         return dataclasses.replace(
             function,
-            call=call,
-            batch_inputs=tuple(batch_inputs),
-            received=tuple(received),
+            tensors=tuple(parameters[name] for name in function.tensors),
+            batch_inputs=tuple(keys[name] for name in function.batch_inputs),
+            received=tuple(names[name] for name in function.received),
             outputs=outputs,
         )
 
     def _names(self, op_graph: OpGraph, local: BlockGraph) -> dict[str, str]:
         placed = {node for block in local.blocks for node in block.nodes}
+        arguments = _arguments(self.stage)
         names = {node.name: f"{self.stage.name}:{node.name}" for node in op_graph.nodes}
+        names |= {arguments[keyword]: node for keyword, node in self.stage.received}
         taken: dict[str, str] = {}
-        for output, node in op_graph.outputs.items():
+        results = dict(op_graph.outputs)
+        if op_graph.loss is not None:
+            results[str(loss_node(self.stage))] = op_graph.loss
+        for output, node in results.items():
             if node not in placed:
                 raise ConfigError(
                     f"stage {self.stage.name!r}: output {output!r} is no result of its layers (an input, a parameter, "
@@ -268,24 +324,50 @@ class CapturedPart:
         stage = self.stage.name
         return block if block == stage or block.startswith((f"{stage}.", f"{stage}#")) else f"{stage}.{block}"
 
-    def _trained_arguments(self, tensors: Mapping[str, TensorSpec]) -> set[str]:
-        return {ARGUMENT + keyword for keyword, node in self.stage.received if tensors[node].requires_grad}
+
+def _operators(
+    op_graph: OpGraph,
+    blocks: Mapping[str, Sequence[str]],
+    names: Mapping[str, str],
+    saved: Iterable[SavedTensor],
+) -> StageOperators:
+    """Return what a stage of a captured part is made of.
+
+    Args:
+        blocks: of the stage -> their operators, as the capture calls them.
+        names: as of `PartView`.
+        saved: of the whole graph: what another stage keeps too has the name that its maker gives it.
+    """
+    root = {name: tensor.name for tensor in saved for name in (tensor.name, *tensor.views)}
+    received = {name: root.get(names[name], names[name]) for name in op_graph.received}
+    storage_of = {
+        node.name: received.get(node.storage, node.storage) for node in op_graph.nodes if node.storage
+    }
+    return StageOperators(
+        blocks={block: tuple(nodes) for block, nodes in blocks.items()},
+        storage_of={**storage_of, **received},
+        local={names[node.name]: node.name for node in op_graph.nodes},
+    )
 
 
-def _renamed_block(block: Block, called: Mapping[str, str], names: Mapping[str, str]) -> Block:
+def _renamed_block(
+    block: Block, called: Mapping[str, str], names: Mapping[str, str], parameters: Mapping[str, str]
+) -> Block:
     return dataclasses.replace(
         block,
         name=called[block.name],
         nodes=tuple(names[node] for node in block.nodes),
+        parameters=tuple(parameters[name] for name in block.parameters),
         inputs=tuple(name.removeprefix(ARGUMENT) for name in block.inputs),
     )
 
 
-def _with_gradient(op_graph: OpGraph, arguments: set[str]) -> set[str]:
-    """Return the operators through which a gradient flows to these arguments; the capture's inputs have none."""
-    found = set(arguments)
-    for node in op_graph.nodes:
-        is_float = node.output is None or node.output.dtype.startswith(("float", "bfloat", "complex"))
-        if is_float and not found.isdisjoint(node.inputs):
-            found.add(node.name)
-    return found
+def _renamed_saved(tensor: SavedTensor, called: Mapping[str, str], names: Mapping[str, str]) -> SavedTensor:
+    operator = tensor.name.removesuffix(INSIDE)
+    return dataclasses.replace(
+        tensor,
+        name=names[operator] + tensor.name.removeprefix(operator),
+        made_by=called.get(tensor.made_by, ""),
+        kept_by=tuple(called[block] for block in tensor.kept_by),
+        views=tuple(names[name] for name in tensor.views),
+    )

@@ -206,7 +206,7 @@ class Prober:
             captured = part.capture(arguments, is_training=is_training)
         else:
             captured = part.capture_again(analysis, arguments)
-        view = part.view(captured, tensors)
+        view = part.view(captured)
         return _Report(traced=(view.analysis, dict(view.outputs)))
 
     def _run_at(

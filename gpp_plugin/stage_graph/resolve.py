@@ -118,7 +118,6 @@ def resolve(
         _refuse_unknown(stages, batch_keys)
     losses = _losses(graph, stages, is_required=needs_loss)
     _refuse_mixed_shards(stages)
-    _refuse_captured_losses(stages, losses, graph.ties)
     ordered = tuple(
         GraphStage(
             spec=stage.spec,
@@ -252,26 +251,6 @@ def _losses(graph: StageGraph, stages: list[GraphStage], *, is_required: bool) -
     if not found and is_required:
         raise ConfigError(f"stage graph {graph.name!r}: losses is empty; name one of {', '.join(nodes)}")
     return found
-
-
-def _refuse_captured_losses(
-    stages: Iterable[GraphStage], losses: Collection[str], ties: Iterable[tuple[str, ...]]
-) -> None:
-    for stage in stages:
-        if not stage.is_captured:
-            continue
-        wrong = [node for _, node in stage.nodes if node in losses]
-        if wrong:
-            raise ConfigError(
-                f"stage {stage.name!r}: {wrong[0]!r} of a captured module is a loss; compute it in a stage of its own, "
-                "or pass the whole model to deepspeed.initialize"
-            )
-        tied = [name for group in ties for name in group if name.startswith(f"{stage.name}.")]
-        if tied:
-            raise ConfigError(
-                f"graph.tie: {tied[0]!r} is of a captured module, whose layers may go to several stages; give the "
-                "stage with graph.stage(...) instead"
-            )
 
 
 def _ordered(stages: list[GraphStage]) -> list[GraphStage]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import gpp_plugin
-from tests.stage_graph.graphs import B, U, Maker
-from tests.stage_graph.jobs import run_in_double, steps
+from tests.stage_graph.graphs import B, Maker
+from tests.stage_graph.jobs import run_in_double
 
 SIZE, WORDS, TOKENS = 8, 11, 4
 RANKS = 4

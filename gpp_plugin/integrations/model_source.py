@@ -82,12 +82,19 @@ class CapturedModel:
         self._config = config
         self._setting = setting
         self._holder = ModuleHolder(model, config=config, setting=setting)
-        self.stages: StageSource = CapturedStages(model)
+        self._stages = CapturedStages(model)
         self.prepare_batch: Callable[[Any], dict[str, Any]] = functools.partial(prepare_batch, model)
+
+    @property
+    def stages(self) -> StageSource:
+        """Return what captures the model at the shapes of this rank's stage."""
+        return self._stages
 
     def prepare_plan(self, sample_batch: Batch) -> tuple[Reference, PipelinePlan]:
         """Capture, profile and plan on rank 0; collective."""
-        return prepare_plan(self._model, sample_batch, config=self._config, setting=self._setting)
+        return prepare_plan(
+            self._model, sample_batch, config=self._config, setting=self._setting, keep=self._stages.keep
+        )
 
     def analyse(self, batch: Batch, outputs: Sequence[str]) -> Reference:
         """Capture for evaluation on rank 0; collective."""

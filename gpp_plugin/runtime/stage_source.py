@@ -9,14 +9,14 @@ from typing import Protocol
 from torch import nn
 
 from gpp_plugin.capture.coarsen import coarsen
-from gpp_plugin.capture.export import recapture, resize_batch
+from gpp_plugin.capture.export import count_samples, recapture, resize_batch
 from gpp_plugin.capture.graph import CapturedGraph
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import TensorSpec
-from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.runtime.batches import Batch, shape_key
 from gpp_plugin.runtime.memory_policy import StageOperators
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 
@@ -79,6 +79,11 @@ class CapturedStages:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._kept: tuple[tuple[object, ...], CapturedGraph] | None = None
+
+    def keep(self, captured: CapturedGraph, batch: Batch) -> None:
+        """Use a capture of the model on ``batch`` the first time a stage runs in that mode at those shapes."""
+        self._kept = (_shapes(batch), captured)
 
     def stage_code(
         self, reference: Reference, plan: PipelinePlan, stage: int, batch: Batch, num_samples: int
@@ -88,7 +93,7 @@ class CapturedStages:
         Raises:
             CaptureError: the model's structure depends on its input shapes.
         """
-        captured = recapture(self._model, reference.analysis, resize_batch(batch, num_samples))
+        captured = self._capture(reference.analysis, resize_batch(batch, num_samples))
         graph = coarsen(captured, granularity=reference.granularity)
         nodes = stage_nodes(captured, graph, plan, stage)
         function = build_stage_function(captured, nodes, stage_outputs(captured, nodes, plan, stage))
@@ -105,6 +110,17 @@ class CapturedStages:
                 storage_of={node.name: node.storage for node in captured.op_graph.nodes if node.storage},
             ),
         )
+
+    def _capture(self, analysis: Analysis, batch: Batch) -> CapturedGraph:
+        kept, self._kept = self._kept, None
+        if kept is not None and kept[0] == _shapes(batch) and kept[1].analysis == analysis:
+            return kept[1]
+        return recapture(self._model, analysis, batch)
+
+
+def _shapes(batch: Batch) -> tuple[object, ...]:
+    count = count_samples(batch)
+    return (count, *shape_key(batch, count))
 
 
 def stage_nodes(captured: CapturedGraph, graph: BlockGraph, plan: PipelinePlan, stage: int) -> list[str]:

@@ -1,0 +1,73 @@
+"""Planning on rank 0: how often a model is exported before the first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpp_plugin.capture import traced
+from gpp_plugin.capture.samples import count_samples
+from gpp_plugin.config import read_config
+from gpp_plugin.integrations.deepspeed import setting_of
+from gpp_plugin.integrations.model_source import CapturedModel
+from gpp_plugin.ir.profile import Profile
+from gpp_plugin.ir.serialize import load
+from tests.integrations.engine_jobs import B, U, config_of
+from tests.models import build
+
+
+@pytest.fixture
+def exports(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return what will list the number of samples of each export."""
+    made: list[int] = []
+    export_model = traced.export_model
+
+    def note_and_export(shadow: Any, batch: Any, **how: Any) -> Any:
+        made.append(count_samples(batch))
+        return export_model(shadow, batch, **how)
+
+    monkeypatch.setattr(traced, "export_model", note_and_export)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("two_branch", (1, U, B)),
+        pytest.param("batch_norm_mlp", (U, B), id="a model that takes no single sample"),
+    ],
+)
+def test_a_second_start_exports_for_the_analysis_only(
+    name: str, sizes: tuple[int, ...], exports: list[int], tmp_path: Path
+) -> None:
+    model, make_batch = build(name)
+    batch = make_batch(B)
+    config = config_of(block={"stages": 2, "profile_dir": str(tmp_path)})
+    block = read_config(config)
+    assert block is not None
+    setting = setting_of(config, rank=0, num_ranks=2, device=torch.device("cpu"), group=None)
+
+    def start() -> tuple[CapturedModel, Any, Any]:
+        source = CapturedModel(model, config=block, setting=setting)
+        return source, *source.prepare_plan(batch)
+
+    analysis = [U, 2 * U]
+    _, _, first = start()
+    assert exports == [*analysis, 1, B]
+    (stored,) = tmp_path.glob("*.json")
+    assert {cost.samples for cost in load(Profile, stored).costs} == {sizes}
+    exports.clear()
+
+    source, reference, plan = start()
+    assert plan == first
+    tries_again = [] if 1 in sizes else [1, B]
+    assert exports == [*analysis, *tries_again]
+    exports.clear()
+
+    source.stages.stage_code(reference, plan, 0, batch, U)
+    assert not exports, "rank 0 has captured the model at one loss unit"
+    source.stages.stage_code(reference, plan, 0, batch, U)
+    assert exports == [U]

@@ -276,12 +276,6 @@ def _check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
             config.stages not in ("auto", number if is_given else "auto"),
             f"it has {number}; remove the key",
         ),
-        (
-            "memory.recompute",
-            config.memory.recompute,
-            config.memory.recompute == "full" and not is_given,
-            "its captured stages do not recompute; remove the key, or give them without num_pieces",
-        ),
         ("weights", config.weights, config.weights is not None, "factories make its weights; remove the key"),
         (
             "data_parallel",

@@ -29,6 +29,8 @@ def cut_part(
 ) -> list[FixedStage]:
     """Return the stages that a planner cuts a captured part into, on its own ranks.
 
+    What they swap and recompute follows when the whole graph says how many micro-batches they hold.
+
     Args:
         num_stages: exactly that many; None leaves it to the planner.
 
@@ -54,7 +56,6 @@ def cut_part(
         cluster=dataclasses.replace(
             request.cluster, devices=tuple(request.cluster.devices[rank] for rank in ranks)
         ),
-        memory_optimization=(),
     )
     plan = make_plan(config.planner, request)
     return [

@@ -35,7 +35,6 @@ from gpp_plugin.plan.explicit import explicit_plan
 from gpp_plugin.plan.fixed import FixedStage, fixed_plan
 from gpp_plugin.plan.full_recompute import recompute_fully
 from gpp_plugin.plan.memory_breakdown import with_breakdown
-from gpp_plugin.plan.module_memory import recompute_modules
 from gpp_plugin.plan.registry import PlanRequest, make_plan
 from gpp_plugin.plan.schedules import schedule_plan
 from gpp_plugin.plan.stage_sizes import names_a_stage, resize_stages
@@ -209,9 +208,7 @@ def plan_profiled(
         plan = schedule_plan(plan, request, schedule=config.schedule, slicing=config.slicing)
     else:
         _check_slices(plan, config)
-    if config.memory.recompute == "full" and fixed is not None:
-        plan = recompute_modules(plan, request)
-    elif config.memory.recompute == "full":
+    if config.memory.recompute == "full":
         plan = recompute_fully(plan, request)
     for note in plan.notes:
         logger.info("plan: %s", note)

@@ -4,7 +4,7 @@ A stage keeps what enters its layers, and for one layer at a time what is inside
 of activations, which costs about a forward more whatever memory there is; `capuchin` recomputes what must be.
 
 A layer that drops nothing is left alone, and so is the last one of a stage with a single micro-batch in flight:
-its backward follows its forward.
+its backward follows its forward. A stage that is the user's own module runs again as a whole (`module_memory`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from gpp_plugin.plan.capuchin import Interval, StageChoice, StageOptimizer
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.judge import judge_us
 from gpp_plugin.plan.linear import layer_bounds
+from gpp_plugin.plan.module_memory import recompute_modules
 from gpp_plugin.plan.operator_chain import PipelineShape
 from gpp_plugin.plan.registry import PlanRequest
 from gpp_plugin.plan.selection import rank_limit
@@ -30,18 +31,26 @@ def recompute_fully(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     What the plan swapped or recomputed before is replaced.
 
     Raises:
-        PlanError: it is not known what the model keeps for backward (stages that are the user's own modules).
+        PlanError: it is not known what the model keeps for backward.
         PlanInfeasible: a stage does not fit even so.
     """
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     everything = GraphTensors(costs)
-    if not everything.names:
+    modules = request.profile.modules
+    if not everything.names and not modules:
         raise PlanError(
             f"full recompute needs the operators of {plan.model!r}, which is not captured; set memory.recompute to "
             '"auto" and let its modules checkpoint themselves'
         )
-    stages = tuple(_recomputed(stage, plan.mode, request, everything) for stage in plan.stages)
+    stages = tuple(
+        stage
+        if request.profile.module(stage.blocks) is not None
+        else _recomputed(stage, plan.mode, request, everything)
+        for stage in plan.stages
+    )
     plan = dataclasses.replace(plan, stages=stages)
+    if modules:
+        return recompute_modules(plan, request)
     iteration_us = plan.iteration_us if plan.mode == "async" else judge_us(plan, costs)
     return dataclasses.replace(plan, iteration_us=iteration_us)
 

@@ -117,7 +117,18 @@ def caption_batch(seed: int = 0) -> dict[str, Tensor]:
 def train_captions() -> dict[str, Any]:
     """One mini-batch in double precision of each graph, with memory as it is, and run again or swapped."""
     found: dict[str, Any] = {}
+    off = {"recompute": "off", "swap": "off"}
     for kind in ("across", "within"):
-        graph = build_captions(kind)
-        found[kind] = run_in_double(graph, caption_batch(), B, {"memory": {"recompute": "off"}})
+        ways = {"plain": off, "full": {"recompute": "full"}}
+        for way, memory in ways.items():
+            found[kind, way] = _run(kind, memory)
+        low, high = (max(found[kind, way]["needs"].values()) for way in ("full", "plain"))
+        for way in ("recompute", "swap"):
+            memory = {**off, way: "auto", "limit_gb": (low + high) / 2e9}
+            found[kind, way] = _run(kind, memory)
     return found
+
+
+def _run(kind: str, memory: dict[str, Any]) -> dict[str, Any]:
+    block = {"memory": memory, "schedule": "1f1b", "slicing": "off"}
+    return run_in_double(build_captions(kind), caption_batch(), B, block, count=True)

@@ -66,11 +66,12 @@ def train_one(name: str, block: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_in_double(
-    graph: Any, batch: dict[str, Tensor], mini_batch: int, block: dict[str, Any]
+    graph: Any, batch: dict[str, Tensor], mini_batch: int, block: dict[str, Any], *, count: bool = False
 ) -> dict[str, Any]:
     from gpp_plugin.config import BatchSizes, GraphPipelineConfig
     from gpp_plugin.integrations.given_graph import source_of
     from gpp_plugin.integrations.preparation import Setting
+    from gpp_plugin.plan.memory_counts import differences
     from gpp_plugin.runtime.pipeline import Lane, channels_of, make_programs, tied_stages
     from gpp_plugin.runtime.transport import make_transport
 
@@ -102,16 +103,21 @@ def run_in_double(
     )
     module = source.make_module(lane, batch)
     lane.bind(module, SumHooks(module, plan, tied_stages(plan, reference)))
-    result = lane.run(batch)
+    result = lane.run(batch, count=count)
     total = torch.tensor(sum(float(loss) * count for loss, count in result.losses), dtype=torch.float64)
     dist.all_reduce(total)
     gradients: dict[str, Tensor] = {
         name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None
     }
     lane.close()
+    own = plan.stage_of_rank(rank)
     return {
         "loss": float(total) / plan.mini_batch,
         "gradients": gradients,
+        "counts": result.memory,
+        "differences": [] if result.memory is None else differences(plan, own, result.memory),
+        "memory": plan.stages[own].memory,
+        "needs": {s.name: s.memory_bytes for s in plan.stages},
         "stages": [(s.name, s.ranks, s.micro_batch_size, s.schedule, s.num_sliced) for s in plan.stages],
     }
 

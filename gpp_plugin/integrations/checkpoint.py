@@ -31,6 +31,7 @@ import torch.distributed as dist
 from gpp_plugin.errors import CheckpointError, GppError
 from gpp_plugin.integrations.stage_engine import StageEngine
 from gpp_plugin.ir.serialize import write_text_whole
+from gpp_plugin.runtime.agree import exchange
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -334,17 +335,13 @@ def _describe(stages: list[dict[str, Any]]) -> str:
 
 def _all_ranks(engine: StageEngine, action: Callable[[], T], *, doing: str) -> list[T]:
     """Run ``action`` on every rank and return what it gave on each; if one fails, all raise the same error."""
-    error: Exception | None = None
-    value: Any = None
-    try:
-        value = action()
-    except Exception as caught:  # whatever it is, the other ranks must hear of it
-        error = caught
-    line = None if error is None else str(error) if isinstance(error, GppError) else repr(error)
-    answers: list[Any] = [None] * engine.plan.num_ranks
+
+    def attempt() -> T:
+        try:
+            return action()
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            text = str(error) if isinstance(error, GppError) else repr(error)
+            raise CheckpointError(f"rank {engine.rank} cannot {doing}: {text}") from error
+
     # On the default group, whose timeout is the job's: files may be large and disks slow.
-    dist.all_gather_object(answers, (value, line))
-    for rank, (_, text) in enumerate(answers):
-        if text is not None:
-            raise CheckpointError(f"rank {rank} cannot {doing}: {text}") from error
-    return [value for value, _ in answers]
+    return exchange(attempt, what=doing, group=dist.group.WORLD)

@@ -170,6 +170,25 @@ class MasterWeights:
             dist.all_reduce(whole, group=self._data_group)
         return whole.view(parameter.shape)
 
+    def publish_loss_scale(self, scale: float) -> None:
+        """Let a half-precision wrapper say the scale in force, which users read; its own is not used."""
+        if not self.is_plain:
+            self._wrapper.loss_scale = scale
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapper's state of optimizer and masters, this rank's part where they are partitioned."""
+        state: dict[str, Any] = self._wrapper.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned on this rank."""
+        if not self.partitioned:
+            self._wrapper.load_state_dict(state)
+            return
+        # DeepSpeed takes all ranks' states and picks this rank's by its place in the group.
+        states = [state] * dist.get_world_size(self._data_group)
+        self._wrapper.load_state_dict(states, load_optimizer_states=True, load_from_fp32_weights=True)
+
     def _copy_masters(self) -> None:
         for name, fragment in self._fragments.items():
             parameter = self._parameters[name]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,34 +22,33 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
-from deepspeed.runtime.precision_config import get_float16_config
 from torch import Tensor, nn
 
-from gpp_plugin.errors import CheckpointError, ConfigError, RuntimeFailure
+from gpp_plugin.errors import CheckpointError, ConfigError, GppError
 from gpp_plugin.integrations.gradients import GradientStore, StageGradients
+from gpp_plugin.integrations.inner_engine import make_inner_engine
 from gpp_plugin.integrations.learning_rates import (
     LearningRates,
     OptimizerFactory,
     SchedulerFactory,
     StageParameterGroups,
 )
+from gpp_plugin.integrations.loss_scale import LossScale
 from gpp_plugin.integrations.master_weights import MasterWeights
 from gpp_plugin.integrations.partitioned_gradients import PartitionedGradients
+from gpp_plugin.integrations.reductions import GradientReductions
 from gpp_plugin.integrations.stage_config import StageConfig, derive_stage_config
 from gpp_plugin.integrations.stage_groups import StageGroups, StageMpu, TiedParameter, make_replicas_equal
-from gpp_plugin.integrations.tensor_parallel import check_duplicates, duplicates, sequence_parallel
-from gpp_plugin.integrations.zero_layout import require_attributes
+from gpp_plugin.integrations.tensor_parallel import duplicates
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.runtime.agree import exchange
 
 __all__ = ["StageEngine", "StageGroups", "StepResult", "TiedParameter"]
 
 logger = logging.getLogger(__name__)
 
 _COUNTERS = ("global_steps", "skipped_steps", "global_samples")
-_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +66,6 @@ class StepResult:
     overflow: bool
     learning_rates: tuple[float, ...]
     loss_scale: float
-
-
-class _InnerEngine(DeepSpeedEngine):
-    """The stock engine, but for its broadcast, which fails on parameters without dimensions."""
-
-    def _broadcast_model(self) -> None:
-        """Leave it to the stage, which has already made its replicas equal."""
 
 
 class StageEngine:
@@ -132,7 +124,6 @@ class StageEngine:
         self.global_samples = 0
         self.deepspeed: DeepSpeedEngine | None = None
         self._masters: MasterWeights | None = None
-        self._reduced_data = self._reduced_tied = self._summed_tensor = False
         self._has_compared = False
         self._log_notes()
         self._agree(lambda: self._build(config, optimizer, lr_scheduler, parameter_groups), "construction")
@@ -173,8 +164,16 @@ class StageEngine:
         else:
             self._cast_module()
         self.gradients: StageGradients = self._make_gradients(trained)
+        self._reductions = GradientReductions(
+            self.gradients,
+            stage=self.stage,
+            stage_index=self.stage_index,
+            groups=self.groups,
+            tied=self.tied,
+            device=self.device,
+        )
         self.optimizer = self._rates.mirror if self.deepspeed is None else self.deepspeed.optimizer
-        self._scaler = self._make_scaler(config)
+        self._scale = LossScale(config, self.dtype)
         self._publish_loss_scale()
         self._rates.publish(self._inner_optimizer)
 
@@ -219,7 +218,6 @@ class StageEngine:
     def _build_deepspeed(
         self, optimizer: OptimizerFactory | None, optimizer_input: list[Any], trained: dict[str, nn.Parameter]
     ) -> None:
-        require_attributes(DeepSpeedEngine, "_broadcast_model")
         data_group = self.groups.data[self.stage_index]
         assert isinstance(data_group, dist.ProcessGroup)
         mpu = StageMpu(
@@ -228,105 +226,58 @@ class StageEngine:
             data_group=data_group,
             single_group=self.groups.single,
         )
-        settings = self.config.deepspeed
-        self.deepspeed = _InnerEngine(
-            args=None,
-            model=self.module,
+        self.deepspeed = make_inner_engine(
+            self.module,
             optimizer=optimizer,
-            model_parameters=optimizer_input,
+            parameters=optimizer_input,
             mpu=mpu,
-            config=settings,
-            config_class=DeepSpeedConfig(settings, mpu),
-            dont_change_device=True,
+            settings=self.config.deepspeed,
         )
-        require_attributes(self.deepspeed, "module_forward_pre_hook", "module_forward_post_hook")
-        # Its timers and counters belong to its own forward; the runtime calls the module many times a step.
-        self.deepspeed.module_forward_pre_hook.remove()
-        self.deepspeed.module_forward_post_hook.remove()
         self._masters = MasterWeights(self.deepspeed.optimizer, trained, data_group=data_group)
-
-    def _make_scaler(self, config: Mapping[str, Any]) -> Any:
-        half = get_float16_config(dict(config))
-        return CreateLossScaler(
-            dtype=torch.half if self.dtype == torch.float16 else self.dtype,
-            static_loss_scale=half.loss_scale,
-            dynamic_scaling=half.loss_scale == 0,
-            dynamic_loss_args=half.dynamic_loss_scale_args(),
-        )
 
     def _log_notes(self) -> None:
         if self.rank == 0:
             for note in self.config.notes:
                 logger.info("%s", note)
 
-    def _agree(self, action: Any, what: str) -> None:
+    def _agree(self, action: Callable[[], None], what: str) -> None:
         """Run ``action`` and fail on every rank if it fails on any, so that none waits for a dead one."""
-        error: BaseException | None = None
-        try:
-            action()
-        except (AssertionError, RuntimeError, ValueError, TypeError, KeyError, NotImplementedError) as caught:
-            error = caught
-        said: list[str | None] = [None] * self.plan.num_ranks
-        line = None if error is None else f"{type(error).__name__}: {error}"
+
+        def attempt() -> None:
+            try:
+                action()
+            except GppError:
+                raise
+            except Exception as error:  # whatever DeepSpeed or the user's factory raises
+                raise ConfigError(
+                    f"{what} failed on rank {self.rank} (stage {self.stage.name!r}, DeepSpeed "
+                    f"{deepspeed.__version__}): {type(error).__name__}: {error}"
+                ) from error
+
         # On the default group, whose timeout is the job's: a rank may be compiling an optimizer meanwhile.
-        dist.all_gather_object(said, line)
-        if isinstance(error, ConfigError):
-            raise error
-        first = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)
-        if first is not None:
-            rank, text = first
-            stage = self.plan.stages[self.plan.stage_of_rank(rank)].name
-            raise ConfigError(
-                f"{what} failed on rank {rank} (stage {stage!r}, DeepSpeed {deepspeed.__version__}): {text}"
-            ) from error
+        exchange(attempt, what=what, group=dist.group.WORLD)
 
     # ---- one mini-batch ----------------------------------------------------------------------------------
 
     @property
     def loss_scale(self) -> float:
         """Return the factor on every loss of this mini-batch; the same on every rank."""
-        return float(self._scaler.loss_scale)
+        return self._scale.value
 
     def accumulate(self) -> None:
         """Add a micro-batch's gradients to the mini-batch's, where they are held in another type."""
-        self.gradients.accumulate()
-        self._reduced_data = False
+        self._reductions.accumulate()
 
     def reduce_data(self) -> None:
         """Sum the gradients over the stage's ranks; collective over them.
 
         Once a mini-batch, after its last backward; under ZeRO 2 as often as the program says.
         """
-        if not self._reduced_data:
-            self.gradients.reduce_data()
-        self._reduced_data = True
+        self._reductions.reduce_data()
 
     def reduce_tied(self) -> None:
         """Sum tied parameters' gradients over their stages, after `reduce_data`; collective over those stages."""
-        if not self._reduced_data and not self.gradients.is_empty():
-            raise RuntimeFailure("reduce_tied before reduce_data: the stage's own sum must be complete first")
-        if not self._reduced_tied:
-            self._sum_tensor()
-            for stages in sorted({tuple(sorted(set(tie.stages))) for tie in self.tied}):
-                names = [tie.name for tie in self.tied if tuple(sorted(set(tie.stages))) == stages]
-                self.gradients.reduce_tied(
-                    [name for name in names if name in self.gradients.parameters],
-                    group=self.groups.tied[stages],
-                )
-        self._reduced_tied = True
-
-    def _sum_tensor(self) -> None:
-        """Sum over the tensor ranks what each has of its part of the sequence only; once a mini-batch."""
-        if self.stage.tensor > 1 and not self._summed_tensor:
-            names = sequence_parallel(self.gradients.parameters)
-            self.gradients.sum_tensor(names, group=self.groups.tensor[self.stage_index])
-        self._summed_tensor = True
-
-    def _compare_duplicates(self) -> None:
-        group = self.groups.tensor[self.stage_index]
-        if self.stage.tensor > 1 and isinstance(group, dist.ProcessGroup):
-            self._sum_tensor()
-            check_duplicates(self.gradients, stage=self.stage.name, group=group, device=self.device)
+        self._reductions.reduce_tied()
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Return the mini-batch's gradients, fp32 and unscaled, between reduction and step.
@@ -334,7 +285,7 @@ class StageEngine:
         Parameters that no loss reached are left out. With tensor parallelism, and under ZeRO 1 and 2, collective
         over the stage's ranks.
         """
-        self._sum_tensor()
+        self._reductions.sum_tensor()
         return {name: gradient.div_(self.loss_scale) for name, gradient in self.gradients.gather().items()}
 
     def step(self) -> StepResult:
@@ -345,7 +296,7 @@ class StageEngine:
             ConfigError: tensor ranks have unlike gradients of what they hold alike; seen at the first step.
         """
         if not self._has_compared and any(stage.tensor > 1 for stage in self.plan.stages):
-            self._agree(self._compare_duplicates, "the first step")
+            self._agree(self._reductions.compare_duplicates, "the first step")
         self._has_compared = True
         norm, overflow = self._update()
         if not overflow:
@@ -355,10 +306,7 @@ class StageEngine:
 
     def _update(self) -> tuple[float, bool]:
         """Step the optimizer with the reduced gradients; return their norm, and whether it kept the step away."""
-        is_short_of_data = (self.stage.degree > 1 or self.is_partitioned) and not self._reduced_data
-        if (is_short_of_data or (self.tied and not self._reduced_tied)) and not self.gradients.is_empty():
-            raise RuntimeFailure("step before reduce_data and reduce_tied: replicas would step differently")
-        self._sum_tensor()
+        self._reductions.finish(is_partitioned=self.is_partitioned)
         norm = self._global_norm() / self.loss_scale
         overflow = self.config.check_overflow and not math.isfinite(norm)
         if not overflow:
@@ -380,10 +328,9 @@ class StageEngine:
 
     def zero_grad(self) -> None:
         """Forget the mini-batch's gradients."""
-        self.gradients.clear()
+        self._reductions.clear()
         for parameter in self.module.parameters():
             parameter.grad = None
-        self._reduced_data = self._reduced_tied = self._summed_tensor = False
 
     @torch.no_grad()
     def _global_norm(self) -> float:
@@ -426,20 +373,12 @@ class StageEngine:
             self.deepspeed.global_steps = self.global_steps
             self.deepspeed.global_samples = self.global_samples
             self.deepspeed.skipped_steps = self.skipped_steps
-        scale = self.loss_scale
-        try:
-            self._scaler.update_scale(overflow)
-        except Exception as error:  # DeepSpeed raises a bare Exception
-            raise RuntimeFailure(
-                f"step {self.global_steps}: gradients overflow at the smallest loss scale, {scale:g}; "
-                "lower the learning rate, use bf16, or lower fp16.min_loss_scale"
-            ) from error
+        self._scale.update(overflow, step=self.global_steps)
         self._publish_loss_scale()
 
     def _publish_loss_scale(self) -> None:
-        if self.dtype == torch.float16 and self._masters is not None and not self._masters.is_plain:
-            wrapper: Any = self.optimizer
-            wrapper.loss_scale = self.loss_scale  # what users read; DeepSpeed's own is not used
+        if self.dtype == torch.float16 and self._masters is not None:
+            self._masters.publish_loss_scale(self.loss_scale)
 
     @property
     def _inner_optimizer(self) -> torch.optim.Optimizer | None:
@@ -507,26 +446,19 @@ class StageEngine:
 
     def optimizer_state(self) -> dict[str, Any] | None:
         """Return DeepSpeed's state of optimizer and masters, this rank's part under ZeRO 1 and 2; None if untrained."""
-        return None if self.deepspeed is None else self.deepspeed.optimizer.state_dict()
+        return None if self._masters is None else self._masters.state_dict()
 
     def load_optimizer_state(self, state: dict[str, Any] | None) -> None:
         """Restore what `optimizer_state` returned on this rank."""
-        if self._masters is None or self.deepspeed is None or state is None:
-            return
-        if self._masters.partitioned:
-            # DeepSpeed takes all ranks' states and picks this rank's by its place in the group.
-            self.deepspeed.optimizer.load_state_dict(
-                [state] * self.stage.degree, load_optimizer_states=True, load_from_fp32_weights=True
-            )
-        else:
-            self.deepspeed.optimizer.load_state_dict(state)
-        self._publish_loss_scale()
+        if self._masters is not None and state is not None:
+            self._masters.load_state_dict(state)
+            self._publish_loss_scale()
 
     def shared_state(self) -> dict[str, Any]:
         """Return schedule, loss scaler and counters: the same on every rank."""
         return {
             "learning_rates": self._rates.state_dict(),
-            "loss_scaler": {key: getattr(self._scaler, key) for key in _SCALER_STATE if self._scaler.dynamic},
+            "loss_scaler": self._scale.state_dict(),
             "counters": {name: getattr(self, name) for name in _COUNTERS},
         }
 
@@ -535,8 +467,7 @@ class StageEngine:
         if load_scheduler:
             self._rates.load_state_dict(state["learning_rates"])
             self._rates.publish(self._inner_optimizer)
-        if self._scaler.dynamic:
-            vars(self._scaler).update(state["loss_scaler"])
+        self._scale.load_state_dict(state["loss_scaler"])
         for name in _COUNTERS:
             setattr(self, name, state["counters"][name])
         self._publish_loss_scale()

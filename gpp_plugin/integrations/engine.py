@@ -193,7 +193,8 @@ class GraphPipelineEngine(PipelineSurface):
         def make() -> None:
             made.append(self._source.make_module(self._lane, sample_batch))
 
-        exchange(make, what="making the stage's module", group=self._setting.group)
+        stages = [self.plan.stages[self.plan.stage_of_rank(r)].name for r in range(self.plan.num_ranks)]
+        exchange(make, what="making the stages' modules", group=self._setting.group, stages=stages)
         return made[0]
 
     def _make_transport(
@@ -441,6 +442,7 @@ class GraphPipelineEngine(PipelineSurface):
         if self.stage_engine.deepspeed is not None:
             self.stage_engine.deepspeed.destroy()
         self._groups.close()
+        self._source.close()
         if group is not None:
             dist.destroy_process_group(group)
 

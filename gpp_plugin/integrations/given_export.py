@@ -57,7 +57,8 @@ def save_stages(
                 f"rank {rank} cannot write stage {stage.name!r} to {directory}: {error}"
             ) from error
 
-    exchange(write, what="save_pretrained", group=group)
+    names = [plan.stages[plan.stage_of_rank(r)].name for r in range(plan.num_ranks)]
+    exchange(write, what="save_pretrained", group=group, stages=names)
 
 
 def _write_whole(path: Path, tensors: dict[str, Tensor]) -> None:

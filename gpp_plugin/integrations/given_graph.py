@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.config import GraphPipelineConfig
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.integrations.given_export import save_stages
 from gpp_plugin.integrations.given_part import cut_part, names_held
 from gpp_plugin.integrations.materialize import release_parameters
@@ -22,6 +22,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.fixed import FixedStage
 from gpp_plugin.profile.analytic import default_sample_counts
 from gpp_plugin.profile.measure import describe_device
+from gpp_plugin.profile.split_cost import UNSPLITTABLE
 from gpp_plugin.runtime.agree import call_on_rank_zero
 from gpp_plugin.runtime.batches import Batch, check_batch
 from gpp_plugin.runtime.pipeline import Lane
@@ -83,6 +84,7 @@ class GivenGraph:
             num_ranks=setting.num_ranks,
             loss_unit=setting.sizes.loss_unit,
             seed=self._config.seed,
+            timeout_s=self._config.comm_timeout_s,
             granularity=self._config.granularity,
         )
         reference = job.reference()
@@ -103,7 +105,7 @@ class GivenGraph:
                 for stage in job.resolved.stages
                 for piece in self._pieces(job, stage, costs, device=device, least=least)
             ]
-            return plan_profiled(
+            plan = plan_profiled(
                 reference.block_graph,
                 costs.profile(reference.block_graph, device=device),
                 config=self._config,
@@ -111,6 +113,8 @@ class GivenGraph:
                 smallest_local_batch=least,
                 fixed=pieces,
             )
+            _refuse_split(plan, costs)
+            return plan
 
         plan = call_on_rank_zero(
             make_plan, PipelinePlan, what="plan", group=setting.group, timeout_s=PREPARATION_TIMEOUT_S
@@ -253,6 +257,27 @@ class GivenGraph:
         known = {p.name: p.aliases for p in self._job.parameters}
         named = {n: tensor for name, tensor in state.items() for n in (name, *known.get(name, ()))}
         save_stages(directory, name=own, state=named, plan=plan, rank=self._setting.rank, group=group)
+
+    def close(self) -> None:
+        """Let go of the groups of stages' contexts."""
+        self._job.close()
+
+
+def _refuse_split(plan: PipelinePlan, costs: StageCosts) -> None:
+    """Refuse a schedule that makes backwards in two parts where a stage's cannot be.
+
+    Raises:
+        PlanError: names the stage.
+    """
+    whole = {
+        cost.block for own in costs.by_stage.values() for cost in own if cost.split_factor >= UNSPLITTABLE
+    }
+    for stage in plan.stages:
+        if stage.schedule == "zero_bubble" and not whole.isdisjoint(stage.blocks):
+            raise PlanError(
+                f"stage {stage.name!r}: its backward cannot be made in two parts (it fails, or its gradients are "
+                'others then), which schedule "zero_bubble" asks for; use "auto"'
+            )
 
 
 def _check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:

@@ -69,6 +69,9 @@ class ModelSource(Protocol):
             state: this rank's stage.
         """
 
+    def close(self) -> None:
+        """Let go of process groups; the model trains no more."""
+
 
 class CapturedModel:
     """One module, captured and cut by a planner.
@@ -146,3 +149,6 @@ class CapturedModel:
             group=group,
             timeout=timeout_s,
         )
+
+    def close(self) -> None:
+        """Do nothing: it has no process groups."""

@@ -39,6 +39,9 @@ NOT_MEASURED = SplitCost(backward_us=0.0, input_gradient_us=0.0, weight_gradient
 CANNOT_SPLIT = SplitCost(backward_us=1.0, input_gradient_us=1e6, weight_gradient_us=1e6)
 """A backward that fails in two parts: a cost at which no schedule that splits it wins."""
 
+UNSPLITTABLE = 1e3
+"""Factor from which a backward counts as one that cannot be split."""
+
 
 def measure_split_cost(operands: Operands, *, device: torch.device, repeats: int = 7) -> SplitCost:
     """Time the backward of one piece of code whole and in two parts, alternated.

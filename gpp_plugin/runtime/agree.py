@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
-from collections.abc import Callable
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -78,16 +81,19 @@ def _broadcast(tensor: torch.Tensor, what: str, group: dist.ProcessGroup, timeou
         ) from error
 
 
-def exchange(make: Callable[[], T], *, what: str, group: dist.ProcessGroup | None) -> list[T]:
+def exchange(
+    make: Callable[[], T], *, what: str, group: dist.ProcessGroup | None, stages: Sequence[str] = ()
+) -> list[T]:
     """Call ``make`` on every rank and return what it gave on each; if it fails on one, all raise the same.
 
     Args:
         what: the phase, for errors.
         group: a CPU group of all ranks; None for a single rank.
+        stages: the stage of each rank, for errors.
 
     Raises:
         GppError: ``make`` raised on a rank; of several, the first one's.
-        CommTimeout: a rank is gone, or did not answer in the group's time.
+        CommTimeout: a rank is gone, or did not answer in the group's time; names those that did not come.
     """
     if group is None or dist.get_world_size(group) == 1:
         return [make()]
@@ -103,18 +109,62 @@ def exchange(make: Callable[[], T], *, what: str, group: dist.ProcessGroup | Non
             type(error).__name__ if is_ours else "GppError",
             str(error)
             if is_ours
-            else f"rank {dist.get_rank()}: {what} failed: {type(error).__name__}: {error}",
+            else f"{_name(dist.get_rank(), stages)}: {what} failed: {type(error).__name__}: {error}",
         )
     told: list[tuple[T, tuple[str, str] | None]] = [None] * dist.get_world_size(group)  # type: ignore[list-item]
+    roll = _Roll(group)
+    roll.answer()
+    started = time.monotonic()
     try:
         dist.all_gather_object(told, (value, failure), group=group)
     except RuntimeError as error:
+        absent = ", ".join(_name(rank, stages) for rank in roll.absent()) or "a rank that came and went"
         raise CommTimeout(
-            f"rank {dist.get_rank()} heard nothing of {what} from another rank, which is gone or stuck: look for the "
-            "first error of the other ranks"
+            f"{_name(dist.get_rank(), stages)} waited {time.monotonic() - started:.0f} s for {what}, to which "
+            f"{absent} did not come: look for the first error there"
         ) from error
     for rank, (_, problem) in enumerate(told):
         if problem is not None:
             name, text = problem
             raise getattr(errors, name, GppError)(text) from (cause if rank == dist.get_rank() else None)
     return [answer for answer, _ in told]
+
+
+def _name(rank: int, stages: Sequence[str]) -> str:
+    return f"rank {rank} (stage {stages[rank]!r})" if stages else f"rank {rank}"
+
+
+_calls: defaultdict[str, int] = defaultdict(int)
+"""Exchanges begun, by group."""
+
+
+class _Roll:
+    """Who has come to an exchange, as ranks note it in the job's store: a collective that fails does not say whom
+    it lacked.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._ranks = dist.get_process_group_ranks(group)
+        self._name = f"gpp_plugin/exchange/{group.group_name}"
+        _calls[self._name] += 1
+        self._call = _calls[self._name]
+        self._store = dist.distributed_c10d._get_default_store()
+
+    def _key(self, rank: int, call: int) -> str:
+        return f"{self._name}/{call}/{rank}"
+
+    def answer(self) -> None:
+        """Note that this rank has come; its note before the last one is read by nobody any more."""
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the store is on rank 0: if that is gone the collective fails too
+            self._store.set(self._key(dist.get_rank(), self._call), "1")
+            if self._call > 2:
+                self._store.delete_key(self._key(dist.get_rank(), self._call - 2))
+
+    def absent(self) -> list[int]:
+        """Return the ranks that have not come; rank 0 where the store is gone."""
+        try:
+            return [rank for rank in self._ranks if not self._store.check([self._key(rank, self._call)])]
+        except RuntimeError:
+            return [0]

@@ -81,8 +81,9 @@ def stage_function(
     places += [(keyword, order["node", node]) for keyword, node in stage.received]
     total = loss_node(stage)
     wanted, count = tuple(outputs), len(tensors)
-    local = {id(t): name for name, t in (*module.named_buffers(), *module.named_parameters())}
-    names = [local[id(tensor)] for tensor in tensors.values()]
+    local = {id(t): name for name, t in module.named_parameters()}
+    # buffers are the module's own, which it may bind anew, whatever version of its weights it computes with
+    names = [local.get(id(tensor)) for tensor in tensors.values()]
     # versions replace trained parameters: one of them tells
     trained = [
         (i, t) for i, t in enumerate(tensors.values()) if isinstance(t, nn.Parameter) and t.requires_grad
@@ -94,7 +95,7 @@ def stage_function(
         if own is None or given[telling] is own:
             returned = module(**arguments)
         else:
-            weights = dict(zip(names, given[:count], strict=True))
+            weights = {name: t for name, t in zip(names, given[:count], strict=True) if name is not None}
             returned = functional_call(module, weights, kwargs=arguments)
         found = named_outputs(stage.name, stage.nodes, returned)
         if total is not None and total not in found:

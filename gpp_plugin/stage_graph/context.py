@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ class StageContext:
             only where torch.distributed is not initialised.
         tensor_group: ranks of the same data position, which share out the weights; likewise. It takes tensors of the
             device and of the CPU.
+        single_group: this rank alone; likewise.
         data_rank, data_size: this rank's data position, and how many there are.
         tensor_rank, tensor_size: this rank's tensor position, and how many there are.
     """
@@ -34,26 +36,37 @@ class StageContext:
     dtype: torch.dtype
     data_group: dist.ProcessGroup | None
     tensor_group: dist.ProcessGroup | None
+    single_group: dist.ProcessGroup | None
     data_rank: int
     data_size: int
     tensor_rank: int
     tensor_size: int
 
+    def close(self) -> None:
+        """Let go of the groups; nothing may be under way in them."""
+        for group in (self.data_group, self.tensor_group, self.single_group):
+            if group is not None:
+                dist.destroy_process_group(group)
+
 
 def make_context(
-    stages: Sequence[StageSpec], *, rank: int, device: torch.device, dtype: torch.dtype
+    stages: Sequence[StageSpec], *, rank: int, device: torch.device, dtype: torch.dtype, timeout_s: float
 ) -> StageContext:
     """Return this rank's context; collective over all ranks where torch.distributed is initialised.
 
     Args:
         stages: all of them, in the same order on every rank, their ranks checked.
+        timeout_s: how long a collective in its groups waits for its peers.
     """
     own: StageContext | None = None
+    timeout = datetime.timedelta(seconds=timeout_s)
     for stage in stages:
         rows = [stage.ranks[i : i + stage.tensor] for i in range(0, len(stage.ranks), stage.tensor)]
         columns = [stage.ranks[i :: stage.tensor] for i in range(stage.tensor)]
         both = "cpu:gloo,cuda:nccl" if device.type == "cuda" else None
-        tensor_group, data_group = _own_group(rows, rank, backend=both), _own_group(columns, rank)
+        tensor_group = _own_group(rows, rank, timeout, backend=both)
+        data_group = _own_group(columns, rank, timeout)
+        single_group = _own_group([[r] for r in stage.ranks], rank, timeout)
         if rank in stage.ranks:
             data_rank, tensor_rank = divmod(stage.ranks.index(rank), stage.tensor)
             own = StageContext(
@@ -63,6 +76,7 @@ def make_context(
                 dtype=dtype,
                 data_group=data_group,
                 tensor_group=tensor_group,
+                single_group=single_group,
                 data_rank=data_rank,
                 data_size=len(rows),
                 tensor_rank=tensor_rank,
@@ -73,14 +87,14 @@ def make_context(
 
 
 def _own_group(
-    members: Sequence[Sequence[int]], rank: int, *, backend: str | None = None
+    members: Sequence[Sequence[int]], rank: int, timeout: datetime.timedelta, *, backend: str | None = None
 ) -> dist.ProcessGroup | None:
     """Create a group of each of ``members`` and return the one that ``rank`` is in."""
     if not dist.is_initialized():
         return None
     found = None
     for ranks in members:
-        group = dist.new_group(list(ranks), backend=backend)
+        group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
         if rank in ranks:
             assert isinstance(group, dist.ProcessGroup)
             found = group

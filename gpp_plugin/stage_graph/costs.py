@@ -114,7 +114,9 @@ def measure_stages(
                 with_split=measuring.with_split,
             )
 
-        told = exchange(time_own, what=f"profile of stage {stage.name!r}", group=place.group)
+        told = exchange(
+            time_own, what=f"the profile of stage {stage.name!r}", group=place.group, stages=place.stages
+        )
         profile = _of_all([answer for answer in told if answer is not None])
         by_stage[stage.name] = profile.costs
         shared += profile.shared

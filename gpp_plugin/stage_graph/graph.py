@@ -28,7 +28,7 @@ from gpp_plugin.stage_graph.written import (
 if TYPE_CHECKING:
     from gpp_plugin.stage_graph.context import StageContext
 
-Maker: TypeAlias = "nn.Module | Callable[[StageContext], nn.Module]"
+Maker: TypeAlias = "nn.Module | Callable[[StageContext], nn.Module] | Callable[[], nn.Module]"
 """A stage's module, or what builds it on the stage's ranks only."""
 
 
@@ -128,9 +128,10 @@ class StageGraph:
         """Add a stage; its module is called ``module(**inputs)`` and returns a tensor, a tuple or a dict.
 
         Args:
-            module: a module, or a factory that is called on the stage's ranks only, with a `StageContext`. Where a
-                factory has a method ``check(stage, tensor)``, that is called now, and may refuse the grid; one with
-                ``shards(inputs, outputs)`` says what of those is sharded if ``tensor`` is more than 1.
+            module: a module, or a factory that is called on the stage's ranks only, with a `StageContext` if it takes
+                an argument. Where a factory has a method ``check(stage, tensor)``, that is called now, and may refuse
+                the grid; one with ``shards(inputs, outputs)`` says what of those is sharded if ``tensor`` is more
+                than 1.
             inputs: names of earlier outputs ("embeds" or "vision.embeds") and batch keys; a dict maps the
                 module's own argument names to them.
             outputs: names of what it returns, in order, or by key where it returns a dict; a dict maps the

@@ -5,6 +5,7 @@ The engine uses it through `integrations.given_graph`; it needs no DeepSpeed its
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -47,6 +48,7 @@ class GraphJob:
     Args:
         sample_batch: like those to come; its tensors are the graph's possible inputs.
         loss_unit: samples of one loss.
+        timeout_s: how long ranks of a stage wait for each other.
         granularity: size of the blocks of captured parts.
         seed: what factories draw weights from, with their stage's name.
 
@@ -63,23 +65,26 @@ class GraphJob:
         num_ranks: int,
         loss_unit: int,
         seed: int,
+        timeout_s: float,
         granularity: str = "layer",
     ) -> None:
         self._given = graph
-        self._place = place
         self._num_ranks = num_ranks
         self._loss_unit = loss_unit
         self._sample = sample_batch
         self.resolved: ResolvedGraph = resolve(
             graph, batch_keys=_tensor_keys(sample_batch), num_ranks=num_ranks
         )
+        stages = tuple(self.resolved.stage_of_rank(rank).name for rank in range(num_ranks))
+        self._place = place = dataclasses.replace(place, stages=stages)
         self._stage = self.resolved.stage_of_rank(place.rank)
         self._called = tied_names(self.resolved)
-        context = make_context(
+        self._context = context = make_context(
             [stage.spec for stage in self.resolved.stages],
             rank=place.rank,
             device=place.device,
             dtype=place.dtype,
+            timeout_s=timeout_s,
         )
         self.parts = {
             stage.name: CapturedPart(
@@ -96,7 +101,7 @@ class GraphJob:
             made.append(make_module(self._stage, context, seed=_seed(seed, self._stage.name)))
             return describe_tensors(self._stage.name, made[0])
 
-        tensors = exchange(build, what=f"building stage {self._stage.name!r}", group=place.group)
+        tensors = exchange(build, what="building stages", group=place.group, stages=place.stages)
         check_replicas(self.resolved, tensors)
         self._tensors = {stage.name: tensors[stage.spec.ranks[0]] for stage in self.resolved.stages}
         check_ties(self.resolved, self._tensors)
@@ -125,6 +130,10 @@ class GraphJob:
     def parameters(self) -> tuple[Parameter, ...]:
         """Return the parameters and buffers of all stages, tied ones once."""
         return merged_parameters(self._tensors, self._called)[0]
+
+    def close(self) -> None:
+        """Let go of the groups that factories were given; no stage runs any more."""
+        self._context.close()
 
     def views(self, *, is_training: bool) -> dict[str, PartView]:
         """Return the captured parts in one mode, as the whole graph sees them."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ def make_module(stage: GraphStage, context: StageContext, *, seed: int) -> nn.Mo
         with torch.random.fork_rng(devices=[context.device] if context.device.type == "cuda" else []):
             torch.manual_seed(seed)
             try:
-                module = make(context)
+                module = call_factory(stage.name, make, context)
             except GppError:
                 raise
             except Exception as error:  # whatever it is: every rank must hear of it
@@ -75,6 +76,34 @@ def make_module(stage: GraphStage, context: StageContext, *, seed: int) -> nn.Mo
         if parameter.is_floating_point() and parameter.dtype != context.dtype:
             parameter.data = parameter.data.to(context.dtype)
     return module
+
+
+def call_factory(stage: str, make: Callable[..., nn.Module], context: StageContext) -> nn.Module:
+    """Call a factory with the context, or without where it takes nothing.
+
+    Raises:
+        ConfigError: it must be called with something else.
+    """
+    try:
+        signature = inspect.signature(make)
+    except (TypeError, ValueError):  # written in C: it says when it is called
+        return make(context)
+    parameters = signature.parameters.values()
+    arguments = (context,) if any(map(_may_be_context, parameters)) else ()
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        raise ConfigError(
+            f"stage {stage!r}: its factory takes {signature}; it is called with one StageContext, or with nothing: "
+            "bind the rest (functools.partial, or lambda context: ...)"
+        ) from None
+    return make(*arguments)
+
+
+def _may_be_context(parameter: inspect.Parameter) -> bool:
+    """Return whether a factory wants the context for a parameter: one called so, or without a default."""
+    is_open = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+    return is_open or parameter.name == "context"
 
 
 def first_line(error: BaseException) -> str:

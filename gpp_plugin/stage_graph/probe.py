@@ -165,7 +165,12 @@ class Prober:
             report = run() if is_mine else None
             return report if self._place.rank == first else None
 
-        told = exchange(own, what=f"stage {stage.name!r}", group=self._place.group)
+        told = exchange(
+            own,
+            what=f"the trial of stage {stage.name!r}",
+            group=self._place.group,
+            stages=self._place.stages,
+        )
         report = next(answer for answer in told if answer is not None)
         return report
 

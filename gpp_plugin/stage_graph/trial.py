@@ -27,12 +27,14 @@ class Place:
     Args:
         group: a CPU group of all ranks; None for a single rank.
         dtype: floating batch entries are cast to it.
+        stages: the stage of each rank, for messages.
     """
 
     rank: int
     device: torch.device
     dtype: torch.dtype
     group: dist.ProcessGroup | None
+    stages: tuple[str, ...] = ()
 
 
 Values = dict[tuple[str, int], Tensor]

@@ -77,7 +77,7 @@ def alone(stage: str = "whole", dtype: torch.dtype = torch.float64) -> StageCont
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return StageContext(
         stage=stage, rank=dist.get_rank(), device=torch.device("cpu"), dtype=dtype, data_group=group,
-        tensor_group=group, data_rank=0, data_size=1, tensor_rank=0, tensor_size=1,
+        tensor_group=group, single_group=group, data_rank=0, data_size=1, tensor_rank=0, tensor_size=1,
     )  # fmt: skip
 
 
@@ -91,7 +91,9 @@ def in_place(tensor: int = 2) -> StageContext:
     graph = StageGraph()
     ranks = range(dist.get_world_size())
     graph.stage("all", nn.Identity(), inputs=["x"], outputs=["y"], ranks=ranks, tensor=tensor)
-    return make_context(graph.stages, rank=dist.get_rank(), device=torch.device("cpu"), dtype=torch.float64)
+    return make_context(
+        graph.stages, rank=dist.get_rank(), device=torch.device("cpu"), dtype=torch.float64, timeout_s=60.0
+    )
 
 
 def jolt(module: nn.Module) -> None:

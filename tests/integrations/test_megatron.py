@@ -172,7 +172,7 @@ def test_mistakes_with_chunks_are_one_line() -> None:
 def test_a_factory_needs_torch_distributed() -> None:
     context = StageContext(
         stage="language", rank=0, device=torch.device("cpu"), dtype=torch.float32, data_group=None, tensor_group=None,
-        data_rank=0, data_size=1, tensor_rank=0, tensor_size=1,
+        single_group=None, data_rank=0, data_size=1, tensor_rank=0, tensor_size=1,
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"stage 'language': .* need torch.distributed"):
         gpt_stage(jobs.config_of(), **jobs.LANGUAGE)(context)

@@ -214,13 +214,28 @@ def _wrong(name: str) -> Any:
     def fail(context: Any) -> Any:
         raise ValueError("no such weights\nand more")
 
+    class Once(torch.autograd.Function):
+        """A product whose backward runs once."""
+
+        @staticmethod
+        def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+            ctx.operands = [hidden, weight]
+            return hidden @ weight
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+            weight, hidden = ctx.operands.pop(), ctx.operands.pop()
+            return gradient @ weight.T, hidden.flatten(0, -2).T @ gradient.flatten(0, -2)
+
     class Head(torch.nn.Linear):
         def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-            difference = (super().forward(hidden) - target) ** 2
+            product = Once.apply(hidden, self.weight) if name == "in_parts" else super().forward(hidden)  # type: ignore[no-untyped-call]
+            difference = (product - target) ** 2
             return difference.mean(-1) if name == "no_number" else difference.mean()
 
     bodies: dict[str, Any] = {
         "factory": fail,
+        "two_arguments": lambda width, depth, bias=True: torch.nn.Linear(width, depth, bias),
         "no_module": lambda context: 3,
         "missing_field": Returns(lambda x: {"other": x}),
         "too_many": Returns(lambda x: (x, x)),
@@ -252,7 +267,8 @@ def build_wrongly(names: list[str]) -> dict[str, str]:
 
     said = {}
     for name in names:
-        block = {"planner": "graphpipe"} if name == "planner" else {}
+        blocks = {"planner": {"planner": "graphpipe"}, "in_parts": {"schedule": "zero_bubble"}}
+        block = blocks.get(name, {})
         wrapped = gpp_plugin.GraphPipelineModule(_wrong(name), sample_batch=batch_of("chain"))
         try:
             deepspeed.initialize(model=wrapped, config=config_of("chain", block=block))

@@ -1,4 +1,4 @@
-"""What each rank runs in the tests of recomputed stages of stage graphs."""
+"""What each rank runs in the tests of recomputed and swapped stages of stage graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.stage_graph.graphs import U, make
 from tests.stage_graph.jobs import steps
 
 WIDTH, ROWS = 16, 16
-DATA_RANKS = 2
+ORDER = {"schedule": "1f1b", "slicing": "off"}
 
 
 class Deep(nn.Module):
@@ -58,19 +58,24 @@ class Loss(nn.Module):
         return ((hidden * self.scale - target) ** 2).mean()
 
 
-def build(*, is_seeded: bool) -> gpp_plugin.StageGraph:
-    """Degrees 1, 2 and 1: a linear layer, the stage of interest, the loss."""
-    graph = gpp_plugin.StageGraph("recomputed")
+def build(kind: str) -> gpp_plugin.StageGraph:
+    """A linear layer, the stages of interest, the loss: on two data ranks, or two behind each other (``line``)."""
+    middle: list[tuple[str, Any, list[int]]] = {
+        "deep": [("deep", make(Deep, "deep").float(), [1, 2])],
+        "seeded": [("deep", Seeded, [1, 2])],
+        "line": [("deep", make(Deep, "deep").float(), [1]), ("deeper", make(Deep, "deeper").float(), [2])],
+    }[kind]
+    graph = gpp_plugin.StageGraph(kind)
     graph.stage(
-        "start", make(lambda: nn.Linear(WIDTH, WIDTH), "start").float(), inputs={"input": "x"}, outputs=["hidden"],
-        ranks=[0],
+        "start", lambda: make(lambda: nn.Linear(WIDTH, WIDTH), "start").float(), inputs={"input": "x"},
+        outputs=["start"], ranks=[0],
     )  # fmt: skip
+    before = "start"
+    for name, module, ranks in middle:
+        graph.stage(name, module, inputs={"hidden": before}, outputs=[name], ranks=ranks)
+        before = name
     graph.stage(
-        "deep", Seeded if is_seeded else make(Deep, "deep").float(), inputs=["hidden"], outputs={"deep": "deep"},
-        ranks=[1, 2],
-    )  # fmt: skip
-    graph.stage(
-        "end", make(Loss, "end").float(), inputs={"hidden": "deep", "target": "target"}, outputs=["loss"], ranks=[3]
+        "end", make(Loss, "end").float(), inputs={"hidden": before, "target": "target"}, outputs=["loss"], ranks=[3]
     )  # fmt: skip
     return graph
 
@@ -80,8 +85,8 @@ def batch(seed: int) -> dict[str, Tensor]:
     return {key: torch.randn(ROWS, WIDTH, generator=generator) for key in ("x", "target")}
 
 
-def train(block: dict[str, Any], *, is_seeded: bool = False) -> dict[str, Any]:
-    """Two mini-batches: losses, weights and buffers, what the plan says and what was counted."""
+def train(block: dict[str, Any], kind: str = "deep") -> dict[str, Any]:
+    """Two mini-batches, and what mode async leaves under way: losses, weights and buffers, what the plan says and what was counted."""
     import deepspeed
 
     config = {
@@ -89,13 +94,15 @@ def train(block: dict[str, Any], *, is_seeded: bool = False) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": U,
         "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
         "steps_per_print": 1000,
-        "graph_pipeline": {"comm_timeout_s": 60, "schedule": "1f1b", "slicing": "off", **block},
+        "graph_pipeline": {"comm_timeout_s": 60, **ORDER, **block},
     }
-    wrapped = gpp_plugin.GraphPipelineModule(build(is_seeded=is_seeded), sample_batch=batch(0))
+    wrapped = gpp_plugin.GraphPipelineModule(build(kind), sample_batch=batch(0))
     engine = deepspeed.initialize(model=wrapped, config=config)[0]
     torch.manual_seed(dist.get_rank())
     losses = steps(engine, [batch(0), batch(1)])
     report = engine.memory_report()
+    if engine.plan.mode == "async":
+        losses.append(float(engine.flush()))
     stage = engine.plan.stages[engine.plan.stage_of_rank(dist.get_rank())]
     return {
         "losses": losses,
@@ -107,7 +114,7 @@ def train(block: dict[str, Any], *, is_seeded: bool = False) -> dict[str, Any]:
         "memory": stage.memory,
         "in_flight": stage.in_flight,
         "needs": {s.name: s.memory_bytes for s in engine.plan.stages},
-        "recomputed": [s.name for s in engine.plan.stages if s.memory is not None],
+        "optimized": [s.name for s in engine.plan.stages if s.memory is not None],
     }  # fmt: skip
 
 
@@ -124,12 +131,19 @@ def train_variants() -> dict[str, Any]:
         "split_plain": train({**sizes, "schedule": "zero_bubble", "memory": {"recompute": "off"}}),
     }
     with on_cpu():
-        found["seeded"] = train({"memory": {"recompute": "full"}}, is_seeded=True)
-        found["seeded_plain"] = train({"memory": {"recompute": "off"}}, is_seeded=True)
+        found["seeded"] = train({"memory": {"recompute": "full"}}, "seeded")
+        found["seeded_plain"] = train({"memory": {"recompute": "off"}}, "seeded")
     low, high = (max(found[way]["needs"].values()) for way in ("full", "plain"))
-    found["auto"] = train({**sizes, "memory": {"recompute": "auto", "limit_gb": (low + high) / 2e9}})
+    middle = {"limit_gb": (low + high) / 2e9}
+    found["auto"] = train({**sizes, "memory": {"swap": "off", **middle}})
+    found["swap"] = train({**sizes, "memory": {"recompute": "off", **middle}})
     try:
         train({**sizes, "memory": {"recompute": "auto", "limit_gb": low / 4e9}})
     except PlanInfeasible as error:
         found["refused"] = str(error)
+    late = {"mode": "async"}
+    found["async_plain"] = plain = train({**late, "memory": {"recompute": "off", "swap": "off"}}, "line")
+    found["async_full"] = train({**late, "memory": {"recompute": "full"}}, "line")
+    tight = {"limit_gb": (max(plain["needs"].values()) - 3000) / 1e9}
+    found["async_swap"] = train({**late, "memory": {"recompute": "off", **tight}}, "line")
     return found

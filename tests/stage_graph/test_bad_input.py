@@ -166,6 +166,9 @@ def test_an_output_of_two_stages_needs_its_stage() -> None:
 
 BUILT = {
     "factory": "stage 'body': its factory failed on rank 0: ValueError: no such weights",
+    "two_arguments": "stage 'body': its factory takes (width, depth, bias=True); it is called with one StageContext, or "
+    "with nothing: bind the rest",
+    "in_parts": "stage 'head': its backward cannot be made in two parts (it fails, or its gradients are others then)",
     "no_module": "stage 'body': its factory returned a int; return a torch module",
     "missing_field": "stage 'body': its module returned no 'hidden', only other; its outputs are 'hidden'",
     "too_many": "stage 'body': its module returned 2 values; its outputs are 'hidden'",

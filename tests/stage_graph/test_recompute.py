@@ -1,4 +1,4 @@
-"""Stages of a stage graph that run again as a whole: bit-equal, statistics updated once, what is held falls."""
+"""Stages of a stage graph that swap or run again as a whole: bit-equal, statistics updated once, what is held falls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,15 @@ def answers() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("plain", "way"),
-    [("plain", "full"), ("plain", "auto"), ("split_plain", "split"), ("seeded_plain", "seeded")],
+    [
+        ("plain", "full"),
+        ("plain", "auto"),
+        ("plain", "swap"),
+        ("split_plain", "split"),
+        ("seeded_plain", "seeded"),
+        ("async_plain", "async_full"),
+        ("async_plain", "async_swap"),
+    ],
 )
 def test_weights_buffers_and_random_state_are_bit_equal(
     answers: list[dict[str, Any]], plain: str, way: str
@@ -35,8 +43,9 @@ def test_weights_buffers_and_random_state_are_bit_equal(
         for name, tensor in rank[plain]["tensors"].items():
             assert torch.equal(rank[way]["tensors"][name], tensor), name
         assert torch.equal(rank[way]["drawn"], rank[plain]["drawn"])
-        assert "deep" in rank[way]["recomputed"]
-        assert rank[plain]["recomputed"] == []
+        assert "deep" in rank[way]["optimized"]
+        assert rank[plain]["optimized"] == []
+        assert rank[way]["differences"] == (), "what is counted is what is planned"
 
 
 def test_statistics_are_updated_once_a_micro_batch(answers: list[dict[str, Any]]) -> None:
@@ -59,14 +68,26 @@ def test_counted_bytes_fall_to_what_is_planned(answers: list[dict[str, Any]]) ->
     assert before["recomputed_bytes"] == 0
 
 
+@pytest.mark.parametrize(("plain", "way"), [("plain", "swap"), ("async_plain", "async_swap")])
+def test_counted_bytes_leave_as_planned(answers: list[dict[str, Any]], plain: str, way: str) -> None:
+    swap, before = answers[1][way], answers[1][plain]
+    assert swap["memory"].swapped and not swap["memory"].recomputed
+    counted = swap["counts"][1]
+    assert counted["swapped_bytes"] == sum(tensor.bytes for tensor in swap["memory"].swapped)
+    assert counted["held_bytes"] == before["counts"][1]["held_bytes"] - counted["swapped_bytes"]
+    assert counted["peak_held_bytes"] == swap["predicted"][1] < before["predicted"][1]
+    assert 0 < counted["working_bytes"] <= swap["memory"].working_bytes
+
+
 def test_auto_recomputes_only_what_does_not_fit(answers: list[dict[str, Any]]) -> None:
-    assert answers[0]["auto"]["recomputed"] == ["deep"]
+    assert answers[0]["auto"]["optimized"] == ["deep"]
+    assert answers[1]["auto"]["memory"].recomputed
     assert "stage 'deep' needs" in answers[0]["refused"]
 
 
 def test_loss_stage_gains_nothing(answers: list[dict[str, Any]]) -> None:
     assert answers[3]["full"]["in_flight"] == 1
-    assert "end" not in answers[3]["full"]["recomputed"]
+    assert "end" not in answers[3]["full"]["optimized"]
 
 
 @pytest.mark.parametrize("swaps", [True, False])

@@ -23,13 +23,13 @@ def collect_groups(context: StageContext) -> Any:
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    if context.tensor_group is None or context.data_group is None:
+    if context.tensor_group is None or context.data_group is None or context.single_group is None:
         raise ConfigError(
             f"stage {context.stage!r}: megatron-core's modules need torch.distributed; start ranks with torchrun or "
             "deepspeed (one is enough)"
         )
     _check_grid(context)
-    alone = dist.new_group([context.rank], use_local_synchronization=True)
+    alone = context.single_group
     tensor, data = context.tensor_group, context.data_group
     return ProcessGroupCollection(
         tp=tensor, cp=alone, pp=alone, dp=data, mp=tensor, tp_cp=tensor, dp_cp=data, embd=None, pos_embd=None

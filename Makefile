@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
+WORKERS ?= auto
 
 # Where a GPU and a torch >= 2.11 are there already, the venv sees that torch instead of a new one.
 define HAS_TORCH
@@ -27,8 +28,8 @@ help:  ## list the targets
 demo: $(STAMP)  ## train a CLIP on handwritten digits on four ranks (about two minutes)
 	$(BIN)/gpp demo $(ARGS)
 
-test: $(STAMP)  ## run the tests, e.g. make test ARGS="tests/plan -x"
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(ARGS)
+test: $(STAMP)  ## run the tests, one worker a core, e.g. make test WORKERS=0 ARGS="tests/plan -x"
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(ARGS)
 
 check: $(STAMP)  ## lint, formatting, types, import rules
 	$(BIN)/ruff check .

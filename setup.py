@@ -15,6 +15,7 @@ EXTRAS = {
         "megatron-core>=0.16",
         "pytest>=8",
         "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
         "scikit-learn>=1.5",
         "tensorboard>=2.18",
         "transformers>=5.0",

@@ -128,11 +128,12 @@ def _add_bench(
     text = "run a benchmark"
     bench = commands.add_parser("bench", help=text, description=_sentence(text))
     benches = bench.add_subparsers(dest="bench", metavar="NAME", required=True)
+    asked = next((word for word in arguments if word in names), None)  # "swap" is also an option's value
     for name in names:
         text = _docstring(_bench_module(name))
         sub = benches.add_parser(name, help=text.splitlines()[0], description=text)
         _add_json(sub)
-        if name in arguments:
+        if name == asked:
             module = importlib.import_module(_bench_module(name))
             module.add_arguments(sub)
             runners["bench"] = _named_runner(module.run)

@@ -230,3 +230,9 @@ def test_plan_with_memory_optimization(capsys, tmp_path):
     shown = capsys.readouterr().out
     assert "stashed weights" in shown
     assert last_json(shown)["memory"] == last_json(printed)["memory"]
+
+
+def test_a_benchmark_may_be_told_a_word_that_names_another(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "memory", "--plans", "swap", "--help"])
+    assert "--cap-gb" in capsys.readouterr().out

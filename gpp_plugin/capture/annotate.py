@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
@@ -118,6 +119,7 @@ def annotate(
     Raises:
         CaptureError: an operator's result has a size that depends on values.
     """
+    tensors = {name: _in_mode(tensor, shadow) for name, tensor in tensors.items()}
     values: dict[fx.Node, Any] = {}
     notes: dict[str, Note] = {}
     keys: dict[int, int] = {}
@@ -160,6 +162,15 @@ def annotate(
                     notes[node.name].storage = maker if maker != node.name else ""
             notes[node.name].keeps, notes[node.name].kept_inside_bytes = _by_maker(saved.now, makers)
     return notes
+
+
+def _in_mode(tensor: torch.Tensor, shadow: Shadow) -> torch.Tensor:
+    """Return a fake tensor of the shadow's own mode: a view of another mode's would have another storage."""
+    if isinstance(tensor, FakeTensor) and tensor.fake_mode is shadow.mode:
+        return tensor
+    with shadow.mode:
+        own = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return own.requires_grad_(tensor.requires_grad)
 
 
 def _no_backward(_: object) -> torch.Tensor:

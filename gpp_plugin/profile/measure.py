@@ -148,7 +148,7 @@ def profile_blocks(
         "repeats": repeats,
         "with_split": with_split,
         # what the bytes are of: older files count otherwise
-        "counts": "shared storages and ties, no model inputs, what is received",
+        "counts": "shared storages and ties, no model inputs (contiguous), what is received",
     }
     return CostStore(cache_dir).find_or_measure(key, measure_all)
 
@@ -235,7 +235,7 @@ class _Survey:
         self._codes = block_codes(captured, block_graph)
         resized = resize_batch(batch, self._num_samples)
         self._inputs = {
-            spec.name: resized[spec.name].to(device=device, dtype=getattr(torch, spec.dtype))
+            spec.name: resized[spec.name].to(device=device, dtype=getattr(torch, spec.dtype)).contiguous()
             for spec in captured.op_graph.inputs
         }
         self._parameters = {n: p for p in captured.op_graph.parameters for n in (p.name, *p.aliases)}

@@ -115,25 +115,36 @@ def slice_batch(
 ) -> list[tuple[Tensor, ...]]:
     """Return the rows ``rank`` reads in each micro-batch of its stage, in the order of ``keys``.
 
+    All are contiguous, as in the capture: where an operator had to copy them first, autograd would keep the copy, and
+    what a stage keeps would depend on how the user's batch lies in memory.
+
     Args:
         specs: the captured model inputs by batch key (their layouts).
         dtype: floating inputs are cast to it; None keeps them.
     """
-    slices = []
-    for micro_batch in range(num_micro_batches):
-        samples = stage.samples(micro_batch, rank)
-        slices.append(tuple(_rows(batch[key], specs[key], samples, device, dtype) for key in keys))
-    return slices
+    samples = [stage.samples(micro_batch, rank) for micro_batch in range(num_micro_batches)]
+    columns = [_rows(batch[key], specs[key], samples, device, dtype) for key in keys]
+    return [tuple(column[i] for column in columns) for i in range(num_micro_batches)]
 
 
 def _rows(
-    tensor: Tensor, spec: TensorSpec, samples: SampleRange, device: torch.device, dtype: torch.dtype | None
-) -> Tensor:
-    if spec.layout.kind is LayoutKind.BATCH:
-        rows = spec.layout.rows_per_sample
-        tensor = tensor.narrow(spec.layout.axis, samples.first_sample * rows, samples.num_samples * rows)
+    tensor: Tensor,
+    spec: TensorSpec,
+    samples: Sequence[SampleRange],
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> list[Tensor]:
+    """Return the rows of each range; what has no batch axis is one tensor for all of them."""
     wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    return tensor.to(device=device, dtype=wanted, non_blocking=True)
+    is_async = device.type == "cuda"  # to the host, a copy must be finished before it is read
+
+    def moved(part: Tensor) -> Tensor:
+        return part.to(device=device, dtype=wanted, non_blocking=is_async).contiguous()
+
+    if spec.layout.kind is not LayoutKind.BATCH:
+        return [moved(tensor)] * len(samples)
+    axis, rows = spec.layout.axis, spec.layout.rows_per_sample
+    return [moved(tensor.narrow(axis, s.first_sample * rows, s.num_samples * rows)) for s in samples]
 
 
 def take_samples(batch: Batch, first: int, count: int, total: int) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def stage_arguments(
     for keyword, key in stage.batch_inputs:
         tensor = rows[key]
         wanted = place.dtype if tensor.is_floating_point() else tensor.dtype
-        arguments[keyword] = tensor.to(device=place.device, dtype=wanted, copy=True)
+        arguments[keyword] = tensor.to(device=place.device, dtype=wanted, copy=True).contiguous()
     for keyword, node in stage.received:
         spec = tensors[node]
         if (node, num_samples) in values:

@@ -1,0 +1,116 @@
+"""Layers that read the batch's own floats: what is measured, planned and counted of them is one number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpp_plugin.capture.export import capture_model
+from gpp_plugin.ir.memory_counts import MemoryCounts
+from gpp_plugin.ir.memory_plan import MemoryPlan
+from gpp_plugin.ir.plan import Stage
+from gpp_plugin.ir.tensors import TensorSpec
+from gpp_plugin.library import modules
+from gpp_plugin.profile.measure import profile_blocks
+from gpp_plugin.runtime.batches import slice_batch
+from tests.models import build
+from tests.runtime.memory_stages import (
+    CPU,
+    SAMPLES,
+    TestStage,
+    Trainer,
+    chunks,
+    memory_plan,
+    plan_swap,
+    stage_of,
+)
+
+
+class Tokens(nn.Module):
+    """Its first layer reads a sequence of floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Return the squared error of a number a sample; ``x`` is (samples, length, 16)."""
+        found = self.second(torch.tanh(self.first(x))).mean(1).squeeze(-1)
+        return nn.functional.mse_loss(found, labels)
+
+
+def tokens(num_samples: int, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(num_samples, 5, 16, generator=generator),
+        "labels": torch.randn(num_samples, generator=generator),
+    }
+
+
+def scattered(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the same values, the last two axes of three exchanged in memory."""
+    return {
+        k: v.transpose(-1, -2).contiguous().transpose(-1, -2) for k, v in batch.items() if v.dim() > 2
+    } | {k: v for k, v in batch.items() if v.dim() <= 2}
+
+
+def library(name: str, **sizes: int) -> tuple[nn.Module, Callable[..., Any]]:
+    model = modules.MODULES[name](**sizes)
+    return model, lambda num_samples, seed=0: modules.make_batch(model, num_samples, seed=seed)
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Callable[..., Any]]]] = {
+    "tokens": lambda: (Tokens(), tokens),
+    "mlp": lambda: build("two_branch"),
+    "candle_uno": lambda: library("candle_uno", branches=3, layers=2, hidden=16),
+    "dlrm": lambda: library("dlrm", dense=2, sparse=2, layers=2, hidden=16, top_layers=2, entries=50,
+                            embedding=8, bag=3),
+}  # fmt: skip
+
+
+def counted(stage: TestStage, plan: MemoryPlan | None, rows: list[tuple[Tensor, ...]]) -> MemoryCounts:
+    """Return what one pass over these rows keeps, moves and makes again."""
+    trainer = Trainer(stage, plan)
+    trainer.compute.start_counting()
+    for micro_batch, inputs in enumerate(rows):
+        trainer.compute.forward(micro_batch, None, inputs, [])
+        trainer.compute.backward(micro_batch, [])
+    counts = trainer.compute.stop_counting()
+    assert counts is not None
+    return counts
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_batch_is_held_by_the_batch_however_it_lies_in_memory(name: str) -> None:
+    torch.manual_seed(0)
+    model, make_batch = MODELS[name]()
+    batch = make_batch(2 * SAMPLES)
+    captured = capture_model(model.train(), make_batch(SAMPLES))
+    stage = stage_of(captured, model, make_batch, granularity="layer")
+    specs: dict[str, TensorSpec] = {spec.name: spec for spec in captured.op_graph.inputs}
+    whole = Stage(
+        name="s", blocks=stage.blocks, ranks=(0,), micro_batch_size=SAMPLES, in_flight=1, schedule="1f1b"
+    )
+    found = set()
+    for given in (batch, scattered(batch)):
+        profile = profile_blocks(
+            captured, stage.graph, model_state=stage.state, batch=given, repeats=1, use_cache=False
+        )
+        kept = sum(c.saved_bytes_per_sample * SAMPLES + c.saved_bytes_fixed for c in profile.costs)
+        rows = slice_batch(
+            given, stage.function.batch_inputs, stage=whole, rank=0, num_micro_batches=2, specs=specs, device=CPU,
+            dtype=torch.float32,
+        )  # fmt: skip
+        swapped, dropped = plan_swap(stage), memory_plan(stage, chunks(stage, 1))
+        made_again = sum(segment.bytes for segment in dropped.recomputed)
+        plain = counted(stage, None, rows)
+        away, again = counted(stage, swapped, rows), counted(stage, dropped, rows)
+        assert plain.held_bytes == kept
+        assert away.swapped_bytes == swapped.swapped_bytes and again.recomputed_bytes == made_again
+        assert away.held_bytes + away.swapped_bytes == kept
+        found.add((plain, away, again))
+    assert len(found) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import linecache
+import logging
 import os
 import sys
 import traceback
@@ -19,6 +20,8 @@ from gpp_plugin.errors import CaptureError
 
 WRAPPED = "model"
 """Attribute of the wrapper that holds the model; the prefix of every exported name."""
+TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+"""What logs a stack, or a hint for torch's developers, beside the exception that it raises."""
 
 
 class _Seen:
@@ -119,7 +122,7 @@ def export_model(
     wrapper = LossWrapper(shadow.model, constants, outputs, needs_loss=training and not outputs)
     wrapper.training = training
     try:
-        with torch.enable_grad(), _without_stack_traces(), _without_graph_of_a_failure():
+        with torch.enable_grad(), _without_stack_traces(), _without_words_of_a_failure():
             program = torch.export.export(wrapper, (), fake_inputs(shadow, batch), strict=False)
     except Exception as error:
         for cause in _causes(error):
@@ -142,11 +145,19 @@ def _without_stack_traces() -> Iterator[None]:
 
 
 @contextmanager
-def _without_graph_of_a_failure() -> Iterator[None]:
-    """Keep torch from printing the whole graph so far where an export fails: the error is one line."""
+def _without_words_of_a_failure() -> Iterator[None]:
+    """Keep torch from printing stacks and the whole graph so far where an export fails: the error is one line."""
+    loggers = [logging.getLogger(name) for name in TALKATIVE]
+    before = [logger.disabled for logger in loggers]
     held = io.StringIO()
-    with redirect_stderr(held):
-        yield
+    try:
+        for logger in loggers:
+            logger.disabled = True
+        with redirect_stderr(held):
+            yield
+    finally:
+        for logger, was_disabled in zip(loggers, before, strict=True):
+            logger.disabled = was_disabled
     sys.stderr.write(held.getvalue())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model, recapture, resize_batch
+from gpp_plugin.capture.trace import TALKATIVE
 from gpp_plugin.errors import CaptureError
 from tests.capture.graphs import captured, eager_loss, run_graph
 from tests.models import MODELS, build
@@ -277,13 +279,16 @@ class _Call(nn.Module):
         (lambda x: (x @ x.new_zeros(5, 2)).sum(), ("inner.1 (_Call", "x.new_zeros(5, 2)", "cannot be captured")),
     ],
 )  # fmt: skip
-def test_errors_name_place_and_remedy(function, words, capsys) -> None:
+def test_errors_name_place_and_remedy(function, words, capsys, caplog, monkeypatch) -> None:
+    for name in TALKATIVE:
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [caplog.handler])
     with pytest.raises(CaptureError) as error:
         capture_model(_Returns(function), {"x": torch.randn(2, 4)})
     text = str(error.value)
     assert all(word in text for word in words), text
     assert "\n" not in text
-    assert "def forward" not in capsys.readouterr().err  # torch would print the graph so far
+    assert "def forward" not in capsys.readouterr().err
+    assert not [record for record in caplog.records if record.name in TALKATIVE]
 
 
 def test_missing_loss_says_how_to_get_one() -> None:

@@ -34,6 +34,7 @@ from gpp_plugin.integrations.async_engine import AsyncPipelineEngine, check_asyn
 from gpp_plugin.integrations.data import prepare_batch, sample_from_dataset
 from gpp_plugin.integrations.engine import GraphPipelineEngine
 from gpp_plugin.integrations.native_ops import without_shared_memory_op
+from gpp_plugin.integrations.optimizer_bytes import optimizer_bytes
 from gpp_plugin.integrations.preparation import Setting
 from gpp_plugin.integrations.stage_config import derive_stage_config
 from gpp_plugin.integrations.stock import make_stock_engine
@@ -42,10 +43,6 @@ from gpp_plugin.runtime.batches import Batch, check_batch
 from gpp_plugin.stage_graph.graph import StageGraph
 
 logger = logging.getLogger(__name__)
-
-ADAM_BYTES, MASTER_BYTES, SUM_BYTES = 8.0, 4.0, 4.0
-"""What training holds of one parameter beside it and its gradient: two fp32 moments; an fp32 master copy in mixed
-precision; an fp32 sum where micro-batches' gradients are added up in fp32 (``data_types.grad_accum_dtype``)."""
 
 
 class GraphPipelineModule(nn.Module):
@@ -201,7 +198,14 @@ def _make_setting(
     else:
         device = torch.device("cpu")
     group = dist.new_group(backend="gloo") if num_ranks > 1 else None
-    return setting_of(ds_config, rank=dist.get_rank(), num_ranks=num_ranks, device=device, group=group)
+    return setting_of(
+        ds_config,
+        rank=dist.get_rank(),
+        num_ranks=num_ranks,
+        device=device,
+        group=group,
+        optimizer=given.get("optimizer"),
+    )
 
 
 def setting_of(
@@ -211,28 +215,37 @@ def setting_of(
     num_ranks: int,
     device: torch.device,
     group: dist.ProcessGroup | None,
+    optimizer: Any = None,
 ) -> Setting:
     """Return what a DeepSpeed configuration makes a job of ``num_ranks`` ranks run in.
 
     Args:
         group: a CPU group of all ranks; None where one process plans alone.
+        optimizer: the user's own, or what makes it; None: the configuration's.
 
     Raises:
         ConfigError: sizes do not divide, or a key asks for what stages cannot do.
     """
     sizes = batch_arithmetic(ds_config, num_ranks)
     stage = derive_stage_config(ds_config, mini_batch=sizes.mini_batch, degree=1, device_type=device.type)
-    dtype = getattr(torch, stage.dtype)
+    held = optimizer_bytes(
+        ds_config,
+        optimizer,
+        dtype=stage.dtype,
+        accumulation_dtype=stage.accumulation_dtype,
+        zero_stage=stage.zero_stage,
+        device_type=device.type,
+    )
+    if held.assumed and rank == 0:
+        logger.warning("%s", held.assumed)
     return Setting(
         rank=rank,
         num_ranks=num_ranks,
         device=device,
-        dtype=dtype,
+        dtype=getattr(torch, stage.dtype),
         sizes=sizes,
-        zero_stage=int((ds_config.get("zero_optimization") or {}).get("stage", 0)),
-        optimizer_bytes=ADAM_BYTES
-        + (0.0 if dtype == torch.float32 else MASTER_BYTES)
-        + (0.0 if stage.accumulation_dtype == stage.dtype else SUM_BYTES),
+        zero_stage=stage.zero_stage,
+        optimizer_bytes=held.total,
         group=group,
     )
 

@@ -113,3 +113,27 @@ def destroy() -> tuple[int, int, int, str]:
     except RuntimeFailure as error:
         return before, during, count(), str(error)
     return before, during, count(), ""
+
+
+def train_with_optimizers() -> dict[str, tuple[int, int]]:
+    """Train a step with several optimizers; return what is predicted and what is found of each on this rank."""
+    momentum = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+    cases: dict[str, tuple[dict[str, Any], Any]] = {
+        "momentum in bf16": ({"optimizer": momentum, "bf16": {"enabled": True}}, None),
+        "the user's Adagrad": ({}, lambda parameters: torch.optim.Adagrad(parameters, lr=0.1)),
+        "ZeRO 1": ({"zero_optimization": {"stage": 1}}, None),
+    }
+    answers = {}
+    model, make_batch = build("two_branch", layers=3)
+    batch = make_batch(B, 0)
+    for name, (changes, given) in cases.items():
+        config = config_of(block={"planner": "uniform", "stages": 2, "slicing": "off"}, **changes)
+        if given is not None:
+            del config["optimizer"]
+        engine = make_engine(model, batch, config, **({} if given is None else {"optimizer": given}))
+        engine.train_batch(data_iter=iter([batch]))
+        mine = engine.memory_report().ranks[engine.global_rank]
+        answers[name] = mine.predicted.optimizer, mine.held.optimizer
+        engine.destroy()
+        model, _ = build("two_branch", layers=3)
+    return answers

@@ -1,0 +1,127 @@
+"""What training holds of each parameter beside it and its gradient, by the optimizer that is configured.
+
+Every state tensor that counts has the parameter's shape, in fp32; step counters are left out. DeepSpeed steps fp32
+masters of half-precision weights, and under ZeRO a flat fp32 copy of every rank's part, whatever the weights are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+FP32_BYTES = 4.0
+ADAM = "adam"
+"""Where it is not known how much state an optimizer has, Adam's is taken: few have more."""
+
+_Options = Mapping[str, Any]
+
+
+def _adam(options: _Options) -> int:
+    return 2 + bool(options.get("amsgrad"))
+
+
+def _momentum(options: _Options) -> int:
+    return int(bool(options.get("momentum")))
+
+
+STATE_TENSORS: dict[str, Callable[[_Options], int]] = {
+    **dict.fromkeys(("adam", "adamw", "fusedadam", "deepspeedcpuadam", "muadam", "muadamw"), _adam),
+    **dict.fromkeys(("nadam", "radam", "adamax", "lamb", "fusedlamb", "adadelta", "rprop"), lambda _: 2),
+    **dict.fromkeys(("lion", "fusedlion", "deepspeedcpulion"), lambda _: 1),
+    **dict.fromkeys(("adagrad", "deepspeedcpuadagrad", "asgd"), lambda _: 1),
+    **dict.fromkeys(("sgd", "musgd"), _momentum),
+    "rmsprop": lambda options: 1 + bool(options.get("centered")) + _momentum(options),
+}
+"""Lower-case name -> how many tensors of a parameter's size it keeps: names of DeepSpeed's configuration, of
+`torch.optim`, and of DeepSpeed's own classes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerBytes:
+    """Bytes for each trained parameter.
+
+    Args:
+        state: of the optimizer; ``master``: of weights of its own; ``sums``: of gradients added up in fp32.
+        assumed: a line for the user where the optimizer is not known; "" where it is.
+    """
+
+    state: float
+    master: float
+    sums: float
+    assumed: str = ""
+
+    @property
+    def total(self) -> float:
+        """Return all of them."""
+        return self.state + self.master + self.sums
+
+
+def optimizer_bytes(
+    ds_config: Mapping[str, Any],
+    given: Any,
+    *,
+    dtype: str,
+    accumulation_dtype: str,
+    zero_stage: int,
+    device_type: str,
+) -> OptimizerBytes:
+    """Return what the optimizer of a job holds on the device.
+
+    Args:
+        given: what `deepspeed.initialize` was given as optimizer: an instance, a callable on parameters, or None
+            where the configuration has it.
+        dtype, accumulation_dtype: torch's names of the types of weights, and in which gradients are added up.
+    """
+    name, options = _name_and_options(ds_config, given)
+    count = STATE_TENSORS.get(name.lower())
+    assumed = ""
+    if count is None:
+        count = STATE_TENSORS[ADAM]
+        assumed = (
+            f"optimizer {name or 'that is passed in'} is not known: plans take its state to be Adam's, two fp32 "
+            "numbers a parameter"
+        )
+    zero = ds_config.get("zero_optimization") or {}
+    is_offloaded = str((zero.get("offload_optimizer") or {}).get("device", "none")) == "cpu"
+    is_elsewhere = is_offloaded and device_type != "cpu"
+    has_master = dtype != "float32" or zero_stage >= 1
+    return OptimizerBytes(
+        state=0.0 if is_elsewhere else FP32_BYTES * count(options),
+        master=FP32_BYTES if has_master and not is_elsewhere else 0.0,
+        sums=0.0 if accumulation_dtype == dtype else FP32_BYTES,
+        assumed=assumed,
+    )
+
+
+def _name_and_options(ds_config: Mapping[str, Any], given: Any) -> tuple[str, dict[str, Any]]:
+    """Return an optimizer's name, "" where there is no telling, and its options (the first group's)."""
+    if isinstance(given, torch.optim.Optimizer):
+        return type(given).__name__, {**given.defaults, **_of_any_group(given)}
+    if given is None:
+        block = ds_config.get("optimizer") or {}
+        return str(block.get("type", ADAM)), dict(block.get("params") or {})
+    if isinstance(given, functools.partial):
+        name, options = _name_and_options(ds_config, given.func)
+        return name, {**options, **given.keywords}
+    if inspect.isclass(given):
+        return given.__name__, {}
+    try:
+        made = given([torch.nn.Parameter(torch.zeros(1))])
+    except Exception:  # the user's own code, which may want the model's parameters
+        made = None
+    return _name_and_options(ds_config, made) if isinstance(made, torch.optim.Optimizer) else ("", {})
+
+
+def _of_any_group(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the options that decide about state, switched on where any group has them on."""
+    names = ("momentum", "centered", "amsgrad")
+    return {
+        name: next((group[name] for group in optimizer.param_groups if group.get(name)), 0)
+        for name in names
+        if any(name in group for group in optimizer.param_groups)
+    }

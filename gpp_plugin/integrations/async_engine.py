@@ -179,7 +179,7 @@ class AsyncPipelineEngine(GraphPipelineEngine):
         """
         start = time.perf_counter()
         batch = self._next_batch(data_iter)
-        clock = start_clock(self._setting.group) if self.record_timelines else None
+        clock = start_clock(self._meeting) if self.record_timelines else None
         self._source.meet(self._reference, batch)
         self.module.train()
         self._agreement.post(batch, self.global_steps)

@@ -20,7 +20,8 @@ from torch import Tensor
 from gpp_plugin.errors import CommTimeout, RuntimeFailure
 from gpp_plugin.runtime.batches import Batch, batch_checksum
 
-_LOSS_TAG = 7
+_LOSS_TAG = 1 << 30
+"""Beyond the numbers of the group's own meetings, which gloo's monitored barrier uses as tags."""
 _CALLS_KEPT = 4
 """Calls whose losses may be on their way; a rank that feeds the loss is in the same call, or one before it."""
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from gpp_plugin.capture.export import count_samples
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.runtime.batches import Batch, check_batch, collect_mini_batch, shape_key
+from gpp_plugin.runtime.meeting import Meeting
 
 
 def prepare_batch(model: nn.Module, batch: Any) -> dict[str, Any]:
@@ -236,10 +237,11 @@ class Feed:
                 raise RuntimeFailure(f"rank {failed} could not load its mini-batch; see its error")
             return None
         if index == len(self._shapes):  # a new shape: its source tells it once
-            told = [_without_values(batch) if self._is_source() and batch is not None else None]
-            dist.broadcast_object_list(told, src=self._source, group=self._group)
-            assert told[0] is not None
-            self._shapes.append(told[0])
+            own = _without_values(batch) if self._is_source() and batch is not None else None
+            meeting = Meeting(group=self._group, who=f"rank {dist.get_rank()}", timeout_s=self._timeout_s)
+            told = meeting.tell(own, source=self._source, what=f"a new shape, from rank {self._source}")
+            assert told is not None
+            self._shapes.append(told)
         return batch if batch is not None else self._shapes[index]
 
     def _is_source(self) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure
-from gpp_plugin.integrations import checkpoint, huggingface
+from gpp_plugin.integrations import checkpoint, pretrained_files
 from gpp_plugin.integrations.data import Feed, make_loader, repeat
 from gpp_plugin.integrations.evaluation import Evaluator
 from gpp_plugin.integrations.given_graph import source_of
@@ -38,6 +38,7 @@ from gpp_plugin.plan.edge_transports import NATIVE, edge_name, note_edge_transpo
 from gpp_plugin.runtime.agree import exchange
 from gpp_plugin.runtime.batches import Batch, batch_checksum
 from gpp_plugin.runtime.executor import MiniBatchResult
+from gpp_plugin.runtime.meeting import Meeting
 from gpp_plugin.runtime.pipeline import (
     Lane,
     Reference,
@@ -109,6 +110,11 @@ class GraphPipelineEngine(PipelineSurface):
             TiedParameter(name=name, stages=stages, owner=stages[0])
             for name, stages in tied_stages(self.plan, self._reference).items()
         )
+        self._meeting = Meeting(
+            group=setting.group,
+            who=f"rank {setting.rank}, stage {self.stage_name!r}",
+            timeout_s=max(config.comm_timeout_s, LOADING_TIMEOUT_S),
+        )
         self._groups = StageGroups.create(self.plan, self._tied, timeout_s=config.comm_timeout_s)
         self.stage_engine = self._stage_engine_type(
             module=self.module,
@@ -131,6 +137,7 @@ class GraphPipelineEngine(PipelineSurface):
             module=self.module,
             make_lane=self._make_lane,
             run=self._run,
+            meeting=self._meeting,
         )
         self._last_step: StepResult | None = None
         self._failure: str | None = None
@@ -160,7 +167,12 @@ class GraphPipelineEngine(PipelineSurface):
             self._owns_loader = True
         self._metrics = Metrics(self._ds_config, self._setting, self._reference, self.plan)
         self._memory = MemoryWatch(
-            self.plan, config=config, setting=setting, sample_batch=sample_batch, reads=self._inputs_read()
+            self.plan,
+            config=config,
+            setting=setting,
+            sample_batch=sample_batch,
+            reads=self._inputs_read(),
+            meeting=self._meeting,
         )
 
     # ---- construction --------------------------------------------------------------------------
@@ -252,7 +264,7 @@ class GraphPipelineEngine(PipelineSurface):
         """
         start = time.perf_counter()
         batch = self._next_batch(data_iter)
-        clock = start_clock(self._setting.group) if self.record_timelines else None
+        clock = start_clock(self._meeting) if self.record_timelines else None
         self._source.meet(self._reference, batch)
         self.module.train()
         result = self._run(self._lane, batch, record=clock is not None)
@@ -282,7 +294,7 @@ class GraphPipelineEngine(PipelineSurface):
                 events,
                 clock,
                 plan=self.plan,
-                group=self._setting.group,
+                meeting=self._meeting,
                 path=self.config.trace_path,
                 step=self.global_steps,
             )
@@ -333,8 +345,8 @@ class GraphPipelineEngine(PipelineSurface):
             return mine
         reads = self._feed.reads_inputs
         checksum = float(batch_checksum(batch)) if reads else 0.0
-        facts = torch.tensor([mine, checksum, checksum * checksum, float(reads)], dtype=torch.float64)
-        dist.all_reduce(facts, group=self._setting.group)
+        own = torch.tensor([mine, checksum, checksum * checksum, float(reads)], dtype=torch.float64)
+        facts = self._meeting.sum(own, f"the loss of step {self.global_steps}")
         loss, total, squares, readers = facts.tolist()
         if squares * readers != total * total:
             raise RuntimeFailure(
@@ -435,8 +447,7 @@ class GraphPipelineEngine(PipelineSurface):
         self._is_destroyed = True
         self._failure = "its engine was destroyed"
         group = self._setting.group
-        if group is not None:
-            dist.barrier(group=group)  # what others still send arrives before its group goes
+        self._meeting.meet("the end")  # what others still send arrives before its group goes
         self._evaluator.close()
         self._lane.close()
         if self.stage_engine.deepspeed is not None:
@@ -538,10 +549,10 @@ class GraphPipelineEngine(PipelineSurface):
                 f"gather_state_dict: the tensor ranks of stage {shared_out[0]!r} hold shards of its weights; use "
                 "save_pretrained(), which writes a file a tensor rank, or save_checkpoint()"
             )
-        return huggingface.gather_state_dict(
+        return pretrained_files.gather_state_dict(
             dict(self.module.state_dict()) if self._is_first_of_stage() else {},
             parameters=self._reference.analysis.op_graph.parameters,
-            group=self._setting.group,
+            meeting=self._meeting,
         )
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gpp_plugin.capture.export import count_samples
@@ -24,6 +23,7 @@ from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.runtime.batches import Batch, take_samples
 from gpp_plugin.runtime.evaluation import evaluation_plan, split_evaluation
 from gpp_plugin.runtime.executor import MiniBatchResult
+from gpp_plugin.runtime.meeting import Meeting
 from gpp_plugin.runtime.pipeline import Lane, Reference, held_tensors
 from gpp_plugin.runtime.stage_module import StageModule
 
@@ -51,6 +51,7 @@ class Evaluator:
         module: this stage's parameters.
         make_lane: returns this rank's lane for a plan, or None where the plan leaves it idle; collective.
         run: runs a lane on a batch.
+        meeting: of all ranks; those that a plan leaves idle wait here for the others.
     """
 
     def __init__(
@@ -63,9 +64,11 @@ class Evaluator:
         module: StageModule,
         make_lane: Callable[[Reference, PipelinePlan], Lane | None],
         run: Callable[[Lane, Batch], MiniBatchResult],
+        meeting: Meeting,
     ) -> None:
         self._source = source
         self._setting = setting
+        self._meeting = meeting
         self._plan = plan
         self._reference = reference
         self._module = module
@@ -82,6 +85,7 @@ class Evaluator:
 
         Raises:
             ConfigError: ``needs_loss``, and the model returns none for such a batch.
+            CommTimeout: a rank did not finish.
         """
         self._module.eval()
         num_samples = count_samples(batch)
@@ -104,7 +108,8 @@ class Evaluator:
             total += sum(float(loss) * count for loss, count in result.losses)
             for name, pieces in result.outputs.items():
                 collected[name] += [(part.first_sample + first, piece) for first, piece in pieces]
-        return self._sum_over_ranks(total) / num_samples, self._gather(collected, graph.reference)
+        whole = self._meeting.sum(torch.tensor([total], dtype=torch.float64), "the loss of an evaluation")
+        return float(whole) / num_samples, self._gather(collected, graph.reference)
 
     def close(self) -> None:
         """Let go of all lanes; collective over all ranks."""
@@ -141,13 +146,6 @@ class Evaluator:
         self._lanes[lane_key] = lane
         return lane
 
-    def _sum_over_ranks(self, value: float) -> float:
-        if self._setting.group is None:
-            return value
-        total = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(total, group=self._setting.group)
-        return float(total)
-
     def _gather(
         self, collected: Mapping[str, list[tuple[int, Tensor]]], reference: Reference
     ) -> dict[str, Tensor]:
@@ -159,10 +157,7 @@ class Evaluator:
         if not collected:
             return {}
         own = {name: [(first, piece.cpu()) for first, piece in pieces] for name, pieces in collected.items()}
-        slots: list[Any] = [own]
-        if self._setting.group is not None:
-            slots = [None] * self._setting.num_ranks
-            dist.all_gather_object(slots, own, group=self._setting.group)
+        slots = self._meeting.gather(own, "the outputs of an evaluation")
         layouts = {node.name: node.output.layout for node in reference.analysis.op_graph.nodes if node.output}
         joined = {}
         for name in collected:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gpp_plugin.capture.export import count_samples
@@ -21,10 +19,9 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.memory_advice import memory_advice
 from gpp_plugin.plan.memory_counts import differences
 from gpp_plugin.runtime.batches import Batch, shape_key
+from gpp_plugin.runtime.meeting import Meeting
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class MemoryWatch:
@@ -33,6 +30,7 @@ class MemoryWatch:
     Args:
         sample_batch: what the plan's figures are for.
         reads: keys of the batch that this rank's stage reads.
+        meeting: of all ranks.
     """
 
     def __init__(
@@ -43,7 +41,9 @@ class MemoryWatch:
         setting: Setting,
         sample_batch: Batch,
         reads: Iterable[str],
+        meeting: Meeting,
     ) -> None:
+        self._meeting = meeting
         self._plan, self._config, self._setting = plan, config, setting
         self._shape = shape_key(sample_batch, count_samples(sample_batch))
         self._stage = plan.stage_of_rank(setting.rank)
@@ -80,7 +80,7 @@ class MemoryWatch:
             )
             // self._plan.stages[self._stage].degree
         )
-        everyone = self._gather(counts)
+        everyone = self._meeting.gather(counts, "what the first mini-batch kept")
         if self._setting.rank != 0 or not self._plan.memory:
             return
         lines = self._differences(everyone)
@@ -111,7 +111,7 @@ class MemoryWatch:
     def report(self, stage_engine: StageEngine) -> MemoryReport:
         """Return the report of all ranks on every rank; collective."""
         mine = self._mine(stage_engine)
-        ranks = [rank for rank in self._gather(mine) if rank is not None]
+        ranks = self._meeting.gather(mine, "the memory report")
         return MemoryReport(
             measure=ALLOCATOR if self._setting.device.type == "cuda" else COUNTED,
             ranks=tuple(ranks),
@@ -146,13 +146,6 @@ class MemoryWatch:
             counts=self._counts,
             measured_peak_bytes=peak,
         )
-
-    def _gather(self, value: T) -> list[T]:
-        if self._setting.group is None:
-            return [value]
-        values: list[T] = [value] * self._setting.num_ranks
-        dist.all_gather_object(values, value, group=self._setting.group)
-        return values
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -6,13 +6,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from gpp_plugin.integrations.preparation import Setting
 from gpp_plugin.integrations.stage_engine import StepResult
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Event, Timeline
 from gpp_plugin.report.trace import write_trace
+from gpp_plugin.runtime.meeting import Meeting
 from gpp_plugin.runtime.pipeline import Reference
 from gpp_plugin.runtime.timelines import Clock, gather_timeline
 
@@ -106,12 +105,12 @@ def keep_timeline(
     clock: Clock,
     *,
     plan: PipelinePlan,
-    group: dist.ProcessGroup | None,
+    meeting: Meeting,
     path: str | None,
     step: int,
 ) -> Timeline | None:
     """Gather a step's events on rank 0, write them to ``path`` if there is one, and return them there."""
-    timeline = gather_timeline(events, clock, plan=plan, group=group)
+    timeline = gather_timeline(events, clock, plan=plan, meeting=meeting)
     if path is not None and timeline is not None:
         write_trace(timeline, plan, path, step=step)
     return timeline

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.config import GraphPipelineConfig
-from gpp_plugin.integrations import huggingface
+from gpp_plugin.integrations import pretrained_files
 from gpp_plugin.integrations.data import prepare_batch
 from gpp_plugin.integrations.module_holder import ModuleHolder
 from gpp_plugin.integrations.preparation import Setting, analyse, prepare_plan
@@ -139,7 +139,7 @@ class CapturedModel:
         """Write sharded safetensors under HuggingFace names, one shard a stage, no gather."""
         stage = plan.stage_of_rank(self._setting.rank)
         writes = plan.stages[stage].ranks[0] == self._setting.rank
-        huggingface.save_pretrained(
+        pretrained_files.save_pretrained(
             directory,
             model=self._model,
             state=state if writes else {},

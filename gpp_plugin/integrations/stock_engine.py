@@ -22,7 +22,7 @@ from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import count_samples, recapture, resize_batch
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations import huggingface
+from gpp_plugin.integrations import pretrained_files
 from gpp_plugin.integrations.data import Feed, prepare_batch, repeat
 from gpp_plugin.integrations.metrics import keep_timeline
 from gpp_plugin.integrations.preparation import Setting, analyse, materialize_for
@@ -35,6 +35,7 @@ from gpp_plugin.plan.linearise import ChainStage, linearise
 from gpp_plugin.plan.stock import STOCK
 from gpp_plugin.runtime.batches import Batch, shape_key, slice_batch
 from gpp_plugin.runtime.evaluation import evaluation_plan
+from gpp_plugin.runtime.meeting import Meeting
 from gpp_plugin.runtime.pipeline import MAX_SHAPES, Reference, held_tensors
 from gpp_plugin.runtime.stage_module import build_stage_function
 from gpp_plugin.runtime.timelines import start_clock
@@ -157,6 +158,12 @@ class StockPipelineEngine(PipelineEngine):
         self.last_timeline: Timeline | None = None
         self._events: list[Event] | None = None
         self._owns_loader = False
+        timeout_s = max(lane.source.config.comm_timeout_s, LOADING_TIMEOUT_S)
+        self._meeting = Meeting(
+            group=setting.group,
+            who=f"rank {setting.rank}, stage {lane.plan.stages[lane.stage_index].name!r}",
+            timeout_s=timeout_s,
+        )
         self._feed = Feed(
             prepare=functools.partial(prepare_batch, lane.source.model),
             mini_batch=lane.plan.mini_batch,
@@ -164,7 +171,7 @@ class StockPipelineEngine(PipelineEngine):
             source=0,
             group=setting.group,
             keys=sample_batch,
-            timeout_s=max(lane.source.config.comm_timeout_s, LOADING_TIMEOUT_S),
+            timeout_s=timeout_s,
         )
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
@@ -174,7 +181,7 @@ class StockPipelineEngine(PipelineEngine):
         batch = self._feed.mini_batch(data_iter, self._batches, is_own=self._owns_loader)
         code = self._use(self._lane, batch)
         self.set_dataiterator(Handed(self._layer, self._lane.micro_batches(batch, code, self.micro_batches)))
-        clock = start_clock(self._lane.source.setting.group) if self.record_timelines else None
+        clock = start_clock(self._meeting) if self.record_timelines else None
         self._events = [] if clock is not None else None
         loss: Tensor = super().train_batch()
         if clock is not None:
@@ -183,7 +190,7 @@ class StockPipelineEngine(PipelineEngine):
                 self._events or [],
                 clock,
                 plan=self.plan,
-                group=source.setting.group,
+                meeting=self._meeting,
                 path=source.config.trace_path,
                 step=self.global_steps,
             )
@@ -242,7 +249,7 @@ class StockPipelineEngine(PipelineEngine):
         persistent = {p.name for p in self._lane.reference.analysis.op_graph.parameters if p.is_persistent}
         state = {n: t.detach() for n, t in self._layer.named_values().items() if n in persistent}
         setting = self._lane.source.setting
-        huggingface.save_pretrained(
+        pretrained_files.save_pretrained(
             save_directory,
             model=self._lane.source.model,
             state={**state, **self._spare},

@@ -18,6 +18,7 @@ from gpp_plugin.rehearse.programs import make_programs
 from gpp_plugin.rehearse.settings import LEAST_COMM_TIMEOUT_S, RehearsalSettings, scale_tensors
 from gpp_plugin.runtime.compute import boundary_gradients
 from gpp_plugin.runtime.executor import StageExecutor
+from gpp_plugin.runtime.meeting import Meeting
 from gpp_plugin.runtime.pipeline import channels_of
 from gpp_plugin.runtime.timelines import gather_timeline, start_clock
 from gpp_plugin.runtime.transport import make_transport
@@ -66,7 +67,10 @@ class RehearsalRank:
         index = program.stage
         read = duration_reader(plan, durations)
         self._plan = plan
-        self._group = dist.group.WORLD if plan.num_ranks > 1 else None
+        everyone = dist.group.WORLD if plan.num_ranks > 1 else None
+        self._meeting = Meeting(
+            group=everyone, who=f"rank {rank}, stage {plan.stages[index].name!r}", timeout_s=timeout_s
+        )
         self._inputs: list[tuple[Tensor, ...]] = [()] * plan.num_micro_batches(index)
         self._executor = StageExecutor(
             plan=plan,
@@ -86,7 +90,7 @@ class RehearsalRank:
             hooks=EmulatedHooks(
                 data_group=data_groups[index],
                 gradient_bytes=plan.stages[index].gradient_bytes * settings.scale_bytes,
-                world_group=self._group if has_step else None,
+                world_group=everyone if has_step else None,
             ),
             device=CPU,
         )
@@ -97,9 +101,9 @@ class RehearsalRank:
 
     def run(self) -> Timeline | None:
         """Run one mini-batch; return all ranks' timeline on the first one, None elsewhere."""
-        clock = start_clock(self._group)
+        clock = start_clock(self._meeting)
         result = self._executor.run(self._inputs, record=True)
-        timeline = gather_timeline(result.events, clock, plan=self._plan, group=self._group)
+        timeline = gather_timeline(result.events, clock, plan=self._plan, meeting=self._meeting)
         return None if timeline is None else dataclasses.replace(timeline, source="rehearsed")
 
 

@@ -7,11 +7,10 @@ import socket
 import time
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.timeline import Event, Timeline
+from gpp_plugin.runtime.meeting import Meeting
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,31 +21,29 @@ class Clock:
     barrier_us: float
 
 
-def start_clock(group: dist.ProcessGroup | None) -> Clock:
-    """Meet all ranks and note the time; collective."""
-    if group is not None:
-        dist.barrier(group=group)
+def start_clock(meeting: Meeting) -> Clock:
+    """Meet all ranks and note the time; collective.
+
+    Raises:
+        CommTimeout: a rank did not come.
+    """
+    meeting.meet("the start of a timeline")
     return Clock(host=socket.gethostname(), barrier_us=time.perf_counter_ns() / 1e3)
 
 
 def gather_timeline(
-    events: Sequence[Event], clock: Clock, *, plan: PipelinePlan, group: dist.ProcessGroup | None
+    events: Sequence[Event], clock: Clock, *, plan: PipelinePlan, meeting: Meeting
 ) -> Timeline | None:
     """Return the events of all ranks on rank 0 (None elsewhere); collective.
 
     Ranks of one host share its monotonic clock; others are aligned at the barrier.
+
+    Raises:
+        CommTimeout: a rank did not come.
     """
-    if group is None:
-        gathered: list[tuple[Clock, list[Event]]] = [(clock, list(events))]
-    else:
-        is_first = dist.get_rank() == 0
-        slots: list[tuple[Clock, list[Event]] | None] | None = (
-            [None] * dist.get_world_size() if is_first else None
-        )
-        dist.gather_object((clock, list(events)), slots, dst=0, group=group)
-        if slots is None:
-            return None
-        gathered = [slot for slot in slots if slot is not None]
+    gathered = meeting.gather_on_first((clock, list(events)), "the end of a timeline")
+    if gathered is None:
+        return None
     first = gathered[0][0]
     aligned: list[Event] = []
     for other, own in gathered:

@@ -14,7 +14,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from gpp_plugin.errors import CheckpointError
-from gpp_plugin.integrations.huggingface import checkpoint_keys, save_pretrained, saved_names, tied_names
+from gpp_plugin.integrations.huggingface import checkpoint_keys, saved_names, tied_names
+from gpp_plugin.integrations.pretrained_files import save_pretrained
 from tests.models import build
 from tests.ranks import run_kept_ranks
 

@@ -70,6 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one update a mini-batch, or one a micro-batch with stashed weights (%(default)s)",
     )
     parser.add_argument(
+        "--vertical-sync",
+        action="store_true",
+        help="with --mode async: a micro-batch uses weights of the same age on every stage",
+    )
+    parser.add_argument(
         "--memory",
         nargs="+",
         choices=["recompute", "swap"],
@@ -149,6 +154,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         zero_stage=args.zero,
         mode=args.mode,
         memory_optimization=tuple(args.memory),
+        vertical_sync=args.vertical_sync,
     )
     start = time.perf_counter()
     plan = make_plan(args.planner, request)

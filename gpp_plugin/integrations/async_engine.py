@@ -56,18 +56,13 @@ def check_asynchronous_config(ds_config: Mapping[str, Any], config: GraphPipelin
         raise ConfigError(
             f"{where} cannot agree on a loss scale between stages that step alone; use bf16 or fp32"
         )
-    if derived.zero_stage > 0:
-        raise ConfigError(
-            f"{where} keeps several versions of whole weights, which ZeRO {derived.zero_stage} moves on its own; set "
-            "zero_optimization.stage to 0"
-        )
 
 
 def check_asynchronous_model(plan: PipelinePlan, reference: Reference) -> None:
     """Refuse stages that cannot step alone.
 
     Raises:
-        PlanError: a parameter is on two stages, or a stage is tensor-parallel.
+        PlanError: a parameter is on two stages, or several stages yield losses.
     """
     for name, stages in tied_stages(plan, reference).items():
         names = " and ".join(repr(plan.stages[index].name) for index in stages)
@@ -75,11 +70,6 @@ def check_asynchronous_model(plan: PipelinePlan, reference: Reference) -> None:
             f"mode async: parameter {name!r} is on the stages {names}, which step at different times; put the blocks "
             "that share it into one stage, or untie it"
         )
-    for stage in plan.stages:
-        if stage.tensor > 1:
-            raise PlanError(
-                f"mode async: stage {stage.name!r} has tensor size {stage.tensor}; only 1 is possible"
-            )
     if len(plan.losses) > 1:
         raise PlanError(f"mode async: stages {list(plan.losses)} yield losses; only one may")
 
@@ -132,7 +122,7 @@ class AsyncPipelineEngine(GraphPipelineEngine):
         every = [program for part in (*programs.steps, *programs.drains) for program in part]
         return WindowLane(
             programs=programs.of_rank(self._setting.rank),
-            vertical_sync=self.config.vertical_sync,
+            make_places=lambda parameters: self.stage_engine.weight_places(parameters),
             source=self._source.stages,
             reference=reference,
             plan=plan,
@@ -147,10 +137,9 @@ class AsyncPipelineEngine(GraphPipelineEngine):
 
         This is what it is while the pipeline is full; after a `flush` the first micro-batches see less.
         """
-        is_synced = self.config.vertical_sync
         frozen = forward_only_stages(self.plan)
         return {
-            stage.name: self._windows.staleness(index, vertical_sync=is_synced)
+            stage.name: self._windows.staleness(index)
             for index, stage in enumerate(self.plan.stages)
             if index not in frozen
         }

@@ -6,9 +6,13 @@ step. The learning-rate schedule and the counters advance once a mini-batch, wha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
 from gpp_plugin.integrations.stage_engine import StageEngine, StepResult
+from gpp_plugin.runtime.weight_places import ParameterPlaces, WeightPlaces
 
 
 class AsyncStageEngine(StageEngine):
@@ -21,8 +25,21 @@ class AsyncStageEngine(StageEngine):
     def _norm_group(self) -> Any:
         return self.groups.stage[self.stage_index]
 
+    def weight_places(self, parameters: Sequence[nn.Parameter]) -> WeightPlaces:
+        """Return where these trained parameters may lie."""
+        if self._masters is None:
+            return ParameterPlaces(parameters)
+        return self._masters.places(parameters)
+
     def step(self) -> StepResult:
-        """Update the stage with the gradient of one micro-batch; skip it where that is not finite."""
+        """Update the stage with the gradient of one micro-batch; skip it where that is not finite.
+
+        Raises:
+            ConfigError: tensor ranks have unlike gradients of what they hold alike; seen at the first step.
+        """
+        if not self._has_compared:
+            self._reductions.compare_duplicates()
+        self._has_compared = True
         norm, overflow = self._update()
         self._last_norm = norm
         self._has_overflowed |= overflow

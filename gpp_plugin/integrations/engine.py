@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ from torch import Tensor, nn
 
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure
-from gpp_plugin.integrations import checkpoint, pretrained_files
 from gpp_plugin.integrations.data import Feed, make_loader, repeat
+from gpp_plugin.integrations.engine_files import PipelineFiles
 from gpp_plugin.integrations.evaluation import Evaluator
 from gpp_plugin.integrations.given_graph import source_of
 from gpp_plugin.integrations.megatron.p2p import check_megatron_p2p, over_megatron
@@ -30,7 +29,6 @@ from gpp_plugin.integrations.preparation import Setting
 from gpp_plugin.integrations.stage_config import NO_OPTIMIZER
 from gpp_plugin.integrations.stage_engine import StageEngine, StepResult, TiedParameter
 from gpp_plugin.integrations.stage_groups import StageGroups
-from gpp_plugin.integrations.surface import PipelineSurface
 from gpp_plugin.ir.memory_report import MemoryReport
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Event, Timeline
@@ -57,7 +55,7 @@ LOADING_TIMEOUT_S = 600.0
 """How long ranks wait for one that loads data; a failure they hear of at once."""
 
 
-class GraphPipelineEngine(PipelineSurface):
+class GraphPipelineEngine(PipelineFiles):
     """Trains a model as a graph of pipeline stages; made by `deepspeed.initialize`.
 
     Args:
@@ -110,10 +108,9 @@ class GraphPipelineEngine(PipelineSurface):
             TiedParameter(name=name, stages=stages, owner=stages[0])
             for name, stages in tied_stages(self.plan, self._reference).items()
         )
+        timeout_s = max(config.comm_timeout_s, LOADING_TIMEOUT_S)
         self._meeting = Meeting(
-            group=setting.group,
-            who=f"rank {setting.rank}, stage {self.stage_name!r}",
-            timeout_s=max(config.comm_timeout_s, LOADING_TIMEOUT_S),
+            group=setting.group, who=f"rank {setting.rank}, stage {self.stage_name!r}", timeout_s=timeout_s
         )
         self._groups = StageGroups.create(self.plan, self._tied, timeout_s=config.comm_timeout_s)
         self.stage_engine = self._stage_engine_type(
@@ -128,52 +125,23 @@ class GraphPipelineEngine(PipelineSurface):
             parameter_groups=parameter_groups,
             device=setting.device,
         )
+        self._can_step = optimizer is not None or bool(self._ds_config.get("optimizer"))
         self._source.share_weights(self.module)
-        self._evaluator = Evaluator(
-            source=self._source,
-            setting=setting,
-            plan=self.plan,
-            reference=self._reference,
-            module=self.module,
-            make_lane=self._make_lane,
-            run=self._run,
-            meeting=self._meeting,
-        )
         self._last_step: StepResult | None = None
         self._failure: str | None = None
         self._is_destroyed = False
         self._gradients: dict[str, Tensor] | None = None
         self._keeps_gradients = False
         self._lane.bind(self.module, _Hooks(self))
-        reading = self._ranks_that_read()
-        self._feed = Feed(
-            prepare=self._source.prepare_batch,
-            mini_batch=self.plan.mini_batch,
-            reads_inputs=setting.rank in reading,
-            source=min(reading),
-            group=setting.group,
-            keys=sample_batch,
-            timeout_s=max(config.comm_timeout_s, LOADING_TIMEOUT_S),
-            loads_ahead=config.mode == "async",
-        )
-        self._can_step = optimizer is not None or bool(self._ds_config.get("optimizer"))
+        self._feed = self._make_feed(sample_batch, timeout_s)
         self.training_dataloader: Any = None
         self._data_iterator: Iterator[Any] | None = None
-        self._owns_loader = False
-        if training_data is not None:
+        self._owns_loader = training_data is not None
+        if self._owns_loader:
             self.training_dataloader = make_loader(
                 training_data, mini_batch=self.plan.mini_batch, collate_fn=collate_fn, seed=config.seed
             )
-            self._owns_loader = True
-        self._metrics = Metrics(self._ds_config, self._setting, self._reference, self.plan)
-        self._memory = MemoryWatch(
-            self.plan,
-            config=config,
-            setting=setting,
-            sample_batch=sample_batch,
-            reads=self._inputs_read(),
-            meeting=self._meeting,
-        )
+        self._make_watchers(sample_batch)
 
     # ---- construction --------------------------------------------------------------------------
 
@@ -227,6 +195,46 @@ class GraphPipelineEngine(PipelineSurface):
             channels=channels,
             device=self.device,
             timeout_s=timeout_s,
+        )
+
+    def _make_feed(self, sample_batch: Batch, timeout_s: float) -> Feed:
+        """Return what gives this rank its mini-batches.
+
+        Args:
+            timeout_s: how long this rank waits for one that loads.
+        """
+        reading = self._ranks_that_read()
+        return Feed(
+            prepare=self._source.prepare_batch,
+            mini_batch=self.plan.mini_batch,
+            reads_inputs=self.global_rank in reading,
+            source=min(reading),
+            group=self._setting.group,
+            keys=sample_batch,
+            timeout_s=timeout_s,
+            loads_ahead=self.config.mode == "async",
+        )
+
+    def _make_watchers(self, sample_batch: Batch) -> None:
+        """Make what evaluates, and what reports on training and memory."""
+        self._evaluator = Evaluator(
+            source=self._source,
+            setting=self._setting,
+            plan=self.plan,
+            reference=self._reference,
+            module=self.module,
+            make_lane=self._make_lane,
+            run=self._run,
+            meeting=self._meeting,
+        )
+        self._metrics = Metrics(self._ds_config, self._setting, self._reference, self.plan)
+        self._memory = MemoryWatch(
+            self.plan,
+            config=self.config,
+            setting=self._setting,
+            sample_batch=sample_batch,
+            reads=self._inputs_read(),
+            meeting=self._meeting,
         )
 
     def _ranks_that_read(self) -> set[int]:
@@ -322,7 +330,7 @@ class GraphPipelineEngine(PipelineSurface):
             if self._setting.group is not None and not isinstance(error, (CaptureError, ConfigError)):
                 self._failure = f"the mini-batch after step {self.global_steps} failed ({error})"
             raise
-        if counts:
+        if counts and lane.has_peaked:
             self._memory.compare(result.memory, batch)
         return result
 
@@ -466,94 +474,6 @@ class GraphPipelineEngine(PipelineSurface):
         construction). `report.memory_text.format_memory_report` makes a table of it.
         """
         return self._memory.report(self.stage_engine)
-
-    # ---- files ---------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-    ) -> bool:
-        """Write a checkpoint of all stages to ``save_dir/tag``; collective. ``latest`` is written last."""
-        checkpoint.save_checkpoint(
-            self.stage_engine,
-            save_dir,
-            tag or f"global_step{self.global_steps}",
-            client_state=dict(client_state or {}),
-            save_latest=save_latest,
-        )
-        return True
-
-    def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: str | None = None,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-    ) -> tuple[str, dict[str, Any]]:
-        """Read a checkpoint written on the same plan; collective.
-
-        Args:
-            load_module_only: only the weights: no optimizer, schedule, loss scale, counters or random states.
-
-        Returns:
-            The directory read and the client state.
-
-        Raises:
-            CheckpointError: it is missing, torn, or of another plan.
-        """
-        loaded = checkpoint.load_checkpoint(
-            self.stage_engine,
-            load_dir,
-            tag,
-            load_optimizer=load_optimizer_states,
-            load_scheduler=load_lr_scheduler_states,
-            weights_only=load_module_only,
-        )
-        return str(loaded.directory), loaded.client_state
-
-    def save_pretrained(self, save_directory: str | Path) -> None:
-        """Write sharded safetensors under HuggingFace names, one shard a stage; collective, no gather."""
-        self._source.save_pretrained(
-            save_directory,
-            state=dict(self.module.state_dict()),
-            plan=self.plan,
-            group=self._setting.group,
-            timeout_s=max(self.config.comm_timeout_s, 600.0),
-        )
-
-    def _is_first_of_stage(self) -> bool:
-        return self.plan.stages[self._lane.stage_index].ranks[0] == self.global_rank
-
-    def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
-        """Write the model for inference as `save_pretrained` does; the file names are HuggingFace's."""
-        if save_filename not in ("model.safetensors", "pytorch_model.bin"):
-            raise ConfigError(f"save_16bit_model writes model-*.safetensors, not {save_filename}")
-        self.save_pretrained(save_dir)
-        return True
-
-    def gather_state_dict(self) -> dict[str, Tensor] | None:
-        """Return the whole model's state dict on rank 0 (CPU tensors), None elsewhere; collective.
-
-        Needs the whole model's bytes in rank 0's memory; `save_pretrained` does not.
-
-        Raises:
-            ConfigError: a stage is tensor-parallel: no rank knows how its shards make a whole.
-        """
-        shared_out = [stage.name for stage in self.plan.stages if stage.tensor > 1]
-        if shared_out:
-            raise ConfigError(
-                f"gather_state_dict: the tensor ranks of stage {shared_out[0]!r} hold shards of its weights; use "
-                "save_pretrained(), which writes a file a tensor rank, or save_checkpoint()"
-            )
-        return pretrained_files.gather_state_dict(
-            dict(self.module.state_dict()) if self._is_first_of_stage() else {},
-            parameters=self._reference.analysis.op_graph.parameters,
-            meeting=self._meeting,
-        )
 
 
 class _Hooks:

@@ -27,6 +27,8 @@ from torch import Tensor, nn
 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.zero_layout import FlatGroup, read_layout, require_attributes
+from gpp_plugin.integrations.zero_places import ZeroPlaces
+from gpp_plugin.runtime.weight_places import ParameterPlaces, WeightPlaces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +110,12 @@ class MasterWeights:
     def is_plain(self) -> bool:
         """Return whether the parameters are their own masters."""
         return self._wrapper is self.optimizer
+
+    def places(self, parameters: Sequence[nn.Parameter]) -> WeightPlaces:
+        """Return where ``parameters``, those trained, may lie and still be published to."""
+        if self.partitioned:
+            return ZeroPlaces(self._wrapper, self.layout, self._parameters, parameters)
+        return ParameterPlaces(parameters)
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor | None], *, coefficient: float) -> None:

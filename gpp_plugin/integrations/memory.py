@@ -134,10 +134,7 @@ class MemoryWatch:
         if self._setting.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._setting.device)
         elif self._has_counted:
-            kept = (
-                self._counts.peak_held_bytes + self._counts.working_bytes if self._counts is not None else 0
-            )
-            peak = held.total + kept
+            peak = held.total + (self._counts.most_bytes if self._counts is not None else 0)
         return RankMemory(
             rank=self._setting.rank,
             stage=self._plan.stages[self._stage].name,

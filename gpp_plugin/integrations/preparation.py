@@ -341,6 +341,7 @@ def plan_request(
         and setting.sizes.loss_unit < mini_batch,
         smallest_local_batch=smallest_local_batch,
         memory_optimization=config.memory.optimization,
+        vertical_sync=config.vertical_sync,
     )
 
 

@@ -23,6 +23,7 @@ class MemoryCounts:
         peak_held_bytes: most that all micro-batches in flight held at once, each as of ``held_bytes``.
         working_bytes: most that was back on the device at once beside what is held: made again or returned from
             the host, from then to its last use.
+        stashed_bytes: most that older versions of the weights took beside the present ones (asynchronous mode).
     """
 
     held_bytes: int
@@ -30,3 +31,9 @@ class MemoryCounts:
     recomputed_bytes: int
     peak_held_bytes: int
     working_bytes: int = 0
+    stashed_bytes: int = 0
+
+    @property
+    def most_bytes(self) -> int:
+        """Return no less than all of it ever took at once."""
+        return self.peak_held_bytes + self.working_bytes + self.stashed_bytes

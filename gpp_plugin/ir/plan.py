@@ -133,6 +133,7 @@ class PipelinePlan:
         tensors: every tensor an edge names, once; what a rehearsal, without the model, makes messages of.
         memory: what one rank of each stage is predicted to be filled with; empty where it is not predicted.
         losses: names of the stages that yield a loss, where that is not only the one called ``loss``.
+        vertical_sync: in mode ``async``, a micro-batch uses weights of the same age on every stage.
     """
 
     model: str
@@ -148,6 +149,7 @@ class PipelinePlan:
     mode: str = "sync"
     memory: tuple[MemoryBreakdown, ...] = ()
     losses: tuple[str, ...] = ()
+    vertical_sync: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -169,6 +171,18 @@ class PipelinePlan:
     def num_micro_batches(self, stage: int) -> int:
         """Return how many micro-batches of a mini-batch ``stage`` runs."""
         return self.mini_batch // self.stages[stage].micro_batch_size
+
+    def num_versions(self, stage: int) -> int:
+        """Return how many sets of its weights ``stage`` holds at most, the present one among them.
+
+        In mode ``async`` as many as it holds micro-batches, and with vertical sync as many as the stage that holds
+        most: it goes on with weights as old as that one's (PipeDream, section 3.3).
+        """
+        if self.mode == "sync":
+            return 1
+        if self.vertical_sync:
+            return max(each.in_flight for each in self.stages)
+        return self.stages[stage].in_flight
 
     def stage_of_rank(self, rank: int) -> int:
         """Return the index of the stage ``rank`` belongs to.

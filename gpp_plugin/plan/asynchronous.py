@@ -1,9 +1,8 @@
 """Makes an asynchronous plan of one that was planned to step once a mini-batch.
 
 Stages and ranks stay. Each stage runs 1F1B and holds as many micro-batches as an endless pipeline needs, counted
-from the sinks and not limited by the mini-batch, and with them as many sets of weights (PipeDream, section 3.3);
-what it swaps and recomputes is chosen anew for that, where the request allows any. A
-mini-batch takes as many micro-batches as it has times the slowest stage.
+from the sinks and not limited by the mini-batch, and with them sets of weights (`PipelinePlan.num_versions`); what it
+swaps and recomputes is chosen anew for that, where the request allows any.
 """
 
 from __future__ import annotations
@@ -11,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.fitting import fitter_for
+from gpp_plugin.plan.fitting import StageFitter, fitter_for
+from gpp_plugin.plan.judge import judge_us
 from gpp_plugin.plan.registry import PlanRequest
 from gpp_plugin.plan.stock import STOCK
 from gpp_plugin.schedule.async_1f1b import asynchronous_in_flight, check_asynchronous
@@ -35,27 +35,28 @@ def to_asynchronous(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
         )
         raise PlanError(f"mode async: the plan of {plan.planner!r} {why}")
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
-    reduce_us = costs.reduce_times(dataclasses.replace(plan, mini_batch=plan.stages[0].micro_batch_size))
-    fitter = fitter_for(request, costs)
-    stages, slowest = [], 0.0
-    for index, (stage, count) in enumerate(zip(plan.stages, asynchronous_in_flight(plan), strict=True)):
-        rows = costs.indices(stage.blocks)
-        held = costs.stage_memory(rows, degree=stage.degree, local=stage.local_batch_size, in_flight=count)
-        stashed = (count - 1) * round(float(costs.parameter_bytes[rows].sum()))
-        stage = dataclasses.replace(
-            stage,
-            schedule="1f1b",
-            k=1,
-            num_sliced=0,
-            joins_last_slice=False,
-            in_flight=count,
-            backward_us=costs.stage_times(rows, stage.local_batch_size)[1],
-            memory_bytes=held + stashed,
-            memory=None,
+    counts = asynchronous_in_flight(plan)
+    stages = tuple(
+        dataclasses.replace(
+            stage, schedule="1f1b", k=1, num_sliced=0, joins_last_slice=False, in_flight=count, memory=None
         )
-        stages.append(stage if fitter is None else fitter.fitted_stage(stage, stashed_bytes=stashed))
-        stage = stages[-1]
-        slowest = max(slowest, stage.forward_us + stage.backward_us + reduce_us[index])
-    made = dataclasses.replace(plan, stages=tuple(stages), mode="async")
+        for stage, count in zip(plan.stages, counts, strict=True)
+    )
+    made = dataclasses.replace(plan, stages=stages, mode="async", vertical_sync=request.vertical_sync)
     check_asynchronous(made)
-    return dataclasses.replace(made, iteration_us=made.num_micro_batches(0) * slowest)
+    fitter = fitter_for(request, costs)
+    fitted = tuple(_fitted(made, index, costs, fitter) for index in range(len(stages)))
+    made = dataclasses.replace(made, stages=fitted)
+    return dataclasses.replace(made, iteration_us=judge_us(made, costs))
+
+
+def _fitted(plan: PipelinePlan, index: int, costs: CostModel, fitter: StageFitter | None) -> Stage:
+    """Return a stage with its times and memory, and with what makes it fit."""
+    stage = plan.stages[index]
+    rows, local = costs.indices(stage.blocks), stage.local_batch_size
+    held = costs.stage_memory(rows, degree=stage.degree, local=local, in_flight=stage.in_flight)
+    stashed = costs.stashed_bytes(rows, plan.num_versions(index))
+    stage = dataclasses.replace(
+        stage, backward_us=costs.stage_times(rows, local)[1], memory_bytes=held + stashed
+    )
+    return stage if fitter is None else fitter.fitted_stage(stage, stashed_bytes=stashed)

@@ -180,6 +180,10 @@ class CostModel:
         """Return the bytes of the blocks' gradients."""
         return self._bytes_of(blocks)[1]
 
+    def stashed_bytes(self, blocks: Sequence[int], num_versions: int) -> int:
+        """Return the bytes of older versions of the blocks' weights: of those that are trained (asynchronous mode)."""
+        return (num_versions - 1) * round(self.group_gradient_bytes(blocks))
+
     def _bytes_of(self, blocks: Sequence[int]) -> tuple[float, ...]:
         """Return sums of parameters, gradients, optimizer, saved a sample, saved; the largest transient."""
         key = tuple(blocks)

@@ -102,6 +102,9 @@ def _saved_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
         )
     if plan.mode != request.mode:
         raise PlanError(f"plan: made for mode {plan.mode}, and the run is {request.mode}; plan again")
+    if plan.vertical_sync != request.vertical_sync:
+        has, is_asked = ("with", "without") if plan.vertical_sync else ("without", "with")
+        raise PlanError(f"plan: made {has} vertical sync, and the run is {is_asked}; plan again")
     for stage in plan.stages:
         memory = stage.memory
         used = {"swap": memory and memory.swapped, "recompute": memory and memory.recomputed}
@@ -136,7 +139,7 @@ def _refit(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
         )
     costs = CostModel(graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     stages = []
-    for stage in plan.stages:
+    for index, stage in enumerate(plan.stages):
         rows, local = costs.indices(stage.blocks), stage.local_batch_size
         forward, backward = costs.stage_times(rows, local)
         memory = costs.stage_memory(rows, degree=stage.degree, local=local, in_flight=stage.in_flight)
@@ -148,7 +151,7 @@ def _refit(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
                 half_forward_us=0.0,
                 input_gradient_us=0.0,
                 weight_gradient_us=0.0,
-                memory_bytes=memory,
+                memory_bytes=memory + costs.stashed_bytes(rows, plan.num_versions(index)),
             )
         )
     fitted = dataclasses.replace(

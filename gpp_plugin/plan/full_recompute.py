@@ -45,26 +45,25 @@ def recompute_fully(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     stages = tuple(
         stage
         if request.profile.module(stage.blocks) is not None
-        else _recomputed(stage, plan.mode, request, everything)
-        for stage in plan.stages
+        else _recomputed(stage, plan.num_versions(index), request, everything)
+        for index, stage in enumerate(plan.stages)
     )
     plan = dataclasses.replace(plan, stages=stages)
     if modules:
         return recompute_modules(plan, request)
-    iteration_us = plan.iteration_us if plan.mode == "async" else judge_us(plan, costs)
-    return dataclasses.replace(plan, iteration_us=iteration_us)
+    return dataclasses.replace(plan, iteration_us=judge_us(plan, costs))
 
 
-def _recomputed(stage: Stage, mode: str, request: PlanRequest, everything: GraphTensors) -> Stage:
+def _recomputed(stage: Stage, num_versions: int, request: PlanRequest, everything: GraphTensors) -> Stage:
     costs = everything.costs
     rows, local = costs.indices(stage.blocks), stage.local_batch_size
     chain = StageChain(everything, rows, local, degree=stage.degree)
-    stash = (stage.in_flight - 1) * sum(costs.parameter_bytes[rows]) if mode == "async" else 0.0
+    stash = costs.stashed_bytes(rows, num_versions)
     limit = min(rank_limit(request, rank) for rank in stage.ranks)
     shape = PipelineShape(
         num_stages=1,
         num_micro_batches=stage.in_flight,
-        limits=(round(limit - stash),),
+        limits=(limit - stash,),
         host_bytes_per_s=min(costs.cluster.devices[rank].host_bytes_per_s for rank in stage.ranks),
         schedule=request.schedule,
         counts=(stage.in_flight,),
@@ -72,12 +71,12 @@ def _recomputed(stage: Stage, mode: str, request: PlanRequest, everything: Graph
     optimizer = StageOptimizer(chain, shape, recompute=True, swap="swap" in request.memory_optimization)
     choice = optimizer.fitted(0, *chain.whole, _layers(optimizer, chain, stage.in_flight))
     if choice.excess_bytes > 0:
-        raise PlanInfeasible(_explain(stage, choice, limit, request))
+        raise PlanInfeasible(_explain(stage, choice, stash, limit, request))
     added = choice.memory.added_us if choice.memory is not None else 0.0
     return dataclasses.replace(
         stage,
         backward_us=costs.stage_times(rows, local)[1] + added,
-        memory_bytes=round(choice.memory_bytes + stash),
+        memory_bytes=round(choice.memory_bytes) + stash,
         memory=choice.memory,
     )
 
@@ -94,10 +93,10 @@ def _layers(optimizer: StageOptimizer, chain: StageChain, in_flight: int) -> Seq
     return [layer for layer, s in zip(layers, segments, strict=True) if s.bytes > s.held_bytes]
 
 
-def _explain(stage: Stage, choice: StageChoice, limit: int, request: PlanRequest) -> str:
+def _explain(stage: Stage, choice: StageChoice, stash: int, limit: int, request: PlanRequest) -> str:
     also = " and swapped" if "swap" in request.memory_optimization else ""
     return (
-        f"stage {stage.name!r} needs {choice.memory_bytes:.0f} bytes with every layer recomputed{also}, a rank of it "
-        f"may use {limit}: {choice.excess_bytes:.0f} too many with {stage.in_flight} micro-batches of "
+        f"stage {stage.name!r} needs {choice.memory_bytes + stash:.0f} bytes with every layer recomputed{also}, a rank "
+        f"of it may use {limit}: {choice.excess_bytes:.0f} too many with {stage.in_flight} micro-batches of "
         f"{stage.local_batch_size} samples in flight; lower micro_batch_sizes, or add ranks or stages"
     )

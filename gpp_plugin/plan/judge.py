@@ -1,6 +1,12 @@
-"""The simulator as the judge of plans: links shared, reductions after the last backward."""
+"""The simulator as the judge of plans: links shared, reductions after the last backward.
+
+An asynchronous plan is not simulated: its pipeline never runs dry, so it takes its micro-batches times the slowest
+stage (PipeDream, section 3.1).
+"""
 
 from __future__ import annotations
+
+import dataclasses
 
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs import CostModel
@@ -13,10 +19,12 @@ MAX_RANK_TASKS = 60_000
 
 
 def judge_us(plan: PipelinePlan, costs: CostModel) -> float:
-    """Return the simulated microseconds of one step of ``plan``.
+    """Return the predicted microseconds of one mini-batch of ``plan``.
 
     Plans of very many ranks are predicted by `estimate`, without contention for links.
     """
+    if plan.mode == "async":
+        return _full_pipeline_us(plan, costs)
     tasks = sum(2 * plan.num_micro_batches(i) * stage.degree for i, stage in enumerate(plan.stages))
     if tasks > MAX_RANK_TASKS:
         return estimate_plan_us(plan, costs)
@@ -26,3 +34,12 @@ def judge_us(plan: PipelinePlan, costs: CostModel) -> float:
         forward_only_stages=forward_only_stages(plan),
         reduce_us=costs.reduce_times(plan),
     )
+
+
+def _full_pipeline_us(plan: PipelinePlan, costs: CostModel) -> float:
+    one = dataclasses.replace(plan, mini_batch=plan.stages[0].micro_batch_size)
+    reduce_us = costs.reduce_times(one)
+    slowest = max(
+        stage.forward_us + stage.backward_us + reduce_us[index] for index, stage in enumerate(plan.stages)
+    )
+    return plan.num_micro_batches(0) * slowest

@@ -19,7 +19,10 @@ def memory_breakdown(
         profile: of the graph the plan was made for.
         zero_stage: what the ranks of a stage share out among themselves.
     """
-    return tuple(_of_stage(stage, plan.mode, profile, zero_stage) for stage in plan.stages)
+    return tuple(
+        _of_stage(stage, plan.num_versions(index), profile, zero_stage)
+        for index, stage in enumerate(plan.stages)
+    )
 
 
 def with_breakdown(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
@@ -30,7 +33,7 @@ def with_breakdown(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     return dataclasses.replace(plan, memory=memory)
 
 
-def _of_stage(stage: Stage, mode: str, profile: Profile, zero_stage: int) -> MemoryBreakdown:
+def _of_stage(stage: Stage, num_versions: int, profile: Profile, zero_stage: int) -> MemoryBreakdown:
     by_block = profile.by_block()
     costs = [by_block[name] for name in stage.blocks]
     local = stage.local_batch_size
@@ -51,7 +54,7 @@ def _of_stage(stage: Stage, mode: str, profile: Profile, zero_stage: int) -> Mem
     return MemoryBreakdown(
         stage=stage.name,
         weights=weights,
-        stashed_weights=weights * (stage.in_flight - 1) if mode == "async" else 0,
+        stashed_weights=gradients * (num_versions - 1),  # of what is trained
         gradients=gradients // (stage.degree if zero_stage >= 2 else 1),
         optimizer=optimizer // (stage.degree if zero_stage >= 1 else 1),
         activations=round(stage.in_flight * kept),

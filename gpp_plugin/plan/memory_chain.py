@@ -86,6 +86,7 @@ class OptimizerFactory:
         schedule: str = "1f1b",
         memory_optimization: Sequence[str] = (),
         degree: int = 1,
+        vertical_sync: bool = False,
     ) -> None:
         self._costs, self._degree = costs, degree
         self._ways = tuple(memory_optimization)
@@ -98,6 +99,7 @@ class OptimizerFactory:
             link_bytes_per_s=min(link.bytes_per_s for link in costs.cluster.links),
             mode=mode,
             schedule=schedule,
+            vertical_sync=vertical_sync,
         )
 
     def at(self, local: float, num_micro_batches: int) -> StageOptimizer:
@@ -135,6 +137,7 @@ def plan_chain(request: PlanRequest, partition: Partition, *, planner: str) -> P
         schedule=request.schedule,
         memory_optimization=request.memory_optimization,
         degree=degree,
+        vertical_sync=request.vertical_sync,
     )
     best: PipelinePlan | None = None
     nearest: tuple[ChainPlan, int] | None = None
@@ -200,12 +203,10 @@ def _to_plan(
     for stage in plan.stages:
         place = of_blocks[stage.blocks]
         stages.append(_with_choice(stage, found.stages[place], len(groups) - place, request.mode))
-    plan = dataclasses.replace(plan, stages=tuple(stages), mode=request.mode)
-    if request.mode == "async":
-        iteration_us = request.mini_batch // size * found.key[1]
-    else:
-        iteration_us = judge_us(plan, costs)
-    return dataclasses.replace(plan, iteration_us=iteration_us)
+    plan = dataclasses.replace(
+        plan, stages=tuple(stages), mode=request.mode, vertical_sync=request.vertical_sync
+    )
+    return dataclasses.replace(plan, iteration_us=judge_us(plan, costs))
 
 
 def _with_choice(stage: Stage, choice: StageChoice, in_flight: int, mode: str) -> Stage:
@@ -259,6 +260,7 @@ def _what_fits(
             schedule=request.schedule,
             memory_optimization=ways,
             degree=degree,
+            vertical_sync=request.vertical_sync,
         )
         return partition(factory.at(size / degree, request.mini_batch // size)).fits
 

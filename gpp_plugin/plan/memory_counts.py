@@ -21,6 +21,7 @@ def expected_counts(plan: PipelinePlan, stage: int) -> MemoryCounts | None:
         swapped_bytes=memory.swapped_bytes if memory is not None else 0,
         recomputed_bytes=sum(segment.bytes for segment in memory.recomputed) if memory is not None else 0,
         peak_held_bytes=activations,
+        stashed_bytes=plan.memory[stage].stashed_weights,
     )
 
 
@@ -35,9 +36,10 @@ def differences(plan: PipelinePlan, stage: int, counted: MemoryCounts) -> list[s
         ("swapped_bytes", "swaps"),
         ("recomputed_bytes", "recomputes"),
         ("peak_held_bytes", "holds at most"),
+        ("stashed_bytes", "stashes"),
     ):
         planned, seen = getattr(expected, name), getattr(counted, name)
         if abs(seen - planned) > max(TOLERANCE * planned, LEAST_BYTES):
-            of = "" if name == "peak_held_bytes" else " a micro-batch"
+            of = "" if name in ("peak_held_bytes", "stashed_bytes") else " a micro-batch"
             found.append(f"{what} {seen} bytes{of} where {planned} are planned")
     return found

@@ -127,8 +127,7 @@ def recompute_modules(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
         for old, new, part in zip(plan.stages, stages, parts, strict=True)
     )
     changed = dataclasses.replace(plan, stages=stages)
-    if plan.mode == "sync":
-        changed = dataclasses.replace(changed, iteration_us=judge_us(changed, costs))
+    changed = dataclasses.replace(changed, iteration_us=judge_us(changed, costs))
     validate_plan(
         changed,
         request.graph,

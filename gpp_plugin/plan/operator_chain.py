@@ -4,7 +4,7 @@ A stage is an interval [start, stop) of the blocks of the graph, which are singl
 follows `CostModel`, as prefix sums:
 
     time    forward + backward of its operators, for one micro-batch
-    held    parameters x versions + gradients + optimizer state
+    held    parameters + older versions of those that are trained + gradients + optimizer state
     memory  held + in-flight x saved bytes + largest transient
 
 `PipelineShape` has what depends on the stage's place: micro-batches in flight, and versions of the weights.
@@ -33,7 +33,7 @@ class PipelineShape:
 
     Args:
         num_micro_batches: of a mini-batch; an asynchronous pipeline never runs dry, and does not look at it.
-        mode: ``sync`` or ``async``; schedule: ``1f1b`` or ``gpipe``.
+        mode: ``sync`` or ``async``; schedule: ``1f1b`` or ``gpipe``; vertical_sync: as of `PipelinePlan`.
         limits: bytes that one rank of each stage may use.
         host_bytes_per_s: of one rank's link to host memory, each way.
         link_bytes_per_s: of the slowest link between stages.
@@ -49,6 +49,7 @@ class PipelineShape:
     mode: str = "sync"
     schedule: str = "1f1b"
     counts: tuple[int, ...] = ()
+    vertical_sync: bool = False
 
     def in_flight(self, stage: int) -> int:
         """Return the micro-batches that stage ``stage`` holds."""
@@ -62,7 +63,9 @@ class PipelineShape:
 
     def versions(self, stage: int) -> int:
         """Return the versions of its weights that stage ``stage`` holds, the current one included."""
-        return self.num_stages - stage if self.mode == "async" else 1
+        if self.mode == "sync":
+            return 1
+        return self.num_stages - (0 if self.vertical_sync else stage)
 
     def is_in_turn(self, stage: int) -> bool:
         """Return whether forwards and backwards take turns, so that both ways of a link are busy at a time.
@@ -137,11 +140,11 @@ class OperatorChain:
             (sorted(places), per_sample * local + fixed) for places, per_sample, fixed in costs.shared
         ]
         self._copied: dict[int, tuple[list[int], list[float]]] = {}
-        self.parameters = _prefix(costs.parameter_bytes)
+        self.parameters, self.trained = _prefix(costs.parameter_bytes), _prefix(costs.gradient_bytes)
         self.held = _prefix(
             costs.held_bytes_of(costs.parameter_bytes, costs.gradient_bytes, costs.optimizer_bytes, degree)
         )
-        self._sums = self.held.tolist(), self.parameters.tolist(), self.saved.tolist()
+        self._sums = self.held.tolist(), self.trained.tolist(), self.saved.tolist()
         self._transient = _largest_of(costs.transient_per_sample * local)
         self.tensors = _saved_tensors(costs, local)
         self.unsaved = _unsaved_results(costs, local)
@@ -177,7 +180,7 @@ class OperatorChain:
 
     def held_bytes(self, start: int, stop: int, versions: int) -> float:
         """Return the bytes of weights, gradients and optimizer state."""
-        stash = (versions - 1) * (self.parameters[stop] - self.parameters[start])
+        stash = (versions - 1) * (self.trained[stop] - self.trained[start])
         return float(self.held[stop] - self.held[start] + stash)
 
     def saved_bytes(self, start: int, stop: int) -> float:
@@ -202,14 +205,14 @@ class OperatorChain:
 
     def memory_bytes(self, start: int, stop: int, stage: int, shape: PipelineShape) -> float:
         """Return the peak of stage ``stage`` without memory optimization."""
-        held, parameters, saved = self._sums  # lists: single numbers are quicker without numpy
+        held, trained, saved = self._sums  # lists: single numbers are quicker without numpy
         versions = shape.versions(stage)
         kept = saved[stop] - saved[start]
         if self._shared:
             kept += self._copies(start, stop)
         total = held[stop] - held[start] + shape.in_flight(stage) * kept
         if versions > 1:
-            total += (versions - 1) * (parameters[stop] - parameters[start])
+            total += (versions - 1) * (trained[stop] - trained[start])
         return total + _between(self._transient, start, stop)
 
 

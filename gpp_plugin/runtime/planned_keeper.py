@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +24,7 @@ from gpp_plugin.runtime.swap import HostLink
 
 Turn = tuple[bool, int, int | None]
 """A task: whether it is (the end of) a backward, its micro-batch, its half."""
+NextBackward = Callable[[Turn], int | None]
 
 
 class PlannedKeeper:
@@ -35,7 +35,7 @@ class PlannedKeeper:
         whole, half: the stage's code for a micro-batch, and for half of it.
         gradient_inputs: received tensors that take a gradient.
         link: shared by all shapes of a lane.
-        next_backward: task -> the micro-batch whose backward comes right after it (`backwards_after`).
+        next_backward: task -> the micro-batch whose backward comes right after it, if one does (`backwards_after`).
 
     Raises:
         PlanError: the plan does not fit the stage's code.
@@ -51,7 +51,7 @@ class PlannedKeeper:
         half: StageFunction | None = None,
         gradient_inputs: Sequence[str] = (),
         link: HostLink,
-        next_backward: Mapping[Turn, int] = MappingProxyType({}),
+        next_backward: NextBackward = lambda turn: None,
     ) -> None:
         make = _code_maker(stage, plan, operators, whole, link)
         self._codes = tuple(make(function) if function else None for function in (whole, half))
@@ -103,7 +103,7 @@ class PlannedKeeper:
         self._prefetch_after((True, micro_batch, None))
 
     def _prefetch_after(self, turn: Turn) -> None:
-        micro_batch = self._next_backward.get(turn)
+        micro_batch = self._next_backward(turn)
         if micro_batch is not None and micro_batch in self._passes:
             self.begin_backward(micro_batch)
 

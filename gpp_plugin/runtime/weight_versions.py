@@ -15,13 +15,16 @@ Buffers and frozen parameters have no versions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from gpp_plugin.errors import RuntimeFailure
+from gpp_plugin.runtime.weight_places import ParameterPlaces, Place, WeightPlaces
+
+MakePlaces = Callable[[Sequence[nn.Parameter]], WeightPlaces]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,12 +32,12 @@ class _Version:
     """One set of weights.
 
     Args:
-        storage: of each trained parameter; ``leaves`` are the same values for autograd.
+        place: of the trained parameters; ``leaves`` are the same values for autograd.
         tensors: what the stage's code takes: leaves, buffers and frozen parameters.
         users: micro-batches between forward and backward.
     """
 
-    storage: list[Tensor]
+    place: Place
     leaves: list[Tensor]
     tensors: tuple[Tensor, ...]
     users: int = 0
@@ -47,14 +50,23 @@ class WeightVersions:
         tensors: parameters and buffers in the order the stage's code takes them.
         most: most sets of weights at a time, as planned.
         lag: with vertical sync, how many updates older than itself a micro-batch's weights are; None: newest ones.
+        make_places: where the trained ones of ``tensors`` may lie.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], *, most: int, lag: int | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        most: int,
+        lag: int | None = None,
+        make_places: MakePlaces = ParameterPlaces,
+    ) -> None:
         self._tensors = tuple(tensors)
         trained = {id(t): t for t in tensors if isinstance(t, nn.Parameter) and t.requires_grad}
         self._parameters: list[nn.Parameter] = list(trained.values())
         place = {key: position for position, key in enumerate(trained)}
         self._places = [place.get(id(tensor), -1) for tensor in tensors]
+        self._locations = make_places(self._parameters)
         self._most = most
         self._lag = lag
         self._aliased: tuple[int, ...] | None = None
@@ -66,22 +78,27 @@ class WeightVersions:
 
     def start(self) -> None:
         """Begin with an empty pipeline and the weights as they are now, where they are now."""
-        self._home = [parameter.data for parameter in self._parameters]
+        self._home = self._live = self._locations.present()
         self._versions = {0: self._make_version(self._home)}
         self._newest = 0
         self._next_micro_batch = 0
         self._version_of: dict[int, int] = {}
-        self._free: list[list[Tensor]] = []
+        self._free: list[Place] = []
         self._num_held = 1
 
-    def _make_version(self, storage: list[Tensor]) -> _Version:
+    def _make_version(self, where: Place) -> _Version:
         # `.data` has a version counter of its own: an update in place must not look like damage to autograd
-        leaves = [tensor.data.requires_grad_(True) for tensor in storage]
+        leaves = [tensor.data.requires_grad_(True) for tensor in where.tensors]
         tensors = tuple(
             leaves[place] if place >= 0 else tensor
             for tensor, place in zip(self._tensors, self._places, strict=True)
         )
-        return _Version(storage=storage, leaves=leaves, tensors=tensors)
+        return _Version(place=where, leaves=leaves, tensors=tensors)
+
+    @property
+    def stashed_bytes(self) -> int:
+        """Return the most that older versions took beside the present one."""
+        return (self.most_held - 1) * self._home.num_bytes
 
     # ---- micro-batches ---------------------------------------------------------------------------
 
@@ -115,7 +132,7 @@ class WeightVersions:
         version.users -= 1
         self.staleness = max(self.staleness, self._newest - age)
         for old in [a for a in self._versions if a != self._newest and not self._is_needed(a)]:
-            self._free.append(self._versions.pop(old).storage)
+            self._free.append(self._versions.pop(old).place)
 
     def _is_needed(self, age: int) -> bool:
         """Return whether a micro-batch in flight, or one to come, uses a version."""
@@ -135,7 +152,7 @@ class WeightVersions:
         if not self._is_needed(self._newest):
             return
         if self._free:
-            storage = self._free.pop()
+            self._live = self._free.pop()
         else:
             self._num_held += 1
             if self._num_held > self._most:
@@ -143,20 +160,15 @@ class WeightVersions:
                     f"{self._num_held} sets of weights would be held, the plan allows {self._most}; this is a bug"
                 )
             self.most_held = max(self.most_held, self._num_held)
-            storage = [torch.empty_like(tensor) for tensor in self._home]
-        if storage:
-            torch._foreach_copy_(storage, [parameter.data for parameter in self._parameters])
-        for parameter, place in zip(self._parameters, storage, strict=True):
-            parameter.data = place
+            self._live = self._locations.make()
+        self._locations.move(self._live)
 
     def end_update(self) -> None:
         """Take the parameters as the newest version."""
-        before = self._versions[self._newest]
         if self._is_needed(self._newest):
-            version = self._make_version([parameter.data for parameter in self._parameters])
+            version = self._make_version(self._live)
         else:
             version = self._versions.pop(self._newest)
-        assert version is before or version.storage is not before.storage
         self._newest += 1
         self._versions[self._newest] = version
 
@@ -164,10 +176,8 @@ class WeightVersions:
     def settle(self) -> None:
         """Return to the first storage: the pipeline is empty."""
         assert not self._version_of, "micro-batches are in flight"
-        for parameter, home in zip(self._parameters, self._home, strict=True):
-            if parameter.data_ptr() != home.data_ptr():
-                home.copy_(parameter.data)
-                parameter.data = home
+        if self._live is not self._home:
+            self._locations.move(self._home)
         self.start()
 
     def forget(self) -> None:

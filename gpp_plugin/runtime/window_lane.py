@@ -7,6 +7,7 @@ serve a shape; a batch of another shape needs an empty pipeline first.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +15,15 @@ from typing import Any
 from torch import Tensor
 
 from gpp_plugin.errors import RuntimeFailure
-from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.ir.memory_counts import MemoryCounts
+from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.carry import Carry, WindowPlace
 from gpp_plugin.runtime.compute import StageHooks
 from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
 from gpp_plugin.runtime.pipeline import Lane, _Compiled, _Prepared
-from gpp_plugin.runtime.weight_versions import WeightVersions
+from gpp_plugin.runtime.planned_keeper import NextBackward, Turn
+from gpp_plugin.runtime.weight_versions import MakePlaces, WeightVersions
 from gpp_plugin.schedule.windows import RankWindows
 
 
@@ -61,17 +64,18 @@ class WindowLane(Lane):
 
     Args:
         programs: this rank's.
-        vertical_sync: a micro-batch uses weights of the same age on every stage.
+        make_places: where the stage's trained weights may lie; asked when the lane is bound.
         lane: as of `Lane`, without ``program``.
     """
 
-    def __init__(self, *, programs: RankWindows, vertical_sync: bool, **lane: Any) -> None:
+    def __init__(self, *, programs: RankWindows, make_places: MakePlaces, **lane: Any) -> None:
         super().__init__(program=programs.steps[-1], **lane)
         self._programs = programs
         self._windows = programs.windows
-        self._vertical_sync = vertical_sync
+        self._make_places = make_places
         self._carry = Carry()
         self._active: _CompiledWindows | None = None
+        self._is_counting = self._is_draining = False
         self._is_trained = any(
             i.task is not None and i.task.kind is TaskKind.BACKWARD for i in programs.steps[-1].instructions
         )
@@ -97,15 +101,26 @@ class WindowLane(Lane):
             self._carry.renumber(-windows.micro_batches, -plan.mini_batch)
         self._carry.shift = (self.window - program) * windows.micro_batches
         inputs = self._rows_of(batch, compiled)
-        if count:
+        if count and self.window == 1:
             compiled.compute.start_counting()
-        try:
-            result = self._run(compiled.steps[program - 1], inputs, record)
-        finally:
-            counts = compiled.compute.stop_counting() if count else None
-        result.memory = counts
+            self._is_counting = True
+        result = self._run(compiled.steps[program - 1], inputs, record)
+        if self._is_counting and self.has_peaked:
+            result.memory = self._stop_counting(compiled)
         self._check_staleness(compiled.versions)
         return result
+
+    @property
+    def has_peaked(self) -> bool:
+        """Return whether the windows since the pipeline was empty held the most that any hold."""
+        return self._windows.has_peaked(self.window)
+
+    def _stop_counting(self, compiled: _CompiledWindows) -> MemoryCounts | None:
+        self._is_counting = False
+        counts = compiled.compute.stop_counting()
+        if counts is None:
+            return None
+        return dataclasses.replace(counts, stashed_bytes=compiled.versions.stashed_bytes)
 
     def drain(self, *, record: bool = False) -> MiniBatchResult | None:
         """Run the backwards that are left; None where there are none. Collective over all ranks."""
@@ -113,6 +128,7 @@ class WindowLane(Lane):
         if compiled is None:
             return None
         program = self._windows.program_of(self.window)
+        self._is_draining = True
         result = self._run(compiled.drains[program - 1], (), record)
         for pending in self._carry.sends:
             pending.wait()
@@ -133,12 +149,24 @@ class WindowLane(Lane):
             raise
 
     def _empty(self) -> None:
+        if self._is_counting and self._active is not None:  # too early: the next windows begin anew
+            self._stop_counting(self._active)
         self._carry = Carry()
         self._active = None
+        self._is_draining = False
         self.window = 0
 
+    def _next_backward(self) -> NextBackward:
+        def next_backward(turn: Turn) -> int | None:
+            is_backward, micro_batch, _ = turn
+            kind = TaskKind.BACKWARD if is_backward else TaskKind.FORWARD
+            task = Task(stage=self.stage_index, kind=kind, micro_batch=micro_batch)
+            return self._windows.backward_after(task, is_draining=self._is_draining)
+
+        return next_backward
+
     def _check_staleness(self, versions: WeightVersions) -> None:
-        planned = self._windows.staleness(self.stage_index, vertical_sync=self._vertical_sync)
+        planned = self._windows.staleness(self.stage_index)
         if versions.staleness > planned:
             stage = self.plan.stages[self.stage_index].name
             raise RuntimeFailure(
@@ -149,11 +177,11 @@ class WindowLane(Lane):
     def _compile(self, prepared: _Prepared) -> _CompiledWindows:
         code = prepared.code
         windows = self._windows
-        staleness = windows.staleness(self.stage_index, vertical_sync=self._vertical_sync)
         versions = WeightVersions(
             [self._tensors[name] for name in code.function.tensors],
-            most=1 + staleness,
-            lag=staleness if self._vertical_sync else None,
+            most=self.plan.num_versions(self.stage_index),
+            lag=windows.staleness(self.stage_index) if windows.vertical_sync else None,
+            make_places=self._make_places,
         )
         assert self._hooks is not None, "an asynchronous pipeline trains"
         hooks = VersionedHooks(self._hooks, versions)

@@ -36,10 +36,12 @@ class Windows:
     Args:
         micro_batches: of one window (M).
         in_flight: of each stage (k).
+        vertical_sync: every stage uses weights as old as those of the stage that holds most.
     """
 
     micro_batches: int
     in_flight: tuple[int, ...]
+    vertical_sync: bool = False
 
     @property
     def longest(self) -> int:
@@ -77,12 +79,23 @@ class Windows:
         left = range(first, entered) if is_trained else ()
         return tuple(Task(stage=stage, kind=TaskKind.BACKWARD, micro_batch=m) for m in left)
 
-    def staleness(self, stage: int, *, vertical_sync: bool = False) -> int:
-        """Return the updates of a stage between the weights a micro-batch uses and its own update.
+    def backward_after(self, task: Task, *, is_draining: bool) -> int | None:
+        """Return the micro-batch whose backward is its stage's next task after ``task``; None if that is a forward."""
+        if task.kind is TaskKind.FORWARD:
+            return task.micro_batch - self.in_flight[task.stage] + 1
+        return task.micro_batch + 1 if is_draining else None
 
-        With vertical sync every stage uses the weights of the stage that holds most.
+    def staleness(self, stage: int) -> int:
+        """Return the updates of a stage between the weights a micro-batch uses and its own update."""
+        return (self.longest if self.vertical_sync else self.in_flight[stage]) - 1
+
+    def has_peaked(self, window: int) -> bool:
+        """Return whether every stage has held by the end of a window what it ever holds, of activations and weights.
+
+        A set of weights is added by each of the first ``longest`` - 1 updates, the last of which comes as many
+        forwards later.
         """
-        return (self.longest if vertical_sync else self.in_flight[stage]) - 1
+        return window * self.micro_batches >= max(1, 2 * (self.longest - 1))
 
     def num_reported(self, window: int) -> int:
         """Return how many losses have been told when a window ends.
@@ -101,7 +114,9 @@ def windows_of(plan: PipelinePlan) -> Windows:
     """
     check_asynchronous(plan)
     return Windows(
-        micro_batches=plan.num_micro_batches(0), in_flight=tuple(stage.in_flight for stage in plan.stages)
+        micro_batches=plan.num_micro_batches(0),
+        in_flight=tuple(stage.in_flight for stage in plan.stages),
+        vertical_sync=plan.vertical_sync,
     )
 
 

@@ -9,7 +9,7 @@ have run on the micro-batch that its ``num_in_flight`` lets go of, so that it do
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
@@ -78,18 +78,18 @@ class TaskGraph:
     half: list[int | None]
     num_waits: list[int]
     next_on_rank: list[int]
-    source: list[int]
-    target: list[int]
-    num_bytes: list[float]
-    edge: list[int]
-    sender: list[int]
-    receiver: list[int]
-    overlaps: list[Overlap]
-    pairs: list[TensorPair]
-    num_activations: int
     first_message: list[int]
-    next_message: list[int]
-    unlocks: dict[int, list[int]]
+    num_activations: int = 0
+    source: list[int] = field(default_factory=list)
+    target: list[int] = field(default_factory=list)
+    num_bytes: list[float] = field(default_factory=list)
+    edge: list[int] = field(default_factory=list)
+    sender: list[int] = field(default_factory=list)
+    receiver: list[int] = field(default_factory=list)
+    overlaps: list[Overlap] = field(default_factory=list)
+    pairs: list[TensorPair] = field(default_factory=list)
+    next_message: list[int] = field(default_factory=list)
+    unlocks: dict[int, list[int]] = field(default_factory=dict)
 
     def task(self, node: int) -> Task:
         """Return the task of a node."""
@@ -177,21 +177,11 @@ class _Builder:
             half=self._half,
             num_waits=[0] * num_nodes,
             next_on_rank=[-1] * num_nodes,
-            source=[],
-            target=[],
-            num_bytes=[],
-            edge=[],
-            sender=[],
-            receiver=[],
-            overlaps=[],
-            pairs=[],
+            first_message=[-1] * num_nodes,
             num_activations=sum(
                 len(of_edge) * len(tensor_pairs(self._plan, index, Direction.ACTIVATION))
                 for index, of_edge in enumerate(overlaps)
             ),
-            first_message=[-1] * num_nodes,
-            next_message=[],
-            unlocks={},
         )
         self._add_orders(graph)
         for index, of_edge in enumerate(overlaps):

@@ -241,9 +241,10 @@ def _empty_part(
     leads = list(rows)
     stage_of = {lead: full.stage[order[0]] for lead, order in full.orders.items() if order}
     count = len(nodes) + len(leads)
-    return dataclasses.replace(
-        full,
+    return TaskGraph(
+        plan=full.plan,
         orders={},
+        members=full.members,
         groups=(),
         stage=[full.stage[node] for node in nodes] + [stage_of[lead] for lead in leads],
         rank=[full.rank[node] for node in nodes] + leads,
@@ -252,18 +253,7 @@ def _empty_part(
         half=[None] * count,
         num_waits=[0] * count,
         next_on_rank=[-1] * count,
-        source=[],
-        target=[],
-        num_bytes=[],
-        edge=[],
-        sender=[],
-        receiver=[],
-        overlaps=[],
-        pairs=[],
-        num_activations=0,
         first_message=[-1] * count,
-        next_message=[],
-        unlocks={},
     )
 
 

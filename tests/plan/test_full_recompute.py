@@ -99,6 +99,15 @@ def test_every_layer_runs_again_but_the_last_where_that_gains_nothing() -> None:
     assert full.iteration_us > plain.iteration_us
 
 
+def test_an_asynchronous_plan_takes_as_much_longer_as_its_slowest_stage() -> None:
+    request = dataclasses.replace(layers(), mode="async")
+    plain = planned(request)
+    full = recompute_fully(plain, request)
+    for plan in (plain, full):
+        assert plan.iteration_us == 4 * max(stage.forward_us + stage.backward_us for stage in plan.stages)
+    assert full.iteration_us > plain.iteration_us
+
+
 def test_a_result_that_several_layers_hold_counts_once() -> None:
     request = dataclasses.replace(
         layers(), num_ranks=1, cluster=make_cluster(1, memory=10**6), schedule="gpipe"

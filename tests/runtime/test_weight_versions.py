@@ -94,3 +94,16 @@ def test_frozen_parameters_have_no_versions():
     frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
     versions = WeightVersions([frozen], most=1)
     assert versions.use(0)[0] is frozen
+
+
+def test_a_failed_update_leaves_the_weights_at_home():
+    weight = nn.Parameter(torch.zeros(2))
+    home = weight.data_ptr()
+    versions = WeightVersions([weight], most=2)
+    versions.use(0)
+    versions.begin_update()
+    assert weight.data_ptr() != home
+    with torch.no_grad():
+        weight += 1.0
+    versions.forget()
+    assert weight.data_ptr() == home and torch.equal(weight, torch.ones(2))

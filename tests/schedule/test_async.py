@@ -8,7 +8,8 @@ import pytest
 from gpp_plugin.bench._random_plans import forward_only_of, random_plan
 from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.program import InstructionKind
-from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.ir.schedule import Task, TaskKind
+from gpp_plugin.runtime.planned_keeper import backwards_after
 from gpp_plugin.schedule.async_1f1b import Windows, asynchronous_in_flight, check_asynchronous, windows_of
 from gpp_plugin.schedule.validate_windows import validate_windows
 from gpp_plugin.schedule.windows import lower_windows
@@ -51,7 +52,8 @@ def test_windows_of_a_chain():
     assert [text(windows.tasks(2, n)) for n in (1, 2)] == ["F0 B0 F1 B1", "F2 B2 F3 B3"]
     assert [text(windows.drain(stage, 2)) for stage in range(3)] == ["B2 B3", "B3", ""]
     assert [windows.staleness(stage) for stage in range(3)] == [2, 1, 0]
-    assert [windows.staleness(stage, vertical_sync=True) for stage in range(3)] == [2, 2, 2]
+    synced = dataclasses.replace(windows, vertical_sync=True)
+    assert [synced.staleness(stage) for stage in range(3)] == [2, 2, 2]
 
 
 def test_windows_shorter_than_what_is_in_flight():
@@ -78,6 +80,12 @@ def test_random_graphs_are_proven_and_run_every_task_once_in_order(seed):
     for rank in range(plan.num_ranks):
         own = programs.of_rank(rank)
         stage = own.steps[0].stage
+        for parts, is_draining in ((own.steps, False), (own.drains, True)):
+            for program in parts:
+                for (is_backward, m, half), after in backwards_after(program).items():
+                    kind = TaskKind.BACKWARD if is_backward else TaskKind.FORWARD
+                    task = Task(stage=stage, kind=kind, micro_batch=m, half=half)
+                    assert programs.windows.backward_after(task, is_draining=is_draining) == after
         orders = [
             [i.task for i in p.instructions if i.task is not None] for p in (*own.steps, own.drains[-1])
         ]

@@ -409,17 +409,19 @@ def train_tensor_ranks(directory: str) -> dict[str, Any]:
     }
 
 
-def train_asynchronously(num_batches: int) -> dict[str, Any]:
-    """Mini-batches of a skip graph whose stages step after every micro-batch."""
-    from tests.integrations.async_jobs import held_by_stages
-
-    engine = make_engine("skip", config_of("skip", block={"mode": "async"}))
-    losses = steps(engine, [batch_of("skip", seed=seed) for seed in range(num_batches)])
-    last = engine.flush()
-    return {
-        "losses": losses,
-        "flushed": float(last),
-        "stages": held_by_stages(engine),
-        "staleness": engine.staleness,
-        "parameters": {name: p.detach().clone() for name, p in engine.module.named_parameters()},
-    }
+def train_asynchronously(names: list[str], num_batches: int) -> dict[str, dict[str, Any]]:
+    """Mini-batches of graphs whose stages step after every micro-batch."""
+    answers = {}
+    for name in names:
+        engine = make_engine(name, config_of(name, block={"mode": "async"}))
+        losses = steps(engine, [batch_of(name, seed=seed) for seed in range(num_batches)])
+        engine.flush()
+        answers[name] = {
+            "losses": losses,
+            "held": {stage.name: stage.in_flight for stage in engine.plan.stages},
+            "staleness": engine.staleness,
+            "parameters": {name: p.detach().clone() for name, p in engine.module.named_parameters()},
+            "differences": engine.memory_report().differences,
+        }
+        engine.destroy()
+    return answers

@@ -13,6 +13,7 @@ from gpp_plugin.plan.fixed import FixedStage
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.pipeline import Lane
+from gpp_plugin.stage_graph.part import owner_of_block
 
 
 def cut_part(
@@ -78,7 +79,7 @@ def names_held(name: str, lane: Lane, sample_batch: Batch) -> tuple[str, ...]:
     own = set(lane.plan.stages[lane.stage_index].blocks)
     names = [*lane.prepare(sample_batch).tensors]
     names += [n for block in graph.blocks if block.name in own for n in block.parameters]
-    mine = {block.name for block in graph.blocks if block.name.startswith((f"{name}.", f"{name}#"))}
+    mine = {block.name for block in graph.blocks if owner_of_block(block.name) == name}
     last = max(i for i, stage in enumerate(lane.plan.stages) if not mine.isdisjoint(stage.blocks))
     if last == lane.stage_index:
         used = {n for block in graph.blocks for n in block.parameters}

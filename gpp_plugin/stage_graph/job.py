@@ -33,7 +33,7 @@ from gpp_plugin.stage_graph.module import (
     make_module,
     tied_names,
 )
-from gpp_plugin.stage_graph.part import CapturedPart, PartView
+from gpp_plugin.stage_graph.part import CapturedPart, PartView, owner_of_block
 from gpp_plugin.stage_graph.probe import Prober, Survey
 from gpp_plugin.stage_graph.resolve import ResolvedGraph, resolve
 from gpp_plugin.stage_graph.shapes import Shapes
@@ -225,7 +225,7 @@ class GraphJob:
         shapes = self._current[is_training]
         op_graph = reference.analysis.op_graph
         own, blocks = self._stage.name, plan.stages[stage].blocks
-        if any(self._owner(block) != own for block in blocks):
+        if any(owner_of_block(block) != own for block in blocks):
             raise PlanError(
                 f"rank {self._place.rank} runs stage {own!r}, and the plan has it in {plan.stages[stage].name!r}"
             )
@@ -260,11 +260,6 @@ class GraphJob:
             loss=loss,
             outputs=named,
         )
-
-    def _owner(self, block: str) -> str:
-        """Return the stage, as the user gave it, that a block is of."""
-        return block.partition(".")[0].partition("#")[0]
-
 
 def _tensor_keys(batch: Batch) -> tuple[str, ...]:
     return tuple(key for key, value in batch.items() if isinstance(value, Tensor))

@@ -36,6 +36,11 @@ ARGUMENT = "argument_"
 """In front of arguments' names while tracing: torch.fx renames those that are Python's own (``input``)."""
 
 
+def owner_of_block(block: str) -> str:
+    """Return the stage, as the user gave it, that a block of the whole graph is of."""
+    return block.partition(".")[0].partition("#")[0]
+
+
 class _Part(nn.Module):
     """The user's module under its stage's name, which returns its loss and its outputs by their names in the graph.
 
@@ -321,8 +326,7 @@ class CapturedPart:
         return names
 
     def _block_name(self, block: str) -> str:
-        stage = self.stage.name
-        return block if block == stage or block.startswith((f"{stage}.", f"{stage}#")) else f"{stage}.{block}"
+        return block if owner_of_block(block) == self.stage.name else f"{self.stage.name}.{block}"
 
 
 def _operators(

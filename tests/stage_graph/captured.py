@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import gpp_plugin
-from tests.stage_graph.graphs import B, Maker
-from tests.stage_graph.jobs import run_in_double
+from tests.stage_graph.graphs import B, U, Maker
+from tests.stage_graph.jobs import run_in_double, steps
 
 SIZE, WORDS, TOKENS = 8, 11, 4
 RANKS = 4
@@ -132,3 +132,120 @@ def train_captions() -> dict[str, Any]:
 def _run(kind: str, memory: dict[str, Any]) -> dict[str, Any]:
     block = {"memory": memory, "schedule": "1f1b", "slicing": "off"}
     return run_in_double(build_captions(kind), caption_batch(), B, block, count=True)
+
+
+def vary_schedules() -> dict[str, Any]:
+    """First forwards in halves, and backwards in two parts, with memory as it is and run again."""
+    found = {}
+    for way, block in {
+        "halves": {"schedule": "1f1b", "slicing": 1},
+        "halves again": {"schedule": "1f1b", "slicing": 1, "memory": {"recompute": "full"}},
+        "parts": {"schedule": "zero_bubble"},
+        "parts again": {"schedule": "zero_bubble", "memory": {"recompute": "full"}},
+    }.items():
+        try:
+            found[way] = run_in_double(build_captions("across"), caption_batch(), B, block, count=True)
+        except Exception as e:
+            found[way] = {"error": repr(e)}
+    return found
+
+
+class Normed(nn.Module):
+    """Layers with statistics over the samples, the first one frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE), nn.Linear(SIZE, SIZE)
+        self.first.requires_grad_(False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.second(torch.tanh(self.norm(self.first(hidden))))
+
+
+class Sink(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(SIZE))
+
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        return ((out * self.scale - target) ** 2).mean()
+
+
+def build_normed() -> gpp_plugin.StageGraph:
+    """An explicit stage, a captured part with statistics on two data-parallel ranks, the loss."""
+    from tests.stage_graph.graphs import make
+
+    graph = gpp_plugin.StageGraph("normed")
+    graph.stage("start", Maker(lambda: nn.Linear(6, SIZE)), inputs={"input": "pixels"}, outputs=["hidden"], ranks=[0])
+    graph.capture("body", make(Normed, "body").float(), inputs=["hidden"], outputs=["out"], ranks=[1, 2], stages=1)
+    graph.stage("end", Maker(Sink), inputs=["out", "target"], outputs=["loss"], ranks=[3])
+    return graph
+
+
+class WholeNormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        from tests.stage_graph.graphs import make
+
+        self.start = make(lambda: nn.Linear(6, SIZE), "start")
+        self.body, self.end = make(Normed, "body"), make(Sink, "end")
+
+    def forward(self, pixels: Tensor, target: Tensor) -> Tensor:
+        return self.end(self.body(self.start(pixels)), target)
+
+
+def normed_batch(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "pixels": torch.randn(2 * B, 6, generator=generator, dtype=torch.float64),
+        "target": torch.randn(2 * B, SIZE, generator=generator, dtype=torch.float64),
+    }
+
+
+def make_engine(graph: Any, batch: dict[str, Tensor], block: dict[str, Any], **changes: Any) -> Any:
+    import deepspeed
+
+    config = {
+        "train_batch_size": len(next(iter(batch.values()))),
+        "train_micro_batch_size_per_gpu": U,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+        "steps_per_print": 1000,
+        "graph_pipeline": {"comm_timeout_s": 60, **block},
+        **changes,
+    }
+    wrapped = gpp_plugin.GraphPipelineModule(graph, sample_batch=batch)
+    return deepspeed.initialize(model=wrapped, config=config)[0]
+
+
+def train_engines(directory: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    config = {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.05}
+    batches = [caption_batch(seed) for seed in range(3)]
+    engine = make_engine(build_captions("across"), batches[0], {"memory": {"recompute": "full"}}, **config)
+    first = steps(engine, batches[:2])
+    engine.save_checkpoint(directory)
+    rest = steps(engine, batches[2:])
+    engine.save_pretrained(f"{directory}/export")
+    again = make_engine(build_captions("across"), batches[0], {"memory": {"recompute": "full"}}, **config)
+    again.load_checkpoint(directory)
+    found["across"] = {
+        "losses": first + rest,
+        "reloaded": steps(again, batches[2:]),
+        "norm": engine.get_global_grad_norm(),
+        "state": engine.gather_state_dict(),
+        "evaluated": engine.eval_batch(iter([caption_batch(7)]), return_logits=True),
+        "differences": engine.memory_report().differences,
+    }
+    engine.destroy(); again.destroy()
+    for way, memory, zero in (("plain", {"recompute": "off"}, 0), ("full", {"recompute": "full"}, 2)):
+        engine = make_engine(
+            build_normed(), normed_batch(0), {"memory": memory}, zero_optimization={"stage": zero}
+        )
+        found[way] = {
+            "losses": steps(engine, [normed_batch(seed) for seed in range(3)]),
+            "tensors": {n: t.detach().clone() for n, t in (*engine.module.named_parameters(), *engine.module.named_buffers())},
+            "differences": engine.memory_report().differences,
+            "memory": [s.memory is not None for s in engine.plan.stages],
+        }
+        engine.destroy()
+    return found

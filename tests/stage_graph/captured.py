@@ -249,3 +249,36 @@ def train_engines(directory: str) -> dict[str, Any]:
         }
         engine.destroy()
     return found
+
+
+def vary_modes() -> dict[str, Any]:
+    from tests.integrations.async_jobs import held_by_stages
+    from tests.stage_graph.mixed import build_mixed, mixed_batch
+
+    found: dict[str, Any] = {}
+    for way, memory in (("halves", {"recompute": "off"}), ("halves again", {"recompute": "full"})):
+        block = {"schedule": "1f1b", "slicing": 1, "memory": memory}
+        found[way] = run_in_double(build_mixed(), mixed_batch(), B, block, count=True)
+    for way, memory in (("bf16", {"recompute": "off"}), ("bf16 again", {"recompute": "full"})):
+        engine = make_engine(build_mixed(), mixed_batch(), {"memory": memory, "schedule": "1f1b", "slicing": "off"}, bf16={"enabled": True})
+        found[way] = {
+            "losses": steps(engine, [mixed_batch(seed) for seed in range(3)]),
+            "tensors": {n: t.detach().clone() for n, t in engine.module.named_parameters()},
+            "differences": engine.memory_report().differences,
+            "memory": [s.memory is not None for s in engine.plan.stages],
+        }
+        engine.destroy()
+    for way, memory in (("async", {"recompute": "off"}), ("async again", {"recompute": "full"})):
+        try:
+            engine = make_engine(build_mixed(), mixed_batch(), {"memory": memory, "mode": "async"})
+            found[way] = {
+                "losses": steps(engine, [mixed_batch(seed) for seed in range(6)]),
+                "flushed": float(engine.flush()),
+                "stages": held_by_stages(engine),
+                "tensors": {n: t.detach().clone() for n, t in engine.module.named_parameters()},
+                "memory": [s.memory is not None for s in engine.plan.stages],
+            }
+            engine.destroy()
+        except Exception as e:
+            found[way] = {"error": repr(e)}
+    return found

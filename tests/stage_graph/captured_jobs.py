@@ -1,0 +1,116 @@
+"""What each rank runs in the tests of captured parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+import gpp_plugin
+from tests.integrations.async_jobs import held_by_stages
+from tests.stage_graph.captured import build_across, build_normed, build_within, caption_batch, normed_batch
+from tests.stage_graph.graphs import B, U
+from tests.stage_graph.jobs import run_in_double, steps
+from tests.stage_graph.mixed import build_mixed, mixed_batch
+
+OFF = {"recompute": "off", "swap": "off"}
+FULL = {"recompute": "full"}
+NUM_BATCHES = 5
+
+
+def train_captions() -> dict[str, Any]:
+    """One mini-batch in double precision with memory as it is, and run again or swapped."""
+    found = {
+        "across": _double(build_across(), caption_batch(), memory=OFF),
+        "across, full, backwards in parts": _double(
+            build_across(), caption_batch(), memory=FULL, schedule="zero_bubble"
+        ),
+        "within": _double(build_within(), caption_batch(), memory=OFF),
+        "within, full": _double(build_within(), caption_batch(), memory=FULL),
+        "mixed, full, in halves": _double(build_mixed(), mixed_batch(), memory=FULL, slicing=1),
+    }
+    low, high = (max(found[way]["needs"].values()) for way in ("within, full", "within"))
+    for way in ("recompute", "swap"):
+        memory = {**OFF, way: "auto", "limit_gb": (low + high) / 2e9}
+        found[f"within, {way}"] = _double(build_within(), caption_batch(), memory=memory)
+    return found
+
+
+def _double(graph: gpp_plugin.StageGraph, batch: dict[str, Tensor], **block: Any) -> dict[str, Any]:
+    return run_in_double(graph, batch, B, {"schedule": "1f1b", "slicing": "off", **block}, count=True)
+
+
+def _engine(
+    graph: gpp_plugin.StageGraph, batch: dict[str, Tensor], block: dict[str, Any], **changes: Any
+) -> Any:
+    import deepspeed
+
+    config = {
+        "train_batch_size": len(next(iter(batch.values()))),
+        "train_micro_batch_size_per_gpu": U,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+        "steps_per_print": 1000,
+        "graph_pipeline": {"comm_timeout_s": 60, **block},
+        **changes,
+    }
+    wrapped = gpp_plugin.GraphPipelineModule(graph, sample_batch=batch)
+    return deepspeed.initialize(model=wrapped, config=config)[0]
+
+
+def train_language(directory: str) -> dict[str, Any]:
+    """Three steps, recomputed; and the third again from a checkpoint; files, and an evaluation."""
+    zero = {"zero_optimization": {"stage": 1}}
+    batches = [caption_batch(seed) for seed in range(3)]
+    engine = _engine(build_across(), batches[0], {"memory": FULL}, **zero)
+    losses = steps(engine, batches[:2])
+    engine.save_checkpoint(directory)
+    losses += steps(engine, batches[2:])
+    engine.save_pretrained(f"{directory}/export")
+    loss, logits = engine.eval_batch(iter([caption_batch(7)]), return_logits=True)
+    found = {
+        "losses": losses,
+        "differences": engine.memory_report().differences,
+        "recomputed": [stage.name for stage in engine.plan.stages if stage.memory is not None],
+        "state": engine.gather_state_dict(),
+        "loss": float(loss),
+        "logits": logits,
+    }
+    engine.destroy()
+    again = _engine(build_across(), batches[0], {"memory": FULL}, **zero)
+    steps(again, [caption_batch(9)])
+    again.load_checkpoint(directory)
+    found["reloaded"] = steps(again, batches[2:])
+    again.destroy()
+    return found
+
+
+def train_statistics() -> dict[str, Any]:
+    """A part that mixes samples, on data-parallel ranks; as it is, and run again."""
+    found = {}
+    for way, memory in (("plain", OFF), ("again", FULL)):
+        engine = _engine(build_normed(), normed_batch(0), {"memory": memory}, zero_optimization={"stage": 2})
+        found[way] = {
+            "losses": steps(engine, [normed_batch(seed) for seed in range(3)]),
+            "tensors": {
+                name: tensor.detach().clone()
+                for name, tensor in (*engine.module.named_parameters(), *engine.module.named_buffers())
+            },
+            "differences": engine.memory_report().differences,
+            "recomputed": [stage.name for stage in engine.plan.stages if stage.memory is not None],
+        }
+        engine.destroy()
+    return found
+
+
+def train_asynchronously() -> dict[str, Any]:
+    """Captured stages that step after every micro-batch, and run again before each backward."""
+    engine = _engine(build_mixed(), mixed_batch(), {"memory": FULL, "mode": "async"})
+    found = {
+        "losses": steps(engine, [mixed_batch(seed) for seed in range(NUM_BATCHES)]),
+        "stages": held_by_stages(engine),
+        "recomputed": [stage.name for stage in engine.plan.stages if stage.memory is not None],
+    }
+    engine.flush()
+    found["tensors"] = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    engine.destroy()
+    return found

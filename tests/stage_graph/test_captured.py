@@ -1,0 +1,149 @@
+"""Captured parts that hold the loss, share parameters, swap and recompute: equal to one process, as planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.integrations.pipedream import Emulation, PlainStage, reported
+from tests.ranks import run_kept_ranks
+from tests.reference import gradient_errors, train_reference
+from tests.stage_graph import captured_jobs
+from tests.stage_graph.captured import (
+    NUM_RANKS,
+    WholeAcross,
+    WholeNormed,
+    WholeWithin,
+    caption_batch,
+    make_language,
+    normed_batch,
+)
+from tests.stage_graph.graphs import B, U
+from tests.stage_graph.mixed import WholeMixed, mixed_batch
+
+EXACT, NEAR = 1e-12, 1e-5
+WHOLE: dict[str, tuple[type[nn.Module], Any]] = {
+    "across": (WholeAcross, caption_batch),
+    "within": (WholeWithin, caption_batch),
+    "mixed": (WholeMixed, mixed_batch),
+}
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[dict[str, Any]]:
+    return run_kept_ranks(captured_jobs.train_captions, NUM_RANKS)
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_loss_and_gradients_with_every_memory_plan(answers: list[dict[str, Any]], kind: str) -> None:
+    whole, batch = WHOLE[kind]
+    reference = train_reference(whole(), [batch()], unit=U)
+    for way in (way for way in answers[0] if way.startswith(kind)):
+        assert {name for answer in answers for name in answer[way]["gradients"]} == set(reference.gradients)
+        for answer in answers:
+            assert answer[way]["loss"] == pytest.approx(reference.losses[0], rel=EXACT)
+            # a shared parameter's gradient is the same on every stage that has it
+            errors = gradient_errors(answer[way]["gradients"], reference.gradients)
+            assert max(errors.values()) < EXACT, (way, errors)
+
+
+def test_counted_bytes_are_those_planned(answers: list[dict[str, Any]]) -> None:
+    for answer in answers:
+        for way in (
+            way for way in answer if "parts" not in way
+        ):  # zero bubble may hold less than it is allowed
+            assert answer[way]["differences"] == [], way
+    within = [answer["within"]["counts"] for answer in answers[1:]]
+    for full, plain in zip(answers[1:], within, strict=True):
+        counts = full["within, full"]["counts"]
+        assert counts.recomputed_bytes > 0
+        assert counts.held_bytes == plain.held_bytes - counts.recomputed_bytes
+    for answer in answers[2:]:
+        assert answer["across, full, backwards in parts"]["counts"].recomputed_bytes > 0
+    assert answers[0]["mixed, full, in halves"]["stages"][0][-1] == 1
+    assert answers[0]["mixed, full, in halves"]["counts"].recomputed_bytes > 0
+
+
+def test_what_does_not_fit_recomputes_or_swaps_as_allowed(answers: list[dict[str, Any]]) -> None:
+    recomputed = [answer["within, recompute"]["counts"] for answer in answers]
+    assert sum(counts.recomputed_bytes for counts in recomputed) > 0
+    assert sum(counts.swapped_bytes for counts in recomputed) == 0
+    swapped = [answer["within, swap"]["counts"] for answer in answers]
+    assert sum(counts.swapped_bytes for counts in swapped) > 0
+    assert sum(counts.recomputed_bytes for counts in swapped) == 0
+
+
+def test_a_language_model_that_shares_the_words_of_an_explicit_stage(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    answers = run_kept_ranks(captured_jobs.train_language, NUM_RANKS, str(tmp_path))
+    model = WholeAcross().float()
+    batches = [_single(caption_batch(seed)) for seed in range(3)]
+    losses = train_reference(model, batches, unit=U).losses
+    assert {"language.0", "language.1"} <= set(answers[0]["recomputed"])
+    for answer in answers:
+        assert answer["losses"] == pytest.approx(losses, rel=NEAR)
+        assert answer["reloaded"] == answer["losses"][2:]
+        assert answer["differences"] == ()
+    model.load_state_dict(answers[0]["state"])
+    with torch.no_grad():
+        found = model.eval()(**_single(caption_batch(7)))
+    assert answers[0]["loss"] == pytest.approx(float(found.loss), rel=NEAR)
+    torch.testing.assert_close(answers[0]["logits"], found.logits, rtol=1e-5, atol=1e-6)
+    files: dict[str, torch.Tensor] = {}
+    for path in sorted((tmp_path / "export").glob("language.*.safetensors")):
+        files.update(load_file(path))
+    language = make_language().float()
+    language.load_state_dict(files)
+    for name, tensor in model.language.state_dict().items():
+        assert torch.equal(tensor, language.state_dict()[name]), name
+
+
+def test_statistics_over_samples_on_data_parallel_ranks() -> None:
+    answers = run_kept_ranks(captured_jobs.train_statistics, NUM_RANKS)
+    batches = [normed_batch(seed) for seed in range(3)]
+    losses = train_reference(WholeNormed().float(), batches, unit=U).losses
+    for answer in answers:
+        for way in ("plain", "again"):
+            assert answer[way]["losses"] == pytest.approx(losses, rel=NEAR)
+            assert answer[way]["differences"] == ()
+        for name, tensor in answer["plain"]["tensors"].items():
+            assert torch.equal(tensor, answer["again"]["tensors"][name]), name
+    assert answers[0]["again"]["recomputed"] == ["body"]
+    assert int(answers[1]["again"]["tensors"]["body.norm.num_batches_tracked"]) == 3 * 2 * B // (2 * U)
+
+
+def test_mode_async_recomputes_with_the_weights_of_the_forward() -> None:
+    answers = run_kept_ranks(captured_jobs.train_asynchronously, NUM_RANKS)
+    model = WholeMixed().float()
+    parameters = dict(model.named_parameters())
+    stages = [
+        PlainStage(parameters=tuple(name for name in names if name in parameters), held=held)
+        for names, held in answers[0]["stages"]
+    ]
+    emulation = Emulation(
+        model,
+        stages,
+        unit=U,
+        window=B // U,
+        make_optimizer=lambda trained: torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01),
+    )
+    losses = [
+        emulation.mini_batch(_single(mixed_batch(seed)), U) for seed in range(captured_jobs.NUM_BATCHES)
+    ]
+    emulation.flush()
+    assert answers[0]["recomputed"] == ["vision.0", "vision.1"]
+    wanted = dict(emulation.model.named_parameters())
+    for answer in answers:
+        assert answer["losses"] == pytest.approx(reported(losses, emulation.longest), abs=1e-6)
+        for name, parameter in answer["tensors"].items():
+            if "k_proj.bias" not in name:  # its gradient is nothing but rounding
+                torch.testing.assert_close(parameter, wanted[name].detach(), rtol=1e-5, atol=1e-6)
+
+
+def _single(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: rows.float() if rows.is_floating_point() else rows for key, rows in batch.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -70,6 +71,8 @@ def record_kept(
             found.is_movable &= is_movable(tensor)
         del tensor
     del result
+    if not all(numbers.is_free(number) for number, found in kept.items() if found.is_made):
+        gc.collect()  # graphs of operators written in Python may hold themselves
     for number, found in kept.items():  # what somebody still holds (a cache) would free nothing
         found.is_movable &= not found.is_made or numbers.is_free(number)
     return [kept[number] for number in sorted(kept)]
@@ -85,7 +88,7 @@ def module_memory(block: str, kept: Mapping[int, list[Kept]], given_bytes: Mappi
     counts = sorted(kept)
     dropped = line([(n, sum(k.num_bytes for k in kept[n] if k.is_made)) for n in counts])
     held = line([(n, given_bytes[n] - sum(k.num_bytes for k in kept[n] if not k.is_made)) for n in counts])
-    forms = {tuple((k.is_made, k.is_movable) for k in kept[n]) for n in counts}
+    forms = {tuple(k.is_made for k in kept[n]) for n in counts}
     storages = []
     for number, most in enumerate(kept[counts[-1]] if len(forms) == 1 else ()):
         per_sample, fixed = line([(n, kept[n][number].num_bytes) for n in counts])
@@ -95,7 +98,7 @@ def module_memory(block: str, kept: Mapping[int, list[Kept]], given_bytes: Mappi
                 bytes_fixed=fixed,
                 last_use=most.last_use,
                 is_made=most.is_made,
-                is_movable=most.is_movable,
+                is_movable=all(kept[n][number].is_movable for n in counts),
             )
         )
     return ModuleMemory(

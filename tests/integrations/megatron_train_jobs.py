@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gpp_plugin.errors import PlanError
 from gpp_plugin.integrations.megatron import gather_full_state, gpt_stage
 from gpp_plugin.stage_graph.graph import StageGraph
 from tests.integrations.megatron_jobs import (
@@ -222,6 +223,40 @@ def resume(name: str, zero: int, directory: str) -> dict[str, Any]:
     evaluated = float(fresh.eval_batch(iter([batches[0]])))
     whole = gather_stages(fresh)
     return {"expected": expected, "found": found, "tag": tag, "evaluated": evaluated, "whole": whole}
+
+
+def train_with_less_memory() -> dict[str, Any]:
+    """Two steps of chunks with dropout and sequence parallelism: all kept, run again, swapped; mode async refuses."""
+    changes: dict[str, Any] = {"hidden_dropout": 0.3, "attention_dropout": 0.3, "sequence_parallel": True}
+    layout = Layout(encoder=(0,), language=((1, 2), (3, 4)), cuts=(0, 2), config=changes)
+    weights = share(gather_full_state(Whole(layout).language) if dist.get_rank() == 0 else None)
+
+    def run(block: dict[str, Any]) -> dict[str, Any]:
+        block = {"comm_timeout_s": 60, "schedule": "1f1b", "slicing": "off", **block}
+        engine = make_engine(layout, weights, 0, graph_pipeline=block)
+        torch.manual_seed(dist.get_rank())
+        losses = [float(engine.train_batch(data_iter=iter([batch_of(seed)]))) for seed in range(2)]
+        stages = engine.plan.stages
+        found = {
+            "losses": losses,
+            "weights": {name: p.detach().clone() for name, p in engine.module.named_parameters()},
+            "differences": engine.memory_report().differences,
+            "recomputed": [s.name for s in stages if s.memory is not None and s.memory.recomputed],
+            "swapped": [s.name for s in stages if s.memory is not None and s.memory.swapped],
+            "needs": max(s.memory_bytes for s in stages),
+        }
+        engine.destroy()
+        return found
+
+    off = {"recompute": "off", "swap": "off"}
+    found: dict[str, Any] = {"plain": run({"memory": off}), "again": run({"memory": {"recompute": "full"}})}
+    tight = {"recompute": "off", "limit_gb": (found["plain"]["needs"] - 20_000) / 1e9}
+    found["swap"] = run({"memory": tight})
+    try:
+        run({"mode": "async", "memory": {"recompute": "full"}})
+    except PlanError as error:
+        found["refused"] = str(error)
+    return found
 
 
 def gather_stages(engine: Any) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.megatron.dropout import DropoutStreams
@@ -133,6 +133,16 @@ class GptChunk(_Chunk, GPTModel):
         loss = mean_loss(per_token, labels, loss_mask)
         return (loss, logits) if self.has_logits else loss
 
+    def merge(self, merged: Mapping[str, int]) -> None:
+        """Say which embeddings are put in place of which tokens.
+
+        Tensor ranks then hold whole embeddings and must drop the same of them, where Megatron, with sequence
+        parallelism, has each rank drop what it likes of its share: `_embed` drops instead.
+        """
+        self.merged = merged
+        if merged:
+            self.embedding.embedding_dropout = nn.Identity()
+
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Any:
         """Return the loss of every token, [batch, sequence], and the whole logits where they were asked for."""
         logits = logits.transpose(0, 1)
@@ -161,6 +171,8 @@ class GptChunk(_Chunk, GPTModel):
         for token in self.merged.values():  # any number will do there, if it is in the vocabulary
             tokens = tokens.masked_fill(input_ids == token, 0)
         hidden: Tensor = self.embedding(input_ids=tokens, position_ids=position_ids)
+        if self.merged:
+            hidden = nn.functional.dropout(hidden, self.config.hidden_dropout, self.training)
         for name, token in self.merged.items():
             places = input_ids == token
             counts = places.sum(dim=1)

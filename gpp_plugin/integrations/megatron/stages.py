@@ -164,7 +164,8 @@ def gpt_stage(
             **options,
         )
         chunk.describe(context, seed=seed, layers=chosen, takes_mask=spec is None)
-        chunk.merged, chunk.has_logits = merged, with_logits
+        chunk.has_logits = with_logits
+        chunk.merge(merged)
         return chunk
 
     return MegatronStage(

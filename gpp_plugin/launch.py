@@ -61,7 +61,7 @@ def run_ranks(
     with (
         tempfile.TemporaryDirectory(prefix="gpp_ranks_") as folder,
         os.fdopen(read_end, "rb") as events,
-        _reserved_port() as port,
+        reserved_port() as port,
     ):
         logs = [Path(folder) / f"rank{rank}.log" for rank in range(num_ranks)]
         common = {
@@ -151,7 +151,7 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 @contextlib.contextmanager
-def _reserved_port() -> Iterator[int]:
+def reserved_port() -> Iterator[int]:
     """Yield a port that rank 0 can listen on and the system gives to nobody else.
 
     Ranks import torch for seconds before rank 0 listens; a port that is merely free by now may be taken by then.

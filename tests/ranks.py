@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import pickle
 import queue
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+from gpp_plugin.launch import reserved_port
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.preload"])
@@ -22,12 +24,6 @@ LAST_WORDS_S = 10.0
 
 class RanksFailed(AssertionError):
     """Some ranks raised; the message holds what each of them said."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_ranks(
@@ -69,7 +65,8 @@ class _Ranks:
     """Processes that run one function after the other, or one and no more."""
 
     def __init__(self, num_ranks: int, *, are_kept: bool) -> None:
-        port = free_port()
+        self._port = contextlib.ExitStack()
+        port = self._port.enter_context(reserved_port())
         self._answers = _CONTEXT.Queue()
         self._tasks = [_CONTEXT.Queue() for _ in range(num_ranks)]
         self._processes = [
@@ -96,6 +93,7 @@ class _Ranks:
         for process in self._processes:
             process.kill()
             process.join(timeout=5)
+        self._port.close()
 
     def _collect(self, timeout_s: float) -> list[Any]:
         deadline = time.monotonic() + timeout_s

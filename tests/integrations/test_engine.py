@@ -11,7 +11,7 @@ import torch
 
 from tests.integrations import engine_jobs as jobs
 from tests.models import build
-from tests.ranks import run_ranks
+from tests.ranks import run_kept_ranks, run_ranks
 from tests.reference import gradient_errors, loss_of, train_reference, units_of
 from tests.runtime.odd_models import build_odd
 
@@ -45,7 +45,7 @@ def test_clipping_groups_and_schedule_equal_torch(zero: int, tmp_path: Path) -> 
 
 
 def test_bf16_trains_within_its_rounding() -> None:
-    answers = run_ranks(jobs.train_in_precision, 4, "bf16")
+    answers = run_kept_ranks(jobs.train_in_precision, 4, "bf16")
     for name in ("t5", "clip"):
         model, make_batch = build(name)
         batches = [make_batch(jobs.B, seed) for seed in range(3)]
@@ -68,7 +68,7 @@ def test_fp16_overflow_skips_everywhere_and_recovers() -> None:
 
 
 def test_evaluation_equals_the_plain_model() -> None:
-    answers = run_ranks(jobs.evaluate, 4)
+    answers = run_kept_ranks(jobs.evaluate, 4)
     model, make_batch = build("gpt2", dropout=0.3)
     model.eval()
     with torch.no_grad():
@@ -80,14 +80,14 @@ def test_evaluation_equals_the_plain_model() -> None:
             assert torch.allclose(logits, model(**batch).logits, rtol=1e-5, atol=1e-6), size
         unlabelled = {k: v for k, v in make_batch(6, 6).items() if k != "labels"}
         assert torch.allclose(answers[0]["unlabelled"], model(**unlabelled).logits, rtol=1e-5, atol=1e-6)
-    assert answers[0]["plain"] == answers[0]["losses"][8][0]
+    assert answers[0]["plain"] == answers[0]["losses"][16][0]
     assert all(answer["losses"][5][0] == answers[0]["losses"][5][0] for answer in answers)
     assert len({answer["after"] for answer in answers}) == 1
 
 
 @pytest.mark.parametrize("zero", [0, 2])
 def test_checkpoints_resume_bit_for_bit(zero: int, tmp_path: Path) -> None:
-    for answer in run_ranks(jobs.resume, 4, str(tmp_path), zero):
+    for answer in run_kept_ranks(jobs.resume, 4, str(tmp_path), zero):
         assert answer["found"] == answer["expected"]
         assert answer["client_state"] == {"epoch": 7}
         assert answer["tag"] == "global_step2" and answer["global_steps"] == 4
@@ -96,7 +96,7 @@ def test_checkpoints_resume_bit_for_bit(zero: int, tmp_path: Path) -> None:
 
 
 def test_exports_reload_bit_equal(tmp_path: Path) -> None:
-    answers = run_ranks(jobs.export, 3, str(tmp_path))
+    answers = run_kept_ranks(jobs.export, 3, str(tmp_path))
     for name in ("t5", "clip"):
         model, _ = build(name)
         reloaded = type(model).from_pretrained(tmp_path / name)
@@ -111,7 +111,7 @@ def test_exports_reload_bit_equal(tmp_path: Path) -> None:
 def test_a_model_without_weights_is_materialised_stage_by_stage(tmp_path: Path) -> None:
     model, make_batch = build("t5")
     model.save_pretrained(tmp_path)
-    answers = run_ranks(jobs.train_from_meta, 3, str(tmp_path))
+    answers = run_kept_ranks(jobs.train_from_meta, 3, str(tmp_path))
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
     batches = [make_batch(jobs.B, seed) for seed in range(2)]
     reference = train_reference(model, batches, unit=jobs.U)
@@ -128,7 +128,7 @@ def test_a_model_without_weights_is_materialised_stage_by_stage(tmp_path: Path) 
 
 
 def test_the_engine_loads_data_where_it_is_read() -> None:
-    answers = run_ranks(jobs.load_data, 3)
+    answers = run_kept_ranks(jobs.load_data, 3)
     assert len({tuple(answer["losses"]) for answer in answers}) == 1
     assert not all(answer["reads"] for answer in answers) and any(answer["reads"] for answer in answers)
     assert all(answer["num_batches"] == 4 for answer in answers)
@@ -136,7 +136,7 @@ def test_the_engine_loads_data_where_it_is_read() -> None:
 
 
 def test_mistakes_get_one_clear_line() -> None:
-    for said in run_ranks(jobs.refuse, 2):
+    for said in run_kept_ranks(jobs.refuse, 2):
         assert all(said.values()), [name for name, text in said.items() if not text]
         assert "train_batch" in said["forward"] and "train_batch" in said["no_sync"]
         assert "training_data" in said["no data"]
@@ -156,7 +156,7 @@ def test_different_data_on_ranks_is_refused() -> None:
 
 
 def test_evaluation_runs_what_training_skips() -> None:
-    answers = run_ranks(jobs.evaluate_a_head, 2)
+    answers = run_kept_ranks(jobs.evaluate_a_head, 2)
     model, make_batch = build_odd("evaluation_head")
     expected = model.eval()(**make_batch(jobs.B, 1))
     for answer in answers:

@@ -81,14 +81,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser, runners = _make_parser(arguments)
     args = parser.parse_args(arguments)
     runner = runners[args.command]
+    name = f"gpp {args.command} {args.bench}" if args.command == "bench" else f"gpp {args.command}"
     try:
         result = runner(args)
     except GppError as error:
         sys.stdout.flush()
-        print(f"gpp {args.command}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 2 if isinstance(error, DeviceMissing) else 1
     except KeyboardInterrupt:
-        print(f"gpp {args.command}: interrupted", file=sys.stderr)
+        print(f"{name}: interrupted", file=sys.stderr)
         return 130
     if args.json:
         print(json.dumps({"command": args.command, **result}))
@@ -131,12 +132,27 @@ def _add_bench(
     asked = next((word for word in arguments if word in names), None)  # "swap" is also an option's value
     for name in names:
         text = _docstring(_bench_module(name))
-        sub = benches.add_parser(name, help=text.splitlines()[0], description=text)
+        sub = benches.add_parser(
+            name, help=" ".join(text.split("\n\n")[0].split()), description=text, formatter_class=_Paragraphs
+        )
         _add_json(sub)
         if name == asked:
             module = importlib.import_module(_bench_module(name))
             module.add_arguments(sub)
             runners["bench"] = _named_runner(module.run)
+
+
+class _Paragraphs(argparse.HelpFormatter):
+    """Fills paragraphs one by one, and leaves indented lines, such as tables, as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        blocks = [
+            block
+            if any(line.startswith(" ") for line in block.splitlines())
+            else super(_Paragraphs, self)._fill_text(block, width, indent)
+            for block in text.split("\n\n")
+        ]
+        return "\n\n".join(blocks)
 
 
 def _named_runner(run: Runner) -> Runner:

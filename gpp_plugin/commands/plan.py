@@ -134,10 +134,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             f"--schedule: no schedule {args.schedule!r}; give one of {', '.join(SCHEDULE_NAMES)}"
         )
     cluster = _cluster(args)
-    if args.mode == "async" and args.zero:
-        raise ConfigError(
-            f"--zero {args.zero}: mode async keeps several versions of whole weights; leave it out"
-        )
     unit = args.loss_unit or args.mini_batch
     graph, profile = _model(args, cluster, unit)
     request = PlanRequest(

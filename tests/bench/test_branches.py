@@ -77,4 +77,4 @@ def test_both_systems_run_even_and_drawn_times(capsys):
 def test_a_wrong_option_takes_one_line(arguments, said, capsys):
     assert main(["bench", "branches", *arguments]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("gpp bench: ") and said in error and error.count("\n") == 1
+    assert error.startswith("gpp bench branches: ") and said in error and error.count("\n") == 1

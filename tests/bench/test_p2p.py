@@ -39,4 +39,4 @@ def test_large_messages_are_fewer():
 def test_a_wrong_option_takes_one_line(arguments, said, capsys):
     assert main(["bench", "p2p", *arguments]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("gpp bench: ") and said in error and error.count("\n") == 1
+    assert error.startswith("gpp bench p2p: ") and said in error and error.count("\n") == 1

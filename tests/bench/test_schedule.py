@@ -37,7 +37,7 @@ def test_a_chain_is_run_by_all_three_runtimes_in_turn(capsys):
 def test_a_wrong_option_takes_one_line(capsys):
     assert main(["bench", "schedule", "--rounds", "0"]) == 1
     assert capsys.readouterr().err == (
-        "gpp bench: --rounds, --forward-ms and --backward-ms must be above 0, --ranks at least 2\n"
+        "gpp bench schedule: --rounds, --forward-ms and --backward-ms must be above 0, --ranks at least 2\n"
     )
 
 

@@ -112,7 +112,7 @@ def main() -> None:
 
 def _row(case: CudaCase, rank: Any) -> dict[str, Any]:
     part = rank.predicted
-    growing = part.activations + part.transient + rank.held.buffers
+    growing = part.activations + part.transient + part.inputs
     return {
         "model": "gpt2",
         "plan": "none",

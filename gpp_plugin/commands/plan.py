@@ -17,6 +17,7 @@ from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint, save, to_plain
 from gpp_plugin.plan.clusters import cluster_names, read_cluster
 from gpp_plugin.plan.edge_transports import NATIVE, note_edge_transports
+from gpp_plugin.plan.inputs import with_inputs
 from gpp_plugin.plan.memory_advice import memory_advice
 from gpp_plugin.plan.memory_breakdown import with_breakdown
 from gpp_plugin.plan.registry import PlanRequest, make_plan, planner_names
@@ -261,4 +262,5 @@ def _huggingface_model(
         sample_counts=default_sample_counts(args.mini_batch),
         op_graph=captured.op_graph,
     )
-    return graph, profile
+    inputs = captured.op_graph.inputs
+    return graph, with_inputs(profile, graph, inputs, mini_batch=args.mini_batch, dtype="float32")

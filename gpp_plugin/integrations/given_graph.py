@@ -17,7 +17,7 @@ from gpp_plugin.integrations.given_part import cut_part, names_held
 from gpp_plugin.integrations.materialize import release_parameters
 from gpp_plugin.integrations.model_source import CapturedModel, ModelSource
 from gpp_plugin.integrations.module_holder import ModuleHolder
-from gpp_plugin.integrations.preparation import PREPARATION_TIMEOUT_S, Setting, plan_profiled
+from gpp_plugin.integrations.preparation import PREPARATION_TIMEOUT_S, Setting, plan_profiled, with_batch
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.fixed import FixedStage
 from gpp_plugin.profile.analytic import default_sample_counts
@@ -105,9 +105,10 @@ class GivenGraph:
                 for stage in job.resolved.stages
                 for piece in self._pieces(job, stage, costs, device=device, least=least)
             ]
+            graph = reference.block_graph
             plan = plan_profiled(
-                reference.block_graph,
-                costs.profile(reference.block_graph, device=device),
+                graph,
+                with_batch(costs.profile(graph, device=device), graph, reference.analysis.op_graph, setting),
                 config=self._config,
                 setting=setting,
                 smallest_local_batch=least,

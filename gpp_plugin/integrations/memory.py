@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from gpp_plugin.capture.export import count_samples
+from gpp_plugin.capture.samples import count_samples, rows_per_sample
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.integrations.gradients import StageGradients
 from gpp_plugin.integrations.preparation import Setting
@@ -72,13 +72,11 @@ class MemoryWatch:
         """
         self._has_counted = True
         self._counts = counts
-        self._inputs = (
-            sum(
-                value.numel() * (self._setting.dtype if value.is_floating_point() else value.dtype).itemsize
-                for key, value in batch.items()
-                if key in self._reads and isinstance(value, Tensor)
-            )
-            // self._plan.stages[self._stage].degree
+        degree = self._plan.stages[self._stage].degree
+        self._inputs = sum(
+            self._bytes_as_read(batch[key]) // (degree if rows else 1)
+            for key, rows in rows_per_sample(batch).items()
+            if key in self._reads
         )
         everyone = self._meeting.gather(counts, "what the first mini-batch kept")
         if self._setting.rank != 0 or not self._plan.memory:
@@ -88,6 +86,10 @@ class MemoryWatch:
             logger.warning("memory: %s", line)
         if not lines:
             logger.info("memory: %s", self._agreement(everyone))
+
+    def _bytes_as_read(self, value: Tensor) -> int:
+        dtype = self._setting.dtype if value.is_floating_point() else value.dtype
+        return value.numel() * dtype.itemsize
 
     def _agreement(self, everyone: list[MemoryCounts | None]) -> str:
         known = [counts for counts in everyone if counts is not None]

@@ -27,6 +27,7 @@ from gpp_plugin.integrations.materialize import materialize_parameters
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
+from gpp_plugin.ir.op_graph import OpGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.plan.batches import blocks_under, coupled_blocks
@@ -34,6 +35,7 @@ from gpp_plugin.plan.clusters import read_cluster
 from gpp_plugin.plan.explicit import explicit_plan
 from gpp_plugin.plan.fixed import FixedStage, fixed_plan
 from gpp_plugin.plan.full_recompute import recompute_fully
+from gpp_plugin.plan.inputs import with_inputs
 from gpp_plugin.plan.memory_breakdown import with_breakdown
 from gpp_plugin.plan.registry import PlanRequest, make_plan
 from gpp_plugin.plan.schedules import schedule_plan
@@ -163,8 +165,15 @@ def _prepare(
         logger.info("samples are mixed by %s", line)
     graph = coarsen(captured, granularity=config.granularity)
     profile, counts = _profile(model, sample_batch, graph, captured, config, setting)
+    profile = with_batch(profile, graph, captured.op_graph, setting)
     plan = plan_profiled(graph, profile, config=config, setting=setting, smallest_local_batch=min(counts))
     return Preparation(analysis=captured.analysis, plan=plan)
+
+
+def with_batch(profile: Profile, graph: BlockGraph, model: OpGraph, setting: Setting) -> Profile:
+    """Return a profile that knows this job's mini-batches."""
+    dtype = str(setting.dtype).removeprefix("torch.")
+    return with_inputs(profile, graph, model.inputs, mini_batch=setting.sizes.mini_batch, dtype=dtype)
 
 
 def plan_profiled(

@@ -93,6 +93,7 @@ class MemoryBreakdown:
         activations: kept for backward by all micro-batches in flight, after swap and recompute.
         working: tensors back in use, or on their way to or from the host.
         transient: most that one block holds while it runs.
+        inputs: its part of the mini-batch, held while a step runs.
         limit: what the plan may use of the stage's smallest rank; 0 where that is not known.
     """
 
@@ -104,10 +105,11 @@ class MemoryBreakdown:
     activations: int
     working: int
     transient: int
+    inputs: int = 0
     limit: int = 0
 
     @property
     def total(self) -> int:
         """Return all bytes."""
         held = self.weights + self.stashed_weights + self.gradients + self.optimizer
-        return held + self.activations + self.working + self.transient
+        return held + self.activations + self.working + self.transient + self.inputs

@@ -53,8 +53,8 @@ class RankMemory:
 
     @property
     def predicted_peak_bytes(self) -> int:
-        """Return the plan's figure and the buffers beside it; 0 where nothing is predicted."""
-        return 0 if self.predicted is None else self.predicted.total + self.held.buffers
+        """Return the plan's figure; 0 where nothing is predicted."""
+        return 0 if self.predicted is None else self.predicted.total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

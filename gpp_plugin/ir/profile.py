@@ -124,6 +124,21 @@ class ModuleMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InputCost:
+    """An entry of the batch: the stages that read it hold all rows of a mini-batch while it runs.
+
+    Args:
+        blocks: those that read it.
+        bytes: for the whole mini-batch.
+        is_shared_out: whether the ranks of a stage hold a part each; else each holds all of it.
+    """
+
+    blocks: tuple[str, ...]
+    bytes: int
+    is_shared_out: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """Costs of every block of one BlockGraph on one device.
 
@@ -134,6 +149,7 @@ class Profile:
         shared: what several blocks keep, charged to the first of them; a stage without that one holds it too.
         tied: parameters that several blocks share, in the costs of each.
         modules: what those blocks keep that are users' own modules.
+        inputs: of the mini-batch that is planned for; empty where that is not known.
     """
 
     graph: str
@@ -143,6 +159,13 @@ class Profile:
     shared: tuple[SharedStorage, ...] = ()
     tied: tuple[TiedCost, ...] = ()
     modules: tuple[ModuleMemory, ...] = ()
+    inputs: tuple[InputCost, ...] = ()
+
+    def input_bytes(self, blocks: Iterable[str], degree: int) -> float:
+        """Return what one rank of a stage of ``degree`` ranks holds of the mini-batch."""
+        own = frozenset(blocks)
+        read = [entry for entry in self.inputs if not own.isdisjoint(entry.blocks)]
+        return sum(entry.bytes / (degree if entry.is_shared_out else 1) for entry in read)
 
     def module(self, blocks: Sequence[str]) -> ModuleMemory | None:
         """Return what a stage keeps that is one user's module; None for any other stage."""

@@ -102,6 +102,7 @@ class ChainCosts:
         """Return [start, stop]: bytes of one rank with that many micro-batches in flight."""
         parameter, gradient, optimizer = (self._between(prefix) for prefix in self._held)
         held = self.costs.held_bytes_of(parameter, gradient, optimizer, degree)
+        held = held + self.costs.input_bytes_of(lambda flags: self._between(self._prefix(flags)), degree)
         local = max(self.wish // degree, 1)
         saved = self._between(self._saved[0]) * local + self._between(self._saved[1])
         peak = float(self.costs.transient_per_sample.max(initial=0.0)) * local

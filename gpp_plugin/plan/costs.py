@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,8 @@ class CostModel:
     """Costs of any group of blocks of one graph on one cluster.
 
     A stage of degree d and micro-batch size b computes b/d samples a rank. Its memory on one rank is
-    parameters + gradients + optimizer state (shared out by ZeRO) + in-flight micro-batches x (saved
-    bytes) + the largest transient of one block.
+    parameters + gradients + optimizer state (shared out by ZeRO) + its part of the mini-batch + in-flight
+    micro-batches x (saved bytes) + the largest transient of one block.
 
     Args:
         zero_stage: 1 shares the optimizer state over the stage's ranks, 2 the gradients as well: what one
@@ -73,6 +73,10 @@ class CostModel:
         self.shared = [
             ([self.index[name] for name in storage.blocks], storage.bytes_per_sample, storage.bytes_fixed)
             for storage in profile.shared
+        ]
+        self.inputs = [
+            ([self.index[name] for name in entry.blocks], float(entry.bytes), entry.is_shared_out)
+            for entry in profile.inputs
         ]
         self._group_bytes: dict[tuple[int, ...], tuple[float, ...]] = {}
         self._group_times: dict[tuple[tuple[int, ...], float], tuple[float, float]] = {}
@@ -137,6 +141,19 @@ class CostModel:
         shared = optimizer / degree if self.zero_stage >= 1 else optimizer
         return parameter + (gradient / degree if self.zero_stage >= 2 else gradient) + shared
 
+    def input_bytes_of(self, count: Callable[[Floats], Floats], degree: int) -> Floats | float:
+        """Return what a rank holds of the mini-batch, for many stages at once.
+
+        Args:
+            count: returns by stage the sum of values [block] over its blocks.
+        """
+        held: Floats | float = 0.0
+        for readers, num_bytes, is_shared_out in self.inputs:
+            flags = np.zeros(len(self.index))
+            flags[readers] = 1.0
+            held = held + (count(flags) > 0.5) * (num_bytes / (degree if is_shared_out else 1))
+        return held
+
     def whole_gradient_bytes(self, gradient: Any, saved: Any, degree: int) -> Any:
         """Return what a backward under ZeRO 2 holds at its end beyond what it has let go: its whole gradients.
 
@@ -172,6 +189,8 @@ class CostModel:
         """Return the bytes one rank of the stage needs at its peak."""
         parameter, gradient, optimizer, saved, saved_fixed, transient = self._bytes_of(blocks)
         held = self.held_bytes(parameter, gradient, optimizer, degree)
+        if self.inputs:
+            held += self._profile.input_bytes((self._costs[row].block for row in blocks), degree)
         each = saved * local + saved_fixed
         held += self.whole_gradient_bytes(gradient, each, degree)
         return int(round(held + in_flight * each + transient * local))

@@ -60,4 +60,5 @@ def _of_stage(stage: Stage, num_versions: int, profile: Profile, zero_stage: int
         activations=round(stage.in_flight * kept),
         working=working,
         transient=round(transient),
+        inputs=round(profile.input_bytes(stage.blocks, stage.degree)),
     )

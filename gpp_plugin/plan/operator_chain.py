@@ -140,6 +140,10 @@ class OperatorChain:
             (sorted(places), per_sample * local + fixed) for places, per_sample, fixed in costs.shared
         ]
         self._copied: dict[int, tuple[list[int], list[float]]] = {}
+        self._inputs = [
+            (sorted(readers), num_bytes / (degree if is_shared_out else 1))
+            for readers, num_bytes, is_shared_out in costs.inputs
+        ]
         self.parameters, self.trained = _prefix(costs.parameter_bytes), _prefix(costs.gradient_bytes)
         self.held = _prefix(
             costs.held_bytes_of(costs.parameter_bytes, costs.gradient_bytes, costs.optimizer_bytes, degree)
@@ -179,9 +183,17 @@ class OperatorChain:
         return float(self.time[stop] - self.time[start])
 
     def held_bytes(self, start: int, stop: int, versions: int) -> float:
-        """Return the bytes of weights, gradients and optimizer state."""
+        """Return the bytes of weights, gradients, optimizer state and the mini-batch."""
         stash = (versions - 1) * (self.trained[stop] - self.trained[start])
-        return float(self.held[stop] - self.held[start] + stash)
+        return float(self.held[stop] - self.held[start] + stash) + self._input_bytes(start, stop)
+
+    def _input_bytes(self, start: int, stop: int) -> float:
+        """Return what a rank holds of the mini-batch."""
+        return sum(
+            num_bytes
+            for places, num_bytes in self._inputs
+            if bisect_left(places, start) < bisect_left(places, stop)
+        )
 
     def saved_bytes(self, start: int, stop: int) -> float:
         """Return the bytes kept for backward by one micro-batch, copies of what earlier stages keep included."""
@@ -213,6 +225,8 @@ class OperatorChain:
         total = held[stop] - held[start] + shape.in_flight(stage) * kept
         if versions > 1:
             total += (versions - 1) * (trained[stop] - trained[start])
+        if self._inputs:
+            total += self._input_bytes(start, stop)
         return total + _between(self._transient, start, stop)
 
 

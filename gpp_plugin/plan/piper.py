@@ -90,6 +90,9 @@ def _partition(
     coupled = member @ np.array([name in rules.coupled for name in names], dtype=float)
     totals = [member @ v for v in (costs.parameter_bytes, costs.gradient_bytes, costs.optimizer_bytes)]
     saved = member @ costs.saved_per_sample, member @ costs.saved_fixed
+    inputs = [
+        (member[:, readers].sum(axis=1), num_bytes, parts) for readers, num_bytes, parts in costs.inputs
+    ]
     limit = min(device.memory_bytes for device in request.cluster.devices[:ranks])
     if request.memory_limit_bytes is not None:
         limit = min(limit, request.memory_limit_bytes)
@@ -125,6 +128,7 @@ def _partition(
                 us[mask] = (time[later] - time[at] + reduce[later] - reduce[at])[mask]
             own = [t[later] - t[at] for t in totals]
             held = costs.held_bytes_of(own[0], own[1], own[2], degree)
+            held = held + sum((r[later] - r[at] > 0.5) * n / (degree if s else 1) for r, n, s in inputs)
             local = max(wish // degree, 1)
             per = (saved[0][later] - saved[0][at]) * local + saved[1][later] - saved[1][at]
             held = held + costs.whole_gradient_bytes(own[1], per, degree)

@@ -173,13 +173,14 @@ class StageShapes:
         if key not in self._rooms:
             costs = self.costs
             held = costs.held_bytes_of(self.parameter, self.gradient, self.optimizer, degree)
+            held = held + costs.input_bytes_of(self.total, degree)
             each = self.saved * local + self.saved_fixed
             held = held + costs.whole_gradient_bytes(self.gradient, each, degree)
             self._rooms[key] = limit - held - self.peak * local, each
         return self._rooms[key]
 
     def _key(self, local: float, degree: int, limit: float) -> tuple[float, int, float]:
-        return local, degree if self.costs.zero_stage else 1, limit
+        return local, degree if self.costs.zero_stage or self.costs.inputs else 1, limit
 
     def savings(self, fitter: StageFitter, local: float) -> list[Savings]:
         """Return what recomputing saves in every stage: all blocks one by one, or the stage as one segment."""

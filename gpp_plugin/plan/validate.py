@@ -311,7 +311,8 @@ def _stage_bytes(stage: Stage, profile: Profile, zero_stage: int, *, num_version
     if zero_stage >= 2 and stage.degree > 1:  # a backward's gradients are whole until they are reduced
         transient += max(gradients - saved, 0.0)
     stashed = (num_versions - 1) * gradients  # older versions of what is trained
-    return float(parameter + stashed + gradient + optimizer + stage.in_flight * saved + transient)
+    held = parameter + stashed + gradient + optimizer + profile.input_bytes(stage.blocks, stage.degree)
+    return float(held + stage.in_flight * saved + transient)
 
 
 def _check_memory_plans(plan: PipelinePlan, graph: BlockGraph, profile: Profile) -> None:

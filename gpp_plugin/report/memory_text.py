@@ -35,7 +35,7 @@ def _row(rank: RankMemory) -> list[str]:
         _pair(planned.get("activations"), counted.peak_held_bytes),
         _pair(planned.get("working"), counted.working_bytes),
         _pair(planned.get("transient"), None),
-        _pair(None, held.buffers),
+        _pair(planned.get("inputs"), held.buffers),
         _pair(None, counted.swapped_bytes),
         _pair(None, counted.recomputed_bytes),
         _pair(rank.predicted_peak_bytes or None, rank.measured_peak_bytes),

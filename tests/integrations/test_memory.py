@@ -94,6 +94,7 @@ def test_what_is_planned_is_what_happens(answers: Answers, name: str) -> None:
             assert getattr(rank.counts, field) == pytest.approx(getattr(expected, field), rel=0.02), field
         assert rank.held.weights == rank.predicted.weights
         assert rank.held.gradients == rank.predicted.gradients
+        assert rank.held.buffers == rank.predicted.inputs > 0
         assert rank.held.optimizer == pytest.approx(
             rank.predicted.optimizer, rel=0.02
         )  # and its step counters

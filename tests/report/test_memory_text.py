@@ -11,7 +11,7 @@ KIB = 1024
 def test_predicted_and_measured_stand_side_by_side():
     part = MemoryBreakdown(
         stage="text", weights=KIB, stashed_weights=0, gradients=KIB, optimizer=2 * KIB, activations=4 * KIB, working=0,
-        transient=KIB, limit=16 * KIB,
+        transient=KIB, inputs=100, limit=16 * KIB,
     )  # fmt: skip
     counts = MemoryCounts(held_bytes=2 * KIB, swapped_bytes=512, recomputed_bytes=0, peak_held_bytes=4 * KIB)
     held = HeldBytes(weights=KIB, gradients=KIB, optimizer=2 * KIB, buffers=100)

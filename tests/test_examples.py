@@ -52,11 +52,10 @@ def run_example(name, *arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["torchrun", "deepspeed"])
-def test_the_example_trains_and_saves(name, tmp_path):
+def test_the_example_trains_and_saves(tmp_path):
     out = tmp_path / "model"
     arguments = ["--deepspeed_config", str(CONFIG), "--steps", "3", "--save", str(out)]
-    printed = run_example(name, "examples/train_clip_digits.py", *arguments)
+    printed = run_example("deepspeed", "examples/train_clip_digits.py", *arguments)
     assert "zero-shot accuracy on held-out digits: " in printed
     assert len(list(out.glob("model-*.safetensors"))) == 4
     model = CLIPModel.from_pretrained(out)

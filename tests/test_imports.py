@@ -75,6 +75,18 @@ def test_only_integrations_imports(package):
     assert not wrong, "\n".join(wrong)
 
 
+def test_nothing_but_commands_imports_benchmarks():
+    allowed = {PACKAGE / "bench", PACKAGE / "commands"}
+    wrong = [
+        f"{path.relative_to(PACKAGE.parent)}:{line} imports {name}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if not allowed & set(path.parents)
+        for line, name in imported_modules(path)
+        if name.startswith("gpp_plugin.bench")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """Let imports read compiled files, as a user's do, wherever this run was told to write none."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
+from gpp_plugin.plan.linearise import crossing_edges
 from gpp_plugin.schedule.in_flight import plan_in_flight
 
 FORWARD_US = 20_000.0
@@ -130,20 +131,20 @@ def linear_bytes(plan: PipelinePlan) -> tuple[int, ...]:
     A chain hands on everything made before a boundary and read behind it. A stage of several ranks stands
     for as many stages of the chain.
     """
-    position: dict[int, tuple[int, int]] = {}
-    total = 0
-    for index, stage in enumerate(plan.stages):
-        position[index] = (total, total + stage.degree - 1)
-        total += stage.degree
     sizes = []
-    for boundary in range(total - 1):
-        crossing: dict[str, float] = {}
-        for edge in plan.edges:
-            if position[edge.src][1] <= boundary < position[edge.dst][1]:
-                size = plan.stages[edge.src].micro_batch_size * edge.bytes_per_sample
-                crossing |= dict.fromkeys(edge.batch_tensors, size)
-        sizes.append(round(sum(crossing.values())))
-    return tuple(sizes)
+    for index, stage in enumerate(plan.stages):
+        # inside a stage of several ranks only what goes into it travels on, as it does in front of the stage
+        sizes += [_crossing_bytes(plan, index - 1)] * (stage.degree - 1) + [_crossing_bytes(plan, index)]
+    return tuple(sizes[:-1])
+
+
+def _crossing_bytes(plan: PipelinePlan, stage: int) -> int:
+    """Return what crosses the cut behind ``stage``, each tensor once."""
+    crossing: dict[str, float] = {}
+    for edge in crossing_edges(plan, stage):
+        size = plan.stages[edge.src].micro_batch_size * edge.bytes_per_sample
+        crossing |= dict.fromkeys(edge.batch_tensors, size)
+    return round(sum(crossing.values()))
 
 
 def linear_plan(plan: PipelinePlan) -> PipelinePlan:

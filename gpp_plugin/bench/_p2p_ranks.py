@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_plugin.bench._emulated_graphs import emulated_plan
-from gpp_plugin.bench._priority import real_time
+from gpp_plugin.compare.priority import real_time
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.integrations.megatron.p2p import over_megatron
 from gpp_plugin.integrations.pipeline_peer import join_ranks

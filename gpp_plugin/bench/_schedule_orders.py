@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gpp_plugin.bench._emulated_graphs import chain_links, emulated_plan
-from gpp_plugin.bench._emulated_ranks import Contest, Outcome
+from gpp_plugin.compare.contests import Contest, Outcome
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.rehearse.report import idle_over_planned

@@ -12,7 +12,7 @@ import json
 import statistics
 from typing import Any
 
-from gpp_plugin.bench._priority import check_priority
+from gpp_plugin.compare.priority import check_priority
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.launch import run_ranks
 

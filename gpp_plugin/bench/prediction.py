@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _rows(args: argparse.Namespace, found: Sequence[PipelinePlan], num_ranks: int) -> list[dict[str, Any]]:
-    from gpp_plugin.bench._emulated_ranks import Contest, run_contests
+    from gpp_plugin.compare.contests import Contest, run_contests
 
     seconds = sum(_planned_us(plan) for plan in found) / 1e6
     outcomes = run_contests(

@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     if args.rounds < 1 or min(args.ranks) < 2 or min(args.forward_ms, args.backward_ms) <= 0:
         raise ConfigError("--rounds, --forward-ms and --backward-ms must be above 0, --ranks at least 2")
-    from gpp_plugin.bench._emulated_ranks import run_contests
     from gpp_plugin.bench._schedule_orders import slicing_rows, zero_bubble_rows
+    from gpp_plugin.compare.contests import run_contests
 
     race = functools.partial(run_contests, rounds=args.rounds, tell=_tell, is_real_time=args.real_time)
     rows: list[dict[str, Any]] = []
@@ -118,8 +118,8 @@ def _race(
     plans: Sequence[PipelinePlan], num_ranks: int, peers: tuple[str, ...], race: Callable[..., Any]
 ) -> list[dict[str, Any]]:
     """Run plans and, in turn with each, its stages in a line on other runtimes; return their rows."""
-    from gpp_plugin.bench._emulated_ranks import Contest
-    from gpp_plugin.bench._stock_chain import Chain
+    from gpp_plugin.compare.chains import Chain
+    from gpp_plugin.compare.contests import Contest
 
     contests = []
     for plan in plans:

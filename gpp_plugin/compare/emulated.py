@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from gpp_plugin.bench._emulated_ranks import Contest, run_contests
-from gpp_plugin.bench._stock_chain import Chain
+from gpp_plugin.compare.chains import Chain
+from gpp_plugin.compare.contests import Contest, run_contests
 from gpp_plugin.compare.models import BuiltModel, build_model
 from gpp_plugin.compare.settings import GRAPH, STOCK, CompareSettings
 from gpp_plugin.config import read_config

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, StageEdge
 from gpp_plugin.ir.tensors import TensorSpec
 
 
@@ -65,9 +65,14 @@ def linearise(plan: PipelinePlan, graph: BlockGraph) -> tuple[ChainStage, ...]:
     return tuple(chain)
 
 
+def crossing_edges(plan: PipelinePlan, stage: int) -> list[StageEdge]:
+    """Return the edges of the graph that cross the cut behind ``stage`` of the chain."""
+    return [edge for edge in plan.edges if edge.src <= stage < edge.dst]
+
+
 def _cut(plan: PipelinePlan, graph: BlockGraph, reads: list[tuple[str, ...]], stage: int) -> Cut:
     """Return what crosses the cut behind ``stage``."""
-    crossing = [edge for edge in plan.edges if edge.src <= stage < edge.dst]
+    crossing = crossing_edges(plan, stage)
     live = {name for edge in crossing for name in (*edge.batch_tensors, *edge.whole_tensors)}
     gradient = {name for edge in crossing for name in edge.gradient_tensors}
     order = [name for name in graph.tensors if name in live]

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpp_plugin.bench._emulated_megatron import make_megatron_iteration
-from gpp_plugin.bench._priority import check_priority, real_time
-from gpp_plugin.bench._stock_chain import Chain, Iteration, make_iteration, time_iterations
+from gpp_plugin.compare.chains import Chain, Iteration, make_iteration, time_iterations
+from gpp_plugin.compare.emulated_megatron import make_megatron_iteration
+from gpp_plugin.compare.priority import check_priority, real_time
 from gpp_plugin.integrations.pipeline_peer import join_ranks
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import TaskKind
@@ -46,7 +46,7 @@ class Contest:
     Args:
         plans: name -> plan, run by this package's executor.
         chain: run by ``runtimes``; None for plans only.
-        runtimes: of `_stock_chain.RUNTIMES`.
+        runtimes: of `chains.RUNTIMES`.
         has_timelines: keep every mini-batch's timeline of the plans (then no chain).
         durations: plan -> the times of its tasks, where they are not the plan's own.
         megatron: the plans that megatron-core's multi-module communicator runs as well, as ``megatron NAME``.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,9 +36,23 @@ from gpp_plugin.stage_graph.module import (
 )
 from gpp_plugin.stage_graph.part import CapturedPart, PartView, owner_of_block
 from gpp_plugin.stage_graph.probe import Prober, Survey
-from gpp_plugin.stage_graph.resolve import ResolvedGraph, resolve
+from gpp_plugin.stage_graph.resolve import GraphStage, ResolvedGraph, resolve
 from gpp_plugin.stage_graph.shapes import Shapes
 from gpp_plugin.stage_graph.trial import Place
+
+_PartKey = tuple[str, tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Met:
+    """What is known of batches of some keys and shapes in one mode.
+
+    Args:
+        parts: captured part -> as it is called for them, and what tracing it so found out.
+    """
+
+    shapes: Shapes
+    parts: Mapping[str, tuple[CapturedPart, Analysis]]
 
 
 class GraphJob:
@@ -86,18 +101,13 @@ class GraphJob:
             dtype=place.dtype,
             timeout_s=timeout_s,
         )
-        self.parts = {
-            stage.name: CapturedPart(
-                stage, dtype=place.dtype, device=place.device, granularity=granularity, called=self._called
-            )
-            for stage in self.resolved.stages
-            if stage.is_captured
-        }
+        self._granularity = granularity
+        self._parts: dict[_PartKey, CapturedPart] = {}
         made: list[nn.Module] = []
 
         def build() -> tuple[Parameter, ...]:
             if self._stage.is_captured:
-                return self.parts[self._stage.name].tensors()
+                return self._part(self._stage).tensors()
             made.append(make_module(self._stage, context, seed=_seed(seed, self._stage.name)))
             return describe_tensors(self._stage.name, made[0])
 
@@ -107,7 +117,7 @@ class GraphJob:
         check_ties(self.resolved, self._tensors)
         own = {n: c for n, c in self._called.items() if n.partition(".")[0] == self._stage.name}
         self._own: GivenModule | CapturedPart = (
-            self.parts[self._stage.name]
+            self._part(self._stage)
             if self._stage.is_captured
             else GivenModule(self._stage.name, made[0], tied=own)
         )
@@ -116,10 +126,12 @@ class GraphJob:
         self._names = frozenset(self._own.named_tensors() if isinstance(self._own, GivenModule) else ())
         for name, analysis in self._survey.analyses.items():
             self._tensors[name] = analysis.op_graph.parameters
-        self._known: dict[tuple[Any, ...], Shapes] = {}
-        self._current: dict[bool, Shapes] = {}
-        self._analyses: dict[bool, dict[str, Analysis]] = {True: dict(self._survey.analyses), False: {}}
-        self._remember(sample_batch, self._survey.shapes, is_training=True)
+        self._known: dict[tuple[Any, ...], _Met] = {}
+        self._current: dict[bool, _Met] = {}
+        self._analyses: dict[tuple[bool, _PartKey], Analysis] = {}
+        self._remember(
+            self.resolved, sample_batch, self._survey.shapes, self._survey.analyses, is_training=True
+        )
 
     @property
     def own(self) -> GivenModule | CapturedPart:
@@ -136,10 +148,8 @@ class GraphJob:
         self._context.close()
 
     def views(self, *, is_training: bool) -> dict[str, PartView]:
-        """Return the captured parts in one mode, as the whole graph sees them."""
-        return {
-            name: self.parts[name].view(analysis) for name, analysis in self._analyses[is_training].items()
-        }
+        """Return the captured parts as the whole graph sees them, for the batch that was met last in this mode."""
+        return {name: part.view(found) for name, (part, found) in self._current[is_training].parts.items()}
 
     def reference(self) -> Reference:
         """Return the graph in training, as planner and engine know models."""
@@ -176,11 +186,11 @@ class GraphJob:
         self._meet(resolved, batch, is_training=False)
         return describe_graph(
             resolved,
-            self._current[False],
+            self._current[False].shapes,
             {stage.name: self._tensors[stage.name] for stage in resolved.stages},
             self._called,
             coupled=self._survey.coupled,
-            views={n: v for n, v in self.views(is_training=False).items() if resolved.has(n)},
+            views=self.views(is_training=False),
             is_training=False,
             outputs=outputs,
         )
@@ -198,20 +208,52 @@ class GraphJob:
     def _meet(self, resolved: ResolvedGraph, batch: Batch, *, is_training: bool) -> None:
         key = (is_training, *shape_key(batch, count_samples(batch)))
         if key not in self._known:
-            shapes, analyses = Prober(resolved, self._own, self._place).shapes_at(
+            captured = [stage for stage in resolved.stages if stage.is_captured]
+            known = {stage.name: self._analyses.get((is_training, _key(stage))) for stage in captured}
+            own = self._own
+            if isinstance(own, CapturedPart) and resolved.has(self._stage.name):
+                own = self._part(resolved.stage(self._stage.name))
+            shapes, analyses = Prober(resolved, own, self._place).shapes_at(
                 batch,
                 self._loss_unit,
                 self._survey.shapes.tensors,
                 is_training=is_training,
-                analyses=self._analyses[is_training],
+                analyses={name: analysis for name, analysis in known.items() if analysis is not None},
             )
-            self._analyses[is_training].update(analyses)
-            self._remember(batch, shapes, is_training=is_training)
+            self._remember(resolved, batch, shapes, analyses, is_training=is_training)
         self._current[is_training] = self._known[key]
 
-    def _remember(self, batch: Batch, shapes: Shapes, *, is_training: bool) -> None:
-        self._known[(is_training, *shape_key(batch, count_samples(batch)))] = shapes
-        self._current[is_training] = shapes
+    def _remember(
+        self,
+        resolved: ResolvedGraph,
+        batch: Batch,
+        shapes: Shapes,
+        analyses: Mapping[str, Analysis],
+        *,
+        is_training: bool,
+    ) -> None:
+        parts = {}
+        for name, analysis in analyses.items():
+            stage = resolved.stage(name)
+            # a later one, at another shape, has the same structure
+            first = self._analyses.setdefault((is_training, _key(stage)), analysis)
+            parts[name] = self._part(stage), first
+        met = _Met(shapes=shapes, parts=parts)
+        self._known[(is_training, *shape_key(batch, count_samples(batch)))] = met
+        self._current[is_training] = met
+
+    def _part(self, stage: GraphStage) -> CapturedPart:
+        """Return a captured part that is called with what this stage reads."""
+        key = _key(stage)
+        if key not in self._parts:
+            self._parts[key] = CapturedPart(
+                stage,
+                dtype=self._place.dtype,
+                device=self._place.device,
+                granularity=self._granularity,
+                called=self._called,
+            )
+        return self._parts[key]
 
     def stage_code(
         self, reference: Reference, plan: PipelinePlan, stage: int, batch: Batch, num_samples: int
@@ -222,7 +264,8 @@ class GraphJob:
             PlanError: the plan has this rank in another stage.
         """
         is_training = reference.analysis.is_training
-        shapes = self._current[is_training]
+        met = self._current[is_training]
+        shapes = met.shapes
         op_graph = reference.analysis.op_graph
         own, blocks = self._stage.name, plan.stages[stage].blocks
         if any(owner_of_block(block) != own for block in blocks):
@@ -233,15 +276,16 @@ class GraphJob:
             return StageCode(
                 function=IDLE, tensors=shapes.tensors, inputs=shapes.inputs, loss=None, outputs={}
             )
-        loss = loss_node(self._stage)
         sent = [n for e in plan.edges if e.src == stage for n in (*e.batch_tensors, *e.whole_tensors)]
         named = {name: node for name, node in op_graph.outputs.items() if node.rpartition(".")[0] == own}
         if isinstance(self._own, CapturedPart):
-            view = self._own.view(self._analyses[is_training][own])
+            part, analysis = met.parts[own]
+            view = part.view(analysis)
+            loss = loss_node(part.stage)
             made = {node for block in view.blocks.blocks if block.name in blocks for node in block.nodes}
             named = {name: node for name, node in named.items() if node in made}
             losses = [loss] if loss is not None and loss in made else []
-            return self._own.code(
+            return part.code(
                 view,
                 batch,
                 shapes,
@@ -251,6 +295,7 @@ class GraphJob:
                 named=named,
                 saved=reference.block_graph.saved,
             )
+        loss = loss_node(self._stage)
         outputs = dict.fromkeys([*sent, *([] if loss is None else [loss]), *named.values()])
         tensors = {n: t for n, t in self._own.named_tensors().items() if n in self._names}
         return StageCode(
@@ -260,6 +305,12 @@ class GraphJob:
             loss=loss,
             outputs=named,
         )
+
+
+def _key(stage: GraphStage) -> _PartKey:
+    """Return what a captured part is traced for: evaluation may lack labels."""
+    return stage.name, stage.batch_inputs, stage.nodes
+
 
 def _tensor_keys(batch: Batch) -> tuple[str, ...]:
     return tuple(key for key, value in batch.items() if isinstance(value, Tensor))

@@ -73,7 +73,9 @@ def _arguments(stage: GraphStage) -> dict[str, str]:
     sources = {**dict(stage.batch_inputs), **dict(stage.received)}
     first: dict[str, str] = {}
     return {
-        keyword: first.setdefault(sources[keyword], ARGUMENT + keyword) for keyword, _ in stage.spec.inputs
+        keyword: first.setdefault(sources[keyword], ARGUMENT + keyword)
+        for keyword, _ in stage.spec.inputs
+        if keyword in sources
     }
 
 

@@ -6,11 +6,14 @@ edge, before anything is built or sent.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import inspect
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import networkx as nx
+from torch import nn
 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.stage_graph.graph import StageGraph, StageSpec
@@ -90,7 +93,8 @@ def resolve(
 
     Args:
         batch_keys: the batch's keys that hold tensors.
-        needs_loss: False drops the stages that lack an input, and what reads them: evaluation without labels.
+        needs_loss: False drops the stages that lack an input, and what reads them: evaluation without labels. A
+            captured stage whose module can do without it only lacks its losses.
 
     Raises:
         ConfigError: an input is unknown or ambiguous, the stages form a cycle, ranks are left out, an output is
@@ -112,11 +116,11 @@ def resolve(
                 losses=(),
             )
         )
+    losses = _losses(graph, stages, is_required=needs_loss)
     if not needs_loss:
-        stages = _runnable(stages, batch_keys)
+        stages = _runnable(stages, batch_keys, losses)
     else:
         _refuse_unknown(stages, batch_keys)
-    losses = _losses(graph, stages, is_required=needs_loss)
     _refuse_mixed_shards(stages)
     ordered = tuple(
         GraphStage(
@@ -201,15 +205,35 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _runnable(stages: list[GraphStage], batch_keys: Collection[str]) -> list[GraphStage]:
-    """Return the stages that have all their inputs."""
-    kept = [stage for stage in stages if all(key in batch_keys for _, key in stage.batch_inputs)]
+def _runnable(
+    stages: list[GraphStage], batch_keys: Collection[str], losses: Collection[str]
+) -> list[GraphStage]:
+    """Return the stages that have all their inputs, or can do without."""
+    kept = [known for stage in stages if (known := _with_known(stage, batch_keys, losses)) is not None]
     while True:
         made = {node for stage in kept for _, node in stage.nodes}
         left = [stage for stage in kept if all(source in made for _, source in stage.received)]
         if len(left) == len(kept):
             return left
         kept = left
+
+
+def _with_known(stage: GraphStage, batch_keys: Collection[str], losses: Collection[str]) -> GraphStage | None:
+    """Return a stage without arguments that the batch lacks and without its losses, or None where it cannot run so."""
+    missing = {keyword for keyword, key in stage.batch_inputs if key not in batch_keys}
+    if not missing:
+        return stage
+    nodes = tuple((field, node) for field, node in stage.nodes if node not in losses)
+    if not stage.is_captured or not nodes or not missing <= _optional_arguments(stage):
+        return None
+    known = tuple((keyword, key) for keyword, key in stage.batch_inputs if keyword not in missing)
+    return dataclasses.replace(stage, batch_inputs=known, nodes=nodes)
+
+
+def _optional_arguments(stage: GraphStage) -> set[str]:
+    assert isinstance(stage.spec.make, nn.Module), "what is captured is a module"
+    parameters = inspect.signature(stage.spec.make.forward).parameters.values()
+    return {p.name for p in parameters if p.default is not inspect.Parameter.empty}
 
 
 def _refuse_mixed_shards(stages: Iterable[GraphStage]) -> None:

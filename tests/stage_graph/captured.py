@@ -45,8 +45,8 @@ class Captions(nn.Module):
         super().__init__()
         self.language = make_language()
 
-    def forward(self, ids: Tensor, image: Tensor) -> dict[str, Tensor]:
-        embeds = self.language.transformer.wte(ids) + image.unsqueeze(1)
+    def forward(self, ids: Tensor, words: Tensor, image: Tensor) -> dict[str, Tensor]:
+        embeds = self.language.transformer.wte(words) + image.unsqueeze(1)
         found = self.language(inputs_embeds=embeds, labels=ids)
         return {"loss": found.loss, "score": (found.logits.mean(-1) ** 2).mean()}
 
@@ -58,7 +58,7 @@ def build_across() -> gpp_plugin.StageGraph:
     graph.capture(
         "language",
         make_language(),
-        inputs={"inputs_embeds": "embeds", "labels": "ids"},
+        inputs={"inputs_embeds": "embeds", "labels": "labels"},
         outputs=["loss", "logits"],
         ranks=[2, 3],
         stages=2,
@@ -75,8 +75,8 @@ class WholeAcross(nn.Module):
         self.language.lm_head.weight = self.words.embedding.weight
         self.language.transformer.wte.weight = self.words.embedding.weight
 
-    def forward(self, ids: Tensor, pixels: Tensor) -> Any:
-        return self.language(inputs_embeds=self.words(ids, pixels), labels=ids)
+    def forward(self, ids: Tensor, pixels: Tensor, labels: Tensor | None = None) -> Any:
+        return self.language(inputs_embeds=self.words(ids, pixels), labels=labels)
 
 
 def build_within() -> gpp_plugin.StageGraph:
@@ -85,7 +85,12 @@ def build_within() -> gpp_plugin.StageGraph:
     image = Maker(lambda: nn.Linear(6, SIZE))
     graph.stage("image", image, inputs={"input": "pixels"}, outputs=["image"], ranks=[0])
     graph.capture(
-        "captions", Captions(), inputs=["ids", "image"], outputs=["loss", "score"], ranks=[1, 2, 3], stages=3
+        "captions",
+        Captions(),
+        inputs={"ids": "ids", "words": "ids", "image": "image"},
+        outputs=["loss", "score"],
+        ranks=[1, 2, 3],
+        stages=3,
     )
     return graph
 
@@ -95,17 +100,16 @@ class WholeWithin(nn.Module):
         super().__init__()
         self.image, self.captions = make(lambda: nn.Linear(6, SIZE), "image"), Captions()
 
-    def forward(self, ids: Tensor, pixels: Tensor) -> Tensor:
-        found = self.captions(ids, self.image(pixels))
+    def forward(self, ids: Tensor, pixels: Tensor, labels: Tensor) -> Tensor:
+        found = self.captions(ids, ids, self.image(pixels))
         return found["loss"] + found["score"]
 
 
 def caption_batch(seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {
-        "ids": torch.randint(WORDS, (B, TOKENS), generator=generator),
-        "pixels": torch.randn(B, 6, generator=generator, dtype=torch.float64),
-    }
+    ids = torch.randint(WORDS, (B, TOKENS), generator=generator)
+    pixels = torch.randn(B, 6, generator=generator, dtype=torch.float64)
+    return {"ids": ids, "pixels": pixels, "labels": ids.clone()}
 
 
 class Normed(nn.Module):

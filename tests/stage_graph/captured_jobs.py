@@ -21,7 +21,6 @@ NUM_BATCHES = 5
 def train_captions() -> dict[str, Any]:
     """One mini-batch in double precision with memory as it is, and run again or swapped."""
     found = {
-        "across": _double(build_across(), caption_batch(), memory=OFF),
         "across, full, backwards in parts": _double(
             build_across(), caption_batch(), memory=FULL, schedule="zero_bubble"
         ),
@@ -66,6 +65,8 @@ def train_language(directory: str) -> dict[str, Any]:
     engine.save_checkpoint(directory)
     losses += steps(engine, batches[2:])
     engine.save_pretrained(f"{directory}/export")
+    unlabelled = {key: rows[:3] for key, rows in caption_batch(7).items() if key != "labels"}
+    answered = engine.eval_batch(iter([unlabelled]), compute_loss=False)
     loss, logits = engine.eval_batch(iter([caption_batch(7)]), return_logits=True)
     found = {
         "losses": losses,
@@ -74,6 +75,8 @@ def train_language(directory: str) -> dict[str, Any]:
         "state": engine.gather_state_dict(),
         "loss": float(loss),
         "logits": logits,
+        "unlabelled": answered,
+        "again": engine.eval_batch(iter([unlabelled]), compute_loss=False),
     }
     engine.destroy()
     again = _engine(build_across(), batches[0], {"memory": FULL}, **zero)

@@ -65,7 +65,7 @@ def train_language(directory: str) -> dict[str, Any]:
     engine.save_checkpoint(directory)
     losses += steps(engine, batches[2:])
     engine.save_pretrained(f"{directory}/export")
-    unlabelled = {key: rows[:3] for key, rows in caption_batch(7).items() if key != "labels"}
+    unlabelled = {key: rows[: 2 * U] for key, rows in caption_batch(7).items() if key != "labels"}
     answered = engine.eval_batch(iter([unlabelled]), compute_loss=False)
     loss, logits = engine.eval_batch(iter([caption_batch(7)]), return_logits=True)
     found = {

@@ -22,6 +22,7 @@ from gpp_plugin.stage_graph.module_cost import measure_module
 from gpp_plugin.stage_graph.part import CapturedPart
 from gpp_plugin.stage_graph.probe import Survey
 from gpp_plugin.stage_graph.resolve import GraphStage, ResolvedGraph
+from gpp_plugin.stage_graph.stored import StoredProfile
 from gpp_plugin.stage_graph.trial import Place, stage_arguments
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,13 @@ def measure_stages(
     shared: list[SharedStorage] = []
     tied: list[TiedCost] = []
     modules: list[ModuleMemory] = []
+    own_stored = _own_stored(graph, own, place, survey, counts, measuring)
+    stored = exchange(
+        lambda: None if own_stored is None else own_stored.find(),
+        what="the stored profiles of stages",
+        group=place.group,
+        stages=place.stages,
+    )
     for stage in graph.stages:
         ranks = stage.spec.ranks[:1] if stage.is_captured else stage.spec.ranks
 
@@ -114,10 +122,14 @@ def measure_stages(
                 with_split=measuring.with_split,
             )
 
-        told = exchange(
-            time_own, what=f"the profile of stage {stage.name!r}", group=place.group, stages=place.stages
-        )
-        profile = _of_all([answer for answer in told if answer is not None])
+        profile = stored[ranks[0]]
+        if profile is None:
+            told = exchange(
+                time_own, what=f"the profile of stage {stage.name!r}", group=place.group, stages=place.stages
+            )
+            profile = _of_all([answer for answer in told if answer is not None])
+            if own_stored is not None and place.rank == ranks[0]:
+                own_stored.put(profile)
         by_stage[stage.name] = profile.costs
         shared += profile.shared
         tied += profile.tied
@@ -126,6 +138,30 @@ def measure_stages(
             longest = sum(cost.forward_us[-1] for cost in profile.costs)
             logger.info("profiling: stage %s, a forward of %.0f us", stage.name, longest)
     return StageCosts(shared=tuple(shared), tied=tuple(tied), by_stage=by_stage, modules=tuple(modules))
+
+
+def _own_stored(
+    graph: ResolvedGraph,
+    own: GivenModule | CapturedPart,
+    place: Place,
+    survey: Survey,
+    counts: Mapping[str, Sequence[int]],
+    measuring: Measuring,
+) -> StoredProfile | None:
+    """Return where this rank's stage may have a stored profile; None but on a module's first rank."""
+    stage = graph.stage_of_rank(place.rank)
+    if isinstance(own, CapturedPart) or place.rank != stage.spec.ranks[0]:
+        return None
+    options = dataclasses.asdict(measuring)
+    return StoredProfile(
+        stage,
+        own,
+        place,
+        survey,
+        counts=counts[stage.name],
+        cache_dir=options.pop("cache_dir"),
+        options=options,
+    )
 
 
 def _of_all(told: Sequence[Profile]) -> Profile:

@@ -1,0 +1,215 @@
+"""What is found out of a user's module by trying it: what it keeps, whether its backward splits, what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpp_plugin.profile.split_cost import CANNOT_SPLIT, UNSPLITTABLE
+from gpp_plugin.runtime.storage_numbers import StorageNumbers
+from gpp_plugin.stage_graph import costs
+from gpp_plugin.stage_graph.costs import Measuring
+from gpp_plugin.stage_graph.graph import StageGraph
+from gpp_plugin.stage_graph.identity import NotDescribed, describe_module
+from gpp_plugin.stage_graph.job import GraphJob
+from gpp_plugin.stage_graph.kept import Kept, module_memory, record_kept
+from gpp_plugin.stage_graph.resolve import resolve
+from gpp_plugin.stage_graph.split_trial import measure_split
+from gpp_plugin.stage_graph.trial import ModuleTrial, Place
+from tests.stage_graph.recompute_jobs import WIDTH, Deep, Loss
+
+CPU = torch.device("cpu")
+ROWS = 4
+
+
+class Masked(nn.Module):
+    """Keeps what it received, a mask of its own that outlives the forward, and two results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 2 * WIDTH)
+        self.mask = torch.ones(1, 2 * WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.sigmoid(torch.tanh(self.layer(hidden)) * self.mask)
+
+
+def trial_of(module: nn.Module) -> ModuleTrial:
+    graph = StageGraph()
+    graph.stage("start", nn.Identity(), inputs=["x"], outputs=["hidden"], ranks=[0])
+    graph.stage("own", module, inputs=["hidden"], outputs=["loss"], ranks=[1])
+    stage = resolve(graph, batch_keys=("x",), num_ranks=2).stage("own")
+    hidden = torch.randn(ROWS, WIDTH, requires_grad=True)
+    return ModuleTrial(stage=stage, module=module, device=CPU, arguments={"hidden": hidden})
+
+
+def kept_of(module: nn.Module, rows: int = ROWS) -> list[Kept]:
+    hidden = torch.randn(rows, WIDTH, requires_grad=True)
+    fixed = (*module.parameters(), *module.buffers())
+    return record_kept(lambda: module(hidden), fixed=fixed, received=[hidden], device=CPU)
+
+
+def test_what_a_module_keeps_in_order() -> None:
+    kept = kept_of(Masked())
+    row = 4 * ROWS * WIDTH
+    assert [(k.num_bytes, k.is_made, k.is_movable) for k in kept] == [
+        (row, False, True),
+        (2 * row, True, True),
+        (4 * 2 * WIDTH, True, False),
+        (2 * row, True, True),
+    ]
+    shares = [k.last_use for k in kept]
+    assert shares == sorted(shares) and 0.0 < shares[0] and shares[-1] <= 1.0
+
+
+def test_bytes_at_any_number_of_samples() -> None:
+    kept = {n: kept_of(Masked(), n) for n in (2, 4)}
+    memory = module_memory("own", kept, {2: 2 * 4 * WIDTH, 4: 4 * 4 * WIDTH})
+    sizes = [(s.bytes_per_sample, s.bytes_fixed) for s in memory.storages]
+    assert sizes == [(4 * WIDTH, 0), (8 * WIDTH, 0), (0, 8 * WIDTH), (8 * WIDTH, 0)]
+    assert (memory.dropped_bytes_per_sample, memory.dropped_bytes_fixed) == (16 * WIDTH, 8 * WIDTH)
+    assert memory.held_bytes_per_sample == memory.held_bytes_fixed == 0.0, "it keeps what it received anyway"
+    kept[4].pop()
+    assert module_memory("own", kept, {2: 0, 4: 0}).storages == (), "another order for other samples"
+
+
+def test_a_freed_storage_lends_its_number_to_none() -> None:
+    numbers, found = StorageNumbers(()), []
+    for _ in range(20):  # allocators give the same memory again
+        found.append(numbers.number(torch.empty(1 << 12)))
+    assert found == list(range(20))
+
+
+class _Once(torch.autograd.Function):
+    """A product that lets go of its operands in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.operands = [hidden, weight]
+        return hidden @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        weight, hidden = ctx.operands.pop(), ctx.operands.pop()
+        return gradient @ weight.T, hidden.T @ gradient
+
+
+class _Grows(_Once):
+    """A product whose backward scales what it kept: right the first time."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        hidden, weight = ctx.operands
+        found = gradient @ weight.T, hidden.T @ gradient
+        ctx.operands[0] = 2 * hidden
+        return found
+
+
+class Product(nn.Module):
+    """Multiplies by a weight, in one way or another, behind a layer."""
+
+    def __init__(self, multiply: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.multiply = multiply
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.multiply(torch.tanh(self.layer(hidden)), self.weight)
+
+
+@pytest.mark.parametrize("module", [Product(torch.matmul), Deep(), Masked()])
+def test_a_backward_that_splits(module: nn.Module) -> None:
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    trial = trial_of(module)
+    drawn = torch.get_rng_state()
+    split = measure_split(trial)
+    assert 0.0 < split.factor < UNSPLITTABLE and 0.0 < split.input_share < 1.0
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in module.named_buffers())
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("function", [_Once, _Grows])
+def test_a_backward_that_fails_or_lies_in_two_parts(function: Any) -> None:
+    assert measure_split(trial_of(Product(function.apply))) is CANNOT_SPLIT
+
+
+def test_descriptions_tell_modules_apart() -> None:
+    assert describe_module(nn.Linear(3, 4)) == describe_module(nn.Linear(3, 4))
+    assert describe_module(Deep()) == describe_module(Deep())
+    power = [lambda x: x**2, lambda x: x**3]
+    variants: list[nn.Module] = [
+        nn.Linear(3, 4),
+        nn.Linear(3, 5),
+        nn.Linear(3, 4).double(),
+        nn.Linear(3, 4).requires_grad_(False),
+        nn.Dropout(0.1),
+        nn.Dropout(0.2),
+        nn.Sequential(nn.Linear(3, 4), nn.ReLU()),
+        nn.Sequential(nn.Linear(3, 4), nn.Tanh()),
+        *(Product(function) for function in power),
+    ]
+    hooked = nn.Linear(3, 4)
+    hooked.register_forward_hook(lambda *given: None)
+    found = [str(describe_module(module)) for module in (*variants, hooked)]
+    assert len(set(found)) == len(found)
+
+
+def test_what_says_nothing_of_itself_is_not_described() -> None:
+    module = nn.Linear(3, 4)
+    module.random = torch.Generator()  # type: ignore[assignment]
+    with pytest.raises(NotDescribed, match=r"module.random is a torch._C.Generator"):
+        describe_module(module)
+
+
+class Whole(nn.Module):
+    """A stage of its own, from the batch to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep, self.loss = Deep(), Loss()
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.loss(self.deep(x), target)
+
+
+def test_a_stored_profile_is_used_for_the_same_module_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[int] = []
+    measure = costs.measure_module
+
+    def spy(*given: Any, **options: Any) -> Any:
+        measured.append(1)
+        return measure(*given, **options)
+
+    monkeypatch.setattr(costs, "measure_module", spy)
+    batch = {"x": torch.randn(8, WIDTH), "target": torch.randn(8, WIDTH)}
+
+    def costs_of(module: nn.Module, *, with_split: bool = True) -> costs.StageCosts:
+        graph = StageGraph()
+        graph.stage("own", module, inputs=["x", "target"], outputs=["loss"], ranks=[0])
+        place = Place(rank=0, device=CPU, dtype=torch.float32, group=None)
+        job = GraphJob(graph, batch, place=place, num_ranks=1, loss_unit=2, seed=0, timeout_s=60.0)
+        measuring = Measuring(optimizer_bytes=8.0, cache_dir=str(tmp_path), with_split=with_split)
+        return job.measure({"own": (2,)}, measuring)
+
+    first = costs_of(Whole())
+    assert costs_of(Whole()) == first and len(measured) == 1
+    assert first.by_stage["own"][0].split_factor != 1.0
+    other = Whole()
+    other.deep.norm.momentum = 0.3
+    costs_of(other)
+    costs_of(Whole(), with_split=False)
+    unknown = Whole()
+    unknown.random = torch.Generator()  # type: ignore[assignment]
+    costs_of(unknown)
+    costs_of(unknown)
+    assert len(measured) == 5
+    assert len(list(tmp_path.iterdir())) == 3

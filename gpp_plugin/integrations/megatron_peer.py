@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpp_plugin.integrations.megatron import cpu
+
 Forward = Callable[[int, Mapping[str, Tensor]], Tensor]
 """From a micro-batch's number and what other modules sent, by module, to the output or the scaled loss."""
 
@@ -40,8 +42,7 @@ class MegatronPeer:
     """
 
     def __init__(self, modules: Sequence[PeerModule], *, shape: Sequence[int], dtype: torch.dtype) -> None:
-        if not torch.cuda.is_available():
-            _compute_on_cpu()
+        cpu.install()
         from megatron.core.hyper_comm_grid import HyperCommGrid
         from megatron.core.model_parallel_config import ModelParallelConfig
         from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
@@ -105,16 +106,3 @@ class MegatronPeer:
                 received = communicator.send_backward_recv_forward(sent, shape)
         while held:
             communicator.send_backward(backward(communicator.recv_backward(shape)))
-
-
-def _compute_on_cpu() -> None:
-    """Let the communicator run on gloo: it asks for CUDA's device and for NCCL by name. This process only."""
-    make_groups: Callable[..., Any] = dist.new_subgroups_by_enumeration
-
-    def on_default_backend(*args: Any, **options: Any) -> Any:
-        options.pop("backend", None)
-        return make_groups(*args, **options)
-
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    torch.cuda.synchronize = lambda device=None: None
-    dist.new_subgroups_by_enumeration = on_default_backend

@@ -2,19 +2,21 @@
 
 `torch.cuda` stays as it is for everybody else: a Megatron module that asks for the current CUDA device gets another
 ``torch`` in its namespace, one that differs in `torch.cuda.current_device` alone. `REPLACED` lists all that is
-replaced, and why. Process groups need nothing: they are made elsewhere and passed as arguments.
+replaced, and why. Process groups are made elsewhere and passed as arguments, but for those of a bridge between
+modules, which asks for NCCL by name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 _originals: dict[tuple[str, str], Any] = {}
@@ -55,6 +57,22 @@ class _CudaOnCpu(ModuleType):
         return getattr(torch.cuda, name)
 
 
+class _DistributedOnCpu(ModuleType):
+    """The ``torch.distributed`` of a module that asks for NCCL by name."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.distributed")
+
+    @staticmethod
+    def new_subgroups_by_enumeration(ranks: Sequence[Sequence[int]], **options: Any) -> Any:
+        """Make the groups on the default backend."""
+        make: Callable[..., Any] = dist.new_subgroups_by_enumeration
+        return make(ranks, **{**options, "backend": None})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+
 def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Tensor:
     return torch.get_rng_state()
 
@@ -92,6 +110,7 @@ def _make_tracker() -> Any:
 
 
 _DEVICE = "allocates on torch.cuda.current_device()"
+_BRIDGE = "megatron.core.pipeline_parallel.bridge_communicator"
 _RANDOM = "megatron.core.tensor_parallel.random"
 REPLACED = (
     Replacement(
@@ -120,6 +139,10 @@ REPLACED = (
         name="torch",
         why=f"a receive {_DEVICE}",
         make=_TorchOnCpu,
+    ),
+    Replacement(module=_BRIDGE, name="torch", why=f"a receive {_DEVICE}", make=_TorchOnCpu),
+    Replacement(
+        module=_BRIDGE, name="dist", why="its groups are made with NCCL by name", make=_DistributedOnCpu
     ),
     Replacement(
         module=_RANDOM,

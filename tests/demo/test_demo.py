@@ -14,13 +14,13 @@ from gpp_plugin.ir.timeline import Timeline
 @pytest.mark.slow
 def test_demo(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "gpp_plugin.cli", "demo", "--steps", "12", "--out", str(tmp_path), "--json"],
+        [sys.executable, "-m", "gpp_plugin.cli", "demo", "--steps", "6", "--out", str(tmp_path), "--json"],
         capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["command"] == "demo"
-    assert [row["step"] for row in result["rows"]] == list(range(1, 13))
+    assert [row["step"] for row in result["rows"]] == list(range(1, 7))
     assert result["max_relative_difference"] < 2e-6
     assert result["seconds"] > result["train_seconds"] > 0
     assert 0 <= result["accuracy"] <= 1

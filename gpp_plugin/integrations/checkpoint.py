@@ -4,6 +4,7 @@
     <dir>/<tag>/optimizer-00-<stage>-00000.pt   masters and optimizer state; one per rank under ZeRO 1 and 2
     <dir>/<tag>/rank-00000.pt                   random states; a replica's buffers
     <dir>/<tag>/shared.pt                       schedule, loss scaler, counters, client state
+    <dir>/<tag>/plan.json                       the plan, for graph_pipeline.plan of the job that goes on
     <dir>/<tag>/manifest.json                   plan, settings, files and sizes: written when all of these are
     <dir>/latest                                the tag: written after the manifest
 
@@ -30,10 +31,11 @@ import torch.distributed as dist
 
 from gpp_plugin.errors import CheckpointError, GppError
 from gpp_plugin.integrations.stage_engine import StageEngine
-from gpp_plugin.ir.serialize import write_text_whole
+from gpp_plugin.ir.serialize import save, write_text_whole
 from gpp_plugin.runtime.agree import exchange
 
 MANIFEST = "manifest.json"
+PLAN = "plan.json"
 LATEST = "latest"
 FORMAT = 1
 
@@ -90,6 +92,7 @@ def save_checkpoint(
 
     def finish() -> None:
         if engine.rank == 0:
+            save(engine.plan, target / PLAN)
             write_text_whole(target / MANIFEST, json.dumps(_manifest(engine, files), indent=1) + "\n")
             if save_latest:
                 write_text_whole(Path(directory) / LATEST, f"{tag}\n")
@@ -224,7 +227,7 @@ def _check_manifest(engine: StageEngine, target: Path, *, load_optimizer: bool) 
     if manifest["stages"] != ours["stages"]:
         raise CheckpointError(
             f"{target} was saved on another plan: {_describe(manifest['stages'])}; this run's plan is "
-            f"{_describe(ours['stages'])}; give graph_pipeline.plan the plan it was saved on"
+            f"{_describe(ours['stages'])}; give graph_pipeline.plan the plan it was saved on, {target / PLAN}"
         )
     if load_optimizer and manifest["settings"] != ours["settings"]:
         raise CheckpointError(

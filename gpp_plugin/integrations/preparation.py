@@ -309,7 +309,7 @@ def _read_plan(plan: str | dict[str, Any]) -> dict[str, Any]:
         return plan
     try:
         loaded = json.loads(Path(plan).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"graph_pipeline.plan: {plan} cannot be read as JSON: {error}") from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"graph_pipeline.plan: {plan} holds a {type(loaded).__name__}, not an object")

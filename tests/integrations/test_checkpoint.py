@@ -17,6 +17,8 @@ from gpp_plugin.errors import CheckpointError
 from gpp_plugin.integrations.checkpoint import load_checkpoint, save_checkpoint
 from gpp_plugin.integrations.stage_engine import StageEngine
 from gpp_plugin.integrations.stage_groups import StageGroups
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.serialize import load
 from tests.integrations import toy
 from tests.integrations.test_stage_engine import allow_fp16, make_config
 from tests.ranks import run_kept_ranks
@@ -109,6 +111,7 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path, zero_stage: int, precision
         *(f"model-{stem}.pt" for stem in ("00-front", "01-middle", "02-loss")),
         *(f"rank-0000{rank}.pt" for rank in range(4)),
         "shared.pt",
+        "plan.json",
         "manifest.json",
     }
     assert (tmp_path / "latest").read_text() == "middle\n"
@@ -175,6 +178,10 @@ def test_another_plan_is_refused_with_both_plans(saved: Path) -> None:
     text = tell(saved, fewer_stages=True)
     assert "front (1 blocks on ranks 0,1), middle (1 blocks on ranks 2), loss (1 blocks on ranks 3)" in text
     assert "front (3 blocks on ranks 0,1,2,3)" in text
+    assert text.endswith(
+        f"give graph_pipeline.plan the plan it was saved on, {saved / 'second' / 'plan.json'}"
+    )
+    assert load(PipelinePlan, saved / "second" / "plan.json") == toy.make_plan()
 
 
 def test_another_zero_stage_loads_weights_only(saved: Path) -> None:

@@ -1,0 +1,46 @@
+"""What ranks decide together, and what they say where one does not come."""
+
+from __future__ import annotations
+
+import datetime
+
+import torch.distributed as dist
+
+from gpp_plugin.errors import CommTimeout, ConfigError
+from gpp_plugin.runtime.agree import exchange
+from tests.ranks import run_kept_ranks
+
+STAGES = ("start", "start", "deep", "end")
+
+
+def _meet_without(absent: int) -> tuple[list[int], str, str]:
+    """Exchange twice on all ranks, once with an error on one of them, and then without one rank."""
+    rank = dist.get_rank()
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=20))
+
+    def fail() -> int:
+        if rank == 1:
+            raise ConfigError("no such stage")
+        return rank
+
+    told = exchange(lambda: 10 * rank, what="the first", group=group, stages=STAGES)
+    refused = lost = ""
+    try:
+        exchange(fail, what="the second", group=group, stages=STAGES)
+    except ConfigError as error:
+        refused = str(error)
+    if rank != absent:
+        try:
+            exchange(lambda: rank, what="the profile of stage 'deep'", group=group, stages=STAGES)
+        except CommTimeout as error:
+            lost = str(error)
+    return told, refused, lost
+
+
+def test_an_exchange_names_who_did_not_come() -> None:
+    for rank, (told, refused, lost) in enumerate(run_kept_ranks(_meet_without, 4, 2)):
+        assert told == [0, 10, 20, 30]
+        assert refused == "no such stage"
+        if rank != 2:
+            assert lost.startswith(f"rank {rank} (stage {STAGES[rank]!r}) waited ")
+            assert "for the profile of stage 'deep', to which rank 2 (stage 'deep') did not come" in lost

@@ -21,7 +21,7 @@ from gpp_plugin.integrations.preparation import PREPARATION_TIMEOUT_S, Setting, 
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.fixed import FixedStage
 from gpp_plugin.profile.analytic import default_sample_counts
-from gpp_plugin.profile.measure import describe_device
+from gpp_plugin.profile.machine import describe_device
 from gpp_plugin.profile.split_cost import UNSPLITTABLE
 from gpp_plugin.runtime.agree import call_on_rank_zero
 from gpp_plugin.runtime.batches import Batch, check_batch

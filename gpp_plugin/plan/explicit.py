@@ -50,7 +50,7 @@ def explicit_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
     rules = _rules_with(request, stages, groups)
     degrees = _given_degrees(stages, request.num_ranks)
     if all(degree is not None for degree in degrees):
-        candidates = [_fixed_degrees(stages, groups, degrees, rules, w) for w in rules.wishes()]
+        candidates = [_fixed_degrees(groups, degrees, rules, w) for w in rules.wishes()]
     else:
         if any(degree is not None for degree in degrees):
             raise PlanError("plan: give ranks or devices for every stage or for none")
@@ -272,7 +272,6 @@ def _given_degrees(stages: list[dict[str, Any]], num_ranks: int) -> list[int | N
 
 
 def _fixed_degrees(
-    stages: list[dict[str, Any]],
     groups: list[list[str]],
     degrees: list[int | None],
     rules: BatchRules,

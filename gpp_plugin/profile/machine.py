@@ -1,11 +1,13 @@
-"""This machine as a cluster: what its devices and memory are, and how fast they turn out to be."""
+"""This machine: its names, and as a cluster what its devices and memory are, and how fast they turn out to be."""
 
 from __future__ import annotations
 
 import functools
 import os
+import platform
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -52,6 +54,23 @@ def read_machine(
     base = CUDA_LINK if is_cuda else CPU_LINK
     link = Link(name=base.name, span=ranks, bytes_per_s=base.bytes_per_s, latency_us=base.latency_us)
     return Cluster(name="auto", devices=(device,) * ranks, links=(link,))
+
+
+def describe_device(device: torch.device, threads: int) -> str:
+    """Return the device as a `Profile` names it, e.g. ``cpu (2 threads)``."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{device.type} ({threads} thread{'s' if threads != 1 else ''})"
+
+
+def processor_name() -> str:
+    """Return the CPU's model; a home directory, and the store in it, may be shared by unlike machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else platform.processor()} x {os.cpu_count()}"
 
 
 @functools.cache

@@ -108,11 +108,6 @@ def memory_over_time(
     return result
 
 
-def peak_memory(plan: PipelinePlan, timeline: Timeline, memory: Sequence[StageMemory]) -> dict[int, float]:
-    """Return the most bytes each rank holds at a time."""
-    return {r: max(v for _, v in steps) for r, steps in memory_over_time(plan, timeline, memory).items()}
-
-
 def _accumulate(changes: Sequence[tuple[float, float]]) -> Steps:
     """Return running sums; at one time what is let go counts before what is taken."""
     steps: list[tuple[float, float]] = []

@@ -177,7 +177,7 @@ def test_identical_layers_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, make_batch = build("gpt2", layers=6)
     runs: list[int] = []
     monkeypatch.setattr(
-        "gpp_plugin.profile.measure.measure",
+        "gpp_plugin.profile.block_survey.measure",
         lambda *args, **kwargs: runs.append(1) or timing.measure(*args, **kwargs),
     )
     batch = make_batch(SAMPLES, 0)
@@ -261,7 +261,7 @@ def test_a_backward_that_cannot_be_split_costs_too_much_to_be_chosen(monkeypatch
     def refuse(operands: object, **options: object) -> None:
         raise RuntimeError("Trying to backward through the graph a second time")
 
-    monkeypatch.setattr("gpp_plugin.profile.measure.measure_split_cost", refuse)
+    monkeypatch.setattr("gpp_plugin.profile.block_survey.measure_split_cost", refuse)
     costs = measured(*prepared("frozen_branch"), repeats=3, with_split=True, use_cache=False).by_block()
     assert all(c.split_factor > 1e3 for name, c in costs.items() if name.startswith("right"))
     assert all(c.split_factor == 1.0 for name, c in costs.items() if name.startswith("left"))
@@ -348,7 +348,7 @@ def test_a_stored_profile_is_not_measured_again(tmp_path: Path, monkeypatch: pyt
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr("gpp_plugin.profile.measure.measure", refuse)
+    monkeypatch.setattr("gpp_plugin.profile.block_survey.measure", refuse)
     assert measured(model, batch, captured, use_cache=True, cache_dir=tmp_path) == first
     for other in ({"threads": 2}, {"optimizer_bytes_per_parameter": 12.0}):
         with pytest.raises(ProfileError, match="measured again"):

@@ -1,0 +1,201 @@
+"""One pass over all blocks at one number of samples: each is run on what the blocks before it made."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpp_plugin.capture.graph import CapturedGraph
+from gpp_plugin.capture.samples import resize_batch
+from gpp_plugin.errors import GppError, ProfileError
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.op_graph import Parameter
+from gpp_plugin.profile.code import BlockCode, block_codes
+from gpp_plugin.profile.held_storages import HeldStorages
+from gpp_plugin.profile.split_cost import CANNOT_SPLIT, NOT_MEASURED, SplitCost, measure_split_cost
+from gpp_plugin.profile.timing import Measurement, Operands, measure
+from gpp_plugin.runtime.stage_module import StageFunction
+
+logger = logging.getLogger(__name__)
+
+SPLIT_REPEATS = 3
+"""Fewest timed runs of a split backward: one number is wanted for each block, not one for each size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockResult:
+    """What was measured of one block at one number of samples."""
+
+    forward_us: float
+    backward_us: float
+    saved_bytes: int
+    transient_bytes: int
+    split: SplitCost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """One piece of code as it was measured."""
+
+    whole: Measurement
+    split: SplitCost
+
+
+class Survey:
+    """One pass over all blocks at one number of samples."""
+
+    def __init__(
+        self,
+        *,
+        captured: CapturedGraph,
+        block_graph: BlockGraph,
+        state: Mapping[str, Tensor],
+        batch: Mapping[str, Any],
+        device: torch.device,
+        repeats: int,
+        share_identical: bool,
+        with_peak: bool,
+        with_split: bool,
+    ) -> None:
+        self._captured = captured
+        self._num_samples = captured.op_graph.num_samples
+        self._state = state
+        self._device = device
+        self._repeats = repeats
+        self._share = share_identical
+        self._with_peak = with_peak
+        self._with_split = with_split and captured.is_training
+        self._codes = block_codes(captured, block_graph)
+        resized = resize_batch(batch, self._num_samples)
+        self._inputs = {
+            spec.name: resized[spec.name].to(device=device, dtype=getattr(torch, spec.dtype)).contiguous()
+            for spec in captured.op_graph.inputs
+        }
+        self._parameters = {n: p for p in captured.op_graph.parameters for n in (p.name, *p.aliases)}
+        self._takes_gradient = {
+            node.name: captured.is_training and node.output is not None and node.output.requires_grad
+            for node in captured.op_graph.nodes
+        }
+        received = {name: self._inputs[name] for name in captured.op_graph.received}
+        self._takes_gradient |= {
+            spec.name: captured.is_training and spec.requires_grad
+            for spec in captured.op_graph.inputs
+            if spec.name in received
+        }
+        self._values: dict[str, Tensor] = dict(received)
+        self._last_reader = _last_readers(self._codes)
+        self._shared: dict[tuple[str, tuple[object, ...]], _Measured] = {}
+        self._recurs = Counter(code.signature for code in self._codes)
+        self.held = HeldStorages()
+
+    def run(self, report: Callable[[int, int, str], None]) -> dict[str, BlockResult]:
+        """Return what was measured of every block."""
+        results = {}
+        for position, code in enumerate(self._codes):
+            report(position, len(self._codes), f"{code.block} at {self._num_samples} samples")
+            saved, replica_us = 0, 0.0
+            try:
+                if code.replicas is not None:
+                    replica = self._run(code.replicas).whole
+                    replica_us = replica.forward_us
+                    saved = self._keep(code.block, code.replicas, replica, replica.outputs)
+                key = (code.signature, self._placement(code.function))
+                block = self._shared.get(key)
+                if block is None:
+                    block = self._run(code.function)
+                    outputs = block.whole.outputs
+                else:
+                    outputs = block.whole.copied_outputs()
+            except GppError:
+                raise
+            except Exception as error:  # whatever an operator raises must say which block it was in
+                raise ProfileError(
+                    f"block {code.block!r} cannot be run at {self._num_samples} samples on {self._device}: "
+                    f"{type(error).__name__}: {error}; lower the largest micro-batch if memory is short"
+                ) from error
+            if self._share and self._recurs[code.signature] > 1 and block.whole.has_own_outputs:
+                self._shared[key] = block
+            saved += self._keep(code.block, code.function, block.whole, outputs)
+            results[code.block] = BlockResult(
+                forward_us=replica_us + block.whole.forward_us,
+                backward_us=block.whole.backward_us,
+                saved_bytes=saved,
+                transient_bytes=block.whole.transient_bytes,
+                split=block.split,
+            )
+            self._drop(position)
+        return results
+
+    def _placement(self, function: StageFunction) -> tuple[object, ...]:
+        """Return how the received tensors lie in memory; operators take longer on some placements."""
+        received = [self._values[name] for name in function.received]
+        return tuple((tensor.stride(), tensor.untyped_storage().nbytes()) for tensor in received)
+
+    def _run(self, function: StageFunction) -> _Measured:
+        parameters = tuple(self._materialise(self._parameters[name]) for name in function.tensors)
+        operands = Operands(
+            call=function.call,
+            parameters=parameters,
+            inputs=tuple(self._inputs[key] for key in function.batch_inputs),
+            received=tuple(self._values[name] for name in function.received),
+            takes_gradient=tuple(self._takes_gradient[name] for name in function.received),
+            is_training=self._captured.is_training,
+            constants=function.constants,
+        )
+        whole = measure(operands, device=self._device, repeats=self._repeats, with_peak=self._with_peak)
+        split = NOT_MEASURED
+        if self._with_split and whole.backward_us > 0.0:
+            try:
+                split = measure_split_cost(operands, device=self._device, repeats=SPLIT_REPEATS)
+            except RuntimeError as error:  # an operator that gives its gradients only once, all together
+                logger.info("the backward of %s cannot be split: %s", function.outputs, error)
+                split = CANNOT_SPLIT
+        return _Measured(whole=whole, split=split)
+
+    def _materialise(self, parameter: Parameter) -> Tensor:
+        """Return the tensor to measure with: the real one detached, or random values for a meta one."""
+        names = (parameter.name, *parameter.aliases)
+        tensor = next((self._state[name] for name in names if name in self._state), None)
+        if tensor is None:
+            raise ProfileError(
+                f"model_state has no {parameter.name!r}; pass all parameters and buffers of the model"
+            )
+        dtype: torch.dtype = getattr(torch, parameter.dtype)
+        if tensor.is_meta:
+            shape = parameter.shape
+            if dtype.is_floating_point or dtype.is_complex:
+                value = torch.randn(shape, dtype=dtype, device=self._device).mul_(0.02)
+            else:
+                value = torch.zeros(shape, dtype=dtype, device=self._device)
+        else:
+            value = tensor.detach().to(device=self._device, dtype=dtype)
+            if parameter.is_mutated and value.data_ptr() == tensor.data_ptr():
+                value = value.clone()
+        trains = self._captured.is_training and parameter.requires_grad and not parameter.is_buffer
+        return value.requires_grad_(trains)
+
+    def _keep(
+        self, block: str, function: StageFunction, measured: Measurement, outputs: Sequence[Tensor]
+    ) -> int:
+        """Store the outputs and return the bytes that this code is the first to save."""
+        self._values.update(zip(function.outputs, outputs, strict=True))
+        return self.held.add(block, function, measured)
+
+    def _drop(self, position: int) -> None:
+        for name in [n for n in self._values if self._last_reader.get(n, -1) <= position]:
+            del self._values[name]
+
+
+def _last_readers(codes: Sequence[BlockCode]) -> dict[str, int]:
+    last: dict[str, int] = {}
+    for position, code in enumerate(codes):
+        for function in (code.replicas, code.function):
+            if function is not None:
+                last.update(dict.fromkeys(function.received, position))
+    return last

@@ -1,0 +1,91 @@
+"""Which blocks keep which storages for backward, each counted once; their bytes as a function of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpp_plugin.ir.profile import SharedStorage
+from gpp_plugin.profile.timing import Measurement
+from gpp_plugin.runtime.stage_module import StageFunction
+
+_BATCH, _PARAMETER = "batch ", "parameter "
+
+
+class HeldStorages:
+    """Which blocks keep which storages for backward; a storage is known by the first tensor that lies in it."""
+
+    def __init__(self) -> None:
+        self._root: dict[str, str] = {}
+        self.keepers: dict[str, list[str]] = {}
+        self.bytes_of: dict[str, int] = {}
+
+    def add(self, block: str, function: StageFunction, measured: Measurement) -> int:
+        """Return the bytes ``block`` saves that no earlier one does."""
+        total = measured.saved_inside
+        for name, num_bytes in zip(function.received, measured.saved_received, strict=True):
+            root = self._root.get(name, name)
+            if num_bytes and not _is_held_anyway(root) and self._keep(root, block, num_bytes):
+                total += num_bytes
+        for name, tensor, origin, is_saved in zip(
+            function.outputs, measured.outputs, measured.output_origin, measured.is_output_saved, strict=True
+        ):
+            source = name if origin is None else _operands(function)[origin[0]][origin[1]]
+            root = self._root[name] = self._root.get(source, source)
+            if is_saved:
+                self._keep(root, block, tensor.untyped_storage().nbytes())
+        return total
+
+    def _keep(self, root: str, block: str, num_bytes: int) -> bool:
+        """Note that a block keeps a storage, and return whether it is the first."""
+        is_first = root not in self.keepers
+        keepers = self.keepers.setdefault(root, [])
+        self.bytes_of.setdefault(root, num_bytes)
+        if block not in keepers:
+            keepers.append(block)
+        return is_first
+
+
+def _operands(function: StageFunction) -> dict[str, tuple[str, ...]]:
+    """Return the names of a function's operands and results by kind (`Origin`)."""
+    return {
+        "received": function.received,
+        "input": tuple(f"{_BATCH}{key}" for key in function.batch_inputs),
+        "parameter": tuple(f"{_PARAMETER}{key}" for key in function.tensors),
+        "output": function.outputs,
+    }
+
+
+def _is_held_anyway(root: str) -> bool:
+    """Return whether a storage is a model input's or a parameter's."""
+    return root.startswith((_BATCH, _PARAMETER))
+
+
+def fit_bytes(counts: Sequence[int], num_bytes: Sequence[int], unit: int) -> tuple[float, float]:
+    """Return bytes a sample, and bytes whatever their number, that are exact at ``unit`` samples.
+
+    The slope is that between the smallest and the largest count; what grows faster than the samples (a block that
+    mixes them keeps their square) counts as proportional.
+
+    Args:
+        unit: samples of one loss: what stages compute at a time, unless asked otherwise.
+    """
+    known = dict(zip(counts, num_bytes, strict=True))
+    unit = unit if unit in known else counts[-1]
+    slope = (num_bytes[-1] - num_bytes[0]) / max(counts[-1] - counts[0], 1)
+    if len(counts) == 1 or slope < 0 or slope * unit > known[unit]:
+        return known[unit] / unit, 0.0
+    return slope, known[unit] - slope * unit
+
+
+def shared_storages(
+    counts: Sequence[int], held: Sequence[HeldStorages], unit: int
+) -> tuple[SharedStorage, ...]:
+    """Return the storages that several blocks keep."""
+    shared = []
+    for root, keepers in held[-1].keepers.items():
+        if len(keepers) > 1:
+            per_sample, fixed = fit_bytes(counts, [at_n.bytes_of.get(root, 0) for at_n in held], unit)
+            shared.append(
+                SharedStorage(blocks=tuple(keepers), bytes_per_sample=per_sample, bytes_fixed=fixed)
+            )
+    return tuple(shared)

@@ -23,7 +23,7 @@ from gpp_plugin.config import BLOCK, GraphPipelineConfig
 from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.integrations.async_reports import DataAgreement, LossReports
 from gpp_plugin.integrations.async_stage import AsyncStageEngine
-from gpp_plugin.integrations.engine import LOADING_TIMEOUT_S, GraphPipelineEngine
+from gpp_plugin.integrations.engine import LOADING_TIMEOUT_S, GraphPipelineEngine, failure_after
 from gpp_plugin.integrations.stage_config import derive_stage_config
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.edge_transports import NATIVE
@@ -171,7 +171,7 @@ class AsyncPipelineEngine(GraphPipelineEngine):
         clock = start_clock(self._meeting) if self.record_timelines else None
         self._source.meet(self._reference, batch)
         self.module.train()
-        self._agreement.post(batch, self.global_steps)
+        self._agreement.post(batch, self.global_steps + 1)
         if self._lane.is_another_shape(batch):
             self._drain()
         result = self._run(self._lane, batch, record=clock is not None)
@@ -228,7 +228,7 @@ class AsyncPipelineEngine(GraphPipelineEngine):
             yield
         except BaseException as error:
             self.stage_engine.zero_grad()
-            self._failure = f"step {self.global_steps} failed ({error})"
+            self._failure = failure_after(self.global_steps, error)
             raise
 
     # ---- what needs an empty pipeline ------------------------------------------------------------

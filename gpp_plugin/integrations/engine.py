@@ -55,6 +55,11 @@ LOADING_TIMEOUT_S = 600.0
 """How long ranks wait for one that loads data; a failure they hear of at once."""
 
 
+def failure_after(step: int, error: BaseException) -> str:
+    """Return what ended a job, for whoever calls the engine again; an interrupt has no text of its own."""
+    return f"the mini-batch after step {step} failed ({str(error) or type(error).__name__})"
+
+
 class GraphPipelineEngine(PipelineFiles):
     """Trains a model as a graph of pipeline stages; made by `deepspeed.initialize`.
 
@@ -328,7 +333,7 @@ class GraphPipelineEngine(PipelineFiles):
         except BaseException as error:
             self.stage_engine.zero_grad()
             if self._setting.group is not None and not isinstance(error, (CaptureError, ConfigError)):
-                self._failure = f"the mini-batch after step {self.global_steps} failed ({error})"
+                self._failure = failure_after(self.global_steps, error)
             raise
         if counts and lane.has_peaked:
             self._memory.compare(result.memory, batch)

@@ -266,15 +266,17 @@ def refuse() -> dict[str, str]:
     return said
 
 
-def different_data() -> str:
-    """Ranks that are given different batches must not train silently."""
-    model, make_batch = build("two_branch")
-    engine = make_engine(model, make_batch(B, 0), config_of(block={"stages": 1}))
-    try:
-        steps(engine, [make_batch(B, torch.distributed.get_rank())])
-        return ""
-    except Exception as error:
-        return str(error)
+def different_data() -> dict[str, str]:
+    """Ranks that are given different batches must not train silently; mode async notices a call later."""
+    said = {}
+    for mode in ("sync", "async"):
+        model, make_batch = build("two_branch")
+        engine = make_engine(model, make_batch(B, 0), config_of(block={"stages": 1, "mode": mode}))
+        try:
+            steps(engine, [make_batch(B, torch.distributed.get_rank()), make_batch(B, 2)])
+        except Exception as error:
+            said[mode] = str(error)
+    return said
 
 
 def evaluate_a_head() -> dict[str, Any]:

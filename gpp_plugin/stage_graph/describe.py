@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, SavedTensor
 from gpp_plugin.ir.op_graph import OpGraph, OpNode, Parameter
@@ -74,7 +75,12 @@ def describe_graph(
         tied={
             **{name: blocks for view in views.values() for name, blocks in view.blocks.tied.items()},
             **{
-                p.name: tuple(block for stage in holders for block in _holding(stage, p.name, holders, views))
+                p.name: tuple(
+                    block
+                    for stage, held in holders.items()
+                    if any(h.name == p.name for h in held)
+                    for block in _holding(stage, p.name, views, is_training=is_training)
+                )
                 for p in parameters
                 if p.aliases and _num_holders(p.name, holders) > 1
             },
@@ -125,12 +131,22 @@ def _num_holders(name: str, holders: Mapping[str, Sequence[Parameter]]) -> int:
 
 
 def _holding(
-    stage: str, parameter: str, holders: Mapping[str, Sequence[Parameter]], views: Mapping[str, PartView]
-) -> list[str]:
-    """Return the blocks of a stage that have a parameter."""
-    if stage in views:
-        return [block.name for block in views[stage].blocks.blocks if parameter in block.parameters]
-    return [stage] if any(p.name == parameter for p in holders[stage]) else []
+    stage: str, parameter: str, views: Mapping[str, PartView], *, is_training: bool
+) -> Sequence[str]:
+    """Return the blocks of a stage that has a parameter which read it.
+
+    Raises:
+        ConfigError: in training, none of a captured part does.
+    """
+    if stage not in views:
+        return (stage,)
+    found = [block.name for block in views[stage].blocks.blocks if parameter in block.parameters]
+    if is_training and not found:
+        raise ConfigError(
+            f"graph.tie: no layer of captured stage {stage!r} reads its parameter that is called {parameter!r}; leave "
+            "it out of the tie, or pass what makes the module read it"
+        )
+    return found
 
 
 def _saved(graph: ResolvedGraph, views: Mapping[str, PartView]) -> tuple[SavedTensor, ...]:

@@ -185,11 +185,12 @@ class StageGraph:
         micro_batch_size: int | None = None,
         reported: Sequence[str] = (),
     ) -> None:
-        """Add an ordinary module without a loss that is traced, and cut by the planner into stages of its ranks.
+        """Add an ordinary module that is traced, and cut by the planner into stages of its ranks.
 
         Args:
             module: a (HuggingFace) module; it may be on the meta device.
-            outputs: fields of its output, such as ``{"last_hidden_state": "image_hidden"}``, or names as they are.
+            outputs: fields of its output, such as ``{"last_hidden_state": "image_hidden"}``, or names as they are; a
+                loss may be among them. `eval_batch` without labels needs none that its ``forward`` has defaults for.
             stages: exactly that many stages, or as many as are quickest.
 
         Raises:

@@ -105,6 +105,54 @@ class WholeWithin(nn.Module):
         return found["loss"] + found["score"]
 
 
+class Nearest(nn.Module):
+    """The mixture of a table's rows that each token is like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, SIZE)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.softmax(hidden @ self.table.weight.T, -1) @ self.table.weight
+
+
+class Guess(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(SIZE, WORDS, bias=False)
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+
+def build_among() -> gpp_plugin.StageGraph:
+    """One parameter of two captured parts, the second on two data-parallel ranks, and of the explicit loss."""
+    graph = gpp_plugin.StageGraph("among")
+    graph.capture("words", make(Words, "words"), inputs=["ids", "pixels"], outputs=["embeds"], ranks=[0])
+    nearest = make(Nearest, "nearest")
+    graph.capture("nearest", nearest, inputs={"hidden": "embeds"}, outputs=["near"], ranks=[1, 2], stages=1)
+    graph.stage(
+        "guess", Maker(Guess), inputs={"hidden": "near", "labels": "labels"}, outputs=["loss"], ranks=[3]
+    )
+    graph.tie("words.embedding.weight", "nearest.table.weight")
+    graph.tie("nearest.table.weight", "guess.head.weight")
+    return graph
+
+
+class WholeAmong(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.nearest, self.guess = (
+            make(Words, "words"),
+            make(Nearest, "nearest"),
+            make(Guess, "guess"),
+        )
+        self.nearest.table.weight = self.guess.head.weight = self.words.embedding.weight
+
+    def forward(self, ids: Tensor, pixels: Tensor, labels: Tensor) -> Tensor:
+        return self.guess(self.nearest(self.words(ids, pixels)), labels)
+
+
 def caption_batch(seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(WORDS, (B, TOKENS), generator=generator)

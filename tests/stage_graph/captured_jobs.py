@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from torch import Tensor
 
 import gpp_plugin
+from gpp_plugin.ir.serialize import dumps
 from tests.integrations.async_jobs import held_by_stages
-from tests.stage_graph.captured import build_across, build_normed, build_within, caption_batch, normed_batch
+from tests.stage_graph.captured import (
+    build_across,
+    build_among,
+    build_normed,
+    build_within,
+    caption_batch,
+    normed_batch,
+)
 from tests.stage_graph.graphs import B, U
 from tests.stage_graph.jobs import run_in_double, steps
 from tests.stage_graph.mixed import build_mixed, mixed_batch
@@ -24,6 +33,7 @@ def train_captions() -> dict[str, Any]:
         "across, full, backwards in parts": _double(
             build_across(), caption_batch(), memory=FULL, schedule="zero_bubble"
         ),
+        "among": _double(build_among(), caption_batch(), memory=FULL),
         "within": _double(build_within(), caption_batch(), memory=OFF),
         "within, full": _double(build_within(), caption_batch(), memory=FULL),
         "mixed, full, in halves": _double(build_mixed(), mixed_batch(), memory=FULL, slicing=1),
@@ -79,7 +89,7 @@ def train_language(directory: str) -> dict[str, Any]:
         "again": engine.eval_batch(iter([unlabelled]), compute_loss=False),
     }
     engine.destroy()
-    again = _engine(build_across(), batches[0], {"memory": FULL}, **zero)
+    again = _engine(build_across(), batches[0], {"plan": json.loads(dumps(engine.plan))}, **zero)
     steps(again, [caption_batch(9)])
     again.load_checkpoint(directory)
     found["reloaded"] = steps(again, batches[2:])

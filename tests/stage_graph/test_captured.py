@@ -16,6 +16,7 @@ from tests.stage_graph import captured_jobs
 from tests.stage_graph.captured import (
     NUM_RANKS,
     WholeAcross,
+    WholeAmong,
     WholeNormed,
     WholeWithin,
     caption_batch,
@@ -28,6 +29,7 @@ from tests.stage_graph.mixed import WholeMixed, mixed_batch
 EXACT, NEAR = 1e-12, 1e-5
 WHOLE: dict[str, tuple[type[nn.Module], Any]] = {
     "across": (WholeAcross, caption_batch),
+    "among": (WholeAmong, caption_batch),
     "within": (WholeWithin, caption_batch),
     "mixed": (WholeMixed, mixed_batch),
 }

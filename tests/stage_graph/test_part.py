@@ -1,0 +1,149 @@
+"""A captured part as the whole graph sees it: names, the loss, shared parameters, what it keeps of what it receives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpp_plugin import StageGraph
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
+from gpp_plugin.stage_graph.describe import describe_graph
+from gpp_plugin.stage_graph.module import check_ties, tied_names
+from gpp_plugin.stage_graph.part import CapturedPart, PartView
+from gpp_plugin.stage_graph.resolve import ResolvedGraph, resolve
+from gpp_plugin.stage_graph.shapes import Shapes
+from gpp_plugin.stage_graph.trial import input_specs
+
+WIDTH, UNIT = 4, 2
+
+
+class First(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.spare = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
+class Last(nn.Module):
+    """Reads one tensor under two names; its loss is of two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, left: Tensor, right: Tensor, target: Tensor | None = None) -> dict[str, Any]:
+        hidden = torch.tanh(self.layer(left)) * right
+        far = None if target is None else (hidden - target).square().mean()
+        return {"far": far, "large": None if target is None else hidden.abs().mean(), "hidden": hidden}
+
+
+def graph_of(*ties: tuple[str, ...]) -> StageGraph:
+    graph = StageGraph("parts", losses=["far", "large"])
+    graph.capture("first", First(), inputs=["x"], outputs=["made"], ranks=[0])
+    graph.capture(
+        "last",
+        Last(),
+        inputs={"left": "made", "right": "made", "target": "target"},
+        outputs=["far", "large", "hidden"],
+        ranks=[1],
+        reported=["hidden"],
+    )
+    for tie in ties:
+        graph.tie(*tie)
+    return graph
+
+
+BATCH = {"x": torch.randn(8, 3, WIDTH), "target": torch.randn(8, 3, WIDTH)}
+
+
+def trace(graph: StageGraph) -> tuple[ResolvedGraph, dict[str, PartView], Any]:
+    """Return the graph, its captured parts, and the whole as planners see it."""
+    resolved = resolve(graph, batch_keys=tuple(BATCH), num_ranks=2)
+    called = tied_names(resolved)
+    tensors: dict[str, TensorSpec] = {}
+    views, parameters = {}, {}
+    for stage in resolved.stages:
+        part = CapturedPart(
+            stage, dtype=torch.float32, device=torch.device("cpu"), granularity="layer", called=called
+        )
+        captured = part.capture(part.arguments(BATCH, tensors, UNIT), is_training=True)
+        views[stage.name] = part.view(captured)
+        parameters[stage.name] = captured.op_graph.parameters
+        tensors.update(views[stage.name].outputs)
+    check_ties(resolved, parameters)
+    shapes = Shapes(num_samples=UNIT, tensors=tensors, inputs=input_specs(BATCH, UNIT))
+    reference = describe_graph(
+        resolved, shapes, parameters, called, coupled=frozenset(), views=views, is_training=True
+    )
+    return resolved, views, reference
+
+
+def test_the_sum_of_losses_is_the_loss_of_the_block_that_makes_it() -> None:
+    _, views, reference = trace(graph_of())
+    loss = reference.analysis.op_graph.loss
+    assert loss == "last.far + last.large"
+    assert views["last"].outputs[loss].layout.kind is LayoutKind.UNIT
+    (block,) = reference.block_graph.loss_blocks
+    assert loss in reference.block_graph.block(block).nodes
+    assert reference.block_graph.block(block).is_coupled
+
+
+def test_what_is_received_is_kept_once_and_made_by_the_other_part() -> None:
+    _, _, reference = trace(graph_of())
+    kept = {tensor.name: tensor for tensor in reference.block_graph.saved}
+    # tanh keeps its own result, which the next layer and the product keep too
+    assert [block.partition(".")[0] for block in kept["first.made"].kept_by] == ["first", "last"]
+    assert kept["first.made"].made_by in kept["first.made"].kept_by
+    assert kept["first.made"].bytes == UNIT * 3 * WIDTH * 4
+    assert not [name for name in kept if "argument" in name]
+    (edge,) = (edge for edge in reference.block_graph.edges if edge.src.startswith("first"))
+    assert edge.tensors == ("first.made",)
+
+
+def test_a_shared_parameter_has_one_name_and_the_blocks_that_read_it() -> None:
+    _, _, reference = trace(graph_of(("last.layer.weight", "first.layer.weight")))
+    blocks = reference.block_graph.tied["first.layer.weight"]
+    assert [block.partition(".")[0] for block in blocks] == ["first", "last"]
+    assert "last.layer.weight" not in {n for b in reference.block_graph.blocks for n in b.parameters}
+    (parameter,) = (p for p in reference.analysis.op_graph.parameters if p.name == "first.layer.weight")
+    assert parameter.aliases == ("last.layer.weight",)
+
+
+@pytest.mark.parametrize(
+    ("tie", "message"),
+    [
+        (("first.layer.wait", "last.layer.weight"), "'first.layer.wait' is no parameter of stage 'first'"),
+        (("first.layer.weight", "last.layer.bias"), "tied parameters have one shape"),
+        (
+            ("first.layer.weight", "last.layer.weight", "last.other.weight"),
+            "'last.layer.weight' and 'last.other.weight' are two parameters of one stage; make them one",
+        ),
+        (
+            ("first.spare.weight", "last.layer.weight"),
+            "no layer of captured stage 'first' reads its parameter that is called 'first.spare.weight'",
+        ),
+    ],
+)
+def test_ties_that_cannot_be(tie: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        trace(graph_of(tie))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_without_labels_a_part_lacks_its_losses_only() -> None:
+    resolved = resolve(graph_of(), batch_keys=("x",), num_ranks=2, needs_loss=False)
+    last = resolved.stage("last")
+    assert (last.batch_inputs, last.losses) == ((), ())
+    assert last.nodes == (("hidden", "last.hidden"),)
+    graph = graph_of()
+    graph.stage(
+        "end", nn.Identity(), inputs={"input": "hidden", "other": "target"}, outputs=["compared"], ranks=[2]
+    )
+    names = [s.name for s in resolve(graph, batch_keys=("x",), num_ranks=3, needs_loss=False).stages]
+    assert names == ["first", "last"]

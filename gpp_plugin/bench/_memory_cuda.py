@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -76,8 +77,9 @@ def main() -> None:
     from gpp_plugin.integrations.hf_models import build_model_of, config_of, make_example_batch
 
     case = CudaCase(**json.loads(sys.argv[1]))
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(case.cap_gb * 1e9 / total, 1.0), 0)
+    device = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()  # the one `initialize` takes
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(case.cap_gb * 1e9 / total, 1.0), device)
     torch.manual_seed(0)
     plain = {
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 2048, "n_embd": case.hidden,

@@ -141,17 +141,17 @@ class CostModel:
         shared = optimizer / degree if self.zero_stage >= 1 else optimizer
         return parameter + (gradient / degree if self.zero_stage >= 2 else gradient) + shared
 
-    def input_bytes_of(self, count: Callable[[Floats], Floats], degree: int) -> Floats | float:
+    def input_bytes_of(self, count: Callable[[Floats], Floats], degree: int) -> Floats:
         """Return what a rank holds of the mini-batch, for many stages at once.
 
         Args:
             count: returns by stage the sum of values [block] over its blocks.
         """
-        held: Floats | float = 0.0
+        held: Floats = np.zeros(())
         for readers, num_bytes, is_shared_out in self.inputs:
             flags = np.zeros(len(self.index))
             flags[readers] = 1.0
-            held = held + (count(flags) > 0.5) * (num_bytes / (degree if is_shared_out else 1))
+            held = held + np.where(count(flags) > 0.5, num_bytes / (degree if is_shared_out else 1), 0.0)
         return held
 
     def whole_gradient_bytes(self, gradient: Any, saved: Any, degree: int) -> Any:

@@ -268,3 +268,5 @@ def _undisturbed(device: torch.device, threads: int) -> Iterator[None]:
             yield
         finally:
             torch.set_num_threads(before)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # other ranks, and what comes next, may need what measuring reserved

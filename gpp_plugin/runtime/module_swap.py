@@ -50,7 +50,7 @@ class SwappingModule:
 
         def pack(tensor: Tensor) -> Packed:
             number = numbers.number(tensor)
-            if number not in self._swapped or not is_movable(tensor):
+            if number not in self._swapped or not is_movable(tensor, self._link.device):
                 return kept.pack(tensor, 0, None)
             key = number, tensor._version  # what was written to after it left is another storage on the host
             if key not in slots:

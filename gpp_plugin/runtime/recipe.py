@@ -206,13 +206,16 @@ class PlannedPass(Pass):
         Raises:
             RuntimeFailure: it saves other tensors than the first time.
         """
-        actions = self._recipe.actions
+        actions, is_uncounted = self._recipe.actions, self._counter is None
         place = -1
 
         def pack(tensor: Tensor) -> Packed:
             nonlocal place
             place += 1
-            return self.pack(tensor, place, actions[place] if place < len(actions) else None)
+            action = actions[place] if place < len(actions) else None
+            if action is None and is_uncounted:  # most of them, and each costs microseconds
+                return pack_kept(tensor)
+            return self.pack(tensor, place, action)
 
         with saved_tensors_hooks(pack, unpack):
             outputs = self._recipe.call(self, *arguments)
@@ -225,6 +228,11 @@ class PlannedPass(Pass):
         return outputs
 
 
-def is_movable(tensor: Tensor) -> bool:
-    """Return whether a tensor is plain bytes in a storage."""
-    return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+def is_movable(tensor: Tensor, device: torch.device | None = None) -> bool:
+    """Return whether a tensor is plain bytes in a storage.
+
+    Args:
+        device: the one it must be on: a number that a CUDA stage keeps on the host would come back on the device.
+    """
+    is_there = device is None or tensor.device.type == device.type
+    return is_there and tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()

@@ -32,6 +32,7 @@ from gpp_plugin.runtime.recipe import (
 )
 from gpp_plugin.runtime.recompute import SecondForward
 from gpp_plugin.runtime.segments import Layout, second_forward, with_entries
+from gpp_plugin.runtime.swap import HostLink
 
 
 @dataclass(slots=True)
@@ -52,8 +53,8 @@ class _Owner:
 class _Storages:
     """Names of the storages alive, and numbers of those that are swapped."""
 
-    def __init__(self, policy: MemoryPolicy) -> None:
-        self._policy = policy
+    def __init__(self, policy: MemoryPolicy, device: torch.device) -> None:
+        self._policy, self._device = policy, device
         self._owners: dict[int, _Owner] = {}
         self._num_slots = 0
 
@@ -74,7 +75,7 @@ class _Storages:
 
     def slot(self, tensor: Tensor, owner: _Owner) -> int | None:
         """Return the number of a storage that is to be swapped; None of another."""
-        if self._policy.swapped.isdisjoint(owner.names) or not is_movable(tensor):
+        if self._policy.swapped.isdisjoint(owner.names) or not is_movable(tensor, self._device):
             return None
         if owner.slot < 0:
             owner.slot = self._num_slots
@@ -179,25 +180,27 @@ def survey(
     policy: MemoryPolicy,
     arguments: Mapping[str, Tensor],
     num_fixed: int,
+    *,
+    link: HostLink,
     **surroundings: Any,
 ) -> tuple[Pass, tuple[Tensor, ...], Recipe]:
     """Run a stage's code for the first time.
 
     Args:
         arguments: of the code, by placeholder, in order; the first ``num_fixed`` of them are there anyway.
-        surroundings: as for `Pass`.
+        link, surroundings: as for `Pass`.
 
     Returns:
         The pass, the outputs, and what to do from now on.
     """
-    storages = _Storages(policy)
+    storages = _Storages(policy, link.device)
     for position, (name, tensor) in enumerate(arguments.items()):
         if position < num_fixed:
             storages.claim(tensor)
         else:
             storages.claim(tensor, policy.root(name))
     fixed = tuple(arguments.values())[:num_fixed]
-    first = _SurveyPass(layouts, storages, fixed=fixed, **surroundings)
+    first = _SurveyPass(layouts, storages, fixed=fixed, link=link, **surroundings)
     with saved_tensors_hooks(first.save, _unpack):
         outputs = _Interpreter(with_entries(module, dict(enumerate(layouts))), first).run(
             first, *arguments.values()

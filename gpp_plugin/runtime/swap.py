@@ -8,8 +8,8 @@ nobody uses it any more. Copies run on two side streams, one each way, with even
     back     ──wait for e1──────copy──►e2           asked for ahead, in backward order
 
 Storages come back in the order opposite to that in which they were last kept, the next ones while the current
-one is in use: as many bytes are on their way as the largest has, in each direction, which is what a plan counts
-as its working memory. On the CPU the same code copies at once, without streams.
+one is in use: as many bytes are on their way as the largest has, one direction at a time, which is what a plan
+counts as its working memory. On the CPU the same code copies at once, without streams.
 
 A storage that several operators keep, in several views, moves once and comes back as one storage; it stays until
 its last use, then lets go of the device again. The host buffer is free when autograd lets go of all handles.
@@ -65,7 +65,10 @@ class HostLink:
         return buffer, copied
 
     def _let_go(self, limit_bytes: int) -> None:
-        """Let go of what was copied, and make compute wait where more than ``limit_bytes`` are on their way."""
+        """Let go of what was copied, and make compute wait where more than ``limit_bytes`` are on their way.
+
+        Compute is where all these storages were allocated, and so where their memory is used again.
+        """
         leaving = self._leaving
         while leaving and leaving[0][0].query():
             leaving.popleft()
@@ -86,10 +89,10 @@ class HostLink:
         Returns:
             The bytes, and the event that whoever uses them must wait for.
         """
-        data = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         if self._back is None:
-            data.copy_(buffer.data[:num_bytes])
-            return data, None
+            return buffer.data[:num_bytes].to(self.device, copy=True), None
+        self._let_go(0)  # a backward begins: what comes back may have the place of what has left
+        data = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         self._back.wait_stream(torch.cuda.current_stream(self.device))  # the memory may still be in use there
         if copied is not None:
             self._back.wait_event(copied)

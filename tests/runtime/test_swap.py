@@ -17,7 +17,7 @@ from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.runtime.counting import MemoryCounter
 from gpp_plugin.runtime.host_pool import HostPool, size_class
 from gpp_plugin.runtime.planned_keeper import backwards_after
-from gpp_plugin.runtime.recipe import Pass, Swap
+from gpp_plugin.runtime.recipe import Pass, Swap, is_movable
 from gpp_plugin.runtime.swap import HostLink, ReturnQueue, SwappedStorage
 from tests.runtime.memory_stages import (
     CPU,
@@ -164,7 +164,7 @@ def test_a_backward_known_to_come_next_is_prepared_during_the_task_before() -> N
     following = backwards_after(program)
     assert following == {(False, 1, None): 0, (False, 2, None): 1, (True, 1, None): 2}
     stage = make_stage("gpt2", granularity="layer", dropout=0.1)
-    trainer = Trainer(stage, plan_swap(stage), next_backward=following)
+    trainer = Trainer(stage, plan_swap(stage), next_backward=following.get)
     trainer.compute.start_counting()
     trainer.forward(0)
     assert trainer.keeper is not None and trainer.keeper._counter is not None
@@ -172,7 +172,7 @@ def test_a_backward_known_to_come_next_is_prepared_during_the_task_before() -> N
     trainer.forward(1)
     assert trainer.keeper._counter.counts().working_bytes > 0
     plain = Trainer(stage, plan_swap(stage))
-    expected, found = plain.train(), Trainer(stage, plan_swap(stage), next_backward=following).train()
+    expected, found = plain.train(), Trainer(stage, plan_swap(stage), next_backward=following.get).train()
     assert_same(found, expected)
 
 
@@ -203,6 +203,13 @@ def test_swapped_tensors_in_a_split_backward(is_split: bool) -> None:
     stage = make_stage("clip", dropout=0.1, start=0.5)
     plan = plan_both(stage, 5)
     assert_same(Trainer(stage, plan).train(is_split=is_split), Trainer(stage).train(is_split=is_split))
+
+
+def test_a_number_on_the_host_does_not_move_with_a_device() -> None:
+    assert is_movable(torch.ones(3), CPU) and is_movable(torch.ones(3))
+    assert not is_movable(torch.ones(3, device="meta"), CPU)
+    assert not is_movable(torch.ones(3, 3).to_sparse(), CPU)
+    assert not is_movable(torch.ones(3, dtype=torch.complex64).conj(), CPU)
 
 
 class Stream:
@@ -254,7 +261,13 @@ def test_copies_wait_for_compute_and_compute_for_copies(monkeypatch: pytest.Monk
     queue = ReturnQueue()
     queue.add(storage)
     queue.prefetch()
-    assert log == ["back waits for compute", "back waits for out1", "back copies: back1"]
+    assert log == [
+        "compute waits for out2",
+        "back waits for compute",
+        "back waits for out1",
+        "back copies: back1",
+    ]
+    assert not link._leaving, "what has left makes room for what comes back"
     log.clear()
     assert torch.equal(queue.get(view), torch.arange(4.0))
     assert log == ["compute waits for back1"]

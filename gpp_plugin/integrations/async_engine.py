@@ -28,6 +28,7 @@ from gpp_plugin.integrations.stage_config import derive_stage_config
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.plan.stock import STOCK
+from gpp_plugin.plan.tied_blocks import UNTIE
 from gpp_plugin.runtime.pipeline import Lane, channels_of, tied_stages
 from gpp_plugin.runtime.stage_source import Reference
 from gpp_plugin.runtime.timelines import start_clock
@@ -67,8 +68,8 @@ def check_asynchronous_model(plan: PipelinePlan, reference: Reference) -> None:
     for name, stages in tied_stages(plan, reference).items():
         names = " and ".join(repr(plan.stages[index].name) for index in stages)
         raise PlanError(
-            f"mode async: parameter {name!r} is on the stages {names}, which step at different times; put the blocks "
-            "that share it into one stage, or untie it"
+            f"mode async: parameter {name!r} is on the stages {names}, which step at different times; {UNTIE}, or put "
+            "the blocks that share it, and all between them, into one stage"
         )
     if len(plan.losses) > 1:
         raise PlanError(f"mode async: stages {list(plan.losses)} yield losses; only one may")
@@ -119,14 +120,13 @@ class AsyncPipelineEngine(GraphPipelineEngine):
         frozen = forward_only_stages(plan)
         programs = lower_windows(plan, forward_only_stages=frozen)
         validate_windows(plan, programs, forward_only_stages=frozen)
-        every = [program for part in (*programs.steps, *programs.drains) for program in part]
         return WindowLane(
             programs=programs.of_rank(self._setting.rank),
             make_places=lambda parameters: self.stage_engine.weight_places(parameters),
             source=self._source.stages,
             reference=reference,
             plan=plan,
-            transport=self._make_transport(plan, reference, channels_of(every)),
+            transport=self._make_transport(plan, reference, channels_of(programs.all)),
             device=self.device,
             dtype=self._setting.dtype,
         )

@@ -40,6 +40,7 @@ from gpp_plugin.plan.memory_breakdown import with_breakdown
 from gpp_plugin.plan.registry import PlanRequest, make_plan
 from gpp_plugin.plan.schedules import schedule_plan
 from gpp_plugin.plan.stage_sizes import names_a_stage, resize_stages
+from gpp_plugin.plan.tied_blocks import join_tied_blocks
 from gpp_plugin.profile.analytic import default_sample_counts
 from gpp_plugin.profile.machine import read_machine
 from gpp_plugin.profile.measure import BLOCK_REPEATS, profile_blocks
@@ -164,6 +165,9 @@ def _prepare(
     for line in captured.op_graph.couplings:
         logger.info("samples are mixed by %s", line)
     graph = coarsen(captured, granularity=config.granularity)
+    if config.mode == "async" and config.plan is None and isinstance(config.stages, int):
+        trained = {p.name for p in captured.op_graph.parameters if p.requires_grad}
+        join_tied_blocks(graph, trained).check_stages(config.stages)  # before minutes of measuring
     profile, counts = _profile(model, sample_batch, graph, captured, config, setting)
     profile = with_batch(profile, graph, captured.op_graph, setting)
     plan = plan_profiled(graph, profile, config=config, setting=setting, smallest_local_batch=min(counts))

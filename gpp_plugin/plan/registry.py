@@ -149,13 +149,18 @@ def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
 
 
 def _plan_in_mode(name: str, request: PlanRequest) -> PipelinePlan:
-    """Run a planner; where it knows synchronous pipelines only, its stages are made asynchronous afterwards."""
+    """Run a planner; where it knows synchronous pipelines only, its stages are made asynchronous afterwards.
+
+    Blocks that share a parameter are then one block to it (`tied_blocks`).
+    """
     if request.mode == "sync" or name in _ASYNCHRONOUS:
         return run_planner(name, request)
     from gpp_plugin.plan.asynchronous import to_asynchronous
+    from gpp_plugin.plan.tied_blocks import joined_request, parted
 
-    synchronous = dataclasses.replace(request, mode="sync")
-    return to_asynchronous(run_planner(name, synchronous), request)
+    joint, joined = joined_request(request)
+    plan = run_planner(name, dataclasses.replace(joint, mode="sync", vertical_sync=False))
+    return to_asynchronous(parted(plan, request, joined), request)
 
 
 def run_planner(name: str, request: PlanRequest) -> PipelinePlan:

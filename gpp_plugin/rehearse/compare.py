@@ -16,6 +16,7 @@ from gpp_plugin.ir.timeline import Event, EventKind, Timeline
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.forward_only import forward_only_stages
 from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph
+from gpp_plugin.simulate.asynchronous import drained_graph, predict_drained_us
 from gpp_plugin.simulate.engine import predict_iteration_us
 
 DISTINCT_SIZES = 2.0
@@ -110,9 +111,12 @@ def _predict_one(plan: PipelinePlan, timeline: Timeline) -> float:
     for (rank, task), (start, end) in _task_spans(_task_graph(plan), timeline).items():
         half = () if task.half is None else (task.half,)
         durations[(task.stage, task.kind, task.micro_batch, rank, *half)] = end - start + times.host_us[rank]
+    cluster = times.cluster(plan.num_ranks)
+    if plan.mode == "async":  # its updates are between tasks, in the time of the host
+        return predict_drained_us(plan, cluster=cluster, durations=durations)
     return predict_iteration_us(
         plan,
-        cluster=times.cluster(plan.num_ranks),
+        cluster=cluster,
         durations=durations,
         forward_only_stages=forward_only_stages(plan),
         reduce_us=times.reduce_us,
@@ -121,6 +125,8 @@ def _predict_one(plan: PipelinePlan, timeline: Timeline) -> float:
 
 
 def _task_graph(plan: PipelinePlan) -> TaskGraph:
+    if plan.mode == "async":
+        return drained_graph(plan)
     return build_task_graph(plan, build_schedules(plan, forward_only_stages=forward_only_stages(plan)))
 
 

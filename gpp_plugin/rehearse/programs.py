@@ -10,6 +10,8 @@ from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.forward_only import forward_only_stages
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.validate import validate_programs
+from gpp_plugin.schedule.validate_windows import validate_windows
+from gpp_plugin.schedule.windows import WindowPrograms, lower_windows
 
 
 def make_programs(plan: PipelinePlan, *, validate: bool = True) -> tuple[RankProgram, ...]:
@@ -23,6 +25,20 @@ def make_programs(plan: PipelinePlan, *, validate: bool = True) -> tuple[RankPro
     programs = lower_schedules(plan, schedules, forward_only_stages=frozen)
     if validate:
         validate_programs(plan, schedules, programs)
+    return programs
+
+
+def make_windows(plan: PipelinePlan, *, validate: bool = True) -> WindowPrograms:
+    """Return the windows of an asynchronous plan, as the engine lowers them.
+
+    Raises:
+        PlanError: the plan cannot run so.
+        ScheduleError: they are unsafe.
+    """
+    frozen = forward_only_stages(plan)
+    programs = lower_windows(plan, forward_only_stages=frozen)
+    if validate:
+        validate_windows(plan, programs, forward_only_stages=frozen)
     return programs
 
 

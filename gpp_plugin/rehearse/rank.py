@@ -11,17 +11,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.schedule import Task
-from gpp_plugin.ir.timeline import Timeline
+from gpp_plugin.ir.timeline import Event, Timeline
 from gpp_plugin.rehearse.compute import EmulatedCompute, EmulatedHooks
-from gpp_plugin.rehearse.programs import make_programs
+from gpp_plugin.rehearse.programs import make_programs, make_windows
 from gpp_plugin.rehearse.settings import LEAST_COMM_TIMEOUT_S, RehearsalSettings, scale_tensors
+from gpp_plugin.runtime.carry import WindowPlace
 from gpp_plugin.runtime.compute import boundary_gradients
 from gpp_plugin.runtime.executor import StageExecutor
 from gpp_plugin.runtime.meeting import Meeting
 from gpp_plugin.runtime.pipeline import channels_of
 from gpp_plugin.runtime.timelines import gather_timeline, start_clock
 from gpp_plugin.runtime.transport import make_transport
+from gpp_plugin.runtime.window_runner import WindowRunner
+from gpp_plugin.simulate.asynchronous import num_windows
 from gpp_plugin.simulate.durations import Durations, duration_reader
 
 CPU = torch.device("cpu")
@@ -47,7 +51,8 @@ class RehearsalRank:
     ) -> None:
         rank = dist.get_rank()
         timeout_s = settings.comm_timeout_s or LEAST_COMM_TIMEOUT_S
-        programs = make_programs(plan, validate=False)
+        windows = make_windows(plan, validate=False) if plan.mode == "async" else None
+        programs = make_programs(plan, validate=False) if windows is None else windows.all
         specs = scale_tensors(plan, settings.scale_bytes)
         data_groups = [
             _make_groups([stage.data_ranks(t) for t in range(stage.tensor)], timeout_s)
@@ -63,7 +68,8 @@ class RehearsalRank:
             names=[f"{plan.stages[e.src].name} -> {plan.stages[e.dst].name}" for e in plan.edges],
             timeout_s=timeout_s,
         )
-        program = programs[rank]
+        own = None if windows is None else windows.of_rank(rank)
+        program = programs[rank] if own is None else own.steps[-1]
         index = program.stage
         read = duration_reader(plan, durations)
         self._plan = plan
@@ -71,40 +77,73 @@ class RehearsalRank:
         self._meeting = Meeting(
             group=everyone, who=f"rank {rank}, stage {plan.stages[index].name!r}", timeout_s=timeout_s
         )
-        self._inputs: list[tuple[Tensor, ...]] = [()] * plan.num_micro_batches(index)
-        self._executor = StageExecutor(
-            plan=plan,
-            program=program,
-            compute=EmulatedCompute(
-                plan,
-                index,
-                specs=specs,
-                gradients=boundary_gradients(program, plan, specs),
-                task_us=lambda kind, half, micro_batch: read(
-                    Task(stage=index, kind=kind, micro_batch=micro_batch, half=half), rank
-                ),
-                tensor_group=tensor_groups[index],
-            ),
+        # the ranks that agree on a norm: all of them, or those of a stage that steps alone
+        agreeing = everyone
+        if own is not None:
+            norm_groups = [_make_groups([stage.ranks], timeout_s) for stage in plan.stages]
+            agreeing = norm_groups[index]
+        compute = EmulatedCompute(
+            plan,
+            index,
             specs=specs,
-            transport=transport,
-            hooks=EmulatedHooks(
-                data_group=data_groups[index],
-                gradient_bytes=plan.stages[index].gradient_bytes * settings.scale_bytes,
-                world_group=everyone if has_step else None,
+            gradients=boundary_gradients(program, plan, specs),
+            task_us=lambda kind, half, micro_batch: read(
+                Task(stage=index, kind=kind, micro_batch=micro_batch, half=half), rank
             ),
-            device=CPU,
+            tensor_group=tensor_groups[index],
+        )
+        hooks = EmulatedHooks(
+            data_group=data_groups[index],
+            gradient_bytes=plan.stages[index].gradient_bytes * settings.scale_bytes,
+            world_group=agreeing if has_step else None,
         )
 
+        def make(program: RankProgram, window: WindowPlace | None = None) -> StageExecutor:
+            return StageExecutor(
+                plan=plan,
+                program=program,
+                compute=compute,
+                specs=specs,
+                transport=transport,
+                hooks=hooks,
+                device=CPU,
+                window=window,
+            )
+
+        self._inputs: list[tuple[Tensor, ...]] = [()] * plan.num_micro_batches(index)
+        self._windows = None if own is None else WindowRunner.make(own, make, mini_batch=plan.mini_batch)
+        self._executor = make(program) if own is None else None
+
     def iterate(self) -> None:
-        """Run one mini-batch."""
-        self._executor.run(self._inputs)
+        """Run one mini-batch; of an asynchronous plan as many as fill the pipeline and some more, and empty it."""
+        self._run(record=False)
 
     def run(self) -> Timeline | None:
-        """Run one mini-batch; return all ranks' timeline on the first one, None elsewhere."""
+        """Do so again; return all ranks' timeline on the first one, None elsewhere."""
         clock = start_clock(self._meeting)
-        result = self._executor.run(self._inputs, record=True)
-        timeline = gather_timeline(result.events, clock, plan=self._plan, meeting=self._meeting)
+        events = self._run(record=True)
+        timeline = gather_timeline(events, clock, plan=self._plan, meeting=self._meeting)
         return None if timeline is None else dataclasses.replace(timeline, source="rehearsed")
+
+    def _run(self, *, record: bool) -> list[Event]:
+        if self._executor is not None:
+            return self._executor.run(self._inputs, record=record).events
+        runner = self._windows
+        assert runner is not None, "a plan is synchronous or asynchronous"
+        events: list[Event] = []
+        for _ in range(num_windows(runner.windows)):
+            found = runner.run(self._inputs, record=record).events
+            events += [_later(event, runner.shift) for event in found]
+        events += [_later(event, runner.shift) for event in runner.drain(record=record).events]
+        runner.empty()
+        return events
+
+
+def _later(event: Event, micro_batches: int) -> Event:
+    """Return an event as it is numbered from an empty pipeline on."""
+    return dataclasses.replace(
+        event, micro_batch=event.micro_batch + (micro_batches if event.micro_batch >= 0 else 0)
+    )
 
 
 def _make_groups(rows: Sequence[tuple[int, ...]], timeout_s: float) -> dist.ProcessGroup | None:

@@ -50,7 +50,12 @@ def rehearsal_figures(rehearsal: Rehearsal) -> dict[str, Any]:
     """Return the figures of the whole pipeline as JSON types; times in ms where not said otherwise."""
     times = [timeline.iteration_us / 1e3 for timeline in rehearsal.timelines]
     measured = rehearsal.times
+    steady = {}
+    if rehearsal.plan.mode == "async":
+        found_us, planned_us = rehearsal.steady_us
+        steady = {"steady_ms": found_us / 1e3, "planned_steady_ms": planned_us / 1e3}
     return {
+        **steady,
         "plan": rehearsal.median_timeline.plan,
         "num_ranks": rehearsal.plan.num_ranks,
         "steps": rehearsal.settings.steps,
@@ -122,7 +127,7 @@ def format_rehearsal(rehearsal: Rehearsal, *, width: int = 100) -> str:
         "",
         format_table(header, rows),
         "",
-        f"measured {figures['iteration_ms']:.1f} ms a mini-batch, median of {figures['steps']} "
+        f"measured {figures['iteration_ms']:.1f} ms {_span(rehearsal)}, median of {figures['steps']} "
         f"({figures['fastest_ms']:.1f} to {figures['slowest_ms']:.1f})",
         f"planned {figures['planned_ms']:.1f} ms, simulated with the plan's times and messages that take none",
         f"simulated {figures['simulated_ms']:.1f} ms with measured times: "
@@ -131,10 +136,22 @@ def format_rehearsal(rehearsal: Rehearsal, *, width: int = 100) -> str:
         f"planned, {figures['host_us']:.0f} us pass between two tasks, a message takes "
         f"{figures['message_us']:.0f} us",
     ]
+    if "steady_ms" in figures:
+        lines.append(
+            f"while the pipeline is full a mini-batch takes {figures['steady_ms']:.1f} ms, planned "
+            f"{figures['planned_steady_ms']:.1f}"
+        )
     if figures["reduce_ms"]:
         reduced = ", ".join(f"{name} {ms:.1f} ms" for name, ms in figures["reduce_ms"].items())
         lines.append(f"gradients are reduced in: {reduced}")
     return "\n".join([*lines, *_advice(rehearsal, figures)])
+
+
+def _span(rehearsal: Rehearsal) -> str:
+    count = rehearsal.num_windows
+    return (
+        "a mini-batch" if count == 1 else f"for {count} mini-batches, from an empty pipeline to an empty one"
+    )
 
 
 def _advice(rehearsal: Rehearsal, figures: dict[str, Any]) -> list[str]:

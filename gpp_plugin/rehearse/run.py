@@ -17,14 +17,22 @@ from gpp_plugin.ir.serialize import fingerprint, load, save
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.launch import run_ranks
 from gpp_plugin.rehearse.compare import MeasuredTimes, measure_times, predict_from
-from gpp_plugin.rehearse.programs import make_programs, scale_times
+from gpp_plugin.rehearse.programs import make_programs, make_windows, scale_times
 from gpp_plugin.rehearse.settings import (
     LEAST_COMM_TIMEOUT_S,
     RehearsalSettings,
     check_memory,
     check_rehearsable,
 )
+from gpp_plugin.schedule.async_1f1b import windows_of
 from gpp_plugin.schedule.forward_only import forward_only_stages
+from gpp_plugin.schedule.windows import lengthened
+from gpp_plugin.simulate.asynchronous import (
+    measured_steady_us,
+    num_windows,
+    predict_drained_us,
+    simulate_windows,
+)
 from gpp_plugin.simulate.engine import predict_iteration_us
 
 START_TIMEOUT_S = 180.0
@@ -41,6 +49,8 @@ class Rehearsal:
     Args:
         plan: with the times that were rehearsed; ``timelines`` name the plan as it was given.
         timelines: of the measured mini-batches, source ``rehearsed``.
+        num_windows: mini-batches that ``plan`` and each timeline have as one: several of an asynchronous plan, from an
+            empty pipeline to an empty one.
         planned_us: simulated iteration with the plan's own (scaled) times and messages that take none.
         predicted_us: simulated iteration given the measured task times and message delays.
     """
@@ -51,6 +61,14 @@ class Rehearsal:
     times: MeasuredTimes
     planned_us: float
     predicted_us: float
+    num_windows: int = 1
+
+    @property
+    def steady_us(self) -> tuple[float, float]:
+        """Return what a mini-batch of an asynchronous plan took while the pipeline was full, and its plan's figure."""
+        one = dataclasses.replace(self.plan, mini_batch=self.plan.mini_batch // self.num_windows)
+        measured = statistics.median(measured_steady_us(one, timeline) for timeline in self.timelines)
+        return measured, simulate_windows(one).steady_us
 
     @property
     def iteration_us(self) -> float:
@@ -88,9 +106,8 @@ def rehearse_plan(
     """
     check_rehearsable(plan)
     check_memory(plan, settings, free_memory_bytes())
-    make_programs(plan)
     scaled = scale_times(plan, settings.scale_time)
-    planned_us = predict_iteration_us(scaled, forward_only_stages=forward_only_stages(plan))
+    rehearsed, planned_us = _check_programs(scaled)
     settings = dataclasses.replace(settings, comm_timeout_s=comm_timeout_s(settings, planned_us))
     with tempfile.TemporaryDirectory(prefix="gpp_rehearse_") as name:
         folder = Path(name)
@@ -98,15 +115,30 @@ def rehearse_plan(
         _run(folder, scaled, settings, planned_us, tell)
         recorded = [load(Timeline, folder / f"timeline{i}.json") for i in range(settings.steps)]
     timelines = tuple(dataclasses.replace(timeline, plan=fingerprint(plan)) for timeline in recorded)
-    times = measure_times(scaled, timelines)
+    times = measure_times(rehearsed, timelines)
     return Rehearsal(
-        plan=scaled,
+        plan=rehearsed,
+        num_windows=rehearsed.mini_batch // scaled.mini_batch,
         settings=settings,
         timelines=timelines,
         times=times,
         planned_us=planned_us,
-        predicted_us=predict_from(scaled, timelines),
+        predicted_us=predict_from(rehearsed, timelines),
     )
+
+
+def _check_programs(plan: PipelinePlan) -> tuple[PipelinePlan, float]:
+    """Return what a rehearsal runs at a time, as one plan, and how long that should take.
+
+    Raises:
+        ScheduleError: the plan's programs are unsafe.
+    """
+    if plan.mode == "async":
+        make_windows(plan)
+        rehearsed = lengthened(plan, num_windows(windows_of(plan)))
+        return rehearsed, predict_drained_us(rehearsed)
+    make_programs(plan)
+    return plan, predict_iteration_us(plan, forward_only_stages=forward_only_stages(plan))
 
 
 def _run(

@@ -67,11 +67,6 @@ def check_rehearsable(plan: PipelinePlan) -> None:
     """
     if not plan.stages:
         raise PlanError("the plan has no stages; make it anew with gpp plan --out")
-    if plan.mode != "sync":
-        raise PlanError(
-            f"its mode is {plan.mode!r}, a step after every backward, which a rehearsal does not run; simulate it with "
-            "gpp simulate, or plan with one step a mini-batch"
-        )
     ranks = sorted(rank for stage in plan.stages for rank in stage.ranks)
     if ranks != list(range(len(ranks))):
         wrong = next((r for i, r in enumerate(ranks) if r != i), ranks[-1])

@@ -7,23 +7,24 @@ serve a shape; a batch of another shape needs an empty pipeline first.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.ir.memory_counts import MemoryCounts
+from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.carry import Carry, WindowPlace
+from gpp_plugin.runtime.carry import WindowPlace
 from gpp_plugin.runtime.compute import StageHooks
 from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
 from gpp_plugin.runtime.pipeline import Lane, _Compiled, _Prepared
 from gpp_plugin.runtime.planned_keeper import NextBackward, Turn
 from gpp_plugin.runtime.weight_versions import MakePlaces, WeightVersions
+from gpp_plugin.runtime.window_runner import WindowRunner, is_trained
 from gpp_plugin.schedule.windows import RankWindows
 
 
@@ -31,8 +32,7 @@ from gpp_plugin.schedule.windows import RankWindows
 class _CompiledWindows(_Compiled):
     """A stage ready to run all windows at one shape; ``executor`` runs those that repeat."""
 
-    steps: tuple[StageExecutor, ...]
-    drains: tuple[StageExecutor, ...]
+    runner: WindowRunner
     versions: WeightVersions
 
 
@@ -73,14 +73,13 @@ class WindowLane(Lane):
         self._programs = programs
         self._windows = programs.windows
         self._make_places = make_places
-        self._carry = Carry()
         self._active: _CompiledWindows | None = None
         self._is_counting = self._is_draining = False
-        self._is_trained = any(
-            i.task is not None and i.task.kind is TaskKind.BACKWARD for i in programs.steps[-1].instructions
-        )
-        self.window = 0
-        """Windows run since the pipeline was empty."""
+
+    @property
+    def window(self) -> int:
+        """Return how many windows were run since the pipeline was empty."""
+        return 0 if self._active is None else self._active.runner.window
 
     def is_another_shape(self, batch: Batch) -> bool:
         """Return whether micro-batches of another shape are in flight, so that the pipeline must be drained."""
@@ -94,17 +93,12 @@ class WindowLane(Lane):
         if not self.window:
             compiled.versions.start()
         self._active = compiled
-        windows, plan = self._windows, self.plan
-        self.window += 1
-        program = windows.program_of(self.window)
-        if self.window > windows.first_steady:
-            self._carry.renumber(-windows.micro_batches, -plan.mini_batch)
-        self._carry.shift = (self.window - program) * windows.micro_batches
         inputs = self._rows_of(batch, compiled)
-        if count and self.window == 1:
+        if count and not self.window:
             compiled.compute.start_counting()
             self._is_counting = True
-        result = self._run(compiled.steps[program - 1], inputs, record)
+        with self._letting_go_on_failure():
+            result = compiled.runner.run(inputs, record=record)
         if self._is_counting and self.has_peaked:
             result.memory = self._stop_counting(compiled)
         self._check_staleness(compiled.versions)
@@ -127,21 +121,18 @@ class WindowLane(Lane):
         compiled = self._active
         if compiled is None:
             return None
-        program = self._windows.program_of(self.window)
         self._is_draining = True
-        result = self._run(compiled.drains[program - 1], (), record)
-        for pending in self._carry.sends:
-            pending.wait()
+        with self._letting_go_on_failure():
+            result = compiled.runner.drain(record=record)
         self._check_staleness(compiled.versions)
         compiled.versions.settle()
         self._empty()
         return result
 
-    def _run(
-        self, executor: StageExecutor, inputs: Sequence[Sequence[Tensor]], record: bool
-    ) -> MiniBatchResult:
+    @contextlib.contextmanager
+    def _letting_go_on_failure(self) -> Iterator[None]:
         try:
-            return executor.run(inputs, record=record, carry=self._carry)
+            yield
         except BaseException:
             if self._active is not None:
                 self._active.versions.forget()
@@ -149,12 +140,12 @@ class WindowLane(Lane):
             raise
 
     def _empty(self) -> None:
-        if self._is_counting and self._active is not None:  # too early: the next windows begin anew
-            self._stop_counting(self._active)
-        self._carry = Carry()
+        if self._active is not None:
+            if self._is_counting:  # too early: the next windows begin anew
+                self._stop_counting(self._active)
+            self._active.runner.empty()
         self._active = None
         self._is_draining = False
-        self.window = 0
 
     def _next_backward(self) -> NextBackward:
         def next_backward(turn: Turn) -> int | None:
@@ -189,31 +180,18 @@ class WindowLane(Lane):
             prepared,
             hooks,
             step_samples=self.plan.stages[self.stage_index].micro_batch_size,
-            versions=versions if self._is_trained else None,
+            versions=versions if is_trained(self._programs) else None,
         )
-        programs = self._programs
 
-        def place(window: int, carried: int) -> WindowPlace:
-            return WindowPlace(
-                carried=programs.carried[carried],
-                first_micro_batch=(window - 1) * windows.micro_batches,
-                is_trained=self._is_trained,
-            )
+        def make(program: RankProgram, place: WindowPlace) -> StageExecutor:
+            return self._make_executor(code, program, compute, hooks, place)
 
-        steps = tuple(
-            self._make_executor(code, program, compute, hooks, place(window, window - 1))
-            for window, program in enumerate(programs.steps, start=1)
-        )
-        drains = tuple(
-            self._make_executor(code, program, compute, hooks, place(window, window))
-            for window, program in enumerate(programs.drains, start=1)
-        )
+        runner = WindowRunner.make(self._programs, make, mini_batch=self.plan.mini_batch)
         return _CompiledWindows(
-            executor=steps[-1],
+            executor=runner.steps[-1],
             compute=compute,
             function=code.function,
             inputs=code.inputs,
-            steps=steps,
-            drains=drains,
+            runner=runner,
             versions=versions,
         )

@@ -51,6 +51,11 @@ class WindowPrograms:
     steps: tuple[Programs, ...]
     drains: tuple[Programs, ...]
 
+    @property
+    def all(self) -> tuple[RankProgram, ...]:
+        """Return every program of every rank."""
+        return tuple(program for part in (*self.steps, *self.drains) for program in part)
+
     def of_rank(self, rank: int) -> RankWindows:
         """Return one rank's programs."""
         steps, drains = (

@@ -16,13 +16,19 @@ from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, EventKind, Timeline
 from gpp_plugin.schedule.async_1f1b import Windows, windows_of
 from gpp_plugin.schedule.forward_only import forward_only_stages
-from gpp_plugin.schedule.task_graph import build_task_graph
+from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph
 from gpp_plugin.schedule.windows import PartGraph, cut_graph, lengthened, part_durations, window_schedules
+from gpp_plugin.simulate.durations import Durations, task_durations
 from gpp_plugin.simulate.engine import message_events
 from gpp_plugin.simulate.event_loop import TaskTimes, message_transfers, run_task_graph
 
 REPEATED = 4
 """Windows simulated beyond those that fill the pipeline; the last one is measured."""
+
+
+def num_windows(windows: Windows) -> int:
+    """Return how many windows are simulated or rehearsed in a row."""
+    return windows.first_steady + REPEATED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +67,7 @@ def simulate_windows(
         PlanError: the plan cannot run asynchronously, or does not fit the cluster.
     """
     windows = windows_of(plan)
-    count = windows.first_steady + REPEATED
+    count = num_windows(windows)
     longer = lengthened(plan, count)
     full = build_task_graph(longer, window_schedules(windows, count, forward_only_stages(plan)))
     part = cut_graph(full, lambda node: True)
@@ -82,6 +88,46 @@ def simulate_windows(
         fill_us=ends[count] - count * steady,
         drain_us=ends[count + 1] - ends[count],
     )
+
+
+def predict_drained_us(
+    plan: PipelinePlan, *, cluster: Cluster | None = None, durations: Durations | None = None
+) -> float:
+    """Return the time of one window from an empty pipeline, and of the drain behind it, to an empty one.
+
+    Several windows of a plan are one of the plan with a longer mini-batch (`lengthened`). Updates take no time here.
+    """
+    full = drained_graph(plan)
+    times = run_task_graph(
+        full,
+        task_durations(full, durations),
+        transfers=message_transfers(full, cluster) if cluster is not None else None,
+    )
+    return max(times.end)
+
+
+def drained_graph(plan: PipelinePlan) -> TaskGraph:
+    """Return the tasks of one window of an asynchronous plan and of the drain behind it."""
+    return build_task_graph(plan, window_schedules(windows_of(plan), 1, forward_only_stages(plan)))
+
+
+def measured_steady_us(plan: PipelinePlan, timeline: Timeline) -> float:
+    """Return what a window took while the pipeline was full, the mean of those that repeat.
+
+    Args:
+        plan: as of one window; ``timeline`` is of `num_windows` of them.
+    """
+    windows = windows_of(plan)
+    count = num_windows(windows)
+    ends = [0.0] * (count + 2)
+    for event in timeline.events:
+        task = event.task
+        if task is None:
+            continue
+        behind = windows.in_flight[task.stage] - 1 if task.kind is TaskKind.BACKWARD else 0
+        window = min((task.micro_batch + behind) // windows.micro_batches + 1, count + 1)
+        ends[window] = max(ends[window], event.end_us)
+    return (ends[count] - ends[windows.first_steady]) / (count - windows.first_steady)
 
 
 def _window_ends(part: PartGraph, times: TaskTimes, windows: Windows, count: int) -> list[float]:

@@ -10,11 +10,15 @@ from gpp_plugin.cli import main
 from gpp_plugin.ir.serialize import fingerprint, load, save
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec
 from gpp_plugin.ir.timeline import EventKind, Timeline
+from gpp_plugin.rehearse.compare import predict_from
 from gpp_plugin.rehearse.programs import make_programs
 from gpp_plugin.rehearse.rank import RehearsalRank
 from gpp_plugin.rehearse.settings import RehearsalSettings
+from gpp_plugin.schedule.async_1f1b import asynchronous_in_flight, windows_of
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.forward_only import forward_only_stages
+from gpp_plugin.schedule.windows import lengthened, window_schedules
+from gpp_plugin.simulate.asynchronous import measured_steady_us, num_windows
 from gpp_plugin.simulate.engine import predict_iteration_us, simulate_plan
 from gpp_plugin.simulate.metrics import peak_in_flight
 from tests.ranks import run_kept_ranks
@@ -207,3 +211,33 @@ def test_the_command_prints_and_writes_what_was_measured(plan_file, tmp_path, ca
     names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"0F0", "1B3", "send stage0 -> loss"} <= names
     assert "mini-batch 2 of 2" in text and "simulated" in text
+
+
+def asynchronous(plan):
+    """Return the plan with a step behind every backward, on the in-flight counts of an endless pipeline."""
+    counts = asynchronous_in_flight(plan)
+    stages = (dataclasses.replace(s, in_flight=c) for s, c in zip(plan.stages, counts, strict=True))
+    return dataclasses.replace(plan, mode="async", stages=tuple(stages))
+
+
+@pytest.mark.parametrize(
+    "name", ["branches", "two ranks, then one", "frozen source", "two tensor ranks, then one"]
+)
+def test_an_asynchronous_plan_runs_its_windows_and_steps_behind_each_backward(name):
+    plan = asynchronous(next(plan for plan in PLANS if plan.model == name))
+    timeline, *others = run_kept_ranks(rehearse_here, 3, plan, RehearsalSettings(), timeout_s=60)
+    assert others == [None, None]
+    windows, frozen = windows_of(plan), forward_only_stages(plan)
+    schedules = window_schedules(windows, num_windows(windows), frozen)
+    for rank in range(3):
+        stage = plan.stage_of_rank(rank)
+        ran = [e for e in timeline.events if e.rank == rank and e.edge < 0]
+        assert [e.task for e in ran if e.task is not None] == list(schedules[stage].tasks)
+        for event, follower in zip(ran, ran[1:], strict=False):
+            if event.kind is EventKind.BACKWARD:
+                assert follower.kind is EventKind.REDUCE
+            assert (follower.kind is EventKind.STEP) == (event.kind is EventKind.REDUCE)
+            if event.task is not None:
+                assert event.end_us - event.start_us >= PLANNED_US[event.kind, False]
+    longer = lengthened(plan, num_windows(windows))
+    assert predict_from(longer, [timeline]) > 0 and measured_steady_us(plan, timeline) > 0

@@ -56,11 +56,6 @@ def test_ranks_must_be_all_of_zero_to_the_last(plan):
         check_rehearsable(with_stage(plan, 2, ranks=(1,)))
 
 
-def test_a_plan_that_steps_after_every_backward_is_refused(plan):
-    with pytest.raises(PlanError, match="its mode is 'async', a step after every backward"):
-        check_rehearsable(dataclasses.replace(plan, mode="async"))
-
-
 def test_times_and_shapes_must_be_there(plan):
     with pytest.raises(PlanError, match="no forward_us; make the plan with gpp plan --out"):
         check_rehearsable(scale_times(plan, 0.0))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from gpp_plugin.profile.timing import Stopwatch
 from gpp_plugin.runtime.counting import storage_id
 from gpp_plugin.runtime.recipe import is_movable
 from gpp_plugin.runtime.storage_numbers import StorageNumbers
+
+RELEASE_S = 0.1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,11 +74,23 @@ def record_kept(
             found.is_movable &= is_movable(tensor)
         del tensor
     del result
-    if not all(numbers.is_free(number) for number, found in kept.items() if found.is_made):
-        gc.collect()  # graphs of operators written in Python may hold themselves
+    _await_release(numbers, [number for number, found in kept.items() if found.is_made])
     for number, found in kept.items():  # what somebody still holds (a cache) would free nothing
         found.is_movable &= not found.is_made or numbers.is_free(number)
     return [kept[number] for number in sorted(kept)]
+
+
+def _await_release(numbers: StorageNumbers, made: Sequence[int]) -> None:
+    """Wait a little for those who let go late.
+
+    Graphs of operators written in Python may hold themselves, and the thread of a collective inside the forward holds
+    its result, and with that the graph, until it runs again.
+    """
+    deadline = time.monotonic() + RELEASE_S
+    if not all(map(numbers.is_free, made)):
+        gc.collect()
+    while not all(map(numbers.is_free, made)) and time.monotonic() < deadline:
+        time.sleep(0.002)
 
 
 def module_memory(block: str, kept: Mapping[int, list[Kept]], given_bytes: Mapping[int, int]) -> ModuleMemory:
@@ -98,7 +113,8 @@ def module_memory(block: str, kept: Mapping[int, list[Kept]], given_bytes: Mappi
                 bytes_fixed=fixed,
                 last_use=most.last_use,
                 is_made=most.is_made,
-                is_movable=all(kept[n][number].is_movable for n in counts),
+                # once is enough: what a module holds on to it holds on to always
+                is_movable=any(kept[n][number].is_movable for n in counts),
             )
         )
     return ModuleMemory(

@@ -133,13 +133,12 @@ def _time(trial: ModuleTrial) -> _Run:
                 laps.append((forward_us, backward_us if roots else 0.0))
         del roots
         rows = [arguments[keyword] for keyword, _ in stage.batch_inputs]
-        for _ in range(2):  # code that is compiled anew for hooks holds on to what it sees the first time
-            kept = record_kept(
-                trial.forward,
-                fixed=(*module.parameters(), *module.buffers(), *rows),
-                received=received,
-                device=trial.device,
-            )
+        kept = record_kept(
+            trial.forward,
+            fixed=(*module.parameters(), *module.buffers(), *rows),
+            received=received,
+            device=trial.device,
+        )
         transient = _peak(trial)
     own_storages = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in received}
     return _Run(

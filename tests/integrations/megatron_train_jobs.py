@@ -246,8 +246,10 @@ def train_with_less_memory() -> dict[str, Any]:
             "recomputed": [s.name for s in stages if s.memory is not None and s.memory.recomputed],
             "swapped": [s.name for s in stages if s.memory is not None and s.memory.swapped],
             "needs": max(s.memory_bytes for s in stages),
+            "limits": [_limit_s(group) for group in _groups_of(engine)],
         }
         engine.destroy()
+        assert not any(group in dist.distributed_c10d._world.pg_map for group in _groups_of(engine))
         return found
 
     off = {"recompute": "off", "swap": "off"}
@@ -257,6 +259,16 @@ def train_with_less_memory() -> dict[str, Any]:
     found["async"] = run({"mode": "async", "memory": off})
     found["async again"] = run({"mode": "async", "memory": {"recompute": "full"}})
     return found
+
+
+def _groups_of(engine: Any) -> list[Any]:
+    """Return the groups that the stage's factory was given."""
+    context = getattr(engine.module.given, "context", None)
+    return [] if context is None else [context.data_group, context.tensor_group, context.single_group]
+
+
+def _limit_s(group: Any) -> float:
+    return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 
 
 def gather_stages(engine: Any) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from gpp_plugin.errors import CommTimeout
 from gpp_plugin.stage_graph.context import StageContext
 
 _SEEDS = 1 << 48
@@ -39,10 +40,22 @@ class DropoutStreams:
         """Run a forward within; torch's generators are as before afterwards, but for the one number drawn."""
         drawn = torch.empty((), dtype=torch.int64).random_(_SEEDS)
         if self._context.tensor_size > 1:  # on the CPU: no device waits for it
-            dist.broadcast(drawn, group=self._context.tensor_group, group_src=0)
+            self._share(drawn)
         with torch.random.fork_rng(devices=self._devices):
             seed_streams((int(drawn) + self._place) % _SEEDS, self._context)
             yield
+
+    def _share(self, drawn: torch.Tensor) -> None:
+        """Take the number that the first rank of the tensor group drew."""
+        context = self._context
+        try:
+            dist.broadcast(drawn, group=context.tensor_group, group_src=0)
+        except RuntimeError as error:
+            raise CommTimeout(
+                f"rank {context.rank} (stage {context.stage!r}, tensor rank {context.tensor_rank}) waited for the "
+                f"dropout seed among {context.tensor_size} tensor ranks, and one did not come or is gone: look for the "
+                "first error of the others"
+            ) from error
 
 
 def seed_streams(seed: int, context: StageContext) -> None:

@@ -72,7 +72,10 @@ def check_asynchronous_model(plan: PipelinePlan, reference: Reference) -> None:
             "the blocks that share it, and all between them, into one stage"
         )
     if len(plan.losses) > 1:
-        raise PlanError(f"mode async: stages {list(plan.losses)} yield losses; only one may")
+        raise PlanError(
+            f"mode async: stages {list(plan.losses)} yield losses and only one may: a micro-batch has one loss to "
+            'tell; add them up in one stage, or set mode to "sync"'
+        )
 
 
 class AsyncPipelineEngine(GraphPipelineEngine):

@@ -409,17 +409,18 @@ def train_tensor_ranks(directory: str) -> dict[str, Any]:
     }
 
 
-def train_asynchronously(names: list[str], num_batches: int) -> dict[str, dict[str, Any]]:
-    """Mini-batches of graphs whose stages step after every micro-batch."""
+def train_asynchronously(memory: dict[str, dict[str, Any]], num_batches: int) -> dict[str, dict[str, Any]]:
+    """Mini-batches of graphs whose stages step after every micro-batch, with these ``memory`` blocks."""
     answers = {}
-    for name in names:
-        engine = make_engine(name, config_of(name, block={"mode": "async"}))
+    for name, block in memory.items():
+        engine = make_engine(name, config_of(name, block={"mode": "async", "memory": block}))
         losses = steps(engine, [batch_of(name, seed=seed) for seed in range(num_batches)])
         engine.flush()
         answers[name] = {
             "losses": losses,
             "held": {stage.name: stage.in_flight for stage in engine.plan.stages},
             "staleness": engine.staleness,
+            "recomputed": [stage.memory is not None for stage in engine.plan.stages],
             "parameters": {name: p.detach().clone() for name, p in engine.module.named_parameters()},
             "differences": engine.memory_report().differences,
         }

@@ -49,11 +49,12 @@ def part_of(name: str, rank: int, whole: dict[str, Tensor]) -> Tensor:
 
 
 def test_modules_step_after_every_micro_batch_with_the_weights_of_its_forward() -> None:
-    """Stages with an edge past another, and one of two tensor ranks that hands on shards."""
-    names = ["skip", "two_tensor_ranks"]
-    answers = run_kept_ranks(jobs.train_asynchronously, 3, names, NUM_BATCHES)
-    for name in names:
+    """Stages with an edge past another, run again before their backward, and one of two tensor ranks with shards."""
+    memory = {"skip": {"recompute": "full"}, "two_tensor_ranks": {}}
+    answers = run_kept_ranks(jobs.train_asynchronously, 3, memory, NUM_BATCHES)
+    for name in memory:
         first = answers[0][name]
+        assert first["recomputed"] == ([True, True, False] if name == "skip" else [False, False])
         assert max(first["staleness"].values()) > 0 and first["differences"] == ()
         emulation, losses = emulate(name, first["held"])
         wanted = {key: parameter.detach() for key, parameter in emulation.model.named_parameters()}

@@ -12,7 +12,6 @@ alone (``arange(samples)``) keeps its real values, so that indexing by it is jud
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,22 +25,11 @@ from gpp_plugin.capture.clean import written_arguments
 from gpp_plugin.capture.clusters import operator_sources, ordered_units
 from gpp_plugin.capture.layout_rules import Counted, Fixed, Operand, Rows, State, Whole, rule_layout
 from gpp_plugin.capture.traced import Traced
+from gpp_plugin.capture.trials import MixedSamples, Trials, are_equal, find_rows, shape_of, tensors_of
 
-logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 
-MAX_PROBE_BYTES = 1 << 29
-"""Operators with larger operands are not run; without a rule they count as mixing samples."""
 MAX_CONSTANT_ELEMENTS = 1 << 26
-
-_MOVEMENT = {
-    aten.view.default, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.expand.default,
-    aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
-    aten.flatten.using_ints, aten.unflatten.int, aten.cat.default, aten.stack.default, aten.t.default,
-    aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int,
-    aten.contiguous.default, aten.numpy_T.default, aten.repeat.default, aten.flip.default, aten.roll.default,
-}  # fmt: skip
-"""Operators that only move elements; they are run on two-byte integers."""
 
 _MIXING = {
     aten.masked_scatter.default: "takes its values in the order of the mask over all samples",
@@ -68,10 +56,6 @@ class Layouts:
     def uncuttable(self) -> list[str]:
         """Return the nodes whose samples lie on an axis that cannot be sliced in one piece."""
         return [n for n, s in self.states.items() if isinstance(s, Rows) and s.outer > 1]
-
-
-class _Mixing(Exception):
-    """An operator's results on slices are not slices of its result."""
 
 
 def analyse_layouts(
@@ -110,8 +94,9 @@ class _Analysis:
         self.tuples: dict[str, tuple[State, ...]] = {}
         self.pairs = {a.name: (a, b) for a, b in zip(small.graph.nodes, large.graph.nodes, strict=True)}
         self.clusters = clusters
-        self.memo: dict[Any, list[State] | str] = {}
-        self.generator = torch.Generator(device=device).manual_seed(0)
+        self.trials = Trials(
+            small, large, self.pairs, states=self.found.states, constants=self.constants, device=device
+        )
         buffers = {n for n, t in small.fakes.items() if n in small.parameters and not _is_parameter(t)}
         self.written = {a.name for n in small.operators for a in written_arguments(n)} & buffers
         for name in small.fakes:
@@ -158,7 +143,7 @@ class _Analysis:
         if first.target in _MIXING and any(isinstance(state, Rows) for state in states):
             self._couple(unit, _MIXING[first.target])
             return
-        if any(_is_random(self.pairs[name][0]) for name in unit):
+        if any(is_random(self.pairs[name][0]) for name in unit):
             self._judge_random(unit, sources)
             return
         if all(isinstance(s, Fixed) for s in states) and self._same_arguments(unit):
@@ -177,10 +162,10 @@ class _Analysis:
                 self._set(unit[0], rows)
                 return
             has_rows = any(isinstance(o.state, Rows) for o in operands.values())
-            if has_rows and _shape(small) == _shape(large):
+            if has_rows and shape_of(small) == shape_of(large):
                 self._couple(unit, "reduces over the samples")
                 return
-        outcome = self._try(unit, sources)
+        outcome = self.trials.judge(unit, sources)
         if isinstance(outcome, str):
             self._couple(unit, outcome)
             return
@@ -195,13 +180,13 @@ class _Analysis:
         if len(unit) == 1 and operands and isinstance(node.meta.get("val"), Tensor):
             state: State | None = self._rule(unit[0], sources)
             first = next(iter(operands.values()))
-            if state is None and len(operands) == 1 and first.shape == _shape(node):
+            if state is None and len(operands) == 1 and first.shape == shape_of(node):
                 state = first.state
             if isinstance(state, (Rows, Fixed)):
                 self._set(unit[0], state)
                 return
         if len(unit) == 1 and not operands and isinstance(node.meta.get("val"), Tensor):
-            drawn = _whole_or_rows(_shape(node), _shape(large), self.small.num_samples)
+            drawn = _whole_or_rows(shape_of(node), shape_of(large), self.small.num_samples)
             if isinstance(drawn, Rows):
                 self._set(unit[0], drawn)
                 return
@@ -210,19 +195,19 @@ class _Analysis:
     # ------------------------------------------------------------------ constants
 
     def _is_constant(self, unit: tuple[str, ...], sources: list[fx.Node]) -> bool:
-        if any(_is_random(self.pairs[name][0]) for name in unit):
+        if any(is_random(self.pairs[name][0]) for name in unit):
             return False
         return all(source.name in self.constants or source.op == "get_attr" for source in sources)
 
     def _evaluate(self, unit: tuple[str, ...], sources: list[fx.Node]) -> bool:
         """Compute operators of constants for real at both sizes; False if too large to hold."""
-        size = sum(t.numel() for name in unit for node in self.pairs[name] for t in _tensors(node))
+        size = sum(t.numel() for name in unit for node in self.pairs[name] for t in tensors_of(node))
         if size > MAX_CONSTANT_ELEMENTS:
             return False
         values: list[dict[str, Any]] = []
         for which in (0, 1):
             known = {s.name: self._known(self.pairs[s.name][which], which) for s in sources}
-            values.append(self._execute(unit, which, known))
+            values.append(self.trials.execute(unit, which, known))
         for name in unit:
             small, large = values[0][name], values[1][name]
             if isinstance(small, (tuple, list)):
@@ -243,114 +228,13 @@ class _Analysis:
     def _constant_state(self, name: str, small: Tensor, large: Tensor) -> State:
         self.constants[name] = (small, large)
         if small.shape == large.shape:
-            return Fixed() if _equal(small, large) else Counted()
+            return Fixed() if are_equal(small, large) else Counted()
         n = self.small.num_samples
         try:
-            rows = _find_rows(large, [small, small, small], [0, n // 2, n], n)
-        except _Mixing:
+            rows = find_rows(large, [small, small, small], [0, n // 2, n], n)
+        except MixedSamples:
             return Counted()
         return rows if isinstance(rows, Rows) and rows.outer == 1 else Counted()
-
-    # ------------------------------------------------------------------ trying out
-
-    def _try(self, unit: tuple[str, ...], sources: list[fx.Node]) -> list[State] | str:
-        key = self._key(unit, sources)
-        if key not in self.memo:
-            total = sum(t.numel() for s in sources for t in _tensors(self.pairs[s.name][1]))
-            total += sum(t.numel() for name in unit for t in _tensors(self.pairs[name][1]))
-            if total * 8 > MAX_PROBE_BYTES:
-                self.memo[key] = f"has operands too large to try ({total * 4 >> 20} MiB)"
-            else:
-                self.memo[key] = self._run_slices(unit, sources)
-        return self.memo[key]
-
-    def _key(self, unit: tuple[str, ...], sources: list[fx.Node]) -> Any:
-        position = {s.name: i for i, s in enumerate(sources)}
-        position.update({name: len(sources) + i for i, name in enumerate(unit)})
-        rank = lambda n: ("node", position[n.name])  # noqa: E731
-        calls = []
-        for name in unit:
-            for node in self.pairs[name]:
-                calls.append(repr((node.target, fx.map_arg(node.args, rank), fx.map_arg(node.kwargs, rank))))
-        operands = tuple(
-            (
-                repr(self.found.states[s.name]),
-                tuple(_shape(s)),
-                str(s.meta["val"].dtype),
-                s.name if s.name in self.constants else "",
-            )
-            if s.op != "get_attr"
-            else s.name
-            for s in sources
-        )
-        return tuple(calls), operands
-
-    def _run_slices(self, unit: tuple[str, ...], sources: list[fx.Node]) -> list[State] | str:
-        n = self.small.num_samples
-        starts = [0, n // 2, n]
-        moves = all(self.pairs[name][0].target in _MOVEMENT for name in unit)
-        try:
-            whole = {s.name: self._operand(s, moves) for s in sources}
-            result = self._execute(unit, 1, whole)
-            parts = []
-            for start in starts:
-                sliced = {s.name: self._slice(s, whole[s.name], start) for s in sources}
-                parts.append(self._execute(unit, 0, sliced))
-        except Exception as error:  # any failure of an operator on random operands
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            logger.debug("operator %s could not be tried: %s", self.pairs[unit[0]][0].target, reason)
-            return f"could not be tried on random operands ({reason[:120]})"
-        states: list[State] = []
-        for name in unit:
-            wholes, slices = _as_list(result[name]), [_as_list(part[name]) for part in parts]
-            if any(len(each) != len(wholes) for each in slices):
-                return "has as many results as there are samples"
-            for i, large in enumerate(wholes):
-                try:
-                    states.append(_find_rows(large, [each[i] for each in slices], starts, n))
-                except _Mixing as mixing:
-                    return str(mixing)
-        return states
-
-    def _operand(self, source: fx.Node, moves: bool) -> Any:
-        if source.op == "get_attr":
-            return self.large.attributes[str(source.target)]
-        if source.name in self.constants:
-            return self.constants[source.name][1].clone()
-        node = self.pairs[source.name][1]
-        shape, dtype = _shape(node), node.meta["val"].dtype
-        if dtype is torch.bool:
-            return torch.rand(shape, generator=self.generator, device=self.device) < 0.5
-        if not dtype.is_floating_point and not dtype.is_complex:
-            return torch.randint(0, 2, shape, generator=self.generator, device=self.device, dtype=dtype)
-        if moves:
-            return torch.randint(
-                0, 30000, shape, generator=self.generator, device=self.device, dtype=torch.int16
-            )
-        real = torch.float64 if dtype is torch.float64 else torch.float32
-        value = torch.rand(shape, generator=self.generator, device=self.device, dtype=real) + 0.5
-        return value.to(dtype) if dtype.is_complex else value
-
-    def _slice(self, source: fx.Node, value: Any, start: int) -> Any:
-        if not isinstance(value, Tensor):
-            return self.small.attributes[str(source.target)]
-        if source.name in self.constants:
-            return self.constants[source.name][0].clone()
-        state = self.found.states[source.name]
-        if not isinstance(state, Rows):
-            return value.clone()
-        return _take(value, state, start, self.small.num_samples).clone()
-
-    def _execute(self, unit: tuple[str, ...], which: int, operands: dict[str, Any]) -> dict[str, Any]:
-        """Run the unit's operators of the small (0) or large (1) graph on real tensors."""
-        values = dict(operands)
-        with torch.no_grad():
-            for name in unit:
-                node = self.pairs[name][which]
-                args = fx.map_arg(node.args, lambda n: values[n.name])
-                kwargs = dict(fx.map_arg(node.kwargs, lambda n: values[n.name]))
-                values[name] = node.target(*args, **kwargs)
-        return {name: values[name] for name in unit}
 
     # ------------------------------------------------------------------ small helpers
 
@@ -364,13 +248,13 @@ class _Analysis:
 
     def _operands(self, sources: list[fx.Node], which: int = 0) -> dict[fx.Node, Operand]:
         tensors = [self.pairs[s.name][which] for s in sources if s.op != "get_attr"]
-        return {s: Operand(self.found.states[s.name], _shape(s)) for s in tensors}
+        return {s: Operand(self.found.states[s.name], shape_of(s)) for s in tensors}
 
     def _rule(self, name: str, sources: list[fx.Node]) -> Rows | None:
         """Return the layout by rule if the rule says the same at both sizes."""
         n = self.small.num_samples
         found = [
-            rule_layout(node, self._operands(sources, which), _shape(node), n * (1 + which))
+            rule_layout(node, self._operands(sources, which), shape_of(node), n * (1 + which))
             for which, node in enumerate(self.pairs[name])
         ]
         return found[0] if found[0] == found[1] else None
@@ -383,7 +267,7 @@ class _Analysis:
         )
 
     def _num_results(self, name: str) -> int:
-        return len(_tensors(self.pairs[name][0]))
+        return len(tensors_of(self.pairs[name][0]))
 
     def _set(self, name: str, state: State) -> None:
         self.found.states[name] = state
@@ -402,7 +286,7 @@ class _Analysis:
             small, large = self.pairs[name]
             states = [
                 _whole_or_rows(tuple(a.shape), tuple(b.shape), self.small.num_samples)
-                for a, b in zip(_tensors(small), _tensors(large), strict=False)
+                for a, b in zip(tensors_of(small), tensors_of(large), strict=False)
             ]
             self._spread(name, states or [Whole()])
         if reason is not None:
@@ -423,7 +307,7 @@ def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter)
 
 
-def _is_random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
     """Return whether the operator draws random numbers with these arguments."""
     if node.target is aten.dropout.default or node.target is aten.feature_dropout.default:
         return bool(node.args[2]) and float(node.args[1]) > 0.0  # type: ignore[arg-type]
@@ -431,58 +315,6 @@ def _is_random(node: fx.Node) -> bool:
         rate = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
         return float(rate) > 0.0  # type: ignore[arg-type]
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-is_random = _is_random
-
-
-def _tensors(node: fx.Node) -> list[Tensor]:
-    return [t for t in _as_list(node.meta.get("val")) if isinstance(t, Tensor)]
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (tuple, list)) else [value]
-
-
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    return tuple(node.meta["val"].shape)
-
-
-def _take(value: Tensor, rows: Rows, start: int, count: int) -> Tensor:
-    """Return samples ``start .. start + count`` of a tensor laid out as ``rows``."""
-    apart: Tensor = value.unflatten(rows.axis, (rows.outer, -1, rows.rows))
-    return apart.narrow(rows.axis + 1, start, count).flatten(rows.axis, rows.axis + 2)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    scale = float(a[torch.isfinite(a)].abs().max()) if torch.isfinite(a).any() else 1.0
-    return torch.allclose(a, b, rtol=1e-3, atol=1e-4 * max(scale, 1e-6), equal_nan=True)
-
-
-def _find_rows(whole: Tensor, parts: list[Tensor], starts: list[int], n: int) -> State:
-    """Return the layout under which the results on slices are slices of the result on all.
-
-    Raises:
-        _Mixing: there is none.
-    """
-    shape = parts[0].shape
-    if whole.shape == shape:
-        if all(_equal(whole, part) for part in parts):
-            return Fixed()
-        raise _Mixing("reduces over the samples")
-    axes = [i for i in range(whole.dim()) if whole.dim() == len(shape) and whole.shape[i] != shape[i]]
-    if len(axes) != 1 or whole.shape[axes[0]] * n != shape[axes[0]] * 2 * n or shape[axes[0]] % n:
-        raise _Mixing("combines every sample with every other")
-    axis, per_sample = axes[0], shape[axes[0]] // n
-    for outer in (d for d in range(1, per_sample + 1) if per_sample % d == 0):
-        rows = Rows(axis, per_sample // outer, outer)
-        if all(_equal(_take(whole, rows, s, n), part) for s, part in zip(starts, parts, strict=True)):
-            return rows
-    raise _Mixing("mixes samples")
 
 
 def _whole_or_rows(small: tuple[int, ...], large: tuple[int, ...], n: int) -> State:

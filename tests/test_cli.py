@@ -1,12 +1,13 @@
 """The gpp command: what it prints, its JSON line, its exit codes."""
 
+import argparse
 import json
 import subprocess
 import sys
 
 import pytest
 
-from gpp_plugin.cli import COMMANDS, main
+from gpp_plugin.cli import COMMANDS, _make_parser, bench_names, main
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint, load, save
 from gpp_plugin.ir.timeline import Timeline
@@ -48,6 +49,22 @@ def test_help_names_every_command_and_needs_no_torch():
     )
     assert done.stdout.splitlines()[-1] == "False"
     assert all(f"    {command.name}" in done.stdout for command in COMMANDS)
+
+
+def options_of(*command):
+    """Return the options of a command or benchmark."""
+    parser, _ = _make_parser(command)
+    for word in command:
+        (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+        parser = commands.choices[word]
+    return parser._actions
+
+
+def test_every_option_of_every_command_is_described_and_its_data_comes_as_json():
+    for command in [(c.name,) for c in COMMANDS] + [("bench", name) for name in bench_names()]:
+        options = options_of(*command)
+        assert any("--json" in option.option_strings for option in options), command
+        assert [option.dest for option in options if not option.help] == [], command
 
 
 def test_help_of_a_benchmark_keeps_its_paragraphs_and_tables(capsys):

@@ -54,7 +54,7 @@ PAPER = {"balance": (2.73, 12.7), "step": (1.02, 1.30)}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--planners", nargs="+", default=list(PLANNERS), help="planners to run")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds a search may take")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds a search may take (%(default)s)")
     parser.add_argument("--stages", type=int, default=None, help="ask every planner for that many stages")
 
 

@@ -56,8 +56,16 @@ the shortest is below the longest on T5 in eight asynchronous stages."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="what to plan")
-    parser.add_argument("--stages", nargs="+", type=int, default=[4, 8], help="numbers of stages")
-    parser.add_argument("--modes", nargs="+", choices=["sync", "async"], default=["sync", "async"])
+    parser.add_argument(
+        "--stages", nargs="+", type=int, default=[4, 8], help="numbers of stages (%(default)s)"
+    )
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=["sync", "async"],
+        default=["sync", "async"],
+        help="modes to search (%(default)s)",
+    )
     parser.add_argument("--cluster", default="a100_pcie", help="a cluster description (%(default)s)")
     parser.add_argument("--slowdown", type=float, default=1.5, help="most time per sample (%(default)s)")
     parser.add_argument(

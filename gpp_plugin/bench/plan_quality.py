@@ -32,12 +32,19 @@ TOLERANCE = 1e-6
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--cases", type=int, default=60, help="random graphs for auto (half of them tight)")
-    parser.add_argument("--sp-cases", type=int, default=500, help="random series-parallel graphs for the DP")
     parser.add_argument(
-        "--memory-cases", type=int, default=40, help="random graphs too large for their devices' memory"
+        "--cases", type=int, default=60, help="random graphs for auto (%(default)s, half of them tight)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the random graphs")
+    parser.add_argument(
+        "--sp-cases", type=int, default=500, help="random series-parallel graphs for the DP (%(default)s)"
+    )
+    parser.add_argument(
+        "--memory-cases",
+        type=int,
+        default=40,
+        help="random graphs too large for their devices' memory (%(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the random graphs (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -35,12 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--models", nargs="+", default=list(PAPER_MODELS), help="models of the library")
     parser.add_argument(
-        "--devices", nargs="+", type=int, default=list(PAPER_DEVICES), help="numbers of devices"
+        "--devices", nargs="+", type=int, default=list(PAPER_DEVICES), help="numbers of devices (%(default)s)"
     )
-    parser.add_argument("--planners", nargs="+", default=list(PLANNERS), help="planners to run")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds a search may take")
+    parser.add_argument("--planners", nargs="+", default=list(PLANNERS), help="planners to run (%(default)s)")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds a search may take (%(default)s)")
     parser.add_argument(
-        "--repeat", type=int, default=3, help="searches of each, in turns, of which the median counts"
+        "--repeat",
+        type=int,
+        default=3,
+        help="searches of each, in turns, of which the median counts (%(default)s)",
     )
     parser.add_argument("--large", action="store_true", help="also MMT on 1,024 devices with graphpipe")
 

@@ -41,10 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what to run",
     )
     parser.add_argument(
-        "--devices", nargs="+", type=int, default=list(PAPER_DEVICES), help="numbers of devices"
+        "--devices", nargs="+", type=int, default=list(PAPER_DEVICES), help="numbers of devices (%(default)s)"
     )
-    parser.add_argument("--planners", nargs="+", default=[*OURS, *BASELINES], help="planners to run")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds a search may take")
+    parser.add_argument(
+        "--planners", nargs="+", default=[*OURS, *BASELINES], help="planners to run (%(default)s)"
+    )
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds a search may take (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

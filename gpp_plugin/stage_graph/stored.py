@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gpp_plugin.ir.profile import Profile
-from gpp_plugin.profile.measure import describe_device, processor_name
+from gpp_plugin.profile.machine import describe_device, processor_name
 from gpp_plugin.profile.store import CostStore
 from gpp_plugin.stage_graph.identity import NotDescribed, describe_module
 from gpp_plugin.stage_graph.module import GivenModule

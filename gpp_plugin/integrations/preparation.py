@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.capture.coarsen import coarsen
-from gpp_plugin.capture.export import capture_model, recapture, resize_batch
+from gpp_plugin.capture.export import capture_model, resize_batch
 from gpp_plugin.capture.graph import CapturedGraph
-from gpp_plugin.config import BatchSizes, GraphPipelineConfig
-from gpp_plugin.errors import CaptureError, ConfigError, PlanError
+from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.integrations.materialize import materialize_parameters
+from gpp_plugin.integrations.profiling import profile_model
+from gpp_plugin.integrations.setting import Setting
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
@@ -41,10 +41,7 @@ from gpp_plugin.plan.registry import PlanRequest, make_plan
 from gpp_plugin.plan.schedules import schedule_plan
 from gpp_plugin.plan.stage_sizes import names_a_stage, resize_stages
 from gpp_plugin.plan.tied_blocks import join_tied_blocks
-from gpp_plugin.profile.analytic import default_sample_counts
 from gpp_plugin.profile.machine import read_machine
-from gpp_plugin.profile.measure import BLOCK_REPEATS, profile_blocks
-from gpp_plugin.profile.nodes import NODE_REPEATS
 from gpp_plugin.runtime.agree import call_on_rank_zero
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.stage_source import Reference, make_reference
@@ -53,26 +50,6 @@ from gpp_plugin.schedule.names import planning_schedule, schedule_label
 logger = logging.getLogger(__name__)
 
 PREPARATION_TIMEOUT_S = 1800.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What a job runs in: ranks, device, precision, sizes.
-
-    Args:
-        group: a CPU process group of all ranks for small agreements; None for a single rank.
-        dtype: training precision of parameters and floating inputs.
-        optimizer_bytes: optimizer state, master copy and gradient sum for each trainable parameter.
-    """
-
-    rank: int
-    num_ranks: int
-    device: torch.device
-    dtype: torch.dtype
-    sizes: BatchSizes
-    zero_stage: int
-    optimizer_bytes: float
-    group: dist.ProcessGroup | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +145,7 @@ def _prepare(
     if config.mode == "async" and config.plan is None and isinstance(config.stages, int):
         trained = {p.name for p in captured.op_graph.parameters if p.requires_grad}
         join_tied_blocks(graph, trained).check_stages(config.stages)  # before minutes of measuring
-    profile, counts = _profile(model, sample_batch, graph, captured, config, setting)
+    profile, counts = profile_model(model, sample_batch, graph, captured, config, setting)
     profile = with_batch(profile, graph, captured.op_graph, setting)
     plan = plan_profiled(graph, profile, config=config, setting=setting, smallest_local_batch=min(counts))
     return Preparation(analysis=captured.analysis, plan=plan)
@@ -396,89 +373,6 @@ def _cluster(config: GraphPipelineConfig, setting: Setting) -> Cluster:
 def local_ranks(num_ranks: int) -> int:
     """Return how many ranks share this machine, as the launcher says."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-
-
-class _Captures:
-    """The model at the numbers of samples to profile; captured when a profile that is not stored asks for one.
-
-    A model may not allow the smallest ones (BatchNorm trains on no single sample): `impossible` has them then.
-    """
-
-    def __init__(
-        self, model: nn.Module, sample_batch: Batch, captured: CapturedGraph, counts: Sequence[int]
-    ) -> None:
-        self._model = model
-        self._sample_batch = sample_batch
-        self._captures = {captured.op_graph.num_samples: captured}
-        self._analysis = captured.analysis
-        self.counts = counts
-        self.impossible: list[int] = []
-
-    def at(self, count: int) -> CapturedGraph:
-        """Return the model at ``count`` samples; all are captured before the first is timed.
-
-        Raises:
-            CaptureError: some are not possible.
-        """
-        for wanted in [n for n in self.counts if n not in self._captures]:
-            try:
-                resized = resize_batch(self._sample_batch, wanted)
-                self._captures[wanted] = recapture(self._model, self._analysis, resized)
-            except CaptureError as error:
-                logger.info("%d samples at a time are not possible: %s", wanted, error)
-                self.impossible.append(wanted)
-        if self.impossible:
-            raise CaptureError(f"{self.impossible} samples at a time are not possible")
-        return self._captures[count]
-
-
-def _profile(
-    model: nn.Module,
-    sample_batch: Batch,
-    graph: BlockGraph,
-    captured: CapturedGraph,
-    config: GraphPipelineConfig,
-    setting: Setting,
-) -> tuple[Profile, Sequence[int]]:
-    """Return the costs of the blocks, and at which numbers of samples a rank may compute.
-
-    Profiled are one sample, the loss unit, and some more; the planner gives no rank fewer samples than the smallest
-    that works.
-    """
-    unit = setting.sizes.loss_unit
-    counts = sorted({*default_sample_counts(unit), min(setting.sizes.mini_batch, 4 * unit)})
-    state: dict[str, Any] = dict(model.named_parameters()) | dict(model.named_buffers())
-    captures = _Captures(model, sample_batch, captured, counts)
-
-    def profile_at(counts: Sequence[int]) -> Profile:
-        return profile_blocks(
-            captured,
-            graph,
-            model_state=state,
-            batch=resize_batch(sample_batch, max(counts)),
-            capture_at=captures.at,
-            sample_counts=counts,
-            device=setting.device,
-            threads=torch.get_num_threads(),
-            repeats=NODE_REPEATS if config.granularity == "node" else BLOCK_REPEATS,
-            optimizer_bytes_per_parameter=setting.optimizer_bytes,
-            cache_dir=config.profile_dir,
-            with_split=config.schedule in ("auto", "zero_bubble") and setting.num_ranks > 1,
-            progress=_log_progress,
-        )
-
-    try:
-        return profile_at(counts), counts
-    except CaptureError:
-        if not captures.impossible:
-            raise
-    counts = captures.counts = [n for n in counts if n not in captures.impossible]
-    captures.impossible = []
-    return profile_at(counts), counts
-
-
-def _log_progress(done: int, total: int, name: str) -> None:
-    logger.info("profiling: %d of %d blocks, %s", done, total, name)
 
 
 def materialize_for(

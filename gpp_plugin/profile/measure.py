@@ -42,6 +42,8 @@ from gpp_plugin.profile.store import CostStore
 logger = logging.getLogger(__name__)
 
 BLOCK_REPEATS = 7
+NODE_REPEATS = 50
+"""Operators are quick and their times noisy: the paper's number of timed runs (DawnPiper, C.1)."""
 
 Progress = Callable[[int, int, str], None]
 """Called with (blocks done, blocks in all, what comes next)."""

@@ -26,7 +26,6 @@ from gpp_plugin.profile import timing
 from gpp_plugin.profile.code import signature_of
 from gpp_plugin.profile.measure import profile_blocks
 from gpp_plugin.profile.memory import LiveBytes, SavedStorages
-from gpp_plugin.profile.nodes import profile_nodes
 from gpp_plugin.runtime.stage_module import build_stage_function
 from tests.models import MODELS, build
 
@@ -401,8 +400,10 @@ def test_evaluation_graphs_have_no_backward() -> None:
 
 def test_nodes_are_measured_each() -> None:
     model, batch, captured = prepared("two_branch")
-    profile = profile_nodes(captured, model_state=state_of(model), batch=batch, use_cache=False, repeats=1)
     graph = coarsen(captured, granularity="node")
+    profile = profile_blocks(
+        captured, graph, model_state=state_of(model), batch=batch, use_cache=False, repeats=1
+    )
     assert [c.block for c in profile.costs] == [b.name for b in graph.blocks]
     nodes = {name for block in graph.blocks for name in block.nodes}
     assert nodes == {n.name for n in captured.op_graph.nodes if not n.is_replicable}

@@ -10,6 +10,7 @@ _KINDS = {
     "activations": ("activations", "working", "transient"),
     "weights": ("weights", "stashed_weights"),
     "gradients and optimizer state": ("gradients", "optimizer"),
+    "the mini-batch": ("inputs",),
 }
 
 
@@ -37,6 +38,8 @@ def memory_advice(plan: PipelinePlan, *, zero_stage: int, allowed: Sequence[str]
 
 
 def _changes(largest: str, allowed: Sequence[str]) -> list[str]:
+    if largest == "the mini-batch":
+        return ["a smaller train_batch_size", "more ranks for this stage"]
     if largest != "activations":
         return ["more stages (or fewer blocks in this one)"]
     changes = ["smaller micro_batch_sizes"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterable
 
@@ -111,9 +112,14 @@ class MemoryWatch:
         return lines
 
     def report(self, stage_engine: StageEngine) -> MemoryReport:
-        """Return the report of all ranks on every rank; collective."""
+        """Return the report of all ranks on every rank; collective.
+
+        Raises:
+            CommTimeout: not every rank asked for it; nothing that takes long can keep one from it.
+        """
         mine = self._mine(stage_engine)
-        ranks = self._meeting.gather(mine, "the memory report")
+        meeting = dataclasses.replace(self._meeting, timeout_s=self._config.comm_timeout_s)
+        ranks = meeting.gather(mine, "memory_report(), which every rank calls")
         return MemoryReport(
             measure=ALLOCATOR if self._setting.device.type == "cuda" else COUNTED,
             ranks=tuple(ranks),

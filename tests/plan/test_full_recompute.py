@@ -185,6 +185,6 @@ def test_advice_is_on_the_fullest_stage_and_what_fills_it() -> None:
     )
     assert "memory." not in memory_advice(plan, zero_stage=0, allowed=("recompute", "swap"))[0]
     assert memory_advice(dataclasses.replace(plan, memory=()), zero_stage=0, allowed=()) == ()
-    heavy = tuple(dataclasses.replace(part, inputs=part.total) for part in plan.memory)
+    heavy = tuple(dataclasses.replace(part, inputs=2 * part.total) for part in plan.memory)
     (line,) = memory_advice(dataclasses.replace(plan, memory=heavy), zero_stage=0, allowed=())
     assert "most of it the mini-batch" in line and "train_batch_size" in line

@@ -37,7 +37,8 @@ from gpp_plugin.plan.registry import PlanRequest, register_planner
 from gpp_plugin.plan.selection import explain_infeasible
 from gpp_plugin.plan.stage_groups import read_groups
 from gpp_plugin.plan.stage_search import StageSearch
-from gpp_plugin.plan.stage_table import StageShapes, TableMaker
+from gpp_plugin.plan.stage_shapes import StageShapes
+from gpp_plugin.plan.stage_table import TableMaker
 
 SLACK = 1.06
 """Partitions that may end within this factor of the best step known are looked at: refinement gains as much."""

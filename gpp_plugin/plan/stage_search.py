@@ -18,7 +18,8 @@ import numpy.typing as npt
 from gpp_plugin.plan.costs import Floats
 from gpp_plugin.plan.intervals import MAX_PARTIAL_ITEMS, Branches, Ints, Series
 from gpp_plugin.plan.packing import leavings_of, pack_branches
-from gpp_plugin.plan.stage_table import NO_LIMIT, StageTable, TableMaker
+from gpp_plugin.plan.stage_shapes import NO_LIMIT
+from gpp_plugin.plan.stage_table import StageTable, TableMaker
 
 
 @dataclass(slots=True)

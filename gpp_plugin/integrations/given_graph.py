@@ -138,12 +138,11 @@ class GivenGraph:
         is_searched = self._config.micro_batch_sizes == "search" or unit == sizes.mini_batch
         counts: dict[str, Sequence[int]] = {}
         for stage in job.resolved.stages:
-            if stage.is_captured:
-                counts[stage.name] = (
-                    default_sample_counts(unit) if is_searched else sorted({max(unit // 2, 1), unit})
-                )
-                continue
             size = stage.spec.micro_batch_size or self._size_asked_for(stage.name)
+            if stage.is_captured:  # into how many stages and on how many ranks each follows from the costs
+                known = default_sample_counts(unit) if is_searched else (max(unit // 2, 1), unit)
+                counts[stage.name] = sorted({*known, size or unit})
+                continue
             local = None if size is None else max(size * stage.spec.tensor // len(stage.spec.ranks), 1)
             if stage.name in job.coupled:
                 counts[stage.name] = (unit,)

@@ -35,12 +35,11 @@ def train_captions() -> dict[str, Any]:
         ),
         "among": _double(build_among(), caption_batch(), memory=FULL),
         "within": _double(build_within(), caption_batch(), memory=OFF),
-        "within, full": _double(build_within(), caption_batch(), memory=FULL),
         "mixed, full, in halves": _double(build_mixed(), mixed_batch(), memory=FULL, slicing=1),
     }
-    low, high = (max(found[way]["needs"].values()) for way in ("within, full", "within"))
+    limit = 0.8e-9 * max(found["within"]["needs"].values())
     for way in ("recompute", "swap"):
-        memory = {**OFF, way: "auto", "limit_gb": (low + high) / 2e9}
+        memory = {**OFF, way: "auto", "limit_gb": limit}
         found[f"within, {way}"] = _double(build_within(), caption_batch(), memory=memory)
     return found
 

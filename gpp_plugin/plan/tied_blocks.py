@@ -63,7 +63,7 @@ class JoinedBlocks:
         raise PlanError(
             f"mode async: parameter {self.parameters[0]!r} is used by several blocks, which step together only in one "
             f"stage: {largest[0]!r} to {largest[-1]!r}, {len(largest)} of {count} blocks "
-            f"with those between, so that {len(self.members)} stages are possible and {num_stages} are asked for; "
+            f"with those between, which leaves {len(self.members)} for the {num_stages} stages asked for; "
             f'{UNTIE}, lower stages, or set mode to "sync"'
         )
 

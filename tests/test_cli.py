@@ -98,6 +98,7 @@ def test_wrong_usage_exits_with_2(arguments, capsys):
         (["plan", "mmt", "--size", "branches=x"], "gpp plan: model 'mmt': branches is 'x'; give a whole number of at least 1\n"),
         (["plan", "mmt", "--mode", "async", "--devices", "2", "--schedule", "gpipe"], "gpp plan: schedule 'gpipe': mode async runs 1f1b; use \"auto\"\n"),
         (["simulate", "bytes.json"], "gpp simulate: bytes.json: not a PipelinePlan file: 'utf-8' codec"),
+        (["bench", "max-batch", "--slowdown", "-1"], "gpp bench max-batch: --slowdown -1 --stages [4, 8]: give a slowdown"),
         (["demo", "--steps", "0"], "gpp demo: --steps: 0 is not valid; give at least 1\n"),
     ],
 )  # fmt: skip

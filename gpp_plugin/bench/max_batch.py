@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gpp_plugin.bench._memory_models import MODELS, operator_graph, paper_batch
+from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.profile import Profile
@@ -81,6 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Return one row a model, number of stages, mode, optimization and planner; ratios in the summary."""
+    if not args.slowdown >= 1.0 or min(args.stages) < 1:
+        raise ConfigError(
+            f"--slowdown {args.slowdown:g} --stages {args.stages}: give a slowdown, and stages, of at least 1"
+        )
     rows: list[dict[str, Any]] = []
     balance: list[dict[str, Any]] = []
     for model in args.models:

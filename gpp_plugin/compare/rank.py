@@ -27,6 +27,7 @@ from gpp_plugin.errors import GppError
 from gpp_plugin.integrations.deepspeed import GraphPipelineModule, initialize
 from gpp_plugin.integrations.materialize import resident_bytes
 from gpp_plugin.launch import emit_event
+from gpp_plugin.runtime.meeting import Meeting
 
 _LAST_WORDS_S = 10.0
 """How long the other ranks let rank 0 say why a mode is refused."""
@@ -108,34 +109,29 @@ class _Ranks:
 
     def __init__(self, settings: CompareSettings) -> None:
         self.is_first = os.environ["RANK"] == "0"
-        self.group: dist.ProcessGroup | None = None
+        group: dist.ProcessGroup | None = None
         if dist.is_initialized() and dist.get_world_size() > 1:
             timeout = datetime.timedelta(seconds=settings.timeout_s)
-            self.group = dist.new_group(backend="gloo", timeout=timeout)
+            group = dist.new_group(backend="gloo", timeout=timeout)
+        self._meeting = Meeting(group=group, who=f"rank {os.environ['RANK']}", timeout_s=settings.timeout_s)
 
     def commands(self, path: str) -> Iterator[dict[str, Any]]:
         """Yield commands on every rank until there are no more."""
         stream = open(path, encoding="utf-8") if self.is_first else None  # noqa: SIM115
         while True:
-            told: list[Any] = [json.loads(stream.readline() or "{}") if stream is not None else None]
-            if self.group is not None:
-                dist.broadcast_object_list(told, src=0, group=self.group)
-            if not told[0]:
+            own = json.loads(stream.readline() or "{}") if stream is not None else None
+            told = self._meeting.tell(own, source=0, what="the next command")
+            if not told:
                 return
-            yield told[0]
+            yield told
 
     def meet(self) -> None:
         """Wait for all ranks."""
-        if self.group is not None:
-            dist.barrier(group=self.group)
+        self._meeting.meet("a measured step")
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value."""
-        if self.group is None:
-            return [value]
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return self._meeting.gather(value, "a result")
 
 
 def main() -> None:

@@ -114,6 +114,10 @@ class RehearsalRank:
         self._windows = None if own is None else WindowRunner.make(own, make, mini_batch=plan.mini_batch)
         self._executor = make(program) if own is None else None
 
+    def meet(self, what: str) -> None:
+        """Wait for all ranks; ``what`` is the occasion, for errors."""
+        self._meeting.meet(what)
+
     def iterate(self) -> None:
         """Run one mini-batch; of an asynchronous plan as many as fill the pipeline and some more, and empty it."""
         self._run(record=False)

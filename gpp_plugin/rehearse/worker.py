@@ -38,7 +38,7 @@ def main() -> None:
         if timeline is not None and step >= 0:
             save(timeline, folder / f"timeline{step}.json")
             emit_event(event="step", step=step, iteration_us=timeline.iteration_us)
-    dist.barrier()
+    rank.meet("the end of the rehearsal")
     end_rank()
 
 

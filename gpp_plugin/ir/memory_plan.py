@@ -41,12 +41,6 @@ class RecomputedSegment:
     held_bytes: int
     recompute_us: float
 
-    @property
-    def saved_bytes_per_us(self) -> float:
-        """Return Capuchin's memory saved per second, here in bytes per microsecond."""
-        saved = self.bytes - self.held_bytes
-        return saved / self.recompute_us if self.recompute_us > 0 else float("inf")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:

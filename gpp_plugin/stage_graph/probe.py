@@ -141,7 +141,7 @@ class Prober:
 
         def run(stage: GraphStage) -> _Report:
             if stage.is_captured:
-                return self._trace(stage, batch, num_samples, tensors, is_training, analyses.get(stage.name))
+                return self._trace(batch, num_samples, tensors, is_training, analyses.get(stage.name))
             return self._run_at(stage, batch, (num_samples,), tensors, values, is_training)
 
         for stage in self._graph.stages:
@@ -183,7 +183,7 @@ class Prober:
         values: Values,
     ) -> _Report:
         if stage.is_captured:
-            return self._trace(stage, batch, counts[0], tensors, True, None)
+            return self._trace(batch, counts[0], tensors, True, None)
         report = self._run_at(stage, batch, counts, tensors, values, True)
         if stage.spec.coupled is not None or stage.losses:
             return report
@@ -196,7 +196,6 @@ class Prober:
 
     def _trace(
         self,
-        stage: GraphStage,
         batch: Batch,
         num_samples: int,
         tensors: Mapping[str, TensorSpec],

@@ -83,7 +83,6 @@ def test_recomputing_one_segment_keeps_one_copy_to_work_with():
     assert segment.blocks == tuple(f"o{i}" for i in range(2, 7))
     assert segment.tensors == ("o2", "o3", "o4", "o5")
     assert (segment.bytes, segment.held_bytes, segment.recompute_us) == (400, 0, 40.0)
-    assert segment.saved_bytes_per_us == 10.0
     assert found.memory_bytes == 1000 - 400 + 400
     assert found.us == 340.0
 

@@ -59,8 +59,12 @@ def _interpolate(xs: tuple[int, ...], ys: tuple[float, ...], x: float) -> float:
 class SharedStorage:
     """What several blocks keep for backward: a stage holds it once, whichever of them it has.
 
+    A stage that has none but later ones of ``blocks`` holds these bytes beside what its blocks are charged with.
+
     Args:
-        blocks: in execution order; the first is charged with it in its `BlockCost`.
+        blocks: in execution order; the first is charged with it in its `BlockCost`. Where the bytes are negative,
+            the first makes a view, and the others keep the storage it lies in: they are charged with all of it,
+            and hold the view alone where they receive it from another stage.
     """
 
     blocks: tuple[str, ...]

@@ -12,33 +12,57 @@ _BATCH, _PARAMETER = "batch ", "parameter "
 
 
 class HeldStorages:
-    """Which blocks keep which storages for backward; a storage is known by the first tensor that lies in it."""
+    """Which blocks keep which storages for backward; a storage is known by the first tensor that lies in it.
+
+    Args:
+        size_of: bytes of each result by itself, which is all of its storage that travels to another stage.
+        maker_of: the block that makes each result.
+    """
 
     def __init__(self) -> None:
         self._root: dict[str, str] = {}
+        self._kept_as: dict[str, set[str | None]] = {}
         self.keepers: dict[str, list[str]] = {}
         self.bytes_of: dict[str, int] = {}
+        self.size_of: dict[str, int] = {}
+        self.maker_of: dict[str, str] = {}
 
     def add(self, block: str, function: StageFunction, measured: Measurement) -> int:
         """Return the bytes ``block`` saves that no earlier one does."""
         total = measured.saved_inside
-        for name, num_bytes in zip(function.received, measured.saved_received, strict=True):
-            root = self._root.get(name, name)
-            if num_bytes and not _is_held_anyway(root) and self._keep(root, block, num_bytes):
-                total += num_bytes
+        roots = [self._root.get(name, name) for name in function.received]
+        for name, root, num_bytes in zip(function.received, roots, measured.saved_received, strict=True):
+            if num_bytes and not _is_held_anyway(root):
+                kept_as = name if roots.count(root) == 1 else None
+                total += num_bytes if self._keep(root, block, num_bytes, kept_as) else 0
         for name, tensor, origin, is_saved in zip(
             function.outputs, measured.outputs, measured.output_origin, measured.is_output_saved, strict=True
         ):
             source = name if origin is None else _operands(function)[origin[0]][origin[1]]
             root = self._root[name] = self._root.get(source, source)
+            self.size_of[name], self.maker_of[name] = tensor.nbytes, block
             if is_saved:
                 self._keep(root, block, tensor.untyped_storage().nbytes())
         return total
 
-    def _keep(self, root: str, block: str, num_bytes: int) -> bool:
-        """Note that a block keeps a storage, and return whether it is the first."""
+    def received_as(self, root: str) -> str | None:
+        """Return the one result, a part of the storage, through which all that keep it do so; None if there is none."""
+        names = self._kept_as[root]
+        name = next(iter(names))
+        if len(names) > 1 or name is None or name not in self.maker_of:
+            return None
+        is_made_again = self.maker_of[name] in self.keepers[root]  # a mask, say: every stage has its own
+        return None if is_made_again or self.size_of[name] == self.bytes_of[root] else name
+
+    def _keep(self, root: str, block: str, num_bytes: int, kept_as: str | None = None) -> bool:
+        """Note that a block keeps a storage, and return whether it is the first.
+
+        Args:
+            kept_as: the one result in it that the block receives; None where it has the storage otherwise.
+        """
         is_first = root not in self.keepers
         keepers = self.keepers.setdefault(root, [])
+        self._kept_as.setdefault(root, set()).add(kept_as)
         self.bytes_of.setdefault(root, num_bytes)
         if block not in keepers:
             keepers.append(block)
@@ -80,7 +104,11 @@ def fit_bytes(counts: Sequence[int], num_bytes: Sequence[int], unit: int) -> tup
 def shared_storages(
     counts: Sequence[int], held: Sequence[HeldStorages], unit: int
 ) -> tuple[SharedStorage, ...]:
-    """Return the storages that several blocks keep."""
+    """Return the storages that several blocks keep, and those of which another stage would get a part only.
+
+    A view that is sent (`hidden[:, 0]`) arrives in a storage of its own: a stage that keeps it and does not have
+    the block that made it holds less than the whole by what is returned for it, as negative bytes.
+    """
     shared = []
     for root, keepers in held[-1].keepers.items():
         if len(keepers) > 1:
@@ -88,4 +116,10 @@ def shared_storages(
             shared.append(
                 SharedStorage(blocks=tuple(keepers), bytes_per_sample=per_sample, bytes_fixed=fixed)
             )
+        view = held[-1].received_as(root)
+        if view is not None:
+            less = [at_n.bytes_of.get(root, 0) - at_n.size_of.get(view, 0) for at_n in held]
+            per_sample, fixed = fit_bytes(counts, less, unit)
+            blocks = (held[-1].maker_of[view], *keepers)
+            shared.append(SharedStorage(blocks=blocks, bytes_per_sample=-per_sample, bytes_fixed=-fixed))
     return tuple(shared)

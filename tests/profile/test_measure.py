@@ -22,6 +22,7 @@ from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.costs import CostModel
+from gpp_plugin.plan.stage_chain import GraphTensors, StageChain
 from gpp_plugin.profile import timing
 from gpp_plugin.profile.code import signature_of
 from gpp_plugin.profile.measure import profile_blocks
@@ -150,6 +151,39 @@ def test_what_a_stage_keeps_is_known_wherever_it_is_cut(name: str, granularity: 
         assert held - empty == counted
         is_shared |= profile.kept_with_others(own) != (0.0, 0.0)
     assert is_shared
+
+
+class FirstTokens(nn.Module):
+    """Two towers whose first tokens alone are joined: what is sent are views, and the join keeps them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)) for _ in range(2))
+        self.join = nn.Bilinear(6, 6, 1)
+
+    def forward(self, left: Tensor, right: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.join(self.left(left)[:, 0], self.right(right)[:, 0]).mean()}
+
+
+@pytest.mark.parametrize("has_towers", [False, True])
+def test_a_view_from_another_stage_is_kept_without_the_rest_of_its_storage(has_towers: bool) -> None:
+    model = FirstTokens()
+    batch = {"left": torch.randn(SAMPLES, 5, 6), "right": torch.randn(SAMPLES, 5, 6)}
+    captured = capture_model(model, batch)
+    graph = coarsen(captured)
+    costs = CostModel(graph, measured(model, batch, captured), Cluster(name="none", devices=(), links=()))
+    last = graph.blocks[-1].name
+    own = [b.name for b in graph.blocks] if has_towers else [last]
+    empty, held = (
+        costs.stage_memory(costs.indices(own), degree=1, local=SAMPLES, in_flight=n) for n in (0, 1)
+    )
+    whole = saved_by(model, batch, lambda: model(**batch))
+    towers = saved_by(model, batch, lambda: (model.left(batch["left"]), model.right(batch["right"])))
+    assert len(graph.blocks) > 1
+    assert held - empty == (whole if has_towers else SAMPLES * 6 * 4 * 2)
+    assert whole - towers > 4 * (SAMPLES * 6 * 4 * 2)
+    chain = StageChain(GraphTensors(costs), sorted(costs.indices(own)), SAMPLES)
+    assert sum(chain.tensors.bytes) == held - empty  # what may be swapped is what is held
 
 
 def _extend(

@@ -58,3 +58,8 @@ class CheckpointError(GppError):
 
 class DeviceMissing(GppError):
     """What was asked for needs a device that this machine does not have."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's text; empty where it has none."""
+    return (str(error).strip().splitlines() or [""])[0]

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from gpp_plugin.capture.layout_rules import Fixed, Rows, State
 from gpp_plugin.capture.traced import Traced
+from gpp_plugin.errors import first_line
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -108,7 +109,7 @@ class Trials:
                 sliced = {s.name: self._slice(s, whole[s.name], start) for s in sources}
                 parts.append(self.execute(unit, 0, sliced))
         except Exception as error:  # any failure of an operator on random operands
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            reason = first_line(error) or type(error).__name__
             logger.debug("operator %s could not be tried: %s", self._pairs[unit[0]][0].target, reason)
             return f"could not be tried on random operands ({reason[:120]})"
         states: list[State] = []

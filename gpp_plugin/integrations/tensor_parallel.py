@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.gradients import StageGradients
@@ -21,7 +21,7 @@ LARGEST_DIFFERENCE = 1e-2
 """Between a duplicate's gradient norms on two tensor ranks, over the larger one; parts of a sum differ by more."""
 
 
-def is_shard(parameter: nn.Parameter) -> bool:
+def is_shard(parameter: Tensor) -> bool:
     """Return whether each tensor rank holds its own shard of ``parameter``."""
     return bool(getattr(parameter, "tensor_model_parallel", False))
 

@@ -120,8 +120,11 @@ class StageChain(OperatorChain):
         forward, backward = costs.block_times(local)
         picked = list(rows)
         self.set_times(_framed(forward[picked]), _framed(backward[picked]))
-        self.tensors = _stage_tensors(everything, local, place)
-        self.unsaved, steps = _stage_results(everything, everything.result_sizes(local), place)
+        entering = list(dict.fromkeys(r for row in rows for r in everything.entering[row]))
+        results = everything.result_sizes(local)
+        sizes = _sizes_in_stage(everything, everything.sizes(local), results, place, entering)
+        self.tensors = _stage_tensors(everything, sizes, place)
+        self.unsaved, steps = _stage_results(everything, results, place, entering)
         self.crossing = np.concatenate([[0.0], np.cumsum(steps)])
         self.set_tensor_sums()
 
@@ -156,10 +159,9 @@ def _framed(values: Floats) -> Floats:
     return np.concatenate([[0.0], values, [0.0]])
 
 
-def _stage_tensors(everything: GraphTensors, local: float, place: dict[int, int]) -> SavedTensors:
+def _stage_tensors(everything: GraphTensors, sizes: Floats, place: dict[int, int]) -> SavedTensors:
     """Return what the stage keeps; what is made or used outside is made at 0 and never dropped."""
     numbers = list(dict.fromkeys(t for row in place for t in everything.kept_in[row]))
-    sizes = _sizes_in_stage(everything, local, place)
     made, charged, last = [], [], []
     for t in numbers:
         users = everything.users[t]
@@ -177,27 +179,33 @@ def _stage_tensors(everything: GraphTensors, local: float, place: dict[int, int]
     )
 
 
-def _sizes_in_stage(everything: GraphTensors, local: float, place: dict[int, int]) -> Floats:
+def _sizes_in_stage(
+    everything: GraphTensors,
+    sizes: Floats,
+    result_sizes: Floats,
+    place: dict[int, int],
+    entering: Sequence[int],
+) -> Floats:
     """Return the bytes of every tensor; of those received as one view, what is received."""
-    sizes = everything.sizes(local).copy()
+    sizes = sizes.copy()
     received: dict[int, list[int]] = {}
-    for r in dict.fromkeys(r for row in place for r in everything.entering[row]):
+    for r in entering:
         received.setdefault(everything.result_tensor[r], []).append(r)
     for t, results in received.items():
         is_outside = t >= 0 and everything.made[t] not in place
         if is_outside and len(results) == 1 and everything.results[results[0]][1] not in place:
-            sizes[t] = everything.result_sizes(local)[results[0]]
+            sizes[t] = result_sizes[results[0]]
     return sizes
 
 
 def _stage_results(
-    everything: GraphTensors, sizes: Floats, place: dict[int, int]
+    everything: GraphTensors, sizes: Floats, place: dict[int, int], entering: Sequence[int]
 ) -> tuple[UnsavedResults, Floats]:
     """Return the results the stage reads and does not keep, and by position what begins less what ends there."""
     end = len(place) + 1
     steps = np.zeros(end + 1)
     rows: list[tuple[int, int, int]] = []
-    for r in dict.fromkeys(r for row in place for r in everything.entering[row]):
+    for r in entering:
         _, maker, readers = everything.results[r]
         inside = [place[reader] for reader in readers if reader in place]
         begin = place.get(maker, 0)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.errors import CommTimeout
+from gpp_plugin.errors import CommTimeout, first_line
 
 T = TypeVar("T")
 
@@ -109,11 +109,8 @@ class Meeting:
         try:
             yield
         except RuntimeError as error:
+            reason = first_line(error) or type(error).__name__
             raise CommTimeout(
-                f"{self.who} waited for the other ranks at {what} (limit {self.timeout_s:g} s): {_first_line(error)}; "
+                f"{self.who} waited for the other ranks at {what} (limit {self.timeout_s:g} s): {reason}; "
                 "one of them is gone or stuck: look for its first error, or raise graph_pipeline.comm_timeout_s"
             ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.errors import ConfigError, GppError
+from gpp_plugin.errors import ConfigError, GppError, first_line
 from gpp_plugin.ir.op_graph import Parameter
 from gpp_plugin.runtime.stage_module import StageModule, owner_of
 from gpp_plugin.stage_graph.context import StageContext
@@ -104,11 +104,6 @@ def _may_be_context(parameter: inspect.Parameter) -> bool:
     """Return whether a factory wants the context for a parameter: one called so, or without a default."""
     is_open = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
     return is_open or parameter.name == "context"
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's text."""
-    return (str(error).strip().splitlines() or [""])[0]
 
 
 def tied_names(graph: ResolvedGraph) -> dict[str, str]:

@@ -171,8 +171,7 @@ class Prober:
             group=self._place.group,
             stages=self._place.stages,
         )
-        report = next(answer for answer in told if answer is not None)
-        return report
+        return next(answer for answer in told if answer is not None)
 
     def _try(
         self,

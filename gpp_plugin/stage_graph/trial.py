@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.capture.samples import resize_batch, rows_per_sample
-from gpp_plugin.errors import ConfigError, GppError
+from gpp_plugin.errors import ConfigError, GppError, first_line
 from gpp_plugin.ir.tensors import UNIFORM, LayoutKind, TensorSpec, batch_layout
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.stage_graph.call import named_outputs
-from gpp_plugin.stage_graph.module import first_line
 from gpp_plugin.stage_graph.resolve import GraphStage
 
 

@@ -376,3 +376,17 @@ class Whole(nn.Module):
             losses += [returned.pop("loss")] if "loss" in returned else []
             known.update(returned)
         return {"loss": sum(losses), **{k: v for k, v in known.items() if k == "logits"}}  # type: ignore[dict-item]
+
+
+class Once(torch.autograd.Function):
+    """A product that lets go of its operands in its backward, which so runs once."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.operands = [hidden, weight]
+        return hidden @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        weight, hidden = ctx.operands.pop(), ctx.operands.pop()
+        return gradient @ weight.T, hidden.flatten(0, -2).T @ gradient.flatten(0, -2)

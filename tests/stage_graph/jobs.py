@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.stage_graph.graphs import U, batch_of, build_graph, mini_batch_of
+from tests.stage_graph.graphs import Once, U, batch_of, build_graph, mini_batch_of
 
 
 class SumHooks:
@@ -213,19 +213,6 @@ def _wrong(name: str) -> Any:
 
     def fail(context: Any) -> Any:
         raise ValueError("no such weights\nand more")
-
-    class Once(torch.autograd.Function):
-        """A product whose backward runs once."""
-
-        @staticmethod
-        def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-            ctx.operands = [hidden, weight]
-            return hidden @ weight
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-            weight, hidden = ctx.operands.pop(), ctx.operands.pop()
-            return gradient @ weight.T, hidden.flatten(0, -2).T @ gradient.flatten(0, -2)
 
     class Head(torch.nn.Linear):
         def forward(self, hidden: Tensor, target: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from gpp_plugin.stage_graph.kept import Kept, module_memory, record_kept
 from gpp_plugin.stage_graph.resolve import resolve
 from gpp_plugin.stage_graph.split_trial import measure_split
 from gpp_plugin.stage_graph.trial import ModuleTrial, Place
+from tests.stage_graph.graphs import Once
 from tests.stage_graph.recompute_jobs import WIDTH, Deep, Loss
 
 CPU = torch.device("cpu")
@@ -85,21 +86,7 @@ def test_a_freed_storage_lends_its_number_to_none() -> None:
     assert found == list(range(20))
 
 
-class _Once(torch.autograd.Function):
-    """A product that lets go of its operands in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.operands = [hidden, weight]
-        return hidden @ weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        weight, hidden = ctx.operands.pop(), ctx.operands.pop()
-        return gradient @ weight.T, hidden.T @ gradient
-
-
-class _Grows(_Once):
+class _Grows(Once):
     """A product whose backward scales what it kept: right the first time."""
 
     @staticmethod
@@ -135,7 +122,7 @@ def test_a_backward_that_splits(module: nn.Module) -> None:
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-@pytest.mark.parametrize("function", [_Once, _Grows])
+@pytest.mark.parametrize("function", [Once, _Grows])
 def test_a_backward_that_fails_or_lies_in_two_parts(function: Any) -> None:
     assert measure_split(trial_of(Product(function.apply))) is CANNOT_SPLIT
 

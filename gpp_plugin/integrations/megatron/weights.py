@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.errors import CheckpointError
+from gpp_plugin.integrations.tensor_parallel import is_shard
 from gpp_plugin.stage_graph.context import StageContext
 
 _LAYER = re.compile(r"^((?:decoder\.)?layers\.)(\d+)\.")
@@ -86,7 +87,7 @@ def gather_full_state(module: nn.Module, values: Mapping[str, Tensor] | None = N
 
 def shard_of(whole: Tensor, parameter: Tensor, *, rank: int, size: int) -> Tensor:
     """Return the part of ``whole`` that ``rank`` of ``size`` ranks has; all of it where they have duplicates."""
-    if size == 1 or not _is_sharded(parameter):
+    if size == 1 or not is_shard(parameter):
         return whole
     pieces = whole.chunk(size * _stride(parameter), dim=_axis(parameter))
     return torch.cat(pieces[rank::size], dim=_axis(parameter))
@@ -118,16 +119,12 @@ def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _gather(value: Tensor, parameter: Tensor, context: StageContext) -> Tensor:
-    if context.tensor_size == 1 or not _is_sharded(parameter):
+    if context.tensor_size == 1 or not is_shard(parameter):
         return value
     assert context.tensor_group is not None
     shares = [torch.empty_like(value) for _ in range(context.tensor_size)]
     dist.all_gather(shares, value, group=context.tensor_group)
     return unshard(shares, parameter)
-
-
-def _is_sharded(parameter: Any) -> bool:
-    return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
 def _axis(parameter: Any) -> int:

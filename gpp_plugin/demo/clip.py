@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel
 
-from gpp_plugin.demo.digits import DIGIT_NAMES, TEMPLATES, DigitCaptions, WordTokenizer
+from gpp_plugin.demo.digits import (
+    DIGIT_NAMES,
+    TEMPLATES,
+    DigitCaptions,
+    DigitData,
+    WordTokenizer,
+    mini_batches,
+)
+from gpp_plugin.demo.settings import DemoSettings
 
 HIDDEN = 64
 LAYERS = 4
@@ -60,3 +70,19 @@ def _features(output: Tensor) -> Tensor:
     """Return unit vectors; transformers 5 wraps the projected features in an output object."""
     features: Tensor = getattr(output, "pooler_output", output)
     return features / features.norm(dim=-1, keepdim=True)
+
+
+def train_in_one_process(data: DigitData, settings: DemoSettings, steps: int) -> Iterator[float]:
+    """Yield the loss of each of the first ``steps`` steps."""
+    model = make_clip(data.tokenizer, seed=settings.seed)
+    params = {k: v for k, v in settings.optimizer_block()["params"].items() if k != "torch_adam"}
+    optimizer = torch.optim.AdamW(model.parameters(), **params)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, settings.learning_rate_factor)
+    model.train()
+    for batch in mini_batches(data.train, mini_batch=settings.mini_batch, steps=steps, seed=settings.seed):
+        loss = model(**batch, return_loss=True).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        yield loss.item()

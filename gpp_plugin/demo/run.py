@@ -186,8 +186,8 @@ def _accuracy(folder: Path) -> float:
 
 def _reference_losses(settings: DemoSettings) -> list[float]:
     """Return the losses of training in one process."""
+    from gpp_plugin.demo.clip import train_in_one_process
     from gpp_plugin.demo.digits import load_digit_captions
-    from gpp_plugin.demo.reference import train_in_one_process
 
     data = load_digit_captions()
     print("\nThe same training in one process, to compare with:", flush=True)

@@ -1,10 +1,16 @@
-"""One rank of a rehearsed plan: the executor and transport of the runtime around an emulated stage."""
+"""One rank of a rehearsed plan: the executor and transport of the runtime around an emulated stage.
+
+python -m gpp_plugin.rehearse.rank PLAN SETTINGS_JSON OUTPUT_DIRECTORY
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,7 +19,9 @@ from torch import Tensor
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.schedule import Task
+from gpp_plugin.ir.serialize import load, save
 from gpp_plugin.ir.timeline import Event, Timeline
+from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.rehearse.compute import EmulatedCompute, EmulatedHooks
 from gpp_plugin.rehearse.programs import make_programs, make_windows
 from gpp_plugin.rehearse.settings import LEAST_COMM_TIMEOUT_S, RehearsalSettings, scale_tensors
@@ -158,3 +166,29 @@ def _make_groups(rows: Sequence[tuple[int, ...]], timeout_s: float) -> dist.Proc
             group = dist.new_group(list(row), timeout=datetime.timedelta(seconds=timeout_s), backend="gloo")
             own = group if dist.get_rank() in row else own
     return own
+
+
+def main() -> None:
+    """Rehearse on this rank; rank 0 writes the timelines and reports."""
+    plan = load(PipelinePlan, sys.argv[1])
+    settings = RehearsalSettings(**json.loads(sys.argv[2]))
+    folder = Path(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", timeout=datetime.timedelta(seconds=settings.comm_timeout_s or LEAST_COMM_TIMEOUT_S)
+    )
+    is_first = dist.get_rank() == 0
+    rank = RehearsalRank(plan, settings)
+    if is_first:
+        emit_event(event="ready")
+    for step in range(-1, settings.steps):
+        timeline = rank.run()
+        if timeline is not None and step >= 0:
+            save(timeline, folder / f"timeline{step}.json")
+            emit_event(event="step", step=step, iteration_us=timeline.iteration_us)
+    rank.meet("the end of the rehearsal")
+    end_rank()
+
+
+if __name__ == "__main__":
+    main()

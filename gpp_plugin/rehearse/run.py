@@ -154,7 +154,7 @@ def _run(
     )
     start = time.perf_counter()
     events = run_ranks(
-        "gpp_plugin.rehearse.worker",
+        "gpp_plugin.rehearse.rank",
         [str(folder / "plan.json"), json.dumps(dataclasses.asdict(settings)), str(folder)],
         num_ranks=plan.num_ranks,
         timeout_s=START_TIMEOUT_S

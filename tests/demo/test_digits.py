@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from gpp_plugin.demo.clip import make_clip, zero_shot_accuracy
+from gpp_plugin.demo.clip import make_clip, train_in_one_process, zero_shot_accuracy
 from gpp_plugin.demo.digits import TEMPLATES, WordTokenizer, load_digit_captions, mini_batches
-from gpp_plugin.demo.reference import train_in_one_process
 from gpp_plugin.demo.settings import DemoSettings
 
 

@@ -11,12 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.megatron.dropout import DropoutStreams
-from gpp_plugin.integrations.megatron.losses import mean_loss, vocab_parallel_cross_entropy
-from gpp_plugin.stage_graph.context import StageContext
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
@@ -24,6 +19,11 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.transformer_block import TransformerBlock
+from torch import Tensor, nn
+
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.integrations.megatron.dropout import DropoutStreams
+from gpp_plugin.stage_graph.context import StageContext
 
 
 class _Chunk:
@@ -213,3 +213,37 @@ class BlockChunk(_Chunk, TransformerBlock):
                 found, tensor_parallel_output_grad=False, group=self.tp_group
             )
         return found.transpose(0, 1).contiguous()
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, group: Any) -> Tensor:
+    """Return the loss of every token.
+
+    Args:
+        logits: this rank's share of the vocabulary, in order of ranks, [..., vocabulary / ranks].
+        target: token numbers of the whole vocabulary, [...]; a negative one counts as none, its loss means nothing.
+        group: the ranks that share the vocabulary.
+    """
+    from megatron.core.tensor_parallel.mappings import (
+        reduce_from_tensor_model_parallel_region as sum_of_ranks,
+    )
+
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    with torch.no_grad():
+        largest = logits.amax(dim=-1)
+        if group.size() > 1:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    logits = logits - largest.unsqueeze(-1)
+    own = target - group.rank() * logits.shape[-1]
+    is_own = (own >= 0) & (own < logits.shape[-1])
+    picked = logits.gather(-1, own.where(is_own, 0).unsqueeze(-1)).squeeze(-1).where(is_own, 0.0)
+    both = torch.stack([logits.exp().sum(dim=-1), picked])
+    total, picked = sum_of_ranks(both, group).unbind(0)
+    return total.log() - picked
+
+
+def mean_loss(per_token: Tensor, labels: Tensor, loss_mask: Tensor | None) -> Tensor:
+    """Return the mean over tokens whose label is not negative and that ``loss_mask`` [as labels], if any, keeps."""
+    weights = (labels >= 0).to(per_token.dtype)
+    if loss_mask is not None:
+        weights = weights * loss_mask
+    return (per_token * weights).sum() / weights.sum().clamp(min=1.0)

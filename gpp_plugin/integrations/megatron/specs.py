@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from gpp_plugin.integrations.megatron.norms import SequenceParallelNorm
+from torch import nn
 
 
 def block_submodules(config: Any, spec: Any, layers: range, *, is_causal: bool = True) -> Any:
@@ -67,3 +67,15 @@ def _numbered_from(spec: Any, first: int) -> Any:
     numbered = copy.copy(spec)
     numbered.module = type(base.__name__, (base,), {"__init__": __init__, "__module__": base.__module__})
     return numbered
+
+
+class SequenceParallelNorm:
+    """Makes torch's LayerNorm or RMSNorm as ``config.normalization`` says, with Megatron's mark on its parameters."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> nn.Module:  # type: ignore[misc]
+        """Return the norm; called as Megatron's specs call a norm's class."""
+        make: Any = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
+        norm: nn.Module = make(hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm

@@ -30,8 +30,20 @@ setup(
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     python_requires=">=3.11",
-    packages=find_packages(include=["gpp_plugin", "gpp_plugin.*"]),
-    package_data={"gpp_plugin": ["py.typed", "clusters/*.json", "models/*.json"]},
+    packages=[
+        *find_packages(include=["gpp_plugin", "gpp_plugin.*"]),
+        "gpp_benchmarks",
+        "gpp_plugin.patches",
+    ],
+    package_dir={
+        "gpp_benchmarks": "benchmarks/gpp_benchmarks",
+        "gpp_plugin.patches": "patches",  # in a checkout beside the package, in a wheel inside it
+    },
+    package_data={
+        "gpp_plugin": ["py.typed", "clusters/*.json", "models/*.json"],
+        "gpp_benchmarks": ["py.typed"],
+        "gpp_plugin.patches": ["README.md", "*/*.patch"],
+    },
     install_requires=[
         "torch>=2.11",
         "deepspeed>=0.19",

@@ -17,7 +17,7 @@ import dataclasses
 import json
 from typing import Any
 
-from gpp_plugin.bench._memory_pairs import CONFIGS, PLANS, MemoryCase
+from gpp_benchmarks._memory_pairs import CONFIGS, PLANS, MemoryCase
 from gpp_plugin.errors import ConfigError, DeviceMissing
 from gpp_plugin.launch import run_ranks
 from gpp_plugin.plan.memory_counts import TOLERANCE
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         case = MemoryCase(model=model, plans=tuple(args.plans))
         print(f"{model}: {case.num_ranks} ranks", flush=True)
         for event in run_ranks(
-            "gpp_plugin.bench._memory_ranks",
+            "gpp_benchmarks._memory_ranks",
             [json.dumps(dataclasses.asdict(case))],
             num_ranks=case.num_ranks,
             timeout_s=TIMEOUT_S,
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _on_cuda(cap_gb: float) -> dict[str, Any]:
     import torch
 
-    from gpp_plugin.bench._memory_cuda import run_on_cuda
+    from gpp_benchmarks._memory_cuda import run_on_cuda
 
     if not torch.cuda.is_available():
         raise DeviceMissing("bench memory --device cuda needs a CUDA device and finds none; use --device cpu")

@@ -1,6 +1,6 @@
 """One rank of `gpp bench p2p`: messages back and forth over every system in turn.
 
-python -m gpp_plugin.bench._p2p_ranks SETTINGS_JSON
+python -m gpp_benchmarks._p2p_ranks SETTINGS_JSON
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.bench._emulated_graphs import emulated_plan
+from gpp_benchmarks._emulated_graphs import emulated_plan
 from gpp_plugin.compare.priority import real_time
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.integrations.megatron.p2p import over_megatron

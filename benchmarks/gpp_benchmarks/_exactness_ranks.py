@@ -1,6 +1,6 @@
 """One rank of `gpp bench exactness`: random draws, each against a single process and against itself with delays.
 
-python -m gpp_plugin.bench._exactness_ranks SETTINGS_JSON
+python -m gpp_benchmarks._exactness_ranks SETTINGS_JSON
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.bench._linear_stages import (
+from gpp_benchmarks._linear_stages import (
     DATA_WIDTH,
     LinearNetwork,
     Parameters,
@@ -25,7 +25,7 @@ from gpp_plugin.bench._linear_stages import (
     single_process_gradients,
     stage_compute,
 )
-from gpp_plugin.bench._random_schedules import FAMILIES, Draw, random_draw
+from gpp_benchmarks._random_schedules import FAMILIES, Draw, random_draw
 from gpp_plugin.errors import GppError, RuntimeFailure
 from gpp_plugin.ir.program import Direction
 from gpp_plugin.launch import emit_event

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )
     rows: list[dict[str, Any]] = []
     for event in run_ranks(
-        "gpp_plugin.bench._p2p_ranks",
+        "gpp_benchmarks._p2p_ranks",
         [json.dumps(settings)],
         num_ranks=2,
         timeout_s=START_S + seconds * (args.rounds + 1),

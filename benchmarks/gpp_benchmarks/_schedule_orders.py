@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gpp_plugin.bench._emulated_graphs import chain_links, emulated_plan
+from gpp_benchmarks._emulated_graphs import chain_links, emulated_plan
 from gpp_plugin.compare.contests import Contest, Outcome
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Timeline

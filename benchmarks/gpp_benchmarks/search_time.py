@@ -11,8 +11,8 @@ import statistics
 import time
 from typing import Any
 
-from gpp_plugin.bench._oracle import bottleneck_us
-from gpp_plugin.bench._paper import PAPER_DEVICES, PAPER_MODELS, paper_request, time_limit
+from gpp_benchmarks._oracle import bottleneck_us
+from gpp_benchmarks._paper import PAPER_DEVICES, PAPER_MODELS, paper_request, time_limit
 from gpp_plugin.errors import PlanError
 from gpp_plugin.plan.batches import batch_rules
 from gpp_plugin.plan.registry import PlanRequest, make_plan

@@ -1,6 +1,6 @@
 """One rank of `gpp bench memory --device cuda`: a step of a GPT-2 in two stages that share a device, under a cap.
 
-python -m gpp_plugin.bench._memory_cuda SETTINGS_JSON
+python -m gpp_benchmarks._memory_cuda SETTINGS_JSON
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def run_on_cuda(cap_gb: float, tell: Callable[[str], None]) -> dict[str, Any]:
 
 def _rows(case: CudaCase) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    module = "gpp_plugin.bench._memory_cuda"
+    module = "gpp_benchmarks._memory_cuda"
     for event in run_ranks(module, [json.dumps(asdict(case))], num_ranks=NUM_RANKS, timeout_s=TIMEOUT_S):
         rows += event["rows"]
     return rows

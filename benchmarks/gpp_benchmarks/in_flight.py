@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     print(f"{num_ranks} ranks: branches of {args.long} and {args.short} layers", flush=True)
     rows: list[dict[str, Any]] = []
     for event in run_ranks(
-        "gpp_plugin.bench._in_flight_ranks", [json.dumps(settings)], num_ranks=num_ranks, timeout_s=TIMEOUT_S
+        "gpp_benchmarks._in_flight_ranks", [json.dumps(settings)], num_ranks=num_ranks, timeout_s=TIMEOUT_S
     ):
         rows += event["rows"]
         print(f"\n{_table(event['rows'])}", flush=True)

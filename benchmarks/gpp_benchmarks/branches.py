@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from gpp_plugin.bench._emulated_graphs import bound_us, branch_links, emulated_plan
+from gpp_benchmarks._emulated_graphs import bound_us, branch_links, emulated_plan
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import TaskKind

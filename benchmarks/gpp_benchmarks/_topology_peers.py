@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from gpp_plugin.bench._topology_models import (
+from gpp_benchmarks._topology_models import (
     Topology,
     TopologyStage,
     input_names,

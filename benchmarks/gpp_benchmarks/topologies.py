@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from typing import Any
 
 from gpp_plugin.errors import ConfigError, RuntimeFailure
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: an option is wrong.
     """
-    from gpp_plugin.bench._topology_models import topologies
+    from gpp_benchmarks._topology_models import topologies
 
     known = {topology.name: topology.num_ranks for topology in topologies()}
     wanted = list(known) if args.topologies is None else args.topologies
@@ -70,9 +71,9 @@ def _cell(topology: str, system: str, num_ranks: int, args: argparse.Namespace) 
         from gpp_plugin.patching import patched_package
 
         with patched_package("megatron-core") as folder:
-            return row | _outcome(
-                topology, system, num_ranks, args, environment | {"PYTHONPATH": str(folder)}
-            )
+            paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+            environment["PYTHONPATH"] = os.pathsep.join(paths)
+            return row | _outcome(topology, system, num_ranks, args, environment)
     return row | _outcome(topology, system, num_ranks, args, environment)
 
 
@@ -82,7 +83,7 @@ def _outcome(
     settings = {"topology": topology, "system": system, "rounds": args.rounds, "limit_s": args.limit}
     try:
         for event in run_ranks(
-            "gpp_plugin.bench._topology_ranks",
+            "gpp_benchmarks._topology_ranks",
             [json.dumps(settings)],
             num_ranks=num_ranks,
             timeout_s=START_S + args.limit,

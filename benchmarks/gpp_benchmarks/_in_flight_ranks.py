@@ -1,6 +1,6 @@
 """One rank of `gpp bench in-flight`: trains a model of two uneven branches with two in-flight rules.
 
-python -m gpp_plugin.bench._in_flight_ranks SETTINGS_JSON
+python -m gpp_benchmarks._in_flight_ranks SETTINGS_JSON
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gpp_plugin.bench._memory_models import MODELS, operator_graph, paper_batch
+from gpp_benchmarks._memory_models import MODELS, operator_graph, paper_batch
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster

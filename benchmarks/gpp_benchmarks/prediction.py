@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from gpp_plugin.bench._emulated_graphs import (
+from gpp_benchmarks._emulated_graphs import (
     BACKWARD_US,
     FORWARD_US,
     branch_links,

@@ -1,6 +1,6 @@
 """One rank of `gpp bench overhead`: every runtime in turn, in the same processes.
 
-python -m gpp_plugin.bench._overhead_ranks SETTINGS_JSON
+python -m gpp_benchmarks._overhead_ranks SETTINGS_JSON
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from gpp_plugin.bench._chains import ChainRuntime, ChainSize, make_runtimes
+from gpp_benchmarks._chains import ChainRuntime, ChainSize, make_runtimes
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.integrations.pipeline_peer import join_ranks
 from gpp_plugin.launch import emit_event

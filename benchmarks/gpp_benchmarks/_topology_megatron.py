@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.bench._topology_models import (
+from gpp_benchmarks._topology_models import (
     DTYPE,
     SEQUENCE,
     WIDTH,
@@ -15,7 +15,7 @@ from gpp_plugin.bench._topology_models import (
     Topology,
     TopologyStage,
 )
-from gpp_plugin.bench._topology_peers import Step
+from gpp_benchmarks._topology_peers import Step
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.megatron_peer import MegatronPeer, PeerModule
 

@@ -16,7 +16,7 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 
-from gpp_plugin.bench._oracle import all_degrees, all_partitions
+from gpp_benchmarks._oracle import all_degrees, all_partitions
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph, SavedTensor
 from gpp_plugin.ir.plan import PipelinePlan, Stage

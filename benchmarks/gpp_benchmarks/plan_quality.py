@@ -10,8 +10,8 @@ from typing import Any
 
 import networkx as nx
 
-from gpp_plugin.bench._memory_oracle import MemoryBruteForce, with_saved_tensors
-from gpp_plugin.bench._oracle import (
+from gpp_benchmarks._memory_oracle import MemoryBruteForce, with_saved_tensors
+from gpp_benchmarks._oracle import (
     best_series_parallel,
     brute_force,
     random_dag,

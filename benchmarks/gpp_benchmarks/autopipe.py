@@ -15,7 +15,7 @@ import statistics
 import time
 from typing import Any
 
-from gpp_plugin.bench._paper import time_limit
+from gpp_benchmarks._paper import time_limit
 from gpp_plugin.errors import PlanError
 from gpp_plugin.library.analytic import profile_model
 from gpp_plugin.library.graphs import build_model

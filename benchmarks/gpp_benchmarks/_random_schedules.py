@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from gpp_plugin.bench._random_plans import forward_only_of, random_plan, with_in_flight
+from gpp_benchmarks._random_plans import forward_only_of, random_plan, with_in_flight
 from gpp_plugin.errors import GppError
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.program import RankProgram

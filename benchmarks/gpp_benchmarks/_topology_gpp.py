@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.bench._topology_models import DTYPE, Topology, TopologyStage, input_names, output_names
-from gpp_plugin.bench._topology_peers import Step
+from gpp_benchmarks._topology_models import DTYPE, Topology, TopologyStage, input_names, output_names
+from gpp_benchmarks._topology_peers import Step
 from gpp_plugin.config import BatchSizes, GraphPipelineConfig
 from gpp_plugin.integrations.given_graph import source_of
 from gpp_plugin.integrations.preparation import Setting

@@ -1,6 +1,6 @@
 """One rank of `gpp bench memory`: trains a model under several plans and counts what autograd keeps.
 
-python -m gpp_plugin.bench._memory_ranks CASE_JSON
+python -m gpp_benchmarks._memory_ranks CASE_JSON
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.bench._memory_pairs import CONFIGS, LEAST_SHARE, SHARES, MemoryCase
+from gpp_benchmarks._memory_pairs import CONFIGS, LEAST_SHARE, SHARES, MemoryCase
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.integrations.deepspeed import GraphPipelineModule, initialize
 from gpp_plugin.integrations.hf_models import build_model_of, config_of, make_example_batch

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from gpp_plugin.bench._paper import PAPER_DEVICES, PAPER_MODELS, paper_request, time_limit
+from gpp_benchmarks._paper import PAPER_DEVICES, PAPER_MODELS, paper_request, time_limit
 from gpp_plugin.errors import PlanError
 from gpp_plugin.library.graphs import build_model
 from gpp_plugin.plan.costs import CostModel

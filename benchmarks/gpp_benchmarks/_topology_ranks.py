@@ -1,6 +1,6 @@
 """One rank of `gpp bench topologies`: one graph on one runtime.
 
-python -m gpp_plugin.bench._topology_ranks SETTINGS_JSON
+python -m gpp_benchmarks._topology_ranks SETTINGS_JSON
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from gpp_plugin.bench._topology_models import (
+from gpp_benchmarks._topology_models import (
     Topology,
     gather_gradients,
     largest_error,
     reference_gradients,
     topologies,
 )
-from gpp_plugin.bench._topology_peers import Step
+from gpp_benchmarks._topology_peers import Step
 from gpp_plugin.integrations.pipeline_peer import join_ranks
 from gpp_plugin.launch import emit_event, end_rank
 
@@ -47,7 +47,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     join_ranks()
     module, _, name = STEPS[settings["system"]].partition(":")
-    make_step = getattr(importlib.import_module(f"gpp_plugin.bench.{module}"), name)
+    make_step = getattr(importlib.import_module(f"gpp_benchmarks.{module}"), name)
     dist.barrier()
     watchdog = threading.Timer(settings["limit_s"], _give_up)
     watchdog.daemon = True

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gpp_plugin.bench._emulated_graphs import (
+from gpp_benchmarks._emulated_graphs import (
     bound_us,
     branch_links,
     chain_links,
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     if args.rounds < 1 or min(args.ranks) < 2 or min(args.forward_ms, args.backward_ms) <= 0:
         raise ConfigError("--rounds, --forward-ms and --backward-ms must be above 0, --ranks at least 2")
-    from gpp_plugin.bench._schedule_orders import slicing_rows, zero_bubble_rows
+    from gpp_benchmarks._schedule_orders import slicing_rows, zero_bubble_rows
     from gpp_plugin.compare.contests import run_contests
 
     race = functools.partial(run_contests, rounds=args.rounds, tell=_tell, is_real_time=args.real_time)

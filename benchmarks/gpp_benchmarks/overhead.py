@@ -72,7 +72,7 @@ def _measure(args: argparse.Namespace, num_ranks: int) -> dict[str, list[Sample]
     print(f"{num_ranks} ranks: {args.rounds} rounds of {', '.join(args.runtimes)}", flush=True)
     times: dict[str, list[Sample]] = {}
     for event in run_ranks(
-        "gpp_plugin.bench._overhead_ranks",
+        "gpp_benchmarks._overhead_ranks",
         [json.dumps(settings)],
         num_ranks=num_ranks,
         timeout_s=START_S + ROUND_S * args.rounds * num_ranks,

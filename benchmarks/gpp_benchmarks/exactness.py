@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from gpp_plugin.bench._exactness_ranks import FAMILIES, MINI_BATCHES, Case, CaseResult, draw_cases
-from gpp_plugin.bench._random_schedules import check_schedule_draws
+from gpp_benchmarks._exactness_ranks import FAMILIES, MINI_BATCHES, Case, CaseResult, draw_cases
+from gpp_benchmarks._random_schedules import check_schedule_draws
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.launch import run_ranks
 
@@ -71,7 +71,7 @@ def _run(cases: list[Case], num_ranks: int) -> Iterator[CaseResult]:
         return
     print(f"{len(cases)} draws on {num_ranks} ranks", flush=True)
     events = run_ranks(
-        "gpp_plugin.bench._exactness_ranks",
+        "gpp_benchmarks._exactness_ranks",
         [json.dumps({"cases": [asdict(case) for case in cases]})],
         num_ranks=num_ranks,
         timeout_s=START_S + CASE_S * len(cases),

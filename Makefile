@@ -1,4 +1,5 @@
-# make demo | test | check: each makes .venv, installs what is missing, runs. `make help` lists them.
+# make demo | test | check | wheel-check | docs: each makes .venv, installs what is missing, runs. `make help` lists
+# them.
 
 PYTHON ?= python3
 VENV := .venv
@@ -20,10 +21,10 @@ endef
 export HAS_TORCH
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check install clean
+.PHONY: help demo test check wheel-check docs install clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
 
 demo: $(STAMP)  ## train a CLIP on handwritten digits on four ranks (about two minutes)
 	$(BIN)/gpp demo $(ARGS)
@@ -31,11 +32,19 @@ demo: $(STAMP)  ## train a CLIP on handwritten digits on four ranks (about two m
 test: $(STAMP)  ## run the tests, one worker a core, e.g. make test WORKERS=0 ARGS="tests/plan -x"
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(ARGS)
 
-check: $(STAMP)  ## lint, formatting, types, import rules
+check: $(STAMP)  ## lint, formatting, types, import rules, documents
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q --durations=0 tests/test_imports.py
+	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+
+wheel-check: $(STAMP)  ## build sdist and wheel, install the wheel elsewhere, and train and plan with it
+	$(BIN)/python .ci/wheel.py
+
+docs: $(STAMP)  ## write the generated pages anew and build all of them into build/site
+	$(BIN)/python .ci/docs.py
+	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 install: $(STAMP)  ## only make .venv and install
 

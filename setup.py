@@ -1,10 +1,21 @@
 """Package metadata of gpp_plugin; tool settings are in pyproject.toml, pinned versions in constraints.txt."""
 
+import ast
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+
+
+def read_version() -> str:
+    """Return ``__version__`` of the package without importing it, and so without what it needs."""
+    tree = ast.parse((HERE / "gpp_plugin" / "__init__.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__":
+            return str(ast.literal_eval(node.value))
+    raise RuntimeError("gpp_plugin/__init__.py assigns no __version__")
+
 
 EXTRAS = {
     "hf": ["transformers>=5.0", "tokenizers>=0.22"],
@@ -20,18 +31,46 @@ EXTRAS = {
         "tensorboard>=2.18",
         "transformers>=5.0",
     ],
-    "dev": ["ruff==0.17.5", "mypy==2.4.1"],
+    "dev": ["ruff==0.17.5", "mypy==2.4.1", "mkdocs==1.6.1"],
 }
 
 setup(
     name="gpp_plugin",
-    version="0.1.0",
+    version=read_version(),
     description="Trains unmodified multi-branch models as a graph of pipeline stages under DeepSpeed",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    author="gpp_plugin maintainers",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["pipeline parallelism", "deepspeed", "pytorch", "multi-modal", "distributed training"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.11",
-    packages=find_packages(include=["gpp_plugin", "gpp_plugin.*"]),
-    package_data={"gpp_plugin": ["py.typed", "clusters/*.json", "models/*.json"]},
+    packages=[
+        *find_packages(include=["gpp_plugin", "gpp_plugin.*"]),
+        "gpp_benchmarks",
+        "gpp_plugin.patches",
+    ],
+    package_dir={
+        "gpp_benchmarks": "benchmarks/gpp_benchmarks",
+        "gpp_plugin.patches": "patches",  # in a checkout beside the package, in a wheel inside it
+    },
+    package_data={
+        "gpp_plugin": ["py.typed", "clusters/*.json", "models/*.json"],
+        "gpp_benchmarks": ["py.typed"],
+        "gpp_plugin.patches": ["README.md", "*/*.patch"],
+    },
     install_requires=[
         "torch>=2.11",
         "deepspeed>=0.19",

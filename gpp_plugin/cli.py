@@ -22,6 +22,8 @@ from gpp_plugin import __version__
 from gpp_plugin.errors import DeviceMissing, GppError
 
 Runner = Callable[[argparse.Namespace], dict[str, Any]]
+BENCHMARKS = "gpp_benchmarks"
+"""The package of the benchmarks: `benchmarks/` in a checkout, beside this one in a wheel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,14 +165,16 @@ def _named_runner(run: Runner) -> Runner:
 
 
 def bench_names() -> list[str]:
-    """Return the benchmarks there are: the public modules of `gpp_plugin.bench`."""
-    package = importlib.import_module("gpp_plugin.bench")
-    names = [module.name for module in pkgutil.iter_modules(package.__path__)]
+    """Return the benchmarks there are: the public modules of `gpp_benchmarks`; none where it is not installed."""
+    spec = importlib.util.find_spec(BENCHMARKS)
+    if spec is None or spec.submodule_search_locations is None:
+        return []
+    names = [module.name for module in pkgutil.iter_modules(spec.submodule_search_locations)]
     return [name.replace("_", "-") for name in names if not name.startswith("_")]
 
 
 def _bench_module(name: str) -> str:
-    return f"gpp_plugin.bench.{name.replace('-', '_')}"
+    return f"{BENCHMARKS}.{name.replace('-', '_')}"
 
 
 def _docstring(module: str) -> str:

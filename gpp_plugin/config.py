@@ -78,6 +78,7 @@ class GraphPipelineConfig(_Block):
     """The ``graph_pipeline`` block, checked.
 
     Args:
+        enabled: false leaves the job to stock DeepSpeed.
         planner: which planner partitions the model.
         stages: exactly that many stages, or what the planner finds best.
         data_parallel: ranks of each stage, or what the planner finds best.
@@ -90,16 +91,18 @@ class GraphPipelineConfig(_Block):
             it is not given it is a layer; for planner dawnpiper, as in its paper, an operator.
         slicing: whether the first micro-batches' forwards run in halves: "auto" where that is shorter, "on", "off",
             or how many of them.
+        memory: what a rank may use, and what may be done to stay below it.
         cluster: the machine's own description, a file, or a description in place.
         plan: a plan made before or written by hand: a file, or in place.
-        profile_dir: where measured costs are kept; None keeps them in the user's cache.
+        profile_dir: where measured costs are kept; null keeps them in the user's cache.
         mode: "sync" steps once a mini-batch; "async" after every micro-batch, on each stage, with a pipeline that never
             drains (PipeDream): a gradient is then as many updates old as the stage holds micro-batches beside it.
         vertical_sync: in mode async, a micro-batch uses weights of the same age on every stage.
         p2p: what carries messages between stages: our own transport, or megatron-core's `P2PCommunicator` on the
             edges that it can carry (`plan.edge_transports`).
         comm_timeout_s: seconds without an answer after which a rank gives up on a message.
-        trace_path: where the measured timeline of each mini-batch is written; None writes none.
+        trace_path: where the measured timeline of each mini-batch is written, as a Chrome trace; `{step}` in the name
+            makes one file a step; null writes none.
         seed: of the parameters of a model built on the meta device, of dropout and of shuffling.
         weights: safetensors directory for a model built on the meta device.
     """

@@ -22,7 +22,8 @@ from typing import Any
 
 from gpp_plugin.errors import GppError, RuntimeFailure
 from gpp_plugin.launch import emit_event, run_ranks
-from gpp_plugin.patch_check import PATCH_DIR, report_patches
+from gpp_plugin.patch_check import report_patches
+from gpp_plugin.patching import PATCHES
 from gpp_plugin.report.units import format_bytes, format_table
 
 Version = tuple[int, ...]
@@ -97,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--patches",
         nargs="?",
         type=Path,
-        const=PATCH_DIR,
+        const=PATCHES,
         metavar="DIRECTORY",
         help="only say which patches the installed DeepSpeed and megatron-core need, and how to apply them",
     )

@@ -20,7 +20,6 @@ from typing import Any
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.report.units import format_table
 
-PATCH_DIR = Path(__file__).parents[1] / "patches"
 _FAULT = "Fault: "
 
 
@@ -84,7 +83,7 @@ def read_patches(folder: Path) -> tuple[Patch, ...]:
     paths = sorted(folder.glob("*/*.patch"))
     if not paths:
         raise ConfigError(
-            f"--patches: no patches in {folder}; they come with gpp_plugin's source tree: give its patches directory"
+            f"--patches: no patches in {folder}; give the directory with the folders PACKAGE-VERSION"
         )
     return tuple(_read_patch(path) for path in paths)
 

@@ -1,4 +1,4 @@
-"""The patches that lie beside this package, and copies of installed packages with them applied."""
+"""The patches that come with this package, and copies of installed packages with them applied."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from importlib import metadata, util
+from importlib import metadata, resources, util
 from pathlib import Path
 
 from gpp_plugin.errors import ConfigError
 
-PATCHES = Path(__file__).parents[1] / "patches"
+
+def _find_patches() -> Path:
+    """Return the folder of the patches: inside the package in a wheel, beside it in a checkout."""
+    package = Path(str(resources.files("gpp_plugin")))
+    inside = package / "patches"
+    return inside if inside.is_dir() else package.parent / "patches"
+
+
+PATCHES = _find_patches()
 MODULES = {"deepspeed": "deepspeed", "megatron-core": "megatron"}
 """Import name of each distribution that has patches."""
 
@@ -31,8 +39,8 @@ def patches_for(package: str) -> tuple[Path, ...]:
     if not found:
         known = sorted(folder.name for folder in PATCHES.glob(f"{package}-*"))
         raise ConfigError(
-            f"there are no patches for {package} {version} (there are for {', '.join(known) or 'none'}); run from a "
-            "checkout of this repository with a pinned release"
+            f"there are no patches for {package} {version} (there are for {', '.join(known) or 'none'}); "
+            "install a release that there are patches for"
         )
     return found
 

@@ -75,14 +75,13 @@ def test_only_integrations_imports(package):
     assert not wrong, "\n".join(wrong)
 
 
-def test_nothing_but_commands_imports_benchmarks():
-    allowed = {PACKAGE / "bench", PACKAGE / "commands"}
+def test_nothing_imports_benchmarks():
+    """They are another package; `gpp bench` imports the one that is asked for by its name."""
     wrong = [
         f"{path.relative_to(PACKAGE.parent)}:{line} imports {name}"
         for path in sorted(PACKAGE.rglob("*.py"))
-        if not allowed & set(path.parents)
         for line, name in imported_modules(path)
-        if name.startswith("gpp_plugin.bench")
+        if name.split(".")[0] == "gpp_benchmarks"
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -12,7 +12,8 @@ import pytest
 
 from gpp_plugin import patch_check
 from gpp_plugin.cli import main
-from gpp_plugin.patch_check import PATCH_DIR, Need, apply_commands, check_patches, package_root, read_patches
+from gpp_plugin.patch_check import Need, apply_commands, check_patches, package_root, read_patches
+from gpp_plugin.patching import PATCHES as PATCH_DIR
 
 PATCHES = read_patches(PATCH_DIR)
 PACKAGES = sorted({patch.package for patch in PATCHES})
@@ -102,8 +103,8 @@ def test_a_directory_without_patches_takes_one_line(
 ) -> None:
     assert main(["doctor", "--patches", str(tmp_path)]) == 1
     assert capsys.readouterr().err == (
-        f"gpp doctor: --patches: no patches in {tmp_path}; they come with gpp_plugin's source tree: give its patches "
-        "directory\n"
+        f"gpp doctor: --patches: no patches in {tmp_path}; give the directory "
+        "with the folders PACKAGE-VERSION\n"
     )
     broken = tmp_path / "deepspeed-1.0" / "0001-nothing.patch"
     broken.parent.mkdir()

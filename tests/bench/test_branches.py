@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from gpp_plugin.bench._emulated_graphs import bound_us, branch_links, emulated_plan
-from gpp_plugin.bench.branches import draw_times
+from gpp_benchmarks._emulated_graphs import bound_us, branch_links, emulated_plan
+from gpp_benchmarks.branches import draw_times
 from gpp_plugin.cli import main
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.simulate.engine import predict_iteration_us

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpp_plugin.bench._emulated_graphs import (
+from gpp_benchmarks._emulated_graphs import (
     bound_us,
     branch_links,
     chain_links,

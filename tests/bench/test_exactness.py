@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from gpp_plugin.bench import _exactness_ranks
-from gpp_plugin.bench._exactness_ranks import Case, CaseResult, draw_cases, run_cases_here
-from gpp_plugin.bench.exactness import FP32_LIMIT, FP64_LIMIT, _failure
+from gpp_benchmarks import _exactness_ranks
+from gpp_benchmarks._exactness_ranks import Case, CaseResult, draw_cases, run_cases_here
+from gpp_benchmarks.exactness import FP32_LIMIT, FP64_LIMIT, _failure
 from gpp_plugin.cli import main
 from tests.ranks import run_kept_ranks
 

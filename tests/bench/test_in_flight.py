@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from gpp_plugin.bench import in_flight
+from gpp_benchmarks import in_flight
 
 
 @pytest.mark.slow

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpp_plugin.bench._memory_models import MODELS, PAPER, paper_batch
-from gpp_plugin.bench.max_batch import PLANNERS, Cell, largest, summarize, zero_rows
+from gpp_benchmarks._memory_models import MODELS, PAPER, paper_batch
+from gpp_benchmarks.max_batch import PLANNERS, Cell, largest, summarize, zero_rows
 from gpp_plugin.library.analytic import profile_model
 from gpp_plugin.library.graphs import build_model
 from gpp_plugin.plan.clusters import read_cluster

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from gpp_plugin.bench import memory
+from gpp_benchmarks import memory
 from gpp_plugin.cli import main
 
 

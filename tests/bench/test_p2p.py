@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from gpp_plugin.bench.p2p import num_messages
+from gpp_benchmarks.p2p import num_messages
 from gpp_plugin.cli import main
 
 

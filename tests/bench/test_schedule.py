@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gpp_plugin.bench.schedule import _calibrated
+from gpp_benchmarks.schedule import _calibrated
 from gpp_plugin.cli import main
 
 

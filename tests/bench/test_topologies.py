@@ -7,8 +7,8 @@ import argparse
 import pytest
 import torch
 
-from gpp_plugin.bench import topologies as bench
-from gpp_plugin.bench._topology_models import (
+from gpp_benchmarks import topologies as bench
+from gpp_benchmarks._topology_models import (
     TopologyStage,
     input_names,
     largest_error,

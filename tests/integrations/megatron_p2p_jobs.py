@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpp_plugin.bench._emulated_graphs import emulated_plan
+from gpp_benchmarks._emulated_graphs import emulated_plan
 from gpp_plugin.errors import CommTimeout
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.ir.samples import SampleRange

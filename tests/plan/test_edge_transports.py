@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpp_plugin.bench._emulated_graphs import chain_links, emulated_plan
+from gpp_benchmarks._emulated_graphs import chain_links, emulated_plan
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.edge_transports import (

@@ -9,10 +9,10 @@ import re
 import networkx as nx
 import pytest
 
-from gpp_plugin.bench._memory_oracle import StageOracle, with_saved_tensors
-from gpp_plugin.bench._oracle import random_dag, random_request
-from gpp_plugin.bench._paper import paper_request
-from gpp_plugin.bench.plan_quality import check_joined
+from gpp_benchmarks._memory_oracle import StageOracle, with_saved_tensors
+from gpp_benchmarks._oracle import random_dag, random_request
+from gpp_benchmarks._paper import paper_request
+from gpp_benchmarks.plan_quality import check_joined
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import dumps, loads

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 
-from gpp_plugin.bench._paper import paper_request
+from gpp_benchmarks._paper import paper_request
 from gpp_plugin.plan.costs import CostModel, ring_us
 from gpp_plugin.plan.estimate import estimate_plan_us
 from gpp_plugin.plan.judge import judge_us

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpp_plugin.bench.plan_quality import check_auto, check_series_parallel
+from gpp_benchmarks.plan_quality import check_auto, check_series_parallel
 
 
 @pytest.mark.parametrize("seed", range(40))

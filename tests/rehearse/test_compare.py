@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from gpp_plugin.bench._emulated_graphs import branch_links, chain_links, emulated_plan, with_in_flight
+from gpp_benchmarks._emulated_graphs import branch_links, chain_links, emulated_plan, with_in_flight
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.rehearse.compare import fit_link, measure_times, predict_from

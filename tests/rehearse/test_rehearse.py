@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from gpp_plugin.bench._emulated_graphs import branch_links, chain_links, emulated_plan, with_in_flight
+from gpp_benchmarks._emulated_graphs import branch_links, chain_links, emulated_plan, with_in_flight
 from gpp_plugin.cli import main
 from gpp_plugin.ir.serialize import fingerprint, load, save
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec

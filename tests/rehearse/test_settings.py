@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from gpp_plugin.bench._emulated_graphs import branch_links, chain_links, emulated_plan
+from gpp_benchmarks._emulated_graphs import branch_links, chain_links, emulated_plan
 from gpp_plugin.cli import main
 from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.ir.plan import StageEdge

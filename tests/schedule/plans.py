@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpp_plugin.bench._random_plans import with_in_flight
+from gpp_benchmarks._random_plans import with_in_flight
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from gpp_plugin.bench._random_plans import forward_only_of, random_plan
+from gpp_benchmarks._random_plans import forward_only_of, random_plan
 from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.program import InstructionKind
 from gpp_plugin.ir.schedule import Task, TaskKind

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from gpp_plugin.bench._random_plans import with_in_flight
+from gpp_benchmarks._random_plans import with_in_flight
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import Stage, StageEdge
 from gpp_plugin.ir.schedule import TaskKind

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from gpp_plugin.bench._random_plans import random_plan
+from gpp_benchmarks._random_plans import random_plan
 from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.plan import Stage, StageEdge
 from gpp_plugin.ir.program import Direction, InstructionKind

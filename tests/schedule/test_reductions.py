@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from gpp_plugin.bench._random_plans import random_plan
+from gpp_benchmarks._random_plans import random_plan
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.program import Instruction, InstructionKind
 from gpp_plugin.schedule.build import build_schedules

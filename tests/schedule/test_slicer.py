@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from gpp_plugin.bench._random_schedules import check_schedule_draw
+from gpp_benchmarks._random_schedules import check_schedule_draw
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.program import Direction
 from gpp_plugin.schedule.build import build_schedules, forward_schedules

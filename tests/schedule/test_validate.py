@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from gpp_plugin.bench._random_plans import check_draw, random_plan
-from gpp_plugin.bench._random_schedules import check_schedule_draws
+from gpp_benchmarks._random_plans import check_draw, random_plan
+from gpp_benchmarks._random_schedules import check_schedule_draws
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.program import Instruction, InstructionKind
 from gpp_plugin.ir.samples import SampleRange

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from gpp_plugin.bench._random_schedules import check_schedule_draw
+from gpp_benchmarks._random_schedules import check_schedule_draw
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.build import build_schedules

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from gpp_plugin.bench._random_plans import forward_only_of, random_plan
+from gpp_benchmarks._random_plans import forward_only_of, random_plan
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.timeline import EventKind
 from gpp_plugin.schedule.build import build_schedules

@@ -1,0 +1,280 @@
+#!/usr/bin/env python3
+"""Writes the generated pages of docs/: the configuration, the commands, and where each algorithm lives.
+
+.venv/bin/python .ci/docs.py [--check]
+
+The configuration comes from the pydantic model and its docstrings, the commands from their argparse parsers, the index
+of algorithms from the ``Source:`` and ``Tests:`` lines of module docstrings. ``--check`` writes nothing; it fails where
+a page would change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+NOTICE = "<!-- Written by .ci/docs.py (make docs) from the source; change that. -->\n"
+OURS = "this project"
+"""The source of what no paper has."""
+
+
+def main() -> int:
+    """Write or check the pages; return 1 where --check finds an old one."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="only say which pages are not up to date")
+    args = parser.parse_args()
+    stale = [name for name, text in pages().items() if _put(ROOT / "docs" / name, text, write=not args.check)]
+    for name in stale:
+        print(f"docs/{name}: {'is out of date; run `make docs`' if args.check else 'written'}")
+    return int(args.check and bool(stale))
+
+
+def pages() -> dict[str, str]:
+    """Return the text of every generated page by its name."""
+    return {
+        "configuration.md": configuration_page(),
+        "commands.md": commands_page(),
+        "algorithms.md": algorithms_page(),
+    }
+
+
+def _put(path: Path, text: str, *, write: bool) -> bool:
+    """Say whether a page differs from what the source says, and write it if asked to."""
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return False
+    if write:
+        path.write_text(text, encoding="utf-8")
+    return True
+
+
+# ---- configuration -------------------------------------------------------------------------------------------
+
+
+def configuration_page() -> str:
+    """Return the reference of the ``graph_pipeline`` block."""
+    from gpp_plugin.config import GraphPipelineConfig, MemoryConfig
+
+    lines = [
+        "# Configuration\n",
+        NOTICE,
+        "The `graph_pipeline` block of the DeepSpeed JSON. Every key is optional; an unknown key, or a value that is "
+        "not possible, is refused with the key's path and what to write instead.\n",
+        "Beside the block, `train_batch_size` is the samples of one optimizer step over the whole graph, and "
+        "`train_micro_batch_size_per_gpu` the *loss unit*: the loss of a step is the mean over losses of that many "
+        "samples each. Left out, one loss sees the whole mini-batch, or its part by `gradient_accumulation_steps`.\n",
+        "`gpp plan --help` lists the planners and schedules there are, those of other packages among them.\n",
+        *_keys(GraphPipelineConfig, ""),
+        "\n## The keys of `memory`\n",
+        *_keys(MemoryConfig, "memory."),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _keys(model: Any, prefix: str) -> Iterator[str]:
+    """Yield a table of the keys of a pydantic model; what they mean stands in its docstring under ``Args:``."""
+    from pydantic import BaseModel
+
+    meanings = _arguments(model)
+    yield "| key | values | default | meaning |"
+    yield "|---|---|---|---|"
+    for name, field in model.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        shown = "as below" if isinstance(default, BaseModel) else f"`{json.dumps(default)}`"
+        yield f"| `{prefix}{name}` | {_cell(field.description or '')} | {shown} | {_cell(meanings[name])} |"
+
+
+def _arguments(model: Any) -> dict[str, str]:
+    """Return name -> text of the ``Args:`` section of a docstring; lines that are indented further go on."""
+    _, _, section = inspect.cleandoc(model.__doc__ or "").partition("Args:\n")
+    found: dict[str, str] = {}
+    for line in textwrap.dedent(section).splitlines():
+        start = re.match(r"(\w+): (.*)", line)
+        if start:
+            found[start[1]] = start[2]
+        elif line.strip() and found:
+            found[list(found)[-1]] += f" {line.strip()}"
+    return found
+
+
+def _cell(text: str) -> str:
+    """Return text as it may stand in a cell: one line, bars escaped, reST's double backticks as Markdown's."""
+    return " ".join(text.replace("``", "`").split()).replace("|", "\\|")
+
+
+# ---- commands ------------------------------------------------------------------------------------------------
+
+
+def commands_page() -> str:
+    """Return the reference of the ``gpp`` command."""
+    from gpp_plugin.cli import COMMANDS, bench_names
+
+    lines = [
+        "# Commands\n",
+        NOTICE,
+        "With `--json` the last line of standard output is one JSON object. The exit code is 0 if it worked, 1 if it "
+        "did not (one line on standard error says why), 2 for wrong usage or a device that is not there.\n",
+    ]
+    for command in COMMANDS:
+        lines += _command(f"gpp {command.name}", (command.name,))
+    lines += ["## gpp bench", "", "Runs a benchmark of the package `gpp_benchmarks`.", ""]
+    for name in bench_names():
+        lines += _command(f"gpp bench {name}", ("bench", name), level=3)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _command(title: str, words: Sequence[str], *, level: int = 2) -> list[str]:
+    """Return the section of one command: its usage, its description and a table of its options."""
+    parser = find_parser(words)
+    actions = [action for action in parser._actions if action.dest not in ("help", "json")]
+    positional = [action for action in actions if not action.option_strings]
+    usage = " ".join([title, *(_operand(action) for action in positional), "[options]"])
+    lines = [f"{'#' * level} {title}", "", f"`{usage}`", "", _description(parser.description or ""), ""]
+    if actions:
+        lines += ["| option | default | meaning |", "|---|---|---|"]
+        lines += [_option(action, parser) for action in actions]
+        lines.append("")
+    return lines
+
+
+def find_parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser of a command or benchmark."""
+    from gpp_plugin.cli import _make_parser
+
+    parser, _ = _make_parser(words)
+    for word in words:
+        (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+        parser = commands.choices[word]
+    return parser
+
+
+def _operand(action: argparse.Action) -> str:
+    name = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
+    return f"[{name}]" if action.nargs in ("?", "*") else name
+
+
+def _option(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
+    if action.option_strings:
+        name = ", ".join(action.option_strings)
+        if action.nargs != 0:
+            choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else ""
+            name += f" {choices or action.metavar or action.dest.upper()}"
+    else:
+        name = _operand(action)
+    # A default that is said in the help already, as (%(default)s), is shown in its own column.
+    text = re.sub(r"\s*\(%\(default\)s\)", "", action.help or "").replace("%%", "%")
+    has_none = action.default is None or action.default is False or action.default in ([], argparse.SUPPRESS)
+    shown = "" if has_none else f"`{_default(action.default)}`"
+    return f"| `{_cell(name)}` | {shown} | {_cell(text % {'default': action.default} if '%(' in text else text)} |"
+
+
+def _default(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _description(text: str) -> str:
+    """Return the paragraphs of a description; those with indented lines, such as tables, as they are."""
+    blocks = []
+    for block in inspect.cleandoc(text).split("\n\n"):
+        if any(line.startswith(" ") for line in block.splitlines()):
+            blocks.append(textwrap.indent(block, "    "))
+        else:
+            blocks.append(" ".join(block.replace("``", "`").split()))
+    return "\n\n".join(blocks)
+
+
+# ---- algorithms ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """What the docstring of a module says of itself."""
+
+    module: str
+    summary: str
+    source: str
+    tests: tuple[str, ...]
+
+
+def algorithms_page() -> str:
+    """Return the index of algorithms, those of papers first, by source."""
+    algorithms = find_algorithms()
+    lines = [
+        "# Where an algorithm lives\n",
+        NOTICE,
+        "From the docstrings of the modules: `Source:` names the paper, with section or algorithm and DOI or arXiv "
+        "number, `Tests:` the files that check it. Deviations from a paper stand in the module's docstring.\n",
+    ]
+    by_source: dict[str, list[Algorithm]] = {}
+    for algorithm in algorithms:
+        by_source.setdefault(_work(algorithm.source), []).append(algorithm)
+    for work in sorted(by_source, key=lambda each: (each == OURS, each.casefold())):
+        lines += [
+            f"## {work[0].upper()}{work[1:]}",
+            "",
+            "| source | what | module | tests |",
+            "|---|---|---|---|",
+        ]
+        lines += [_row(algorithm) for algorithm in by_source[work]]
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _work(source: str) -> str:
+    """Return the work that a source is a part of: all before the first comma or bracket."""
+    return re.split(r"[,(;]", source)[0].strip()
+
+
+def _row(algorithm: Algorithm) -> str:
+    tests = ", ".join(f"`{test}`" for test in algorithm.tests)
+    return f"| {_cell(algorithm.source)} | {_cell(algorithm.summary)} | `{algorithm.module}` | {tests} |"
+
+
+def find_algorithms() -> list[Algorithm]:
+    """Return what is said in the docstrings of all modules, in the order of their names."""
+    found = []
+    for package in (ROOT / "gpp_plugin", ROOT / "benchmarks" / "gpp_benchmarks"):
+        for path in sorted(package.rglob("*.py")):
+            text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            fields = read_fields(text)
+            if "Source" in fields:
+                parts = path.relative_to(package.parent).with_suffix("").parts
+                found.append(
+                    Algorithm(
+                        module=".".join(parts[:-1] if parts[-1] == "__init__" else parts),
+                        summary=" ".join(text.split("\n\n")[0].split()).rstrip("."),
+                        source=fields["Source"],
+                        tests=tuple(fields.get("Tests", "").split(", ")) if fields.get("Tests") else (),
+                    )
+                )
+    return found
+
+
+def read_fields(docstring: str) -> Mapping[str, str]:
+    """Return the ``Source:`` and ``Tests:`` lines of a docstring; indented lines go on with the line above them."""
+    fields: dict[str, str] = {}
+    last = ""
+    for line in docstring.splitlines():
+        start = re.match(r"(Source|Tests): (.*)", line)
+        if start:
+            last = start[1]
+            fields[last] = start[2].strip()
+        elif last and line.startswith(" "):
+            fields[last] += f" {line.strip()}"
+        else:
+            last = ""
+    return fields
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,334 @@
+"""One rank of `gpp bench exactness`: random draws, each against a single process and against itself with delays.
+
+python -m gpp_benchmarks._exactness_ranks SETTINGS_JSON
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpp_benchmarks._linear_stages import (
+    DATA_WIDTH,
+    LinearNetwork,
+    Parameters,
+    linear_network,
+    single_process_gradients,
+    stage_compute,
+)
+from gpp_benchmarks._random_schedules import FAMILIES, Draw, random_draw
+from gpp_plugin.errors import GppError, RuntimeFailure
+from gpp_plugin.ir.program import Direction
+from gpp_plugin.launch import emit_event
+from gpp_plugin.runtime.compute import AutogradCompute
+from gpp_plugin.runtime.executor import StageExecutor
+from gpp_plugin.runtime.transport import GlooTransport
+from gpp_plugin.schedule.validate import validate_programs
+
+MINI_BATCHES = 3
+LEARNING_RATE = 0.02
+LONGEST_DELAY_S = 0.05
+TIMEOUT_S = 60.0
+SCALE_FLOOR = 1e-3
+"""A gradient's error is relative to its norm, or to this share of the largest gradient tensor's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One draw to run.
+
+    Args:
+        has_delays: run it once more with random delays before every task.
+    """
+
+    seed: int
+    family: str
+    has_delays: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseResult:
+    """What came of a case on all ranks.
+
+    Args:
+        fp64_error, fp32_error: largest error of any gradient tensor of any mini-batch.
+        is_equal_delayed: the delayed run has the same bits; None where there was none.
+    """
+
+    seed: int
+    family: str
+    stages: int
+    fp64_error: float
+    fp32_error: float
+    is_equal_delayed: bool | None
+
+
+def draw_cases(num_cases: int, *, seed: int, delayed_every: int) -> list[Case]:
+    """Return cases of all families in turn; every so many of a family are run with delays too."""
+    return [
+        Case(
+            seed=seed + index,
+            family=FAMILIES[index % len(FAMILIES)],
+            has_delays=delayed_every > 0 and index // len(FAMILIES) % delayed_every == 0,
+        )
+        for index in range(num_cases)
+    ]
+
+
+def main() -> None:
+    """Run all cases on this rank; rank 0 reports each."""
+    settings = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    cases = [Case(**case) for case in settings["cases"]]
+    for result in run_cases(cases):
+        if dist.get_rank() == 0:
+            emit_event(event="case", **asdict(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_cases_here(cases: Sequence[Case]) -> list[CaseResult]:
+    """Run cases in a process that has joined a group, and return their results, the same on every rank."""
+    return list(run_cases(cases))
+
+
+def run_cases(cases: Sequence[Case]) -> Iterator[CaseResult]:
+    """Run cases one after the other; collective over all ranks.
+
+    Raises:
+        RuntimeFailure: a draw failed; says which.
+    """
+    groups = _Groups()
+    try:
+        for case in cases:
+            try:
+                yield _run_case(case, groups)
+            except GppError as error:
+                raise RuntimeFailure(f"seed {case.seed}, family {case.family}: {error}") from error
+    finally:
+        groups.close()
+
+
+class _Groups:
+    """The process groups that all cases share: two for messages, one for each set of ranks."""
+
+    def __init__(self) -> None:
+        self.ranks = range(dist.get_world_size())
+        self.messages = {direction: dist.new_group(backend="gloo") for direction in Direction}
+        self.of: dict[frozenset[int], dist.ProcessGroup] = {
+            frozenset(ranks): dist.new_group(ranks, backend="gloo")
+            for size in range(2, len(self.ranks) + 1)
+            for ranks in combinations(self.ranks, size)
+        }
+
+    def close(self) -> None:
+        """Let go of them."""
+        for group in (*self.messages.values(), *self.of.values()):
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
+
+
+def _run_case(case: Case, groups: _Groups) -> CaseResult:
+    draw = random_draw(
+        case.seed, case.family, most_stages=len(groups.ranks), num_ranks=len(groups.ranks), most_ranks=4
+    )
+    validate_programs(draw.plan, draw.schedules, draw.programs)
+    errors = {}
+    is_equal: bool | None = None
+    for dtype in (torch.float64, torch.float32):
+        network = linear_network(draw.plan, draw.forward_only, seed=case.seed, dtype=dtype)
+        batches = _batches(draw, dtype)
+        run = _train(draw, network, batches, groups, longest_delay_s=0.0)
+        errors[dtype] = _error(run, network, batches)
+        if case.has_delays and dtype is torch.float32:
+            delayed = _train(draw, network, batches, groups, longest_delay_s=LONGEST_DELAY_S)
+            is_equal = all(map(_has_same_bits, run.gradients, delayed.gradients))
+    told: list[tuple[float, float, bool | None]] = [(0.0, 0.0, None)] * len(groups.ranks)
+    dist.all_gather_object(told, (errors[torch.float64], errors[torch.float32], is_equal))
+    return CaseResult(
+        seed=case.seed,
+        family=case.family,
+        stages=len(draw.plan.stages),
+        fp64_error=max(one[0] for one in told),
+        fp32_error=max(one[1] for one in told),
+        is_equal_delayed=all(one[2] for one in told) if case.has_delays else None,
+    )
+
+
+def _batches(draw: Draw, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(draw.seed)
+    shape = (draw.plan.mini_batch, DATA_WIDTH)
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(MINI_BATCHES)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """This rank's gradients of each mini-batch, and the parameters they were taken at."""
+
+    gradients: list[dict[str, Tensor]]
+    parameters: list[Parameters]
+
+
+class _Hooks:
+    """The optimizer side of one rank: sums gradients over the stage's ranks, takes a plain step, keeps a copy.
+
+    Ranks of different stages meet nowhere but in their messages: a stage that is done begins the next mini-batch.
+    """
+
+    loss_scale = 1.0
+
+    def __init__(self, parameters: Parameters, group: dist.ProcessGroup | None) -> None:
+        self._parameters = parameters
+        self._group = group
+        self._sums: dict[str, Tensor] = {}
+        self.done = Trained(gradients=[], parameters=[])
+
+    def accumulate(self) -> None:
+        """Leave what autograd added up where it is."""
+
+    @torch.no_grad()
+    def reduce_data(self) -> None:
+        """Sum what has come together since the last time over the stage's ranks, and add it up.
+
+        A rank may have no gradient where another one has: consumers ask only some of a stage's ranks for what is the
+        same for all samples.
+        """
+        counts = torch.tensor([p.grad is not None for p in self._parameters.values()], dtype=torch.int32)
+        if self._group is not None:
+            dist.all_reduce(counts, group=self._group)
+        for count, (name, parameter) in zip(counts.tolist(), self._parameters.items(), strict=True):
+            if not count:
+                continue
+            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            if self._group is not None:
+                dist.all_reduce(gradient, group=self._group)
+            self._sums[name] = self._sums[name] + gradient if name in self._sums else gradient
+            parameter.grad = None
+
+    def reduce_tied(self) -> None:
+        """Do nothing: no parameter is on two stages."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Keep the gradients and where they were taken, and step along them."""
+        self.done.gradients.append(self._sums)
+        self.done.parameters.append({name: p.detach().clone() for name, p in self._parameters.items()})
+        for name, gradient in self._sums.items():
+            self._parameters[name].sub_(gradient, alpha=LEARNING_RATE)
+        self._sums = {}
+
+
+class _Delayed:
+    """An `AutogradCompute` that waits a random time before each task."""
+
+    def __init__(self, compute: AutogradCompute, rng: random.Random, longest_s: float) -> None:
+        self.received, self.outputs = compute.received, compute.outputs
+        self.gradient_outputs, self.gradient_inputs = compute.gradient_outputs, compute.gradient_inputs
+        self._compute = compute
+        self._rng = rng
+        self._longest_s = longest_s
+
+    def _wait(self) -> None:
+        time.sleep(self._rng.uniform(0.0, self._longest_s))
+
+    def forward(
+        self, micro_batch: int, half: int | None, inputs: Sequence[Tensor], received: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Wait, then do it."""
+        self._wait()
+        return self._compute.forward(micro_batch, half, inputs, received)
+
+    def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        """Wait, then do it."""
+        self._wait()
+        return self._compute.backward(micro_batch, gradients)
+
+    def input_gradient(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        """Wait, then do it."""
+        self._wait()
+        return self._compute.input_gradient(micro_batch, gradients)
+
+    def weight_gradient(self, micro_batch: int) -> None:
+        """Wait, then do it."""
+        self._wait()
+        self._compute.weight_gradient(micro_batch)
+
+    def clear(self) -> None:
+        """Forget all micro-batches."""
+        self._compute.clear()
+
+
+def _train(
+    draw: Draw, network: LinearNetwork, batches: Sequence[Tensor], groups: _Groups, *, longest_delay_s: float
+) -> Trained:
+    """Run the mini-batches one behind the other."""
+    rank, plan = dist.get_rank(), draw.plan
+    program = draw.programs[rank]
+    stage = plan.stages[program.stage]
+    parameters = {name: p.clone() for name, p in network.starts[program.stage].items()}
+    hooks = _Hooks(parameters, groups.of[frozenset(stage.ranks)] if stage.degree > 1 else None)
+    compute = stage_compute(network, program, parameters, hooks)
+    delays = random.Random(f"{draw.seed} {rank}")
+    executor = StageExecutor(
+        plan=plan,
+        program=program,
+        compute=_Delayed(compute, delays, longest_delay_s) if longest_delay_s else compute,
+        specs=network.specs,
+        transport=GlooTransport(
+            groups=groups.messages,
+            names=[f"{plan.stages[e.src].name} -> {plan.stages[e.dst].name}" for e in plan.edges],
+            timeout_s=TIMEOUT_S,
+        ),
+        hooks=hooks,
+        device=torch.device("cpu"),
+        loss=compute.outputs[-1] if network.stages[program.stage].has_loss else None,
+    )
+    for data in batches:
+        rows = [stage.samples(m, rank) for m in range(plan.num_micro_batches(program.stage))]
+        inputs = [(data[r.first_sample : r.end],) for r in rows]
+        executor.run(inputs if network.stages[program.stage].reads_data else [()] * len(rows))
+    return hooks.done
+
+
+def _error(run: Trained, network: LinearNetwork, batches: Sequence[Tensor]) -> float:
+    """Return the largest error of a gradient tensor of this rank against one process with the same parameters.
+
+    Collective: every stage tells its parameters.
+    """
+    plan = network.plan
+    told: list[list[Parameters]] = [[] for _ in range(plan.num_ranks)]
+    dist.all_gather_object(told, run.parameters)
+    worst = 0.0
+    for index, (ours, data) in enumerate(zip(run.gradients, batches, strict=True)):
+        parameters = [told[stage.ranks[0]][index] for stage in plan.stages]
+        expected = single_process_gradients(network, parameters, data)
+        known = {n: g for n, g in expected[plan.stage_of_rank(dist.get_rank())].items() if g is not None}
+        everything = [g for of_stage in expected for g in of_stage.values() if g is not None]
+        floor = SCALE_FLOOR * (max((float(g.norm()) for g in everything), default=0.0) or 1.0)
+        for name in ours.keys() | known.keys():
+            zero = torch.zeros(())
+            wanted = known.get(name, zero)
+            worst = max(
+                worst, float((ours.get(name, zero) - wanted).norm()) / max(float(wanted.norm()), floor)
+            )
+    return worst
+
+
+def _has_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+if __name__ == "__main__":
+    main()

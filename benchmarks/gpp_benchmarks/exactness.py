@@ -1,0 +1,148 @@
+"""Random plans, schedules and delays against one process: the gradients must be the same.
+
+Every draw is a random DAG of plain linear stages with mixed micro-batches and degrees on 2 or 4 ranks, under 1F1B,
+GPipe, kFkB, greedy, sliced or zero-bubble schedules (or a mixture), which goes the way of a real plan:
+schedules, lowering, validator, executor, gloo. Three mini-batches run one behind the other, with a step between
+them and nothing that would hold a rank back. Gradients in fp64 must equal those of one process to 1e-12 by the
+norm of each tensor, in fp32 to 1e-5; a share of draws runs once more with a random delay of 0 to 50 ms before
+every task and must give the same bits. More draws go through the validator only, without processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from gpp_benchmarks._exactness_ranks import FAMILIES, MINI_BATCHES, Case, CaseResult, draw_cases
+from gpp_benchmarks._random_schedules import check_schedule_draws
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.launch import run_ranks
+
+FP64_LIMIT = 1e-12
+FP32_LIMIT = 1e-5
+START_S = 60.0
+CASE_S = 30.0
+"""Seconds allowed for one case; a hang ends much earlier, by the time limit of messages."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    parser.add_argument("--cases", type=int, default=300, help="draws to run (%(default)s)")
+    parser.add_argument(
+        "--delayed-every", type=int, default=4, help="run every n-th with delays too; 0: none (%(default)s)"
+    )
+    parser.add_argument("--programs", type=int, default=2000, help="draws for the validator (%(default)s)")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="numbers of ranks (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first draw (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Return a row a family and number of ranks, one for the validator, and whether all is well."""
+    if args.cases < 0 or args.programs < 0 or args.delayed_every < 0 or not set(args.ranks) <= {2, 3, 4}:
+        raise ConfigError(
+            f"--cases {args.cases} --programs {args.programs} --delayed-every {args.delayed_every} --ranks "
+            f"{args.ranks}: give no negative numbers, and 2 to 4 ranks"
+        )
+    rows: list[dict[str, Any]] = []
+    failures: list[str] = []
+    for position, num_ranks in enumerate(args.ranks):
+        share = len(range(position, args.cases, len(args.ranks)))
+        cases = draw_cases(share, seed=args.seed + position * args.cases, delayed_every=args.delayed_every)
+        results = list(_run(cases, num_ranks))
+        rows += _rows(results, num_ranks)
+        failures += [f"{num_ranks} ranks: {line}" for line in map(_failure, results) if line]
+    if args.programs:
+        row, invalid = _validate(args.programs, args.seed)
+        rows.append(row)
+        failures += invalid
+    for row in rows:
+        print(_line(row))
+    for line in failures:
+        print(f"FAILED {line}")
+    return {"rows": rows, "summary": _summary(rows), "failures": failures, "ok": not failures}
+
+
+def _run(cases: list[Case], num_ranks: int) -> Iterator[CaseResult]:
+    if not cases:
+        return
+    print(f"{len(cases)} draws on {num_ranks} ranks", flush=True)
+    events = run_ranks(
+        "gpp_benchmarks._exactness_ranks",
+        [json.dumps({"cases": [asdict(case) for case in cases]})],
+        num_ranks=num_ranks,
+        timeout_s=START_S + CASE_S * len(cases),
+        environment={"OMP_NUM_THREADS": "1"},
+    )
+    for done, event in enumerate(events, start=1):
+        event.pop("event")
+        yield CaseResult(**event)
+        if done % max(1, len(cases) // 5) == 0:
+            print(f"  {done} of {len(cases)}", flush=True)
+
+
+def _rows(results: list[CaseResult], num_ranks: int) -> list[dict[str, Any]]:
+    of_family: dict[str, list[CaseResult]] = defaultdict(list)
+    for result in results:
+        of_family[result.family].append(result)
+    return [
+        {
+            "family": family,
+            "ranks": num_ranks,
+            "draws": len(of_family[family]),
+            "mini_batches": MINI_BATCHES,
+            "fp64_error": max(r.fp64_error for r in of_family[family]),
+            "fp32_error": max(r.fp32_error for r in of_family[family]),
+            "delayed": sum(r.is_equal_delayed is not None for r in of_family[family]),
+            "delayed_equal": sum(r.is_equal_delayed is True for r in of_family[family]),
+        }
+        for family in FAMILIES
+        if of_family[family]
+    ]
+
+
+def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    run = [row for row in rows if "valid" not in row]
+    validated = [row for row in rows if "valid" in row]
+    return {
+        "cases": sum(row["draws"] for row in run),
+        "fp64_error": max((row["fp64_error"] for row in run), default=None),
+        "fp32_error": max((row["fp32_error"] for row in run), default=None),
+        "delayed": sum(row["delayed"] for row in run),
+        "delayed_equal": sum(row["delayed_equal"] for row in run),
+        "programs": sum(row["draws"] for row in validated),
+        "valid_programs": sum(row["valid"] for row in validated),
+    }
+
+
+def _failure(result: CaseResult) -> str | None:
+    where = f"seed {result.seed}, {result.family}"
+    if not result.fp64_error <= FP64_LIMIT:
+        return f"{where}: fp64 gradients differ by {result.fp64_error:.1e}, at most {FP64_LIMIT:g} is allowed"
+    if not result.fp32_error <= FP32_LIMIT:
+        return f"{where}: fp32 gradients differ by {result.fp32_error:.1e}, at most {FP32_LIMIT:g} is allowed"
+    if result.is_equal_delayed is False:
+        return f"{where}: with delays the gradients have other bits"
+    return None
+
+
+def _validate(num_programs: int, seed: int) -> tuple[dict[str, Any], list[str]]:
+    print(f"{num_programs} programs through the validator", flush=True)
+    each, rest = divmod(num_programs, len(FAMILIES))
+    passed, failures = check_schedule_draws(range(seed, seed + each))
+    more, more_failures = check_schedule_draws([seed + each], FAMILIES[:rest])
+    count = sum(passed.values()) + sum(more.values())
+    row = {"family": "all, validated only", "draws": num_programs, "valid": count}
+    return row, [*failures, *more_failures]
+
+
+def _line(row: dict[str, Any]) -> str:
+    if "valid" in row:
+        return f"{row['family']:<20} {row['draws']:5} draws: {row['valid']} valid"
+    return (
+        f"{row['family']:<12} {row['ranks']} ranks {row['draws']:4} draws: error {row['fp64_error']:.1e} in fp64, "
+        f"{row['fp32_error']:.1e} in fp32; with delays {row['delayed_equal']} of {row['delayed']} have the same bits"
+    )

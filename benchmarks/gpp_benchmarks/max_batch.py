@@ -1,0 +1,348 @@
+"""The largest batch each planner fits on A100-40GB over PCIe 4: the shape of DawnPiper's Tables 1 and 2.
+
+A synchronous pipeline runs as many micro-batches as it has stages, all forwards first (GPipe's schedule, as in
+the paper's comparison; --schedule 1f1b for the other); its batch is the mini-batch. An asynchronous one stashes
+weights (PipeDream), and its batch is a micro-batch. Memory optimization is held to a slowdown: the time per
+sample of the longest stage, at most --slowdown times that of the largest plain batch; of the planner's that is
+quickest there, the same limit for all (--reference fastest), or of each planner's own (own). Each planner has
+the granularity and the abilities its paper gives it:
+
+    dawnpiper   operators; swap and recompute by tensor
+    vpipe       layers; swap and recompute by layer; the partition follows time
+    uniform     torchgpipe: layers balanced by time; a stage recomputed whole
+    pipedream   layers balanced by time and communication; no memory optimization
+    zero_2, zero_3   data parallelism over as many ranks, plain; no pipeline, not counted among the baselines
+
+Costs are derived (`profile.analytic`, `library.gemm`), in fp32 with TF32 products and Adam.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from gpp_benchmarks._memory_models import MODELS, operator_graph, paper_batch
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.cluster import Cluster
+from gpp_plugin.ir.profile import Profile
+from gpp_plugin.plan.clusters import read_cluster
+from gpp_plugin.plan.costs import CostModel
+from gpp_plugin.plan.dawnpiper import partition_chain
+from gpp_plugin.plan.layer_chain import partition_gpipe, partition_pipedream
+from gpp_plugin.plan.linear import layer_bounds
+from gpp_plugin.plan.memory_chain import ChainPlan, OptimizerFactory, Partition
+from gpp_plugin.plan.operator_chain import OperatorChain
+from gpp_plugin.plan.vpipe import partition_vpipe
+from gpp_plugin.plan.zero_memory import zero_memory_bytes
+
+PLANNERS: dict[str, tuple[Partition, dict[str, tuple[str, ...]]]] = {
+    "dawnpiper": (partition_chain, {"none": (), "R": ("recompute",), "S+R": ("recompute", "swap")}),
+    "vpipe": (partition_vpipe, {"none": (), "R": ("recompute",), "S+R": ("recompute", "swap")}),
+    "pipedream": (partition_pipedream, {"none": (), "R": (), "S+R": ()}),
+    "uniform": (partition_gpipe, {"none": (), "R": ("recompute",), "S+R": ("recompute",)}),
+}
+OPTIMIZATIONS = ("none", "R", "S+R")
+FINEST = 256
+"""Batches are exact up to here, and to one part in as many beyond."""
+BALANCE_BATCH, PAPER_SPREAD = 2.5, 0.077
+"""Section 5.4: stage times at 2.5 times the micro-batch that vPipe fits without memory optimization, and how far
+the shortest is below the longest on T5 in eight asynchronous stages."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="what to plan")
+    parser.add_argument(
+        "--stages", nargs="+", type=int, default=[4, 8], help="numbers of stages (%(default)s)"
+    )
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=["sync", "async"],
+        default=["sync", "async"],
+        help="modes to search (%(default)s)",
+    )
+    parser.add_argument("--cluster", default="a100_pcie", help="a cluster description (%(default)s)")
+    parser.add_argument("--slowdown", type=float, default=1.5, help="most time per sample (%(default)s)")
+    parser.add_argument(
+        "--reference",
+        choices=["fastest", "own"],
+        default="fastest",
+        help="the plain batch that time is compared with (%(default)s)",
+    )
+    parser.add_argument(
+        "--schedule", choices=["gpipe", "1f1b"], default="gpipe", help="of sync (%(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Return one row a model, number of stages, mode, optimization and planner; ratios in the summary."""
+    if not args.slowdown >= 1.0 or min(args.stages) < 1:
+        raise ConfigError(
+            f"--slowdown {args.slowdown:g} --stages {args.stages}: give a slowdown, and stages, of at least 1"
+        )
+    rows: list[dict[str, Any]] = []
+    balance: list[dict[str, Any]] = []
+    for model in args.models:
+        _report(f"{model}: operators")
+        cluster = read_cluster(args.cluster, num_devices=max(args.stages))
+        graph, profile = operator_graph(model, cluster)
+        costs = CostModel(graph, profile, cluster)
+        for stages in args.stages:
+            for mode in args.modes:
+                _report(f"{model}: {stages} stages, {mode}")
+                cell = Cell(
+                    graph, profile, cluster, model, stages, mode, args.schedule, args.slowdown, args.reference
+                )
+                found = cell.rows()
+                for row in found:
+                    _report(f"  {row['optimization']:5} {row['planner']:10} {_cell_text(row)}")
+                rows += found
+                if mode == "async":
+                    balance += cell.balance(rows)
+            if "sync" in args.modes:
+                rows += zero_rows(costs, model, stages)
+    summary = summarize(rows)
+    _print_table(rows, summary)
+    _print_balance(balance)
+    return {"rows": rows, "balance": balance, "summary": summary}
+
+
+class Cell:
+    """One model on one number of stages in one mode: every planner's largest batch."""
+
+    def __init__(
+        self,
+        graph: BlockGraph,
+        profile: Profile,
+        cluster: Cluster,
+        model: str,
+        stages: int,
+        mode: str,
+        schedule: str,
+        slowdown: float,
+        reference: str = "fastest",
+        limit: int | None = None,
+    ) -> None:
+        self._sources = graph, profile, cluster
+        self._costs = CostModel(graph, profile, cluster)
+        self.model, self.stages, self.mode = model, stages, mode
+        self.schedule = schedule if mode == "sync" else "1f1b"
+        self.slowdown, self.reference = slowdown, reference
+        self._limits = [limit or device.memory_bytes for device in cluster.devices[:stages]]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each optimization and planner."""
+        plain = {name: self._largest(name, "none", float("inf"), 1) for name in PLANNERS}
+        times = [found.us_per_sample for found in plain.values() if found is not None]
+        fastest = min(times, default=0.0)
+        rows = []
+        for optimization in OPTIMIZATIONS:
+            for name, (_, ways) in PLANNERS.items():
+                found = plain[name]
+                if ways[optimization]:
+                    is_own = self.reference == "own" and found is not None
+                    allowed = self.slowdown * (found.us_per_sample if found and is_own else fastest)
+                    start = round(found.local) if found is not None else 1
+                    found = self._largest(name, optimization, allowed, start)
+                rows.append(self._row(optimization, name, found, fastest))
+        return rows
+
+    def _factory(self, name: str, optimization: str, costs: CostModel | None = None) -> OptimizerFactory:
+        return OptimizerFactory(
+            costs if costs is not None else self._costs,
+            limits=self._limits,
+            mode=self.mode,
+            schedule=self.schedule,
+            memory_optimization=PLANNERS[name][1][optimization],
+        )
+
+    def _largest(self, name: str, optimization: str, most_us: float, start: int) -> ChainPlan | None:
+        """Return the plan with the largest micro-batch that fits and takes at most ``most_us`` a sample."""
+        factory, partition = self._factory(name, optimization), PLANNERS[name][0]
+
+        def plan_at(batch: int) -> ChainPlan | None:
+            found = partition(factory.at(batch, self.stages))
+            return found if found.fits and found.us_per_sample <= most_us else None
+
+        return largest(plan_at, start)
+
+    def _row(
+        self, optimization: str, name: str, found: ChainPlan | None, fastest_us: float
+    ) -> dict[str, Any]:
+        micro_batch = round(found.local) if found is not None else 0
+        times = [stage.us for stage in found.stages] if found is not None else []
+        return {
+            "model": self.model,
+            "stages": self.stages,
+            "mode": self.mode,
+            "optimization": optimization,
+            "planner": name,
+            "max_batch": micro_batch * (self.stages if self.mode == "sync" else 1),
+            "micro_batch": micro_batch,
+            "slowdown": found.us_per_sample / fastest_us if found is not None else None,
+            "spread": 1 - min(times) / max(times) if times else None,
+            "plan_cpu_s": self._plan_seconds(name, optimization, micro_batch) if micro_batch else None,
+            "paper": paper_batch(self.model, self.stages, self.mode, optimization, name),
+        }
+
+    def _plan_seconds(self, name: str, optimization: str, micro_batch: int) -> float:
+        """Return the CPU seconds of one plan from the profile on, nothing kept from others."""
+        begin = time.process_time()
+        factory = self._factory(name, optimization, CostModel(*self._sources))
+        PLANNERS[name][0](factory.at(micro_batch, self.stages))
+        return time.process_time() - begin
+
+    def balance(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the stage times of both planners of memory at 2.5 times vPipe's largest plain micro-batch."""
+        plain = next(
+            row["micro_batch"]
+            for row in reversed(rows)
+            if row["planner"] == "vpipe" and row["optimization"] == "none"
+        )
+        micro_batch = round(BALANCE_BATCH * plain)
+        result = []
+        for name in ("dawnpiper", "vpipe"):
+            if not micro_batch:
+                continue
+            found = PLANNERS[name][0](self._factory(name, "S+R").at(micro_batch, self.stages))
+            times = [stage.us for stage in found.stages]
+            result.append(
+                {
+                    "model": self.model,
+                    "stages": self.stages,
+                    "planner": name,
+                    "micro_batch": micro_batch,
+                    "fits": found.fits,
+                    "stage_ms": [us / 1e3 for us in times],
+                    "stage_gb": [stage.memory_bytes / 1e9 for stage in found.stages],
+                    "spread": 1 - min(times) / max(times),
+                }
+            )
+        return result
+
+
+def largest(plan_at: Callable[[int], ChainPlan | None], start: int) -> ChainPlan | None:
+    """Return the plan of the largest batch that has one: doubled from ``start`` while it does, then bisected."""
+    best = plan_at(start)
+    if best is None:
+        return largest(plan_at, 1) if start > 1 else None
+    low, high = start, 2 * start
+    while (found := plan_at(high)) is not None:
+        best, low, high = found, high, 2 * high
+    while high - low > max(1, low // FINEST):
+        middle = (low + high) // 2
+        found = plan_at(middle)
+        if found is None:
+            high = middle
+        else:
+            best, low = found, middle
+    return best
+
+
+def zero_rows(costs: CostModel, model: str, stages: int) -> list[dict[str, Any]]:
+    """Return the largest mini-batches of ZeRO-2 and ZeRO-3 on as many ranks, without memory optimization."""
+    rows = []
+    limit = costs.cluster.devices[0].memory_bytes
+    bounds = layer_bounds([block.name for block in costs.graph.blocks])
+    for zero_stage in (2, 3):
+        batch = 0
+        for step in (1024, 256, 64, 16, 4, 1):
+            while (
+                zero_memory_bytes(
+                    OperatorChain(costs, batch + step), num_ranks=stages, zero_stage=zero_stage, bounds=bounds
+                )
+                <= limit
+            ):
+                batch += step
+        name = f"zero_{zero_stage}"
+        rows.append(
+            {
+                "model": model, "stages": stages, "mode": "sync", "optimization": "none", "planner": name,
+                "max_batch": batch * stages, "micro_batch": batch, "slowdown": None, "spread": None,
+                "plan_cpu_s": None, "paper": paper_batch(model, stages, "sync", "none", name),
+            }
+        )  # fmt: skip
+    return rows
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return mean ratios of dawnpiper over vPipe beside the paper's, and the cells where it is behind."""
+    ratios, behind = [], []
+    for cell, batches in _cells(rows):
+        ours = batches.get("dawnpiper", {}).get("max_batch", 0)
+        behind += [
+            [*cell, name] for name, row in batches.items() if name in PLANNERS and row["max_batch"] > ours
+        ]
+    keys = dict.fromkeys((r["stages"], r["mode"], r["optimization"]) for r in rows)
+    for key in keys:
+        pairs = [
+            (batches["dawnpiper"], batches["vpipe"])
+            for cell, batches in _cells(rows)
+            if cell[1:] == key and "vpipe" in batches and batches["vpipe"]["max_batch"]
+        ]
+        published = [(a["paper"], b["paper"]) for a, b in pairs if a["paper"] and b["paper"]]
+        if pairs:
+            ratios.append(
+                {
+                    "stages": key[0],
+                    "mode": key[1],
+                    "optimization": key[2],
+                    "over_vpipe": statistics.mean(a["max_batch"] / b["max_batch"] for a, b in pairs),
+                    "paper": statistics.mean(a / b for a, b in published) if published else None,
+                }
+            )
+    seconds = [r["plan_cpu_s"] for r in rows if r["planner"] == "dawnpiper" and r["plan_cpu_s"]]
+    return {"ratios": ratios, "behind": behind, "longest_plan_cpu_s": max(seconds, default=None)}
+
+
+def _cells(rows: list[dict[str, Any]]) -> Iterator[tuple[tuple[Any, ...], dict[str, dict[str, Any]]]]:
+    cells: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        cell = row["model"], row["stages"], row["mode"], row["optimization"]
+        cells.setdefault(cell, {})[row["planner"]] = row
+    yield from cells.items()
+
+
+def _report(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _print_table(rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
+    names = [*PLANNERS, "zero_2", "zero_3"]
+    print(f"{'model':12} {'stages':>6} {'mode':6} {'opt':5}" + "".join(f"{name:>20}" for name in names))
+    for (model, stages, mode, optimization), batches in _cells(rows):
+        texts = [_cell_text(batches.get(name)) for name in names]
+        print(f"{model:12} {stages:6} {mode:6} {optimization:5}" + "".join(f"{text:>20}" for text in texts))
+    print("\nlargest batch, slowdown, [paper's]; mean ratio of dawnpiper over vpipe [paper's]:")
+    for ratio in summary["ratios"]:
+        paper = f"[{ratio['paper']:.2f}]" if ratio["paper"] else ""
+        print(
+            f"  {ratio['stages']} {ratio['mode']} {ratio['optimization']}: {ratio['over_vpipe']:.2f} {paper}"
+        )
+    print(f"behind a baseline: {summary['behind'] or 'nowhere'}")
+
+
+def _print_balance(balance: list[dict[str, Any]]) -> None:
+    print(f"\nstage times apart, asynchronous, at {BALANCE_BATCH} x vPipe's plain micro-batch, S+R:")
+    for row in balance:
+        paper = f" [{PAPER_SPREAD:.1%}]" if (row["model"], row["stages"]) == ("t5_780m", 8) else ""
+        is_ours = row["planner"] == "dawnpiper"
+        fits = "" if row["fits"] else ", does not fit"
+        print(
+            f"  {row['model']:12} {row['stages']} stages x {row['micro_batch']}: {row['planner']} "
+            f"{row['spread']:.1%}{paper if is_ours else ''}{fits}"
+        )
+
+
+def _cell_text(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    slowdown = f" {row['slowdown']:.2f}x" if row["slowdown"] else ""
+    paper = f" [{row['paper']}]" if row["paper"] else ""
+    return f"{row['max_batch']}{slowdown}{paper}"

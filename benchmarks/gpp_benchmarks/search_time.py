@@ -1,0 +1,127 @@
+"""How long each planner searches: the paper's models at 4 to 32 devices, and larger ones.
+
+Every planner sees the same blocks, costs and sweep of micro-batch sizes. `uniform` is listed for its plan's
+quality: it searches nothing, it divides layers by a rule.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+from gpp_benchmarks._oracle import bottleneck_us
+from gpp_benchmarks._paper import PAPER_DEVICES, PAPER_MODELS, paper_request, time_limit
+from gpp_plugin.errors import PlanError
+from gpp_plugin.plan.batches import batch_rules
+from gpp_plugin.plan.registry import PlanRequest, make_plan
+
+PLANNERS = ("graphpipe", "auto", "uniform", "pipedream", "autopipe", "piper", "dapple")
+WITHOUT_SEARCH = ("uniform",)
+OURS = ("graphpipe", "auto", "autopipe")
+LONG_SECONDS = 2.0
+"""A search that takes longer is timed once."""
+PAPER_RATIO = {
+    ("mmt", "pipedream"): (21.4, 15.6, 14.7, 15.0),
+    ("dlrm", "pipedream"): (19.3, 11.4, 9.9, 9.2),
+    ("candle_uno", "pipedream"): (20.2, 11.8, 10.7, 10.4),
+    ("mmt", "piper"): (440.5, 165.7, 101.3, 73.7),
+}
+"""Table 1: search time over GraphPipe's at 4, 8, 16, 32 devices."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    parser.add_argument("--models", nargs="+", default=list(PAPER_MODELS), help="models of the library")
+    parser.add_argument(
+        "--devices", nargs="+", type=int, default=list(PAPER_DEVICES), help="numbers of devices (%(default)s)"
+    )
+    parser.add_argument("--planners", nargs="+", default=list(PLANNERS), help="planners to run (%(default)s)")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds a search may take (%(default)s)")
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        default=3,
+        help="searches of each, in turns, of which the median counts (%(default)s)",
+    )
+    parser.add_argument("--large", action="store_true", help="also MMT on 1,024 devices with graphpipe")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Return one row a model, number of devices and planner, and where graphpipe is not the quickest."""
+    rows = []
+    for model in args.models:
+        for devices in args.devices:
+            request = paper_request(model, devices)
+            found = _time_cell(args, model, request)
+            rows += _with_ratios(found, model, devices)
+    if args.large:
+        rows.append(time_search("mmt", paper_request("mmt", 1024), "graphpipe", args.limit))
+    behind = [
+        [row["model"], row["devices"], row["planner"]]
+        for row in rows
+        if row["planner"] not in (*OURS, *WITHOUT_SEARCH)
+        and row["status"] == "ok"
+        and (row.get("over_graphpipe") or 2.0) <= 1.0
+    ]
+    return {"rows": rows, "summary": {"quicker_than_graphpipe": behind}}
+
+
+def _time_cell(args: argparse.Namespace, model: str, request: PlanRequest) -> list[dict[str, Any]]:
+    """Return a row a planner; the planners take turns, so that a busy machine slows all of them."""
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in args.planners}
+    for _ in range(max(args.repeat, 1)):
+        for name, rows in rounds.items():
+            if not rows or (rows[-1]["status"] == "ok" and rows[-1]["seconds"] < LONG_SECONDS):
+                rows.append(time_search(model, request, name, args.limit))
+    return [
+        {
+            **rows[0],
+            "seconds": statistics.median(row["seconds"] for row in rows),
+            "cpu_seconds": statistics.median(row["cpu_seconds"] for row in rows),
+        }
+        for rows in rounds.values()
+    ]
+
+
+def _with_ratios(rows: list[dict[str, Any]], model: str, devices: int) -> list[dict[str, Any]]:
+    ours = next((row["cpu_seconds"] for row in rows if row["planner"] == "graphpipe"), None)
+    for row in rows:
+        paper = PAPER_RATIO.get((model, row["planner"]))
+        is_known = paper is not None and devices in PAPER_DEVICES
+        row["over_graphpipe"] = row["cpu_seconds"] / ours if ours else None
+        row["paper_over_graphpipe"] = paper[PAPER_DEVICES.index(devices)] if paper and is_known else None
+    return rows
+
+
+def time_search(model: str, request: PlanRequest, planner: str, limit: float) -> dict[str, Any]:
+    """Return the row of one search; ``status`` is ok, timeout, or why there is no plan.
+
+    Args:
+        limit: seconds the search may take, of the clock.
+    """
+    row: dict[str, Any] = {
+        "model": model,
+        "devices": request.num_ranks,
+        "planner": planner,
+        "granularity": "block",
+        "micro_batch_sizes": len(batch_rules(request).wishes()),
+        "is_search": planner not in WITHOUT_SEARCH,
+        "bottleneck_us_per_sample": None,
+        "depth": None,
+        "iteration_us": None,
+        "status": "ok",
+    }
+    wall, cpu = time.perf_counter(), time.process_time()
+    try:
+        with time_limit(limit):
+            plan = make_plan(planner, request)
+        row["bottleneck_us_per_sample"] = bottleneck_us(plan.stages)
+        row["depth"], row["iteration_us"] = plan.depth, plan.iteration_us
+    except TimeoutError:
+        row["status"] = f"timeout after {limit:g} s"
+    except PlanError as error:
+        row["status"] = str(error)
+    row["seconds"], row["cpu_seconds"] = time.perf_counter() - wall, time.process_time() - cpu
+    return row

@@ -1,0 +1,76 @@
+"""The counts that .ci/counts.py prints, on a small package and on this one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+FILES = {
+    "small/__init__.py": '"""Documented."""\n',
+    "small/one.py": '''"""Documented,
+in two lines."""
+
+import small.folder.two  # a trailing comment
+from small import numpy  # noqa: F401
+
+LIMIT = 3
+"""Documented too."""
+
+
+class Thing:
+    # a comment
+    text = """two
+lines"""
+
+
+class _Thing:
+    pass
+''',
+    "small/folder/__init__.py": "",
+    "small/folder/one.py": "class Thing:\n    pass\n",
+    "small/folder/two.py": "def later():\n    from .. import one\n    from ..folder import one as other\n    return one, other\n",
+    "small/numpy.py": "def long():\n" + "    print()\n" * 60,
+    "small/bench/one.py": "x = 1\n",
+}
+
+
+def counts_of(*arguments: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-I", str(ROOT / ".ci" / "counts.py"), *arguments, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def test_a_small_package_is_counted_by_hand(tmp_path: Path) -> None:
+    for name, text in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert counts_of(str(tmp_path), "--package", "small") == {
+        "files": 6,
+        "code_lines": 8 + 2 + 4 + 61,
+        "comment_lines": 1,
+        "trailing_comments": 1,
+        "comments_per_thousand": 13.3,
+        "circles": [["small.folder.two", "small.one"]],
+        "longest_folder": "small/folder",
+        "longest_folder_files": 3,
+        "functions_over_60": ["small.numpy:1 long (61 lines)"],
+        "functions_over_35_without_comment": ["small.numpy:1 long (61 lines)"],
+        "duplicate_basenames": {"one.py": ["small.folder.one", "small.one"]},
+        "duplicate_classes": {"Thing": ["small.folder.one", "small.one"]},
+        "named_like_a_dependency": ["small.numpy"],
+    }
+
+
+def test_this_package_is_counted() -> None:
+    counts = counts_of()
+    assert counts["files"] > 100 and counts["code_lines"] > 10_000

@@ -1,7 +1,8 @@
-"""A chain of stages whose compute is a delay, run by DeepSpeed's PipelineEngine and by torch's Schedule1F1B.
+"""Other runtimes on stages whose compute is a delay: what schedules are compared with.
 
-What schedules are compared with: every runtime gets the same delays, the same bytes between neighbours and the
-same micro-batches. The optimizer step and the exchange of the loss are left out for all of them.
+A chain is run by DeepSpeed's PipelineEngine and by torch's Schedule1F1B; a plan, each stage a module, by
+megatron-core's multi-module communicator. Every runtime gets the same delays, the same bytes between neighbours and
+the same micro-batches. The optimizer step and the exchange of the loss are left out for all of them.
 
 From a process that starts ranks::
 
@@ -29,9 +30,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.integrations.megatron_peer import MegatronPeer, PeerModule
 from gpp_plugin.integrations.pipeline_peer import PipelinePeer, join_ranks
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.launch import emit_event, run_ranks
 from gpp_plugin.runtime.delay import wait_us
+from gpp_plugin.simulate.durations import Durations, duration_reader
 
 RUNTIMES = ("deepspeed", "torch_1f1b")
 
@@ -117,11 +122,17 @@ def time_iterations(
     All ranks start an iteration together; its time ends with the last rank.
     """
     times: dict[str, list[float]] = {name: [] for name in iterations}
+    # Repeats outside, contenders inside: a slow second of the machine is shared by all of them instead of
+    # being one contender's. The first rounds, with negative numbers, allocate and connect, and are not kept.
+    #
+    #   repeat   -2      -1      0       1
+    #            a b     a b     a b     a b       times: a from 0 on, b from 0 on
     for repeat in range(-warm_up, repeats):
         for name, iterate in iterations.items():
             dist.barrier()
             start = time.perf_counter()
             iterate()
+            # The clock is read before the reduction, which is only there to find the slowest rank.
             slowest = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             if repeat >= 0:
@@ -130,18 +141,25 @@ def time_iterations(
 
 
 class _Delay(torch.autograd.Function):
-    """Waits in forward and in backward; makes tensors of the right size."""
+    """Waits in forward and in backward; makes tensors of the right shapes."""
 
     @staticmethod
-    def forward(ctx: Any, features: Tensor, weight: Tensor, stage: _DelayStage) -> Tensor:
-        ctx.stage, ctx.size = stage, features.shape
-        wait_us(stage.forward_us)
-        return features.new_zeros(1, stage.num_outputs)
+    def forward(
+        ctx: Any, weight: Tensor, times_us: tuple[float, float], shape: tuple[int, ...], *inputs: Tensor
+    ) -> Tensor:
+        ctx.backward_us, ctx.weight_shape = times_us[1], weight.shape
+        ctx.input_shapes = [tensor.shape for tensor in inputs]
+        wait_us(times_us[0])
+        return weight.new_zeros(shape)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        wait_us(ctx.stage.backward_us)
-        return gradients[0].new_zeros(ctx.size), gradients[0].new_zeros(1), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        wait_us(ctx.backward_us)
+        # Contents do not matter, sizes do: zeros of the inputs' shapes travel back, and the weight's gradient
+        # is what makes autograd call this at all.
+        (gradient,) = gradients
+        made = [gradient.new_zeros(shape) for shape in (ctx.weight_shape, *ctx.input_shapes)]
+        return made[0], None, None, *made[1:]
 
 
 class _DelayStage(nn.Module):
@@ -149,15 +167,16 @@ class _DelayStage(nn.Module):
 
     def __init__(self, *, forward_us: float, backward_us: float, num_outputs: int) -> None:
         super().__init__()
-        self.forward_us, self.backward_us, self.num_outputs = forward_us, backward_us, num_outputs
+        self.times_us, self.shape = (forward_us, backward_us), (1, num_outputs)
         self.weight = nn.Parameter(torch.zeros(1))
 
     def forward(self, features: Tensor) -> Tensor:
-        result: Tensor = _Delay.apply(features, self.weight, self)  # type: ignore[no-untyped-call]
+        result: Tensor = _Delay.apply(self.weight, self.times_us, self.shape, features)  # type: ignore[no-untyped-call]
         return result
 
 
 def _stages(chain: Chain) -> list[_DelayStage]:
+    # float32: 4 bytes each. The last stage hands on nothing but a loss of one number.
     floats = [max(1, size // 4) for size in chain.boundary_bytes]
     return [
         _DelayStage(forward_us=forward, backward_us=backward, num_outputs=count)
@@ -176,6 +195,8 @@ def _deepspeed_iteration(chain: Chain) -> Iteration:
     row = torch.zeros(1, 1)
 
     def iterate() -> None:
+        # The data is one number a micro-batch: only the first stage
+        # reads it, and its delay stands for the rest.
         peer.run(iter([(row, row)] * chain.num_micro_batches))
 
     return iterate
@@ -196,6 +217,62 @@ def _torch_iteration(chain: Chain) -> Iteration:
             schedule.step(target=rows, return_outputs=False)
         else:
             schedule.step()
+
+    return iterate
+
+
+def make_megatron_iteration(plan: PipelinePlan, durations: Durations | None) -> Iteration:
+    """Return this rank's part of one iteration of ``plan``; collective over its ranks.
+
+    Args:
+        plan: one rank a stage, equal micro-batches, one tensor a stage, and one stage that nothing is sent from.
+        durations: of single tasks; the plan's own if None.
+    """
+    # The communicator is told modules (name, ranks, who consumes what) and makes its own order; the plan
+    # gives it only stages, edges and times. CLIP in three stages of one rank each becomes
+    #
+    #   vision (rank 0) --.
+    #                      >-- loss (rank 2)         consumers: vision -> (loss,), text -> (loss,), loss -> ()
+    #   text   (rank 1) --'
+    consumers: Mapping[int, list[str]] = {index: [] for index in range(len(plan.stages))}
+    for edge in plan.edges:
+        consumers[edge.src].append(plan.stages[edge.dst].name)
+    modules = [
+        PeerModule(
+            name=stage.name,
+            first_rank=stage.ranks[0],
+            stages=1,
+            degree=1,
+            tensor=1,
+            consumers=tuple(consumers[index]),
+        )
+        for index, stage in enumerate(plan.stages)
+    ]
+    rank = dist.get_rank()
+    index = plan.stage_of_rank(rank)
+    samples = plan.stages[index].micro_batch_size
+    (rows, columns) = plan.tensors[0].shape_for(samples)
+    # [rows of the micro-batch, 1, float32 values a row]: the axes b, s, h of the communicator's
+    # ``dim_mapping``, which takes tensors of three axes only. 8 rows of 4 KiB are (8, 1, 1024).
+    shape = (rows, 1, columns)  # the communicator's tensors have three dimensions
+    peer = MegatronPeer(modules, shape=shape, dtype=torch.float32)
+    made = shape if consumers[index] else ()  # the last stage makes a loss
+    weight = torch.zeros(1, requires_grad=True)
+    read = duration_reader(plan, durations)
+
+    def time_us(kind: TaskKind, micro_batch: int) -> float:
+        return read(Task(stage=index, kind=kind, micro_batch=micro_batch), rank)
+
+    def forward(micro_batch: int, received: Mapping[str, Tensor]) -> Tensor:
+        times = (time_us(TaskKind.FORWARD, micro_batch), time_us(TaskKind.BACKWARD, micro_batch))
+        output: Tensor = _Delay.apply(weight, times, made, *received.values())  # type: ignore[no-untyped-call]
+        return output
+
+    def iterate() -> None:
+        # Else every micro-batch's zeros would be added to those of
+        # iterations before: work no other contender does.
+        weight.grad = None
+        peer.run(forward, num_micro_batches=plan.num_micro_batches(index))
 
     return iterate
 

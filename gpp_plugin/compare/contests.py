@@ -18,8 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpp_plugin.compare.chains import Chain, Iteration, make_iteration, time_iterations
-from gpp_plugin.compare.emulated_megatron import make_megatron_iteration
+from gpp_plugin.compare.chains import (
+    Chain,
+    Iteration,
+    make_iteration,
+    make_megatron_iteration,
+    time_iterations,
+)
 from gpp_plugin.compare.priority import check_priority, real_time
 from gpp_plugin.integrations.pipeline_peer import join_ranks
 from gpp_plugin.ir.plan import PipelinePlan
@@ -30,6 +35,8 @@ from gpp_plugin.launch import emit_event, end_rank, run_ranks
 from gpp_plugin.rehearse.rank import RehearsalRank
 from gpp_plugin.rehearse.settings import RehearsalSettings
 
+# The time limit of a run, in s: imports and connections take SECONDS_PER_RANK for each rank where ranks share
+# few cores; SLOWNESS is how much longer than planned a round may take before something must be stuck.
 SECONDS_PER_RANK = 15.0
 LEAST_SECONDS = 180.0
 SLOWNESS = 5.0
@@ -91,6 +98,14 @@ def run_contests(
     """
     if is_real_time:
         check_priority()
+    # What the ranks read and write in the folder, for contest 0 with plans a and b in 2 rounds:
+    #
+    #   task.json                             what is run; rank 0 emits one event a contest when it is done
+    #   0.a.plan.json    0.b.plan.json        read by every rank
+    #   0.a.0.json 0.a.1.json  0.b.0.json ... timelines by round, written by rank 0 before its event
+    #
+    # Either timelines or times: recording events costs time, so a contest
+    # with timelines is not timed from outside.
     outcomes: dict[str, Outcome] = {}
     with tempfile.TemporaryDirectory(prefix="gpp_contests_") as name:
         folder = Path(name)
@@ -104,6 +119,7 @@ def run_contests(
             __name__,
             [str(folder)],
             num_ranks=num_ranks,
+            # Two rounds more than asked for: the warm-up's.
             timeout_s=LEAST_SECONDS + SECONDS_PER_RANK * num_ranks + SLOWNESS * seconds * (rounds + 2),
             environment={"DS_ACCELERATOR": "cpu"},
         )
@@ -144,6 +160,8 @@ def main() -> None:
     torch.set_num_threads(1)
     join_ranks()
     for number, contest in enumerate(task["contests"]):
+        # JSON knows no tuples as keys, so `_write` made a list of
+        # [stage, kind, micro-batch, us] of each mapping.
         read = {name: load(PipelinePlan, folder / f"{number}.{name}.plan.json") for name in contest["plans"]}
         durations = {
             name: {(stage, TaskKind(kind), micro_batch): us for stage, kind, micro_batch, us in times}
@@ -162,6 +180,8 @@ def main() -> None:
             for name in contest["megatron"]
         }
         times: dict[str, list[float]] | None = None
+        # Only while something is measured: a real-time process that
+        # spins in an import would starve the machine.
         with real_time() if task["is_real_time"] else contextlib.nullcontext():
             if contest["has_timelines"]:
                 _record(plans, folder, number, task["rounds"])
@@ -169,11 +189,13 @@ def main() -> None:
                 times = time_iterations(iterations, repeats=task["rounds"])
         if dist.get_rank() == 0:
             emit_event(contest=number, times_ms=times)
+    # A rank that ends while another still reads its messages makes gloo report a lost connection.
     dist.barrier()
     end_rank()
 
 
 def _record(plans: dict[str, RehearsalRank], folder: Path, number: int, rounds: int) -> None:
+    # One round of warm-up, -1, which is not saved.
     for round_number in range(-1, rounds):
         for name, plan in plans.items():
             timeline = plan.run()

@@ -56,6 +56,8 @@ def compare_emulated(settings: CompareSettings, *, scale_time: float, tell: Tell
         )
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as each rank has
     built = build_model(settings)
+    # One folder of measured costs for both modes: the second one plans on the very numbers the first one
+    # measured, as far as both need the same, so the two differ by their planners alone.
     planned: dict[str, _Planned | str] = {}
     with tempfile.TemporaryDirectory(prefix="gpp_profiles_") as folder:
         for mode in modes:
@@ -84,6 +86,9 @@ def _plan(
 
 def _run(planned: dict[str, _Planned], settings: CompareSettings, tell: Tell) -> dict[str, list[float]]:
     """Return the times of every step in ms; the modes take turns where they need the same number of ranks."""
+    # By number of ranks: {4: {"plans": {"graph": ...}, "chain": ..., "runtimes": ...}} where both need 4, so
+    # that they alternate; {4: {"plans": ...}, 2: {"chain": ..., ...}} where stock is a chain of 2 replicated
+    # twice, of which one replica is run: replicas only meet at the reduction, which is left out for all.
     contests: dict[int, dict[str, Any]] = {}
     if GRAPH in planned:
         plan = planned[GRAPH].plan
@@ -113,6 +118,8 @@ def stock_chain(plan: PipelinePlan, reference: Reference) -> Chain | None:
     return Chain(
         forward_us=tuple(stage.forward_us for stage in plan.stages),
         backward_us=tuple(stage.backward_us for stage in plan.stages),
+        # Bytes of one micro-batch: what a chain sends at a cut is everything made before it and read after
+        # it, also what only passes through a stage (CLIP's image embedding through the text tower).
         boundary_bytes=tuple(cut_bytes(cut, specs, plan.loss_unit) for cut in cuts),
         num_micro_batches=plan.num_micro_batches(0),
     )
@@ -128,6 +135,8 @@ def _row(
     if not times_ms:
         return {**row, "refused": "the plan is a single stage: there is no pipeline to emulate"}
     iteration_ms = statistics.median(times_ms)
+    # Rank-microseconds of compute in a mini-batch: 8 micro-batches of 3 + 6 us on a stage of 2 ranks are 144.
+    # The bubble is the share of all ranks' measured time that is not one of them.
     busy_us = [
         plan.num_micro_batches(i) * (s.forward_us + s.backward_us) * s.degree
         for i, s in enumerate(plan.stages)

@@ -100,6 +100,7 @@ def _huggingface_model(settings: CompareSettings) -> BuiltModel:
     config = config_of(TINY[name], name) if name in TINY else read_hf_config(name)
     model = build_model_of(config)
     example = make_example_batch(model, num_samples=settings.mini_batch, length=settings.length)
+    # 0 where the batch holds no token ids (a vision model); then nothing below is drawn from it.
     vocabulary = config.get_text_config().vocab_size if "input_ids" in example or "labels" in example else 0
 
     def batch_at(step: int) -> Batch:
@@ -136,6 +137,15 @@ def _library_model(settings: CompareSettings) -> BuiltModel:
 
 def _own_model(settings: CompareSettings) -> BuiltModel:
     module_name, _, function_name = settings.model.partition(":")
+    # What may come back, checked in this order so that each mistake has its own advice:
+    #
+    #   module:function                       imported from the working directory, as ``python -m`` would
+    #   function() -> (model, batch)          a pair with an nn.Module
+    #     batch = {"input_ids": [n, length]}  resized to train_batch_size samples, the same in every step
+    #     batch = lambda step: {...}          drawn a step; must have train_batch_size samples itself
+    #
+    # Every process calls the function with the same torch seed, set by
+    # `build_model`: all hold the same weights.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -181,6 +191,8 @@ def cut_batch(batch: Mapping[str, Any], num_samples: int) -> list[Batch]:
     """Cut a batch into parts of ``num_samples`` samples."""
     rows = rows_per_sample(batch)
     parts = []
+    # An entry may have several rows a sample (two images each): count = 2 cuts samples 2..3 as rows 4..7. One
+    # without a batch axis (count 0) goes whole with every part.
     for first in range(0, count_samples(batch), num_samples):
         part = dict(batch)
         for key, count in rows.items():

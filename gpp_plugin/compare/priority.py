@@ -36,6 +36,9 @@ def real_time() -> Iterator[None]:
 
 
 def _set_policy(policy: int, priority: int) -> None:
+    # sched_setscheduler(2) sets one thread, not a process; threads that come later inherit from the one that
+    # starts them. A thread that ends between the listing and the call is no error. SCHED_RR at priority 1,
+    # the lowest of the real-time ones: still before every ordinary program, and ranks on one core take turns.
     for name in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):
             os.sched_setscheduler(int(name), policy, os.sched_param(priority))

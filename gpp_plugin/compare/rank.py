@@ -117,6 +117,9 @@ class _Ranks:
 
     def commands(self, path: str) -> Iterator[dict[str, Any]]:
         """Yield commands on every rank until there are no more."""
+        # Only rank 0 holds the FIFO; the others learn of commands by a collective in
+        # which they sleep, instead of by reading files in a loop while another mode is
+        # measured. An empty line, "{}", is the end.
         stream = open(path, encoding="utf-8") if self.is_first else None  # noqa: SIM115
         while True:
             own = json.loads(stream.readline() or "{}") if stream is not None else None
@@ -149,12 +152,15 @@ def main() -> None:
         if mode == SINGLE:
             trainer: _Single | _Pipeline = _Single(built, settings)
         else:
+            # Each mode measures costs in a folder of its own: stock must
+            # not profit from what graph has measured.
             profiles = str(Path(sys.argv[1]).with_name(f"{mode}_profiles"))
             trainer = _Pipeline(built, settings.config_of(mode, profiles))
     except GppError as error:
         if is_first:
             emit_event(refused=str(error))
             return
+        # If this rank failed at once, the launcher might end rank 0 before it has said why.
         time.sleep(_LAST_WORDS_S)
         raise
     ranks = _Ranks(settings)
@@ -170,6 +176,8 @@ def main() -> None:
 def _obey(
     command: dict[str, Any], trainer: _Single | _Pipeline, built: BuiltModel, ranks: _Ranks
 ) -> dict[str, Any]:
+    # By number, not by a stream: every mode trains on the same batch in
+    # the same step, however often it is asked.
     batch = built.batch_at(command["step"])
     ranks.meet()
     if command["measure"] == "bubble":
@@ -179,12 +187,15 @@ def _obey(
         inputs = [value for value in batch.values() if isinstance(value, torch.Tensor)]
         with memory.watch([*trainer.module.parameters(), *trainer.module.buffers(), *inputs]):
             trainer.train(batch)
+        # On CUDA the allocator counts everything; only on a CPU does a
+        # plan's own count replace the saved tensors.
         counted = trainer.counted_bytes() if trainer.device.type == "cpu" else None
         return {
             "peak_bytes_by_rank": ranks.gather(memory.peak_bytes if counted is None else counted),
             "parameter_bytes_by_rank": ranks.gather(resident_bytes(trainer.module)),
             "memory_measure": memory.measure,
         }
+    # A step takes as long as its slowest rank, in ms; the meeting above makes all of them start together.
     start = time.perf_counter()
     loss = trainer.train(batch)
     seconds = max(ranks.gather(time.perf_counter() - start))

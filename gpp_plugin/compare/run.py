@@ -127,6 +127,13 @@ def compare_modes(settings: CompareSettings, *, tell: Tell) -> list[ModeResult]:
     with tempfile.TemporaryDirectory(prefix="gpp_compare_") as name, ExitStack() as stack:
         folder = Path(name)
         (folder / "settings.json").write_text(settings.to_json(), encoding="utf-8")
+        # All modes' processes are there at once and take turns, so that each step of every mode meets
+        # the machine in the same state; those that wait sleep in a read. They start one after the
+        # other, since they profile while they start.
+        #
+        #   single   | start |  .   |   .   | s0 |    |    | s1 |    |    |
+        #   stock    |       | start|   .   |    | s0 |    |    | s1 |    |
+        #   graph    |       |      | start |    |    | s0 |    |    | s1 |
         jobs = []
         for mode in settings.modes:
             job = stack.enter_context(_Job(mode, settings, folder))
@@ -152,6 +159,7 @@ def _take_steps(jobs: list[_Job], settings: CompareSettings, tell: Tell) -> None
         if step < settings.warm_up or (step + 1 - settings.warm_up) % max(1, settings.steps // 5) == 0:
             times = ", ".join(f"{job.result.mode} {job.result.losses[-1]:.4f}" for job in jobs)
             tell(f"step {step + 1} of {timed}: loss {times}")
+    # Bubbles and memory last, since timelines and saved-tensor hooks slow the steps in which they are taken.
     for job in jobs:
         bubbles = [job.step(timed + i, "bubble")["bubble"] for i in range(BUBBLE_STEPS)]
         job.result.bubble = statistics.median(bubbles) if None not in bubbles else None

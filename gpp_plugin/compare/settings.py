@@ -84,6 +84,7 @@ class CompareSettings:
         config = copy.deepcopy(self.ds_config)
         block = dict(config.get("graph_pipeline") or {})
         if mode == STOCK:
+            # The rest of the block (micro-batch sizes, cluster, time limits) holds for a chain as well.
             block = {key: value for key, value in block.items() if key not in _GRAPH_ONLY}
             block["planner"] = "stock_1f1b"
         config["graph_pipeline"] = {**block, "enabled": True, "profile_dir": profile_dir}

@@ -37,6 +37,8 @@ class SingleProcess:
         self._clipping = stage.gradient_clipping
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._parameters = list(trained.values())
+        # As DeepSpeed trains in bf16: the optimizer steps float32 masters, which are copied into the model's
+        # weights after each step. In float32 masters and weights are equal, and the copy changes nothing.
         self._masters = [nn.Parameter(p.detach().float().clone()) for p in self._parameters]
         for parameter in model.parameters():
             if parameter.is_floating_point():
@@ -57,6 +59,9 @@ class SingleProcess:
         total = 0.0
         for unit in units:
             loss = _loss_of(self.model(**{key: self._placed(value) for key, value in unit.items()}))
+            # The mean over B / u loss units, each of u samples, as the configuration defines it: 8
+            # samples in units of 2 are 4 losses, each weighted with 1/4. Divided before the backward,
+            # not after, as the graph seeds it (u / B).
             (loss / len(units)).backward()
             total += float(loss.detach()) / len(units)
         for parameter, master in zip(self._parameters, self._masters, strict=True):
@@ -65,6 +70,8 @@ class SingleProcess:
         if self._clipping > 0:
             torch.nn.utils.clip_grad_norm_(self._masters, self._clipping)
         self._optimizer.step()
+        # Publish before the first step (in `__init__`) and behind each: the
+        # rate of a step is the schedule's before it.
         self._rates.step()
         self._rates.publish(self._optimizer)
         with torch.no_grad():

@@ -46,6 +46,13 @@ class EmulatedCompute:
         task_us: TaskMicroseconds,
         tensor_group: dist.ProcessGroup | None = None,
     ) -> None:
+        # A stage with one rank of 4 samples, an output of hidden [samples, 8, 16] holds
+        #
+        #   _made       {4: [zeros [4, 8, 16]], 2: [zeros [2, 8, 16]]}  of a whole and of half a forward
+        #   _gradients  [zeros [4, 8, 16]]                                 in the order of gradient_inputs
+        #
+        # and no others: messages are only read while they travel, so the same tensor may be
+        # sent many times at once.
         self.received = _names(edge for edge in plan.edges if edge.dst == stage)
         self.outputs = _names(edge for edge in plan.edges if edge.src == stage)
         self.gradient_outputs = gradients.outputs
@@ -54,6 +61,8 @@ class EmulatedCompute:
         self._tensor_group = tensor_group
         self._meeting = torch.zeros(1)
         own = plan.stages[stage]
+        # The axis along which a stage's tensor ranks hold shards of a tensor; the two ends of an
+        # edge may differ in it.
         axes = {
             name: edge.src_shard_axis if edge.src == stage else edge.dst_shard_axis
             for edge in plan.edges
@@ -100,6 +109,7 @@ class EmulatedCompute:
         """Forget nothing: nothing is kept."""
 
     def _run(self, kind: TaskKind, micro_batch: int, half: int | None = None) -> None:
+        # Before the delay, not after: real tensor ranks meet in the first collective of a task.
         if self._tensor_group is not None:
             dist.all_reduce(self._meeting, group=self._tensor_group)
         wait_us(self._task_us(kind, half, micro_batch))
@@ -125,6 +135,8 @@ class EmulatedHooks:
     ) -> None:
         self._data_group = data_group
         self._world_group = world_group
+        # The whole size is held, if only once: sending one small piece repeatedly would stay in a
+        # cache and look faster.
         floats = round(gradient_bytes / FLOAT_BYTES) if data_group is not None else 0
         self._gradients = torch.zeros(floats)
         self._norm = torch.zeros(1)

@@ -20,6 +20,8 @@ def make_programs(plan: PipelinePlan, *, validate: bool = True) -> tuple[RankPro
     Raises:
         ScheduleError: they would deadlock, reorder messages or exceed their in-flight counts.
     """
+    # The parent validates once, before a process starts; each of its ranks lowers again, to the same
+    # programs, without repeating the proof.
     frozen = forward_only_stages(plan)
     schedules = build_schedules(plan, forward_only_stages=frozen)
     programs = lower_schedules(plan, schedules, forward_only_stages=frozen)
@@ -46,6 +48,7 @@ def scale_times(plan: PipelinePlan, factor: float) -> PipelinePlan:
     """Return the plan with every task ``factor`` times as long."""
     if factor == 1.0:
         return plan
+    # 0 stays 0, which means "not measured" for halves and split backwards (`stage_task_us`).
     names = ("forward_us", "backward_us", "half_forward_us", "input_gradient_us", "weight_gradient_us")
     stages = tuple(
         dataclasses.replace(stage, **{name: getattr(stage, name) * factor for name in names})

@@ -57,6 +57,14 @@ class RehearsalRank:
         has_step: bool = True,
         durations: Durations | None = None,
     ) -> None:
+        # In this order on every rank, since making a group is a collective of all ranks, members or not:
+        #
+        #   data groups, tensor groups   a row of ranks each, stage by stage
+        #   transport                    one channel a pair of ranks and direction
+        #   norm groups                  mode async only
+        #
+        # For stages vision = ranks (0, 1), text = (2), loss = (3): one data group (0, 1), nothing else;
+        # groups of one rank are not made at all.
         rank = dist.get_rank()
         timeout_s = settings.comm_timeout_s or LEAST_COMM_TIMEOUT_S
         windows = make_windows(plan, validate=False) if plan.mode == "async" else None
@@ -77,6 +85,8 @@ class RehearsalRank:
             timeout_s=timeout_s,
         )
         own = None if windows is None else windows.of_rank(rank)
+        # Asynchronous programs differ by window; what a stage receives and sends is the same in
+        # the last, steady one.
         program = programs[rank] if own is None else own.steps[-1]
         index = program.stage
         read = duration_reader(plan, durations)
@@ -118,6 +128,7 @@ class RehearsalRank:
                 window=window,
             )
 
+        # Model inputs are not rehearsed: no batch is loaded, so each micro-batch has an empty tuple of them.
         self._inputs: list[tuple[Tensor, ...]] = [()] * plan.num_micro_batches(index)
         self._windows = None if own is None else WindowRunner.make(own, make, mini_batch=plan.mini_batch)
         self._executor = make(program) if own is None else None
@@ -138,6 +149,11 @@ class RehearsalRank:
         return None if timeline is None else dataclasses.replace(timeline, source="rehearsed")
 
     def _run(self, *, record: bool) -> list[Event]:
+        # A window's events number micro-batches from its own program; `_later` adds the shift since the
+        # pipeline was empty, so that all windows read as the one long mini-batch that they are simulated as:
+        #
+        #   window 1 (shift 0)   0F0 0F1 0B0        window 3 of programs that repeat from 2 on, M = 2: shift 2
+        #   window 2 (shift 0)   0F2 0B1 0F3 0B2    0F2 -> 0F4, 0B1 -> 0B3, 0F3 -> 0F5, 0B2 -> 0B4
         if self._executor is not None:
             return self._executor.run(self._inputs, record=record).events
         runner = self._windows
@@ -181,6 +197,7 @@ def main() -> None:
     rank = RehearsalRank(plan, settings)
     if is_first:
         emit_event(event="ready")
+    # Step -1 warms up: connections are made and buffers touched for the first time.
     for step in range(-1, settings.steps):
         timeline = rank.run()
         if timeline is not None and step >= 0:

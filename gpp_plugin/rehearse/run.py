@@ -35,6 +35,7 @@ from gpp_plugin.simulate.asynchronous import (
 )
 from gpp_plugin.simulate.engine import predict_iteration_us
 
+# Limits of time in s: 16 ranks may take 180 + 160 s to start, and a mini-batch ten times what was planned.
 START_TIMEOUT_S = 180.0
 START_S_PER_RANK = 10.0
 """Time for processes to start: they import torch side by side on however few cores there are."""
@@ -104,6 +105,13 @@ def rehearse_plan(
         ScheduleError: its programs are unsafe.
         RuntimeFailure: a rank failed or took too long.
     """
+    # What can be refused is refused before a process starts, the cheap checks first: ranks and
+    # tensors, then memory, then the proof of the programs. Times are scaled before that proof, which
+    # orders messages by them.
+    #
+    #   plan --scale_time--> scaled --windows--> rehearsed         (mode async: many windows as one)
+    #                          |                    '-- simulated, measured, reported
+    #                          '-- saved and run by the ranks, which lower it again to the same programs
     check_rehearsable(plan)
     check_memory(plan, settings, free_memory_bytes())
     scaled = scale_times(plan, settings.scale_time)
@@ -114,6 +122,7 @@ def rehearse_plan(
         save(scaled, folder / "plan.json")
         _run(folder, scaled, settings, planned_us, tell)
         recorded = [load(Timeline, folder / f"timeline{i}.json") for i in range(settings.steps)]
+    # Ranks name the scaled plan they were given; a reader looks for the one on disk.
     timelines = tuple(dataclasses.replace(timeline, plan=fingerprint(plan)) for timeline in recorded)
     times = measure_times(rehearsed, timelines)
     return Rehearsal(
@@ -179,6 +188,8 @@ def comm_timeout_s(settings: RehearsalSettings, planned_us: float) -> float:
 def free_memory_bytes() -> float:
     """Return the bytes this machine can still give out, counting what it would drop from its file cache."""
     try:
+        # MemFree leaves out the page cache, which a freshly loaded machine is full of; MemAvailable (kernel
+        # 3.14 on) counts what of it could be dropped.
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
                 return float(line.split()[1]) * 1024

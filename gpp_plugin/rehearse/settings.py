@@ -65,6 +65,10 @@ def check_rehearsable(plan: PipelinePlan) -> None:
     Raises:
         PlanError: it says what is missing and how to get it.
     """
+    # In the order in which later checks may rely on earlier ones; a plan comes from a file that anyone may
+    # have edited: stages, ranks 0..n-1 once each (0, 1, 1, 3 points at the second 1), times, dtypes, and the
+    # shape of all that is sent. Memory and programs are checked elsewhere (`check_memory`,
+    # `run._check_programs`).
     if not plan.stages:
         raise PlanError("the plan has no stages; make it anew with gpp plan --out")
     ranks = sorted(rank for stage in plan.stages for rank in stage.ranks)
@@ -119,6 +123,11 @@ def scale_tensors(plan: PipelinePlan, factor: float) -> dict[str, TensorSpec]:
 
 
 def _scale_tensor(spec: TensorSpec, factor: float, shard_axes: set[int]) -> TensorSpec:
+    # [8 samples, 197 tokens, 768], factor 0.1, at axis 0 the samples:
+    #
+    #   without shards                (8, 15130)           1/10 of 197 * 768 elements a sample
+    #   tokens in shards (axis 1)     (8, 197, 77)         axis 1 must go on dividing among the tensor ranks
+    #   no batch axis, no shards      (121037,)            1/10 of all 8 * 197 * 768
     elements = math.prod(spec.shape)
     if elements == 0:
         return spec
@@ -154,6 +163,9 @@ def message_memory_bytes(plan: PipelinePlan, settings: RehearsalSettings) -> flo
                 tensors[name].bytes_for(stage.local_batch_size)
                 for name in (*edge.batch_tensors, *edge.whole_tensors)
             )
+            # A consumer may have received the activations of all micro-batches in flight, a producer sends
+            # the same tensor again and again. Two stages of 1 rank, 10 MB a micro-batch, in flight 2 and 1:
+            # 10 * (1 + 1) where it is made and 10 * (1 + 1) where it is used, 40 MB.
             held = stage.in_flight if index == edge.dst else 1
             copies = stage.degree * (stage.tensor if shard_axis is None else 1)
             total += one * copies * (held + 1)  # the one more: its gradients

@@ -66,10 +66,20 @@ def simulate_windows(
     Raises:
         PlanError: the plan cannot run asynchronously, or does not fit the cluster.
     """
+    # Two stages, in flight (2, 1), M = 2 micro-batches a window, every task 1 us, no updates:
+    #
+    #   us       0  1  2  3  4   5  6  7  8   9       22  23  24  25
+    #   stage 0  F0 F1 .  B0|F2  B1 F3 B2|F4  B3 ...  F11 B10| .  B11    the drain
+    #   stage 1  .  F0 B0 F1 B1| F2 B2 F3 B3| F4 ...  B10 F11 B11|
+    #
+    # Windows end at 5, 9, 13, ...: steady_us = 4, fill_us = 5 - 4 = 1 and drain_us = 1. A
+    # stage's cut lies where its own tasks say (`Windows.tasks`), not at one time: stage 0 is
+    # in window 2 while stage 1 still runs 1B1.
     windows = windows_of(plan)
     count = num_windows(windows)
     longer = lengthened(plan, count)
     full = build_task_graph(longer, window_schedules(windows, count, forward_only_stages(plan)))
+    # Everything is inside: the cut is only taken for the update nodes that it puts behind each backward.
     part = cut_graph(full, lambda node: True)
     each = update_us or {}
     times = run_task_graph(
@@ -79,6 +89,8 @@ def simulate_windows(
         share_links=share_links,
     )
     ends = _window_ends(part, times, windows, count)
+    # Window `first_steady` is the first that repeats, but its start still depends on how the pipeline filled;
+    # REPEATED windows later that has worn off, so only the last difference is read.
     steady = ends[count] - ends[count - 1]
     return AsyncPrediction(
         plan=longer,
@@ -124,6 +136,8 @@ def measured_steady_us(plan: PipelinePlan, timeline: Timeline) -> float:
         task = event.task
         if task is None:
             continue
+        # A backward belongs to the window of the forward that it runs behind: with k in flight, B(m) follows
+        # F(m + k - 1). What falls behind the last window is the drain, one more entry.
         behind = windows.in_flight[task.stage] - 1 if task.kind is TaskKind.BACKWARD else 0
         window = min((task.micro_batch + behind) // windows.micro_batches + 1, count + 1)
         ends[window] = max(ends[window], event.end_us)
@@ -134,6 +148,7 @@ def _window_ends(part: PartGraph, times: TaskTimes, windows: Windows, count: int
     """Return when each window (from 1; the drain last) ends on the last rank, updates included."""
     graph = part.graph
     ends = [0.0] * (count + 2)
+    # Nodes behind these are the ranks' ends: no task, no time.
     for node in range(part.num_updates + part.num_tasks):
         micro_batch = graph.micro_batch[node]
         if graph.kind[node] is TaskKind.BACKWARD:
@@ -141,6 +156,8 @@ def _window_ends(part: PartGraph, times: TaskTimes, windows: Windows, count: int
         window = min(micro_batch // windows.micro_batches + 1, count + 1)
         ends[window] = max(ends[window], times.end[node])
     for window in range(1, count + 2):
+        # A window without tasks on the slowest rank (the drain of a
+        # plan with k = 1) ends with the one before.
         ends[window] = max(ends[window], ends[window - 1])
     return ends
 

@@ -45,6 +45,12 @@ def simulate_plan(
         ScheduleError: the orders wait for each other; the text shows the circle in the grid.
         PlanError: the plan does not fit the cluster, or its micro-batches do not divide evenly.
     """
+    # Two stages, one micro-batch of 1 us each way, 1 us a message, a reduction of 2 us on stage 0:
+    #
+    #   us       0    1    2    3    4    5    6    7    8
+    #   stage 0  |0F0 |    .    .    .    |0B0 |reduce   |
+    #   link     .    |act.|    .    |grad|    .    .
+    #   stage 1  .    .    |1F0 |1B0 |    .    .    .
     graph, times = _run(plan, cluster, durations, schedules, forward_only_stages, share_links)
     with _paused_collector():
         events = _task_events(graph, times)
@@ -103,6 +109,8 @@ def _paused_collector() -> Iterator[None]:
 
 
 def _rank_ends(graph: TaskGraph, times: TaskTimes) -> dict[int, float]:
+    # Tensor ranks run every task together, so `orders` has one entry a
+    # data position; all its members end there.
     return {
         rank: times.end[order[-1]] for lead, order in graph.orders.items() for rank in graph.members[lead]
     }
@@ -128,6 +136,8 @@ def _task_events(graph: TaskGraph, times: TaskTimes) -> list[Event]:
 def message_events(graph: TaskGraph, times: TaskTimes) -> list[Event]:
     """Return a send and a receive for each message."""
     events = []
+    # A send and its receive have the same two times: from when the sender's link takes the message up to when
+    # it has arrived, waiting for the receiver's link and the latency included.
     for number, (sender, receiver) in enumerate(zip(graph.sender, graph.receiver, strict=True)):
         for node, rank, peer, kind in (
             (graph.source[number], sender, receiver, EventKind.SEND),
@@ -158,6 +168,9 @@ def _tail_events(
 ) -> list[Event]:
     """Return the reductions of each stage and the optimizer steps, given when each rank's tasks end."""
     events = []
+    # reduce_us and step_us are by stage, in microseconds. Stages reduce independently
+    # of each other, each when its last rank is done; steps wait for all stages, because
+    # the gradient norm is over the whole model.
     done = dict(ends)
     for index, microseconds in reduce_us.items():
         ranks = plan.stages[index].ranks

@@ -57,6 +57,8 @@ def in_flight_over_time(timeline: Timeline) -> dict[int, Steps]:
         if event.kind is EventKind.SEND:
             key = (event.rank, event.micro_batch)
             sent[key] = max(sent.get(key, 0.0), event.end_us)
+    # Halves: a forward in two is one micro-batch, held from the start of half
+    # 0; None != 1, so a whole forward counts.
     result = {}
     for rank, tasks in _tasks_by_rank(timeline).items():
         is_trained = any(task.kind in LAST_KINDS for task in tasks)
@@ -99,6 +101,9 @@ def memory_over_time(
         is_trained = any(task.kind in LAST_KINDS for task in tasks)
         changes = [(0.0, costs.static_bytes)]
         for task in tasks:
+            # Example: 2 samples, 10 B saved and 4 B transient a sample: a forward adds 28 B,
+            # its end frees 8, the backward adds 8 and its end frees 28. The end of an input
+            # gradient frees its transient bytes only.
             part = 1.0 if task.half is None else 0.5
             is_forward = task.kind is EventKind.FORWARD
             changes.append((task.start_us, part * (transient + (saved if is_forward else 0.0))))
@@ -112,6 +117,7 @@ def _accumulate(changes: Sequence[tuple[float, float]]) -> Steps:
     """Return running sums; at one time what is let go counts before what is taken."""
     steps: list[tuple[float, float]] = []
     total = 0.0
+    # Sorting pairs puts the negative changes of a time first: a buffer freed at 7 us can be taken at 7 us.
     for time, change in sorted(changes):
         total += change
         if steps and steps[-1][0] == time:
@@ -137,9 +143,18 @@ def critical_path(plan: PipelinePlan, timeline: Timeline) -> tuple[Event, ...]:
     before it on its rank or a message. Of several at one time it takes the one nearest the sinks
     (AutoPipe, section III-C: the critical path closest to the last stage).
     """
+    # Two stages, two micro-batches, F 1 us, B 2 us; walked from the right, the path is marked by capitals:
+    #
+    #   us       0    1    2    3    4    5    6    7    8    9
+    #   stage 0  |0F0 |0f1 |    .    |0b0      |    |0B1      |
+    #   stage 1  .    |1F0 |1B0      |1F1 |1B1      |
+    #
+    # 0B1 waited for 0b0 until 6, for 1B1's gradient until 7: step to 1B1, and so on to 0F0. The tasks of the
+    # path add up to the iteration, 1 + 1 + 2 + 1 + 2 + 2 = 9, where messages take no time.
     tasks = _tasks_by_rank(timeline)
     if not tasks:
         return ()
+    # Events are no keys (two may be equal): the task before it on its rank is found by identity.
     previous = {
         id(event): before
         for events in tasks.values()
@@ -148,6 +163,8 @@ def critical_path(plan: PipelinePlan, timeline: Timeline) -> tuple[Event, ...]:
     found: dict[_TaskKey, list[Event]] = defaultdict(list)
     for event in (event for events in tasks.values() for event in events):
         found[_task_key(event)].append(event)
+    # By (rank, edge, micro-batch, half): when the last of these messages came, in us. A timeline without
+    # receives (one written by hand) falls back to the end of the task that made the message.
     arrival: dict[tuple[int, int, int, int | None], float] = {}
     for event in timeline.events:
         if event.kind is EventKind.RECEIVE:
@@ -188,6 +205,9 @@ def _producers(
     """Yield for each edge that feeds a task the tasks whose messages it waits for."""
     if event.kind is EventKind.WEIGHT_GRADIENT:
         return
+    # The consumer's samples, cut into the producer's local batches: number p of them is micro-batch p //
+    # degree on data position p % degree. A consumer of samples 4..7 reads of a producer with 2 samples a rank
+    # on 2 ranks p = 2, 3: micro-batch 1, positions 0 and 1.
     stage = plan.stages[event.stage]
     samples = stage.samples(event.micro_batch, event.rank, event.half)
     direction = _task_key(event)[1]
@@ -204,6 +224,8 @@ def _producers(
         if not is_forward:
             has_batch, has_whole = gradient_kinds(edge)
             if not has_batch:
+                # A tensor without a batch axis goes with a consumer's first sample, so its gradient comes
+                # only from consumers that *begin* here: both ends are rounded up.
                 parts = range(-(-samples.first_sample // size), -(-samples.end // size))
         if not has_batch and not has_whole:
             continue
@@ -227,6 +249,7 @@ def _feeds(plan: PipelinePlan, event: Event, samples: SampleRange) -> bool:
 
 
 def _depths(plan: PipelinePlan) -> list[int]:
+    # The longest path from a source, in edges. T5's decoder behind two encoder stages: depths 0, 1, 2.
     depth = [0] * len(plan.stages)
     for _ in plan.stages:  # at most as many rounds as stages; edges may come in any order
         for edge in plan.edges:

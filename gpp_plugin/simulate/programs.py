@@ -76,6 +76,16 @@ class _ProgramRun:
         reduce_us: Mapping[int, float],
         step_us: Mapping[int, float],
     ) -> None:
+        # Four kinds of events on the heap, by (time in us, step, order of pushing):
+        #
+        #   0  a task, reduction or step ends    -> the rank goes on to its next instruction
+        #   1  a message is posted (_leave)      -> takes the sender's link when that is free
+        #   2  it leaves (_enter)                -> takes the receiver's link when that is free
+        #   3  it has arrived (_arrive)          -> the rank that stands at its exchange may go on
+        #
+        # With rendezvous a message needs both ends posted, and both ranks wait for it. Rank 0 sends at 1 us a
+        # message of 2 us that rank 1, busy until 4 us, receives: asynchronous, rank 0 goes on at 1 and rank 1
+        # at 4; rendezvous, the message travels from 4 to 6 and both go on at 6.
         self.events: list[Event] = []
         self._plan = plan
         self._programs = {program.rank: program for program in programs}
@@ -85,14 +95,19 @@ class _ProgramRun:
         self._is_rendezvous = is_rendezvous
         self._share_links = share_links
         self._tail_us = {InstructionKind.REDUCE_DATA: reduce_us, InstructionKind.STEP: step_us}
+        # Of each rank: the instruction it stands at, and how many messages it still waits for there.
         self._position = dict.fromkeys(self._programs, 0)
         self._missing = dict.fromkeys(self._programs, 0)
+        # Of each message: how many of its ends are posted, and when it left, in us.
         self._posted: dict[Message, int] = {}
         self._started: dict[Message, float] = {}
         self._arrived: set[Message] = set()
+        # Of each rank, in us: when its link out and its link in are free again.
         self._out_free = dict.fromkeys(self._programs, 0.0)
         self._in_free = dict.fromkeys(self._programs, 0.0)
+        # Who has come to a reduction (kind, stage) or to the step (kind, -1: all stages), and when.
         self._barriers: dict[tuple[InstructionKind, int], dict[int, float]] = {}
+        # The tensor ranks that run a data position's tasks together; without tensor parallelism just (rank,).
         self._rows = {
             rank: stage.tensor_ranks(position)
             for stage in plan.stages
@@ -120,6 +135,8 @@ class _ProgramRun:
                 self._enter(what, now)
             else:
                 self._arrive(what, now)
+        # Nothing moves any more. Programs that are not at their end wait for each other: with rendezvous this
+        # is how a deadlock shows, and the first rank's instruction is where to look.
         stuck = {r: p for r, p in self._position.items() if p < len(self._programs[r].instructions)}
         if stuck:
             rank = min(stuck)
@@ -166,6 +183,9 @@ class _ProgramRun:
             self._push(end, 0, rank)
 
     def _exchange(self, rank: int, instruction: Instruction, now: float) -> None:
+        # Asynchronous: a send is posted and forgotten, so only receives are awaited, and
+        # a message may have arrived before its receiver comes here. Receives need no
+        # posting then; `_num_ends` is 1, the sender's.
         awaited = instruction.receives
         if self._is_rendezvous:
             awaited = (*instruction.receives, *instruction.sends)
@@ -244,6 +264,8 @@ class _ProgramRun:
     def _cost(self, message: Message) -> tuple[float, float]:
         if self._cluster is None:
             return 0.0, 0.0
+        # A link is taken up by the bytes alone; the latency passes
+        # while the next message is already on its way.
         latency = self._cluster.transfer_us(message.src_rank, message.dst_rank, 0.0)
         total = self._cluster.transfer_us(message.src_rank, message.dst_rank, self._bytes(message))
         return total - latency, latency

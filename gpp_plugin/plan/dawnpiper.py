@@ -28,6 +28,7 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
+from gpp_plugin.doors import planner_traits
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.capuchin import StageOptimizer
@@ -197,6 +198,7 @@ def _send_less(optimizer: StageOptimizer, bounds: list[int]) -> list[int]:
     return bounds
 
 
+@planner_traits(granularity="node", is_asynchronous=True)
 def dawnpiper_plan(request: PlanRequest) -> PipelinePlan:
     """Return the chain of stages with the shortest longest stage, memory optimization included.
 

@@ -1,44 +1,17 @@
-"""The table of planners by name, and the one call that runs any of them and checks its answer."""
+"""The one call that runs any planner, whoever wrote it, and checks its answer."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import pkgutil
-from collections.abc import Callable
 
 from gpp_plugin.errors import PlanError
+from gpp_plugin.extensions import PLANNERS, find_planner
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.asynchronous import to_asynchronous
 from gpp_plugin.plan.complete import complete_plan
 from gpp_plugin.plan.request import PlanRequest, check_request
 from gpp_plugin.plan.tied_blocks import joined_request, parted
 from gpp_plugin.plan.validate import validate_plan
-
-Planner = Callable[[PlanRequest], PipelinePlan]
-
-# Named as entry points are, so that a planner is loaded when it is first asked for: reading the names imports
-# none, and planners that compare others (`auto`) may import this table.
-_PLANNERS = {
-    "auto": "gpp_plugin.plan.auto:auto_plan",
-    "autopipe": "gpp_plugin.plan.autopipe:autopipe_plan",
-    "dapple": "gpp_plugin.plan.dapple:dapple_plan",
-    "dawnpiper": "gpp_plugin.plan.dawnpiper:dawnpiper_plan",
-    "graphpipe": "gpp_plugin.plan.graphpipe:graphpipe_plan",
-    "pipedream": "gpp_plugin.plan.pipedream:pipedream_plan",
-    "piper": "gpp_plugin.plan.piper:piper_plan",
-    "stock_1f1b": "gpp_plugin.plan.stock:stock_plan",
-    "uniform": "gpp_plugin.plan.uniform:uniform_plan",
-    "vpipe": "gpp_plugin.plan.vpipe:vpipe_plan",
-}
-
-_ASYNCHRONOUS = ("dawnpiper", "vpipe")
-"""Planners that count weights and activations of an asynchronous pipeline themselves."""
-
-
-def planner_names() -> tuple[str, ...]:
-    """Return the names of all planners, sorted."""
-    return tuple(sorted(_PLANNERS))
 
 
 def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
@@ -48,11 +21,10 @@ def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
         PlanError: there is no such planner, or the request contradicts itself.
         PlanInfeasible: no plan meets the request; the message says what to change.
     """
-    names = planner_names()
-    if name not in names:
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise PlanError(f"no planner {name!r}{hint} (planners: {', '.join(names)})")
+    if name not in PLANNERS:
+        raise PlanError(
+            f"no planner {name!r}{PLANNERS.suggestion(name)} (planners: {', '.join(PLANNERS.names())})"
+        )
     check_request(request)
     plan = complete_plan(_plan_in_mode(name, request), request.graph, request.profile)
     validate_plan(
@@ -63,10 +35,29 @@ def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
         memory_limit_bytes=request.memory_limit_bytes,
         zero_stage=request.zero_stage,
     )
-    assert plan.num_ranks == request.num_ranks, "a planner left ranks idle"
-    assert request.num_stages in (None, len(plan.stages)), "a planner made another number of stages"
-    assert request.data_parallel is None or {s.degree for s in plan.stages} == {request.data_parallel}
+    _check_answer(name, plan, request)
     return plan
+
+
+def _check_answer(name: str, plan: PipelinePlan, request: PlanRequest) -> None:
+    """Refuse a plan, in itself sound, that is not what was asked for.
+
+    Raises:
+        PlanError: names the planner.
+    """
+    degrees = {stage.degree for stage in plan.stages}
+    for what, asked, has in (
+        ("ranks", request.num_ranks, plan.num_ranks),
+        ("stages", request.num_stages, len(plan.stages)),
+        ("ranks a stage", request.data_parallel, max(degrees) if len(degrees) == 1 else sorted(degrees)),
+        ("samples a mini-batch", request.mini_batch, plan.mini_batch),
+        ("samples a loss", request.loss_unit, plan.loss_unit),
+        ("as its mode", request.mode, plan.mode),
+    ):
+        if asked not in (None, has):
+            raise PlanError(
+                f"planner {name!r} was asked for {asked} {what} and made a plan of {has}; use another planner"
+            )
 
 
 def _plan_in_mode(name: str, request: PlanRequest) -> PipelinePlan:
@@ -74,7 +65,7 @@ def _plan_in_mode(name: str, request: PlanRequest) -> PipelinePlan:
 
     Blocks that share a parameter are then one block to it (`tied_blocks`).
     """
-    if request.mode == "sync" or name in _ASYNCHRONOUS:
+    if request.mode == "sync" or getattr(find_planner(name), "is_asynchronous", False):
         return run_planner(name, request)
     joint, joined = joined_request(request)
     plan = run_planner(name, dataclasses.replace(joint, mode="sync", vertical_sync=False))
@@ -87,5 +78,4 @@ def run_planner(name: str, request: PlanRequest) -> PipelinePlan:
     Raises:
         PlanInfeasible: it finds no plan.
     """
-    planner: Planner = pkgutil.resolve_name(_PLANNERS[name])
-    return planner(request)
+    return find_planner(name)(request)

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from gpp_plugin.doors import planner_traits
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.capuchin import StageChoice, StageOptimizer
 from gpp_plugin.plan.costs import Floats
@@ -196,6 +197,7 @@ def _score(layers: LayerOptimizer, cuts: tuple[int, ...]) -> Score:
     return excess, us, sum(choice.us**2 for choice in choices)
 
 
+@planner_traits(is_asynchronous=True)
 def vpipe_plan(request: PlanRequest) -> PipelinePlan:
     """Return vPipe's chain of stages.
 

@@ -22,11 +22,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.extensions import PLANNERS, SCHEDULES, TRANSPORTS, planner_granularity
+from gpp_plugin.schedule.names import is_schedule_name, schedule_names
 
 BLOCK = "graph_pipeline"
 
 Granularity = Literal["layer", "sub_layer", "node"]
-PointToPoint = Literal["native", "megatron"]
 Mode = Literal["sync", "async"]
 Recompute = Literal["auto", "off", "full"]
 Swap = Literal["auto", "off"]
@@ -34,17 +35,11 @@ Auto = Literal["auto"]
 Count = Annotated[int, Field(ge=1)]
 _PLANNER = "the name of a planner"
 _SCHEDULE = "the name of a schedule"
+_TRANSPORT = "the name of a transport"
 
 
 def _one_of(names: Any) -> str:
     return "one of " + ", ".join(get_args(names))
-
-
-def _planners() -> tuple[str, ...]:
-    """Return the registered planners; they are loaded only to check a block."""
-    from gpp_plugin.plan.registry import planner_names
-
-    return tuple(dict.fromkeys(("auto", *planner_names())))
 
 
 class _Block(BaseModel):
@@ -98,8 +93,8 @@ class GraphPipelineConfig(_Block):
         mode: "sync" steps once a mini-batch; "async" after every micro-batch, on each stage, with a pipeline that never
             drains (PipeDream): a gradient is then as many updates old as the stage holds micro-batches beside it.
         vertical_sync: in mode async, a micro-batch uses weights of the same age on every stage.
-        p2p: what carries messages between stages: our own transport, or megatron-core's `P2PCommunicator` on the
-            edges that it can carry (`plan.edge_transports`).
+        p2p: what carries messages between stages: "native", our own transport; "megatron", megatron-core's
+            `P2PCommunicator` on the edges that it can carry (`plan.edge_transports`); or that of another package.
         comm_timeout_s: seconds without an answer after which a rank gives up on a message.
         trace_path: where the measured timeline of each mini-batch is written, as a Chrome trace; `{step}` in the name
             makes one file a step; null writes none.
@@ -129,7 +124,7 @@ class GraphPipelineConfig(_Block):
     profile_dir: str | None = Field(default=None, description="null or a directory name")
     mode: Mode = Field(default="sync", description=_one_of(Mode))
     vertical_sync: bool = Field(default=False, description="true or false")
-    p2p: PointToPoint = Field(default="native", description=_one_of(PointToPoint))
+    p2p: str = Field(default="native", description=_TRANSPORT)
     comm_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         default=60.0, description="a number of seconds above 0"
     )
@@ -143,29 +138,32 @@ class GraphPipelineConfig(_Block):
     @classmethod
     def _fill_granularity(cls, given: Any) -> Any:
         if isinstance(given, dict) and isinstance(given.get("planner"), str):
-            return {"granularity": usual_granularity(given["planner"]), **given}
+            return {"granularity": planner_granularity(given["planner"]), **given}
         return given
 
     @field_validator("planner")
     @classmethod
     def _is_planner(cls, name: str) -> str:
-        if name not in _planners():
+        if name not in PLANNERS:
             raise ValueError("no such planner")
+        PLANNERS.check(name)
         return name
 
     @field_validator("schedule")
     @classmethod
     def _is_schedule(cls, name: str) -> str:
-        from gpp_plugin.schedule.names import is_schedule_name
-
         if not is_schedule_name(name):
             raise ValueError("no such schedule")
+        SCHEDULES.check(name)
         return name
 
-
-def usual_granularity(planner: str) -> str:
-    """Return the blocks that a planner works with where the user names none: those of its paper."""
-    return "node" if planner == "dawnpiper" else "layer"
+    @field_validator("p2p")
+    @classmethod
+    def _is_transport(cls, name: str) -> str:
+        if name not in TRANSPORTS:
+            raise ValueError("no such transport")
+        TRANSPORTS.check(name)
+        return name
 
 
 class BatchSizes(NamedTuple):
@@ -346,11 +344,11 @@ def _unknown_key(path: str, keys: Sequence[str], value: Any, known: Iterable[str
 def _wrong_value(path: str, value: Any, field: FieldInfo | None) -> str:
     expected = field.description if field is not None else None
     if expected == _PLANNER:
-        expected = "one of " + ", ".join(_planners())
+        expected = "one of " + ", ".join(PLANNERS.names())
     if expected == _SCHEDULE:
-        from gpp_plugin.schedule.names import SCHEDULE_NAMES
-
-        expected = "one of " + ", ".join(SCHEDULE_NAMES)
+        expected = "one of " + ", ".join(schedule_names())
+    if expected == _TRANSPORT:
+        expected = "one of " + ", ".join(TRANSPORTS.names())
     if path.startswith(f"{BLOCK}.micro_batch_sizes."):
         expected = 'a whole number of samples of at least 1, or "full"'
     words = [

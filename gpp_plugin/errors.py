@@ -2,6 +2,7 @@
 
 GppError
 ├── ConfigError          the graph_pipeline block or the DeepSpeed JSON around it
+├── ExtensionError       what another package adds to gpp_plugin cannot be used
 ├── CaptureError         the model cannot be exported or split
 ├── ProfileError         costs cannot be measured or read
 ├── PlanError            a plan is malformed, or no plan can be made
@@ -22,6 +23,10 @@ class GppError(Exception):
 
 class ConfigError(GppError, ValueError):
     """The configuration is wrong; the message starts with the key path."""
+
+
+class ExtensionError(GppError):
+    """A planner, schedule or transport is not there, or the package that adds it is at fault; names both."""
 
 
 class CaptureError(GppError):

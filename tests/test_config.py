@@ -8,10 +8,10 @@ from pydantic import ValidationError
 
 from gpp_plugin.config import GraphPipelineConfig, batch_arithmetic, check_ranks, read_config
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.plan.registry import planner_names
-from gpp_plugin.schedule.names import SCHEDULE_NAMES
+from gpp_plugin.extensions import PLANNERS
+from gpp_plugin.schedule.names import schedule_names
 
-PLANNERS = ", ".join(planner_names())
+PLANNER_NAMES = ", ".join(PLANNERS.names())
 
 DESIGN_BLOCK = {
     "enabled": True, "planner": "auto", "stages": "auto", "schedule": "auto",
@@ -37,7 +37,7 @@ def test_the_documented_block_is_the_default():
     assert read_config({"graph_pipeline": {}}) == GraphPipelineConfig()
 
 
-@pytest.mark.parametrize("planner", planner_names())
+@pytest.mark.parametrize("planner", PLANNERS.names())
 def test_every_registered_planner_can_be_named(planner):
     config = read_config(block_of(planner=planner))
     assert config is not None and config.planner == planner
@@ -128,7 +128,7 @@ def test_one_micro_batch_size_is_for_all_stages():
     assert config is not None and config.micro_batch_sizes == 4
 
 
-@pytest.mark.parametrize("name", [*SCHEDULE_NAMES, "3f3b"])
+@pytest.mark.parametrize("name", [*schedule_names(), "3f3b"])
 def test_every_schedule_has_its_name(name):
     config = read_config(block_of(schedule=name))
     assert config is not None and config.schedule == name
@@ -156,7 +156,7 @@ def test_every_schedule_has_its_name(name):
         ({"stages": 2.0}, 'stages: 2.0 is not valid; give "auto" or a whole number of at least 1'),
         (
             {"planner": "grahpipe"},
-            f"planner: \"grahpipe\" is not valid; give one of {PLANNERS}; did you mean 'graphpipe'?",
+            f"planner: \"grahpipe\" is not valid; give one of {PLANNER_NAMES}; did you mean 'graphpipe'?",
         ),
         (
             {"schedule": "1F1B"},

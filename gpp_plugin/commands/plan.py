@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpp_plugin.config import usual_granularity
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.extensions import PLANNERS, planner_granularity
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
@@ -20,10 +20,11 @@ from gpp_plugin.plan.edge_transports import NATIVE, note_edge_transports
 from gpp_plugin.plan.inputs import with_inputs
 from gpp_plugin.plan.memory_advice import memory_advice
 from gpp_plugin.plan.memory_breakdown import with_breakdown
-from gpp_plugin.plan.registry import PlanRequest, make_plan, planner_names
+from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.schedules import schedule_plan
 from gpp_plugin.report.plan_text import edge_rows, format_breakdown, format_edges, format_plan, stage_rows
-from gpp_plugin.schedule.names import SCHEDULE_NAMES, is_schedule_name, planning_schedule
+from gpp_plugin.schedule.names import is_schedule_name, planning_schedule, schedule_names
 
 CONFIG_DIR = Path(__file__).parent.parent / "models"
 
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"a file, one of {clusters}, or auto: this machine (%(default)s)",
     )
     parser.add_argument(
-        "--planner", default="auto", help=f"one of {', '.join(planner_names())} (%(default)s)"
+        "--planner", default="auto", help=f"one of {', '.join(PLANNERS.names())} (%(default)s)"
     )
     parser.add_argument("--mini-batch", type=int, default=64, help="samples of one step (%(default)s)")
     parser.add_argument("--loss-unit", type=int, help="samples of one loss (the mini-batch)")
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stages", type=int, help="exactly that many stages")
     parser.add_argument("--data-parallel", type=int, help="ranks of every stage")
     parser.add_argument(
-        "--schedule", default="auto", help=f"one of {', '.join(SCHEDULE_NAMES)} (%(default)s)"
+        "--schedule", default="auto", help=f"one of {', '.join(schedule_names())} (%(default)s)"
     )
     parser.add_argument(
         "--slicing",
@@ -131,7 +132,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     if not is_schedule_name(args.schedule):
         raise ConfigError(
-            f"--schedule: no schedule {args.schedule!r}; give one of {', '.join(SCHEDULE_NAMES)}"
+            f"--schedule: no schedule {args.schedule!r}; give one of {', '.join(schedule_names())}"
         )
     cluster = _cluster(args)
     unit = args.loss_unit or args.mini_batch
@@ -254,7 +255,7 @@ def _huggingface_model(
     model = build_on_meta(read_hf_config(config))
     batch = make_example_batch(model, num_samples=unit, length=args.length)
     captured = capture_model(model, batch)
-    graph = coarsen(captured, granularity=args.granularity or usual_granularity(args.planner))
+    graph = coarsen(captured, granularity=args.granularity or planner_granularity(args.planner))
     profile = analytic_profile(
         graph,
         cluster.devices[0],

@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.doors import Channel, Transport, TransportRequest
 from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure
+from gpp_plugin.extensions import find_transport
 from gpp_plugin.integrations.data import Feed, make_loader, repeat
 from gpp_plugin.integrations.engine_files import PipelineFiles
 from gpp_plugin.integrations.evaluation import Evaluator
 from gpp_plugin.integrations.given_graph import source_of
-from gpp_plugin.integrations.megatron.p2p import check_megatron_p2p, over_megatron
 from gpp_plugin.integrations.memory import MemoryWatch
 from gpp_plugin.integrations.metrics import Metrics, keep_timeline
 from gpp_plugin.integrations.preparation import Setting
@@ -32,7 +33,7 @@ from gpp_plugin.integrations.stage_groups import StageGroups
 from gpp_plugin.ir.memory_report import MemoryReport
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Event, Timeline
-from gpp_plugin.plan.edge_transports import NATIVE, edge_name, note_edge_transports
+from gpp_plugin.plan.edge_transports import note_edge_transports
 from gpp_plugin.runtime.agree import exchange
 from gpp_plugin.runtime.batches import Batch, batch_checksum
 from gpp_plugin.runtime.executor import MiniBatchResult
@@ -46,7 +47,6 @@ from gpp_plugin.runtime.pipeline import (
 )
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.timelines import Clock, start_clock
-from gpp_plugin.runtime.transport import Channel, Transport, make_transport
 from gpp_plugin.stage_graph.graph import StageGraph
 
 logger = logging.getLogger(__name__)
@@ -101,8 +101,7 @@ class GraphPipelineEngine(PipelineFiles):
         self._ds_config = dict(ds_config)
         self._setting = setting
         self._source = source_of(model, config=config, setting=setting)
-        if config.p2p != NATIVE:
-            check_megatron_p2p(setting.device)
+        find_transport(config.p2p).check(str(setting.device))
         self._reference, plan = self._source.prepare_plan(sample_batch)
         self.plan = note_edge_transports(plan, config.p2p)
         lane = self._make_lane(self._reference, self.plan)
@@ -188,19 +187,14 @@ class GraphPipelineEngine(PipelineFiles):
         """Return what moves the messages of a plan's programs, or None where there are none; collective."""
         if not channels:
             return None
-        names = [edge_name(plan, edge) for edge in range(len(plan.edges))]
-        timeout_s = self.config.comm_timeout_s
-        native = make_transport(device=self.device, channels=channels, names=names, timeout_s=timeout_s)
-        if self.config.p2p == NATIVE:
-            return native
-        return over_megatron(
-            native,
-            plan,
+        request = TransportRequest(
+            plan=plan,
             specs=reference.block_graph.tensors,
-            channels=channels,
-            device=self.device,
-            timeout_s=timeout_s,
+            channels=frozenset(channels),
+            device=str(self.device),
+            timeout_s=self.config.comm_timeout_s,
         )
+        return find_transport(self.config.p2p).make(request)
 
     def _make_feed(self, sample_batch: Batch, timeout_s: float) -> Feed:
         """Return what gives this rank its mini-batches.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.errors import ConfigError, PlanError
+from gpp_plugin.extensions import find_schedule
 from gpp_plugin.integrations.given_export import save_stages
 from gpp_plugin.integrations.given_part import cut_part, names_held
 from gpp_plugin.integrations.materialize import release_parameters
@@ -28,6 +29,7 @@ from gpp_plugin.runtime.batches import Batch, check_batch
 from gpp_plugin.runtime.pipeline import Lane
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference, StageSource
+from gpp_plugin.schedule.names import may_split_backward
 from gpp_plugin.stage_graph.costs import Measuring, StageCosts
 from gpp_plugin.stage_graph.graph import StageGraph
 from gpp_plugin.stage_graph.job import GraphJob
@@ -123,7 +125,7 @@ class GivenGraph:
         return reference, plan
 
     def _measuring(self) -> Measuring:
-        is_split = self._config.schedule in ("auto", "zero_bubble") and self._config.mode == "sync"
+        is_split = may_split_backward(self._config.schedule) and self._config.mode == "sync"
         return Measuring(
             optimizer_bytes=self._setting.optimizer_bytes,
             cache_dir=self._config.profile_dir,
@@ -273,10 +275,10 @@ def _refuse_split(plan: PipelinePlan, costs: StageCosts) -> None:
         cost.block for own in costs.by_stage.values() for cost in own if cost.split_factor >= UNSPLITTABLE
     }
     for stage in plan.stages:
-        if stage.schedule == "zero_bubble" and not whole.isdisjoint(stage.blocks):
+        if find_schedule(stage.schedule).splits_backward and not whole.isdisjoint(stage.blocks):
             raise PlanError(
                 f"stage {stage.name!r}: its backward cannot be made in two parts (it fails, or its gradients are "
-                'others then), which schedule "zero_bubble" asks for; use "auto"'
+                f'others then), which schedule "{stage.schedule}" asks for; use "auto"'
             )
 
 

@@ -19,6 +19,7 @@ from gpp_plugin.ir.profile import Profile
 from gpp_plugin.profile.analytic import default_sample_counts
 from gpp_plugin.profile.measure import BLOCK_REPEATS, NODE_REPEATS, profile_blocks
 from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.schedule.names import may_split_backward
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ def profile_model(
             repeats=NODE_REPEATS if config.granularity == "node" else BLOCK_REPEATS,
             optimizer_bytes_per_parameter=setting.optimizer_bytes,
             cache_dir=config.profile_dir,
-            with_split=config.schedule in ("auto", "zero_bubble") and setting.num_ranks > 1,
+            with_split=may_split_backward(config.schedule) and setting.num_ranks > 1,
             progress=_log_progress,
         )
 

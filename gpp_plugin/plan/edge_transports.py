@@ -26,7 +26,7 @@ class EdgeTransport:
 
     Args:
         edge: index into `PipelinePlan.edges`.
-        transport: ``native`` or ``megatron``.
+        transport: ``native``, ``megatron`` or that of another package.
         reason: why it is not ``megatron`` where that was asked for; else empty.
     """
 
@@ -41,14 +41,15 @@ def choose_edge_transports(
     """Return what carries each edge of ``plan``, in the order of its edges.
 
     Args:
-        p2p: the configuration's ``graph_pipeline.p2p``, ``native`` or ``megatron``.
+        p2p: the configuration's ``graph_pipeline.p2p``. Only ``megatron`` leaves edges to our own transport; that of
+            another package carries all of them, or refuses the plan.
         specs: the tensors of its edges by name; the plan's own if None.
 
     Raises:
         PlanError: an edge names a tensor that is not described.
     """
-    if p2p == NATIVE:
-        return tuple(EdgeTransport(edge=index, transport=NATIVE) for index in range(len(plan.edges)))
+    if p2p != MEGATRON:
+        return tuple(EdgeTransport(edge=index, transport=p2p) for index in range(len(plan.edges)))
     if specs is None:
         specs = {spec.name: spec for spec in plan.tensors}
     reasons = [_why_native(plan, index, edge, specs) for index, edge in enumerate(plan.edges)]
@@ -87,7 +88,7 @@ def _why_native(plan: PipelinePlan, index: int, edge: StageEdge, specs: Mapping[
 def note_edge_transports(plan: PipelinePlan, p2p: str) -> PipelinePlan:
     """Return the plan with a note on what carries its edges, where that is not our own transport for all."""
     notes = tuple(note for note in plan.notes if not note.startswith(_NOTE))  # of a plan that was saved
-    if p2p != NATIVE and plan.edges:
+    if p2p == MEGATRON and plan.edges:
         notes = (*notes, _NOTE + describe_edge_transports(plan, choose_edge_transports(plan, p2p)))
     return plan if notes == plan.notes else dataclasses.replace(plan, notes=notes)
 

@@ -16,13 +16,13 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.batches import coupled_blocks
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.judge import MAX_RANK_TASKS
-from gpp_plugin.plan.registry import PlanRequest, rank_limit
+from gpp_plugin.plan.request import PlanRequest, rank_limit
 from gpp_plugin.plan.selection import memory_excess
 from gpp_plugin.plan.stock import STOCK
 from gpp_plugin.schedule.choose import GAIN, USUAL_SCHEDULES, choose_schedule, choose_slicing
 from gpp_plugin.schedule.forward_only import forward_only_stages
 from gpp_plugin.schedule.in_flight import plan_in_flight
-from gpp_plugin.schedule.names import SCHEDULE_NAMES, is_schedule_name, k_of, schedule_label
+from gpp_plugin.schedule.names import is_schedule_name, k_of, schedule_label, schedule_names
 
 LARGEST_K = 8
 
@@ -46,7 +46,7 @@ def schedule_plan(
         PlanInfeasible: ranks lack the memory for what it holds.
     """
     if not is_schedule_name(schedule):
-        raise PlanError(f"no schedule {schedule!r}; give one of {', '.join(SCHEDULE_NAMES)}")
+        raise PlanError(f"no schedule {schedule!r}; give one of {', '.join(schedule_names())}")
     tasks = sum(2 * plan.num_micro_batches(i) * stage.degree for i, stage in enumerate(plan.stages))
     is_fixed = plan.planner == STOCK or plan.mode == "async" or any(s.memory is not None for s in plan.stages)
     labels = {schedule_label(stage) for stage in plan.stages}

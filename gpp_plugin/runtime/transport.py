@@ -18,12 +18,13 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpp_plugin.doors import Channel, Transport, TransportFactory, TransportRequest
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.runtime.pending import Pending, Place, Post, Posted
 from gpp_plugin.runtime.sockets import widened_sockets
@@ -31,36 +32,9 @@ from gpp_plugin.runtime.wires import Wire
 
 logger = logging.getLogger(__name__)
 
-Channel = tuple[int, Direction, int, int]
-
 MAX_TENSORS_PER_EDGE = 4096
 
 PACKED_BYTES = 1 << 15
-
-
-class Transport(Protocol):
-    """Binds messages; ``wires`` are the tensors they hold, at least one."""
-
-    prepost_depth: int
-    """How many exchanges ahead of their place receives may be posted."""
-
-    prepost_bytes: int
-    """How many bytes of receives may be posted ahead, beyond those of the next exchange."""
-
-    def bind_send(self, message: Message, wires: Sequence[Wire]) -> Post:
-        """Return what sends the message."""
-
-    def bind_receive(self, message: Message, wires: Sequence[Wire]) -> Post:
-        """Return what receives the message."""
-
-    def begin_exchange(self) -> None:
-        """Start to post what belongs together: until `end_exchange`, nothing waits for what is posted."""
-
-    def end_exchange(self) -> None:
-        """Let go what was posted since `begin_exchange`."""
-
-    def close(self) -> None:
-        """Let go of its process groups, when nothing is posted; every rank does."""
 
 
 class GlooTransport:
@@ -337,3 +311,19 @@ def make_transport(
 
 def _local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
+class NativeTransports(TransportFactory):
+    """Our own transports as what ``"p2p": "native"`` names."""
+
+    def make(self, request: TransportRequest) -> Transport:
+        """Return the transport for the request's device; collective."""
+        return make_transport(
+            device=torch.device(request.device),
+            channels=request.channels,
+            names=request.edge_names,
+            timeout_s=request.timeout_s,
+        )
+
+
+NATIVE_TRANSPORT = NativeTransports()

@@ -1,56 +1,18 @@
-"""From a plan to the task order of each stage: the registry of schedules."""
+"""From a plan to the task order of each stage, made by the schedule that the stage names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
 
 from gpp_plugin.errors import ScheduleError
+from gpp_plugin.extensions import SCHEDULES, find_schedule
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.schedule import StageSchedule
 from gpp_plugin.schedule.forward_only import forward_only_schedule
-from gpp_plugin.schedule.gpipe import gpipe_schedule
-from gpp_plugin.schedule.greedy import greedy_schedule
 from gpp_plugin.schedule.halves import halve_forwards
-from gpp_plugin.schedule.kfkb import kfkb_schedule
 from gpp_plugin.schedule.messages import check_divisibility
 from gpp_plugin.schedule.stage_order import sinks_first
 from gpp_plugin.schedule.table_2 import compute_in_flight
-from gpp_plugin.schedule.zero_bubble import zero_bubble_schedules
-
-ScheduleMaker = Callable[[PipelinePlan, int, Mapping[int, StageSchedule]], StageSchedule]
-"""From (plan, stage index, schedules of all stages behind it) to the stage's order."""
-
-
-def _gpipe(plan: PipelinePlan, index: int, behind: Mapping[int, StageSchedule]) -> StageSchedule:
-    stage, micro_batches = plan.stages[index], plan.num_micro_batches(index)
-    if stage.in_flight < micro_batches:
-        raise ScheduleError(
-            f"stage {stage.name!r}: gpipe holds all {micro_batches} micro-batches, in_flight allows "
-            f"{stage.in_flight}; use 1f1b or set in_flight to {micro_batches}"
-        )
-    return gpipe_schedule(index, micro_batches)
-
-
-def _one_f_one_b(plan: PipelinePlan, index: int, behind: Mapping[int, StageSchedule]) -> StageSchedule:
-    stage = plan.stages[index]
-    return kfkb_schedule(index, plan.num_micro_batches(index), k=stage.k, num_in_flight=stage.in_flight)
-
-
-def _greedy(plan: PipelinePlan, index: int, behind: Mapping[int, StageSchedule]) -> StageSchedule:
-    return greedy_schedule(plan, index, behind, most_in_flight=plan.stages[index].in_flight)
-
-
-def _zero_bubble(plan: PipelinePlan, index: int, behind: Mapping[int, StageSchedule]) -> StageSchedule:
-    """Return 1F1B: it stands for the stage until `build_schedules` knows all stages and orders them together."""
-    stage = plan.stages[index]
-    return kfkb_schedule(index, plan.num_micro_batches(index), k=1, num_in_flight=stage.in_flight)
-
-
-SCHEDULES: MappingProxyType[str, ScheduleMaker] = MappingProxyType(
-    {"1f1b": _one_f_one_b, "gpipe": _gpipe, "greedy": _greedy, "zero_bubble": _zero_bubble}
-)
-"""Schedule names of `Stage.schedule`; ``1f1b`` with ``k`` above 1 is kFkB."""
 
 
 def build_schedules(
@@ -72,14 +34,11 @@ def build_schedules(
             built[index] = _forward_only(plan, index)
         else:
             built[index] = build_stage_schedule(plan, index, built)
-    split = [
-        index
-        for index, stage in enumerate(plan.stages)
-        if stage.schedule == "zero_bubble" and index not in forward_only_stages
-    ]
-    if split:
+    trained = [index for index in range(len(plan.stages)) if index not in forward_only_stages]
+    for name in dict.fromkeys(plan.stages[index].schedule for index in trained):
+        own = [index for index in trained if plan.stages[index].schedule == name]
         try:
-            built.update(zero_bubble_schedules(plan, split, built))
+            built.update(find_schedule(name).together(plan, own, built))
         except ValueError as error:
             raise ScheduleError(str(error)) from error
     return with_slices(plan, [built[index] for index in range(len(plan.stages))])
@@ -119,13 +78,12 @@ def build_stage_schedule(
     stage = plan.stages[index]
     if stage.in_flight < 1:
         raise ScheduleError(f"stage {stage.name!r}: in_flight is {stage.in_flight}; at least 1 is needed")
-    maker = SCHEDULES.get(stage.schedule)
-    if maker is None:
+    if stage.schedule not in SCHEDULES:
         raise ScheduleError(
-            f"stage {stage.name!r}: no schedule {stage.schedule!r}; the schedules are {sorted(SCHEDULES)}"
+            f"stage {stage.name!r}: no schedule {stage.schedule!r}; the schedules are {sorted(SCHEDULES.names())}"
         )
     try:
-        return maker(plan, index, behind)
+        return find_schedule(stage.schedule).order(plan, index, behind)
     except ValueError as error:
         raise ScheduleError(f"stage {stage.name!r}: {error}") from error
 

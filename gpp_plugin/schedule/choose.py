@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpp_plugin.errors import PlanError, ScheduleError
+from gpp_plugin.extensions import SCHEDULES
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import StageSchedule
@@ -200,7 +201,7 @@ def candidate_schedules(
     Raises:
         ValueError: a name is unknown.
     """
-    known = (*USUAL_SCHEDULES, "zero_bubble")
+    known = SCHEDULES.names()
     unknown = sorted(set(schedules) - set(known))
     if unknown or not schedules:
         raise ValueError(f"schedules {unknown} are not among {known}; give at least one of these")
@@ -221,6 +222,9 @@ def candidate_schedules(
         split = _under(plan, "zero_bubble", 1)
         yield "zero_bubble", split
         yield "zero_bubble with the most in flight on every stage", _with_even_limits(split, most_in_flight)
+    for name in known:
+        if name in schedules and name not in SCHEDULES.built_in:
+            yield name, _under(plan, name, 1)
 
 
 def _under(plan: PipelinePlan, schedule: str, k: int) -> PipelinePlan:

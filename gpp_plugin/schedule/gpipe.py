@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from gpp_plugin.doors import Schedule
+from gpp_plugin.errors import ScheduleError
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 
 
@@ -19,3 +24,22 @@ def gpipe_schedule(stage: int, micro_batches: int) -> StageSchedule:
     tasks = [Task(stage=stage, kind=TaskKind.FORWARD, micro_batch=m) for m in range(micro_batches)]
     tasks += [Task(stage=stage, kind=TaskKind.BACKWARD, micro_batch=m) for m in range(micro_batches)]
     return StageSchedule(stage=stage, tasks=tuple(tasks), num_in_flight=micro_batches)
+
+
+class GPipe(Schedule):
+    """GPipe as a stage's schedule: memory for all micro-batches, or none."""
+
+    holds_all = True
+
+    def order(self, plan: PipelinePlan, index: int, behind: Mapping[int, StageSchedule]) -> StageSchedule:
+        """Return all forwards, then all backwards."""
+        stage, micro_batches = plan.stages[index], plan.num_micro_batches(index)
+        if stage.in_flight < micro_batches:
+            raise ScheduleError(
+                f"stage {stage.name!r}: gpipe holds all {micro_batches} micro-batches, in_flight allows "
+                f"{stage.in_flight}; use 1f1b or set in_flight to {micro_batches}"
+            )
+        return gpipe_schedule(index, micro_batches)
+
+
+GPIPE = GPipe()

@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from gpp_plugin.doors import Schedule
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan, StageEdge
@@ -150,3 +151,20 @@ class _Judge:
         except ScheduleError:
             return float("inf")
         return max(times.end[node] for node in last)
+
+
+class Greedy(Schedule):
+    """The greedy schedule as a stage's: what it holds comes of its order, and is known once that is made."""
+
+    def order(self, plan: PipelinePlan, index: int, behind: Mapping[int, StageSchedule]) -> StageSchedule:
+        """Return the greedy order that holds at most the stage's ``in_flight``."""
+        return greedy_schedule(plan, index, behind, most_in_flight=plan.stages[index].in_flight)
+
+    def free_order(
+        self, plan: PipelinePlan, index: int, behind: Mapping[int, StageSchedule]
+    ) -> StageSchedule:
+        """Return the greedy order, which holds the fewest micro-batches of all that are as quick."""
+        return greedy_schedule(plan, index, behind)
+
+
+GREEDY = Greedy()

@@ -11,11 +11,12 @@ gradients everywhere is also one of this graph.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 
+from gpp_plugin.extensions import find_schedule
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.schedule import StageSchedule
 from gpp_plugin.schedule.build import build_stage_schedule
-from gpp_plugin.schedule.greedy import greedy_schedule
 from gpp_plugin.schedule.messages import check_divisibility
 from gpp_plugin.schedule.stage_order import sinks_first
 from gpp_plugin.schedule.table_2 import compute_in_flight
@@ -26,8 +27,8 @@ __all__ = ["compute_in_flight", "in_flight_from_source", "plan_in_flight"]
 def plan_in_flight(plan: PipelinePlan) -> tuple[int, ...]:
     """Return for each stage the micro-batches it holds, from the sinks back to the sources.
 
-    A stage takes the most that any of its successors asks for, at most all micro-batches; a GPipe
-    stage holds all, a greedy one what its order comes to.
+    A stage takes the most that any of its successors asks for, at most all micro-batches; one whose schedule
+    holds all of them (GPipe) takes all, one whose schedule knows its order beforehand (greedy) what that comes to.
 
     Raises:
         PlanError: micro-batches do not divide the mini-batch, or the stages depend on each other in a circle.
@@ -37,27 +38,56 @@ def plan_in_flight(plan: PipelinePlan) -> tuple[int, ...]:
     for edge in plan.edges:
         outgoing[edge.src].append(edge.dst)
     counts = [0] * len(plan.stages)
-    is_simulated = any(stage.schedule == "greedy" for stage in plan.stages)
-    schedules: dict[int, StageSchedule] = {}
+    behind = _OrdersBehind(plan)
     for index in sinks_first(plan):
         stage = plan.stages[index]
         check_divisibility(plan, index)
-        if stage.schedule == "gpipe":
+        schedule = find_schedule(stage.schedule)
+        free = None if schedule.holds_all else schedule.free_order(plan, index, behind)
+        if schedule.holds_all:
             needed = plan.mini_batch
-        elif stage.schedule == "greedy":
-            schedules[index] = greedy_schedule(plan, index, schedules)
-            needed = schedules[index].num_in_flight * stage.micro_batch_size
+        elif free is not None:
+            needed = free.num_in_flight * stage.micro_batch_size
         else:
             asked = [_ask(stage, plan.stages[other], samples[other]) for other in outgoing[index]]
             needed = max([stage.k * stage.micro_batch_size, *asked])
         counts[index] = min(-(-needed // stage.micro_batch_size), plan.num_micro_batches(index))
         samples[index] = counts[index] * stage.micro_batch_size
-        if is_simulated and index not in schedules:
-            stages = list(plan.stages)
-            stages[index] = dataclasses.replace(stage, in_flight=counts[index])
-            plan = dataclasses.replace(plan, stages=tuple(stages))
-            schedules[index] = build_stage_schedule(plan, index, schedules)
+        behind.settle(index, counts[index], free)
     return tuple(counts)
+
+
+class _OrdersBehind(Mapping[int, StageSchedule]):
+    """The orders of stages whose in-flight counts are known, made when they are first read: few schedules do."""
+
+    def __init__(self, plan: PipelinePlan) -> None:
+        self._plan = plan
+        self._counts: dict[int, int] = {}
+        self._orders: dict[int, StageSchedule] = {}
+
+    def settle(self, index: int, count: int, order: StageSchedule | None) -> None:
+        """Add a stage that holds ``count`` micro-batches, with its order where that is known already."""
+        self._counts[index] = count
+        if order is not None:
+            self._orders[index] = order
+
+    def __getitem__(self, index: int) -> StageSchedule:
+        if index not in self._counts:
+            raise KeyError(index)
+        if index not in self._orders:
+            stages = tuple(
+                dataclasses.replace(stage, in_flight=self._counts.get(i, stage.in_flight))
+                for i, stage in enumerate(self._plan.stages)
+            )
+            settled = dataclasses.replace(self._plan, stages=stages)
+            self._orders[index] = build_stage_schedule(settled, index, self)
+        return self._orders[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._counts)
+
+    def __len__(self) -> int:
+        return len(self._counts)
 
 
 def in_flight_from_source(plan: PipelinePlan) -> tuple[int, ...]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from gpp_plugin.doors import Schedule
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 
 
@@ -41,3 +45,15 @@ def kfkb_schedule(stage: int, micro_batches: int, *, k: int, num_in_flight: int)
             tasks.append(Task(stage=stage, kind=TaskKind.FORWARD, micro_batch=micro_batch))
         forward += group
     return StageSchedule(stage=stage, tasks=tuple(tasks), num_in_flight=held)
+
+
+class KfKb(Schedule):
+    """kFkB as a stage's schedule, with the stage's own k; 1F1B where that is 1."""
+
+    def order(self, plan: PipelinePlan, index: int, behind: Mapping[int, StageSchedule]) -> StageSchedule:
+        """Return ``in_flight`` forwards, then k backwards and k forwards in turn."""
+        stage = plan.stages[index]
+        return kfkb_schedule(index, plan.num_micro_batches(index), k=stage.k, num_in_flight=stage.in_flight)
+
+
+ONE_F_ONE_B = KfKb()

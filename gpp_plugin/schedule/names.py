@@ -1,13 +1,23 @@
-"""The names of schedules as users write them."""
+"""The names of schedules as users write them: those that are registered, any kFkB, and what stands for several."""
 
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
-from gpp_plugin.ir.plan import Stage
+from gpp_plugin.extensions import SCHEDULES, find_schedule
 
-SCHEDULE_NAMES = ("auto", "1f1b", "2f2b", "kfkb", "gpipe", "greedy", "zero_bubble")
-"""What a user may write; ``2f2b`` stands for any k, ``kfkb`` lets the simulation choose k."""
+if TYPE_CHECKING:  # `config` imports this file, and loads without what a plan is made of
+    from gpp_plugin.ir.plan import Stage
+
+AUTO = "auto"
+KFKB = "kfkb"
+
+
+def schedule_names() -> tuple[str, ...]:
+    """Return what a user may write; ``2f2b`` stands for any k, ``kfkb`` lets the simulation choose k."""
+    first, *others = SCHEDULES.names()
+    return (AUTO, first, "2f2b", KFKB, *others)
 
 
 def k_of(name: str) -> int | None:
@@ -21,8 +31,8 @@ def k_of(name: str) -> int | None:
 
 
 def is_schedule_name(name: str) -> bool:
-    """Return whether ``name`` is one of `SCHEDULE_NAMES` or another kFkB."""
-    return name in SCHEDULE_NAMES or k_of(name) is not None
+    """Return whether ``name`` is one of `schedule_names` or another kFkB."""
+    return name in (AUTO, KFKB) or k_of(name) is not None or name in SCHEDULES
 
 
 def schedule_label(stage: Stage) -> str:
@@ -31,5 +41,10 @@ def schedule_label(stage: Stage) -> str:
 
 
 def planning_schedule(name: str) -> str:
-    """Return the schedule that planners assume where the user names this one."""
-    return "gpipe" if name == "gpipe" else "1f1b"
+    """Return the schedule by which planners count memory where the user names this one."""
+    return "gpipe" if name in SCHEDULES and find_schedule(name).holds_all else "1f1b"
+
+
+def may_split_backward(name: str) -> bool:
+    """Return whether a plan for which the user names this schedule may run backwards in two parts."""
+    return name == AUTO or (name in SCHEDULES and find_schedule(name).splits_backward)

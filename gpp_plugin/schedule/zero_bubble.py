@@ -33,9 +33,10 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from gpp_plugin.doors import Schedule
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.check import LAST_KINDS, has_backwards
@@ -327,3 +328,24 @@ def _ready_us(feeds: list[_Feed], end: int, *, is_forward: bool) -> float:
             return float("inf")
         latest = max(latest, other.ends_us)
     return latest
+
+
+class ZeroBubble(Schedule):
+    """Zero bubble as a stage's schedule: all its stages are ordered together, once the others have their orders."""
+
+    splits_backward = True
+
+    def order(self, plan: PipelinePlan, index: int, behind: Mapping[int, StageSchedule]) -> StageSchedule:
+        """Return 1F1B: it stands for the stage until `together` knows all stages."""
+        return one_f_one_b_schedule(
+            index, plan.num_micro_batches(index), num_in_flight=plan.stages[index].in_flight
+        )
+
+    def together(
+        self, plan: PipelinePlan, stages: Sequence[int], built: Mapping[int, StageSchedule]
+    ) -> Mapping[int, StageSchedule]:
+        """Return the orders of ``stages`` from one simulation of the whole plan."""
+        return zero_bubble_schedules(plan, stages, built)
+
+
+ZERO_BUBBLE = ZeroBubble()

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from gpp_plugin.errors import PlanInfeasible
+from gpp_plugin.extensions import PLANNERS
 from gpp_plugin.ir.profile import InputCost
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
 from gpp_plugin.plan.batches import batch_rules
@@ -15,7 +16,8 @@ from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.inputs import with_inputs
 from gpp_plugin.plan.memory_breakdown import memory_breakdown
 from gpp_plugin.plan.operator_chain import OperatorChain
-from gpp_plugin.plan.registry import PlanRequest, make_plan, planner_names
+from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.request import PlanRequest
 from tests.plan.graphs import chain, make_profile, make_request
 
 MINI_BATCH, IMAGE, TABLE = 16, 1000, 400
@@ -73,7 +75,7 @@ def test_all_ways_to_add_a_stage_up_agree(degree: int) -> None:
         assert operators[0].held_bytes(start, stop, 1) - operators[1].held_bytes(start, stop, 1) == wanted
 
 
-@pytest.mark.parametrize("planner", [name for name in planner_names() if name != "stock"])
+@pytest.mark.parametrize("planner", [name for name in PLANNERS.names() if name != "stock"])
 def test_every_planner_makes_room_for_the_batch(planner: str) -> None:
     """The least memory in which it finds a plan is that of the plan, with the batch."""
     free = make_plan(planner, request_of())

@@ -8,7 +8,7 @@ from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.schedules import schedule_plan
 from gpp_plugin.plan.validate import validate_plan
-from gpp_plugin.schedule.names import SCHEDULE_NAMES, schedule_label
+from gpp_plugin.schedule.names import schedule_label, schedule_names
 from tests.plan.graphs import GB, branches, chain, make_profile, make_request
 
 FOUR = {"num_ranks": 4, "mini_batch": 32, "num_stages": 4, "micro_batch_sizes": {"*": 2}}
@@ -24,7 +24,7 @@ def check(plan, request):
     validate_plan(plan, request.graph, profile=request.profile, cluster=request.cluster)
 
 
-@pytest.mark.parametrize("name", [*SCHEDULE_NAMES, "3f3b"])
+@pytest.mark.parametrize("name", [*schedule_names(), "3f3b"])
 def test_every_name_gives_a_sound_plan(name):
     plan, request = planned(chain(8))
     made = schedule_plan(plan, request, schedule=name)

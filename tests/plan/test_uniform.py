@@ -3,8 +3,9 @@
 import pytest
 
 from gpp_plugin.errors import PlanError, PlanInfeasible
+from gpp_plugin.extensions import PLANNERS
 from gpp_plugin.plan.linear import linear_order, split_by_layers, split_by_weight
-from gpp_plugin.plan.registry import make_plan, planner_names
+from gpp_plugin.plan.registry import make_plan
 from tests.plan.graphs import branches, chain, clip, make_request
 
 
@@ -55,4 +56,4 @@ def test_impossible_requests_get_one_line(planner, changes, error, message):
 def test_unknown_planners_get_the_nearest_name():
     with pytest.raises(PlanError, match="did you mean 'graphpipe'"):
         make_plan("graphpip", make_request(clip()))
-    assert {"uniform", "graphpipe"} <= set(planner_names())
+    assert {"uniform", "graphpipe"} <= set(PLANNERS.names())

@@ -2,8 +2,9 @@
 
 import pytest
 
+from gpp_plugin.extensions import PLANNERS
 from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.registry import make_plan, planner_names
+from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.stock import STOCK
 from tests.plan.graphs import GB, chain, make_cluster, make_profile, make_request
 
@@ -26,7 +27,7 @@ def test_reductions_are_worth_half_a_ring_each_and_half_a_ring_for_the_parameter
     assert times[0] == times[1] and times[2] == 4 * times[0]
 
 
-@pytest.mark.parametrize("planner", sorted(set(planner_names()) - {STOCK, "dawnpiper", "vpipe"}))
+@pytest.mark.parametrize("planner", sorted(set(PLANNERS.names()) - {STOCK, "dawnpiper", "vpipe"}))
 def test_planners_keep_within_memory_under_zero_2(planner):
     graph = chain(8)
     profile = make_profile(graph, saved=0.02 * GB, parameter=int(0.05 * GB))

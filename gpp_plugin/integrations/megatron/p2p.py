@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpp_plugin.doors import Channel, Transport, TransportFactory, TransportRequest
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.megatron import cpu
 from gpp_plugin.ir.plan import PipelinePlan
@@ -31,7 +32,7 @@ from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.plan.edge_transports import MEGATRON, choose_edge_transports, edge_name
 from gpp_plugin.runtime.pending import Pending, Place, Post, Posted
 from gpp_plugin.runtime.sockets import widen_open_sockets, widened_sockets
-from gpp_plugin.runtime.transport import Channel, NcclTransport, Transport
+from gpp_plugin.runtime.transport import NATIVE_TRANSPORT, NcclTransport
 from gpp_plugin.runtime.wires import Wire
 
 Pair = tuple[int, int]
@@ -224,3 +225,25 @@ def _open(communicator: Any, device: torch.device) -> None:
         _, handles = communicator.send_forward_recv_forward(*given, overlap_p2p_comm=True)
         for handle in handles.values():
             handle.wait()
+
+
+class MegatronTransports(TransportFactory):
+    """What ``"p2p": "megatron"`` names: communicators where they can carry an edge, our own transport elsewhere."""
+
+    def check(self, device: str) -> None:
+        """Refuse a job without megatron-core, or without a device for each rank."""
+        check_megatron_p2p(torch.device(device))
+
+    def make(self, request: TransportRequest) -> Transport:
+        """Return the native transport with communicators put in front of it; collective."""
+        return over_megatron(
+            NATIVE_TRANSPORT.make(request),
+            request.plan,
+            specs=request.specs,
+            channels=request.channels,
+            device=torch.device(request.device),
+            timeout_s=request.timeout_s,
+        )
+
+
+MEGATRON_TRANSPORT = MegatronTransports()

@@ -1,0 +1,235 @@
+"""What may be added from outside: the signatures of a planner, a schedule and a transport.
+
+A package adds one by an entry point, whose value is an object of the shape described here; from then on its name
+may stand in the ``graph_pipeline`` block and on the command line like those of the plugin itself, which come
+through the same table (`gpp_plugin.extensions`)::
+
+    [project.entry-points."gpp_plugin.planners"]        a `Planner`:          (PlanRequest) -> PipelinePlan
+    halves = "my_package.planner:halves"
+    [project.entry-points."gpp_plugin.schedules"]       a `Schedule`:         the order of each stage's tasks
+    patient = "my_package.schedule:PATIENT"
+    [project.entry-points."gpp_plugin.transports"]      a `TransportFactory`: what carries messages of a rank
+    relay = "my_package.transport:RELAY"
+
+A planner decides which blocks share a stage and which ranks hold it; a schedule in which order a stage runs its
+micro-batches; a transport how rows travel between two ranks. None decides more: whatever they answer is validated
+(`plan.validate`, `schedule.validate`) before a rank starts, so that a mistake is an error and never a hang or another
+loss. `gpp_plugin.testing` runs the same checks in the package's own tests.
+
+`Schedule` and `TransportFactory` are classes to derive from: what a subclass leaves out has the usual answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import Direction, Message
+from gpp_plugin.ir.schedule import StageSchedule
+from gpp_plugin.ir.tensors import TensorSpec
+from gpp_plugin.plan.edge_transports import edge_name
+
+if TYPE_CHECKING:
+    from gpp_plugin.plan.request import PlanRequest
+    from gpp_plugin.runtime.pending import Post
+    from gpp_plugin.runtime.wires import Wire
+
+__all__ = [
+    "Channel",
+    "Planner",
+    "Schedule",
+    "Transport",
+    "TransportFactory",
+    "TransportRequest",
+    "planner_traits",
+]
+
+Channel = tuple[int, Direction, int, int]
+"""(index of the plan's edge, direction, sending rank, receiving rank): messages of one keep their order."""
+
+
+# ---- planners ------------------------------------------------------------------------------------------------
+
+
+class Planner(Protocol):
+    """Cuts a model into stages and gives each its ranks: a function of one `PlanRequest`.
+
+    ``request.graph`` has the blocks, in a topological order, and the tensors between them; ``request.profile`` what
+    each costs for how many samples; ``request.cluster`` the devices and links. `plan.stages.build_plan` makes a
+    `PipelinePlan` of stages given as `StageDraft`, with edges, in-flight counts, times and memory.
+
+    The answer must use ranks 0 .. ``num_ranks`` - 1 each once, hold every block in one stage, order stages so that
+    data flows from earlier to later ones, stay within the memory of its ranks, and keep what the request fixes
+    (``num_stages``, ``data_parallel``, ``micro_batch_sizes``). The same request gives the same plan: rank 0 plans, but
+    a plan is also compared with that of an earlier run.
+
+    A function may be marked with `planner_traits`; without it a block is a layer and pipelines are synchronous.
+    """
+
+    def __call__(self, request: PlanRequest, /) -> PipelinePlan:
+        """Return the plan.
+
+        Raises:
+            PlanInfeasible: no plan meets the request; one line with what to change.
+        """
+
+
+_Function = TypeVar("_Function", bound=Callable[..., PipelinePlan])
+
+
+def planner_traits(
+    *, granularity: str = "layer", is_asynchronous: bool = False
+) -> Callable[[_Function], _Function]:
+    """Return a decorator that says what is unusual about a planner.
+
+    Args:
+        granularity: the blocks it works with where the user names none: ``layer``, ``sub_layer`` or ``node``.
+        is_asynchronous: it plans mode ``async`` itself, weights of several ages included. The plan of any other
+            planner is made for mode ``sync`` and converted (`plan.asynchronous`).
+    """
+
+    def mark(function: _Function) -> _Function:
+        setattr(function, "granularity", granularity)  # noqa: B010 - a function has no such attribute to a type checker
+        setattr(function, "is_asynchronous", is_asynchronous)  # noqa: B010
+        return function
+
+    return mark
+
+
+# ---- schedules -----------------------------------------------------------------------------------------------
+
+
+class Schedule(Protocol):
+    """Orders the tasks of stages; an instance is what the entry point names.
+
+    A stage of M micro-batches runs F0 .. F(M-1), one forward each, and M backwards, B or I and W, in an order of the
+    schedule's choice with at most ``stage.in_flight`` micro-batches between their forward and the end of their
+    backward. 1F1B with three in flight and M = 5::
+
+        F0 F1 F2 B0 F3 B1 F4 B2 B3 B4        `" ".join(str(task)[1:] for task in order.tasks)`
+
+    Orders are made from the sinks of the stage graph to its sources, so that a stage sees those of all stages that
+    read from it. Messages need no thought: lowering puts them between the tasks, and refuses orders that wait for
+    each other. Forwards in halves (``slicing``) are put in afterwards.
+    """
+
+    holds_all: bool = False
+    """Every micro-batch is held at once, as in GPipe: planners then count memory so."""
+
+    splits_backward: bool = False
+    """Backwards may be made in two parts (I and W): what that costs is then measured beforehand."""
+
+    def order(self, plan: PipelinePlan, index: int, behind: Mapping[int, StageSchedule]) -> StageSchedule:
+        """Return the order of stage ``index`` of ``plan``, all forwards whole.
+
+        Args:
+            behind: the orders of at least all stages that depend on this one, by their index.
+
+        Raises:
+            ValueError, ScheduleError: its ``in_flight`` does not allow one; one line with what to change.
+        """
+
+    def free_order(
+        self, plan: PipelinePlan, index: int, behind: Mapping[int, StageSchedule]
+    ) -> StageSchedule | None:
+        """Return the order that stage ``index`` would have if memory were no limit: it holds what that holds.
+
+        None, the usual answer, lets the stage hold what its successors ask for by GraphPipe's Table 2, as 1F1B does.
+        In-flight counts of this stage and of those before it are not known yet.
+        """
+        return None
+
+    def together(
+        self, plan: PipelinePlan, stages: Sequence[int], built: Mapping[int, StageSchedule]
+    ) -> Mapping[int, StageSchedule]:
+        """Return orders that replace those of some of ``stages``, now that all stages have one.
+
+        Args:
+            stages: all stages with this schedule through which gradients flow.
+            built: the order of every stage of the plan.
+
+        Raises:
+            ValueError, ScheduleError: as `order`.
+        """
+        return {}
+
+
+# ---- transports ----------------------------------------------------------------------------------------------
+
+
+class Transport(Protocol):
+    """Binds messages; ``wires`` are the tensors they hold, at least one.
+
+    Messages of one `Channel` are posted on both sides in the same order and may be matched by it; those of different
+    channels may be posted in any order and must not wait for each other. Shapes and types are frozen in the wires:
+    nothing but rows is sent. ``bind_*`` is called once a message when a program is compiled, what it returns once a
+    mini-batch.
+    """
+
+    prepost_depth: int
+    """How many exchanges ahead of their place receives may be posted."""
+
+    prepost_bytes: int
+    """How many bytes of receives may be posted ahead, beyond those of the next exchange."""
+
+    def bind_send(self, message: Message, wires: Sequence[Wire]) -> Post:
+        """Return what sends the message."""
+
+    def bind_receive(self, message: Message, wires: Sequence[Wire]) -> Post:
+        """Return what receives the message."""
+
+    def begin_exchange(self) -> None:
+        """Start to post what belongs together: until `end_exchange`, nothing waits for what is posted."""
+
+    def end_exchange(self) -> None:
+        """Let go what was posted since `begin_exchange`."""
+
+    def close(self) -> None:
+        """Let go of its process groups, when nothing is posted; every rank does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportRequest:
+    """What a transport is made for; the same on every rank.
+
+    Args:
+        plan: whose messages it carries.
+        specs: the tensors of the plan's edges by name.
+        channels: all channels of the plan's programs, those of other ranks among them, in no order.
+        device: of this rank's tensors, as torch writes it: ``cpu``, ``cuda:0``.
+        timeout_s: seconds after which a wait for a message ends with `CommTimeout`.
+    """
+
+    plan: PipelinePlan
+    specs: Mapping[str, TensorSpec]
+    channels: frozenset[Channel]
+    device: str
+    timeout_s: float
+
+    @property
+    def edge_names(self) -> tuple[str, ...]:
+        """Return how each edge is called in errors, e.g. ``vision -> loss``."""
+        return tuple(edge_name(self.plan, edge) for edge in range(len(self.plan.edges)))
+
+
+class TransportFactory(Protocol):
+    """Makes the transport of a rank; an instance is what the entry point names."""
+
+    def check(self, device: str) -> None:
+        """Refuse a job in which it cannot work, before a model is captured; the same on every rank.
+
+        The usual answer is that it can.
+
+        Raises:
+            ConfigError: what is missing, and what to do.
+        """
+        return None
+
+    def make(self, request: TransportRequest) -> Transport:
+        """Return this rank's transport. Collective: every rank calls it, so it may make process groups.
+
+        Raises:
+            ConfigError: it cannot carry these messages.
+        """

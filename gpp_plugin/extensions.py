@@ -1,0 +1,253 @@
+"""The one place that knows planners, schedules and transports by name: the plugin's own and those of other packages.
+
+Every name stands for an object of the shape that `gpp_plugin.doors` describes, written as an entry point is,
+``module:object``. The plugin's own are in the tables below, others come from installed packages' entry points of the
+same group, so that both go one way::
+
+    "planner": "halves"  ->  PLANNERS  ->  built in?  "gpp_plugin.plan.auto:auto_plan"
+                                           else       entry point "halves" of some package
+                                       ->  imported, its shape checked, remembered
+
+Nothing is imported before it is asked for by its name, and packages are not looked through before the first name is:
+reading a configuration stays quick, and a broken package troubles nobody who does not name what it offers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.metadata
+import pkgutil
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from gpp_plugin.errors import ExtensionError
+
+if TYPE_CHECKING:  # `config` imports this file, and loads without what a plan is made of
+    from gpp_plugin.doors import Planner, Schedule, TransportFactory
+
+SCHEDULE_FORMS = re.compile(r"auto|kfkb|[1-9]\d*f[1-9]\d*b")
+"""Names of schedules that users write and that are no entry of the table: any kFkB, and what stands for several."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Door:
+    """One kind of thing that may be added.
+
+    Args:
+        group: of its entry points.
+        kind: what it is called in errors.
+        built_in: the plugin's own, by name.
+        wrong_shape: what is wrong with an object for this door, as the end of a sentence; empty where nothing is.
+        is_taken: whether a name means something else already.
+    """
+
+    group: str
+    kind: str
+    built_in: Mapping[str, str]
+    wrong_shape: Callable[[Any], str]
+    is_taken: Callable[[str], bool] = lambda name: False
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.built_in or name in _offers(self.group)
+
+    def names(self) -> tuple[str, ...]:
+        """Return all names that may be asked for: the plugin's own in the table's order, then others, sorted."""
+        return (*self.built_in, *sorted(set(_offers(self.group)) - set(self.built_in)))
+
+    def suggestion(self, name: str) -> str:
+        """Return ``; did you mean ...?`` with the name most like ``name``, or nothing where none is."""
+        close = difflib.get_close_matches(name, self.names(), n=1)
+        return f"; did you mean {close[0]!r}?" if close else ""
+
+    def check(self, name: str) -> None:
+        """Refuse a known name that cannot be used. What packages add is imported for it, the plugin's own is not.
+
+        Raises:
+            ExtensionError: as `load`.
+        """
+        if name in _offers(self.group):
+            self.load(name)
+
+    def load(self, name: str) -> Any:
+        """Return the object called ``name``; imported the first time, remembered after that.
+
+        Raises:
+            ExtensionError: there is none, several are called so, it cannot be imported, or it is no such thing.
+        """
+        return _load(self, name)
+
+
+@functools.cache
+def _load(door: Door, name: str) -> Any:
+    offers = _offers(door.group).get(name, ())
+    if not offers and name not in door.built_in:
+        raise ExtensionError(
+            f"no {door.kind} {name!r}{door.suggestion(name)}; give one of {', '.join(door.names())}"
+        )
+    where = f"{door.group}: {door.kind} {name!r}"
+    packages = " and ".join(repr(package) for package, _ in offers)
+    if offers and (name in door.built_in or door.is_taken(name)):
+        raise ExtensionError(
+            f"{where} of package {packages} has a name that gpp_plugin uses itself; give its entry point another "
+            "name, or uninstall the package"
+        )
+    if len(offers) > 1:
+        raise ExtensionError(
+            f"{where} is offered by the packages {packages}; uninstall all but one, or give an entry point another "
+            "name"
+        )
+    if not offers:
+        return pkgutil.resolve_name(door.built_in[name])
+    ((_, value),) = offers
+    advice = f"repair or uninstall the package, or use another {door.kind}"
+    try:
+        found = pkgutil.resolve_name(value)
+    except Exception as error:  # whatever a foreign module does when it is imported
+        text = " ".join(str(error).split())
+        raise ExtensionError(
+            f"{where} of package {packages} ({value}) cannot be loaded: {type(error).__name__}: {text}; {advice}"
+        ) from error
+    wrong = door.wrong_shape(found)
+    if wrong:
+        raise ExtensionError(f"{where} of package {packages} ({value}) {wrong}; {advice}")
+    return found
+
+
+@functools.cache
+def _offers(group: str) -> Mapping[str, tuple[tuple[str, str], ...]]:
+    """Return what installed packages offer in a group: name -> (package, ``module:object``) of each that does."""
+    found: dict[str, tuple[tuple[str, str], ...]] = {}
+    for point in importlib.metadata.entry_points(group=group):
+        package = point.dist.name if point.dist is not None else "of no name"
+        found[point.name] = (*found.get(point.name, ()), (package, point.value))
+    return found
+
+
+def look_again() -> None:
+    """Forget what was found: packages installed or removed since (in a notebook, say) are seen from now on."""
+    _offers.cache_clear()
+    _load.cache_clear()
+
+
+# ---- shapes --------------------------------------------------------------------------------------------------
+
+
+def _wrong_planner(found: Any) -> str:
+    if isinstance(found, type) or not callable(found):
+        return (
+            f"is {_described(found)}; a planner is a function of one PlanRequest (gpp_plugin.doors.Planner)"
+        )
+    return ""
+
+
+def _wrong_schedule(found: Any) -> str:
+    from gpp_plugin.doors import Schedule
+
+    return _wrong_object(found, Schedule, ("order", "free_order", "together"), required="order")
+
+
+def _wrong_transport(found: Any) -> str:
+    from gpp_plugin.doors import TransportFactory
+
+    return _wrong_object(found, TransportFactory, ("make", "check"), required="make")
+
+
+def _wrong_object(found: Any, base: type, methods: tuple[str, ...], *, required: str) -> str:
+    """Return what is wrong with an object that should have the methods of ``base``, ``required`` of its own."""
+    advice = f"derive a class from gpp_plugin.doors.{base.__name__} and name an instance of it"
+    if isinstance(found, type):
+        return f"is {_described(found)}; name an instance of it"
+    missing = [name for name in methods if not callable(getattr(found, name, None))]
+    if getattr(type(found), required, None) is getattr(base, required):
+        missing = [required]
+    return f"is {_described(found)} without {' and '.join(missing)}; {advice}" if missing else ""
+
+
+def _described(found: Any) -> str:
+    return (
+        f"the class {found.__name__}"
+        if isinstance(found, type)
+        else f"an object of type {type(found).__name__}"
+    )
+
+
+# ---- the doors -----------------------------------------------------------------------------------------------
+
+PLANNERS = Door(
+    group="gpp_plugin.planners",
+    kind="planner",
+    built_in=MappingProxyType(
+        {
+            "auto": "gpp_plugin.plan.auto:auto_plan",
+            "autopipe": "gpp_plugin.plan.autopipe:autopipe_plan",
+            "dapple": "gpp_plugin.plan.dapple:dapple_plan",
+            "dawnpiper": "gpp_plugin.plan.dawnpiper:dawnpiper_plan",
+            "graphpipe": "gpp_plugin.plan.graphpipe:graphpipe_plan",
+            "pipedream": "gpp_plugin.plan.pipedream:pipedream_plan",
+            "piper": "gpp_plugin.plan.piper:piper_plan",
+            "stock_1f1b": "gpp_plugin.plan.stock:stock_plan",
+            "uniform": "gpp_plugin.plan.uniform:uniform_plan",
+            "vpipe": "gpp_plugin.plan.vpipe:vpipe_plan",
+        }
+    ),
+    wrong_shape=_wrong_planner,
+)
+
+SCHEDULES = Door(
+    group="gpp_plugin.schedules",
+    kind="schedule",
+    built_in=MappingProxyType(
+        {
+            "1f1b": "gpp_plugin.schedule.kfkb:ONE_F_ONE_B",
+            "gpipe": "gpp_plugin.schedule.gpipe:GPIPE",
+            "greedy": "gpp_plugin.schedule.greedy:GREEDY",
+            "zero_bubble": "gpp_plugin.schedule.zero_bubble:ZERO_BUBBLE",
+        }
+    ),
+    wrong_shape=_wrong_schedule,
+    is_taken=lambda name: SCHEDULE_FORMS.fullmatch(name) is not None,
+)
+
+TRANSPORTS = Door(
+    group="gpp_plugin.transports",
+    kind="transport",
+    built_in=MappingProxyType(
+        {
+            "native": "gpp_plugin.runtime.transport:NATIVE_TRANSPORT",
+            "megatron": "gpp_plugin.integrations.megatron.p2p:MEGATRON_TRANSPORT",
+        }
+    ),
+    wrong_shape=_wrong_transport,
+)
+
+DOORS = (PLANNERS, SCHEDULES, TRANSPORTS)
+
+
+def find_planner(name: str) -> Planner:
+    """Return the planner called ``name``; see `Door.load`."""
+    planner: Planner = PLANNERS.load(name)
+    return planner
+
+
+def find_schedule(name: str) -> Schedule:
+    """Return the schedule called ``name`` (a `Stage.schedule`); see `Door.load`."""
+    schedule: Schedule = SCHEDULES.load(name)
+    return schedule
+
+
+def find_transport(name: str) -> TransportFactory:
+    """Return what makes the transport called ``name``; see `Door.load`."""
+    factory: TransportFactory = TRANSPORTS.load(name)
+    return factory
+
+
+def planner_granularity(name: str) -> str:
+    """Return the blocks that a planner works with where the user names none; ``layer`` where there is no such one."""
+    if name not in PLANNERS:
+        return "layer"
+    granularity: str = getattr(find_planner(name), "granularity", "layer")
+    return granularity

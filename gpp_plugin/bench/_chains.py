@@ -26,7 +26,7 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.op_graph import OpGraph
 from gpp_plugin.plan.explicit import explicit_plan
-from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.profile.analytic import analytic_profile, default_sample_counts
 from gpp_plugin.runtime.pipeline import Lane, channels_of, make_programs
 from gpp_plugin.runtime.stage_module import StageModule

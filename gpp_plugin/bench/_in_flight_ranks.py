@@ -25,7 +25,7 @@ from gpp_plugin.launch import emit_event
 from gpp_plugin.library.modules import FeedForward
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.explicit import explicit_plan
-from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.profile.measure import profile_blocks
 from gpp_plugin.runtime.pipeline import Lane, channels_of, make_programs
 from gpp_plugin.runtime.stage_module import StageModule

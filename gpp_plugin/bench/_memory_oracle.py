@@ -25,7 +25,8 @@ from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.batches import batch_rules
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.judge import judge_us
-from gpp_plugin.plan.registry import PlanRequest, make_plan, rank_limit, unlimited
+from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.request import PlanRequest, rank_limit, unlimited
 from gpp_plugin.plan.stages import StageDraft, build_plan
 
 Segment = tuple[int, int]

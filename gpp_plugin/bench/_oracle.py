@@ -17,7 +17,7 @@ from gpp_plugin.ir.tensors import TensorSpec, batch_layout
 from gpp_plugin.plan.components import Component, decompose
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.judge import judge_us
-from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import busiest_us, memory_excess
 from gpp_plugin.plan.stages import StageDraft, build_plan
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from gpp_plugin.library.analytic import AnalyticModel, profile_model
 from gpp_plugin.library.graphs import build_model
 from gpp_plugin.plan.clusters import read_cluster
-from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.request import PlanRequest
 
 SAMPLES_PER_DEVICE = {"mmt": 16, "dlrm": 64, "candle_uno": 1024, "transformer": 16, "two_branch": 16}
 """Appendix A.2: mini-batches of 64/256/4096 at 4 devices, in proportion at 8, 16 and 32."""

@@ -24,7 +24,8 @@ from gpp_plugin.plan.batches import batch_rules
 from gpp_plugin.plan.chain import ChainCosts
 from gpp_plugin.plan.clusters import read_cluster
 from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.registry import PlanRequest, make_plan
+from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.request import PlanRequest
 
 CASES = (
     ("gpt2_345m", 4, 4, 128),

@@ -25,7 +25,8 @@ from gpp_plugin.plan.components import decompose
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.graphpipe import make_search
 from gpp_plugin.plan.intervals import build_series
-from gpp_plugin.plan.registry import PlanRequest, make_plan
+from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.request import PlanRequest
 
 TOLERANCE = 1e-6
 

@@ -15,7 +15,8 @@ from gpp_plugin.bench._oracle import bottleneck_us
 from gpp_plugin.bench._paper import PAPER_DEVICES, PAPER_MODELS, paper_request, time_limit
 from gpp_plugin.errors import PlanError
 from gpp_plugin.plan.batches import batch_rules
-from gpp_plugin.plan.registry import PlanRequest, make_plan
+from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.request import PlanRequest
 
 PLANNERS = ("graphpipe", "auto", "uniform", "pipedream", "autopipe", "piper", "dapple")
 WITHOUT_SEARCH = ("uniform",)

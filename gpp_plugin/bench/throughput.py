@@ -16,7 +16,8 @@ from gpp_plugin.errors import PlanError
 from gpp_plugin.library.graphs import build_model
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.judge import judge_us
-from gpp_plugin.plan.registry import PlanRequest, make_plan
+from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.sequential import as_sequential
 
 OURS = ("graphpipe", "auto")

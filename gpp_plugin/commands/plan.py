@@ -20,7 +20,8 @@ from gpp_plugin.plan.edge_transports import NATIVE, note_edge_transports
 from gpp_plugin.plan.inputs import with_inputs
 from gpp_plugin.plan.memory_advice import memory_advice
 from gpp_plugin.plan.memory_breakdown import with_breakdown
-from gpp_plugin.plan.registry import PlanRequest, make_plan, planner_names
+from gpp_plugin.plan.registry import make_plan, planner_names
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.schedules import schedule_plan
 from gpp_plugin.report.edge_text import edge_rows, format_edges
 from gpp_plugin.report.plan_text import format_breakdown, format_plan, stage_rows

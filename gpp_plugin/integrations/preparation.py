@@ -37,7 +37,8 @@ from gpp_plugin.plan.fixed import FixedStage, fixed_plan
 from gpp_plugin.plan.full_recompute import recompute_fully
 from gpp_plugin.plan.inputs import with_inputs
 from gpp_plugin.plan.memory_breakdown import with_breakdown
-from gpp_plugin.plan.registry import PlanRequest, make_plan
+from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.schedules import schedule_plan
 from gpp_plugin.plan.stage_sizes import names_a_stage, resize_stages
 from gpp_plugin.plan.tied_blocks import join_tied_blocks

@@ -14,7 +14,7 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.judge import judge_us
-from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.stock import STOCK
 from gpp_plugin.schedule.async_1f1b import asynchronous_in_flight, check_asynchronous
 

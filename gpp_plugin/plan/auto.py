@@ -14,7 +14,8 @@ from gpp_plugin.plan.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.graphpipe import explain_graph, search_stages
 from gpp_plugin.plan.joined import best_judged, join_memory
 from gpp_plugin.plan.refine import Candidate, Refiner
-from gpp_plugin.plan.registry import PlanRequest, register_planner, run_planner, unlimited
+from gpp_plugin.plan.registry import run_planner
+from gpp_plugin.plan.request import PlanRequest, unlimited
 from gpp_plugin.plan.stages import StageDraft
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,6 @@ MAX_SLOW_SIZE = 400
 """Blocks x ranks."""
 
 
-@register_planner("auto")
 def auto_plan(request: PlanRequest) -> PipelinePlan:
     """Return the plan with the shortest simulated step among GraphPipe's and all rivals', refined.
 

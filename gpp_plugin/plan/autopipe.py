@@ -30,7 +30,7 @@ from gpp_plugin.plan.chain import ChainCosts
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.estimate import task_order
 from gpp_plugin.plan.linear import split_by_weight
-from gpp_plugin.plan.registry import PlanRequest, register_planner
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import best_plan, explain_infeasible
 from gpp_plugin.plan.stages import StageDraft
 
@@ -266,7 +266,6 @@ def _least_after(bound: Callable[[int, int, int], float], num: int, num_stages: 
     return least
 
 
-@register_planner("autopipe")
 def autopipe_plan(request: PlanRequest) -> PipelinePlan:
     """Return the balanced chain: every number of stages that divides the ranks, every micro-batch size.
 

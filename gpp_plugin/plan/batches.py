@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.tensors import LayoutKind
-from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.request import PlanRequest
 
 MAX_SWEEP = 16
 

@@ -13,7 +13,7 @@ from gpp_plugin.plan.costs import CostModel, Floats, link_for_span, ring_us
 from gpp_plugin.plan.estimate import estimate_plan_us
 from gpp_plugin.plan.judge import judge_us
 from gpp_plugin.plan.linear import linear_order
-from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import busiest_us, memory_excess
 from gpp_plugin.plan.sequential import as_sequential
 from gpp_plugin.plan.stages import StageDraft, build_plan

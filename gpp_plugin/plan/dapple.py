@@ -18,7 +18,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batches import batch_rules
 from gpp_plugin.plan.chain import ChainCosts, best_sequential
 from gpp_plugin.plan.costs import CostModel, group_link, ring_us
-from gpp_plugin.plan.registry import PlanRequest, register_planner
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import explain_infeasible
 from gpp_plugin.plan.stages import StageDraft
 
@@ -28,7 +28,6 @@ Placed = tuple[tuple[int, int, tuple[int, ...]], ...]
 """(start, stop, ranks) of each stage."""
 
 
-@register_planner("dapple")
 def dapple_plan(request: PlanRequest) -> PipelinePlan:
     """Return the chain with the smallest estimated latency.
 

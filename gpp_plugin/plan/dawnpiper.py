@@ -34,7 +34,7 @@ from gpp_plugin.plan.capuchin import StageOptimizer
 from gpp_plugin.plan.linear import layer_bounds
 from gpp_plugin.plan.memory_chain import ChainPlan, optimized, plan_chain
 from gpp_plugin.plan.memory_cuts import allowed_cuts, cut_interval
-from gpp_plugin.plan.registry import PlanRequest, register_planner
+from gpp_plugin.plan.request import PlanRequest
 
 NEIGHBOURS = 2
 FEW = 24
@@ -197,7 +197,6 @@ def _send_less(optimizer: StageOptimizer, bounds: list[int]) -> list[int]:
     return bounds
 
 
-@register_planner("dawnpiper")
 def dawnpiper_plan(request: PlanRequest) -> PipelinePlan:
     """Return the chain of stages with the shortest longest stage, memory optimization included.
 

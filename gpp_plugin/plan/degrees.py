@@ -12,7 +12,7 @@ from gpp_plugin.plan.batches import BatchRules
 from gpp_plugin.plan.block_sets import BlockSets, Mask
 from gpp_plugin.plan.costs import CostModel, Floats, link_for_span, ring_us
 from gpp_plugin.plan.fitting import StageFitter
-from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.stages import StageDraft
 
 

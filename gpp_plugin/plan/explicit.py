@@ -14,7 +14,7 @@ from gpp_plugin.plan.complete import complete_plan
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.degrees import choose_degrees
 from gpp_plugin.plan.judge import judge_us
-from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import best_optimized, best_plan
 from gpp_plugin.plan.stages import StageDraft, build_plan, stage_edges
 from gpp_plugin.plan.validate import validate_plan

@@ -26,7 +26,7 @@ from gpp_plugin.plan.capuchin import StageChoice, StageOptimizer
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.module_memory import ModuleChain, choose_for_module
 from gpp_plugin.plan.operator_chain import OperatorChain, PipelineShape
-from gpp_plugin.plan.registry import PlanRequest, rank_limit
+from gpp_plugin.plan.request import PlanRequest, rank_limit
 from gpp_plugin.plan.savings import HostLink, Savings, added_us
 from gpp_plugin.plan.stage_chain import LENGTHS, GraphTensors, StageChain, optimized_base
 

@@ -12,7 +12,7 @@ from gpp_plugin.plan.asynchronous import to_asynchronous
 from gpp_plugin.plan.batches import BatchRules, batch_rules, coupled_blocks
 from gpp_plugin.plan.complete import complete_plan
 from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import best_optimized, best_plan
 from gpp_plugin.plan.stages import StageDraft, build_plan
 from gpp_plugin.plan.validate import validate_plan

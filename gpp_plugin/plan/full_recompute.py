@@ -20,7 +20,7 @@ from gpp_plugin.plan.judge import judge_us
 from gpp_plugin.plan.linear import layer_bounds
 from gpp_plugin.plan.module_memory import recompute_modules
 from gpp_plugin.plan.operator_chain import PipelineShape
-from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import rank_limit
 from gpp_plugin.plan.stage_chain import GraphTensors, StageChain
 

@@ -33,7 +33,7 @@ from gpp_plugin.plan.fitting import StageFitter, fitter_for, levels_to_fit
 from gpp_plugin.plan.intervals import Series, build_series
 from gpp_plugin.plan.joined import best_judged, join_memory
 from gpp_plugin.plan.refine import Candidate, Refiner
-from gpp_plugin.plan.registry import PlanRequest, register_planner
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import explain_infeasible
 from gpp_plugin.plan.stage_groups import read_groups
 from gpp_plugin.plan.stage_search import StageSearch
@@ -80,7 +80,6 @@ class _Incumbent:
     us: float
 
 
-@register_planner("graphpipe")
 def graphpipe_plan(request: PlanRequest) -> PipelinePlan:
     """Partition the model into a graph of stages, each with the memory optimization it runs with.
 

@@ -21,7 +21,7 @@ from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.fitting import StageFitter
 from gpp_plugin.plan.judge import judge_us
 from gpp_plugin.plan.refine import Candidate, Refiner
-from gpp_plugin.plan.registry import PlanRequest, unlimited
+from gpp_plugin.plan.request import PlanRequest, unlimited
 from gpp_plugin.plan.selection import memory_excess
 from gpp_plugin.plan.stages import StageDraft, build_plan
 

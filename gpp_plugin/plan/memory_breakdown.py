@@ -7,7 +7,7 @@ import dataclasses
 from gpp_plugin.ir.memory_plan import MemoryBreakdown
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import Profile
-from gpp_plugin.plan.registry import PlanRequest, rank_limit
+from gpp_plugin.plan.request import PlanRequest, rank_limit
 
 
 def memory_breakdown(

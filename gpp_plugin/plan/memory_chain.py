@@ -16,7 +16,7 @@ from gpp_plugin.plan.judge import judge_us
 from gpp_plugin.plan.nearest import limit_gb
 from gpp_plugin.plan.operator_chain import OperatorChain, PipelineShape
 from gpp_plugin.plan.recompute_menu import Segments, find_segments
-from gpp_plugin.plan.registry import PlanRequest, rank_limit
+from gpp_plugin.plan.request import PlanRequest, rank_limit
 from gpp_plugin.plan.stages import StageDraft, build_plan
 
 BOTH = ("recompute", "swap")

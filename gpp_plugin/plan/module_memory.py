@@ -23,7 +23,7 @@ from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.judge import judge_us
 from gpp_plugin.plan.memory_breakdown import memory_breakdown
 from gpp_plugin.plan.operator_chain import OperatorChain, PipelineShape, SavedTensors, UnsavedResults
-from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.stage_chain import optimized_base
 from gpp_plugin.plan.validate import validate_plan
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from gpp_plugin.plan.registry import PlanRequest, rank_limit
+from gpp_plugin.plan.request import PlanRequest, rank_limit
 
 HasPlan = Callable[[PlanRequest], bool]
 

@@ -20,11 +20,10 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batches import batch_rules
 from gpp_plugin.plan.chain import ChainCosts, best_sequential
 from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.registry import PlanRequest, register_planner
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import explain_infeasible
 
 
-@register_planner("pipedream")
 def pipedream_plan(request: PlanRequest) -> PipelinePlan:
     """Return the chain of stages with the smallest bottleneck, each data-parallel on its ranks.
 

@@ -20,14 +20,13 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batches import BatchRules, batch_rules
 from gpp_plugin.plan.chain import best_sequential
 from gpp_plugin.plan.costs import CostModel, Floats, link_for_span, ring_us
-from gpp_plugin.plan.registry import PlanRequest, register_planner
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import explain_infeasible
 from gpp_plugin.plan.stages import StageDraft
 
 MAX_DOWNSETS = 8_000
 
 
-@register_planner("piper")
 def piper_plan(request: PlanRequest) -> PipelinePlan:
     """Return the chain of stages over downsets with the smallest bottleneck.
 

@@ -20,7 +20,7 @@ from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.degrees import DegreeChooser
 from gpp_plugin.plan.estimate import estimate_plan_us
 from gpp_plugin.plan.fitting import StageFitter
-from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.stages import StageDraft, build_plan
 
 SLACKS = (0.0, 0.5, 1.0)

@@ -16,7 +16,7 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.batches import coupled_blocks
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.judge import MAX_RANK_TASKS
-from gpp_plugin.plan.registry import PlanRequest, rank_limit
+from gpp_plugin.plan.request import PlanRequest, rank_limit
 from gpp_plugin.plan.selection import memory_excess
 from gpp_plugin.plan.stock import STOCK
 from gpp_plugin.schedule.choose import GAIN, USUAL_SCHEDULES, choose_schedule, choose_slicing

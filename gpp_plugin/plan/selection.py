@@ -16,7 +16,7 @@ from gpp_plugin.plan.estimate import estimate_plan_us
 from gpp_plugin.plan.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.judge import judge_us
 from gpp_plugin.plan.nearest import HasPlan, nearest_that_fits
-from gpp_plugin.plan.registry import UNLIMITED, PlanRequest, rank_limit
+from gpp_plugin.plan.request import UNLIMITED, PlanRequest, rank_limit
 from gpp_plugin.plan.stages import StageDraft, build_plan
 
 

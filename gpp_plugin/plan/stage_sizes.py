@@ -13,7 +13,7 @@ from gpp_plugin.plan.batches import batch_rules, blocks_under, nearest_names
 from gpp_plugin.plan.complete import complete_plan
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.fitting import fitter_for
-from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.stages import with_in_flight
 from gpp_plugin.plan.validate import validate_plan
 

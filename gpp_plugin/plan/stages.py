@@ -14,7 +14,7 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.schedule.in_flight import plan_in_flight
 
 LOSS = "loss"

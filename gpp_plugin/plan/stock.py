@@ -15,7 +15,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.judge import judge_us
 from gpp_plugin.plan.linear import linear_order, split_by_weight
-from gpp_plugin.plan.registry import PlanRequest, register_planner
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.sequential import as_sequential
 from gpp_plugin.plan.stages import StageDraft, build_plan
 
@@ -23,7 +23,6 @@ STOCK = "stock_1f1b"
 """The planner's name: with it `deepspeed.initialize` returns DeepSpeed's own pipeline engine."""
 
 
-@register_planner(STOCK)
 def stock_plan(request: PlanRequest) -> PipelinePlan:
     """Return the chain of equal degrees with the quickest slowest stage; time and memory are a chain's.
 

@@ -9,12 +9,11 @@ from gpp_plugin.plan.batches import BatchRules, batch_rules
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.degrees import choose_degrees
 from gpp_plugin.plan.linear import linear_order, split_by_layers
-from gpp_plugin.plan.registry import PlanRequest, register_planner
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import best_plan, explain_infeasible
 from gpp_plugin.plan.stages import StageDraft
 
 
-@register_planner("uniform")
 def uniform_plan(request: PlanRequest) -> PipelinePlan:
     """Cut the blocks, in a linear order, into stages with the same number of layers.
 

@@ -30,7 +30,7 @@ from gpp_plugin.plan.linear import layer_bounds
 from gpp_plugin.plan.memory_chain import ChainPlan, plan_chain
 from gpp_plugin.plan.operator_chain import Ints, sum_by
 from gpp_plugin.plan.recompute_menu import Segments, segment_costs
-from gpp_plugin.plan.registry import PlanRequest, register_planner
+from gpp_plugin.plan.request import PlanRequest
 
 MOST_PASSES = 8
 Score = tuple[float, float, float]
@@ -196,7 +196,6 @@ def _score(layers: LayerOptimizer, cuts: tuple[int, ...]) -> Score:
     return excess, us, sum(choice.us**2 for choice in choices)
 
 
-@register_planner("vpipe")
 def vpipe_plan(request: PlanRequest) -> PipelinePlan:
     """Return vPipe's chain of stages.
 

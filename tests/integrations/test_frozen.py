@@ -10,7 +10,8 @@ from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.profile import BlockCost
-from gpp_plugin.plan.registry import PlanRequest, make_plan
+from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.profile.analytic import analytic_profile
 from gpp_plugin.profile.measure import profile_blocks
 from tests.integrations import frozen_jobs

@@ -9,7 +9,7 @@ from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.profile import BlockCost, Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import UNIT, Layout, TensorSpec, batch_layout
-from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.request import PlanRequest
 
 GB = 1 << 30
 

@@ -13,7 +13,8 @@ from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import dumps, loads
 from gpp_plugin.plan.dawnpiper import BinaryPartition, partition_chain
-from gpp_plugin.plan.registry import PlanRequest, make_plan
+from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.request import PlanRequest
 from tests.plan.graphs import chain, make_cluster, make_request
 from tests.plan.operator_chains import best_partition, factory, operator_chain, random_chain
 

@@ -9,7 +9,7 @@ import pytest
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.profile import KeptStorage, ModuleMemory
 from gpp_plugin.plan.fixed import FixedStage, fixed_plan
-from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.schedules import schedule_plan
 from tests.plan.graphs import chain, make_cluster, make_profile, make_request
 

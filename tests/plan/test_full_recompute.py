@@ -17,7 +17,7 @@ from gpp_plugin.plan.full_recompute import recompute_fully
 from gpp_plugin.plan.memory_advice import memory_advice
 from gpp_plugin.plan.memory_breakdown import with_breakdown
 from gpp_plugin.plan.memory_counts import differences, expected_counts
-from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.validate import validate_plan
 from tests.plan.graphs import make_cluster
 

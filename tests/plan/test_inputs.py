@@ -15,7 +15,8 @@ from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.inputs import with_inputs
 from gpp_plugin.plan.memory_breakdown import memory_breakdown
 from gpp_plugin.plan.operator_chain import OperatorChain
-from gpp_plugin.plan.registry import PlanRequest, make_plan, planner_names
+from gpp_plugin.plan.registry import make_plan, planner_names
+from gpp_plugin.plan.request import PlanRequest
 from tests.plan.graphs import chain, make_profile, make_request
 
 MINI_BATCH, IMAGE, TABLE = 16, 1000, 400

@@ -18,7 +18,8 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import dumps, loads
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.fitting import StageFitter
-from gpp_plugin.plan.registry import PlanRequest, make_plan, rank_limit, unlimited
+from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.request import PlanRequest, rank_limit, unlimited
 from gpp_plugin.plan.schedules import schedule_plan
 
 BOTH = ("recompute", "swap")

@@ -14,7 +14,7 @@ from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.fitting import StageFitter
 from gpp_plugin.plan.module_memory import ModuleChain, recompute_modules
 from gpp_plugin.plan.operator_chain import PipelineShape
-from gpp_plugin.plan.registry import PlanRequest
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.stages import StageDraft, build_plan
 from tests.plan.graphs import chain, make_cluster, make_profile, make_request
 

@@ -1,0 +1,152 @@
+"""What a planner is asked: model, costs, cluster, and the user's wishes; checked before any planner sees it.
+
+It imports no planner, so that everything planners are made of may import it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from gpp_plugin.errors import PlanError, PlanInfeasible
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.cluster import Cluster
+from gpp_plugin.ir.profile import Profile
+
+UNLIMITED = 1 << 62
+"""More bytes than any device has: two of them still fit in 64 bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """Everything a planner may look at.
+
+    Args:
+        num_ranks: ranks to use; the first ``num_ranks`` devices of the cluster.
+        mini_batch: samples of one optimizer step (B); ``loss_unit`` samples of one loss (u).
+        num_stages: exactly that many stages, or None: the planner chooses.
+        micro_batch_sizes: stage or module-path prefix -> micro-batch size of the whole stage;
+            ``*`` for all others; None where the planner chooses.
+        schedule: ``1f1b`` or ``gpipe``.
+        memory_limit_bytes: what one rank may use, where less than its device has.
+        data_parallel: degree of every stage, or None: the planner chooses.
+        zero_stage: 0, 1 or 2; what the ranks of a stage share out among themselves.
+        keep_units: every stage the user has not fixed computes one loss unit a rank at a time, as those
+            that mix samples must; otherwise the planner chooses any size that divides the mini-batch.
+        smallest_local_batch: fewest samples one rank may compute at a time (some models cannot be captured,
+            or cannot train, on a single sample).
+        max_k: largest k of kFkB the refining planners try.
+        mode: ``sync`` or ``async``, as of `PipelinePlan`.
+        memory_optimization: what a planner may use to fit: ``recompute``, ``swap``, both or neither.
+        vertical_sync: as of `PipelinePlan`.
+    """
+
+    graph: BlockGraph
+    profile: Profile
+    cluster: Cluster
+    num_ranks: int
+    mini_batch: int
+    loss_unit: int
+    num_stages: int | None = None
+    micro_batch_sizes: dict[str, int] | None = None
+    schedule: str = "1f1b"
+    memory_limit_bytes: int | None = None
+    data_parallel: int | None = None
+    zero_stage: int = 0
+    keep_units: bool = False
+    smallest_local_batch: int = 1
+    max_k: int = 1
+    mode: str = "sync"
+    memory_optimization: tuple[str, ...] = ()
+    vertical_sync: bool = False
+
+
+def rank_limit(request: PlanRequest, rank: int) -> int:
+    """Return the bytes that ``rank`` may use."""
+    limit = request.cluster.devices[rank].memory_bytes
+    return limit if request.memory_limit_bytes is None else min(limit, request.memory_limit_bytes)
+
+
+def unlimited(request: PlanRequest) -> PlanRequest:
+    """Return the request with all the memory in the world, and nothing to be done for it."""
+    devices = tuple(dataclasses.replace(d, memory_bytes=UNLIMITED) for d in request.cluster.devices)
+    return dataclasses.replace(
+        request,
+        memory_limit_bytes=None,
+        memory_optimization=(),
+        cluster=dataclasses.replace(request.cluster, devices=devices),
+    )
+
+
+def check_request(request: PlanRequest) -> None:
+    """Refuse what no planner could answer.
+
+    Raises:
+        PlanError: a value contradicts another one or the graph.
+        PlanInfeasible: more stages than blocks or ranks are asked for.
+    """
+    r = request
+    num_blocks = len(r.graph.blocks)
+    if num_blocks == 0:
+        raise PlanError(f"model {r.graph.model!r} has no blocks to plan; capture it again")
+    if not 1 <= r.num_ranks <= r.cluster.num_devices:
+        raise PlanError(
+            f"{r.num_ranks} ranks are asked for and cluster {r.cluster.name!r} has {r.cluster.num_devices} "
+            "devices; change the number of ranks or the cluster description"
+        )
+    if r.mini_batch < 1 or r.loss_unit < 1 or r.mini_batch % r.loss_unit:
+        raise PlanError(
+            f"the loss unit of {r.loss_unit} samples does not divide the mini-batch of {r.mini_batch}; "
+            "train_batch_size must be a multiple of train_micro_batch_size_per_gpu"
+        )
+    if r.schedule not in ("1f1b", "gpipe"):
+        raise PlanError(f"no schedule {r.schedule!r}; choose 1f1b or gpipe")
+    if r.mode not in ("sync", "async"):
+        raise PlanError(f"no mode {r.mode!r}; choose sync or async")
+    if r.vertical_sync and r.mode == "sync":
+        raise PlanError(
+            "vertical sync has no meaning in mode sync, where all stages step at once; choose async"
+        )
+    unknown = set(r.memory_optimization) - {"recompute", "swap"}
+    if unknown:
+        raise PlanError(f"no memory optimization {sorted(unknown)[0]!r}; choose from recompute and swap")
+    if r.num_stages is not None:
+        if r.num_stages < 1:
+            raise PlanError(f"stages is {r.num_stages}; it must be at least 1")
+        if r.num_stages > num_blocks:
+            raise PlanInfeasible(
+                f"{r.num_stages} stages are asked for and the model has {num_blocks} blocks; "
+                f"lower stages to {num_blocks} or set granularity to sub_layer"
+            )
+        if r.num_stages > r.num_ranks:
+            raise PlanInfeasible(
+                f"{r.num_stages} stages are asked for on {r.num_ranks} ranks and a rank holds one stage; "
+                f"lower stages to {r.num_ranks} or add ranks"
+            )
+    if r.data_parallel is not None and (r.data_parallel < 1 or r.num_ranks % r.data_parallel):
+        raise PlanInfeasible(
+            f"data_parallel {r.data_parallel} does not divide {r.num_ranks} ranks; choose a divisor"
+        )
+    if (
+        r.data_parallel is not None
+        and r.num_stages is not None
+        and r.data_parallel * r.num_stages != r.num_ranks
+    ):
+        raise PlanInfeasible(
+            f"{r.num_stages} stages of {r.data_parallel} ranks are {r.num_stages * r.data_parallel} ranks, "
+            f"not {r.num_ranks}; change stages, data_parallel or the number of ranks"
+        )
+    for key, size in (r.micro_batch_sizes or {}).items():
+        if size < 1 or r.mini_batch % size:
+            raise PlanError(
+                f"micro_batch_sizes[{key!r}] is {size}, which does not divide the mini-batch of {r.mini_batch}; "
+                f"the nearest sizes that do are {_nearest_divisors(size, r.mini_batch)}"
+            )
+
+
+def _nearest_divisors(size: int, number: int) -> str:
+    """Return the divisors of ``number`` next to ``size``, as text."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below = [d for d in divisors if d < size][-1:]
+    above = [d for d in divisors if d > size][:1]
+    return " and ".join(map(str, below + above))

@@ -16,18 +16,13 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 
-from gpp_benchmarks._oracle import all_degrees, all_partitions
-from gpp_plugin.errors import PlanInfeasible
+from gpp_benchmarks._oracle import all_degrees, all_partitions, the_size
+from gpp_benchmarks._oracle_costs import Groups, least_us, limit_of, oracle_plan, step_us
 from gpp_plugin.ir.block_graph import BlockGraph, SavedTensor
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
-from gpp_plugin.plan.batches import batch_rules
-from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.judge import judge_us
-from gpp_plugin.plan.registry import make_plan
-from gpp_plugin.plan.request import PlanRequest, rank_limit, unlimited
-from gpp_plugin.plan.stages import StageDraft, build_plan
+from gpp_plugin.plan.request import PlanRequest
 
 Segment = tuple[int, int]
 UNITS = 1e6
@@ -189,19 +184,16 @@ def with_saved_tensors(rng: random.Random, request: PlanRequest, *, tightness: f
 class MemoryBruteForce:
     """Plans of one request with the memory optimization that costs each stage least, by enumeration."""
 
-    def __init__(self, request: PlanRequest, *, planner: str = "graphpipe") -> None:
-        """Take a request; ``planner`` makes the plans that are optimized afterwards."""
-        self.request, self._planner = request, planner
-        self._costs = CostModel(
-            request.graph, request.profile, request.cluster, zero_stage=request.zero_stage
-        )
+    def __init__(self, request: PlanRequest) -> None:
+        """Take a request of one micro-batch size."""
+        self.request = request
         self._known: dict[tuple[object, ...], Fit | None] = {}
 
     def fitted(self, plan: PipelinePlan) -> PipelinePlan | None:
         """Return the plan with every stage made to fit at the least cost, or None where one cannot."""
         stages = []
         for stage in plan.stages:
-            limit = min(rank_limit(self.request, rank) for rank in stage.ranks)
+            limit = min(limit_of(self.request, rank) for rank in stage.ranks)
             if stage.memory_bytes > limit:
                 fit = self._fit(stage, limit)
                 if fit is None:
@@ -225,36 +217,20 @@ class MemoryBruteForce:
         return self._known[key]
 
     def best_us(self) -> float | None:
-        """Return the shortest simulated step of any plan: partition, degrees, micro-batch size, memory plans."""
-        request, best = self.request, None
-        sizes = batch_rules(request).wishes()
+        """Return the shortest simulated step of any plan: partition, degrees, memory plans."""
+        request, size, best = self.request, the_size(self.request), None
+        allowed = [d for d in range(1, request.num_ranks + 1) if size % d == 0]
         for groups in all_partitions(request.graph, request.num_ranks):
-            for size in sizes:
-                allowed = [d for d in range(1, request.num_ranks + 1) if size % d == 0]
-                for degrees in all_degrees(len(groups), request.num_ranks, allowed):
-                    us = self._judged(groups, degrees, size, best)
-                    best = us if us is not None and (best is None or us < best) else best
+            for degrees in all_degrees(len(groups), request.num_ranks, allowed):
+                us = self._judged(groups, degrees, size, best)
+                best = us if us is not None and (best is None or us < best) else best
         return best
 
-    def _judged(
-        self, groups: Sequence[Sequence[str]], degrees: Sequence[int], size: int, best: float | None
-    ) -> float | None:
-        drafts = [
-            StageDraft(blocks=tuple(group), degree=degree, micro_batch_size=size)
-            for group, degree in zip(groups, degrees, strict=True)
-        ]
-        plan = build_plan(self.request, drafts, planner="brute force", costs=self._costs, is_named=False)
-        work = max((s.forward_us + s.backward_us) / s.micro_batch_size for s in plan.stages)
-        if best is not None and work * self.request.mini_batch >= best:
-            return None
-        fitted = self.fitted(plan)
-        return None if fitted is None else judge_us(fitted, self._costs)
+    def _judged(self, groups: Groups, degrees: Sequence[int], size: int, best: float | None) -> float | None:
+        plan = oracle_plan(self.request, groups, degrees, size)
+        return None if best is not None and least_us(plan) >= best else self.step_us(plan)
 
-    def after_us(self) -> float | None:
-        """Return the step of a finished plan, made without a thought of memory, and optimized after that."""
-        try:
-            plan = make_plan(self._planner, unlimited(self.request))
-        except PlanInfeasible:
-            return None
+    def step_us(self, plan: PipelinePlan) -> float | None:
+        """Return the step of a finished plan after it is made to fit, or None where it cannot be."""
         fitted = self.fitted(plan)
-        return None if fitted is None else judge_us(fitted, self._costs)
+        return None if fitted is None else step_us(fitted, self.request.cluster)

@@ -1,4 +1,7 @@
-"""Random block graphs, and plans by brute force: slow, short, and without the planners' code for search."""
+"""Random block graphs, and plans by brute force: slow, short, and without any code of the planners.
+
+Times and bytes are `_oracle_costs`; of `gpp_plugin.plan` only the request is known, which is what both are asked.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,14 @@ from collections.abc import Iterator, Sequence
 
 import networkx as nx
 
+from gpp_benchmarks._oracle_costs import Groups, fits, least_us, oracle_plan, step_us
 from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
 from gpp_plugin.ir.cluster import Cluster, Device, Link
+from gpp_plugin.ir.plan import Stage
 from gpp_plugin.ir.profile import BlockCost, Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
-from gpp_plugin.plan.components import Component, decompose
-from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.judge import judge_us
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.selection import busiest_us, memory_excess
-from gpp_plugin.plan.stages import StageDraft, build_plan
-
-Groups = tuple[tuple[str, ...], ...]
 
 
 def random_dag(rng: random.Random, num: int) -> nx.DiGraph:
@@ -149,92 +147,114 @@ def all_degrees(num_stages: int, ranks: int, allowed: Sequence[int]) -> Iterator
 
 def brute_force(request: PlanRequest) -> float | None:
     """Return the shortest simulated step of any plan at the request's one micro-batch size; None: none fits."""
-    assert request.micro_batch_sizes is not None
-    size = request.micro_batch_sizes["*"]
-    costs = CostModel(request.graph, request.profile, request.cluster)
+    size = the_size(request)
     allowed = [d for d in range(1, request.num_ranks + 1) if size % d == 0]
     best: float | None = None
     for groups in all_partitions(request.graph, request.num_ranks):
         for degrees in all_degrees(len(groups), request.num_ranks, allowed):
-            drafts = [
-                StageDraft(blocks=group, degree=degree, micro_batch_size=size)
-                for group, degree in zip(groups, degrees, strict=True)
-            ]
-            if best is not None and busiest_us(request, costs, drafts) >= best:
+            plan = oracle_plan(request, groups, degrees, size)
+            if not fits(plan, request) or (best is not None and least_us(plan) >= best):
                 continue
-            plan = build_plan(request, drafts, planner="brute force", costs=costs, is_named=False)
-            if memory_excess(request, plan)[0] <= 0:
-                us = judge_us(plan, costs)
-                best = us if best is None else min(best, us)
+            us = step_us(plan, request.cluster)
+            best = us if best is None else min(best, us)
     return best
 
 
-def series_parallel_plans(component: Component) -> list[frozenset[tuple[int, ...]]]:
+def the_size(request: PlanRequest) -> int:
+    """Return the one micro-batch size of an oracle's request."""
+    assert request.micro_batch_sizes is not None and set(request.micro_batch_sizes) == {"*"}
+    return request.micro_batch_sizes["*"]
+
+
+Parts = tuple[str, tuple["Parts", ...], tuple[int, ...]]
+"""A part of a series-parallel order: ``block``, ``series`` or ``parallel``; its parts; its blocks."""
+
+
+def series_parallel_parts(order: nx.DiGraph, blocks: Sequence[int]) -> Parts:
+    """Return how a series-parallel order is put together, by connected components.
+
+    Blocks whose comparabilities (one before the other) do not connect them all are parallel parts; those whose
+    incomparabilities do not are a series. So 0 -> 1 -> 3, 0 -> 2 -> 3 is a series: 1 and 2 alone are incomparable,
+    which leaves the components {0}, {1, 2}, {3}, in the order of their numbers.
+
+    Args:
+        order: its transitive closure; edges go upwards.
+    """
+    if len(blocks) == 1:
+        return "block", (), tuple(blocks)
+    pairs = list(itertools.combinations(sorted(blocks), 2))
+    for kind, is_linked in (("parallel", order.has_edge), ("series", lambda a, b: not order.has_edge(a, b))):
+        graph = nx.Graph((a, b) for a, b in pairs if is_linked(a, b))
+        graph.add_nodes_from(blocks)
+        parts = sorted(sorted(part) for part in nx.connected_components(graph))
+        if len(parts) > 1:
+            if kind == "series":
+                # The numbers need not follow the order of parts: the first of a series has most behind it.
+                parts.sort(key=lambda part: -sum(order.has_edge(part[0], block) for block in blocks))
+            return kind, tuple(series_parallel_parts(order, part) for part in parts), tuple(sorted(blocks))
+    raise AssertionError("the order is not series-parallel")
+
+
+def series_parallel_plans(part: Parts) -> list[frozenset[tuple[int, ...]]]:
     """Return all plans whose stages are whole parts of the tree: intervals of a series, sets of branches."""
-    whole = frozenset([component.blocks])
-    if component.kind == "block":
+    kind, children, blocks = part
+    whole = frozenset([blocks])
+    if kind == "block":
         return [whole]
     found = set()
-    if component.kind == "parallel":
-        for labels in itertools.product(range(len(component.children)), repeat=len(component.children)):
-            parts = [
-                [child for child, label in zip(component.children, labels, strict=True) if label == part]
-                for part in range(len(component.children))
+    if kind == "parallel":
+        for labels in itertools.product(range(len(children)), repeat=len(children)):
+            shared = [
+                [child for child, label in zip(children, labels, strict=True) if label == number]
+                for number in range(len(children))
             ]
-            found |= _products([part for part in parts if part])
+            found |= _products([some for some in shared if some])
     else:
-        num = len(component.children)
+        num = len(children)
         for cuts in itertools.chain.from_iterable(
             itertools.combinations(range(1, num), n) for n in range(num)
         ):
             bounds = [0, *cuts, num]
-            found |= _products(
-                [list(component.children[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
-            )
+            found |= _products([list(children[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)])
     found.add(whole)
     return list(found)
 
 
-def _products(parts: list[list[Component]]) -> set[frozenset[tuple[int, ...]]]:
+def _products(parts: list[list[Parts]]) -> set[frozenset[tuple[int, ...]]]:
     options = [
-        series_parallel_plans(part[0])
-        if len(part) == 1
-        else [frozenset([tuple(sorted(b for child in part for b in child.blocks))])]
-        for part in parts
+        series_parallel_plans(some[0])
+        if len(some) == 1
+        else [frozenset([tuple(sorted(block for _, _, blocks in some for block in blocks))])]
+        for some in parts
     ]
     return {frozenset().union(*choice) for choice in itertools.product(*options)}
 
 
 def best_series_parallel(request: PlanRequest) -> float | None:
     """Return the smallest bottleneck time a sample of any series-parallel plan that fits, or None."""
-    assert request.micro_batch_sizes is not None
-    size = request.micro_batch_sizes["*"]
+    size = the_size(request)
     names = [block.name for block in request.graph.blocks]
-    order = {name: i for i, name in enumerate(names)}
-    tree = decompose(nx.relabel_nodes(request.graph.dependencies(), order))
-    costs = CostModel(request.graph, request.profile, request.cluster)
+    number = {name: i for i, name in enumerate(names)}
+    order = nx.transitive_closure_dag(nx.relabel_nodes(request.graph.dependencies(), number))
     allowed = [d for d in range(1, request.num_ranks + 1) if size % d == 0]
     best: float | None = None
-    for groups in series_parallel_plans(tree):
+    for groups in series_parallel_plans(series_parallel_parts(order, range(len(names)))):
         if len(groups) > request.num_ranks:
             continue
-        for degrees in itertools.product(allowed, repeat=len(groups)):
+        stages = tuple(tuple(names[i] for i in group) for group in sorted(groups))
+        for degrees in itertools.product(allowed, repeat=len(stages)):
             if sum(degrees) > request.num_ranks:
                 continue
-            drafts = [
-                StageDraft(blocks=tuple(names[i] for i in group), degree=degree, micro_batch_size=size)
-                for group, degree in zip(sorted(groups), degrees, strict=True)
-            ]
-            plan = build_plan(request, drafts, planner="brute force", costs=costs, is_named=False)
-            if memory_excess(request, plan)[0] <= 0:
+            plan = oracle_plan(request, stages, degrees, size)
+            if fits(plan, request):
                 us = bottleneck_us(plan.stages)
                 best = us if best is None else min(best, us)
     return best
 
 
-def bottleneck_us(stages: Sequence[object]) -> float:
+def bottleneck_us(stages: Sequence[Stage]) -> float:
     """Return the largest forward and backward time a sample of any stage."""
-    return max((s.forward_us + s.backward_us) / s.micro_batch_size for s in stages)  # type: ignore[attr-defined]
+    return max((s.forward_us + s.backward_us) / s.micro_batch_size for s in stages)
 
 
 def without_communication(request: PlanRequest) -> PlanRequest:

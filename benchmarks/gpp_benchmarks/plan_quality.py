@@ -20,13 +20,14 @@ from gpp_benchmarks._oracle import (
     without_communication,
 )
 from gpp_plugin.errors import PlanInfeasible
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batches import batch_rules
 from gpp_plugin.plan.components import decompose
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.graphpipe import make_search
 from gpp_plugin.plan.intervals import build_series
 from gpp_plugin.plan.registry import make_plan
-from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.request import PlanRequest, unlimited
 
 TOLERANCE = 1e-6
 
@@ -101,10 +102,10 @@ def check_joined(seed: int, planner: str = "graphpipe") -> dict[str, Any]:
     us = _step_us(planner, dataclasses.replace(request, memory_optimization=("recompute", "swap")))
     seconds = time.perf_counter() - begin
     plain = _step_us(planner, request)
-    oracle = MemoryBruteForce(
-        dataclasses.replace(request, memory_optimization=("recompute", "swap")), planner=planner
-    )
-    best, after = oracle.best_us(), oracle.after_us()
+    oracle = MemoryBruteForce(dataclasses.replace(request, memory_optimization=("recompute", "swap")))
+    best = oracle.best_us()
+    free = _plan_of(planner, unlimited(request))
+    after = None if free is None else oracle.step_us(free)
     others = [other for other in (plain, after) if other is not None]
     return {
         "kind": "joined",
@@ -122,8 +123,13 @@ def check_joined(seed: int, planner: str = "graphpipe") -> dict[str, Any]:
 
 
 def _step_us(planner: str, request: PlanRequest) -> float | None:
+    plan = _plan_of(planner, request)
+    return None if plan is None else plan.iteration_us
+
+
+def _plan_of(planner: str, request: PlanRequest) -> PipelinePlan | None:
     try:
-        return make_plan(planner, request).iteration_us
+        return make_plan(planner, request)
     except PlanInfeasible:
         return None
 

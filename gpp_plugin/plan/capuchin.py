@@ -34,7 +34,8 @@ import numpy as np
 
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
 from gpp_plugin.plan.costs import Floats
-from gpp_plugin.plan.operator_chain import Ints, OperatorChain, PipelineShape
+from gpp_plugin.plan.graph_tensors import Ints
+from gpp_plugin.plan.operator_chain import PipelineShape, TensorChain
 from gpp_plugin.plan.recompute_menu import (
     LevelSums,
     SegmentCosts,
@@ -44,6 +45,7 @@ from gpp_plugin.plan.recompute_menu import (
     segment_costs,
     whole_stage,
 )
+from gpp_plugin.plan.savings import HostLink, Savings, added_us, lacking_bytes, nearest_to_fitting
 
 Interval = tuple[int, int]
 NUM_MIXTURES = 4
@@ -82,7 +84,7 @@ class StageOptimizer:
 
     def __init__(
         self,
-        chain: OperatorChain,
+        chain: TensorChain,
         shape: PipelineShape,
         *,
         menu: Sequence[Segments] = (),
@@ -91,6 +93,8 @@ class StageOptimizer:
     ) -> None:
         self.chain, self.shape = chain, shape
         self.can_recompute, self.can_swap = recompute, swap
+        self.host = HostLink(bytes_per_us=shape.host_bytes_per_s / 1e6)
+        self._used_link = self.host if swap else HostLink(bytes_per_us=0.0)
         none = Segments(starts=np.zeros(0, dtype=np.int64), stops=np.zeros(0, dtype=np.int64))
         self._levels = [none, *(menu if recompute else ())]
         costs = [segment_costs(chain, level) for level in self._levels]
@@ -111,54 +115,50 @@ class StageOptimizer:
         excess = chain.memory_bytes(start, stop, stage, shape) - shape.limits[stage]
         if excess <= 0 or not (self.can_swap or len(self._levels) > 1):
             return max(excess, 0.0), compute_us
-        options = self._options(stage, start, stop)
-        us = _cheapest_mixture(options.time_us, options.needs, options.work)
-        nearest = float(options.needs.min())
+        excess, s = self._optimized_excess(stage, start, stop), self._savings(stage, start, stop)
+        in_flight, in_turn = shape.in_flight(stage), shape.is_in_turn(stage)
+        needs = lacking_bytes(excess, in_flight, s)
+        us = min(
+            _cheapest_mixture(s.again_us, needs, s.work),
+            float(added_us(excess, in_flight, s, self._used_link, in_turn).min()),
+        )
         if self.can_swap:
-            with_swaps = options.needs + 2 * chain.largest_saved(start, stop)
-            us = min(us, _cheapest_mixture(options.time_us, with_swaps - options.hidden, options.work))
-            forward_us = chain.forward[stop] - chain.forward[start]
-            in_flight = shape.in_flight(stage)
-            kept = chain.tensor_bytes[stop] - chain.tensor_bytes[start] - options.net
-            wanted = np.maximum(with_swaps, 0.0) / in_flight
-            exposed = self.exposed_us(
-                wanted,
-                forward_us,
-                compute_us - forward_us + options.time_us,
-                in_turn=shape.is_in_turn(stage),
-            )
-            us = min(us, float(np.where(wanted <= kept, options.time_us + exposed, np.inf).min()))
-            nearest = min(nearest, float((with_swaps - in_flight * kept).min()))
+            hidden = in_flight * self.host.hidden_bytes(s.forward_us, s.backward_us + s.again_us, in_turn)
+            us = min(us, _cheapest_mixture(s.again_us, needs + 2 * s.left - hidden, s.work))
+        nearest = nearest_to_fitting(excess, in_flight, s, self._used_link)
         return (0.0, compute_us + us) if us < np.inf else (max(nearest, 1.0), compute_us)
 
-    def _options(self, stage: int, start: int, stop: int) -> _Options:
-        """Return what every level comes to, and last, where recomputing is allowed, the stage as one segment."""
-        chain, shape = self.chain, self.shape
+    def _optimized_excess(self, stage: int, start: int, stop: int) -> float:
+        """Return the bytes too many of a stage that swaps or recomputes, before what that saves."""
+        need = self.chain.memory_bytes(start, stop, stage, self.shape, is_optimized=True)
+        return need - self.shape.limits[stage]
+
+    def _savings(self, stage: int, start: int, stop: int) -> Savings:
+        """Return what every level comes to, and last, where recomputing is allowed, the stage as one segment.
+
+        What a level drops is not told apart from what it drops less what it holds instead: arrays [level] from prefix
+        sums, which are taken for every stage that is looked at.
+        """
+        chain = self.chain
         time, net = self._sums.time_us(start, stop), self._sums.net_bytes(start, stop)
         work = self._sums.work_bytes(start, stop)
         if self.can_recompute:
             dropped, held, again_us = whole_stage(chain, start, stop)
             time, net = np.append(time, again_us), np.append(net, max(dropped - held, 0.0))
             work = np.append(work, dropped)
-        in_flight = shape.in_flight(stage)
-        excess = chain.memory_bytes(start, stop, stage, shape) - shape.limits[stage]
-        free_us = chain.stage_us(start, stop) + time
-        if not shape.is_in_turn(stage):
-            forward_us = chain.forward[stop] - chain.forward[start]
-            free_us = np.minimum(forward_us, free_us - forward_us)
-        hidden = in_flight * free_us * (shape.host_bytes_per_s / 1e6)
-        return _Options(
-            time_us=time, net=net, work=work, needs=excess - in_flight * net + work, hidden=hidden
+        forward_us = chain.forward[stop] - chain.forward[start]
+        largest = chain.largest_saved(start, stop)
+        return Savings(
+            net=net,
+            dropped=net,
+            work=work,
+            again_us=time,
+            kept=chain.tensor_bytes[stop] - chain.tensor_bytes[start],
+            largest=largest,
+            left=largest,
+            forward_us=forward_us,
+            backward_us=chain.stage_us(start, stop) - forward_us,
         )
-
-    def exposed_us(
-        self, num_bytes: Floats, forward_us: Floats, backward_us: Floats, *, in_turn: bool
-    ) -> Floats:
-        """Return what transfers of ``num_bytes`` each way take beyond the compute they hide behind."""
-        transfer = num_bytes / (self.shape.host_bytes_per_s / 1e6)
-        if in_turn:
-            return np.maximum(transfer - forward_us - backward_us, 0.0)
-        return np.maximum(transfer - forward_us, 0.0) + np.maximum(transfer - backward_us, 0.0)
 
     def optimize(self, stage: int, start: int, stop: int) -> StageChoice:
         """Return the cheapest choice found that fits, tensor by tensor, or the one nearest to fitting."""
@@ -185,10 +185,11 @@ class StageOptimizer:
 
     def _mixtures(self, stage: int, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the most promising pairs of levels, the one that does not fit first."""
-        options = self._options(stage, start, stop)
-        time, needs = options.time_us, options.needs
+        s, in_flight = self._savings(stage, start, stop), self.shape.in_flight(stage)
+        time, needs = s.again_us, lacking_bytes(self._optimized_excess(stage, start, stop), in_flight, s)
         if self.can_swap:
-            needs = needs - options.hidden
+            in_turn = self.shape.is_in_turn(stage)
+            needs = needs - in_flight * self.host.hidden_bytes(s.forward_us, s.backward_us + time, in_turn)
         scored = []
         for low, high in itertools.permutations(range(len(time)), 2):
             if time[low] < time[high] and needs[low] > max(needs[high], 0.0):
@@ -255,7 +256,7 @@ class StageOptimizer:
         others = (shape.in_flight(stage) - 1) * chain.stage_us(start, stop)
         if shape.schedule == "gpipe" and shape.mode == "sync":
             others /= 2  # on the average: the last forward's backward comes last, all forwards before
-        return gap + others - 2 * chain.tensors.bytes[rows] / (shape.host_bytes_per_s / 1e6)
+        return gap + others - 2 * chain.tensors.bytes[rows] / self.host.bytes_per_us
 
     def weigh(
         self,
@@ -263,11 +264,13 @@ class StageOptimizer:
         start: int,
         stop: int,
         *,
-        segments: Sequence[Interval] = (),
+        segments: Sequence[Interval] | None = None,
         swapped: Ints | None = None,
         buffer_bytes: float | None = None,
     ) -> StageChoice:
         """Return what a stage costs with these segments run again and these tensors swapped.
+
+        With neither (None, not an empty sequence) it is the stage as it is.
 
         Args:
             buffer_bytes: held for tensors in use and on their way; two of the largest swapped if None.
@@ -275,9 +278,10 @@ class StageOptimizer:
         chain, shape = self.chain, self.shape
         in_flight = shape.in_flight(stage)
         compute_us = chain.stage_us(start, stop)
-        plain = chain.memory_bytes(start, stop, stage, shape)
+        is_optimized = segments is not None or swapped is not None
+        plain = chain.memory_bytes(start, stop, stage, shape, is_optimized=is_optimized)
         rows = np.zeros(0, dtype=np.int64) if swapped is None else swapped
-        recomputed = self._recomputed(segments)
+        recomputed = self._recomputed(segments or ())
         sizes = chain.tensors.bytes[rows]
         if buffer_bytes is None:
             buffer_bytes = 2 * float(sizes.max(initial=0.0))
@@ -286,11 +290,8 @@ class StageOptimizer:
         forward_us = chain.forward[stop] - chain.forward[start]
         free = self.free_us(stage, start, stop, rows)
         swap_us = float(
-            self.exposed_us(
-                np.array(sizes.sum()),
-                np.array(forward_us),
-                np.array(compute_us - forward_us + recompute_us),
-                in_turn=shape.is_in_turn(stage),
+            self.host.exposed_us(
+                sizes.sum(), forward_us, compute_us - forward_us + recompute_us, shape.is_in_turn(stage)
             )
         ) + float(np.maximum(-free, 0.0).sum())
         memory = None
@@ -339,17 +340,6 @@ class StageOptimizer:
             )
             for i, (begin, end) in enumerate(ordered)
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    """By level: recompute time, bytes dropped less held, bytes worked with, bytes lacking, bytes swapped free."""
-
-    time_us: Floats
-    net: Floats
-    work: Floats
-    needs: Floats
-    hidden: Floats
 
 
 def _cheapest_mixture(time: Floats, needs: Floats, work: Floats) -> float:

@@ -13,6 +13,7 @@ from gpp_plugin.plan.costs import CostModel, Floats, link_for_span, ring_us
 from gpp_plugin.plan.estimate import estimate_plan_us
 from gpp_plugin.plan.judge import judge_us
 from gpp_plugin.plan.linear import linear_order
+from gpp_plugin.plan.memory_formula import held_bytes, peak_bytes, unreduced_bytes
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import busiest_us, memory_excess
 from gpp_plugin.plan.sequential import as_sequential
@@ -101,13 +102,15 @@ class ChainCosts:
     def memory(self, degree: int, in_flight: int) -> Floats:
         """Return [start, stop]: bytes of one rank with that many micro-batches in flight."""
         parameter, gradient, optimizer = (self._between(prefix) for prefix in self._held)
-        held = self.costs.held_bytes_of(parameter, gradient, optimizer, degree)
+        zero = self.costs.zero_stage
+        held = held_bytes(parameter, gradient, optimizer, degree=degree, zero_stage=zero)
         held = held + self.costs.input_bytes_of(lambda flags: self._between(self._prefix(flags)), degree)
         local = max(self.wish // degree, 1)
         saved = self._between(self._saved[0]) * local + self._between(self._saved[1])
         peak = float(self.costs.transient_per_sample.max(initial=0.0)) * local
-        held = held + self.costs.whole_gradient_bytes(gradient, saved, degree)
-        return held + saved * in_flight + peak
+        held = held + unreduced_bytes(gradient, saved, degree=degree, zero_stage=zero)
+        found: Floats = peak_bytes(held, saved, in_flight, transient=peak)
+        return found
 
     def link_us_per_sample(self, num_ranks: int) -> Floats:
         """Return [cut]: microseconds a sample for activations and gradients over the outermost link needed."""

@@ -1,10 +1,13 @@
-"""The one definition of a stage's time, memory and communication, for planners and validators."""
+"""What any stage of one graph takes and needs: times, memory, communication, from a profile and a cluster.
+
+What a stage needs is `memory_formula`, what it takes per sample `time_formula`; here the blocks' costs are summed up
+and put into them. Arrays are by block, in the order of the graph.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +18,7 @@ from gpp_plugin.ir.cluster import Cluster, Link
 from gpp_plugin.ir.plan import PipelinePlan, StageEdge
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.plan.memory_formula import held_bytes, peak_bytes, stashed_bytes, unreduced_bytes
 
 Floats = npt.NDArray[np.float64]
 
@@ -22,9 +26,7 @@ Floats = npt.NDArray[np.float64]
 class CostModel:
     """Costs of any group of blocks of one graph on one cluster.
 
-    A stage of degree d and micro-batch size b computes b/d samples a rank. Its memory on one rank is
-    parameters + gradients + optimizer state (shared out by ZeRO) + its part of the mini-batch + in-flight
-    micro-batches x (saved bytes) + the largest transient of one block.
+    A stage of degree d and micro-batch size b computes b/d samples a rank. Its memory on one rank is `memory_formula`.
 
     Args:
         zero_stage: 1 shares the optimizer state over the stage's ranks, 2 the gradients as well: what one
@@ -128,19 +130,6 @@ class CostModel:
             second += both * (1.0 - cost.input_share)
         return first, second
 
-    def held_bytes(self, parameter: float, gradient: float, optimizer: float, degree: int) -> float:
-        """Return the bytes one rank holds all the time, after ZeRO has shared them out."""
-        if self.zero_stage >= 1:
-            optimizer /= degree
-        if self.zero_stage >= 2:
-            gradient /= degree
-        return parameter + gradient + optimizer
-
-    def held_bytes_of(self, parameter: Floats, gradient: Floats, optimizer: Floats, degree: int) -> Floats:
-        """Return `held_bytes` of many stages at once."""
-        shared = optimizer / degree if self.zero_stage >= 1 else optimizer
-        return parameter + (gradient / degree if self.zero_stage >= 2 else gradient) + shared
-
     def input_bytes_of(self, count: Callable[[Floats], Floats], degree: int) -> Floats:
         """Return what a rank holds of the mini-batch, for many stages at once.
 
@@ -153,14 +142,6 @@ class CostModel:
             flags[readers] = 1.0
             held = held + np.where(count(flags) > 0.5, num_bytes / (degree if is_shared_out else 1), 0.0)
         return held
-
-    def whole_gradient_bytes(self, gradient: Any, saved: Any, degree: int) -> Any:
-        """Return what a backward under ZeRO 2 holds at its end beyond what it has let go: its whole gradients.
-
-        Args:
-            gradient, saved: bytes of the stage's gradients, and that one micro-batch saves; numbers or arrays.
-        """
-        return np.maximum(gradient - saved, 0.0) if self.zero_stage >= 2 and degree > 1 else 0.0 * gradient
 
     def num_reductions(self, num_micro_batches: int) -> float:
         """Return how many all-reduces of its gradients a stage's reductions in one mini-batch are worth.
@@ -185,15 +166,23 @@ class CostModel:
             c.transient_bytes_per_sample,
         )
 
-    def stage_memory(self, blocks: Sequence[int], *, degree: int, local: float, in_flight: int) -> int:
-        """Return the bytes one rank of the stage needs at its peak."""
+    def stage_memory(
+        self, blocks: Sequence[int], *, degree: int, local: float, in_flight: int, is_optimized: bool = False
+    ) -> int:
+        """Return the bytes one rank of the stage needs at its peak.
+
+        Args:
+            is_optimized: what is saved may be swapped or recomputed, and so leaves no room for whole gradients
+                (`unreduced_bytes`); what swapping and recomputing saves is the caller's to subtract.
+        """
         parameter, gradient, optimizer, saved, saved_fixed, transient = self._bytes_of(blocks)
-        held = self.held_bytes(parameter, gradient, optimizer, degree)
+        zero = self.zero_stage
+        held = held_bytes(parameter, gradient, optimizer, degree=degree, zero_stage=zero)
         if self.inputs:
             held += self._profile.input_bytes((self._costs[row].block for row in blocks), degree)
         each = saved * local + saved_fixed
-        held += self.whole_gradient_bytes(gradient, each, degree)
-        return int(round(held + in_flight * each + transient * local))
+        held += unreduced_bytes(gradient, 0.0 if is_optimized else each, degree=degree, zero_stage=zero)
+        return int(round(peak_bytes(held, each, in_flight, transient=transient * local)))
 
     def group_gradient_bytes(self, blocks: Sequence[int]) -> float:
         """Return the bytes of the blocks' gradients."""
@@ -201,7 +190,7 @@ class CostModel:
 
     def stashed_bytes(self, blocks: Sequence[int], num_versions: int) -> int:
         """Return the bytes of older versions of the blocks' weights: of those that are trained (asynchronous mode)."""
-        return (num_versions - 1) * round(self.group_gradient_bytes(blocks))
+        return int(stashed_bytes(round(self.group_gradient_bytes(blocks)), num_versions))
 
     def _bytes_of(self, blocks: Sequence[int]) -> tuple[float, ...]:
         """Return sums of parameters, gradients, optimizer, saved a sample, saved; the largest transient."""

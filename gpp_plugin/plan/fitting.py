@@ -24,11 +24,12 @@ import numpy as np
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.capuchin import StageChoice, StageOptimizer
 from gpp_plugin.plan.costs import CostModel
+from gpp_plugin.plan.graph_tensors import GraphTensors
 from gpp_plugin.plan.module_memory import ModuleChain, choose_for_module
-from gpp_plugin.plan.operator_chain import OperatorChain, PipelineShape
+from gpp_plugin.plan.operator_chain import PipelineShape
 from gpp_plugin.plan.request import PlanRequest, rank_limit
-from gpp_plugin.plan.savings import HostLink, Savings, added_us
-from gpp_plugin.plan.stage_chain import LENGTHS, GraphTensors, StageChain, optimized_base
+from gpp_plugin.plan.savings import HostLink, Savings, added_us, is_in_turn, nearest_to_fitting
+from gpp_plugin.plan.stage_chain import LENGTHS, StageChain, WholeStage
 
 FEW = 8
 """Blocks of a stage up to which the best segments are looked for in an estimate."""
@@ -85,8 +86,8 @@ class StageFitter:
         return is_known and (self.can_recompute or self.can_swap)
 
     def is_in_turn(self, in_flight: Any) -> Any:
-        """Return whether forwards and backwards of a stage take turns (`PipelineShape.is_in_turn`)."""
-        return (in_flight > 1) & (self.request.schedule != "gpipe")
+        """Return whether forwards and backwards of a stage take turns."""
+        return is_in_turn(self.request.schedule, in_flight)
 
     def per_block(self, local: float) -> Savings:
         """Return what every block of the graph could save, run again by itself."""
@@ -126,9 +127,16 @@ class StageFitter:
         key = rows, degree, local, in_flight, limit
         found = self._estimates.get(key)
         if found is None:
-            excess = optimized_base(self.costs, rows, degree, local, in_flight) - limit
-            found = self._estimates[key] = self._estimate(rows, local, in_flight, float(excess))
+            excess = self._optimized_excess(rows, degree, local, in_flight, limit)
+            found = self._estimates[key] = self._estimate(rows, local, in_flight, excess)
         return found
+
+    def _optimized_excess(self, rows: Rows, degree: int, local: float, in_flight: int, limit: int) -> float:
+        """Return the bytes too many of a stage that swaps or recomputes, before what that saves."""
+        need = self.costs.stage_memory(
+            rows, degree=degree, local=local, in_flight=in_flight, is_optimized=True
+        )
+        return float(need - limit)
 
     def _estimate(self, rows: Rows, local: float, in_flight: int, excess: float) -> tuple[float, float]:
         steps = self._steps_of(rows, local)
@@ -136,10 +144,7 @@ class StageFitter:
         us = float(added_us(excess, in_flight, steps, self.host, in_turn).min())
         if us < np.inf:
             return 0.0, us
-        needs = excess + steps.work - in_flight * steps.net
-        if self.can_swap:
-            needs = np.minimum(needs, needs + 2 * steps.left - in_flight * (steps.kept - steps.dropped))
-        return max(float(needs.min()), 1.0), 0.0
+        return max(nearest_to_fitting(excess, in_flight, steps, self.host), 1.0), 0.0
 
     def _steps_of(self, rows: Rows, local: float) -> Savings:
         """Return a stage's ways to run again: by segments of equal length, more and more of them, or as one."""
@@ -264,14 +269,14 @@ class StageFitter:
         )
         choices = [optimizer.optimize(0, *chain.whole)]
         if choices[0].memory is not None:
-            excess = optimized_base(self.costs, rows, degree, local, in_flight) - limit
+            excess = self._optimized_excess(rows, degree, local, in_flight, limit)
             choices += [
                 optimizer.fitted(0, *chain.whole, segments)
-                for segments in self._best_segments(rows, local, in_flight, float(excess))
+                for segments in self._best_segments(rows, local, in_flight, excess)
             ]
         return min(choices, key=lambda choice: choice.key)
 
-    def _shape(self, chain: OperatorChain, in_flight: int, limit: int) -> PipelineShape:
+    def _shape(self, chain: WholeStage, in_flight: int, limit: int) -> PipelineShape:
         """Return the place of one stage, whose plan has whole bytes: rounding must not make it exceed its limit."""
         tensors = chain.tensors
         is_whole = np.abs(tensors.bytes - np.rint(tensors.bytes)).max(initial=0.0) < 1e-6

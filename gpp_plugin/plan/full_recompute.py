@@ -16,13 +16,14 @@ from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.capuchin import Interval, StageChoice, StageOptimizer
 from gpp_plugin.plan.costs import CostModel
+from gpp_plugin.plan.graph_tensors import GraphTensors
 from gpp_plugin.plan.judge import judge_us
 from gpp_plugin.plan.linear import layer_bounds
 from gpp_plugin.plan.module_memory import recompute_modules
 from gpp_plugin.plan.operator_chain import PipelineShape
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import rank_limit
-from gpp_plugin.plan.stage_chain import GraphTensors, StageChain
+from gpp_plugin.plan.stage_chain import StageChain
 
 
 def recompute_fully(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:

@@ -1,4 +1,8 @@
-"""What a plan's memory is predicted to be filled with, stage by stage; the sums are the plan's own figures."""
+"""What a plan's memory is predicted to be filled with, stage by stage: the terms of `memory_formula` one by one.
+
+Their sums are the plan's own figures; of a stage with a memory plan under ZeRO 2 they may be less, where planning
+has counted its gradients whole beside all it saves.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import dataclasses
 from gpp_plugin.ir.memory_plan import MemoryBreakdown
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import Profile
+from gpp_plugin.plan.memory_formula import shared_out, stashed_bytes, unreduced_bytes
 from gpp_plugin.plan.request import PlanRequest, rank_limit
 
 
@@ -49,14 +54,17 @@ def _of_stage(stage: Stage, num_versions: int, profile: Profile, zero_stage: int
     gradients = sum(c.gradient_bytes for c in costs) - again[1]
     optimizer = sum(c.optimizer_bytes for c in costs) - again[2]
     transient = max((c.transient_bytes_per_sample * local for c in costs), default=0.0)
-    if zero_stage >= 2 and stage.degree > 1:  # a backward's gradients are whole until they are reduced
-        transient += max(gradients - kept, 0.0)
+    # What is kept is what the stage's own memory plan leaves: that much makes room for whole gradients.
+    transient += unreduced_bytes(gradients, kept, degree=stage.degree, zero_stage=zero_stage)
+    own_gradients, own_optimizer = shared_out(
+        gradients, optimizer, degree=stage.degree, zero_stage=zero_stage
+    )
     return MemoryBreakdown(
         stage=stage.name,
         weights=weights,
-        stashed_weights=gradients * (num_versions - 1),  # of what is trained
-        gradients=gradients // (stage.degree if zero_stage >= 2 else 1),
-        optimizer=optimizer // (stage.degree if zero_stage >= 1 else 1),
+        stashed_weights=stashed_bytes(gradients, num_versions),
+        gradients=int(own_gradients),
+        optimizer=int(own_optimizer),
         activations=round(stage.in_flight * kept),
         working=working,
         transient=round(transient),

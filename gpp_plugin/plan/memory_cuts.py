@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gpp_plugin.plan.operator_chain import Ints, OperatorChain, PipelineShape
+from gpp_plugin.plan.graph_tensors import Ints
+from gpp_plugin.plan.operator_chain import OperatorChain, PipelineShape
 
 WIDENING = 2
 """Cut positions looked at beyond both ends of the theorem's interval (it holds for two stages only)."""

@@ -20,15 +20,16 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import ModuleMemory
 from gpp_plugin.plan.capuchin import StageChoice, StageOptimizer
 from gpp_plugin.plan.costs import CostModel
+from gpp_plugin.plan.graph_tensors import SavedTensors, UnsavedResults
 from gpp_plugin.plan.judge import judge_us
 from gpp_plugin.plan.memory_breakdown import memory_breakdown
-from gpp_plugin.plan.operator_chain import OperatorChain, PipelineShape, SavedTensors, UnsavedResults
+from gpp_plugin.plan.operator_chain import PipelineShape
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.stage_chain import optimized_base
+from gpp_plugin.plan.stage_chain import WholeStage
 from gpp_plugin.plan.validate import validate_plan
 
 
-class ModuleChain(OperatorChain):
+class ModuleChain(WholeStage):
     """A user's module as a chain of the times between the last uses of what it keeps.
 
     Args:
@@ -39,7 +40,7 @@ class ModuleChain(OperatorChain):
     def __init__(
         self, costs: CostModel, module: ModuleMemory, row: int, local: float, *, degree: int
     ) -> None:
-        self.costs, self.local, self._row, self._degree = costs, local, row, degree
+        self.costs, self.local, self.rows, self.degree = costs, local, (row,), degree
         numbers = [i for i, storage in enumerate(module.storages) if storage.is_movable]
         kept = [module.storages[i] for i in numbers]
         uses = sorted({storage.last_use for storage in kept} | {1.0})
@@ -60,12 +61,6 @@ class ModuleChain(OperatorChain):
         self.crossing = np.zeros(self.num_blocks + 1)
         self.set_tensor_sums()
 
-    def memory_bytes(self, start: int, stop: int, stage: int, shape: PipelineShape) -> float:
-        """Return the peak without memory optimization, of the whole module only."""
-        assert (start, stop) == (0, self.num_blocks)
-        in_flight = shape.in_flight(stage)
-        return float(optimized_base(self.costs, (self._row,), self._degree, self.local, in_flight))
-
 
 def choose_for_module(
     module: ModuleMemory, chain: ModuleChain, shape: PipelineShape, *, recompute: bool, swap: bool
@@ -78,7 +73,7 @@ def choose_for_module(
     """
     local = chain.local
     optimizer = StageOptimizer(chain, shape, recompute=recompute, swap=swap)
-    choices = [optimizer.weigh(0, 0, chain.num_blocks), optimizer.fitted(0, 0, chain.num_blocks, ())]
+    choices = [optimizer.weigh(0, *chain.whole, segments=()), optimizer.fitted(0, *chain.whole, ())]
     memory = whole_again(
         module, local=local, in_flight=shape.in_flight(0), forward_us=float(chain.forward[-1])
     )

@@ -4,8 +4,7 @@ A stage is an interval [start, stop) of the blocks of the graph, which are singl
 follows `CostModel`, as prefix sums:
 
     time    forward + backward of its operators, for one micro-batch
-    held    parameters + older versions of those that are trained + gradients + optimizer state
-    memory  held + in-flight x saved bytes + largest transient
+    memory  `memory_formula` of differences of prefix sums; the largest transient from a sparse table
 
 `PipelineShape` has what depends on the stage's place: micro-batches in flight, and versions of the weights.
 In a synchronous pipeline only activations grow with what is in flight; in PipeDream's asynchronous one every
@@ -20,11 +19,18 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from gpp_plugin.plan.costs import CostModel, Floats
-
-Ints = npt.NDArray[np.int64]
+from gpp_plugin.plan.graph_tensors import (
+    GraphTensors,
+    Ints,
+    SavedTensors,
+    UnsavedResults,
+    chain_results,
+    chain_tensors,
+)
+from gpp_plugin.plan.memory_formula import held_bytes, peak_bytes, stashed_bytes, unreduced_bytes
+from gpp_plugin.plan.savings import is_in_turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +74,8 @@ class PipelineShape:
         return self.num_stages - (0 if self.vertical_sync else stage)
 
     def is_in_turn(self, stage: int) -> bool:
-        """Return whether forwards and backwards take turns, so that both ways of a link are busy at a time.
-
-        Otherwise tensors leave during forwards only and come back during backwards only: under GPipe's
-        schedule, and where one micro-batch is in flight.
-        """
-        return self.schedule != "gpipe" and self.in_flight(stage) > 1
+        """Return whether forwards and backwards of a stage take turns."""
+        return bool(is_in_turn(self.schedule, self.in_flight(stage)))
 
 
 class RangeMax:
@@ -94,34 +96,59 @@ class RangeMax:
         return np.maximum(values[start], values[stop - (1 << level)])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedTensors:
-    """What autograd keeps, as arrays over tensors (positions in the chain).
+class TensorChain:
+    """Operators, or blocks, in the order in which they run, with what they take and keep: what can be fitted.
+
+    Positions are of operators; cut position i lies before operator i, so that prefix sums have one entry more. Who
+    makes one sets ``costs``, ``local``, ``names``, times, ``tensors``, ``unsaved`` and ``crossing``.
 
     Args:
-        made, charged: where a tensor is made, and where it is first kept.
-        last: its last keeper or reader; a segment that ends before leaves it to others.
-        bytes: for one micro-batch.
+        local: samples that one rank computes at a time.
+        crossing: by cut position, the bytes of all results that cross it, each once.
     """
 
-    names: tuple[str, ...]
-    made: Ints
-    charged: Ints
-    last: Ints
-    bytes: Floats
+    costs: CostModel
+    local: float
+    names: list[str]
+    tensors: SavedTensors
+    unsaved: UnsavedResults
+    crossing: Floats
+
+    def set_times(self, forward_us: Floats, backward_us: Floats) -> None:
+        """Set the times of every operator, and with them how many there are."""
+        self.num_blocks = len(forward_us)
+        self.forward_us, self.backward_us = forward_us, backward_us
+        self.forward = _prefix(forward_us)
+        self.backward = _prefix(backward_us)
+        self.time = _prefix(forward_us + backward_us)
+
+    def set_tensor_sums(self) -> None:
+        """Sum up the saved tensors by where they are charged."""
+        largest = np.zeros(self.num_blocks)
+        np.maximum.at(largest, self.tensors.charged, self.tensors.bytes)
+        self._largest_saved = _largest_of(largest)
+        self.tensor_bytes = _prefix(sum_by(self.tensors.charged, self.tensors.bytes, self.num_blocks))
+
+    def largest_saved(self, start: int, stop: int) -> float:
+        """Return the bytes of the largest tensor kept."""
+        return _between(self._largest_saved, start, stop)
+
+    def stage_us(self, start: int, stop: int) -> float:
+        """Return forward and backward microseconds of one micro-batch."""
+        return float(self.time[stop] - self.time[start])
+
+    def memory_bytes(
+        self, start: int, stop: int, stage: int, shape: PipelineShape, *, is_optimized: bool = False
+    ) -> float:
+        """Return the peak of stage ``stage`` before what memory optimization saves of it (`memory_formula`).
+
+        Args:
+            is_optimized: as of `CostModel.stage_memory`.
+        """
+        raise NotImplementedError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnsavedResults:
-    """Results that nobody keeps, as arrays over (result, reader): what a segment must hold to run again."""
-
-    result: Ints
-    made: Ints
-    reader: Ints
-    bytes: Floats
-
-
-class OperatorChain:
+class OperatorChain(TensorChain):
     """One graph at one number of samples a rank.
 
     Args:
@@ -145,46 +172,25 @@ class OperatorChain:
             for readers, num_bytes, is_shared_out in costs.inputs
         ]
         self.parameters, self.trained = _prefix(costs.parameter_bytes), _prefix(costs.gradient_bytes)
-        self.held = _prefix(
-            costs.held_bytes_of(costs.parameter_bytes, costs.gradient_bytes, costs.optimizer_bytes, degree)
-        )
+        self._degree, self._zero_stage = degree, costs.zero_stage
+        parts = costs.parameter_bytes, costs.gradient_bytes, costs.optimizer_bytes
+        self.held = _prefix(held_bytes(*parts, degree=degree, zero_stage=costs.zero_stage))
         self._sums = self.held.tolist(), self.trained.tolist(), self.saved.tolist()
         self._transient = _largest_of(costs.transient_per_sample * local)
-        self.tensors = _saved_tensors(costs, local)
-        self.unsaved = _unsaved_results(costs, local)
-        self.crossing = _crossing_bytes(costs, local)
+        everything = GraphTensors(costs)
+        place = {row: row for row in range(self.num_blocks)}
+        self.tensors = chain_tensors(everything, range(len(everything.names)), everything.sizes(local), place)
+        numbers, sizes = range(len(everything.results)), everything.result_sizes(local)
+        self.unsaved, self.crossing = chain_results(everything, numbers, sizes, place, self.num_blocks)
         self.set_tensor_sums()
-
-    def set_times(self, forward_us: Floats, backward_us: Floats) -> None:
-        """Set the times of every operator, and with them how many there are."""
-        self.num_blocks = len(forward_us)
-        self.forward_us, self.backward_us = forward_us, backward_us
-        self.forward = _prefix(forward_us)
-        self.backward = _prefix(backward_us)
-        self.time = _prefix(forward_us + backward_us)
-
-    def set_tensor_sums(self) -> None:
-        """Sum up the saved tensors by where they are charged."""
-        largest = np.zeros(self.num_blocks)
-        np.maximum.at(largest, self.tensors.charged, self.tensors.bytes)
-        self._largest_saved = _largest_of(largest)
-        self.tensor_bytes = _prefix(sum_by(self.tensors.charged, self.tensors.bytes, self.num_blocks))
 
     def transient(self, start: int, stop: int) -> float:
         """Return the most that one operator holds while it runs."""
         return _between(self._transient, start, stop)
 
-    def largest_saved(self, start: int, stop: int) -> float:
-        """Return the bytes of the largest tensor kept."""
-        return _between(self._largest_saved, start, stop)
-
-    def stage_us(self, start: int, stop: int) -> float:
-        """Return forward and backward microseconds of one micro-batch."""
-        return float(self.time[stop] - self.time[start])
-
     def held_bytes(self, start: int, stop: int, versions: int) -> float:
         """Return the bytes of weights, gradients, optimizer state and the mini-batch."""
-        stash = (versions - 1) * (self.trained[stop] - self.trained[start])
+        stash = stashed_bytes(self.trained[stop] - self.trained[start], versions)
         return float(self.held[stop] - self.held[start] + stash) + self._input_bytes(start, stop)
 
     def _input_bytes(self, start: int, stop: int) -> float:
@@ -215,19 +221,24 @@ class OperatorChain:
         places, sums = found
         return sums[bisect_left(places, stop)]
 
-    def memory_bytes(self, start: int, stop: int, stage: int, shape: PipelineShape) -> float:
-        """Return the peak of stage ``stage`` without memory optimization."""
-        held, trained, saved = self._sums  # lists: single numbers are quicker without numpy
+    def memory_bytes(
+        self, start: int, stop: int, stage: int, shape: PipelineShape, *, is_optimized: bool = False
+    ) -> float:
+        """Return the peak, from prefix sums."""
+        prefixes = self._sums  # lists, and few calls: millions of stages are looked at
+        held, gradient, kept = [sums[stop] - sums[start] for sums in prefixes]
         versions = shape.versions(stage)
-        kept = saved[stop] - saved[start]
         if self._shared:
             kept += self._copies(start, stop)
-        total = held[stop] - held[start] + shape.in_flight(stage) * kept
         if versions > 1:
-            total += (versions - 1) * (trained[stop] - trained[start])
+            held += stashed_bytes(gradient, versions)
         if self._inputs:
-            total += self._input_bytes(start, stop)
-        return total + _between(self._transient, start, stop)
+            held += self._input_bytes(start, stop)
+        if self._zero_stage >= 2:
+            room = 0.0 if is_optimized else kept
+            held += float(unreduced_bytes(gradient, room, degree=self._degree, zero_stage=self._zero_stage))
+        transient = _between(self._transient, start, stop)
+        return float(peak_bytes(held, kept, shape.in_flight(stage), transient=transient))
 
 
 def _largest_of(values: Floats) -> list[list[float]]:
@@ -256,69 +267,3 @@ def sum_by(places: Ints, values: Floats, length: int) -> Floats:
 
 def _prefix(values: Floats) -> Floats:
     return np.concatenate([[0.0], np.cumsum(values)])
-
-
-def _saved_tensors(costs: CostModel, local: float) -> SavedTensors:
-    """Return the tensors; they grow with the samples as what their operator saves does."""
-    graph, position = costs.graph, costs.index
-    readers: dict[str, int] = {}
-    for edge in graph.edges:
-        for name in edge.tensors:
-            readers[name] = max(readers.get(name, -1), position[edge.dst])
-    made = np.array([position[t.made_by] for t in graph.saved], dtype=np.int64)
-    charged = np.array([position[t.kept_by[0]] for t in graph.saved], dtype=np.int64)
-    last = np.array(
-        [
-            max(position[t.kept_by[-1]], *(readers.get(name, -1) for name in (t.name, *t.views)))
-            for t in graph.saved
-        ],
-        dtype=np.int64,
-    )
-    sizes = np.array([t.bytes for t in graph.saved], dtype=float)
-    return SavedTensors(
-        names=tuple(t.name for t in graph.saved),
-        made=made,
-        charged=charged,
-        last=last,
-        bytes=sizes * costs.saved_growth(local)[charged],
-    )
-
-
-def _unsaved_results(costs: CostModel, local: float) -> UnsavedResults:
-    graph, position = costs.graph, costs.index
-    kept = {name for tensor in graph.saved for name in (tensor.name, *tensor.views)}
-    number: dict[str, int] = {}
-    rows = [
-        (number.setdefault(name, len(number)), position[edge.src], position[edge.dst], name)
-        for edge in graph.edges
-        for name in edge.tensors
-        if name not in kept
-    ]
-    sizes = {name: result_bytes(costs, name, local) for name in number}
-    return UnsavedResults(
-        result=np.array([row[0] for row in rows], dtype=np.int64),
-        made=np.array([row[1] for row in rows], dtype=np.int64),
-        reader=np.array([row[2] for row in rows], dtype=np.int64),
-        bytes=np.array([sizes[row[3]] for row in rows], dtype=float),
-    )
-
-
-def result_bytes(costs: CostModel, name: str, local: float) -> float:
-    """Return the bytes of a result that crosses between blocks, at ``local`` samples."""
-    spec = costs.graph.tensors[name]
-    fixed = float(spec.bytes_for(0))
-    per_sample = (spec.bytes_for(spec.num_samples) - fixed) / spec.num_samples
-    return fixed + per_sample * local
-
-
-def _crossing_bytes(costs: CostModel, local: float) -> Floats:
-    """Return by cut position the bytes of all results that cross it, each once."""
-    crossing = np.zeros(len(costs.graph.blocks) + 1)
-    reach: dict[str, list[int]] = {}
-    for edge in costs.graph.edges:
-        for name in edge.tensors:
-            span = reach.setdefault(name, [costs.index[edge.src], 0])
-            span[1] = max(span[1], costs.index[edge.dst])
-    for name, (src, dst) in reach.items():
-        crossing[src + 1 : dst + 1] += result_bytes(costs, name, local)
-    return crossing

@@ -20,6 +20,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batches import BatchRules, batch_rules
 from gpp_plugin.plan.chain import best_sequential
 from gpp_plugin.plan.costs import CostModel, Floats, link_for_span, ring_us
+from gpp_plugin.plan.memory_formula import held_bytes, peak_bytes, unreduced_bytes
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import explain_infeasible
 from gpp_plugin.plan.stages import StageDraft
@@ -126,14 +127,15 @@ def _partition(
                 mask = is_coupled == c
                 us[mask] = (time[later] - time[at] + reduce[later] - reduce[at])[mask]
             own = [t[later] - t[at] for t in totals]
-            held = costs.held_bytes_of(own[0], own[1], own[2], degree)
+            zero = costs.zero_stage
+            held = held_bytes(own[0], own[1], own[2], degree=degree, zero_stage=zero)
             held = held + sum((r[later] - r[at] > 0.5) * n / (degree if s else 1) for r, n, s in inputs)
             local = max(wish // degree, 1)
             per = (saved[0][later] - saved[0][at]) * local + saved[1][later] - saved[1][at]
-            held = held + costs.whole_gradient_bytes(own[1], per, degree)
+            held = held + unreduced_bytes(own[1], per, degree=degree, zero_stage=zero)
             for k in range(degree, ranks + 1):
                 in_flight = min(-(-k // degree), mini_batch // wish)
-                fits = held + per * in_flight + transient * local <= limit
+                fits = peak_bytes(held, per, in_flight, transient=transient * local) <= limit
                 worst = np.where(fits, np.maximum(us, rest[:, k - degree]), np.inf)
                 best = int(worst.argmin())
                 if worst[best] < value[at, k]:

@@ -28,8 +28,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpp_plugin.plan.costs import Floats
+from gpp_plugin.plan.graph_tensors import Ints
 from gpp_plugin.plan.linear import layer_bounds
-from gpp_plugin.plan.operator_chain import Ints, OperatorChain, RangeMax, sum_by
+from gpp_plugin.plan.operator_chain import RangeMax, TensorChain, sum_by
 
 WINDOW = 128
 """Operators a segment has at most."""
@@ -61,7 +62,7 @@ class SegmentCosts:
 
 
 def find_segments(
-    chain: OperatorChain,
+    chain: TensorChain,
     levels: Sequence[tuple[float, float]] = LEVELS,
     *,
     layers: bool = True,
@@ -125,7 +126,7 @@ def _distinct(levels: list[Segments]) -> list[Segments]:
     return list(known.values())
 
 
-def _windows(chain: OperatorChain, window: int) -> tuple[Floats, Floats, Floats]:
+def _windows(chain: TensorChain, window: int) -> tuple[Floats, Floats, Floats]:
     """Return by [stop, length - 1]: bytes dropped less bytes held, time, and bytes dropped."""
     num, tensors = chain.num_blocks, chain.tensors
     dropped = np.zeros((num + 1, window + 1))  # [start, length]
@@ -147,7 +148,7 @@ def _windows(chain: OperatorChain, window: int) -> tuple[Floats, Floats, Floats]
     return work - held[starts, lengths], time, work
 
 
-def _held_windows(chain: OperatorChain, window: int) -> Floats:
+def _held_windows(chain: TensorChain, window: int) -> Floats:
     """Return by [start, length]: bytes of earlier, unsaved results that the segment reads."""
     held = np.zeros((chain.num_blocks + 1, window + 1))
     unsaved = chain.unsaved
@@ -172,7 +173,7 @@ def _held_windows(chain: OperatorChain, window: int) -> Floats:
     return held
 
 
-def runs_again_when_last(chain: OperatorChain) -> Floats:
+def runs_again_when_last(chain: TensorChain) -> Floats:
     """Return 1 for operators that keep something of their own: as the last of a segment they must run again."""
     result = np.zeros(chain.num_blocks)
     result[chain.tensors.made[chain.tensors.made == chain.tensors.charged]] = 1.0
@@ -187,9 +188,7 @@ class LevelSums:
     stage drops Q[stop] - P[start], as long as no segment is longer than the stage at both ends.
     """
 
-    def __init__(
-        self, chain: OperatorChain, levels: Sequence[Segments], costs: Sequence[SegmentCosts]
-    ) -> None:
+    def __init__(self, chain: TensorChain, levels: Sequence[Segments], costs: Sequence[SegmentCosts]) -> None:
         shape = chain.num_blocks + 1, len(levels)
         self._made, self._used = np.zeros(shape), np.zeros(shape)
         self._held, self._time = np.zeros(shape), np.zeros(shape)
@@ -228,14 +227,14 @@ class LevelSums:
         return self._time[stop] - self._time[start]
 
 
-def whole_stage(chain: OperatorChain, start: int, stop: int) -> tuple[float, float, float]:
+def whole_stage(chain: TensorChain, start: int, stop: int) -> tuple[float, float, float]:
     """Return what a stage drops and at most holds as one segment, and its time."""
     tensors = chain.tensors
     dropped = float(tensors.bytes[(tensors.made >= start) & (tensors.last < stop)].sum())
     return dropped, float(chain.crossing[start]), float(chain.forward[stop] - chain.forward[start])
 
 
-def members(chain: OperatorChain, segments: Iterable[tuple[int, int]]) -> Ints:
+def members(chain: TensorChain, segments: Iterable[tuple[int, int]]) -> Ints:
     """Return for each operator the number of its segment, or -1."""
     member = np.full(chain.num_blocks, -1, dtype=np.int64)
     for i, (begin, end) in enumerate(segments):
@@ -243,7 +242,7 @@ def members(chain: OperatorChain, segments: Iterable[tuple[int, int]]) -> Ints:
     return member
 
 
-def segment_costs(chain: OperatorChain, segments: Segments, *, together: bool = False) -> SegmentCosts:
+def segment_costs(chain: TensorChain, segments: Segments, *, together: bool = False) -> SegmentCosts:
     """Weigh disjoint segments at the chain's number of samples.
 
     Args:
@@ -270,7 +269,7 @@ def segment_costs(chain: OperatorChain, segments: Segments, *, together: bool = 
     return SegmentCosts(dropped=dropped, held=held, time_us=time)
 
 
-def dropped_tensors(chain: OperatorChain, member: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def dropped_tensors(chain: TensorChain, member: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Return which tensors are dropped; ``member`` is the number of each operator's segment, or -1."""
     tensors = chain.tensors
     return (member[tensors.made] >= 0) & (member[tensors.made] == member[tensors.last])

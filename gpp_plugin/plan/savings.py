@@ -44,13 +44,49 @@ class HostLink:
     def exposed_us(self, num_bytes: Any, forward_us: Any, backward_us: Any, in_turn: Any) -> Any:
         """Return what transfers of ``num_bytes`` each way take beyond the compute they hide behind."""
         transfer = num_bytes / self.bytes_per_us
+        if in_turn is True:  # one stage of thousands: numpy would work out both
+            return np.maximum(transfer - forward_us - backward_us, 0.0)
         apart = np.maximum(transfer - forward_us, 0.0) + np.maximum(transfer - backward_us, 0.0)
+        if in_turn is False:
+            return apart
         return np.where(in_turn, np.maximum(transfer - forward_us - backward_us, 0.0), apart)
 
     def hidden_bytes(self, forward_us: Any, backward_us: Any, in_turn: Any) -> Any:
         """Return the bytes of one micro-batch whose transfers hide."""
+        if in_turn is True:
+            return self.bytes_per_us * (forward_us + backward_us)
         apart = np.minimum(forward_us, backward_us)
         return self.bytes_per_us * np.where(in_turn, forward_us + backward_us, apart)
+
+
+def is_in_turn(schedule: str, in_flight: Any) -> Any:
+    """Return whether forwards and backwards of a stage take turns, so that both ways of a link are busy at a time.
+
+    Otherwise tensors leave during forwards only and come back during backwards only: under GPipe's schedule, and
+    where one micro-batch is in flight.
+
+        1F1B, two in flight    F0 F1 B0 F2 B1 F3     out of F2 and in for B1 hide behind F2 and B1 together
+        GPipe                  F0 F1 F2 B2 B1 B0     all go out behind F, all come in behind B
+    """
+    return (in_flight > 1) & (schedule != "gpipe")
+
+
+def lacking_bytes(excess: Any, count: Any, savings: Savings) -> Any:
+    """Return how many bytes are too many after recomputing, before any swap; negative: it fits.
+
+    Every micro-batch in flight drops ``net``; one at a time works with what it has made again.
+    """
+    return excess + savings.work - count * savings.net
+
+
+def nearest_to_fitting(excess: float, count: int, savings: Savings, host: HostLink) -> float:
+    """Return the least bytes that any choice leaves too many: recomputing alone, or with all the rest swapped."""
+    needs = lacking_bytes(excess, count, savings)
+    if host.bytes_per_us:
+        # Two of the largest left are in device memory at a time: one in use, one on its way.
+        swapped = needs + 2 * savings.left - count * (savings.kept - savings.dropped)
+        needs = np.minimum(needs, swapped)
+    return float(needs.min())
 
 
 def added_us(excess: Any, count: Any, savings: Savings, host: HostLink, in_turn: Any) -> Any:
@@ -61,7 +97,7 @@ def added_us(excess: Any, count: Any, savings: Savings, host: HostLink, in_turn:
         in_turn: whether forwards and backwards take turns.
     """
     s = savings
-    needs = excess + s.work - count * s.net
+    needs = lacking_bytes(excess, count, s)
     plain = np.where(needs <= 0, s.again_us, np.inf)
     if not host.bytes_per_us:
         return plain

@@ -10,9 +10,10 @@ import numpy.typing as npt
 
 from gpp_plugin.plan.costs import CostModel, Floats
 from gpp_plugin.plan.fitting import StageFitter
+from gpp_plugin.plan.graph_tensors import GraphTensors
 from gpp_plugin.plan.intervals import Branches, Series, whole_blocks
+from gpp_plugin.plan.memory_formula import held_bytes, micro_batches_within, peak_bytes, unreduced_bytes
 from gpp_plugin.plan.savings import Savings, savings_of
-from gpp_plugin.plan.stage_chain import GraphTensors
 
 Bools = npt.NDArray[np.bool_]
 NO_LIMIT = 1 << 40
@@ -69,22 +70,19 @@ class StageShapes:
         """Return [row, column] how many micro-batches of ``local`` samples a rank can hold at once."""
         key = self._key(local, degree, limit)
         if key not in self._counts:
-            room, each = self.room(local, degree, limit)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                count = np.where(each > 0, np.floor(room / each + 1e-9), NO_LIMIT)
-            self._counts[key] = np.where(room < 0, 0, np.minimum(count, NO_LIMIT))
+            self._counts[key] = micro_batches_within(*self.room(local, degree, limit), NO_LIMIT)
         return self._counts[key]
 
     def room(self, local: float, degree: int, limit: float) -> tuple[Floats, Floats]:
         """Return [row, column] the bytes a rank has for what is saved, and what a micro-batch saves."""
         key = self._key(local, degree, limit)
         if key not in self._rooms:
-            costs = self.costs
-            held = costs.held_bytes_of(self.parameter, self.gradient, self.optimizer, degree)
-            held = held + costs.input_bytes_of(self.total, degree)
+            zero = self.costs.zero_stage
+            held = held_bytes(self.parameter, self.gradient, self.optimizer, degree=degree, zero_stage=zero)
+            held = held + self.costs.input_bytes_of(self.total, degree)
             each = self.saved * local + self.saved_fixed
-            held = held + costs.whole_gradient_bytes(self.gradient, each, degree)
-            self._rooms[key] = limit - held - self.peak * local, each
+            held = held + unreduced_bytes(self.gradient, each, degree=degree, zero_stage=zero)
+            self._rooms[key] = limit - peak_bytes(held, each, 0, transient=self.peak * local), each
         return self._rooms[key]
 
     def _key(self, local: float, degree: int, limit: float) -> tuple[float, int, float]:

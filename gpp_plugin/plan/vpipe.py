@@ -26,10 +26,11 @@ from gpp_plugin.doors import planner_traits
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.capuchin import StageChoice, StageOptimizer
 from gpp_plugin.plan.costs import Floats
+from gpp_plugin.plan.graph_tensors import Ints
 from gpp_plugin.plan.layer_chain import balanced_bounds
 from gpp_plugin.plan.linear import layer_bounds
 from gpp_plugin.plan.memory_chain import ChainPlan, plan_chain
-from gpp_plugin.plan.operator_chain import Ints, sum_by
+from gpp_plugin.plan.operator_chain import sum_by
 from gpp_plugin.plan.recompute_menu import Segments, segment_costs
 from gpp_plugin.plan.request import PlanRequest
 
@@ -75,10 +76,9 @@ class LayerOptimizer:
         by_worth = layers[np.argsort(-worth, kind="stable")]
         most = len(layers) if optimizer.can_recompute else 0
         waits = self._waits(stage, start, stop)
+        excess = optimizer.weigh(stage, start, stop, segments=()).excess_bytes
         keys = [
-            self._key(
-                stage, start, stop, best.excess_bytes, by_worth[:count], np.sort(by_worth[count:]), waits
-            )
+            self._key(stage, start, stop, excess, by_worth[:count], np.sort(by_worth[count:]), waits)
             for count in range(most + 1)
         ]
         count = min(range(most + 1), key=keys.__getitem__)
@@ -111,11 +111,11 @@ class LayerOptimizer:
             return max(needs, 0.0), us
         freed, buffers, count = self._swaps(in_flight, others, needs)
         forward_us = float(chain.forward[stop] - chain.forward[start])
-        exposed_us = optimizer.exposed_us(
+        exposed_us = optimizer.host.exposed_us(
             self._saved[others[: count + 1]].sum(),
-            np.array(forward_us),
-            np.array(us - forward_us),
-            in_turn=optimizer.shape.is_in_turn(stage),
+            forward_us,
+            us - forward_us,
+            optimizer.shape.is_in_turn(stage),
         )
         us += float(exposed_us) + float(waits[others[: count + 1]].sum())
         return max(needs - float(freed[count]), 0.0), us

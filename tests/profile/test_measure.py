@@ -22,7 +22,8 @@ from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.stage_chain import GraphTensors, StageChain
+from gpp_plugin.plan.graph_tensors import GraphTensors
+from gpp_plugin.plan.stage_chain import StageChain
 from gpp_plugin.profile import timing
 from gpp_plugin.profile.code import signature_of
 from gpp_plugin.profile.measure import profile_blocks

@@ -1,0 +1,285 @@
+"""What a set of stages takes and needs, worked out a second time for the brute-force oracles.
+
+It shares no code with what it judges (`gpp_plugin.plan`, `gpp_plugin.simulate`, `gpp_plugin.schedule`): planners and
+oracles that shared a formula would agree on its mistakes. It knows only what the oracles' requests hold: one
+micro-batch size, 1F1B, ZeRO 0, every tensor with a gradient and samples along its first axis.
+
+    memory   parameters + gradients + optimizer state + c x (what one micro-batch saves) + the largest transient;
+             c is 1 at the sinks and one more than the most of its successors before them, at most all
+    time     every rank runs its tasks in order; a message waits for its sender's link out, then for its receiver's
+             link in (each holds it for bytes / bandwidth), then takes the latency; the stages' gradients are reduced
+             by a ring behind the last backward
+
+Two stages of 10 + 20 us, two micro-batches, messages free; stage 0 holds 2, stage 1 holds 1:
+
+    stage 0  F0 F1 .. .. B0 B0 .. B1 B1             tens of us
+    stage 1  .. F0 B0 B0 F1 B1 B1                   the step takes 90 us
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Sequence
+
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.cluster import Cluster, Link
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.profile import BlockCost
+from gpp_plugin.plan.request import PlanRequest
+
+Groups = tuple[tuple[str, ...], ...]
+
+TaskKey = tuple[int, str, int]
+"""Rank, ``F`` or ``B``, micro-batch."""
+MessageKey = tuple[int, int, int]
+"""0 for activations and 1 for gradients, the edge, the first sample: who is ready first goes first, ties so."""
+
+
+def oracle_plan(request: PlanRequest, groups: Groups, degrees: Sequence[int], size: int) -> PipelinePlan:
+    """Return the plan of these stages in micro-batches of ``size``, with its times and bytes.
+
+    Args:
+        groups: blocks of each stage, in the order of the graph; the stages depend on each other in no circle.
+    """
+    assert request.zero_stage == 0 and request.schedule == "1f1b" and request.mode == "sync"
+    profile = request.profile
+    assert not (profile.shared or profile.tied or profile.inputs), "the oracle does not count these"
+    costs = profile.by_block()
+    order = _branch_after_branch(request.graph, groups)
+    edges = _edges(request.graph, [groups[i] for i in order])
+    counts = _in_flight(len(order), edges, request.mini_batch // size)
+    stages: list[Stage] = []
+    first_rank = 0
+    for place, i in enumerate(order):
+        own, degree = [costs[name] for name in groups[i]], degrees[i]
+        stages.append(
+            Stage(
+                name=str(place),
+                blocks=groups[i],
+                ranks=tuple(range(first_rank, first_rank + degree)),
+                micro_batch_size=size,
+                in_flight=counts[place],
+                forward_us=sum(c.forward_us_for(size / degree) for c in own),
+                backward_us=sum(c.backward_us_for(size / degree) for c in own),
+                memory_bytes=_stage_bytes(own, size // degree, counts[place]),
+                gradient_bytes=sum(c.gradient_bytes for c in own),
+            )
+        )
+        first_rank += degree
+    return PipelinePlan(
+        model=request.graph.model,
+        graph=profile.graph,
+        planner="brute force",
+        mini_batch=request.mini_batch,
+        loss_unit=request.loss_unit,
+        stages=tuple(stages),
+        edges=edges,
+    )
+
+
+def _stage_bytes(own: Sequence[BlockCost], local: int, in_flight: int) -> int:
+    held = sum(c.parameter_bytes + c.gradient_bytes + c.optimizer_bytes for c in own)
+    saved = sum(c.saved_bytes_per_sample * local + c.saved_bytes_fixed for c in own)
+    return round(held + in_flight * saved + max(c.transient_bytes_per_sample for c in own) * local)
+
+
+def fits(plan: PipelinePlan, request: PlanRequest) -> bool:
+    """Return whether every stage fits each of its ranks."""
+    return all(s.memory_bytes <= limit_of(request, rank) for s in plan.stages for rank in s.ranks)
+
+
+def limit_of(request: PlanRequest, rank: int) -> int:
+    """Return the bytes that ``rank`` may use."""
+    limits = [request.cluster.devices[rank].memory_bytes, request.memory_limit_bytes]
+    return min(limit for limit in limits if limit is not None)
+
+
+def least_us(plan: PipelinePlan) -> float:
+    """Return how long the busiest stage computes: no step of the plan is shorter."""
+    return max(
+        (stage.forward_us + stage.backward_us) * plan.num_micro_batches(i)
+        for i, stage in enumerate(plan.stages)
+    )
+
+
+def _branch_after_branch(graph: BlockGraph, groups: Groups) -> list[int]:
+    """Return the stages in the order plans list them: behind a stage those it makes ready, the first block's first.
+
+    It decides which of two messages that leave a rank at the same time goes first.
+    """
+    home = {name: i for i, group in enumerate(groups) for name in group}
+    place = {block.name: i for i, block in enumerate(graph.blocks)}
+    before: dict[int, set[int]] = defaultdict(set)
+    for edge in graph.edges:
+        if home[edge.src] != home[edge.dst]:
+            before[home[edge.dst]].add(home[edge.src])
+    begin = [min(place[name] for name in group) for group in groups]
+    late_first = sorted(range(len(groups)), key=begin.__getitem__, reverse=True)
+    stack = [i for i in late_first if not before[i]]
+    order: list[int] = []
+    while stack:
+        stage = stack.pop()
+        order.append(stage)
+        stack += [i for i in late_first if stage in before[i] and before[i] <= set(order)]
+    assert len(order) == len(groups), "the stages depend on each other in a circle"
+    return order
+
+
+def _edges(graph: BlockGraph, groups: Sequence[Sequence[str]]) -> tuple[StageEdge, ...]:
+    """Return what each stage sends each other one: every tensor once, there and as a gradient back."""
+    home = {name: i for i, group in enumerate(groups) for name in group}
+    between: dict[tuple[int, int], set[str]] = defaultdict(set)
+    for edge in graph.edges:
+        if home[edge.src] != home[edge.dst]:
+            between[home[edge.src], home[edge.dst]].update(edge.tensors)
+    found = []
+    for (src, dst), names in sorted(between.items()):
+        specs = [graph.tensors[name] for name in sorted(names)]
+        assert all(spec.requires_grad for spec in specs)
+        size = sum(spec.bytes_for(spec.num_samples) / spec.num_samples for spec in specs)
+        found.append(
+            StageEdge(
+                src=src,
+                dst=dst,
+                batch_tensors=tuple(sorted(names)),
+                gradient_tensors=tuple(sorted(names)),
+                bytes_per_sample=size,
+                gradient_bytes_per_sample=size,
+            )
+        )
+    return tuple(found)
+
+
+def _in_flight(num_stages: int, edges: Sequence[StageEdge], num_micro_batches: int) -> list[int]:
+    """Return the micro-batches that each stage holds, from the sinks back; stages come in topological order."""
+    counts = [1] * num_stages
+    for stage in range(num_stages - 1, -1, -1):
+        asked = [counts[edge.dst] + 1 for edge in edges if edge.src == stage]
+        counts[stage] = min(max(asked, default=1), num_micro_batches)
+    return counts
+
+
+def step_us(plan: PipelinePlan, cluster: Cluster) -> float:
+    """Return the microseconds of one step, every rank and every message played by itself."""
+    orders = {
+        rank: [(rank, way, m) for way, m in _one_f_one_b(plan.num_micro_batches(i), stage.in_flight)]
+        for i, stage in enumerate(plan.stages)
+        for rank in stage.ranks
+    }
+    took = {
+        (rank, way): us
+        for stage in plan.stages
+        for rank in stage.ranks
+        for way, us in (("F", stage.forward_us), ("B", stage.backward_us))
+    }
+    ends = _play(orders, took, _messages(plan), cluster)
+    return max(max(ends[rank] for rank in stage.ranks) + _ring_us(stage, cluster) for stage in plan.stages)
+
+
+def _one_f_one_b(num: int, in_flight: int) -> list[tuple[str, int]]:
+    """Return a stage's order: ``in_flight`` forwards, then a backward and a forward in turn."""
+    order = [("F", m) for m in range(min(in_flight, num))]
+    for m in range(num):
+        order.append(("B", m))
+        if m + in_flight < num:
+            order.append(("F", m + in_flight))
+    return order
+
+
+def _messages(plan: PipelinePlan) -> dict[MessageKey, tuple[TaskKey, TaskKey, float]]:
+    """Return every message's sender, receiver and bytes: sample by sample, then joined where both ends are the same."""
+
+    def owner(stage: Stage, way: str, sample: int) -> TaskKey:
+        micro_batch, within = divmod(sample, stage.micro_batch_size)
+        return stage.ranks[within // stage.local_batch_size], way, micro_batch
+
+    found: dict[MessageKey, tuple[TaskKey, TaskKey, float]] = {}
+    for number, edge in enumerate(plan.edges):
+        assert not edge.bytes_fixed and edge.bytes_per_sample == edge.gradient_bytes_per_sample
+        for direction, way in enumerate("FB"):
+            ends = (plan.stages[edge.src], plan.stages[edge.dst])
+            sender, receiver = ends if way == "F" else ends[::-1]
+            samples: dict[tuple[TaskKey, TaskKey], list[int]] = defaultdict(list)
+            for sample in range(plan.mini_batch):
+                samples[owner(sender, way, sample), owner(receiver, way, sample)].append(sample)
+            for (src, dst), sent in samples.items():
+                found[direction, number, sent[0]] = src, dst, len(sent) * edge.bytes_per_sample
+    return found
+
+
+def _play(
+    orders: dict[int, list[TaskKey]],
+    took: dict[tuple[int, str], float],
+    messages: dict[MessageKey, tuple[TaskKey, TaskKey, float]],
+    cluster: Cluster,
+) -> dict[int, float]:
+    """Return when each rank ends its last task.
+
+    Events are (time, kind, which): 0 a task ends, 1 a message is ready at its sender, 2 its turn on the sender's link
+    has come and it asks for the receiver's. At one time all tasks end before any message moves.
+
+    Args:
+        orders: by rank, its tasks; ``took``: by rank and way, their microseconds.
+    """
+    lacking: dict[TaskKey, int] = defaultdict(int)
+    leaving: dict[TaskKey, list[MessageKey]] = defaultdict(list)
+    for key, (src, dst, _) in messages.items():
+        lacking[dst] += 1
+        leaving[src].append(key)
+    position, ready = dict.fromkeys(orders, 0), dict.fromkeys(orders, 0.0)
+    out_free, in_free = dict.fromkeys(orders, 0.0), dict.fromkeys(orders, 0.0)
+    arrived: dict[TaskKey, float] = defaultdict(float)
+    events: list[tuple[float, int, tuple[int, ...]]] = []
+
+    def start(rank: int) -> None:
+        """Start the rank's next task if its messages are there and its last task has ended (``ready``)."""
+        if position[rank] < len(orders[rank]) and ready[rank] >= 0.0:
+            task = orders[rank][position[rank]]
+            if lacking[task] == 0:
+                begin = max(ready[rank], arrived[task])
+                ready[rank] = -1.0  # busy
+                heapq.heappush(events, (begin + took[rank, task[1]], 0, (rank,)))
+
+    ends = dict.fromkeys(orders, 0.0)
+    for rank in orders:
+        start(rank)
+    while events:
+        now, kind, which = heapq.heappop(events)
+        if kind == 0:
+            (rank,) = which
+            ends[rank] = ready[rank] = now
+            for key in leaving[orders[rank][position[rank]]]:
+                heapq.heappush(events, (now, 1, key))
+            position[rank] += 1
+            start(rank)
+            continue
+        src, dst, size = messages[which[0], which[1], which[2]]
+        link = _link(cluster, src[0], dst[0])
+        wire = size / link.bytes_per_s * 1e6
+        if kind == 1:
+            begin = max(now, out_free[src[0]])
+            out_free[src[0]] = begin + wire
+            heapq.heappush(events, (begin, 2, which))
+            continue
+        in_free[dst[0]] = max(now, in_free[dst[0]]) + wire
+        arrived[dst] = max(arrived[dst], in_free[dst[0]] + link.latency_us)
+        lacking[dst] -= 1
+        if orders[dst[0]][min(position[dst[0]], len(orders[dst[0]]) - 1)] == dst:
+            start(dst[0])
+    assert all(position[rank] == len(order) for rank, order in orders.items()), "the stages wait in a circle"
+    return ends
+
+
+def _link(cluster: Cluster, rank: int, other: int) -> Link:
+    together = (link for link in cluster.links if rank // link.span == other // link.span)
+    return next(together, cluster.links[-1])
+
+
+def _ring_us(stage: Stage, cluster: Cluster) -> float:
+    """Return the all-reduce of a stage's gradients: 2 (d - 1) steps of a d-th of them."""
+    degree = len(stage.ranks)
+    if degree == 1 or stage.gradient_bytes == 0:
+        return 0.0
+    link = _link(cluster, stage.ranks[0], stage.ranks[-1])
+    return 2 * (degree - 1) * (link.latency_us + stage.gradient_bytes / degree / link.bytes_per_s * 1e6)

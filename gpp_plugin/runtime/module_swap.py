@@ -18,7 +18,7 @@ from gpp_plugin.ir.memory_plan import MemoryPlan
 from gpp_plugin.runtime.recipe import Packed, Pass, Swap, is_movable, unpack
 from gpp_plugin.runtime.stage_module import StageFunction
 from gpp_plugin.runtime.storage_numbers import StorageNumbers
-from gpp_plugin.runtime.swap import HostLink
+from gpp_plugin.runtime.swap import SwapLink
 
 
 class SwappingModule:
@@ -28,7 +28,7 @@ class SwappingModule:
         swapped: the numbers of those (`StorageNumbers`).
     """
 
-    def __init__(self, function: StageFunction, swapped: frozenset[int], link: HostLink) -> None:
+    def __init__(self, function: StageFunction, swapped: frozenset[int], link: SwapLink) -> None:
         assert function.given is not None
         self._function = function
         self._module = function.given

@@ -31,7 +31,7 @@ from gpp_plugin.runtime.keeper import Keeper
 from gpp_plugin.runtime.planned_keeper import NextBackward, PlannedKeeper, backwards_after
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule
 from gpp_plugin.runtime.stage_source import Reference, StageCode, StageSource
-from gpp_plugin.runtime.swap import HostLink
+from gpp_plugin.runtime.swap import SwapLink
 from gpp_plugin.runtime.transport import Channel, Transport
 from gpp_plugin.runtime.weight_versions import WeightVersions
 from gpp_plugin.runtime.whole_stage import WholeStageKeeper
@@ -181,7 +181,7 @@ class Lane:
         self._executors: OrderedDict[tuple[Any, ...], _Compiled] = OrderedDict()
         self._prepared: tuple[tuple[Any, ...], _Prepared] | None = None
         self._has_warned = False
-        self._host_link: HostLink | None = None
+        self._host_link: SwapLink | None = None
 
     @property
     def is_training(self) -> bool:
@@ -334,7 +334,7 @@ class Lane:
                 device=self._device,
             )
         if self._host_link is None:
-            self._host_link = HostLink(self._device)
+            self._host_link = SwapLink(self._device)
         return PlannedKeeper(
             stage=stage.name,
             plan=stage.memory,

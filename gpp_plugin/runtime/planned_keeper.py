@@ -20,7 +20,7 @@ from gpp_plugin.runtime.recipe import Pass, PlannedPass, Recipe
 from gpp_plugin.runtime.segments import lay_out
 from gpp_plugin.runtime.stage_module import StageFunction
 from gpp_plugin.runtime.survey import survey
-from gpp_plugin.runtime.swap import HostLink
+from gpp_plugin.runtime.swap import SwapLink
 
 Turn = tuple[bool, int, int | None]
 """A task: whether it is (the end of) a backward, its micro-batch, its half."""
@@ -50,7 +50,7 @@ class PlannedKeeper:
         whole: StageFunction,
         half: StageFunction | None = None,
         gradient_inputs: Sequence[str] = (),
-        link: HostLink,
+        link: SwapLink,
         next_backward: NextBackward = lambda turn: None,
     ) -> None:
         make = _code_maker(stage, plan, operators, whole, link)
@@ -132,7 +132,7 @@ class _Runs(Protocol):
 
 
 def _code_maker(
-    stage: str, plan: MemoryPlan, operators: StageOperators | None, whole: StageFunction, link: HostLink
+    stage: str, plan: MemoryPlan, operators: StageOperators | None, whole: StageFunction, link: SwapLink
 ) -> Callable[[StageFunction], _Runs]:
     if whole.given is not None:
         numbers = swapped_numbers(stage, plan)
@@ -146,7 +146,7 @@ def _code_maker(
 class _Code:
     """A captured stage's code at one shape, and what to do with what it saves."""
 
-    def __init__(self, function: StageFunction, policy: MemoryPolicy, link: HostLink) -> None:
+    def __init__(self, function: StageFunction, policy: MemoryPolicy, link: SwapLink) -> None:
         assert function.module is not None
         self._module: fx.GraphModule = function.module
         self._constants = function.constants

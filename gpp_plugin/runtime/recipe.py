@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.runtime.counting import Kept, MemoryCounter, pack_kept, unpack_kept
 from gpp_plugin.runtime.recompute import Held, RandomState, Replay, SecondForward
-from gpp_plugin.runtime.swap import HostLink, ReturnQueue, SwappedStorage, SwappedView
+from gpp_plugin.runtime.swap import ReturnQueue, SwapLink, SwappedStorage, SwappedView
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Pass:
         micro_batch: int,
         fixed: Sequence[Tensor],
         num_segments: int,
-        link: HostLink,
+        link: SwapLink,
         counter: MemoryCounter | None,
     ) -> None:
         self._micro_batch = micro_batch

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 from torch.autograd.graph import GradientEdge, Node
 
-Place = tuple[int, int]
+GradientPort = tuple[int, int]
 """Number of an operator, and which of the gradients that arrive there."""
 
-Structure = tuple[tuple[Place, ...], ...]
-"""For each operator the places that follow it."""
+Structure = tuple[tuple[GradientPort, ...], ...]
+"""For each operator the ports that follow it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,8 @@ class LevelPlan:
         is_private: which of the two.
     """
 
-    starts: tuple[Place, ...]
-    wanted: tuple[Place, ...]
+    starts: tuple[GradientPort, ...]
+    wanted: tuple[GradientPort, ...]
     is_private: bool
 
 
@@ -53,7 +53,7 @@ class SplitPlan:
         late_roots: positions of the roots that lead to no leaf.
     """
 
-    roots: tuple[Place, ...]
+    roots: tuple[GradientPort, ...]
     leaves: tuple[int, ...]
     structure: Structure
     levels: tuple[LevelPlan, ...]
@@ -97,7 +97,7 @@ def _number_nodes(
     """
     nodes = list(dict.fromkeys(roots))
     numbers = {node: number for number, node in enumerate(nodes)}
-    rows: list[tuple[Place, ...]] = []
+    rows: list[tuple[GradientPort, ...]] = []
     for node in nodes:  # it grows
         row = []
         for child, entry in node.next_functions:
@@ -118,7 +118,7 @@ def _number_nodes(
 class _Graph:
     """An autograd graph from its roots down, and what of it leads to leaves and what to parameters only."""
 
-    def __init__(self, structure: Structure, roots: Sequence[Place], leaves: Sequence[int]) -> None:
+    def __init__(self, structure: Structure, roots: Sequence[GradientPort], leaves: Sequence[int]) -> None:
         self._children = structure
         self._leaves = tuple(leaves)
         self._places = tuple(roots)
@@ -225,7 +225,7 @@ class _Graph:
             late_roots=tuple(i for i, root in enumerate(self._roots) if self._starts_late(root)),
         )
 
-    def _calls(self) -> list[tuple[list[Place], list[Place], bool]]:
+    def _calls(self) -> list[tuple[list[GradientPort], list[GradientPort], bool]]:
         """Return the calls of the second part but for the last: starts, wanted, whether those are parameters."""
         owner = self._owners()
         is_shared: dict[int, bool] = {}
@@ -233,15 +233,15 @@ class _Graph:
             if not self._to_leaf[node]:
                 behind = any(is_shared[child] for child, _ in self._children[node])
                 is_shared[node] = behind or owner.get(node) is None
-        starts: dict[int, dict[Place, None]] = {}
-        targets: dict[int, dict[Place, None]] = {}
+        starts: dict[int, dict[GradientPort, None]] = {}
+        targets: dict[int, dict[GradientPort, None]] = {}
         for node, level in self._level.items():
             for child, number in self._children[node]:
                 if not self._to_leaf[child] and child not in self._early_starts:
                     targets.setdefault(level, {})[child, number] = None
                     entries = self._entries[node]
                     starts.setdefault(level, {}).update(((node, entry), None) for entry in entries)
-        ends: dict[int, list[Place]] = {}
+        ends: dict[int, list[GradientPort]] = {}
         for node in self._order:
             owning = owner.get(node)
             if owning is not None and not self._children[node]:

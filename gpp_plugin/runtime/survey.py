@@ -31,8 +31,8 @@ from gpp_plugin.runtime.recipe import (
     unpack,
 )
 from gpp_plugin.runtime.recompute import SecondForward
-from gpp_plugin.runtime.segments import Layout, second_forward, with_entries
-from gpp_plugin.runtime.swap import HostLink
+from gpp_plugin.runtime.segments import SegmentLayout, second_forward, with_entries
+from gpp_plugin.runtime.swap import SwapLink
 
 
 @dataclass(slots=True)
@@ -105,7 +105,7 @@ class _Saved:
 class _SurveyPass(Pass):
     """A pass that finds out what to do as it goes."""
 
-    def __init__(self, layouts: Sequence[Layout], storages: _Storages, **surroundings: Any) -> None:
+    def __init__(self, layouts: Sequence[SegmentLayout], storages: _Storages, **surroundings: Any) -> None:
         super().__init__(num_segments=len(layouts), **surroundings)
         self._layouts = layouts
         self._storages = storages
@@ -176,12 +176,12 @@ def _unpack(saved: _Saved) -> Tensor:
 
 def survey(
     module: fx.GraphModule,
-    layouts: Sequence[Layout],
+    layouts: Sequence[SegmentLayout],
     policy: MemoryPolicy,
     arguments: Mapping[str, Tensor],
     num_fixed: int,
     *,
-    link: HostLink,
+    link: SwapLink,
     **surroundings: Any,
 ) -> tuple[Pass, tuple[Tensor, ...], Recipe]:
     """Run a stage's code for the first time.
@@ -213,11 +213,11 @@ def survey(
 
 
 def _recipe(
-    module: fx.GraphModule, layouts: Sequence[Layout], first: _SurveyPass, fixed: Sequence[str]
+    module: fx.GraphModule, layouts: Sequence[SegmentLayout], first: _SurveyPass, fixed: Sequence[str]
 ) -> Recipe:
     numbers = {name: position for position, name in enumerate(fixed)}
     segments: list[SecondForward | None] = []
-    needed: dict[int, Layout] = {}
+    needed: dict[int, SegmentLayout] = {}
     for number, layout in enumerate(layouts):
         drops = [node for node, action in first.log if action == Drop(number)]
         if not drops:
@@ -250,7 +250,7 @@ def _recipe(
     )
 
 
-def _entry(first: _SurveyPass, segment: int, run: int, layout: Layout) -> Entry:
+def _entry(first: _SurveyPass, segment: int, run: int, layout: SegmentLayout) -> Entry:
     found = first.entries.get((segment, run), Entry(holdings=(), is_random=False))
     wanted = layout.runs[run].values
     return Entry(

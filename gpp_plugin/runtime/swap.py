@@ -27,7 +27,7 @@ from gpp_plugin.runtime.counting import MemoryCounter
 from gpp_plugin.runtime.host_pool import HostBuffer, HostPool
 
 
-class HostLink:
+class SwapLink:
     """Copies storages between the device and a pool of host buffers."""
 
     def __init__(self, device: torch.device) -> None:
@@ -122,7 +122,7 @@ class SwappedStorage:
 
     __slots__ = ("_buffer", "_copied", "_counter", "_data", "_link", "_returned", "_uses", "num_bytes")
 
-    def __init__(self, link: HostLink, source: Tensor, counter: MemoryCounter | None) -> None:
+    def __init__(self, link: SwapLink, source: Tensor, counter: MemoryCounter | None) -> None:
         storage = source.untyped_storage()
         self.num_bytes = storage.nbytes()
         data = torch.empty(0, dtype=torch.uint8, device=source.device).set_(storage)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class WeightPlace:
     """Storage of one set of weights.
 
     Args:
@@ -36,13 +36,13 @@ class Place:
 class WeightPlaces(Protocol):
     """The places of one stage's weights."""
 
-    def present(self) -> Place:
+    def present(self) -> WeightPlace:
         """Return where the live weights lie."""
 
-    def make(self) -> Place:
+    def make(self) -> WeightPlace:
         """Return another place for them, which holds nothing yet."""
 
-    def move(self, place: Place) -> None:
+    def move(self, place: WeightPlace) -> None:
         """Let the live weights, with their values, lie at another place from now on."""
 
 
@@ -56,16 +56,16 @@ class ParameterPlaces:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = tuple(parameters)
 
-    def present(self) -> Place:
+    def present(self) -> WeightPlace:
         """Return where the parameters lie."""
-        return Place(tensors=tuple(parameter.data for parameter in self._parameters))
+        return WeightPlace(tensors=tuple(parameter.data for parameter in self._parameters))
 
-    def make(self) -> Place:
+    def make(self) -> WeightPlace:
         """Return tensors like theirs."""
-        return Place(tensors=tuple(torch.empty_like(parameter.data) for parameter in self._parameters))
+        return WeightPlace(tensors=tuple(torch.empty_like(parameter.data) for parameter in self._parameters))
 
     @torch.no_grad()
-    def move(self, place: Place) -> None:
+    def move(self, place: WeightPlace) -> None:
         """Copy the parameters there, and let them be there."""
         if place.tensors:
             torch._foreach_copy_(place.tensors, [parameter.data for parameter in self._parameters])

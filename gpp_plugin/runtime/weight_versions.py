@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.errors import RuntimeFailure
-from gpp_plugin.runtime.weight_places import ParameterPlaces, Place, WeightPlaces
+from gpp_plugin.runtime.weight_places import ParameterPlaces, WeightPlace, WeightPlaces
 
 MakePlaces = Callable[[Sequence[nn.Parameter]], WeightPlaces]
 
@@ -37,7 +37,7 @@ class _Version:
         users: micro-batches between forward and backward.
     """
 
-    place: Place
+    place: WeightPlace
     leaves: list[Tensor]
     tensors: tuple[Tensor, ...]
     users: int = 0
@@ -83,10 +83,10 @@ class WeightVersions:
         self._newest = 0
         self._next_micro_batch = 0
         self._version_of: dict[int, int] = {}
-        self._free: list[Place] = []
+        self._free: list[WeightPlace] = []
         self._num_held = 1
 
-    def _make_version(self, where: Place) -> _Version:
+    def _make_version(self, where: WeightPlace) -> _Version:
         # `.data` has a version counter of its own: an update in place must not look like damage to autograd
         leaves = [tensor.data.requires_grad_(True) for tensor in where.tensors]
         tensors = tuple(

@@ -20,7 +20,7 @@ from gpp_plugin.runtime.compute import AutogradCompute, BoundaryGradients
 from gpp_plugin.runtime.memory_policy import StageOperators
 from gpp_plugin.runtime.planned_keeper import PlannedKeeper
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
-from gpp_plugin.runtime.swap import HostLink
+from gpp_plugin.runtime.swap import SwapLink
 from tests.models import build
 
 SAMPLES = 2
@@ -183,7 +183,7 @@ class Trainer:
         self, stage: TestStage, plan: MemoryPlan | None = None, *, device: torch.device = CPU, **options: Any
     ) -> None:
         self.stage = stage
-        self.link = HostLink(device)
+        self.link = SwapLink(device)
         self.device = device
         self.tensors = [
             stage.state[name].detach().clone().to(device).requires_grad_(stage.state[name].requires_grad)

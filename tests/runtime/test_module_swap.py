@@ -12,7 +12,7 @@ from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
 from gpp_plugin.runtime.planned_keeper import PlannedKeeper
 from gpp_plugin.runtime.stage_module import StageFunction
-from gpp_plugin.runtime.swap import HostLink
+from gpp_plugin.runtime.swap import SwapLink
 
 WIDTH = 5
 
@@ -71,7 +71,7 @@ def gradients(module: nn.Module, swapped: tuple[int, ...], num_micro_batches: in
     )  # fmt: skip
     keeper = PlannedKeeper(
         stage="own", plan=plan, operators=None, whole=function, gradient_inputs=("hidden",),
-        link=HostLink(torch.device("cpu")),
+        link=SwapLink(torch.device("cpu")),
     )  # fmt: skip
     parameters = list(module.parameters())
     kept = []
@@ -117,5 +117,5 @@ def test_a_plan_of_something_else_is_refused(plan: MemoryPlan) -> None:
     )  # fmt: skip
     with pytest.raises(PlanError, match="stage 'own' runs the user's own module as it is"):
         PlannedKeeper(
-            stage="own", plan=plan, operators=None, whole=function, link=HostLink(torch.device("cpu"))
+            stage="own", plan=plan, operators=None, whole=function, link=SwapLink(torch.device("cpu"))
         )

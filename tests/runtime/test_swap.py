@@ -18,7 +18,7 @@ from gpp_plugin.runtime.counting import MemoryCounter
 from gpp_plugin.runtime.host_pool import HostPool, size_class
 from gpp_plugin.runtime.planned_keeper import backwards_after
 from gpp_plugin.runtime.recipe import Pass, Swap, is_movable
-from gpp_plugin.runtime.swap import HostLink, ReturnQueue, SwappedStorage
+from gpp_plugin.runtime.swap import ReturnQueue, SwapLink, SwappedStorage
 from tests.runtime.memory_stages import (
     CPU,
     Trainer,
@@ -100,7 +100,7 @@ def test_host_buffers_are_used_again_and_given_back() -> None:
 
 
 def test_views_and_several_keepers_move_one_storage() -> None:
-    link, counter = HostLink(CPU), MemoryCounter(())
+    link, counter = SwapLink(CPU), MemoryCounter(())
     base = torch.arange(12.0)
     views = [base[2:6], base.view(3, 4).t(), base.view(torch.int32)]
     expected = [view.clone() for view in views]
@@ -121,7 +121,7 @@ def test_views_and_several_keepers_move_one_storage() -> None:
 
 def test_storages_come_back_ahead_in_backward_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one is on its way while one is in use, as many bytes as the largest has."""
-    link = HostLink(CPU)
+    link = SwapLink(CPU)
     names: dict[int, str] = {}
     log: list[str] = []
     bring = SwappedStorage.bring
@@ -244,7 +244,7 @@ def test_copies_wait_for_compute_and_compute_for_copies(monkeypatch: pytest.Monk
     compute = Stream("compute", log)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    link = HostLink(CPU)
+    link = SwapLink(CPU)
     link._out, link._back = Stream("out", log), Stream("back", log)  # type: ignore[assignment]
     first, second = torch.arange(4.0), torch.arange(4.0) + 4
     storage = SwappedStorage(link, first, None)

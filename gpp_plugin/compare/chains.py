@@ -31,7 +31,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.pipeline_peer import PipelinePeer, join_ranks
 from gpp_plugin.launch import emit_event, run_ranks
-from gpp_plugin.runtime.delay import wait_us
+from gpp_plugin.rehearse.compute import wait_us
 
 RUNTIMES = ("deepspeed", "torch_1f1b")
 

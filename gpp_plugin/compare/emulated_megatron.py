@@ -12,7 +12,7 @@ from torch import Tensor
 from gpp_plugin.integrations.megatron_peer import MegatronPeer, PeerModule
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import Task, TaskKind
-from gpp_plugin.runtime.delay import wait_us
+from gpp_plugin.rehearse.compute import wait_us
 from gpp_plugin.simulate.durations import Durations, duration_reader
 
 

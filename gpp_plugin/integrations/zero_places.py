@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.integrations.zero_layout import FlatGroup, require_attributes
-from gpp_plugin.runtime.weight_places import ParameterPlaces, WeightPlace
+from gpp_plugin.runtime.weight_versions import ParameterPlaces, WeightPlace
 
 
 class ZeroPlaces:

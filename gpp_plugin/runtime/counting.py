@@ -1,7 +1,8 @@
 """Counts what autograd really keeps from forward to backward, for the `MemoryCounts` of a mini-batch.
 
 Storages are told apart by identity, which is safe because what is counted is also kept: nothing takes the place
-of a storage while its micro-batch is in flight.
+of a storage while its micro-batch is in flight. What a user's module keeps has no names: its storages are numbered
+in the order in which they are first kept (`StorageNumbers`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.ir.memory_counts import MemoryCounts
@@ -174,3 +176,37 @@ def unpack_kept(kept: Kept) -> Tensor:
             "in flight"
         )
     return tensor
+
+
+class StorageNumbers:
+    """The numbers of the storages that one forward of a user's module keeps, in the order in which it first keeps them.
+
+    A plan names storages by these numbers: who profiles a module and who runs it count alike. A storage that is freed
+    while the forward runs never lends its number to another: it is watched, which keeps its address from being used
+    again.
+
+    Args:
+        fixed: tensors that are there anyway (parameters, buffers, the model's inputs); they have none.
+    """
+
+    def __init__(self, fixed: Iterable[Tensor]) -> None:
+        self._fixed = {storage_id(tensor) for tensor in fixed if tensor.layout is torch.strided}
+        self._numbers: dict[int, int] = {}
+        self._watched: list[StorageWeakRef] = []
+
+    def number(self, tensor: Tensor) -> int | None:
+        """Return the number of a saved tensor's storage; None where it has none."""
+        if tensor.layout is not torch.strided:
+            return None
+        key = storage_id(tensor)
+        if key in self._fixed:
+            return None
+        found = self._numbers.get(key)
+        if found is None:
+            found = self._numbers[key] = len(self._watched)
+            self._watched.append(StorageWeakRef(tensor.untyped_storage()))
+        return found
+
+    def is_free(self, number: int) -> bool:
+        """Return whether nobody holds a storage any more."""
+        return bool(self._watched[number].expired())

@@ -15,9 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.memory_plan import MemoryPlan
+from gpp_plugin.runtime.counting import StorageNumbers
 from gpp_plugin.runtime.recipe import Packed, Pass, Swap, is_movable, unpack
 from gpp_plugin.runtime.stage_module import StageFunction
-from gpp_plugin.runtime.storage_numbers import StorageNumbers
 from gpp_plugin.runtime.swap import SwapLink
 
 

@@ -24,10 +24,10 @@ from gpp_plugin.ir.program import InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.runtime.batches import Batch, shape_key, slice_batch
-from gpp_plugin.runtime.carry import WindowPlace
 from gpp_plugin.runtime.compute import AutogradCompute, HalfForwards, StageHooks, boundary_gradients
 from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
 from gpp_plugin.runtime.keeper import Keeper
+from gpp_plugin.runtime.mailbox import WindowPlace
 from gpp_plugin.runtime.planned_keeper import NextBackward, PlannedKeeper, backwards_after
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule
 from gpp_plugin.runtime.stage_source import Reference, StageCode, StageSource

@@ -11,9 +11,9 @@ from gpp_plugin.ir.schedule import StageSchedule
 from gpp_plugin.schedule.forward_only import forward_only_schedule
 from gpp_plugin.schedule.gpipe import gpipe_schedule
 from gpp_plugin.schedule.greedy import greedy_schedule
-from gpp_plugin.schedule.halves import halve_forwards
 from gpp_plugin.schedule.kfkb import kfkb_schedule
 from gpp_plugin.schedule.messages import check_divisibility
+from gpp_plugin.schedule.slicer import halve_forwards
 from gpp_plugin.schedule.stage_order import sinks_first
 from gpp_plugin.schedule.table_2 import compute_in_flight
 from gpp_plugin.schedule.zero_bubble import zero_bubble_schedules

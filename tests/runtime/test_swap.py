@@ -15,10 +15,9 @@ from gpp_plugin.ir.memory_plan import MemoryPlan, SwappedTensor
 from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.runtime.counting import MemoryCounter
-from gpp_plugin.runtime.host_pool import HostPool, size_class
 from gpp_plugin.runtime.planned_keeper import backwards_after
 from gpp_plugin.runtime.recipe import Pass, Swap, is_movable
-from gpp_plugin.runtime.swap import ReturnQueue, SwapLink, SwappedStorage
+from gpp_plugin.runtime.swap import HostPool, ReturnQueue, SwapLink, SwappedStorage, size_class
 from tests.runtime.memory_stages import (
     CPU,
     Trainer,

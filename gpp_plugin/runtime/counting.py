@@ -8,14 +8,12 @@ in the order in which they are first kept (`StorageNumbers`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.ir.memory_counts import MemoryCounts
 
 
@@ -88,94 +86,6 @@ class MemoryCounter:
             peak_held_bytes=self._peak,
             working_bytes=self._peak_working,
         )
-
-
-class CountingKeeper:
-    """Keeps what autograd keeps anyway, and counts it.
-
-    Args:
-        whole, half: the stage's code for a micro-batch, and for half of it.
-        leaves: positions of the received tensors that take a gradient.
-        fixed: as of `MemoryCounter`.
-    """
-
-    def __init__(
-        self,
-        *,
-        whole: Callable[..., tuple[Tensor, ...]],
-        half: Callable[..., tuple[Tensor, ...]] | None,
-        leaves: Sequence[int],
-        fixed: Iterable[Tensor],
-    ) -> None:
-        self._calls = whole, half
-        self._leaves = tuple(leaves)
-        self._fixed = tuple(fixed)
-        self._counter = MemoryCounter(fixed)
-
-    def forward(
-        self,
-        micro_batch: int,
-        half: int | None,
-        parameters: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        received: Sequence[Tensor],
-    ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """Return the leaves of received tensors, and the outputs."""
-        counter = self._counter
-        counter.begin(micro_batch, (*parameters, *inputs))
-
-        def pack(tensor: Tensor) -> Kept:
-            counter.keep(micro_batch, tensor)
-            return pack_kept(tensor)
-
-        leaves = [received[index].requires_grad_(True) for index in self._leaves]
-        call = self._calls[half is not None]
-        assert call is not None, "a program with half forwards needs their code"
-        with saved_tensors_hooks(pack, unpack_kept):
-            return leaves, call(*parameters, *inputs, *received)
-
-    def begin_backward(self, micro_batch: int) -> None:
-        """Do nothing: everything is there."""
-
-    def end_backward(self, micro_batch: int) -> None:
-        """Count the micro-batch no longer."""
-        self._counter.end(micro_batch)
-
-    def start_counting(self) -> None:
-        """Count from zero."""
-        self._counter = MemoryCounter(self._fixed)
-
-    def stop_counting(self) -> MemoryCounts:
-        """Return what was counted."""
-        return self._counter.counts()
-
-    def clear(self) -> None:
-        """Do nothing: the graphs hold all there is."""
-
-
-Kept = tuple[Tensor, int]
-"""A saved tensor and its version, which autograd does not check where there are hooks."""
-
-
-def pack_kept(tensor: Tensor) -> Kept:
-    """Return what stands for a saved tensor that stays where it is: not itself, or it would hold its own graph."""
-    return tensor.detach(), tensor._version
-
-
-def unpack_kept(kept: Kept) -> Tensor:
-    """Return the tensor.
-
-    Raises:
-        RuntimeFailure: it was written meanwhile.
-    """
-    tensor, version = kept
-    if tensor._version != version:
-        raise RuntimeFailure(
-            f"a tensor of shape {tuple(tensor.shape)} was written in place after it was saved for backward (version "
-            f"{version}, now {tensor._version}): a buffer that the forward uses and updates allows one micro-batch "
-            "in flight"
-        )
-    return tensor
 
 
 class StorageNumbers:

@@ -129,7 +129,7 @@ def _programs(graph: TaskGraph, placement: Placement) -> tuple[RankProgram, ...]
 def _instructions(graph: TaskGraph) -> list[tuple[Instruction, ...]]:
     """Return what every node does in a program; ranks of a stage share the instructions of their tasks."""
     known: dict[Task, tuple[Instruction, ...]] = {}
-    found = [_UPDATE] * graph.num_updates
+    found: list[tuple[Instruction, ...]] = [_UPDATE] * graph.num_updates
     for node in graph.tasks:
         task = graph.task(node)
         if task not in known:

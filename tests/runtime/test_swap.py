@@ -15,8 +15,8 @@ from gpp_plugin.ir.memory_plan import MemoryPlan, SwappedTensor
 from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.runtime.counting import MemoryCounter
-from gpp_plugin.runtime.planned_keeper import backwards_after
-from gpp_plugin.runtime.recipe import Pass, Swap, is_movable
+from gpp_plugin.runtime.keeper import backwards_after
+from gpp_plugin.runtime.recipe import MovingPass, Swap, is_movable
 from gpp_plugin.runtime.swap import HostPool, ReturnQueue, SwapLink, SwappedStorage, size_class
 from tests.runtime.memory_stages import (
     CPU,
@@ -62,9 +62,9 @@ def test_device_storages_are_free_between_forward_and_backward(monkeypatch: pyte
     trainer = Trainer(stage, plan_swap(stage))
     moved: dict[int, weakref.ref[Any]] = {}
     received: list[weakref.ref[Any]] = []
-    pack, make = Pass.pack, Trainer.received
+    pack, make = MovingPass.pack, Trainer.received
 
-    def watch(self: Pass, tensor: Tensor, place: int, action: Any) -> Any:
+    def watch(self: MovingPass, tensor: Tensor, place: int, action: Any) -> Any:
         if isinstance(action, Swap):
             moved[action.slot] = weakref.ref(tensor.untyped_storage())
         return pack(self, tensor, place, action)
@@ -74,7 +74,7 @@ def test_device_storages_are_free_between_forward_and_backward(monkeypatch: pyte
         received.extend(weakref.ref(t.untyped_storage()) for t in found)
         return found
 
-    monkeypatch.setattr(Pass, "pack", watch)
+    monkeypatch.setattr(MovingPass, "pack", watch)
     monkeypatch.setattr(Trainer, "received", give)
     for micro_batch in range(2):
         trainer.forward(micro_batch)

@@ -32,7 +32,7 @@ from gpp_plugin.runtime.pipeline import Lane, channels_of, make_programs
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import CapturedStages, make_reference
 from gpp_plugin.runtime.transport import make_transport
-from gpp_plugin.schedule.one_f_one_b import one_f_one_b_schedule
+from gpp_plugin.schedule.kfkb import one_f_one_b_schedule
 
 TIMEOUT_S = 60.0
 LEARNING_RATE = 1e-4

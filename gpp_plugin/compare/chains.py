@@ -35,7 +35,7 @@ from gpp_plugin.integrations.pipeline_peer import PipelinePeer, join_ranks
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.launch import emit_event, run_ranks
-from gpp_plugin.runtime.delay import wait_us
+from gpp_plugin.rehearse.compute import wait_us
 from gpp_plugin.simulate.durations import Durations, duration_reader
 
 RUNTIMES = ("deepspeed", "torch_1f1b")

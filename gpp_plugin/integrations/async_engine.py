@@ -30,8 +30,8 @@ from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.plan.stock import STOCK
 from gpp_plugin.plan.tied_blocks import UNTIE
 from gpp_plugin.runtime.pipeline import Lane, channels_of, tied_stages
+from gpp_plugin.runtime.recorder import start_clock
 from gpp_plugin.runtime.stage_source import Reference
-from gpp_plugin.runtime.timelines import start_clock
 from gpp_plugin.runtime.window_lane import WindowLane
 from gpp_plugin.schedule.async_1f1b import windows_of
 from gpp_plugin.schedule.forward_only import forward_only_stages

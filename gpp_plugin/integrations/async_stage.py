@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from gpp_plugin.integrations.stage_engine import StageEngine, StepResult
-from gpp_plugin.runtime.weight_places import ParameterPlaces, WeightPlaces
+from gpp_plugin.runtime.weight_versions import ParameterPlaces, WeightPlaces
 
 
 class AsyncStageEngine(StageEngine):

@@ -45,8 +45,8 @@ from gpp_plugin.runtime.pipeline import (
     make_programs,
     tied_stages,
 )
+from gpp_plugin.runtime.recorder import Clock, start_clock
 from gpp_plugin.runtime.stage_module import StageModule
-from gpp_plugin.runtime.timelines import Clock, start_clock
 from gpp_plugin.stage_graph.graph import StageGraph
 
 logger = logging.getLogger(__name__)

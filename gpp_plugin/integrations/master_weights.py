@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.zero_layout import FlatGroup, read_layout, require_attributes
 from gpp_plugin.integrations.zero_places import ZeroPlaces
-from gpp_plugin.runtime.weight_places import ParameterPlaces, WeightPlaces
+from gpp_plugin.runtime.weight_versions import ParameterPlaces, WeightPlaces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

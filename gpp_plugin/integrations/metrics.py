@@ -13,7 +13,7 @@ from gpp_plugin.ir.timeline import Event, Timeline
 from gpp_plugin.report.trace import write_trace
 from gpp_plugin.runtime.meeting import Meeting
 from gpp_plugin.runtime.pipeline import Reference
-from gpp_plugin.runtime.timelines import Clock, gather_timeline
+from gpp_plugin.runtime.recorder import Clock, gather_timeline
 
 logger = logging.getLogger(__name__)
 

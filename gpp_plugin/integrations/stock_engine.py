@@ -37,8 +37,8 @@ from gpp_plugin.runtime.batches import Batch, shape_key, slice_batch
 from gpp_plugin.runtime.evaluation import evaluation_plan
 from gpp_plugin.runtime.meeting import Meeting
 from gpp_plugin.runtime.pipeline import MAX_SHAPES, Reference, held_tensors
+from gpp_plugin.runtime.recorder import start_clock
 from gpp_plugin.runtime.stage_module import build_stage_function
-from gpp_plugin.runtime.timelines import start_clock
 
 LOADING_TIMEOUT_S = 600.0
 """How long a rank waits for others to load a mini-batch."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.integrations.zero_layout import FlatGroup, require_attributes
-from gpp_plugin.runtime.weight_places import ParameterPlaces, Place
+from gpp_plugin.runtime.weight_versions import ParameterPlaces, WeightPlace
 
 
 class ZeroPlaces:
@@ -55,24 +55,24 @@ class ZeroPlaces:
         self._rest = [at for at in range(len(parameters)) if at not in inside]
         self._others = ParameterPlaces([self._order[at] for at in self._rest])
 
-    def present(self) -> Place:
+    def present(self) -> WeightPlace:
         """Return the optimizer's buffers, and where the parameters lie in them."""
         return self._place(self._wrapper.bit16_groups_flat, self._others.present())
 
-    def make(self) -> Place:
+    def make(self) -> WeightPlace:
         """Return buffers like the optimizer's."""
         flats = [torch.zeros_like(flat) for flat in self._wrapper.bit16_groups_flat]
         return self._place(flats, self._others.make())
 
-    def _place(self, flats: Sequence[Tensor], others: Place) -> Place:
+    def _place(self, flats: Sequence[Tensor], others: WeightPlace) -> WeightPlace:
         found = dict(zip(self._rest, others.tensors, strict=True))
         for flat, views in zip(flats, self._views, strict=True):
             for at, first, shape in views:
                 found[at] = flat.detach().narrow(0, first, shape.numel()).view(shape)
-        return Place(tensors=tuple(found[at] for at in range(len(self._order))), flats=tuple(flats))
+        return WeightPlace(tensors=tuple(found[at] for at in range(len(self._order))), flats=tuple(flats))
 
     @torch.no_grad()
-    def move(self, place: Place) -> None:
+    def move(self, place: WeightPlace) -> None:
         """Copy the buffers, and hand them to optimizer and parameters."""
         wrapper = self._wrapper
         for index, flat in enumerate(place.flats):
@@ -81,6 +81,6 @@ class ZeroPlaces:
             wrapper.parallel_partitioned_bit16_groups[index] = wrapper.get_data_parallel_partitions(
                 flat, index
             )
-        self._others.move(Place(tensors=tuple(place.tensors[at] for at in self._rest)))
+        self._others.move(WeightPlace(tensors=tuple(place.tensors[at] for at in self._rest)))
         for parameter, tensor in zip(self._order, place.tensors, strict=True):
             parameter.data = tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -12,8 +13,20 @@ from gpp_plugin.ir.plan import PipelinePlan, StageEdge
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.runtime.compute import BoundaryGradients
-from gpp_plugin.runtime.delay import wait_us
 from gpp_plugin.runtime.wires import held_shape
+
+SPIN_US = 200.0
+"""The end of a delay is awaited by looking at the clock: a sleeping process is woken late."""
+
+
+def wait_us(duration_us: float) -> None:
+    """Return ``duration_us`` microseconds after the call, by sleeping and then a short spin."""
+    end = time.perf_counter() + duration_us * 1e-6
+    if duration_us > SPIN_US:
+        time.sleep((duration_us - SPIN_US) * 1e-6)
+    while time.perf_counter() < end:
+        pass
+
 
 FLOAT_BYTES = 4
 BUCKET_FLOATS = 1 << 23

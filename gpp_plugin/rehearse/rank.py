@@ -25,14 +25,14 @@ from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.rehearse.compute import EmulatedCompute, EmulatedHooks
 from gpp_plugin.rehearse.programs import make_programs, make_windows
 from gpp_plugin.rehearse.settings import LEAST_COMM_TIMEOUT_S, RehearsalSettings, scale_tensors
-from gpp_plugin.runtime.carry import WindowPlace
 from gpp_plugin.runtime.compute import boundary_gradients
 from gpp_plugin.runtime.executor import StageExecutor
+from gpp_plugin.runtime.mailbox import WindowPlace
 from gpp_plugin.runtime.meeting import Meeting
 from gpp_plugin.runtime.pipeline import channels_of
-from gpp_plugin.runtime.timelines import gather_timeline, start_clock
+from gpp_plugin.runtime.recorder import gather_timeline, start_clock
 from gpp_plugin.runtime.transport import make_transport
-from gpp_plugin.runtime.window_runner import WindowRunner
+from gpp_plugin.runtime.window_lane import WindowRunner
 from gpp_plugin.simulate.asynchronous import num_windows
 from gpp_plugin.simulate.durations import Durations, duration_reader
 

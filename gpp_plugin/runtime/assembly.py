@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.errors import RuntimeFailure
-from gpp_plugin.runtime.routes import Parcel, Piece, Reading, Source
+from gpp_plugin.runtime.routes import Parcel, Piece, Reading, RowSource
 
 Take = Callable[[], Tensor]
 Inbox = list[list[Tensor]]
@@ -106,7 +106,7 @@ def pack_parcel(parcel: Parcel, made: Mapping[int, Sequence[Tensor]]) -> Tensor:
     return tensor.contiguous()
 
 
-def _join_rows(sources: Sequence[Source], axis: int, made: Mapping[int, Sequence[Tensor]]) -> Tensor:
+def _join_rows(sources: Sequence[RowSource], axis: int, made: Mapping[int, Sequence[Tensor]]) -> Tensor:
     """Return the rows to send, out of one task or joined out of both halves."""
     tensors = []
     for source in sources:

@@ -20,8 +20,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Direction, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import TensorSpec
-from gpp_plugin.runtime.counting import CountingKeeper
-from gpp_plugin.runtime.keeper import Keeper
+from gpp_plugin.runtime.keeper import KeepAll, StageKeeper
 from gpp_plugin.runtime.split import BackwardSplitter, PendingWeights
 from gpp_plugin.runtime.stage_module import StageFunction
 from gpp_plugin.runtime.weight_versions import WeightVersions
@@ -192,7 +191,7 @@ class AutogradCompute:
         loss: str | None = None,
         loss_share: float = 1.0,
         halves: HalfForwards | None = None,
-        keeper: Keeper | None = None,
+        keeper: StageKeeper | None = None,
         versions: WeightVersions | None = None,
     ) -> None:
         self.received = function.received
@@ -289,11 +288,11 @@ class AutogradCompute:
     def start_counting(self) -> None:
         """Count what the forwards from now on keep for their backwards, if there are any."""
         if self._keeper is None and self._hooks is not None:
-            self._keeper = CountingKeeper(
-                whole=self._call,
-                half=self._halves.function.call if self._halves is not None else None,
+            self._keeper = StageKeeper(
+                whole=KeepAll(self._call),
+                half=KeepAll(self._halves.function.call) if self._halves is not None else None,
                 leaves=self._leaves,
-                fixed=(*self._parameters, *self._function.constants),
+                constants=(*self._parameters, *self._function.constants),
             )
         if self._keeper is not None:
             self._keeper.start_counting()

@@ -1,19 +1,19 @@
 """Counts what autograd really keeps from forward to backward, for the `MemoryCounts` of a mini-batch.
 
 Storages are told apart by identity, which is safe because what is counted is also kept: nothing takes the place
-of a storage while its micro-batch is in flight.
+of a storage while its micro-batch is in flight. What a user's module keeps has no names: its storages are numbered
+in the order in which they are first kept (`StorageNumbers`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.ir.memory_counts import MemoryCounts
 
 
@@ -88,89 +88,35 @@ class MemoryCounter:
         )
 
 
-class CountingKeeper:
-    """Keeps what autograd keeps anyway, and counts it.
+class StorageNumbers:
+    """The numbers of the storages that one forward of a user's module keeps, in the order in which it first keeps them.
+
+    A plan names storages by these numbers: who profiles a module and who runs it count alike. A storage that is freed
+    while the forward runs never lends its number to another: it is watched, which keeps its address from being used
+    again.
 
     Args:
-        whole, half: the stage's code for a micro-batch, and for half of it.
-        leaves: positions of the received tensors that take a gradient.
-        fixed: as of `MemoryCounter`.
+        fixed: tensors that are there anyway (parameters, buffers, the model's inputs); they have none.
     """
 
-    def __init__(
-        self,
-        *,
-        whole: Callable[..., tuple[Tensor, ...]],
-        half: Callable[..., tuple[Tensor, ...]] | None,
-        leaves: Sequence[int],
-        fixed: Iterable[Tensor],
-    ) -> None:
-        self._calls = whole, half
-        self._leaves = tuple(leaves)
-        self._fixed = tuple(fixed)
-        self._counter = MemoryCounter(fixed)
+    def __init__(self, fixed: Iterable[Tensor]) -> None:
+        self._fixed = {storage_id(tensor) for tensor in fixed if tensor.layout is torch.strided}
+        self._numbers: dict[int, int] = {}
+        self._watched: list[StorageWeakRef] = []
 
-    def forward(
-        self,
-        micro_batch: int,
-        half: int | None,
-        parameters: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        received: Sequence[Tensor],
-    ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """Return the leaves of received tensors, and the outputs."""
-        counter = self._counter
-        counter.begin(micro_batch, (*parameters, *inputs))
+    def number(self, tensor: Tensor) -> int | None:
+        """Return the number of a saved tensor's storage; None where it has none."""
+        if tensor.layout is not torch.strided:
+            return None
+        key = storage_id(tensor)
+        if key in self._fixed:
+            return None
+        found = self._numbers.get(key)
+        if found is None:
+            found = self._numbers[key] = len(self._watched)
+            self._watched.append(StorageWeakRef(tensor.untyped_storage()))
+        return found
 
-        def pack(tensor: Tensor) -> Kept:
-            counter.keep(micro_batch, tensor)
-            return pack_kept(tensor)
-
-        leaves = [received[index].requires_grad_(True) for index in self._leaves]
-        call = self._calls[half is not None]
-        assert call is not None, "a program with half forwards needs their code"
-        with saved_tensors_hooks(pack, unpack_kept):
-            return leaves, call(*parameters, *inputs, *received)
-
-    def begin_backward(self, micro_batch: int) -> None:
-        """Do nothing: everything is there."""
-
-    def end_backward(self, micro_batch: int) -> None:
-        """Count the micro-batch no longer."""
-        self._counter.end(micro_batch)
-
-    def start_counting(self) -> None:
-        """Count from zero."""
-        self._counter = MemoryCounter(self._fixed)
-
-    def stop_counting(self) -> MemoryCounts:
-        """Return what was counted."""
-        return self._counter.counts()
-
-    def clear(self) -> None:
-        """Do nothing: the graphs hold all there is."""
-
-
-Kept = tuple[Tensor, int]
-"""A saved tensor and its version, which autograd does not check where there are hooks."""
-
-
-def pack_kept(tensor: Tensor) -> Kept:
-    """Return what stands for a saved tensor that stays where it is: not itself, or it would hold its own graph."""
-    return tensor.detach(), tensor._version
-
-
-def unpack_kept(kept: Kept) -> Tensor:
-    """Return the tensor.
-
-    Raises:
-        RuntimeFailure: it was written meanwhile.
-    """
-    tensor, version = kept
-    if tensor._version != version:
-        raise RuntimeFailure(
-            f"a tensor of shape {tuple(tensor.shape)} was written in place after it was saved for backward (version "
-            f"{version}, now {tensor._version}): a buffer that the forward uses and updates allows one micro-batch "
-            "in flight"
-        )
-    return tensor
+    def is_free(self, number: int) -> bool:
+        """Return whether nobody holds a storage any more."""
+        return bool(self._watched[number].expired())

@@ -1,7 +1,8 @@
 """The messages of one rank's program: receives posted ahead of their place, sends that are under way.
 
 An exchange posts its transfers; a task waits for the messages it reads, so that a message delays nothing but its
-reader. What a message holds (`wires`) and where its rows come from (`routes`) is resolved at compile time.
+reader. What a message holds (`wires`) and where its rows come from (`routes`) is resolved at compile time. In
+asynchronous mode a window takes over what the one before has posted, and leaves its own to the next one (`Carry`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,11 +20,55 @@ from gpp_plugin.ir.program import InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.timeline import EventKind
 from gpp_plugin.runtime.assembly import Inbox, pack_parcel
-from gpp_plugin.runtime.carry import Carry
 from gpp_plugin.runtime.pending import Pending, Post
 from gpp_plugin.runtime.recorder import Recorder
 from gpp_plugin.runtime.routes import Parcel, Routes
 from gpp_plugin.runtime.transport import Transport
+from gpp_plugin.schedule.windows import shift_message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowPlace:
+    """Where a program stands among the windows of an asynchronous pipeline.
+
+    Args:
+        carried: messages received before it that it reads, or passes on.
+        first_micro_batch: that of its first forward; its inputs are counted from there.
+        is_trained: whether the stage runs backwards, in this window or another one.
+    """
+
+    carried: tuple[Message, ...]
+    first_micro_batch: int
+    is_trained: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Carry:
+    """What stays between two windows.
+
+    Args:
+        received: message -> its buffers and what completes them; not read yet.
+        sends: posted, perhaps not gone; ``sends_of`` those of a stage without backwards by micro-batch.
+        shift: how many micro-batches came before those that the window's program names.
+    """
+
+    received: dict[Message, tuple[list[Tensor], Pending]] = field(default_factory=dict)
+    sends: deque[Pending] = field(default_factory=deque)
+    sends_of: dict[int, list[Pending]] = field(default_factory=dict)
+    shift: int = 0
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self.received.clear()
+        self.sends.clear()
+        self.sends_of.clear()
+
+    def renumber(self, micro_batches: int, samples: int) -> None:
+        """Name what was received as a program does that counts so many micro-batches more."""
+        self.received = {
+            shift_message(message, micro_batches, samples): held for message, held in self.received.items()
+        }
+
 
 _BoundReceive = tuple[Post, tuple[tuple[tuple[int, ...], torch.dtype], ...]]
 """What posts a receive, and the shapes and dtypes of its buffers."""

@@ -34,7 +34,7 @@ A buffer may be given other memory when its receive is posted: read it after `Pe
 """
 
 
-class Place:
+class MessagePlace:
     """Where a message is sent or received, for errors, and how long a wait may take."""
 
     __slots__ = ("message", "timeout", "verb", "where")
@@ -76,7 +76,7 @@ class Posted:
     def __init__(
         self,
         works: list[dist.Work],
-        place: Place,
+        place: MessagePlace,
         keep: Sequence[Tensor],
         staged: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:

@@ -24,17 +24,16 @@ from gpp_plugin.ir.program import InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.runtime.batches import Batch, shape_key, slice_batch
-from gpp_plugin.runtime.carry import WindowPlace
 from gpp_plugin.runtime.compute import AutogradCompute, HalfForwards, StageHooks, boundary_gradients
 from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
-from gpp_plugin.runtime.keeper import Keeper
-from gpp_plugin.runtime.planned_keeper import NextBackward, PlannedKeeper, backwards_after
+from gpp_plugin.runtime.keeper import NextBackward, StageKeeper, backwards_after
+from gpp_plugin.runtime.mailbox import WindowPlace
+from gpp_plugin.runtime.planned_keeper import make_keeper
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule
 from gpp_plugin.runtime.stage_source import Reference, StageCode, StageSource
-from gpp_plugin.runtime.swap import HostLink
+from gpp_plugin.runtime.swap import SwapLink
 from gpp_plugin.runtime.transport import Channel, Transport
 from gpp_plugin.runtime.weight_versions import WeightVersions
-from gpp_plugin.runtime.whole_stage import WholeStageKeeper
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.forward_only import forward_only_stages
 from gpp_plugin.schedule.lower import lower_schedules
@@ -181,7 +180,7 @@ class Lane:
         self._executors: OrderedDict[tuple[Any, ...], _Compiled] = OrderedDict()
         self._prepared: tuple[tuple[Any, ...], _Prepared] | None = None
         self._has_warned = False
-        self._host_link: HostLink | None = None
+        self._host_link: SwapLink | None = None
 
     @property
     def is_training(self) -> bool:
@@ -317,27 +316,18 @@ class Lane:
             versions=versions,
         )
 
-    def _make_keeper(self, prepared: _Prepared) -> Keeper | None:
+    def _make_keeper(self, prepared: _Prepared) -> StageKeeper | None:
         """Return what executes the stage's memory plan, if it has one."""
         stage, code = self.plan.stages[self.stage_index], prepared.code
         if stage.memory is None:
             return None
         gradient_inputs = boundary_gradients(self._program, self.plan, code.tensors).inputs
-        if code.function.given is not None and stage.memory.recomputed:
-            return WholeStageKeeper(
-                stage=stage.name,
-                plan=stage.memory,
-                blocks=stage.blocks,
-                whole=code.function,
-                half=prepared.half,
-                gradient_inputs=gradient_inputs,
-                device=self._device,
-            )
         if self._host_link is None:
-            self._host_link = HostLink(self._device)
-        return PlannedKeeper(
+            self._host_link = SwapLink(self._device)
+        return make_keeper(
             stage=stage.name,
             plan=stage.memory,
+            blocks=stage.blocks,
             operators=code.operators,
             whole=code.function,
             half=prepared.half,

@@ -6,18 +6,19 @@ The code and its shapes never change, so neither does that order: a `Recipe` is 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from gpp_plugin.errors import RuntimeFailure
-from gpp_plugin.runtime.counting import Kept, MemoryCounter, pack_kept, unpack_kept
+from gpp_plugin.runtime.counting import MemoryCounter
+from gpp_plugin.runtime.keeper import Packed, Pass, pack_kept
 from gpp_plugin.runtime.recompute import Held, RandomState, Replay, SecondForward
-from gpp_plugin.runtime.swap import HostLink, ReturnQueue, SwappedStorage, SwappedView
+from gpp_plugin.runtime.swap import ReturnQueue, SwapLink, SwappedStorage, SwappedView
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +79,14 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class _Again:
+class Again:
     """Stands for a tensor that a segment makes again."""
 
     replay: Replay
     place: int
 
     def get(self) -> Tensor:
+        """Return the tensor; runs the segment if it is not at hand."""
         return self.replay.get(self.place)
 
 
@@ -96,23 +98,15 @@ class _Returned:
     view: SwappedView
 
     def get(self) -> Tensor:
+        """Return the tensor, back on the device."""
         return self.queue.get(self.view)
 
 
-Packed = Kept | _Again | _Returned
-
-
-def unpack(packed: Packed) -> Tensor:
-    """Return the tensor that autograd saved."""
-    return unpack_kept(packed) if isinstance(packed, tuple) else packed.get()
-
-
-class Pass:
-    """What is kept of one pass of a stage's code, for a micro-batch or half of one.
+class MovingPass(Pass):
+    """A forward some of whose saved tensors move to the host, or are made again by segments.
 
     Args:
         fixed: what is there anyway (constants, parameters, the model's inputs), in the order of the code's arguments.
-        counter: None where nothing is counted.
     """
 
     def __init__(
@@ -121,12 +115,11 @@ class Pass:
         micro_batch: int,
         fixed: Sequence[Tensor],
         num_segments: int,
-        link: HostLink,
+        link: SwapLink,
         counter: MemoryCounter | None,
     ) -> None:
-        self._micro_batch = micro_batch
+        super().__init__(micro_batch=micro_batch, counter=counter)
         self._link = link
-        self._counter = counter
         self._slots: dict[int, SwappedStorage] = {}
         self.queue = ReturnQueue()
         self.replays = [
@@ -143,10 +136,9 @@ class Pass:
     def pack(self, tensor: Tensor, place: int, action: Action) -> Packed:
         """Do with a saved tensor what its action says, and return what stands for it."""
         if action is None:
-            self.count(tensor)
-            return pack_kept(tensor)
+            return self.keep(tensor)
         if isinstance(action, Drop):
-            return _Again(self.replays[action.segment], place)
+            return Again(self.replays[action.segment], place)
         return _Returned(self.queue, self.move(tensor, action.slot))
 
     def move(self, tensor: Tensor, slot: int) -> SwappedView:
@@ -172,11 +164,6 @@ class Pass:
             return self.move(value, holding.slot)
         return value.detach().clone() if holding.is_snapshot else value.detach()
 
-    def count(self, tensor: Tensor) -> None:
-        """Count a tensor that stays on the device."""
-        if self._counter is not None:
-            self._counter.keep(self._micro_batch, tensor)
-
     def finish(self) -> None:
         """End the forward: count what stays on the device for segments, and leave them to autograd."""
         if self._counter is not None:
@@ -187,12 +174,18 @@ class Pass:
         self.replays.clear()
 
 
-class PlannedPass(Pass):
-    """A pass that follows a recipe."""
+class PlannedPass(MovingPass):
+    """A forward that follows a recipe.
 
-    def __init__(self, recipe: Recipe, **surroundings: Any) -> None:
+    Args:
+        constants: what the code takes in front of parameters; ``fixed`` begins with them.
+    """
+
+    def __init__(self, recipe: Recipe, *, constants: Sequence[Tensor], **surroundings: Any) -> None:
         super().__init__(num_segments=len(recipe.segments), **surroundings)
         self._recipe = recipe
+        self._constants = constants
+        self._saved = itertools.count()
         for replay, second in zip(self.replays, recipe.segments, strict=True):
             replay.plan(second)
 
@@ -200,32 +193,36 @@ class PlannedPass(Pass):
         """Note what a segment needs; called by the stage's code."""
         self.note(segment, run, self._recipe.entries[segment][run], values)
 
-    def run(self, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run the code.
-
-        Raises:
-            RuntimeFailure: it saves other tensors than the first time.
-        """
-        actions, is_uncounted = self._recipe.actions, self._counter is None
-        place = -1
+    def packer(self) -> Callable[[Tensor], Packed]:
+        """Return what does with each saved tensor what the recipe says at its position."""
+        actions, is_uncounted, saved = self._recipe.actions, self._counter is None, self._saved
 
         def pack(tensor: Tensor) -> Packed:
-            nonlocal place
-            place += 1
+            place = next(saved)
             action = actions[place] if place < len(actions) else None
             if action is None and is_uncounted:  # most of them, and each costs microseconds
                 return pack_kept(tensor)
             return self.pack(tensor, place, action)
 
-        with saved_tensors_hooks(pack, unpack):
-            outputs = self._recipe.call(self, *arguments)
-        if place + 1 != len(actions):
+        return pack
+
+    def run(self, fixed: Sequence[Tensor], received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the code."""
+        return self._recipe.call(self, *self._constants, *fixed, *received)
+
+    def finish(self) -> None:
+        """End the forward.
+
+        Raises:
+            RuntimeFailure: it saved other tensors than the first time.
+        """
+        num_saved = next(self._saved)
+        if num_saved != len(self._recipe.actions):
             raise RuntimeFailure(
-                f"the stage saved {place + 1} tensors for backward, and {len(actions)} the first time; its operators "
-                "depend on more than shapes: train without memory.recompute and memory.swap"
+                f"the stage saved {num_saved} tensors for backward, and {len(self._recipe.actions)} the first "
+                "time; its operators depend on more than shapes: train without memory.recompute and memory.swap"
             )
-        self.finish()
-        return outputs
+        super().finish()
 
 
 def is_movable(tensor: Tensor, device: torch.device | None = None) -> bool:

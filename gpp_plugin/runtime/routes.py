@@ -20,7 +20,7 @@ from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.runtime.compute import StageCompute
-from gpp_plugin.runtime.wires import Cut, Wire, held_shape, wires_of
+from gpp_plugin.runtime.wires import Wire, WireCut, held_shape, wires_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Piece:
     first_row: int
     num_rows: int
     is_last: bool = False
-    place: tuple[Cut, ...] = ()
+    place: tuple[WireCut, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class TaskReads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class RowSource:
     """Rows of one tensor of a task: the task's slot, the tensor's position in what the task made."""
 
     slot: int
@@ -81,7 +81,7 @@ class Parcel:
     """One tensor of a message to send; more than one source only where it holds rows of both halves."""
 
     wire: Wire
-    sources: tuple[Source, ...]
+    sources: tuple[RowSource, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,8 +184,8 @@ class _Resolver:
             for wire in self._wires(message)
         )
 
-    def _sources(self, wire: Wire, makers: Sequence[Task], position: int) -> tuple[Source, ...]:
-        sources: list[Source] = []
+    def _sources(self, wire: Wire, makers: Sequence[Task], position: int) -> tuple[RowSource, ...]:
+        sources: list[RowSource] = []
         for task in makers:
             first, count = wire.first_row, wire.num_rows
             if wire.axis >= 0:
@@ -196,7 +196,7 @@ class _Resolver:
             elif sources:
                 continue  # the same for all samples: the first half's does for both
             slot = self._slots.setdefault(task, len(self._slots))
-            sources.append(Source(slot=slot, position=position, first_row=first, num_rows=count))
+            sources.append(RowSource(slot=slot, position=position, first_row=first, num_rows=count))
         assert sources, f"no task makes {wire.name}"
         return tuple(sources)
 
@@ -281,7 +281,9 @@ class _Resolver:
             rows = wire.num_rows if piece.num_rows < 0 else piece.num_rows
             start, end = self._rows(task, name)
             first = wire.first_row + piece.first_row - start
-            own = () if wire.axis < 0 else (Cut(axis=wire.axis, first=first, count=rows, size=end - start),)
+            own = (
+                () if wire.axis < 0 else (WireCut(axis=wire.axis, first=first, count=rows, size=end - start),)
+            )
             placed.append(replace(piece, place=(*own, *wire.cuts)))
         return placed
 

@@ -52,7 +52,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class SegmentLayout:
     """A segment as it lies in the stage's code.
 
     Args:
@@ -64,7 +64,7 @@ class Layout:
     replicated: frozenset[str]
     scratch: frozenset[str]
 
-    def until(self, last: str) -> Layout:
+    def until(self, last: str) -> SegmentLayout:
         """Return the segment without what comes after an operator."""
         runs = []
         for run in self.runs:
@@ -74,7 +74,7 @@ class Layout:
                 return replace(self, runs=(*runs[:-1], replace(run, nodes=nodes)))
         raise AssertionError(f"{last} is in no run")
 
-    def holding(self, names: Iterable[str]) -> Layout:
+    def holding(self, names: Iterable[str]) -> SegmentLayout:
         """Return the segment with those values only that are among ``names``."""
         kept = frozenset(names)
         runs = (
@@ -84,7 +84,7 @@ class Layout:
         return replace(self, runs=tuple(runs))
 
 
-def lay_out(graph: fx.Graph, policy: MemoryPolicy, fixed: frozenset[str]) -> tuple[Layout, ...]:
+def lay_out(graph: fx.Graph, policy: MemoryPolicy, fixed: frozenset[str]) -> tuple[SegmentLayout, ...]:
     """Find every segment of a policy in the stage's code.
 
     Args:
@@ -107,7 +107,7 @@ def lay_out(graph: fx.Graph, policy: MemoryPolicy, fixed: frozenset[str]) -> tup
 
 def _layout(
     runs: list[list[fx.Node]], operators: list[fx.Node], policy: MemoryPolicy, fixed: frozenset[str]
-) -> Layout:
+) -> SegmentLayout:
     own = {node for run in runs for node in run}
     replicated = _replicated(own, operators, policy)
     scratch = {
@@ -133,7 +133,7 @@ def _layout(
                 is_random=any(_may_draw(node) for node in run),
             )
         )
-    return Layout(
+    return SegmentLayout(
         runs=tuple(found), replicated=frozenset(n.name for n in replicated), scratch=frozenset(scratch)
     )
 
@@ -180,7 +180,7 @@ def _may_draw(node: fx.Node) -> bool:
     return is_random(node) or any(source.op == "get_attr" for source in node.all_input_nodes)
 
 
-def with_entries(module: fx.GraphModule, layouts: Mapping[int, Layout]) -> fx.GraphModule:
+def with_entries(module: fx.GraphModule, layouts: Mapping[int, SegmentLayout]) -> fx.GraphModule:
     """Return the stage's code with ``record.enter(segment, run, values)`` before each run; ``record`` comes first."""
     starts = {
         run.nodes[0]: (segment, number, run)
@@ -220,7 +220,7 @@ class SegmentCode:
     is_random: bool
 
 
-def second_forward(module: fx.GraphModule, layout: Layout) -> SegmentCode:
+def second_forward(module: fx.GraphModule, layout: SegmentLayout) -> SegmentCode:
     """Generate the code that runs a segment again."""
     nodes = {name for run in layout.runs for name in run.nodes}
     wanted = nodes | layout.replicated

@@ -3,9 +3,19 @@
 Source: Zero Bubble Pipeline Parallelism (Qi et al., 2024), section 2, which splits a backward into B (input) and W
 (weight); here I and W. Nothing is computed twice: the first part keeps the gradients that arrive at every
 operator that also has a parameter behind it, and the second part runs those operators again for that
-side only, as autograd skips what is not asked for. Which operators these are is in a `SplitPlan`, found once
-for a graph and followed in all graphs that the same code makes. An `autograd.Function` written in Python computes
+side only, as autograd skips what is not asked for. Which operators these are is in a `SplitPlan` of numbers, found
+once for a graph and followed in all graphs that the same code makes. An `autograd.Function` written in Python computes
 all its gradients in both parts: it is right, but not cheaper.
+
+    roots ──► n1 ──► gelu ──► n2 ──► leaf        I runs this row and captures what arrives at n1 and n2
+               └► t1 ► w1      └► t2 ► w2        W runs n1 for t1 only, n2 for t2 only, then t1, t2 and below
+
+n1 and n2 are *boundary* operators (a leaf and a parameter behind them), t1 and t2 their *targets* (only parameters
+behind them). Asking n1 for w1 must not run the row again: so boundary operators that lead to each other
+run in calls of their own, level by level, and where a parameter is used on several levels (tied layers), each
+call asks only as far as the targets and one last call goes on from all of them. Parameters behind a
+target that itself is used on several levels, or lies behind another one (a bias added in every layer),
+are *early*: the first part makes their gradients and the second adds them.
 """
 
 from __future__ import annotations
@@ -16,8 +26,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-
-from gpp_plugin.runtime.split_plan import SplitPlan, find_nodes, plan_split
 
 _Edges = list[GradientEdge]
 
@@ -137,3 +145,263 @@ def _gradients(
     if not known:
         return [None] * len(wanted)
     return list(torch.autograd.grad(edges, wanted, known, retain_graph=retain_graph, allow_unused=True))
+
+
+# ---- the plan: which operators both parts pass ----------------------------------------------------
+#
+# Which operator follows which and where the first part ends decide all of it; what the operators do is of no matter.
+
+GradientPort = tuple[int, int]
+"""Number of an operator, and which of the gradients that arrive there."""
+
+Structure = tuple[tuple[GradientPort, ...], ...]
+"""For each operator the ports that follow it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelPlan:
+    """Boundary operators none of which leads to another one.
+
+    Args:
+        starts: where gradients arrive at them.
+        wanted: the parameters behind them, or their targets if the parameters are used elsewhere too.
+        is_private: which of the two.
+    """
+
+    starts: tuple[GradientPort, ...]
+    wanted: tuple[GradientPort, ...]
+    is_private: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitPlan:
+    """What to do in every graph of one structure; operators are numbered in the order they are found.
+
+    Args:
+        roots, leaves, structure: of the graph it was made for; a leaf that nothing depends on is -1.
+        levels: from the roots down.
+        early: parameters whose gradients the first part makes.
+        late_roots: positions of the roots that lead to no leaf.
+    """
+
+    roots: tuple[GradientPort, ...]
+    leaves: tuple[int, ...]
+    structure: Structure
+    levels: tuple[LevelPlan, ...]
+    early: tuple[int, ...]
+    late_roots: tuple[int, ...]
+
+
+def plan_split(roots: Sequence[GradientEdge], leaves: Sequence[Node]) -> tuple[SplitPlan, list[Node]]:
+    """Return how to split the backward that starts from ``roots`` and whose first part ends at ``leaves``.
+
+    Returns:
+        The plan, and the operators it numbers.
+    """
+    found = _number_nodes([root.node for root in roots])
+    assert found is not None
+    nodes, numbers, structure = found
+    places = [(numbers[root.node], root.output_nr) for root in roots]
+    graph = _Graph(structure, places, [numbers.get(leaf, -1) for leaf in leaves])
+    return graph.plan(), nodes
+
+
+def find_nodes(plan: SplitPlan, roots: Sequence[GradientEdge], leaves: Sequence[Node]) -> list[Node] | None:
+    """Return the operators that a plan numbers in another graph; None if that has another structure."""
+    found = _number_nodes([root.node for root in roots], plan.structure)
+    if found is None:
+        return None
+    nodes, numbers, _ = found
+    is_same = plan.roots == tuple((numbers[root.node], root.output_nr) for root in roots) and (
+        plan.leaves == tuple(numbers.get(leaf, -1) for leaf in leaves)
+    )
+    return nodes if is_same else None
+
+
+def _number_nodes(
+    roots: Sequence[Node], known: Structure | None = None
+) -> tuple[list[Node], dict[Node, int], Structure] | None:
+    """Return all operators behind ``roots`` in the order they are found, their numbers, and what follows each.
+
+    Args:
+        known: give up, with None, where the graph differs from this.
+    """
+    nodes = list(dict.fromkeys(roots))
+    numbers = {node: number for number, node in enumerate(nodes)}
+    rows: list[tuple[GradientPort, ...]] = []
+    for node in nodes:  # it grows
+        row = []
+        for child, entry in node.next_functions:
+            if child is None:
+                continue
+            number = numbers.get(child)
+            if number is None:
+                number = numbers[child] = len(nodes)
+                nodes.append(child)
+            row.append((number, entry))
+        found = tuple(row)
+        if known is not None and (len(rows) >= len(known) or found != known[len(rows)]):
+            return None
+        rows.append(found)
+    return nodes, numbers, tuple(rows)
+
+
+class _Graph:
+    """An autograd graph from its roots down, and what of it leads to leaves and what to parameters only."""
+
+    def __init__(self, structure: Structure, roots: Sequence[GradientPort], leaves: Sequence[int]) -> None:
+        self._children = structure
+        self._leaves = tuple(leaves)
+        self._places = tuple(roots)
+        self._roots = [number for number, _ in roots]
+        self._entries: list[dict[int, None]] = [{} for _ in structure]
+        for number, entry in (*roots, *(place for row in self._children for place in row)):
+            self._entries[number][entry] = None
+        self._order = self._sort()
+        is_leaf = set(leaves)
+        self._to_leaf: dict[int, bool] = {}
+        for node in reversed(self._order):
+            self._to_leaf[node] = node in is_leaf or any(
+                self._to_leaf[child] for child, _ in self._children[node]
+            )
+        self._level = self._find_levels()
+        self._early_starts, self._early = self._find_early()
+
+    def _sort(self) -> list[int]:
+        """Return all nodes, each before those it leads to."""
+        finished: list[int] = []
+        is_met = [False] * len(self._children)
+        stack = [(root, False) for root in self._roots]
+        while stack:
+            node, is_done = stack.pop()
+            if is_done:
+                finished.append(node)
+            elif not is_met[node]:
+                is_met[node] = True
+                stack.append((node, True))
+                stack += [(child, False) for child, _ in self._children[node] if not is_met[child]]
+        finished.reverse()
+        return finished
+
+    def _find_levels(self) -> dict[int, int]:
+        """Return the level of each boundary node: none leads to another one of its level."""
+        depth = dict.fromkeys(self._order, 0)
+        level = {}
+        for node in self._order:
+            if not self._to_leaf[node]:
+                continue
+            is_boundary = any(not self._to_leaf[child] for child, _ in self._children[node])
+            if is_boundary:
+                level[node] = depth[node]
+            for child, _ in self._children[node]:
+                depth[child] = max(depth[child], depth[node] + is_boundary)
+        return level
+
+    def _find_early(self) -> tuple[set[int], list[int]]:
+        """Return the targets and roots that the first part must run to the end, and the parameters behind them.
+
+        These are closed under each other: whatever leads to an early parameter is early itself, with all
+        parameters it leads to.
+        """
+        levels_at: dict[int, set[int]] = {}
+        for node, level in self._level.items():
+            for child, _ in self._children[node]:
+                if not self._to_leaf[child]:
+                    levels_at.setdefault(child, set()).add(level)
+        beyond: set[int] = set()  # nodes behind a target
+        for node in self._order:
+            if node in levels_at or node in beyond:
+                beyond.update(child for child, _ in self._children[node])
+        early = {node for node, levels in levels_at.items() if len(levels) > 1 or node in beyond}
+        if not early:
+            return early, []
+        starts = [*levels_at, *(root for root in self._roots if not self._to_leaf[root])]
+        behind = {start: self._parameters(start) for start in starts}
+        parameters: set[int] = set()
+        while True:
+            parameters.update(*(behind[start] for start in early))
+            grown = {start for start in starts if not parameters.isdisjoint(behind[start])}
+            if grown == early:
+                break
+            early = grown
+        return early, [node for node in self._order if node in parameters]
+
+    def _parameters(self, start: int) -> set[int]:
+        """Return the ends of the graph behind a node."""
+        seen = {start}
+        stack = [start]
+        ends = set()
+        while stack:
+            node = stack.pop()
+            if not self._children[node]:
+                ends.add(node)
+            for child, _ in self._children[node]:
+                if child not in seen:
+                    seen.add(child)
+                    stack.append(child)
+        return ends
+
+    def plan(self) -> SplitPlan:
+        """Return what to do in any graph of this structure."""
+        levels = tuple(
+            LevelPlan(starts=tuple(starts), wanted=tuple(wanted), is_private=is_private)
+            for starts, wanted, is_private in self._calls()
+        )
+        return SplitPlan(
+            roots=self._places,
+            leaves=self._leaves,
+            structure=self._children,
+            levels=levels,
+            early=tuple(self._early),
+            late_roots=tuple(i for i, root in enumerate(self._roots) if self._starts_late(root)),
+        )
+
+    def _calls(self) -> list[tuple[list[GradientPort], list[GradientPort], bool]]:
+        """Return the calls of the second part but for the last: starts, wanted, whether those are parameters."""
+        owner = self._owners()
+        is_shared: dict[int, bool] = {}
+        for node in reversed(self._order):
+            if not self._to_leaf[node]:
+                behind = any(is_shared[child] for child, _ in self._children[node])
+                is_shared[node] = behind or owner.get(node) is None
+        starts: dict[int, dict[GradientPort, None]] = {}
+        targets: dict[int, dict[GradientPort, None]] = {}
+        for node, level in self._level.items():
+            for child, number in self._children[node]:
+                if not self._to_leaf[child] and child not in self._early_starts:
+                    targets.setdefault(level, {})[child, number] = None
+                    entries = self._entries[node]
+                    starts.setdefault(level, {}).update(((node, entry), None) for entry in entries)
+        ends: dict[int, list[GradientPort]] = {}
+        for node in self._order:
+            owning = owner.get(node)
+            if owning is not None and not self._children[node]:
+                ends.setdefault(owning, []).append((node, 0))
+        calls = []
+        for level in sorted(starts):
+            is_private = not any(is_shared[target] for target, _ in targets[level])
+            calls.append(
+                (list(starts[level]), ends[level] if is_private else list(targets[level]), is_private)
+            )
+        return calls
+
+    def _owners(self) -> dict[int, int | None]:
+        """Return whose call needs each node behind targets: a level's, the last one's (-1), or None for several."""
+        owner: dict[int, int | None] = {root: -1 for root in self._roots if self._starts_late(root)}
+        for node in self._order:
+            if self._to_leaf[node]:
+                mine = self._level.get(node)
+                if mine is None:
+                    continue
+            elif node in owner:
+                mine = owner[node]
+            else:
+                continue  # early
+            for child, _ in self._children[node]:
+                if not self._to_leaf[child] and child not in self._early_starts:
+                    owner[child] = mine if owner.get(child, mine) == mine else None
+        return owner
+
+    def _starts_late(self, root: int) -> bool:
+        """Return whether a root leads to no leaf and is left to the second part."""
+        return not self._to_leaf[root] and root not in self._early_starts

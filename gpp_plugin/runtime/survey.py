@@ -7,32 +7,30 @@ storage is, or ``<operator>:inside``. Actions follow from names; numbers of stor
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter
 
 from gpp_plugin.runtime.counting import storage_id
+from gpp_plugin.runtime.keeper import Packed, unpack
 from gpp_plugin.runtime.memory_policy import INSIDE, MemoryPolicy
 from gpp_plugin.runtime.recipe import (
     Action,
     Drop,
     Entry,
     Holding,
-    Packed,
-    Pass,
+    MovingPass,
     Recipe,
     Swap,
     is_movable,
-    unpack,
 )
 from gpp_plugin.runtime.recompute import SecondForward
-from gpp_plugin.runtime.segments import Layout, second_forward, with_entries
-from gpp_plugin.runtime.swap import HostLink
+from gpp_plugin.runtime.segments import SegmentLayout, lay_out, second_forward, with_entries
+from gpp_plugin.runtime.swap import SwapLink
 
 
 @dataclass(slots=True)
@@ -101,18 +99,68 @@ class _Saved:
     tensor: Tensor | None
     packed: Packed | None = None
 
+    def get(self) -> Tensor:
+        """Return the tensor, wherever it went."""
+        assert self.packed is not None
+        return unpack(self.packed)
 
-class _SurveyPass(Pass):
-    """A pass that finds out what to do as it goes."""
 
-    def __init__(self, layouts: Sequence[Layout], storages: _Storages, **surroundings: Any) -> None:
-        super().__init__(num_segments=len(layouts), **surroundings)
-        self._layouts = layouts
-        self._storages = storages
+class SurveyPass(MovingPass):
+    """The first forward of a stage's code, which finds out what to do as it goes.
+
+    Args:
+        arguments: of the code, by placeholder, in order; the first ``num_fixed`` of them are there anyway.
+        tell: takes what to do from now on, when the forward is finished.
+        surroundings: as of `MovingPass`.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        policy: MemoryPolicy,
+        arguments: Mapping[str, Tensor],
+        num_fixed: int,
+        *,
+        link: SwapLink,
+        tell: Callable[[Recipe], None],
+        **surroundings: Any,
+    ) -> None:
+        names = tuple(arguments)
+        self._layouts = lay_out(module.graph, policy, frozenset(names[:num_fixed]))
+        fixed = tuple(arguments.values())[:num_fixed]
+        super().__init__(num_segments=len(self._layouts), fixed=fixed, link=link, **surroundings)
+        self._module = module
+        self._code = with_entries(module, dict(enumerate(self._layouts)))
+        self._constants = fixed
+        self._fixed_names = names[:num_fixed]
+        self._tell = tell
+        self._storages = _Storages(policy, link.device)
+        for position, (name, tensor) in enumerate(arguments.items()):
+            if position < num_fixed:
+                self._storages.claim(tensor)
+            else:
+                self._storages.claim(tensor, policy.root(name))
         self._pending: list[_Saved] = []
-        self.log: list[tuple[str, Action]] = []
-        self.holdings: dict[str, list[Holding]] = {}
-        self.entries: dict[tuple[int, int], Entry] = {}
+        self._log: list[tuple[str, Action]] = []
+        self._entries: dict[tuple[int, int], Entry] = {}
+
+    def packer(self) -> Callable[[Tensor], Packed]:
+        """Return what takes note of each saved tensor."""
+        return self.save
+
+    def run(self, fixed: Sequence[Tensor], received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the code operator by operator."""
+        constants = self._constants[: len(self._constants) - len(fixed)]
+        outputs: tuple[Tensor, ...] = _Interpreter(self._code, self).run(self, *constants, *fixed, *received)
+        return outputs
+
+    def finish(self) -> None:
+        """End the forward, and tell what it found out."""
+        recipe = _recipe(self._module, self._layouts, self._log, self._entries, self._fixed_names)
+        for replay, second in zip(self.replays, recipe.segments, strict=True):
+            replay.plan(second)
+        super().finish()
+        self._tell(recipe)
 
     def save(self, tensor: Tensor) -> _Saved:
         """Take a tensor that the running operator saves."""
@@ -128,9 +176,9 @@ class _SurveyPass(Pass):
         for saved in self._pending:
             assert saved.tensor is not None
             action = self._storages.action(saved.tensor, node)
-            saved.packed = self.pack(saved.tensor, len(self.log), action)
+            saved.packed = self.pack(saved.tensor, len(self._log), action)
             saved.tensor = None
-            self.log.append((node, action))
+            self._log.append((node, action))
         self._pending.clear()
 
     def enter(self, segment: int, run: int, values: tuple[Tensor, ...]) -> None:
@@ -149,14 +197,14 @@ class _SurveyPass(Pass):
                 )
             )
         entry = Entry(holdings=tuple(holdings), is_random=layout.is_random)
-        self.entries[segment, run] = entry
+        self._entries[segment, run] = entry
         self.note(segment, run, entry, values)
 
 
 class _Interpreter(fx.Interpreter):
     """Runs the code, and tells a pass what each operator made."""
 
-    def __init__(self, module: fx.GraphModule, survey: _SurveyPass) -> None:
+    def __init__(self, module: fx.GraphModule, survey: SurveyPass) -> None:
         super().__init__(module)
         self.extra_traceback = False  # an operator's error is told as in any other pass
         self._survey = survey
@@ -169,57 +217,25 @@ class _Interpreter(fx.Interpreter):
         return result
 
 
-def _unpack(saved: _Saved) -> Tensor:
-    assert saved.packed is not None
-    return unpack(saved.packed)
-
-
-def survey(
+def _recipe(
     module: fx.GraphModule,
-    layouts: Sequence[Layout],
-    policy: MemoryPolicy,
-    arguments: Mapping[str, Tensor],
-    num_fixed: int,
-    *,
-    link: HostLink,
-    **surroundings: Any,
-) -> tuple[Pass, tuple[Tensor, ...], Recipe]:
-    """Run a stage's code for the first time.
+    layouts: Sequence[SegmentLayout],
+    log: Sequence[tuple[str, Action]],
+    entries: Mapping[tuple[int, int], Entry],
+    fixed: Sequence[str],
+) -> Recipe:
+    """Return what the first forward found out.
 
     Args:
-        arguments: of the code, by placeholder, in order; the first ``num_fixed`` of them are there anyway.
-        link, surroundings: as for `Pass`.
-
-    Returns:
-        The pass, the outputs, and what to do from now on.
+        log: for each tensor that was saved, in order, the operator that saved it and what was done with it.
+        entries: (segment, run) -> what the forward noted before that run.
+        fixed: the code's arguments that are there anyway.
     """
-    storages = _Storages(policy, link.device)
-    for position, (name, tensor) in enumerate(arguments.items()):
-        if position < num_fixed:
-            storages.claim(tensor)
-        else:
-            storages.claim(tensor, policy.root(name))
-    fixed = tuple(arguments.values())[:num_fixed]
-    first = _SurveyPass(layouts, storages, fixed=fixed, link=link, **surroundings)
-    with saved_tensors_hooks(first.save, _unpack):
-        outputs = _Interpreter(with_entries(module, dict(enumerate(layouts))), first).run(
-            first, *arguments.values()
-        )
-    recipe = _recipe(module, layouts, first, tuple(arguments)[:num_fixed])
-    for replay, second in zip(first.replays, recipe.segments, strict=True):
-        replay.plan(second)
-    first.finish()
-    return first, outputs, recipe
-
-
-def _recipe(
-    module: fx.GraphModule, layouts: Sequence[Layout], first: _SurveyPass, fixed: Sequence[str]
-) -> Recipe:
     numbers = {name: position for position, name in enumerate(fixed)}
     segments: list[SecondForward | None] = []
-    needed: dict[int, Layout] = {}
+    needed: dict[int, SegmentLayout] = {}
     for number, layout in enumerate(layouts):
-        drops = [node for node, action in first.log if action == Drop(number)]
+        drops = [node for node, action in log if action == Drop(number)]
         if not drops:
             segments.append(None)
             continue
@@ -231,7 +247,7 @@ def _recipe(
                 code=code,
                 places=tuple(
                     place if action == Drop(number) else None
-                    for place, (node, action) in enumerate(first.log)
+                    for place, (node, action) in enumerate(log)
                     if node in code.nodes
                 ),
                 fixed={name: numbers[name] for name in code.arguments if name in numbers},
@@ -239,9 +255,9 @@ def _recipe(
         )
     return Recipe(
         call=with_entries(module, needed).forward,
-        actions=tuple(action for _, action in first.log),
+        actions=tuple(action for _, action in log),
         entries=tuple(
-            tuple(_entry(first, number, run, needed[number]) for run in range(len(needed[number].runs)))
+            tuple(_entry(entries, number, run, needed[number]) for run in range(len(needed[number].runs)))
             if number in needed
             else ()
             for number in range(len(layouts))
@@ -250,8 +266,8 @@ def _recipe(
     )
 
 
-def _entry(first: _SurveyPass, segment: int, run: int, layout: Layout) -> Entry:
-    found = first.entries.get((segment, run), Entry(holdings=(), is_random=False))
+def _entry(entries: Mapping[tuple[int, int], Entry], segment: int, run: int, layout: SegmentLayout) -> Entry:
+    found = entries.get((segment, run), Entry(holdings=(), is_random=False))
     wanted = layout.runs[run].values
     return Entry(
         holdings=tuple(h for h in found.holdings if h.name in wanted),

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from gpp_plugin.doors import Channel, Transport, TransportFactory, TransportRequest
 from gpp_plugin.ir.program import Direction, Message
-from gpp_plugin.runtime.pending import Pending, Place, Post, Posted
+from gpp_plugin.runtime.pending import MessagePlace, Pending, Post, Posted
 from gpp_plugin.runtime.sockets import widened_sockets
 from gpp_plugin.runtime.wires import Wire
 
@@ -65,7 +65,7 @@ class GlooTransport:
         send, peer = self._groups[message.direction].send, message.dst_rank
         is_packed = _is_packed(wires)
         tags = [_tag(message, wire) for wire in (wires[:1] if is_packed else wires)]
-        place = Place("send", message, self._names, self._timeout)
+        place = MessagePlace("send", message, self._names, self._timeout)
 
         def post(tensors: Sequence[Tensor]) -> Pending:
             if is_packed:
@@ -79,7 +79,7 @@ class GlooTransport:
         """Return what receives the message (staged from the host where its buffers are on a device)."""
         receive, peer = self._groups[message.direction].recv, message.src_rank
         tags = [_tag(message, wire) for wire in wires]
-        place = Place("receive", message, self._names, self._timeout)
+        place = MessagePlace("receive", message, self._names, self._timeout)
         sizes = [wire.num_bytes for wire in wires]
 
         def post(buffers: Sequence[Tensor]) -> Pending:
@@ -149,12 +149,12 @@ class NcclTransport:
 
     def bind_send(self, message: Message, wires: Sequence[Wire]) -> Post:
         """Return what sends the message, all its tensors in one launch."""
-        group, place = self._groups[message.channel], Place("send", message, self._names, None)
+        group, place = self._groups[message.channel], MessagePlace("send", message, self._names, None)
         return _bind_launch(group, group.send, _group_rank(message, message.dst_rank), place)
 
     def bind_receive(self, message: Message, wires: Sequence[Wire]) -> Post:
         """Return what receives the message, all its tensors in one launch."""
-        group, place = self._groups[message.channel], Place("receive", message, self._names, None)
+        group, place = self._groups[message.channel], MessagePlace("receive", message, self._names, None)
         return _bind_launch(group, group.recv, _group_rank(message, message.src_rank), place)
 
     def begin_exchange(self) -> None:
@@ -172,7 +172,7 @@ class NcclTransport:
 Call = Callable[[list[Tensor], int, int], dist.Work]
 
 
-def _bind_launch(group: dist.ProcessGroup, call: Call, peer: int, place: Place) -> Post:
+def _bind_launch(group: dist.ProcessGroup, call: Call, peer: int, place: MessagePlace) -> Post:
     def post(tensors: Sequence[Tensor]) -> Pending:
         return Posted([_launch(group, call, peer, tensors)], place, tensors)
 
@@ -226,13 +226,17 @@ class OneQueueNcclTransport:
 
     def bind_send(self, message: Message, wires: Sequence[Wire]) -> Post:
         """Return what adds the message's tensors to the exchange."""
-        return self._bind(self._group.send, message.dst_rank, Place("send", message, self._names, None))
+        return self._bind(
+            self._group.send, message.dst_rank, MessagePlace("send", message, self._names, None)
+        )
 
     def bind_receive(self, message: Message, wires: Sequence[Wire]) -> Post:
         """Return what adds the message's buffers to the exchange."""
-        return self._bind(self._group.recv, message.src_rank, Place("receive", message, self._names, None))
+        return self._bind(
+            self._group.recv, message.src_rank, MessagePlace("receive", message, self._names, None)
+        )
 
-    def _bind(self, call: Call, peer: int, place: Place) -> Post:
+    def _bind(self, call: Call, peer: int, place: MessagePlace) -> Post:
         def post(tensors: Sequence[Tensor]) -> Pending:
             for tensor in tensors:
                 call([tensor], peer, 0)

@@ -11,18 +11,81 @@ With vertical sync a micro-batch uses on every stage the weights of the same age
 micro-batches in flight has at its forward.
 
 Buffers and frozen parameters have no versions.
+
+A stage's optimizer and its parameters move together from one place to another (`WeightPlaces`). Whatever updates
+parameters by way of `parameter.data` follows by itself (`ParameterPlaces`); an optimizer that knows their storage
+otherwise must be told (`integrations.zero_places`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from gpp_plugin.errors import RuntimeFailure
-from gpp_plugin.runtime.weight_places import ParameterPlaces, Place, WeightPlaces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightPlace:
+    """Storage of one set of weights.
+
+    Args:
+        tensors: of each trained parameter, with its shape.
+        flats: buffers that hold several of them one after the other, where the optimizer writes those.
+    """
+
+    tensors: tuple[Tensor, ...]
+    flats: tuple[Tensor, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Return what the weights take."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class WeightPlaces(Protocol):
+    """The places of one stage's weights."""
+
+    def present(self) -> WeightPlace:
+        """Return where the live weights lie."""
+
+    def make(self) -> WeightPlace:
+        """Return another place for them, which holds nothing yet."""
+
+    def move(self, place: WeightPlace) -> None:
+        """Let the live weights, with their values, lie at another place from now on."""
+
+
+class ParameterPlaces:
+    """Places of parameters that everybody finds through `parameter.data`.
+
+    Args:
+        parameters: those that are trained.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = tuple(parameters)
+
+    def present(self) -> WeightPlace:
+        """Return where the parameters lie."""
+        return WeightPlace(tensors=tuple(parameter.data for parameter in self._parameters))
+
+    def make(self) -> WeightPlace:
+        """Return tensors like theirs."""
+        return WeightPlace(tensors=tuple(torch.empty_like(parameter.data) for parameter in self._parameters))
+
+    @torch.no_grad()
+    def move(self, place: WeightPlace) -> None:
+        """Copy the parameters there, and let them be there."""
+        if place.tensors:
+            torch._foreach_copy_(place.tensors, [parameter.data for parameter in self._parameters])
+        for parameter, tensor in zip(self._parameters, place.tensors, strict=True):
+            parameter.data = tensor
+
 
 MakePlaces = Callable[[Sequence[nn.Parameter]], WeightPlaces]
 
@@ -37,7 +100,7 @@ class _Version:
         users: micro-batches between forward and backward.
     """
 
-    place: Place
+    place: WeightPlace
     leaves: list[Tensor]
     tensors: tuple[Tensor, ...]
     users: int = 0
@@ -83,10 +146,10 @@ class WeightVersions:
         self._newest = 0
         self._next_micro_batch = 0
         self._version_of: dict[int, int] = {}
-        self._free: list[Place] = []
+        self._free: list[WeightPlace] = []
         self._num_held = 1
 
-    def _make_version(self, where: Place) -> _Version:
+    def _make_version(self, where: WeightPlace) -> _Version:
         # `.data` has a version counter of its own: an update in place must not look like damage to autograd
         leaves = [tensor.data.requires_grad_(True) for tensor in where.tensors]
         tensors = tuple(

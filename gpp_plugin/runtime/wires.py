@@ -21,7 +21,7 @@ from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class WireCut:
     """Elements ``first`` to ``first + count`` along ``axis``, of ``size``, of the task's tensor at one end."""
 
     axis: int
@@ -50,7 +50,7 @@ class Wire:
     num_rows: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[WireCut, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -124,7 +124,7 @@ def held_shape(spec: TensorSpec, num_samples: int, stage: Stage, shard_axis: int
 
 def _cuts(
     message: Message, edge: StageEdge, plan: PipelinePlan, spec: TensorSpec, *, is_producer: bool
-) -> tuple[Cut, ...]:
+) -> tuple[WireCut, ...]:
     """Return the part of each shard axis that a message holds, within the tensor of one end."""
     is_forward = message.direction is Direction.ACTIVATION
     ranks = (message.src_rank, message.dst_rank) if is_forward else (message.dst_rank, message.src_rank)
@@ -142,7 +142,7 @@ def _cuts(
         first, second = (parts.get(axis, whole) for parts in held)
         own = here.get(axis, whole)
         both = range(max(first.start, second.start), min(first.stop, second.stop))
-        cuts.append(Cut(axis=axis, first=both.start - own.start, count=len(both), size=len(own)))
+        cuts.append(WireCut(axis=axis, first=both.start - own.start, count=len(both), size=len(own)))
     return tuple(cuts)
 
 

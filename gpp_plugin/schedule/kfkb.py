@@ -1,4 +1,8 @@
-"""kFkB: k forwards, then k backwards, after a warm-up (GraphPipe, section 6, footnote 2)."""
+"""kFkB: k forwards, then k backwards, after a warm-up; 1F1B is its k of 1.
+
+Source: GraphPipe, section 6, footnote 2 (kFkB); PipeDream-flush (Narayanan et al., 2021, arXiv:2006.09503) and DAPPLE
+(Fan et al., 2021, arXiv:2007.01045) for 1F1B with a flush.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +49,22 @@ def kfkb_schedule(stage: int, micro_batches: int, *, k: int, num_in_flight: int)
             tasks.append(Task(stage=stage, kind=TaskKind.FORWARD, micro_batch=micro_batch))
         forward += group
     return StageSchedule(stage=stage, tasks=tuple(tasks), num_in_flight=held)
+
+
+def one_f_one_b_schedule(stage: int, micro_batches: int, *, num_in_flight: int) -> StageSchedule:
+    """Return the 1F1B order of one stage: kFkB with k = 1.
+
+    Args:
+        num_in_flight: most micro-batches held; more than there are means all.
+
+    Raises:
+        ValueError: a count is below 1.
+
+    >>> order = one_f_one_b_schedule(0, 4, num_in_flight=2)
+    >>> " ".join(map(str, order.tasks))
+    '0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3'
+    """
+    return kfkb_schedule(stage, micro_batches, k=1, num_in_flight=num_in_flight)
 
 
 class KfKb(Schedule):

@@ -1,24 +1,34 @@
 """From task orders to one program a rank that finishes even if every rank runs it serially.
 
 `placement` decides where messages stand between the tasks; here they become instructions, and the
-reductions and the optimizer step follow at the end.
+reductions and the optimizer step follow at the end. Two stages of one rank, one micro-batch:
+
+    rank 0   F0  send x               receive dx  B0  reduce  step
+    rank 1       receive x  F0  B0    send dx         reduce  step
+
+A part of a longer schedule (`windows`) is lowered by the same code; what differs stands in its task graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
 
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankProgram
-from gpp_plugin.ir.schedule import StageSchedule
+from gpp_plugin.ir.schedule import StageSchedule, Task
 from gpp_plugin.schedule.check import has_backwards
-from gpp_plugin.schedule.placement import Placement, place_messages
+from gpp_plugin.schedule.placement import Placement, place_messages, safe_placement
 from gpp_plugin.schedule.reductions import reduce_after_backwards
+from gpp_plugin.schedule.rendezvous import execute_serially
 from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph
 from gpp_plugin.simulate.durations import Durations, nominal_durations, task_durations
-from gpp_plugin.simulate.event_loop import message_transfers, run_task_graph
+from gpp_plugin.simulate.event_loop import Transfers, message_transfers, run_task_graph
+
+_UPDATE = (Instruction(kind=InstructionKind.REDUCE_DATA), Instruction(kind=InstructionKind.STEP))
+"""What an update of a task graph is in a program."""
 
 
 def lower_schedules(
@@ -57,20 +67,33 @@ def lower_schedules(
         )
     durations = nominal_durations(graph) if costs is None else task_durations(graph, costs)
     transfers = message_transfers(graph, cluster) if cluster is not None else None
-    times = run_task_graph(graph, durations, transfers=transfers)
-    instructions = {
-        task: Instruction(kind=InstructionKind.COMPUTE, task=task) for s in schedules for task in s.tasks
-    }
-    bodies = rank_bodies(graph, place_messages(graph, times), lambda node: (instructions[graph.task(node)],))
     tied = frozenset(tied_stages)
     programs = []
-    for rank in sorted(bodies):
-        stage = plan.stage_of_rank(rank)
-        tail = _tail(stage in trained, stage in tied) if training else ()
-        programs.append(RankProgram(rank=rank, stage=stage, instructions=(*bodies[rank], *tail)))
+    for program in lower_graph(graph, durations, transfers=transfers):
+        tail = _tail(program.stage in trained, program.stage in tied) if training else ()
+        programs.append(dataclasses.replace(program, instructions=(*program.instructions, *tail)))
     if training and reduce_each_backward:
         return reduce_after_backwards(plan, programs, trained)
     return tuple(programs)
+
+
+def lower_graph(
+    graph: TaskGraph, durations: list[float], *, transfers: Transfers | None = None
+) -> tuple[RankProgram, ...]:
+    """Return what each rank does of a task graph, of a mini-batch's or a part of one, in rank order.
+
+    Args:
+        durations: of every node, microseconds; they and ``transfers`` affect speed, never correctness.
+    """
+    times = run_task_graph(graph, durations, transfers=transfers)
+    programs = _programs(graph, place_messages(graph, times))
+    # Late receives are proven safe among tasks and messages. An update is more than that, a rendezvous of all ranks of
+    # its stage: rank 1 may stand in it while rank 0, still before it, waits for a message that needs, by way of other
+    # stages, what rank 1 sends behind it. The global order itself puts each update after the backwards on all ranks of
+    # its stage, so its slots are safe with updates too.
+    if graph.num_updates and execute_serially(graph.plan, {p.rank: p for p in programs}).stuck:
+        return _programs(graph, safe_placement(graph, times))
+    return programs
 
 
 def _tail(is_trained: bool, is_tied: bool) -> tuple[Instruction, ...]:
@@ -82,26 +105,37 @@ def _tail(is_trained: bool, is_tied: bool) -> tuple[Instruction, ...]:
     return tuple(Instruction(kind=kind) for kind in kinds)
 
 
-def rank_bodies(
-    graph: TaskGraph, placement: Placement, instructions: Callable[[int], tuple[Instruction, ...]]
-) -> dict[int, list[Instruction]]:
-    """Return what each rank does, its messages where ``placement`` puts them.
-
-    Args:
-        instructions: of a node.
-    """
+def _programs(graph: TaskGraph, placement: Placement) -> tuple[RankProgram, ...]:
+    """Return the programs of all ranks, their messages where ``placement`` puts them."""
+    # (rank, slot) -> its messages there, in the order of the placement: both ends of a channel take it from there.
     sends: dict[tuple[int, int], list[Message]] = {}
     receives: dict[tuple[int, int], list[Message]] = {}
     for number in placement.order:
         message = graph.message(number)
         sends.setdefault((message.src_rank, placement.send_slot[number]), []).append(message)
         receives.setdefault((message.dst_rank, placement.receive_slot[number]), []).append(message)
+    instructions = _instructions(graph)
     bodies = {}
     for lead, nodes in graph.orders.items():
-        own = [instructions(node) for node in nodes]
+        own = [instructions[node] for node in nodes]
         for rank in graph.members[lead]:
             bodies[rank] = _body(rank, own, sends, receives)
-    return bodies
+    return tuple(
+        RankProgram(rank=rank, stage=graph.plan.stage_of_rank(rank), instructions=tuple(bodies[rank]))
+        for rank in sorted(bodies)
+    )
+
+
+def _instructions(graph: TaskGraph) -> list[tuple[Instruction, ...]]:
+    """Return what every node does in a program; ranks of a stage share the instructions of their tasks."""
+    known: dict[Task, tuple[Instruction, ...]] = {}
+    found: list[tuple[Instruction, ...]] = [_UPDATE] * graph.num_updates
+    for node in graph.tasks:
+        task = graph.task(node)
+        if task not in known:
+            known[task] = (Instruction(kind=InstructionKind.COMPUTE, task=task),)
+        found.append(known[task])
+    return found + [()] * graph.num_ends
 
 
 def _body(

@@ -15,7 +15,7 @@ from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankPro
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class SharedInstruction:
     """An instruction that some ranks run together.
 
     Args:
@@ -39,7 +39,7 @@ class Standstill:
 
     stuck: dict[int, int]
     posted: dict[Message, int]
-    present: dict[Meeting, list[int]]
+    present: dict[SharedInstruction, list[int]]
 
 
 def execute_serially(plan: PipelinePlan, programs: Mapping[int, RankProgram]) -> Standstill:
@@ -54,14 +54,14 @@ def execute_serially(plan: PipelinePlan, programs: Mapping[int, RankProgram]) ->
     position = dict.fromkeys(programs, 0)
     missing = dict.fromkeys(programs, 0)
     posted: dict[Message, int] = {}
-    present: dict[Meeting, list[int]] = {}
+    present: dict[SharedInstruction, list[int]] = {}
     ready = list(programs)
 
-    def meeting_at(rank: int, instruction: Instruction) -> Meeting | None:
+    def meeting_at(rank: int, instruction: Instruction) -> SharedInstruction | None:
         if instruction.kind is InstructionKind.REDUCE_DATA:
-            return Meeting(what=instruction, ranks=plan.stages[programs[rank].stage].ranks)
+            return SharedInstruction(what=instruction, ranks=plan.stages[programs[rank].stage].ranks)
         if instruction.kind is InstructionKind.COMPUTE and rank in rows:
-            return Meeting(what=instruction, ranks=rows[rank])
+            return SharedInstruction(what=instruction, ranks=rows[rank])
         return None
 
     def move_on(rank: int) -> None:

@@ -25,7 +25,8 @@ Deviations:
   samples everywhere.
 - A path of two stages stays whole, and so does a stage whose samples cannot be halved.
 
-Both variants leave in-flight counts as they are. Which one is faster, if either, the simulator says (`choose`).
+Slicing is laid over the order of any schedule (`halve_forwards`). Both variants leave in-flight counts
+as they are. Which one is faster, if either, the simulator says (`choose`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from collections.abc import Collection, Sequence
 
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan, Stage
-from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.messages import activation_bytes
 from gpp_plugin.schedule.stage_order import sinks_first
 from gpp_plugin.simulate.durations import nominal_times, stage_task_us
@@ -229,3 +230,26 @@ def _warm_up_tasks(stage: Stage) -> list[tuple[int, int, float, bool]]:
 
 def _made_at(made: Sequence[tuple[int, float]], end: int) -> float:
     return next((time for until, time in made if until >= end), float("inf"))
+
+
+def halve_forwards(schedule: StageSchedule, num_sliced: int, *, joins_last: bool = False) -> StageSchedule:
+    """Return ``schedule`` with the forwards of its first micro-batches in halves, one behind the other.
+
+    Args:
+        num_sliced: how many; more than there are means all.
+        joins_last: what the halves of the last of them make leaves in one message.
+
+    >>> from gpp_plugin.schedule.gpipe import gpipe_schedule
+    >>> " ".join(map(str, halve_forwards(gpipe_schedule(0, 2), 1).tasks))
+    '0F0a 0F0b 0F1 0B0 0B1'
+    """
+    tasks: list[Task] = []
+    num_halved = 0
+    for task in schedule.tasks:
+        if task.kind is TaskKind.FORWARD and task.micro_batch < num_sliced:
+            tasks += (dataclasses.replace(task, half=0), dataclasses.replace(task, half=1))
+            num_halved += 1
+        else:
+            tasks.append(task)
+    joined = (num_halved - 1,) if joins_last and num_halved else ()
+    return dataclasses.replace(schedule, tasks=tuple(tasks), joined=joined)

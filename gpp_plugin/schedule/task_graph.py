@@ -4,6 +4,17 @@ A node is one task on one rank, or on the tensor ranks of one data position: col
 those together, so they run it as one, and the first of them stands for all. It waits for the task before it on
 its rank and for every message that one of its ranks needs. A forward-only stage also waits until its consumers
 have run on the micro-batch that its ``num_in_flight`` lets go of, so that it does not run ahead without bound.
+
+Two stages of one rank each, two micro-batches, 1F1B with two and one in flight; nodes are numbered by stage and kind,
+in the order of micro-batches:
+
+    rank 0   0: F0   1: F1   2: B0   3: B1              next_on_rank  [1, 2, 3, -1, 6, 7, 5, -1]
+    rank 1   4: F0   6: B0   5: F1   7: B1              num_waits     [0, 1, 2, 2, 1, 2, 1, 1]
+
+    messages 0: 0 > 4   1: 1 > 5   2: 6 > 2   3: 7 > 3  source [0, 1, 6, 7], target [4, 5, 2, 3]; gradients come last
+
+A part of such a graph (`windows`) is one too. It has nodes of two more kinds, which the graph of a mini-batch lacks:
+*updates* behind backwards, numbered first, and one *end* a rank, numbered last.
 """
 
 from __future__ import annotations
@@ -64,7 +75,8 @@ class TaskGraph:
             `edge_overlaps` yields them; ``pairs`` its tensor positions.
         num_activations: messages below this number hold activations, the others gradients.
         first_message, next_message: the messages that a node sends, as a linked list; -1 ends it.
-        unlocks: node -> nodes of forward-only stages that wait for its end.
+        unlocks: node -> nodes that wait for its end though it sends them nothing: of forward-only stages, and updates.
+        num_updates, num_ends: how many of the first nodes are updates, and of the last ones ends.
     """
 
     plan: PipelinePlan
@@ -90,6 +102,13 @@ class TaskGraph:
     pairs: list[TensorPair] = field(default_factory=list)
     next_message: list[int] = field(default_factory=list)
     unlocks: dict[int, list[int]] = field(default_factory=dict)
+    num_updates: int = 0
+    num_ends: int = 0
+
+    @property
+    def tasks(self) -> range:
+        """Return the nodes that are tasks."""
+        return range(self.num_updates, len(self.stage) - self.num_ends)
 
     def task(self, node: int) -> Task:
         """Return the task of a node."""
@@ -111,6 +130,36 @@ class TaskGraph:
         while number >= 0:
             yield number
             number = self.next_message[number]
+
+    # ---- while it is made: lists grow, and whoever waits for one thing more counts it ---------------
+
+    def set_order(self, rank: int, order: list[int]) -> None:
+        """Let a rank run these nodes one after the other."""
+        self.orders[rank] = order
+        for node, follower in zip(order, order[1:], strict=False):
+            self.next_on_rank[node] = follower
+            self.num_waits[follower] += 1
+
+    def add_message(
+        self, source: int, target: int, num_bytes: float, edge: int, overlap: Overlap, pair: TensorPair
+    ) -> None:
+        """Let a node send a message to another one, in front of those that it sends already."""
+        self.next_message.append(self.first_message[source])
+        self.first_message[source] = len(self.source)
+        self.source.append(source)
+        self.target.append(target)
+        self.num_bytes.append(num_bytes)
+        self.edge.append(edge)
+        self.sender.append(self.members[self.rank[source]][pair.sender])
+        self.receiver.append(self.members[self.rank[target]][pair.receiver])
+        self.overlaps.append(overlap)
+        self.pairs.append(pair)
+        self.num_waits[target] += 1
+
+    def add_unlock(self, node: int, locked: int) -> None:
+        """Let a node wait for the end of another one that sends it nothing."""
+        self.unlocks.setdefault(node, []).append(locked)
+        self.num_waits[locked] += 1
 
 
 def build_task_graph(plan: PipelinePlan, schedules: Sequence[StageSchedule]) -> TaskGraph:
@@ -243,11 +292,7 @@ class _Builder:
         for schedule, stage in zip(self._schedules, self._plan.stages, strict=True):
             firsts = [self._first_node(task) for task in schedule.tasks]
             for position, rank in enumerate(stage.data_ranks(0)):
-                order = [first + position for first in firsts]
-                graph.orders[rank] = order
-                for node, follower in zip(order, order[1:], strict=False):
-                    graph.next_on_rank[node] = follower
-                    graph.num_waits[follower] += 1
+                graph.set_order(rank, [first + position for first in firsts])
 
     def _add_activations(self, graph: TaskGraph, index: int, overlaps: Sequence[Overlap]) -> None:
         edge = self._plan.edges[index]
@@ -262,7 +307,7 @@ class _Builder:
                 target = self._second_half(edge.dst, consumer)
             num_bytes = activation_bytes(edge, num_samples, is_whole)
             for pair in pairs:
-                _add_message(graph, source, target, num_bytes, index, overlap, pair)
+                graph.add_message(source, target, num_bytes * pair.share, index, overlap, pair)
 
     def _add_gradients(self, graph: TaskGraph, index: int, overlaps: Sequence[Overlap]) -> None:
         edge = self._plan.edges[index]
@@ -279,7 +324,7 @@ class _Builder:
                 source, target = dst_base + consumer, src_base + producer
                 num_bytes = gradient_bytes(edge, num_samples, is_whole)
                 for pair in pairs:
-                    _add_message(graph, source, target, num_bytes, index, overlap, pair)
+                    graph.add_message(source, target, num_bytes * pair.share, index, overlap, pair)
 
     def _second_half(self, index: int, part: int) -> int:
         micro_batch, position = divmod(part, self._plan.stages[index].degree)
@@ -296,30 +341,7 @@ class _Builder:
             if later < self._plan.num_micro_batches(index):
                 position = stage.position(graph.rank[source])[0]
                 locked = self._forward[index] + later * stage.degree + position
-                graph.unlocks.setdefault(graph.target[number], []).append(locked)
-                graph.num_waits[locked] += 1
-
-
-def _add_message(
-    graph: TaskGraph,
-    source: int,
-    target: int,
-    num_bytes: float,
-    edge: int,
-    overlap: Overlap,
-    pair: TensorPair,
-) -> None:
-    graph.next_message.append(graph.first_message[source])
-    graph.first_message[source] = len(graph.source)
-    graph.source.append(source)
-    graph.target.append(target)
-    graph.num_bytes.append(num_bytes * pair.share)
-    graph.edge.append(edge)
-    graph.sender.append(graph.members[graph.rank[source]][pair.sender])
-    graph.receiver.append(graph.members[graph.rank[target]][pair.receiver])
-    graph.overlaps.append(overlap)
-    graph.pairs.append(pair)
-    graph.num_waits[target] += 1
+                graph.add_unlock(graph.target[number], locked)
 
 
 def waiting_circle(graph: TaskGraph, finished: Sequence[bool]) -> list[int]:

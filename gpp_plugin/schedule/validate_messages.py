@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.program import Direction, Message, RankProgram
+from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.schedule.checked_programs import CheckedPrograms, messages_of
-from gpp_plugin.schedule.due import Due, activations_due, gradients_due
-from gpp_plugin.schedule.shards import needed_cells, received_cells
 
 _TaskKey = tuple[Direction | None, int, int | None]
 """What a task sends (None: nothing), its micro-batch and its half."""
+
+Due = tuple[SampleRange, bool]
+"""Samples of one message, and whether it holds the edge's tensors without a batch axis."""
 
 
 def check_messages(checked: CheckedPrograms, program: RankProgram) -> None:
@@ -160,3 +163,97 @@ def _key_of(task: Task) -> _TaskKey:
 
 def _text_of(pieces: Sequence[Due]) -> str:
     return ", ".join(f"[{r.first_sample}..{r.end - 1}]{'+whole' * w}" for r, w in pieces) or "nothing"
+
+
+# What a task must have received over an edge, worked out from the samples alone: nothing here is shared with
+# `messages`, which cuts the samples for lowering.
+#
+#     producer, 3 samples a task   |0 1 2|3 4 5|6 7 8|...       forward on 4..7 needs [4..5] and [6..7]
+#     consumer, 4 samples a task   |0 1 2 3|4 5 6 7|...         backward on 3..5 needs [3..3] and [4..5]
+
+
+def activations_due(
+    plan: PipelinePlan, edge: StageEdge, samples: SampleRange, half: int | None, sent_in_halves: Set[int]
+) -> list[Due]:
+    """Return what a forward must receive: its samples cut where messages of the producer end.
+
+    Args:
+        samples, half: of the forward.
+        sent_in_halves: the producer's micro-batches whose halves are sent one by one.
+    """
+    stage = plan.stages[edge.src]
+    pieces = []
+    for piece in _cut(samples, stage.local_batch_size):
+        if piece.first_sample // stage.micro_batch_size in sent_in_halves:
+            pieces += _cut(piece, stage.local_batch_size // 2)
+        else:
+            pieces.append(piece)
+    has_whole = bool(edge.whole_tensors) and half != 1
+    due = [(piece, has_whole and piece.first_sample == samples.first_sample) for piece in pieces]
+    return due if edge.batch_tensors else [(piece, whole) for piece, whole in due if whole]
+
+
+def gradients_due(plan: PipelinePlan, edge: StageEdge, samples: SampleRange) -> list[Due]:
+    """Return what a backward must receive: a gradient for each message with one that its forward sent."""
+    consumed = plan.stages[edge.dst].local_batch_size
+    gradients = set(edge.gradient_tensors)
+    has_batch = not gradients.isdisjoint(edge.batch_tensors)
+    has_whole = not gradients.isdisjoint(edge.whole_tensors)
+    due = [(piece, has_whole and piece.first_sample % consumed == 0) for piece in _cut(samples, consumed)]
+    return due if has_batch else [(piece, whole) for piece, whole in due if whole]
+
+
+def _cut(samples: SampleRange, size: int) -> list[SampleRange]:
+    """Return ``samples`` cut at every multiple of ``size``."""
+    pieces = []
+    first = samples.first_sample
+    while first < samples.end:
+        end = min((first // size + 1) * size, samples.end)
+        pieces.append(SampleRange(first_sample=first, num_samples=end - first))
+        first = end
+    return pieces
+
+
+# Which part of a tensor a message brings to a tensor rank, and which parts that rank needs. A tensor that the
+# sender's row holds as shards is cut into cells along that axis: the shards themselves, or, where the receiver's row
+# has shards along the same axis, so many that both ends' shards are whole cells. A tensor that every sender has whole
+# is one cell.
+#
+#     2 senders, 3 receivers     cells      0 1 2 3 4 5
+#                                senders    0 0 0 1 1 1
+#                                receivers  0 0 1 1 2 2     receiver 1 gets cell 2 of sender 0 and cell 3 of sender 1
+
+
+def needed_cells(plan: PipelinePlan, edge_index: int, direction: Direction, rank: int) -> range:
+    """Return the cells that a receiving rank needs of each tensor that a message of an edge holds."""
+    (senders, sent_axis), (receivers, kept_axis), receiver = _ends(plan, edge_index, direction)
+    if sent_axis is None:
+        return range(1)
+    if sent_axis != kept_axis:
+        return range(senders)
+    position = receiver.position(rank)[1]
+    return range(position * senders, (position + 1) * senders)
+
+
+def received_cells(plan: PipelinePlan, message: Message) -> range:
+    """Return those of them that a message brings; none where its sender has nothing of them."""
+    (_, sent_axis), (receivers, kept_axis), _ = _ends(plan, message.edge, message.direction)
+    needed = needed_cells(plan, message.edge, message.direction, message.dst_rank)
+    if sent_axis is None:
+        return needed
+    edge = plan.edges[message.edge]
+    sender = plan.stages[edge.src if message.direction is Direction.ACTIVATION else edge.dst]
+    position = sender.position(message.src_rank)[1]
+    count = receivers if sent_axis == kept_axis else 1
+    return range(max(needed.start, position * count), min(needed.stop, (position + 1) * count))
+
+
+def _ends(
+    plan: PipelinePlan, edge_index: int, direction: Direction
+) -> tuple[tuple[int, int | None], tuple[int, int | None], Stage]:
+    """Return size and shard axis of the sender's row and of the receiver's, and the receiving stage."""
+    edge = plan.edges[edge_index]
+    src, dst = plan.stages[edge.src], plan.stages[edge.dst]
+    producer = (src.tensor, edge.src_shard_axis if src.tensor > 1 else None)
+    consumer = (dst.tensor, edge.dst_shard_axis if dst.tensor > 1 else None)
+    return (producer, consumer, dst) if direction is Direction.ACTIVATION else (consumer, producer, src)

@@ -40,8 +40,8 @@ from gpp_plugin.doors import Schedule
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.check import LAST_KINDS, has_backwards
+from gpp_plugin.schedule.kfkb import one_f_one_b_schedule
 from gpp_plugin.schedule.messages import gradient_kinds
-from gpp_plugin.schedule.one_f_one_b import one_f_one_b_schedule
 from gpp_plugin.simulate.durations import nominal_times, stage_task_us
 
 _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT

@@ -17,7 +17,7 @@ from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, EventKind, Timeline
 from gpp_plugin.schedule.async_1f1b import Windows, windows_of
 from gpp_plugin.schedule.forward_only import forward_only_stages
 from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph
-from gpp_plugin.schedule.windows import PartGraph, cut_graph, lengthened, part_durations, window_schedules
+from gpp_plugin.schedule.windows import cut_graph, lengthened, part_durations, window_schedules
 from gpp_plugin.simulate.durations import Durations, task_durations
 from gpp_plugin.simulate.engine import message_events
 from gpp_plugin.simulate.event_loop import TaskTimes, message_transfers, run_task_graph
@@ -83,9 +83,9 @@ def simulate_windows(
     part = cut_graph(full, lambda node: True)
     each = update_us or {}
     times = run_task_graph(
-        part.graph,
+        part,
         part_durations(part, update_us=lambda stage: each.get(stage, 0.0)),
-        transfers=message_transfers(part.graph, cluster) if cluster is not None else None,
+        transfers=message_transfers(part, cluster) if cluster is not None else None,
         share_links=share_links,
     )
     ends = _window_ends(part, times, windows, count)
@@ -144,12 +144,10 @@ def measured_steady_us(plan: PipelinePlan, timeline: Timeline) -> float:
     return (ends[count] - ends[windows.first_steady]) / (count - windows.first_steady)
 
 
-def _window_ends(part: PartGraph, times: TaskTimes, windows: Windows, count: int) -> list[float]:
+def _window_ends(graph: TaskGraph, times: TaskTimes, windows: Windows, count: int) -> list[float]:
     """Return when each window (from 1; the drain last) ends on the last rank, updates included."""
-    graph = part.graph
     ends = [0.0] * (count + 2)
-    # Nodes behind these are the ranks' ends: no task, no time.
-    for node in range(part.num_updates + part.num_tasks):
+    for node in range(graph.tasks.stop):
         micro_batch = graph.micro_batch[node]
         if graph.kind[node] is TaskKind.BACKWARD:
             micro_batch += windows.in_flight[graph.stage[node]] - 1  # it runs behind that forward
@@ -162,11 +160,10 @@ def _window_ends(part: PartGraph, times: TaskTimes, windows: Windows, count: int
     return ends
 
 
-def _events(part: PartGraph, times: TaskTimes) -> list[Event]:
-    graph = part.graph
+def _events(graph: TaskGraph, times: TaskTimes) -> list[Event]:
     events = []
-    for node in range(part.num_updates + part.num_tasks):
-        is_update = node < part.num_updates
+    for node in range(graph.tasks.stop):
+        is_update = node < graph.num_updates
         if is_update and times.end[node] == times.start[node]:
             continue
         events += [

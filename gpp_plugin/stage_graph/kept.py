@@ -15,9 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gpp_plugin.ir.profile import KeptStorage, ModuleMemory
 from gpp_plugin.profile.timing import Stopwatch
-from gpp_plugin.runtime.counting import storage_id
+from gpp_plugin.runtime.counting import StorageNumbers, storage_id
 from gpp_plugin.runtime.recipe import is_movable
-from gpp_plugin.runtime.storage_numbers import StorageNumbers
 
 RELEASE_S = 0.1
 

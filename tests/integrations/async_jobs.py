@@ -182,10 +182,10 @@ def train_with_memory(blocks: dict[str, dict[str, Any]], num_batches: int) -> di
     import torch
 
     from gpp_plugin.runtime.compute import AutogradCompute
-    from gpp_plugin.runtime.planned_keeper import PlannedKeeper
+    from gpp_plugin.runtime.keeper import StageKeeper
     from gpp_plugin.runtime.swap import SwappedStorage
 
-    notable = {"bring": SwappedStorage, "backward": AutogradCompute, "end_backward": PlannedKeeper}
+    notable = {"bring": SwappedStorage, "backward": AutogradCompute, "end_backward": StageKeeper}
     answers = {}
     for key, block in blocks.items():
         model, make_batch = build("llava", dropout=0.1)

@@ -18,9 +18,9 @@ from gpp_plugin.ir.memory_counts import MemoryCounts
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
 from gpp_plugin.runtime.compute import AutogradCompute, BoundaryGradients
 from gpp_plugin.runtime.memory_policy import StageOperators
-from gpp_plugin.runtime.planned_keeper import PlannedKeeper
+from gpp_plugin.runtime.planned_keeper import make_keeper
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
-from gpp_plugin.runtime.swap import HostLink
+from gpp_plugin.runtime.swap import SwapLink
 from tests.models import build
 
 SAMPLES = 2
@@ -183,7 +183,7 @@ class Trainer:
         self, stage: TestStage, plan: MemoryPlan | None = None, *, device: torch.device = CPU, **options: Any
     ) -> None:
         self.stage = stage
-        self.link = HostLink(device)
+        self.link = SwapLink(device)
         self.device = device
         self.tensors = [
             stage.state[name].detach().clone().to(device).requires_grad_(stage.state[name].requires_grad)
@@ -191,9 +191,10 @@ class Trainer:
         ]
         keeper = None
         if plan is not None:
-            keeper = PlannedKeeper(
+            keeper = make_keeper(
                 stage="s",
                 plan=plan,
+                blocks=stage.blocks,
                 operators=stage.operators,
                 whole=stage.function,
                 gradient_inputs=stage.gradients,

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
-from gpp_plugin.runtime.planned_keeper import PlannedKeeper
+from gpp_plugin.runtime.planned_keeper import make_keeper
 from gpp_plugin.runtime.stage_module import StageFunction
-from gpp_plugin.runtime.swap import HostLink
+from gpp_plugin.runtime.swap import SwapLink
 
 WIDTH = 5
 
@@ -69,9 +69,9 @@ def gradients(module: nn.Module, swapped: tuple[int, ...], num_micro_batches: in
         call=lambda *given: (module(given[-1]),), tensors=(), constants=(), batch_inputs=(), received=("hidden",),
         outputs=("out",), code="", given=module,
     )  # fmt: skip
-    keeper = PlannedKeeper(
-        stage="own", plan=plan, operators=None, whole=function, gradient_inputs=("hidden",),
-        link=HostLink(torch.device("cpu")),
+    keeper = make_keeper(
+        stage="own", plan=plan, blocks=("other",), operators=None, whole=function, gradient_inputs=("hidden",),
+        link=SwapLink(torch.device("cpu")),
     )  # fmt: skip
     parameters = list(module.parameters())
     kept = []
@@ -116,6 +116,11 @@ def test_a_plan_of_something_else_is_refused(plan: MemoryPlan) -> None:
         given=nn.Linear(2, 2),
     )  # fmt: skip
     with pytest.raises(PlanError, match="stage 'own' runs the user's own module as it is"):
-        PlannedKeeper(
-            stage="own", plan=plan, operators=None, whole=function, link=HostLink(torch.device("cpu"))
+        make_keeper(
+            stage="own",
+            plan=plan,
+            blocks=("other",),
+            operators=None,
+            whole=function,
+            link=SwapLink(torch.device("cpu")),
         )

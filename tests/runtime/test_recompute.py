@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gpp_plugin.capture.export import capture_model
 from gpp_plugin.errors import PlanError, RuntimeFailure
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment
-from gpp_plugin.runtime.recipe import Drop, Pass
+from gpp_plugin.runtime.recipe import Drop, MovingPass
 from gpp_plugin.runtime.recompute import Replay
 from tests.runtime.memory_stages import (
     SAMPLES,
@@ -152,14 +152,14 @@ def test_dropped_storages_are_free_between_forward_and_backward(monkeypatch: pyt
     stage = make_stage("t5", granularity="layer", dropout=0.1)
     trainer = Trainer(stage, memory_plan(stage, [[block] for block in stage.blocks]))
     dropped: list[weakref.ref[Any]] = []
-    original = Pass.pack
+    original = MovingPass.pack
 
-    def pack(self: Pass, tensor: Tensor, place: int, action: Any) -> Any:
+    def pack(self: MovingPass, tensor: Tensor, place: int, action: Any) -> Any:
         if isinstance(action, Drop):
             dropped.append(weakref.ref(tensor.untyped_storage()))
         return original(self, tensor, place, action)
 
-    monkeypatch.setattr(Pass, "pack", pack)
+    monkeypatch.setattr(MovingPass, "pack", pack)
     for micro_batch in range(2):
         trainer.forward(micro_batch)
         assert dropped and all(storage() is None for storage in dropped)
@@ -205,8 +205,8 @@ def test_a_stage_without_a_plan_uses_no_hooks(monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError("hooks cost time")
 
     stage = make_stage("gpt2", granularity="layer", dropout=0.1)
-    monkeypatch.setattr("gpp_plugin.runtime.counting.saved_tensors_hooks", fail)
-    monkeypatch.setattr("gpp_plugin.runtime.recipe.saved_tensors_hooks", fail)
+    monkeypatch.setattr("gpp_plugin.runtime.keeper.saved_tensors_hooks", fail)
+    monkeypatch.setattr("gpp_plugin.runtime.recompute.saved_tensors_hooks", fail)
     trainer = Trainer(stage)
     trainer.train()
     with pytest.raises(AssertionError, match="hooks cost time"):

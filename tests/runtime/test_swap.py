@@ -15,10 +15,9 @@ from gpp_plugin.ir.memory_plan import MemoryPlan, SwappedTensor
 from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.runtime.counting import MemoryCounter
-from gpp_plugin.runtime.host_pool import HostPool, size_class
-from gpp_plugin.runtime.planned_keeper import backwards_after
-from gpp_plugin.runtime.recipe import Pass, Swap, is_movable
-from gpp_plugin.runtime.swap import HostLink, ReturnQueue, SwappedStorage
+from gpp_plugin.runtime.keeper import backwards_after
+from gpp_plugin.runtime.recipe import MovingPass, Swap, is_movable
+from gpp_plugin.runtime.swap import HostPool, ReturnQueue, SwapLink, SwappedStorage, size_class
 from tests.runtime.memory_stages import (
     CPU,
     Trainer,
@@ -63,9 +62,9 @@ def test_device_storages_are_free_between_forward_and_backward(monkeypatch: pyte
     trainer = Trainer(stage, plan_swap(stage))
     moved: dict[int, weakref.ref[Any]] = {}
     received: list[weakref.ref[Any]] = []
-    pack, make = Pass.pack, Trainer.received
+    pack, make = MovingPass.pack, Trainer.received
 
-    def watch(self: Pass, tensor: Tensor, place: int, action: Any) -> Any:
+    def watch(self: MovingPass, tensor: Tensor, place: int, action: Any) -> Any:
         if isinstance(action, Swap):
             moved[action.slot] = weakref.ref(tensor.untyped_storage())
         return pack(self, tensor, place, action)
@@ -75,7 +74,7 @@ def test_device_storages_are_free_between_forward_and_backward(monkeypatch: pyte
         received.extend(weakref.ref(t.untyped_storage()) for t in found)
         return found
 
-    monkeypatch.setattr(Pass, "pack", watch)
+    monkeypatch.setattr(MovingPass, "pack", watch)
     monkeypatch.setattr(Trainer, "received", give)
     for micro_batch in range(2):
         trainer.forward(micro_batch)
@@ -100,7 +99,7 @@ def test_host_buffers_are_used_again_and_given_back() -> None:
 
 
 def test_views_and_several_keepers_move_one_storage() -> None:
-    link, counter = HostLink(CPU), MemoryCounter(())
+    link, counter = SwapLink(CPU), MemoryCounter(())
     base = torch.arange(12.0)
     views = [base[2:6], base.view(3, 4).t(), base.view(torch.int32)]
     expected = [view.clone() for view in views]
@@ -121,7 +120,7 @@ def test_views_and_several_keepers_move_one_storage() -> None:
 
 def test_storages_come_back_ahead_in_backward_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one is on its way while one is in use, as many bytes as the largest has."""
-    link = HostLink(CPU)
+    link = SwapLink(CPU)
     names: dict[int, str] = {}
     log: list[str] = []
     bring = SwappedStorage.bring
@@ -244,7 +243,7 @@ def test_copies_wait_for_compute_and_compute_for_copies(monkeypatch: pytest.Monk
     compute = Stream("compute", log)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    link = HostLink(CPU)
+    link = SwapLink(CPU)
     link._out, link._back = Stream("out", log), Stream("back", log)  # type: ignore[assignment]
     first, second = torch.arange(4.0), torch.arange(4.0) + 4
     storage = SwappedStorage(link, first, None)

@@ -6,8 +6,7 @@ from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.forward_only import forward_only_schedule
 from gpp_plugin.schedule.gpipe import gpipe_schedule
-from gpp_plugin.schedule.kfkb import kfkb_schedule
-from gpp_plugin.schedule.one_f_one_b import one_f_one_b_schedule
+from gpp_plugin.schedule.kfkb import kfkb_schedule, one_f_one_b_schedule
 from tests.schedule.plans import chain_plan, make_plan
 
 

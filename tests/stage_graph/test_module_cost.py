@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.profile.split_cost import CANNOT_SPLIT, UNSPLITTABLE
-from gpp_plugin.runtime.storage_numbers import StorageNumbers
+from gpp_plugin.runtime.counting import StorageNumbers
 from gpp_plugin.stage_graph import costs
 from gpp_plugin.stage_graph.costs import Measuring
 from gpp_plugin.stage_graph.graph import StageGraph

@@ -9,8 +9,8 @@ import torch
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
+from gpp_plugin.runtime.module_policies import RunAgain
 from gpp_plugin.runtime.stage_module import StageFunction
-from gpp_plugin.runtime.whole_stage import WholeStageKeeper
 from tests.ranks import run_kept_ranks
 from tests.stage_graph import recompute_jobs
 
@@ -103,6 +103,4 @@ def test_nothing_but_the_whole_stage(swaps: bool) -> None:
         given=module,
     )  # fmt: skip
     with pytest.raises(PlanError, match="stage 'deep' runs the user's own module as it is"):
-        WholeStageKeeper(
-            stage="deep", plan=plan, blocks=("deep",), whole=function, device=torch.device("cpu")
-        )
+        RunAgain("deep", plan, ("deep",), function, torch.device("cpu"))

@@ -30,7 +30,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.plan.edge_transports import MEGATRON, choose_edge_transports, edge_name
-from gpp_plugin.runtime.pending import Pending, Place, Post, Posted
+from gpp_plugin.runtime.pending import MessagePlace, Pending, Post, Posted
 from gpp_plugin.runtime.sockets import widen_open_sockets, widened_sockets
 from gpp_plugin.runtime.transport import NATIVE_TRANSPORT, NcclTransport
 from gpp_plugin.runtime.wires import Wire
@@ -74,7 +74,7 @@ class MegatronTransport:
         if message.edge not in self._edges:
             return self._native.bind_send(message, wires)
         call = self._call(message, wires)
-        place = Place("send", message, self._names, self._timeout)
+        place = MessagePlace("send", message, self._names, self._timeout)
 
         def post(tensors: Sequence[Tensor]) -> Pending:
             (tensor,) = tensors
@@ -89,7 +89,7 @@ class MegatronTransport:
             return self._native.bind_receive(message, wires)
         call = self._call(message, wires)
         shape = list(wires[0].shape)
-        place = Place("receive", message, self._names, self._timeout)
+        place = MessagePlace("receive", message, self._names, self._timeout)
 
         def post(buffers: Sequence[Tensor]) -> Pending:
             (buffer,) = buffers

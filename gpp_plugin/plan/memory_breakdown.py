@@ -1,4 +1,8 @@
-"""What a plan's memory is predicted to be filled with, stage by stage; the sums are the plan's own figures."""
+"""What a plan's memory is predicted to be filled with, stage by stage; the sums are the plan's own figures.
+
+Source: this project
+Tests: tests/integrations/test_memory.py
+"""
 
 from __future__ import annotations
 

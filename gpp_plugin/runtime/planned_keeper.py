@@ -1,4 +1,8 @@
-"""Executes a stage's `MemoryPlan`: what each forward keeps, moves to the host and drops, and when it comes back."""
+"""Executes a stage's `MemoryPlan`: what each forward keeps, moves to the host and drops, and when it comes back.
+
+Source: this project
+Tests: tests/runtime/test_memory_ranks.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Notes when one rank did what: the events of a measured timeline."""
+"""Notes when one rank did what: the events of a measured timeline.
+
+Source: this project
+Tests: tests/runtime/test_tensor_grids.py, tests/runtime/test_traces.py
+"""
 
 from __future__ import annotations
 

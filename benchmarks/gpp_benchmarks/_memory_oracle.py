@@ -7,6 +7,9 @@ A stage runs its blocks in order, forward times f, backward times b, with c micr
     swaps      any tensors that are kept and not dropped; transfers hide behind f + b where forwards and
                backwards take turns, else each way behind its own; what a tensor lacks of FreeTime is waited for
     memory     c (saved - dropped + held - swapped) + largest segment + two largest swapped tensors
+
+Source: this project
+Tests: tests/plan/test_joined.py
 """
 
 from __future__ import annotations

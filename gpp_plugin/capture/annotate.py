@@ -1,4 +1,8 @@
-"""Interpret a captured graph on fake tensors: shapes, gradient flags, costs, storages, writes."""
+"""Interpret a captured graph on fake tensors: shapes, gradient flags, costs, storages, writes.
+
+Source: this project
+Tests: tests/runtime/test_float_inputs.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tries operators on random operands: run on all samples and on slices of them, do the results agree?"""
+"""Tries operators on random operands: run on all samples and on slices of them, do the results agree?
+
+Source: this project
+Tests: tests/capture/test_layouts.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What this job's ranks hold, against what its plan says: counted on the first mini-batch, told to all ranks."""
+"""What this job's ranks hold, against what its plan says: counted on the first mini-batch, told to all ranks.
+
+Source: this project
+Tests: tests/integrations/test_memory.py
+"""
 
 from __future__ import annotations
 

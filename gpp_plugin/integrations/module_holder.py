@@ -1,4 +1,8 @@
-"""Takes what one stage holds out of the user's module, under the names that the graph has for it."""
+"""Takes what one stage holds out of the user's module, under the names that the graph has for it.
+
+Source: this project
+Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests/stage_graph/test_mixed.py
+"""
 
 from __future__ import annotations
 

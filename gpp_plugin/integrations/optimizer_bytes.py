@@ -2,6 +2,9 @@
 
 Every state tensor that counts has the parameter's shape, in fp32; step counters are left out. DeepSpeed steps fp32
 masters of half-precision weights, and under ZeRO a flat fp32 copy of every rank's part, whatever the weights are.
+
+Source: this project
+Tests: tests/integrations/test_optimizer_bytes.py
 """
 
 from __future__ import annotations

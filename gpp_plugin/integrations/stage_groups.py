@@ -1,4 +1,8 @@
-"""The process groups of a graph of stages, created once, in the same order on every rank."""
+"""The process groups of a graph of stages, created once, in the same order on every rank.
+
+Source: this project
+Tests: tests/integrations/test_tensor_parallel.py
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,10 @@ Stock DeepSpeed sends every element of the tuple, expects a gradient for each fl
 position for activations and gradients, whatever their dtype. So what has a gradient travels in one dtype, wide
 enough for all of it; everything else (token ids, masks, inputs of later stages) is packed into a single tensor of
 that dtype by its bits, which is exact for every value, and gets a gradient that nobody reads.
+
+Source: DeepSpeed 0.19.8, its PipelineEngine
+Tests: tests/integrations/test_stock.py, tests/integrations/test_stock_layer.py, tests/plan/test_stock.py,
+    tests/plan/test_linearise.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The planner users get: GraphPipe's stage graph, refined, against every other planner; the simulator decides."""
+"""The planner users get: GraphPipe's stage graph, refined, against every other planner; the simulator decides.
+
+Source: this project
+Tests: tests/plan/test_quality.py
+"""
 
 from __future__ import annotations
 

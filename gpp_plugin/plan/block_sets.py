@@ -1,4 +1,8 @@
-"""Stages as bit sets of block positions: what precedes what, circles, heights, and where a set may be cut."""
+"""Stages as bit sets of block positions: what precedes what, circles, heights, and where a set may be cut.
+
+Source: this project
+Tests: tests/plan/test_quality.py
+"""
 
 from __future__ import annotations
 

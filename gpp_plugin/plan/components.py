@@ -5,6 +5,9 @@ between them, and *series* when it can be cut so that everything before the cut 
 after it. A graph that is neither (after transitive reduction, so skips and cross-attention do not
 count) contains an N: there the cut is forced where it adds the fewest orderings. Such orderings guide
 the search only; the plan's edges stay those of the model.
+
+Source: GraphPipe (arXiv 2406.17145), section 5, Algorithm 1
+Tests: tests/plan/test_graphpipe.py, tests/plan/test_quality.py, tests/plan/test_known_answers.py
 """
 
 from __future__ import annotations

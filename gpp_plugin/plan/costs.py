@@ -2,6 +2,10 @@
 
 What a stage needs is `memory_formula`, what it takes per sample `time_formula`; here the blocks' costs are summed up
 and put into them. Arrays are by block, in the order of the graph.
+
+Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.3
+Tests: tests/plan/test_inputs.py, tests/profile/test_measure.py, tests/plan/test_asynchronous.py,
+    tests/plan/test_memory_breakdown.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Plans whose stages and ranks are given: what is left to choose are micro-batch sizes, counts in flight, schedules."""
+"""Plans whose stages and ranks are given: what is left to choose are micro-batch sizes, counts in flight, schedules.
+
+Source: this project
+Tests: tests/stage_graph/test_equality.py, tests/stage_graph/test_engine.py
+"""
 
 from __future__ import annotations
 

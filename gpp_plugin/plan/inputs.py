@@ -1,4 +1,8 @@
-"""What stages hold of the mini-batch itself: every row that one of their tasks will read, from its start to its end."""
+"""What stages hold of the mini-batch itself: every row that one of their tasks will read, from its start to its end.
+
+Source: this project
+Tests: tests/plan/test_inputs.py
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,9 @@ It may also own a join: then it begins with the tails of branches of the paralle
 first item; or a fork: then it ends with the heads of branches of the parallel item after its last.
 *Rows* are the ways a stage can begin, *columns* the ways it can end; every cost is a matrix over them
 (`stage_table`).
+
+Source: GraphPipe (arXiv 2406.17145), section 5, Algorithm 1
+Tests: tests/plan/test_graphpipe.py, tests/plan/test_quality.py, tests/plan/test_known_answers.py
 """
 
 from __future__ import annotations

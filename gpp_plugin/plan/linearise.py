@@ -2,6 +2,10 @@
 
 A chain has no skip edges: a tensor that stage 1 makes for stage 4 passes through stages 2 and 3, and so do the
 model inputs of the stages between the first, which loads them, and the last, which loads its own.
+
+Source: DeepSpeed 0.19.8, its PipelineEngine
+Tests: tests/integrations/test_stock.py, tests/integrations/test_stock_layer.py, tests/plan/test_stock.py,
+    tests/plan/test_linearise.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What to change so that more fits: of the fullest stage, by what fills it."""
+"""What to change so that more fits: of the fullest stage, by what fills it.
+
+Source: this project
+Tests: tests/integrations/test_memory.py
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 Their sums are the plan's own figures; of a stage with a memory plan under ZeRO 2 they may be less, where planning
 has counted its gradients whole beside all it saves.
+
+Source: this project
+Tests: tests/integrations/test_memory.py
 """
 
 from __future__ import annotations

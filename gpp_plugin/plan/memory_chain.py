@@ -1,4 +1,8 @@
-"""From a partition of operators with its memory optimization to a PipelinePlan, for any planner of the kind."""
+"""From a partition of operators with its memory optimization to a PipelinePlan, for any planner of the kind.
+
+Source: DawnPiper (arXiv 2505.05856), section 4, Algorithm 1
+Tests: tests/plan/test_dawnpiper.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What autograd keeps if a plan is kept to, and how far what was counted is from it."""
+"""What autograd keeps if a plan is kept to, and how far what was counted is from it.
+
+Source: this project
+Tests: tests/integrations/test_memory.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Which partitions of the blocks into stages are one move away: blocks moved or swapped, stages merged or cut."""
+"""Which partitions of the blocks into stages are one move away: blocks moved or swapped, stages merged or cut.
+
+Source: this project
+Tests: tests/plan/test_quality.py
+"""
 
 from __future__ import annotations
 

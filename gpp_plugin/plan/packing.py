@@ -5,6 +5,9 @@ state without it, or those of a stage that holds several (a *bin*) and of the st
 branches never needs fewer devices (but where the first of them that mixes samples changes the micro-batch
 size), so only bins that cannot take one more for the same devices are tried, with as much of them as the
 state has.
+
+Source: GraphPipe (arXiv 2406.17145), section 5, Algorithm 1
+Tests: tests/plan/test_graphpipe.py, tests/plan/test_quality.py, tests/plan/test_known_answers.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Megatron's partition: a chain of stages with the same number of layers and the same degree each."""
+"""Megatron's partition: a chain of stages with the same number of layers and the same degree each.
+
+Source: Megatron-LM (arXiv 2104.04473)
+Tests: tests/plan/test_uniform.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""One pass over all blocks at one number of samples: each is run on what the blocks before it made."""
+"""One pass over all blocks at one number of samples: each is run on what the blocks before it made.
+
+Source: this project
+Tests: tests/profile/test_measure.py
+"""
 
 from __future__ import annotations
 

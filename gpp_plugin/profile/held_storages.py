@@ -1,4 +1,8 @@
-"""Which blocks keep which storages for backward, each counted once; their bytes as a function of samples."""
+"""Which blocks keep which storages for backward, each counted once; their bytes as a function of samples.
+
+Source: this project
+Tests: tests/profile/test_measure.py
+"""
 
 from __future__ import annotations
 

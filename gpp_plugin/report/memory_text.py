@@ -1,4 +1,8 @@
-"""A memory report as text: what is predicted to fill each rank, what was found there, and what to change."""
+"""A memory report as text: what is predicted to fill each rank, what was found there, and what to change.
+
+Source: this project
+Tests: tests/integrations/test_memory.py
+"""
 
 from __future__ import annotations
 

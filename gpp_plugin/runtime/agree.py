@@ -1,4 +1,8 @@
-"""Decisions all ranks must share: made once on rank 0, told to the others, or refused by all."""
+"""Decisions all ranks must share: made once on rank 0, told to the others, or refused by all.
+
+Source: this project
+Tests: tests/runtime/test_meeting.py, tests/runtime/test_agree.py
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 A mini-batch is a dict of tensors whose leading dimensions hold B samples, ``rows_per_sample`` rows
 each; entries that are not tensors are constants of the capture.
+
+Source: this project
+Tests: tests/runtime/test_float_inputs.py
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 Storages are told apart by identity, which is safe because what is counted is also kept: nothing takes the place
 of a storage while its micro-batch is in flight. What a user's module keeps has no names: its storages are numbered
 in the order in which they are first kept (`StorageNumbers`).
+
+Source: this project
+Tests: tests/runtime/test_memory_ranks.py
 """
 
 from __future__ import annotations

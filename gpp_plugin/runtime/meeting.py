@@ -1,4 +1,8 @@
-"""What all ranks do together outside of messages: none waits without a limit, and an error says who waited for what."""
+"""What all ranks do together outside of messages: none waits without a limit, and an error says who waited for what.
+
+Source: this project
+Tests: tests/runtime/test_meeting.py, tests/runtime/test_agree.py
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A stage's `MemoryPlan` in terms of its operators, checked before anything runs."""
+"""A stage's `MemoryPlan` in terms of its operators, checked before anything runs.
+
+Source: this project
+Tests: tests/runtime/test_memory_ranks.py, tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py
+"""
 
 from __future__ import annotations
 

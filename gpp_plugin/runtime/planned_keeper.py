@@ -1,4 +1,8 @@
-"""Makes the keeper that executes a stage's `MemoryPlan`: its policy follows from the plan and from what the code is."""
+"""Makes the keeper that executes a stage's `MemoryPlan`: its policy follows from the plan and from what the code is.
+
+Source: this project
+Tests: tests/runtime/test_memory_ranks.py
+"""
 
 from __future__ import annotations
 

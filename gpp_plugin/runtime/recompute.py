@@ -12,6 +12,9 @@ cut the graph, so that a backward could not be split inside a segment.
 
 Gradients are those of the plain backward bit by bit: the same kernels make the same saved tensors from the
 same values. Autocast needs no restoring: stages refuse it, regions inside a model carry their own setting.
+
+Source: Chen et al. 2016 (arXiv 1604.06174); DawnPiper (arXiv 2505.05856), section 4.3
+Tests: tests/runtime/test_recompute.py
 """
 
 from __future__ import annotations

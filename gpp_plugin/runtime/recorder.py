@@ -1,4 +1,8 @@
-"""Notes when one rank did what, and joins the events of all ranks in one measured timeline."""
+"""Notes when one rank did what, and joins the events of all ranks in one measured timeline.
+
+Source: this project
+Tests: tests/runtime/test_tensor_grids.py, tests/runtime/test_traces.py
+"""
 
 from __future__ import annotations
 

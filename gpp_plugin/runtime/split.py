@@ -1,9 +1,8 @@
 """A backward in two parts: first the gradients of received tensors, later those of parameters.
 
-Source: Zero Bubble Pipeline Parallelism (Qi et al., 2024), section 2, which splits a backward into B (input) and W
-(weight); here I and W. Nothing is computed twice: the first part keeps the gradients that arrive at every
-operator that also has a parameter behind it, and the second part runs those operators again for that
-side only, as autograd skips what is not asked for. Which operators these are is in a `SplitPlan` of numbers, found
+Zero Bubble Pipeline Parallelism (Qi et al., 2024) splits a backward into B (input) and W (weight); here I and W.
+Nothing is computed twice: the first part keeps the gradients that arrive at every operator that
+also has a parameter behind it, and the second part runs those operators again for that side only, as autograd skips what is not asked for. Which operators these are is in a `SplitPlan` of numbers, found
 once for a graph and followed in all graphs that the same code makes. An `autograd.Function` written in Python computes
 all its gradients in both parts: it is right, but not cheaper.
 
@@ -16,6 +15,9 @@ run in calls of their own, level by level, and where a parameter is used on seve
 call asks only as far as the targets and one last call goes on from all of them. Parameters behind a
 target that itself is used on several levels, or lies behind another one (a bias added in every layer),
 are *early*: the first part makes their gradients and the second adds them.
+
+Source: Zero Bubble (arXiv 2401.10241), section 2
+Tests: tests/runtime/test_split.py
 """
 
 from __future__ import annotations

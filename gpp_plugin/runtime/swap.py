@@ -16,6 +16,9 @@ its last use, then lets go of the device again. The host buffer is free when aut
 
 Host buffers are page-locked where the stage computes on CUDA, so that copies run beside kernels; they are allocated
 once and used by every micro-batch (`HostPool`).
+
+Source: Capuchin (ASPLOS 2020, doi 10.1145/3373376.3378505); DawnPiper (arXiv 2505.05856), section 4.3
+Tests: tests/runtime/test_swap.py
 """
 
 from __future__ import annotations

@@ -17,6 +17,9 @@ less gets them a window before it uses them. The windows of all stages together 
 a stage holds at least as many micro-batches as each of its successors.
 
 Deviations from the paper: the order of a stage is fixed, not by priority of what has arrived; a graph, not a chain.
+
+Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.2
+Tests: tests/schedule/test_async.py
 """
 
 from __future__ import annotations

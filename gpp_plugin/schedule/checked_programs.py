@@ -1,4 +1,8 @@
-"""The programs of all ranks while they are validated, and what every check looks up about them."""
+"""The programs of all ranks while they are validated, and what every check looks up about them.
+
+Source: this project
+Tests: tests/schedule/test_validate.py
+"""
 
 from __future__ import annotations
 

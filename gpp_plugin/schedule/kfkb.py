@@ -1,7 +1,8 @@
 """kFkB: k forwards, then k backwards, after a warm-up; 1F1B is its k of 1.
 
-Source: GraphPipe, section 6, footnote 2 (kFkB); PipeDream-flush (Narayanan et al., 2021, arXiv:2006.09503) and DAPPLE
-(Fan et al., 2021, arXiv:2007.01045) for 1F1B with a flush.
+Source: GraphPipe (arXiv 2406.17145), section 6, footnote 2 (kFkB); PipeDream-flush (arXiv 2006.09503); DAPPLE
+    (arXiv 2007.01045)
+Tests: tests/schedule/test_schedules.py
 """
 
 from __future__ import annotations

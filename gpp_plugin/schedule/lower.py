@@ -7,6 +7,9 @@ reductions and the optimizer step follow at the end. Two stages of one rank, one
     rank 1       receive x  F0  B0    send dx         reduce  step
 
 A part of a longer schedule (`windows`) is lowered by the same code; what differs stands in its task graph.
+
+Source: this project
+Tests: tests/schedule/test_lower.py
 """
 
 from __future__ import annotations

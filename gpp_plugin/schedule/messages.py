@@ -11,6 +11,9 @@ serve anyone, so each receiver asks one; of shards it asks all that hold somethi
 
     whole 2 -> whole 3      0>0 1>1 0>2         whole 2 -> shards 2     0>0 1>1, half each
     whole 3 -> whole 2      0>0 1>1             shards 2 -> whole 1     0>0 1>0, half each
+
+Source: this project
+Tests: tests/schedule/test_tensor_grids.py
 """
 
 from __future__ import annotations

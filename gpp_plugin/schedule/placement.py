@@ -17,6 +17,9 @@ ranks of a data position run each task together: it is one thing in that order, 
 
 The global order is by start time in the simulation (a message counts from the end of its task),
 messages before tasks.
+
+Source: this project
+Tests: tests/schedule/test_lower.py
 """
 
 from __future__ import annotations

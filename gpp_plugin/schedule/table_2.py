@@ -1,7 +1,7 @@
 """How many samples a stage holds for one successor: GraphPipe's Table 2.
 
-Source: GraphPipe, section 6 and appendix A.1, Table 2 (thesis: Table 3.2). Symbols: stage x feeds stage
-y; ``b`` samples a micro-batch, ``k`` of kFkB, ``i`` samples in flight.
+Table 3.2 of the thesis is the same. Symbols: stage x feeds stage y; ``b`` samples a micro-batch, ``k`` of kFkB, ``i``
+samples in flight.
 
 Deviations from the paper:
 
@@ -10,6 +10,9 @@ Deviations from the paper:
   result can be too small for x ever to run its first backward; the least number that cannot stop
   the pair, found from both orders of tasks, is a lower bound here.
 - The table assumes balanced stages and no latency; the simulator has the last word on time.
+
+Source: GraphPipe (arXiv 2406.17145), section 6, Table 2, and appendix A.1
+Tests: tests/schedule/test_in_flight.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Checks of `validate` on messages: each rank's by themselves, and both ends of every channel."""
+"""Checks of `validate` on messages: each rank's by themselves, and both ends of every channel.
+
+Source: this project
+Tests: tests/schedule/test_validate.py
+"""
 
 from __future__ import annotations
 

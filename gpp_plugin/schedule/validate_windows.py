@@ -6,6 +6,9 @@ time shifted. Besides, no window may need a later one:
 
 1. the messages of a window (or a drain) are sent and received in it;
 2. a window finishes by itself under serial rendezvous execution, whatever ranks do between two of them.
+
+Source: this project
+Tests: tests/schedule/test_async.py
 """
 
 from __future__ import annotations

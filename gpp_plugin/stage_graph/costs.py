@@ -1,4 +1,8 @@
-"""What each stage costs: timed on its own ranks, stage after stage, so that none disturbs another."""
+"""What each stage costs: timed on its own ranks, stage after stage, so that none disturbs another.
+
+Source: this project
+Tests: tests/stage_graph/test_equality.py, tests/stage_graph/test_engine.py
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@ A module is described by its classes, their parameters' shapes and all attribute
 source of every Python module that the code it names can reach (torch and Python itself by their versions, elsewhere).
 Where an attribute says nothing of what it does (an object of compiled code, something typed into a session), there is
 no description, rather than one that two different modules share.
+
+Source: this project
+Tests: tests/stage_graph/test_module_cost.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What a user's module keeps from forward to backward: which storages, in which order, until when."""
+"""What a user's module keeps from forward to backward: which storages, in which order, until when.
+
+Source: this project
+Tests: tests/stage_graph/test_module_cost.py
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """What a stage that is the user's own module costs: timed on its ranks, all in step.
 
 The number of runs is fixed: ranks that compute one stage together meet in its collectives.
+
+Source: this project
+Tests: tests/stage_graph/test_module_cost.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""What is known of a stage graph's tensors: shape, type and layout of every output, by what the stages really made."""
+"""What is known of a stage graph's tensors: shape, type and layout of every output, by what the stages really made.
+
+Source: this project
+Tests: tests/stage_graph/test_equality.py, tests/stage_graph/test_engine.py
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,9 @@
 Nothing says of a module's operators whether they can be run for their inputs first and for parameters later: one may
 let go of what it saved, or write to it, or add to something as it goes. So both are done and compared: a module whose
 gradients are not the same is never split.
+
+Source: this project
+Tests: tests/stage_graph/test_module_cost.py
 """
 
 from __future__ import annotations

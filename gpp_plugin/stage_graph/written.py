@@ -1,4 +1,8 @@
-"""What is written down about one stage, read strictly: names, ranks, counts and axes, refused in one line each."""
+"""What is written down about one stage, read strictly: names, ranks, counts and axes, refused in one line each.
+
+Source: this project
+Tests: tests/stage_graph/test_bad_input.py
+"""
 
 from __future__ import annotations
 

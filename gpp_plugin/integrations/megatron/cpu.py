@@ -4,6 +4,9 @@
 ``torch`` in its namespace, one that differs in `torch.cuda.current_device` alone. `REPLACED` lists all that is
 replaced, and why. Process groups are made elsewhere and passed as arguments, but for those of a bridge between
 modules, which asks for NCCL by name.
+
+Source: Megatron-LM (arXiv 1909.08053)
+Tests: tests/integrations/test_megatron.py, tests/integrations/test_megatron_training.py
 """
 
 from __future__ import annotations

@@ -59,6 +59,9 @@ def zero_shot_accuracy(model: CLIPModel, dataset: DigitCaptions) -> float:
     model.eval()
     texts = [template.format(name) for name in DIGIT_NAMES for template in TEMPLATES]
     text_features = _features(model.get_text_features(**dataset.tokenizer.encode_all(texts)))
+    # [60 texts, 64] -> [10 digits, 6 templates, 64] -> mean over templates [10, 64]; texts are
+    # digit-major, as the list above is. Against images [360, 64] the product is [360, 10], cosines, since
+    # all rows are unit vectors.
     classes = text_features.view(len(DIGIT_NAMES), len(TEMPLATES), -1).mean(dim=1)
     classes = classes / classes.norm(dim=-1, keepdim=True)
     images = _features(model.get_image_features(pixel_values=dataset.images))
@@ -75,6 +78,7 @@ def _features(output: Tensor) -> Tensor:
 def train_in_one_process(data: DigitData, settings: DemoSettings, steps: int) -> Iterator[float]:
     """Yield the loss of each of the first ``steps`` steps."""
     model = make_clip(data.tokenizer, seed=settings.seed)
+    # "torch_adam" is DeepSpeed's word for torch's AdamW instead of its fused one; torch does not know it.
     params = {k: v for k, v in settings.optimizer_block()["params"].items() if k != "torch_adam"}
     optimizer = torch.optim.AdamW(model.parameters(), **params)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, settings.learning_rate_factor)

@@ -82,6 +82,8 @@ def _run_in(folder: Path, settings: DemoSettings, timeout_s: float) -> dict[str,
         f"{settings.steps} steps of {settings.mini_batch} image-caption pairs\n",
         flush=True,
     )
+    # The folder holds what the ranks leave to this process, which has no engine: plan.json (before the first
+    # step), timeline.json and model/ (after the last).
     losses, train_seconds = _train(folder, settings, timeout_s)
     plan = load(PipelinePlan, folder / "plan.json")
     timeline = load(Timeline, folder / "timeline.json")
@@ -96,6 +98,8 @@ def _run_in(folder: Path, settings: DemoSettings, timeout_s: float) -> dict[str,
     accuracy = _accuracy(folder)
     if settings.mode == "async":
         return _end_async(plan, losses, accuracy, time.perf_counter() - start, train_seconds)
+    # Behind the pipelined run, never beside it: two trainings on the same cores would slow each other, and
+    # the times printed are those of one.
     reference = _reference_losses(settings)
     first, everything = _differences(losses, reference)
     seconds = time.perf_counter() - start
@@ -127,6 +131,10 @@ def _run_in(folder: Path, settings: DemoSettings, timeout_s: float) -> dict[str,
 def _train(folder: Path, settings: DemoSettings, timeout_s: float) -> tuple[list[float], float]:
     """Run the ranks and show their progress; return the losses and the seconds of the training loop."""
     losses: list[float] = []
+    # Seconds of training count from the plan to the last step, so that imports and profiling are not in them:
+    #
+    #   start     "the ranks are up"     plan            step 1 ... step n        model saved
+    #   |---- imports ----|---- profile ----|---- train_seconds ----------|
     start = plan_time = time.perf_counter()
     events = run_ranks(
         "gpp_plugin.demo.worker",
@@ -219,6 +227,7 @@ def find_tower_overlap(timeline: Timeline, plan: PipelinePlan) -> TowerOverlap |
         for v in vision
         for t in text
     ]
+    # The same micro-batch in both towers at once is what a chain can never do; other overlaps it has too.
     return max(found, key=lambda o: (o.same_micro_batch_us, o.overlap_us), default=None)
 
 

@@ -68,6 +68,8 @@ class DemoSettings:
 
         DeepSpeed's scheduler starts one step behind the optimizer, so two steps are taken at rate 0.
         """
+        # 400 steps, 20 of warm-up: factor 0 at steps 0 and 1, 1/20 at 2, 1 at step 21, then down along (400 -
+        # position) / 380 to 2/380 at step 399.
         params = self.scheduler_block()["params"]
         total, warm = params["total_num_steps"], params["warmup_num_steps"]
         position = max(step - 1, 0)
@@ -90,5 +92,7 @@ class DemoSettings:
         if self.mode == "async":
             block = {"stages": self.stages, "mode": "async"}
             return {"train_micro_batch_size_per_gpu": self.async_micro_batch, "graph_pipeline": block}
+        # The towers take 16 samples at a time, the loss all 64: contrastive losses depend on who else is in
+        # the batch, so this trains as one process does on mini-batches of 64.
         sizes = {"loss": "full", "*": self.micro_batch}
         return {"graph_pipeline": {"stages": self.stages, "micro_batch_sizes": sizes}}

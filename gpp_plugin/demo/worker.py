@@ -44,6 +44,7 @@ def main() -> None:
     )
     timelines = []
     for step in range(settings.steps):
+        # Only at the end: by then everything is allocated, and recording costs the other steps nothing.
         engine.record_timelines = step >= settings.steps - TIMELINE_STEPS
         loss = engine.train_batch(data_iter=batches)
         if is_first:

@@ -1,7 +1,7 @@
 """A convolutional network after AmoebaNet-D (Real et al., 2019), operator by operator: over 1,000 nodes.
 
-Cells of five sums of two operators each read the outputs of the two cells before them; reduction cells halve
-the image and double the channels. What autograd keeps is listed tensor by tensor, as PyTorch keeps it: a
+Cells of five sums of two operators each (arXiv:1802.01548) read the outputs of the two cells before them;
+reduction cells halve the image and double the channels. What autograd keeps is listed tensor by tensor, as PyTorch keeps it: a
 convolution, a batch normalisation and a pooling their input, a ReLU its result, a maximum also the places
 (int64). A convolution costs its im2col product (`gemm`), the rest its memory traffic.
 
@@ -18,6 +18,9 @@ from gpp_plugin.ir.block_graph import SavedTensor
 from gpp_plugin.library.analytic import FLOAT, AnalyticModel, BlockSpec, assemble
 from gpp_plugin.library.gemm import Gemm
 
+# A cell is five sums of two entries each, which make states 2 to 6. NORMAL's first pair, (1, "conv_1x1") and (1,
+# "max_pool_3x3"), is state 2 = conv_1x1(state 1) + max_pool_3x3(state 1). The states of `..._OUTPUT` are
+# concatenated: 4 of them with 240 channels each make the cell's 960.
 NORMAL = (
     (1, "conv_1x1"), (1, "max_pool_3x3"), (1, "none"), (0, "conv_1x7_7x1"), (0, "conv_1x1"),
     (0, "conv_1x7_7x1"), (2, "max_pool_3x3"), (2, "none"), (1, "avg_pool_3x3"), (5, "conv_1x1"),
@@ -73,6 +76,16 @@ class _Builder:
             moved: elements read and written outside the product.
             keeps: operands kept for backward; ``inside_bytes`` more that only it has.
         """
+        # All sizes are of one sample: ``output`` (channels, side, side), ``keeps`` in elements of 4 bytes. A
+        # convolution of (64, 28, 28) by 64 filters of 3 x 3 is a product of 784 x 576 x 64 with 36,864
+        # parameters, and keeps its input:
+        #
+        #   saved tensor     made_by   kept_by              bytes
+        #   <maker>:out      <maker>   [conv, next, ...]    64 * 784 * 4 = 200,704, charged to the first keeper
+        #   <conv>:inside    <conv>    [conv]               ``inside_bytes``: a maximum's places (int64)
+        #
+        # One tensor kept by two operators is held once: `_keepers` has it once, under the name of what made
+        # it, and only the operator that enters it first counts it in its ``saved``.
         elements = 1
         for size in output:
             elements *= size
@@ -164,6 +177,9 @@ class _Builder:
 
     def cell(self, name: str, before: _Image, image: _Image, channels: int, *, is_reduction: bool) -> _Image:
         """Enter a cell that reads the outputs of the two cells before it."""
+        # Two inputs, brought to this cell's channels and side: ``before`` may still be twice as large, where
+        # the cell between them has reduced. Before 480 x 28 x 28 and image 960 x 14 x 14 both become
+        # ``channels`` x 14 x 14.
         stride = before.side // image.side  # 2 where the cell before this one has reduced
         states = [
             self.relu_conv_norm(f"{name}.input0", before, channels, stride=stride)
@@ -175,6 +191,7 @@ class _Builder:
         for i in range(0, len(operators), 2):
             terms = []
             for j, (state, kind) in enumerate(operators[i : i + 2]):
+                # Only reads of the cell's inputs reduce; later states are small already.
                 step = 2 if is_reduction and state < 2 else 1
                 terms.append(self.operator(f"{name}.op{i + j}", kind, states[state], channels, step))
             total = f"{name}.add{i // 2}"
@@ -212,6 +229,8 @@ def amoebanet(
     first = builder.norm(
         "stem.norm", builder.conv("stem.conv", pixels, filters // 4, kernel=(3, 3), stride=2)
     )
+    # Two reductions follow the stem at once, so cells work on an eighth of the image's side: 224 -> 112
+    # (stem) -> 56 -> 28, then 28, 14 and 7 in the three thirds.
     before, last, channels, number = first, first, filters // 4, 0
     for is_reduction in (True, True, *_body(layers)):
         channels *= 2 if is_reduction else 1

@@ -59,6 +59,12 @@ def dlrm(
     """Return the recommendation model: dense branches, embedding bags, their interaction, a top network."""
     specs: list[BlockSpec] = []
     edges: list[tuple[str, str]] = []
+    # Widths of a sample, elements: a dense branch stays at 4096; a sparse one looks up 100 rows of 64 and
+    # concatenates them, 6400. Seven of each meet in the interaction: 7 * 4096 + 7 * 6400 = 73,472 inputs.
+    #
+    #   dense0 -> .. -> dense0 --.
+    #   ...                       >-- interaction -> top -> head
+    #   sparse0 -----------------'
     for b in range(dense):
         path = [linear(f"dense{b}.layers.{i}", hidden, hidden) for i in range(layers)]
         specs += path
@@ -74,6 +80,7 @@ def dlrm(
                 launches=2,
             )
         )
+        # 256 MB of parameters and hardly any time: the branches that memory, not time, must place.
         edges.append((f"sparse{b}", "interaction"))
     width = dense * hidden + sparse * bag * embedding
     top = [linear("interaction", width, hidden)]
@@ -210,6 +217,8 @@ def build_model(name: str, **sizes: int | str) -> AnalyticModel:
     Raises:
         PlanError: no such model or dimension; the message has the nearest name.
     """
+    # "gpt2-345m" on a command line is gpt2_345m here. Sizes are the builder's own keyword arguments, so its
+    # signature is all that they are checked against.
     key = name.replace("-", "_")
     if key not in MODELS:
         close = difflib.get_close_matches(key, MODELS, n=1)

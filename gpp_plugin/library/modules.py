@@ -41,6 +41,9 @@ class SelfAttention(nn.Module):
     def forward(self, hidden_BLD: Tensor) -> Tensor:
         """Return the hidden states [batch, length, hidden]."""
         batch, length, hidden = hidden_BLD.shape
+        # [batch, length, 3, heads, hidden of a head] -> 3 x [batch, heads, length, hidden of a head]. Two
+        # texts of 16 tokens, hidden 1024 in 16 heads: [2, 16, 3, 16, 64] -> 3 x [2, 16, 16, 64]; ``mixed`` is
+        # back at [2, 16, 16, 64] with tokens before heads, and reshaped to [2, 16, 1024].
         qkv = self.qkv(self.norm(hidden_BLD)).view(batch, length, 3, self.heads, hidden // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
@@ -122,6 +125,8 @@ class MultiBranch(nn.Module):
         outputs = []
         for i in range(self.num_branches):
             output = self.get_submodule(f"branch{i}")(inputs[f"input{i}"])
+            # A sequence [batch, length, hidden] is pooled over its tokens; a vector [batch,
+            # width] stays as it is.
             outputs.append(output.mean(dim=1) if output.dim() == 3 else output)
         scores_B = self.head(torch.cat(outputs, dim=-1)).squeeze(-1)
         return {"loss": F.mse_loss(scores_B, labels)}
@@ -210,6 +215,8 @@ def make_batch(model: nn.Module, num_samples: int, *, length: int = 16, seed: in
         hidden = model.head.in_features
         for i in range(model.num_dense):
             batch[f"dense{i}"] = torch.randn(num_samples, hidden, generator=generator)
+        # What the interaction reads beside the dense branches, divided by tables and width: rows looked up a
+        # table. 73,472 - 7 * 4096 = 44,800; / 7 tables / 64 = 100.
         total = model.interaction.linear.in_features - model.num_dense * hidden
         for i in range(model.num_sparse):
             table = model.get_submodule(f"sparse{i}")

@@ -9,6 +9,8 @@
     <dir>/latest                                the tag: written after the manifest
 
 Tensor-parallel stages have one model file, and optimizer files, for each tensor position: ``model-00-<stage>-t1.pt``.
+Stage names are escaped (`escape_name`), and told for people alone: files are found by the number before them, so that
+a checkpoint of the same stages under other names (another release's) is read.
 A save that dies half-way leaves a directory without a manifest, and `latest` at the one before.
 
 Source: this project
@@ -20,10 +22,9 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +35,7 @@ import torch.distributed as dist
 
 from gpp_plugin.errors import CheckpointError, GppError
 from gpp_plugin.integrations.stage_engine import StageEngine
+from gpp_plugin.ir.file_names import escape_name
 from gpp_plugin.ir.serialize import save, write_text_whole
 from gpp_plugin.runtime.agree import exchange
 
@@ -227,7 +229,7 @@ def _check_manifest(engine: StageEngine, target: Path, *, load_optimizer: bool) 
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{target}: format {manifest.get('format')}, this release reads {FORMAT}")
     ours = _manifest(engine, {})
-    if manifest["stages"] != ours["stages"]:
+    if _unnamed(manifest["stages"]) != _unnamed(ours["stages"]):
         raise CheckpointError(
             f"{target} was saved on another plan: {_describe(manifest['stages'])}; this run's plan is "
             f"{_describe(ours['stages'])}; give graph_pipeline.plan the plan it was saved on, {target / PLAN}"
@@ -252,16 +254,17 @@ def _read_files(
 ) -> LoadedCheckpoint:
     place = engine.device
     own = torch.load(target / _rank_file(engine.rank), map_location="cpu", weights_only=False)
-    model = _load_tensors(target / _model_file(engine, engine.stage_index))
+    files = json.loads((target / MANIFEST).read_text(encoding="utf-8"))["files"]
+    model = _load_tensors(target / _model_file(engine, engine.stage_index, among=files))
     for tie in engine.tied:
         if tie.owner != engine.stage_index:
-            model[tie.name] = _load_tensors(target / _model_file(engine, tie.owner))[tie.name]
+            model[tie.name] = _load_tensors(target / _model_file(engine, tie.owner, among=files))[tie.name]
     model.update({name: b for name, b in own.get("buffers", {}).items() if name in model})
     engine.load_model_state(model)
     if not load_optimizer:
         engine.refresh_masters()
     elif engine.deepspeed is not None:
-        file = target / _optimizer_file(engine)
+        file = target / _optimizer_file(engine, among=files)
         engine.load_optimizer_state(torch.load(file, map_location=place, weights_only=False))
     shared = torch.load(target / "shared.pt", map_location="cpu", weights_only=False)
     if not weights_only:
@@ -291,20 +294,28 @@ def _restore_random_state(engine: StageEngine, own: Mapping[str, Any]) -> None:
 # ---- names and agreement ---------------------------------------------------------------------------------
 
 
-def _stem(engine: StageEngine, stage: int) -> str:
-    """Return what a stage's files are named after: its number, its name, and of several tensor positions this one."""
+def _stage_file(
+    engine: StageEngine, kind: str, stage: int, position: str = "", *, among: Iterable[str] = ()
+) -> str:
+    """Return the name of a stage's file: kind, number, name, and of several tensor positions this one.
+
+    Args:
+        among: the files of a checkpoint that is read: what differs in the stage's name alone is the same file.
+    """
     own = engine.plan.stages[stage]
-    name = f"{stage:02d}-" + re.sub(r"[^A-Za-z0-9._-]+", "_", own.name)
-    return name if own.tensor == 1 else f"{name}-t{engine.tensor_position}"
+    before = f"{kind}-{stage:02d}-"
+    after = f"{'' if own.tensor == 1 else f'-t{engine.tensor_position}'}{position}.pt"
+    alike = (name for name in among if name.startswith(before) and name.endswith(after))
+    return next(alike, f"{before}{escape_name(own.name)}{after}")
 
 
-def _model_file(engine: StageEngine, stage: int) -> str:
-    return f"model-{_stem(engine, stage)}.pt"
+def _model_file(engine: StageEngine, stage: int, *, among: Iterable[str] = ()) -> str:
+    return _stage_file(engine, "model", stage, among=among)
 
 
-def _optimizer_file(engine: StageEngine) -> str:
+def _optimizer_file(engine: StageEngine, *, among: Iterable[str] = ()) -> str:
     position = engine.position if engine.is_partitioned else 0
-    return f"optimizer-{_stem(engine, engine.stage_index)}-{position:05d}.pt"
+    return _stage_file(engine, "optimizer", engine.stage_index, f"-{position:05d}", among=among)
 
 
 def _rank_file(rank: int) -> str:
@@ -329,6 +340,11 @@ def _manifest(engine: StageEngine, files: Mapping[str, int]) -> dict[str, Any]:
         "deepspeed": deepspeed.__version__,
         "torch": torch.__version__,
     }
+
+
+def _unnamed(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a manifest's stages without their names: what is in the files does not depend on them."""
+    return [{key: value for key, value in stage.items() if key != "name"} for stage in stages]
 
 
 def _describe(stages: list[dict[str, Any]]) -> str:

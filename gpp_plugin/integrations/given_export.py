@@ -2,7 +2,10 @@
 
 <dir>/vision.safetensors                              `vision.load_state_dict(load_file(...))`
 <dir>/language-tensor-0.safetensors, -tensor-1...     each tensor rank's shards
-<dir>/tower.0.safetensors, tower.1.safetensors        a captured part in two stages
+<dir>/tower.0-1.safetensors, tower.2-3.safetensors    a captured part in two stages
+
+Characters of a stage's name other than letters, digits, ``.``, ``_``, ``-`` are escaped:
+``tower.3%2Bhead.safetensors``.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_plugin.errors import CheckpointError
+from gpp_plugin.ir.file_names import escape_name
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.agree import exchange
 
@@ -51,7 +55,7 @@ def save_stages(
             if key.startswith(f"{name}.")
         }
         try:
-            _write_whole(Path(directory) / f"{stage.name}{suffix}.safetensors", own)
+            _write_whole(Path(directory) / f"{escape_name(stage.name)}{suffix}.safetensors", own)
         except OSError as error:
             raise CheckpointError(
                 f"rank {rank} cannot write stage {stage.name!r} to {directory}: {error}"

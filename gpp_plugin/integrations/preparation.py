@@ -28,7 +28,7 @@ from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.op_graph import OpGraph
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import LOSS_KEY, PipelinePlan
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.plan.batches import blocks_under, coupled_blocks
 from gpp_plugin.plan.clusters import read_cluster
@@ -40,7 +40,7 @@ from gpp_plugin.plan.memory_breakdown import with_breakdown
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.schedules import schedule_plan
-from gpp_plugin.plan.stage_sizes import names_a_stage, resize_stages
+from gpp_plugin.plan.stage_sizes import names_a_stage, resize_stages, stage_sizes
 from gpp_plugin.plan.tied_blocks import join_tied_blocks
 from gpp_plugin.profile.machine import read_machine
 from gpp_plugin.runtime.agree import call_on_rank_zero
@@ -254,9 +254,13 @@ def _check_sizes(
     """Refuse a saved plan that ``micro_batch_sizes`` contradicts."""
     coupled = coupled_blocks(graph)
     under = {key: set(blocks_under(graph, key)) for key in modules if key != "*"}
+    try:
+        named = stage_sizes(plan, graph, stages)
+    except PlanError as error:
+        raise ConfigError(f"graph_pipeline.micro_batch_sizes: {error}") from error
     for stage in plan.stages:
         asked = {size for key, size in modules.items() if not under.get(key, set()).isdisjoint(stage.blocks)}
-        asked |= {stages[stage.name]} if stage.name in stages else set()
+        asked |= {size for index, size in named.items() if plan.stages[index] is stage}
         if not asked and "*" in modules and coupled.isdisjoint(stage.blocks):
             asked = {modules["*"]}
         for size in sorted(asked - {stage.micro_batch_size}):
@@ -341,7 +345,7 @@ def _wanted_sizes(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return the micro-batch sizes asked for by module (or for all, ``*``), and by the name of a stage.
 
-    Stages are named in a plan by hand, or numbered after a module (``vision_model.0``).
+    Stages are named in a plan by hand, or after what they hold (``vision_model.0-1``).
 
     Raises:
         ConfigError: a key names nothing in the model.
@@ -350,7 +354,7 @@ def _wanted_sizes(
     if isinstance(sizes, int):
         return {"*": sizes}, {}
     by_hand = spec["stages"] if spec is not None and not _is_saved(spec) else []
-    named = {stage.get("name") for stage in by_hand if isinstance(stage, dict)} - {"loss"}
+    named = {stage.get("name") for stage in by_hand if isinstance(stage, dict)} - {LOSS_KEY}
     modules: dict[str, int] = {}
     stages: dict[str, int] = {}
     for key, wanted in sizes.items() if isinstance(sizes, dict) else ():

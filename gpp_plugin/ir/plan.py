@@ -15,13 +15,16 @@ from gpp_plugin.ir.memory_plan import MemoryBreakdown, MemoryPlan
 from gpp_plugin.ir.samples import SampleRange, task_samples
 from gpp_plugin.ir.tensors import TensorSpec
 
+LOSS_KEY = "loss"
+"""What users call the stage that yields the loss wherever they name stages; `PipelinePlan.losses` says which it is."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """One stage of the pipeline graph.
 
     Args:
-        name: after its blocks; the stage that yields the loss is ``loss``.
+        name: what it holds (`plan.stage_names`), or as the user calls it; unique in the plan.
         blocks: block names in topological order.
         ranks: the global ranks of its grid of data x tensor positions, row by row: the rank at data position
             d and tensor position t is ``ranks[d * tensor + t]``.
@@ -136,7 +139,8 @@ class PipelinePlan:
         notes: lines for the user (what was chosen and why).
         tensors: every tensor an edge names, once; what a rehearsal, without the model, makes messages of.
         memory: what one rank of each stage is predicted to be filled with; empty where it is not predicted.
-        losses: names of the stages that yield a loss, where that is not only the one called ``loss``.
+        losses: names of the stages that yield a loss; empty (plans of older releases, plans of delays alone): those
+            that no other stage reads from.
         vertical_sync: in mode ``async``, a micro-batch uses weights of the same age on every stage.
     """
 
@@ -199,13 +203,24 @@ class PipelinePlan:
                 return index
         raise PlanError(f"rank {rank} is in no stage; the plan uses {self.num_ranks} ranks")
 
+    def loss_stages(self) -> tuple[int, ...]:
+        """Return the indices of the stages that yield a loss."""
+        if self.losses:
+            return tuple(index for index, stage in enumerate(self.stages) if stage.name in self.losses)
+        inner = {edge.src for edge in self.edges}
+        return tuple(index for index in range(len(self.stages)) if index not in inner)
+
     def stage_index(self, name: str) -> int:
-        """Return the index of the stage of that name.
+        """Return the index of the stage of that name; ``loss`` is the one that yields the loss, whatever its name.
 
         Raises:
-            PlanError: there is none.
+            PlanError: there is none, or several stages yield a loss.
         """
-        for index, stage in enumerate(self.stages):
-            if stage.name == name:
-                return index
-        raise PlanError(f"no stage {name!r}; the stages are {[s.name for s in self.stages]}")
+        names = [stage.name for stage in self.stages]
+        if name in names:
+            return names.index(name)
+        yielding = self.loss_stages()
+        if name == LOSS_KEY and len(yielding) == 1:
+            return yielding[0]
+        meant = f" ({LOSS_KEY!r} means {names[yielding[0]]!r})" if len(yielding) == 1 else ""
+        raise PlanError(f"the plan has no stage {name!r}; its stages are {', '.join(names)}{meant}")

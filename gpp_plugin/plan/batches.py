@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.plan import LOSS_KEY
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.plan.request import PlanRequest
 
@@ -130,7 +131,7 @@ def blocks_under(graph: BlockGraph, key: str) -> list[str]:
         PlanError: no block is under it; the message has the nearest names.
     """
     found = [block.name for block in graph.blocks if is_under(block.name, key)]
-    if not found and key == "loss" and graph.loss_block is not None:
+    if not found and key == LOSS_KEY and graph.loss_block is not None:
         return [graph.loss_block]
     if not found:
         raise PlanError(f"no module {key!r} in the model{nearest_names(graph, key)}")

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from gpp_plugin.errors import GppError, PlanError, PlanInfeasible
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import LOSS_KEY, PipelinePlan
 from gpp_plugin.ir.serialize import SCHEMA_VERSION, fingerprint, from_plain
 from gpp_plugin.plan.asynchronous import to_asynchronous
 from gpp_plugin.plan.batches import BatchRules, batch_rules, coupled_blocks, is_under, nearest_names
@@ -27,10 +27,11 @@ def explicit_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
 
     Args:
         spec: ``{"stages": [{"name": "vision", "modules": ["vision_model"], "devices": 2,
-            "micro_batch_size": 4}, ..., {"name": "loss", "modules": ["*"]}]}``. A module path stands
+            "micro_batch_size": 4}, ..., {"name": "head", "modules": ["*"]}]}``. A module path stands
             for every block under it; the longest path that names a block wins; ``*`` is everything
             that no other stage names. ``ranks`` lists ranks, ``devices`` counts them; where neither
-            is given the ranks left over are shared out. Or the JSON of a saved `PipelinePlan`.
+            is given the ranks left over are shared out. A stage without a name is called after what it
+            holds. Or the JSON of a saved `PipelinePlan`.
 
     Raises:
         PlanError: the description is malformed or names what the model does not have.
@@ -236,11 +237,9 @@ def _assign_blocks(stages: list[dict[str, Any]], request: PlanRequest) -> list[l
 
 
 def _stage_name(stage: dict[str, Any], blocks: tuple[str, ...], request: PlanRequest) -> str | None:
-    if request.graph.loss_block in blocks:
-        return "loss"
-    name = stage.get("name")
-    if name == "loss":
-        raise PlanError("plan: only the stage that yields the loss is named 'loss'; rename this one")
+    name: str | None = stage.get("name")
+    if name == LOSS_KEY and set(request.graph.loss_blocks).isdisjoint(blocks):  # the key means another stage
+        raise PlanError(f"plan: only the stage that yields the loss is named {LOSS_KEY!r}; rename this one")
     return name
 
 

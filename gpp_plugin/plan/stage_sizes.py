@@ -1,9 +1,8 @@
-"""Micro-batch sizes by the names that a plan gives its stages (``vision_model.0``), applied to the finished plan."""
+"""Micro-batch sizes by the names that a plan gives its stages (``vision_model.0-1``), applied to the finished plan."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 
 from gpp_plugin.errors import PlanError
@@ -14,12 +13,13 @@ from gpp_plugin.plan.complete import complete_plan
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.fitting import fitter_for
 from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.stage_names import find_stage, namer_of
 from gpp_plugin.plan.stages import with_in_flight
 from gpp_plugin.plan.validate import validate_plan
 
 
 def names_a_stage(graph: BlockGraph, key: str) -> bool:
-    """Return whether ``key`` can only be a stage's name: a module's with a number that no module has.
+    """Return whether ``key`` can only be a stage's name, or a part of one (``vision_model.0``).
 
     Raises:
         PlanError: it is neither that, nor a module path, nor ``loss``; the message has the nearest names.
@@ -29,12 +29,27 @@ def names_a_stage(graph: BlockGraph, key: str) -> bool:
     try:
         blocks_under(graph, key)
     except PlanError:
-        numbered = re.fullmatch(r"(.+)\.\d+", key)
-        if numbered is None:
+        if not namer_of(graph).may_name(key):
             raise PlanError(f"no module or stage {key!r} in the model{nearest_names(graph, key)}") from None
-        blocks_under(graph, numbered[1])
         return True
     return False
+
+
+def stage_sizes(plan: PipelinePlan, graph: BlockGraph, sizes: Mapping[str, int]) -> dict[int, int]:
+    """Return the sizes asked for by the index of the stage that each key means.
+
+    Raises:
+        PlanError: a key means no stage or several, or two keys ask one stage for different sizes.
+    """
+    asked: dict[int, int] = {}
+    for key, size in sizes.items():
+        index = find_stage(plan, graph, key)
+        if asked.setdefault(index, size) != size:
+            raise PlanError(
+                f"{key!r} asks stage {plan.stages[index].name!r} for {size} samples at a time and another key for "
+                f"{asked[index]}; remove one of them"
+            )
+    return asked
 
 
 def resize_stages(plan: PipelinePlan, request: PlanRequest, sizes: Mapping[str, int]) -> PipelinePlan:
@@ -44,15 +59,12 @@ def resize_stages(plan: PipelinePlan, request: PlanRequest, sizes: Mapping[str, 
         PlanError: there is no such stage, or its ranks or operators do not allow the size.
         PlanInfeasible: the memory does not suffice.
     """
-    names = [stage.name for stage in plan.stages]
-    unknown = sorted(set(sizes) - set(names))
-    if unknown:
-        raise PlanError(f"the plan has no stage {unknown[0]!r}; its stages are {', '.join(names)}")
+    asked = stage_sizes(plan, request.graph, sizes)
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     rules = batch_rules(dataclasses.replace(request, keep_units=False))
     stages = []
-    for stage in plan.stages:
-        size = sizes.get(stage.name, stage.micro_batch_size)
+    for index, stage in enumerate(plan.stages):
+        size = asked.get(index, stage.micro_batch_size)
         if size != stage.micro_batch_size:
             if rules.micro_batch_size(stage.blocks, stage.degree, size) != size:
                 unit = request.loss_unit * stage.degree

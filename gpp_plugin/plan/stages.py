@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,10 +14,8 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.stage_names import name_stages
 from gpp_plugin.schedule.in_flight import plan_in_flight
-
-LOSS = "loss"
-"""The name of the stage that yields the loss of a captured model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +68,11 @@ def build_plan(
         blocks = tuple(sorted(drafts[i].blocks, key=position.__getitem__))
         is_sorted = blocks == drafts[i].blocks
         ordered.append(drafts[i] if is_sorted else dataclasses.replace(drafts[i], blocks=blocks))
-    names = name_stages(graph, ordered) if is_named else [str(i) for i in range(len(ordered))]
+    names = (
+        name_stages(graph, [d.blocks for d in ordered], [d.name for d in ordered])
+        if is_named
+        else [str(i) for i in range(len(ordered))]
+    )
     stages = []
     for draft, name, group in zip(ordered, names, assign_ranks(ordered), strict=True):
         forward, backward = costs.stage_times(
@@ -101,7 +102,7 @@ def build_plan(
         stages=tuple(stages),
         edges=stage_edges(graph, [stage.blocks for stage in stages], costs=costs),
         notes=tuple(notes),
-        losses=() if yielding == (LOSS,) else yielding,
+        losses=yielding,
     )
     plan = with_in_flight(plan, costs, extra=[draft.extra_in_flight for draft in ordered])
     is_mixed = len({device.memory_bytes for device in request.cluster.devices[: request.num_ranks]}) > 1
@@ -281,53 +282,3 @@ def assign_ranks(drafts: Sequence[StageDraft]) -> list[tuple[int, ...]]:
         else tuple(next(free) for _ in range(draft.degree * draft.tensor))
         for draft in drafts
     ]
-
-
-def name_stages(graph: BlockGraph, drafts: Sequence[StageDraft]) -> list[str]:
-    """Return short unique names: the module most blocks of a stage lie in, numbered where it is cut.
-
-    The first component of the module path names a stage, or more of it where all stages lie in one
-    module (``model.vision_tower``, ``model.language_model``). The stage with the loss is ``loss``.
-    """
-    given: dict[int, str] = {}
-    for i, draft in enumerate(drafts):
-        if draft.name is not None:
-            given[i] = draft.name
-        elif graph.loss_block is not None and graph.loss_block in draft.blocks:
-            given[i] = LOSS
-    others = [i for i in range(len(drafts)) if i not in given]
-    paths = {i: [_module_path(block) for block in drafts[i].blocks] for i in others}
-    deepest = max((len(path) for found in paths.values() for path in found), default=1)
-    labels = {i: _common_label(paths[i], 1) for i in others}
-    for depth in range(2, deepest + 1):
-        if len(set(labels.values())) > 1 or len(others) < 2:
-            break
-        deeper = {i: _common_label(paths[i], depth) for i in others}
-        if len(set(deeper.values())) > 1:
-            labels = deeper
-    counts = Counter(labels.values())
-    numbers: Counter[str] = Counter()
-    result: list[str] = []
-    for i in range(len(drafts)):
-        name = given.get(i)
-        if name is None:
-            label = labels[i]
-            name = f"{label}.{numbers[label]}" if counts[label] > 1 else label
-            numbers[label] += 1
-        unique, number = name, 2
-        while unique in result or (unique != name and unique in given.values()):
-            unique, number = f"{name}#{number}", number + 1
-        result.append(unique)
-    return result
-
-
-def _module_path(block: str) -> list[str]:
-    """Return the components of a block's path up to the first number."""
-    parts = block.split("#")[0].split(".")
-    cut = next((n for n, part in enumerate(parts) if part.isdigit()), len(parts))
-    return parts[: max(cut, 1)]
-
-
-def _common_label(paths: list[list[str]], depth: int) -> str:
-    total = Counter(".".join(path[:depth]) for path in paths)
-    return max(total, key=lambda label: (total[label], -len(label), label))

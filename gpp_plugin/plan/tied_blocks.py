@@ -28,6 +28,7 @@ from gpp_plugin.ir.profile import BlockCost, Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.stage_names import name_stages
 from gpp_plugin.plan.stages import stage_edges
 
 UNTIE = (
@@ -125,13 +126,15 @@ def parted(plan: PipelinePlan, request: PlanRequest, joined: JoinedBlocks) -> Pi
     note = (
         f"{len(together)} blocks are in one stage, as {' and '.join(joined.parameters)} must be in mode async"
     )
+    names = name_stages(request.graph, groups)
     return dataclasses.replace(
         plan,
         graph=costs.fingerprint,
         stages=tuple(
-            dataclasses.replace(stage, blocks=group, memory=None)
-            for stage, group in zip(plan.stages, groups, strict=True)
+            dataclasses.replace(stage, name=name, blocks=group, memory=None)
+            for stage, name, group in zip(plan.stages, names, groups, strict=True)
         ),
+        losses=tuple(names[index] for index in plan.loss_stages()) if plan.losses else (),
         edges=stage_edges(request.graph, groups, costs=costs),
         notes=(*plan.notes, note),
     )

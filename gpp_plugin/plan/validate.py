@@ -71,11 +71,11 @@ def _check_blocks(plan: PipelinePlan, graph: BlockGraph) -> None:
     if len(set(names)) < len(names):
         raise PlanError(f"stage names repeat: {names}; give each stage its own")
     yielding = {seen[block] for block in graph.loss_blocks}
-    named = set(plan.losses) or ({"loss"} if graph.loss_block is not None else set())
-    if yielding != named:
+    named = {names[index] for index in plan.loss_stages()}
+    if (yielding or plan.losses) and yielding != named:
         raise PlanError(
-            f"the stages that yield a loss are {sorted(yielding)}, the plan names {sorted(named)}; name the one of a "
-            "captured model 'loss'"
+            f"the stages that yield a loss are {sorted(yielding)}, the plan names {sorted(named)} in its losses; plan "
+            "again"
         )
     full = graph.digraph()
     quotient = nx.DiGraph()

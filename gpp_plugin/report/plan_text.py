@@ -11,7 +11,7 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.serialize import to_plain
 from gpp_plugin.plan.edge_transports import choose_edge_transports, edge_name
 from gpp_plugin.report.picture import draw_graph
-from gpp_plugin.report.units import format_bytes, format_ms, format_table
+from gpp_plugin.report.units import format_bytes, format_ms, format_table, shorten_name
 from gpp_plugin.schedule.in_flight import in_flight_from_source
 
 MOST_NAMED = 6
@@ -102,7 +102,10 @@ def format_breakdown(parts: Sequence[MemoryBreakdown]) -> str:
 
 def draw_stages(plan: PipelinePlan) -> str:
     """Return the stage graph as boxes and lines; an edge shows its forward bytes of a mini-batch."""
-    boxes = [[f"{index} {stage.name}", _format_ranks(stage)] for index, stage in enumerate(plan.stages)]
+    boxes = [
+        [f"{index} {shorten_name(stage.name)}", _format_ranks(stage)]
+        for index, stage in enumerate(plan.stages)
+    ]
     sizes: dict[tuple[int, int], float] = defaultdict(float)
     for edge in plan.edges:
         sizes[edge.src, edge.dst] += _forward_bytes(plan, edge)

@@ -16,7 +16,7 @@ import math
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Event, EventKind, Timeline
 from gpp_plugin.report.summary import summarize_timeline
-from gpp_plugin.report.units import format_bytes, format_ms
+from gpp_plugin.report.units import format_bytes, format_ms, shorten_name
 
 LEGEND = "digit: forward of that micro-batch, letter: backward (a is 0), = reduce, # step, . idle"
 SPLIT_LEGEND = "where a backward is split: letter: input gradient, capital: weight gradient"
@@ -35,7 +35,9 @@ def format_timeline(timeline: Timeline, plan: PipelinePlan, *, width: int = 96) 
     start = min(event.start_us for event in timeline.events)
     column_us = timeline.iteration_us / width or 1.0
     ranks = sorted({event.rank for event in timeline.events})
-    labels = {rank: f"rank {rank} {plan.stages[plan.stage_of_rank(rank)].name}" for rank in ranks}
+    labels = {
+        rank: f"rank {rank} {shorten_name(plan.stages[plan.stage_of_rank(rank)].name)}" for rank in ranks
+    }
     label_width = max(map(len, labels.values()))
     lines = [
         f"{timeline.source}: {format_ms(summary.iteration_us)} ms, bubble {100 * summary.bubble_ratio:.0f} %, "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+LABEL_WIDTH = 36
+"""Columns of a stage's name in pictures; tables and errors have the whole one."""
+
 
 def format_bytes(num_bytes: float) -> str:
     """Return a size in powers of 1024 with three digits.
@@ -28,6 +31,32 @@ def format_ms(microseconds: float) -> str:
     ms = microseconds / 1000
     digits = 3 if ms < 1 else 2 if ms < 10 else 1 if ms < 100 else 0
     return f"{ms:.{digits}f}"
+
+
+def shorten_name(name: str, width: int = LABEL_WIDTH) -> str:
+    """Return a stage's name in at most ``width`` columns: its first parts and the last ones, ``…`` for the others.
+
+    The last part is what tells most (``loss``), so it is kept first, then parts from both ends in turn.
+
+    >>> shorten_name("vision_model.post_layernorm+visual_projection+loss")
+    'vision_model.post_layernorm+…+loss'
+    >>> shorten_name("language_model.2-3+lm_head+loss"), shorten_name("a_module_with_a_name", 12)
+    ('language_model.2-3+lm_head+loss', 'a_modul…name')
+    """
+    if len(name) <= width:
+        return name
+    parts = name.split("+")
+    front, back = 0, 1
+    for taken in range(1, len(parts)):
+        more = (front + 1, back) if taken % 2 else (front, back + 1)
+        shown = "+".join([*parts[: more[0]], "…", *parts[len(parts) - more[1] :]])
+        if len(shown) > width or sum(more) >= len(parts):
+            break
+        front, back = more
+    if front:
+        return "+".join([*parts[:front], "…", *parts[len(parts) - back :]])
+    last = width // 3
+    return f"{name[: width - 1 - last]}…{name[-last:]}"
 
 
 def format_table(header: list[str], rows: list[list[str]], *, left: int = 1) -> str:

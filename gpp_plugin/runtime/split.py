@@ -1,10 +1,11 @@
 """A backward in two parts: first the gradients of received tensors, later those of parameters.
 
 Zero Bubble Pipeline Parallelism (Qi et al., 2024) splits a backward into B (input) and W (weight); here I and W.
-Nothing is computed twice: the first part keeps the gradients that arrive at every operator that
-also has a parameter behind it, and the second part runs those operators again for that side only, as autograd skips what is not asked for. Which operators these are is in a `SplitPlan` of numbers, found
-once for a graph and followed in all graphs that the same code makes. An `autograd.Function` written in Python computes
-all its gradients in both parts: it is right, but not cheaper.
+Nothing is computed twice: the first part keeps the gradients that arrive at every operator that also has a parameter
+behind it, and the second part runs those operators again for that side only, as autograd skips what is not asked for.
+Which operators these are is in a `SplitPlan` of numbers, found once for a graph and followed in all graphs that the
+same code makes. An `autograd.Function` written in Python computes all its gradients in both parts: it is right, but
+not cheaper.
 
     roots ──► n1 ──► gelu ──► n2 ──► leaf        I runs this row and captures what arrives at n1 and n2
                └► t1 ► w1      └► t2 ► w2        W runs n1 for t1 only, n2 for t2 only, then t1, t2 and below

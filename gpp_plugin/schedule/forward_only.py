@@ -9,20 +9,10 @@ from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 def forward_only_stages(plan: PipelinePlan) -> frozenset[int]:
     """Return the stages through which no gradient flows in training: frozen, or before every trained parameter.
 
-    Nobody sends them a gradient of their outputs. The stages that yield a loss have backwards: those the plan
-    names, else the one called ``loss``, else, where there is none of that name, every sink.
+    Nobody sends them a gradient of their outputs. The stages that yield a loss have backwards.
     """
-    has_loss = any(stage.name == "loss" for stage in plan.stages)
-    inner = {edge.src for edge in plan.edges}
     trained = {edge.src for edge in plan.edges if edge.gradient_tensors}
-    for index, stage in enumerate(plan.stages):
-        if plan.losses:
-            yields_loss = stage.name in plan.losses
-        else:
-            yields_loss = stage.name == "loss" if has_loss else index not in inner
-        if yields_loss:
-            trained.add(index)
-    return frozenset(range(len(plan.stages))) - trained
+    return frozenset(range(len(plan.stages))) - trained - set(plan.loss_stages())
 
 
 def forward_only_schedule(stage: int, micro_batches: int, *, num_in_flight: int) -> StageSchedule:

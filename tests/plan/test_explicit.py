@@ -26,7 +26,8 @@ TOWERS = {
 
 def test_modules_select_blocks():
     plan = explicit_plan(TOWERS, make_request(clip(), loss_unit=4))
-    assert [s.name for s in plan.stages] == ["vision", "text", "loss"]
+    assert [s.name for s in plan.stages] == ["vision", "text", "head+loss"]
+    assert plan.losses == ("head+loss",)
     assert [s.ranks for s in plan.stages] == [(0, 1), (3,), (2,)]
     assert plan.stages[0].blocks == (
         "vision_model.embeddings",
@@ -36,6 +37,36 @@ def test_modules_select_blocks():
     )
     assert plan.stages[0].micro_batch_size == 4
     assert plan.stages[2].micro_batch_size == 4  # the coupled loss computes one unit
+
+
+def test_names_stay_as_given_and_loss_means_what_yields_it():
+    named = [TOWERS["stages"][0], TOWERS["stages"][1], {"modules": ["*"], "name": "contrast", "devices": 1}]
+    plan = explicit_plan({"stages": named}, make_request(clip(), loss_unit=4))
+    assert [s.name for s in plan.stages] == ["vision", "text", "contrast"]
+    assert plan.losses == ("contrast",) and plan.stage_index("loss") == 2
+    with pytest.raises(
+        PlanError,
+        match=r"no stage 'head'; its stages are vision, text, contrast \('loss' means 'contrast'\)",
+    ):
+        plan.stage_index("head")
+    named[0] = {**named[0], "name": "loss"}
+    with pytest.raises(
+        PlanError, match="only the stage that yields the loss is named 'loss'; rename this one"
+    ):
+        explicit_plan({"stages": named}, make_request(clip(), loss_unit=4))
+
+
+def test_a_plan_of_an_older_release_names_no_loss():
+    """There the stage that yields it was called ``loss``, and `losses` was empty; both are read as they are."""
+    request = make_request(clip(), loss_unit=4)
+    old = json.loads(dumps(explicit_plan(TOWERS, request)))
+    old["value"]["losses"] = []
+    old["value"]["stages"][2]["name"] = "loss"
+    plan = explicit_plan(old, request)
+    assert plan.stages[2].name == "loss" and plan.loss_stages() == (2,) and plan.stage_index("loss") == 2
+    old["value"]["losses"] = ["vision"]
+    with pytest.raises(PlanError, match=r"yield a loss are \['loss'\], the plan names \['vision'\]"):
+        explicit_plan(old, request)
 
 
 def test_ranks_are_shared_out_where_none_are_given():

@@ -124,7 +124,7 @@ def test_what_does_not_fit_even_so_says_by_how_much() -> None:
     plan = planned(request)
     small = layers(memory=150)
     with pytest.raises(
-        PlanInfeasible, match=r"stage 'h' needs 208 bytes with every layer recomputed, .* 58 too"
+        PlanInfeasible, match=r"stage 'h.0-1' needs 208 bytes with every layer recomputed, .* 58 too"
     ):
         recompute_fully(plan, small)
 
@@ -180,7 +180,7 @@ def test_advice_is_on_the_fullest_stage_and_what_fills_it() -> None:
     plan = with_breakdown(planned(request), request)
     (line,) = memory_advice(plan, zero_stage=0, allowed=())
     assert line == (
-        "fullest is stage 'h': 800 of 1000 bytes (80 %), most of it activations (800 bytes); to fit more: smaller "
+        "fullest is stage 'h.0-1': 800 of 1000 bytes (80 %), most of it activations (800 bytes); to fit more: smaller "
         'micro_batch_sizes, memory.recompute "auto" or "full", memory.swap "auto", more stages'
     )
     assert "memory." not in memory_advice(plan, zero_stage=0, allowed=("recompute", "swap"))[0]

@@ -4,9 +4,6 @@ A patch is looked for in the installed source, hunk by hunk, wherever its lines 
 that it is in, all of its old ones that it is needed. Where neither holds, the source is of another version. A patch
 may name lines of the fault (``Fault: FILE: TEXT`` in its header): where none of them is left, upstream has mended it
 in its own way.
-
-Source: this project
-Tests: tests/test_patch_check.py
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Interpret a captured graph on fake tensors: shapes, gradient flags, costs, storages, writes.
-
-Source: this project
-Tests: tests/runtime/test_float_inputs.py
-"""
+"""Interpret a captured graph on fake tensors: shapes, gradient flags, costs, storages, writes."""
 
 from __future__ import annotations
 

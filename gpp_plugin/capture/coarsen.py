@@ -6,9 +6,6 @@ glue: additions, normalisation, the loss) then joins a neighbour, but only where
 depend on another that it did not depend on before: independent branches stay independent until they
 truly join. Operators that mix samples do not join blocks that do not, except that the loss joins the
 block that makes the logits.
-
-Source: this project
-Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py
 """
 
 from __future__ import annotations

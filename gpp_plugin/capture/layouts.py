@@ -8,9 +8,6 @@ agree, that is its batch axis; if all results are equal, it is the same for ever
 operator mixes samples. Operators whose layout follows from a rule (`layout_rules`) are not run, equal
 operators are run once, and operators of fixed arguments are fixed. What depends on the number of samples
 alone (``arange(samples)``) keeps its real values, so that indexing by it is judged as it will happen.
-
-Source: this project
-Tests: tests/capture/test_layouts.py
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Tries operators on random operands: run on all samples and on slices of them, do the results agree?
-
-Source: this project
-Tests: tests/capture/test_layouts.py
-"""
+"""Tries operators on random operands: run on all samples and on slices of them, do the results agree?"""
 
 from __future__ import annotations
 

@@ -11,9 +11,6 @@ From ranks that run already, to alternate with other runtimes::
 
     runs = {name: make_iteration(name, chain) for name in RUNTIMES} | {"gpp": own_iteration}
     times_ms = time_iterations(runs, repeats=7)
-
-Source: this project
-Tests: tests/compare/test_chains.py, tests/bench/test_branches.py
 """
 
 from __future__ import annotations

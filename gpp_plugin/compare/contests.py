@@ -1,9 +1,6 @@
 """Runs emulated plans and chains in turn on ranks that are started once: what schedule benchmarks measure with.
 
 A round runs every contender once, so that load from elsewhere meets all alike.
-
-Source: this project
-Tests: tests/compare/test_chains.py, tests/bench/test_branches.py
 """
 
 from __future__ import annotations

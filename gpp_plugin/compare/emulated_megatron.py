@@ -1,8 +1,4 @@
-"""Emulated plans on megatron-core's multi-module communicator: each stage a module, each task a delay.
-
-Source: this project
-Tests: tests/compare/test_chains.py, tests/bench/test_branches.py
-"""
+"""Emulated plans on megatron-core's multi-module communicator: each stage a module, each task a delay."""
 
 from __future__ import annotations
 

@@ -10,9 +10,6 @@
 
 Tensor-parallel stages have one model file, and optimizer files, for each tensor position: ``model-00-<stage>-t1.pt``.
 A save that dies half-way leaves a directory without a manifest, and `latest` at the one before.
-
-Source: this project
-Tests: tests/integrations/test_tensor_parallel.py
 """
 
 from __future__ import annotations

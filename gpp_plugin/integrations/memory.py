@@ -1,8 +1,4 @@
-"""What this job's ranks hold, against what its plan says: counted on the first mini-batch, told to all ranks.
-
-Source: this project
-Tests: tests/integrations/test_memory.py
-"""
+"""What this job's ranks hold, against what its plan says: counted on the first mini-batch, told to all ranks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The process groups of a graph of stages, created once, in the same order on every rank.
-
-Source: this project
-Tests: tests/integrations/test_tensor_parallel.py
-"""
+"""The process groups of a graph of stages, created once, in the same order on every rank."""
 
 from __future__ import annotations
 

@@ -3,10 +3,6 @@
 ``"planner": "stock_1f1b"`` in the ``graph_pipeline`` block gets a user's script this engine instead of
 `GraphPipelineEngine`: the same capture, operators, batches and optimizer; DeepSpeed's chain of stages, its 1F1B
 schedule, its messages, its optimizer step.
-
-Source: DeepSpeed 0.19.8, its PipelineEngine
-Tests: tests/integrations/test_stock.py, tests/integrations/test_stock_layer.py, tests/plan/test_stock.py,
-    tests/plan/test_linearise.py
 """
 
 from __future__ import annotations

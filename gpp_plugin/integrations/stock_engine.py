@@ -2,10 +2,6 @@
 
 Two things of DeepSpeed's engine are changed. Batches are dicts of a whole mini-batch, the same stream on every rank;
 and received tensors that no gradient reaches get one of zeros, where DeepSpeed fails on an assertion.
-
-Source: DeepSpeed 0.19.8, its PipelineEngine
-Tests: tests/integrations/test_stock.py, tests/integrations/test_stock_layer.py, tests/plan/test_stock.py,
-    tests/plan/test_linearise.py
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The plan: which stage holds which blocks, on which ranks, in which micro-batches.
-
-Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.3
-Tests: tests/plan/test_asynchronous.py, tests/plan/test_memory_breakdown.py
-"""
+"""The plan: which stage holds which blocks, on which ranks, in which micro-batches."""
 
 from __future__ import annotations
 

@@ -3,9 +3,6 @@
 Stages and ranks stay. Each stage runs 1F1B and holds as many micro-batches as an endless pipeline needs, counted
 from the sinks and not limited by the mini-batch, and with them sets of weights (`PipelinePlan.num_versions`); what it
 swaps and recomputes is chosen anew for that, where the request allows any.
-
-Source: this project
-Tests: tests/plan/test_asynchronous.py, tests/simulate/test_asynchronous.py
 """
 
 from __future__ import annotations

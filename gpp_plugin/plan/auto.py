@@ -1,8 +1,4 @@
-"""The planner users get: GraphPipe's stage graph, refined, against every other planner; the simulator decides.
-
-Source: this project
-Tests: tests/plan/test_quality.py
-"""
+"""The planner users get: GraphPipe's stage graph, refined, against every other planner; the simulator decides."""
 
 from __future__ import annotations
 

@@ -16,9 +16,6 @@ Deviations: the simulator is exact (the paper approximates the warm-up, adds com
 maximum and fails for m < p). The heuristic explores all partitions it reaches, each once. `search_exact`
 is a branch and bound over all partitions with the bound fill + m (f_i + b_i) + drain + the wait for the first
 backward, and is used where ``MAX_EXACT`` nodes suffice.
-
-Source: AutoPipe (IEEE CLUSTER 2022), section III-B, Algorithm 1
-Tests: tests/plan/test_autopipe.py
 """
 
 from __future__ import annotations

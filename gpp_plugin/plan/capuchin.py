@@ -22,9 +22,6 @@ tensor by tensor for the stages of a plan.
 
 Deviations: levels are tried from all prices, rather than swapping first whatever hides, because a stage
 that must recompute anyway can save its transfers for what is dear to recompute; the result is never worse.
-
-Source: Capuchin (ASPLOS 2020, doi 10.1145/3373376.3378505), as in DawnPiper (arXiv 2505.05856), section 4.3
-Tests: tests/plan/test_capuchin.py
 """
 
 from __future__ import annotations

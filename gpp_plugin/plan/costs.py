@@ -1,9 +1,4 @@
-"""The one definition of a stage's time, memory and communication, for planners and validators.
-
-Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.3
-Tests: tests/plan/test_inputs.py, tests/profile/test_measure.py, tests/plan/test_asynchronous.py,
-    tests/plan/test_memory_breakdown.py
-"""
+"""The one definition of a stage's time, memory and communication, for planners and validators."""
 
 from __future__ import annotations
 

@@ -7,9 +7,6 @@ T = T_warm-up + T_steady + T_ending around the pivot stage. Memory is not checke
 
 Deviations: the original is off by one between cuts and parameter sums; ends are exclusive here. States
 are memoised by (j, occupancy); beyond ``MAX_STATES`` the search is cut off, as it is exponential.
-
-Source: DAPPLE (PPoPP 2021, arXiv 2007.01045), section 4
-Tests: tests/plan/test_baselines.py
 """
 
 from __future__ import annotations

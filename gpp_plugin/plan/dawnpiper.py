@@ -1,8 +1,8 @@
 """DawnPiper's planner: stages cut operator by operator, each with the memory optimization that makes it fit.
 
-This is Algorithm 1 (BiPar) of "DawnPiper: A Memory-scalable Pipeline Parallel Training Framework"; cuts by
-`memory_cuts`, memory optimization by `capuchin`. The longest stage, compute and memory optimization together, is made
-as short as it gets.
+Source: "DawnPiper: A Memory-scalable Pipeline Parallel Training Framework", section 4 and Algorithm 1
+(BiPar); cuts by `memory_cuts`, memory optimization by `capuchin`. The longest stage, compute and memory
+optimization together, is made as short as it gets.
 
 Legend: N_L..N_R the operators that stages L..R hold, rho a cut, M the memory of a device.
 
@@ -19,9 +19,6 @@ Deviations from Algorithm 1:
 - Cuts that send much are left out only where a plan fits without them. Where memory is so short that only
   stages of whole recomputed segments fit, bisection may pass between them: cuts between layers are tried too.
 - Cuts are moved to a neighbour that sends less where no stage gets longer by more than `SLACK` (B.2).
-
-Source: DawnPiper (arXiv 2505.05856), section 4, Algorithm 1
-Tests: tests/plan/test_dawnpiper.py
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 A communicator serves two ranks and moves one floating-point tensor a call, of a shape both ends know beforehand. An
 edge goes over it where all of its messages are such: one tensor, and every rank of either stage has one peer. What
 an edge carries and between whom is the plan's, so the choice is the same on all ranks and before any of them runs.
-
-Source: this project
-Tests: tests/plan/test_edge_transports.py, tests/integrations/test_megatron_p2p.py
 """
 
 from __future__ import annotations

@@ -9,9 +9,6 @@ against another partition, more stages and smaller micro-batches. Three answers,
     `StageFitter.choose`        one stage of a plan, tensor by tensor (`capuchin`; a user's module: `module_memory`)
 
 How many micro-batches a stage holds follows from the graph of stages, not from its place in a chain.
-
-Source: this project
-Tests: tests/plan/test_joined.py, tests/plan/test_stage_chain.py
 """
 
 from __future__ import annotations

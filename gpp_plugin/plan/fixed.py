@@ -1,8 +1,4 @@
-"""Plans whose stages and ranks are given: what is left to choose are micro-batch sizes, counts in flight, schedules.
-
-Source: this project
-Tests: tests/stage_graph/test_equality.py, tests/stage_graph/test_engine.py
-"""
+"""Plans whose stages and ranks are given: what is left to choose are micro-batch sizes, counts in flight, schedules."""
 
 from __future__ import annotations
 

@@ -5,9 +5,6 @@ of activations, which costs about a forward more whatever memory there is; `capu
 
 A layer that drops nothing is left alone, and so is the last one of a stage with a single micro-batch in flight:
 its backward follows its forward. A stage that is the user's own module runs again as a whole (`module_memory`).
-
-Source: Chen et al. 2016 (arXiv 1604.06174)
-Tests: tests/plan/test_full_recompute.py, tests/stage_graph/test_captured.py
 """
 
 from __future__ import annotations

@@ -13,9 +13,6 @@ Deviations, each with its reason:
 - Branches are grouped by bin packing (the paper leaves ParallelDecompose open), a join's or fork's
   stage may own parts of branches, and `refine` moves blocks across branches.
 - Ranks left over by the DP are shared out (`degrees`): a plan uses all ranks.
-
-Source: GraphPipe (arXiv 2406.17145), section 5, Algorithm 1
-Tests: tests/plan/test_graphpipe.py, tests/plan/test_quality.py, tests/plan/test_known_answers.py
 """
 
 from __future__ import annotations

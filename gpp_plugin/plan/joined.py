@@ -9,9 +9,6 @@ Three searches, as far as they are needed:
 
 The winner of the second, made to fit afterwards, competes too. So the result is never worse than planning
 without memory optimization, nor than optimizing a finished plan.
-
-Source: this project
-Tests: tests/plan/test_joined.py, tests/plan/test_stage_chain.py
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 An asynchronous plan is not simulated: its pipeline never runs dry, so it takes its micro-batches times the slowest
 stage (PipeDream, section 3.1).
-
-Source: this project
-Tests: tests/plan/test_quality.py
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What a plan's memory is predicted to be filled with, stage by stage; the sums are the plan's own figures.
-
-Source: this project
-Tests: tests/integrations/test_memory.py
-"""
+"""What a plan's memory is predicted to be filled with, stage by stage; the sums are the plan's own figures."""
 
 from __future__ import annotations
 

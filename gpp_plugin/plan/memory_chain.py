@@ -1,8 +1,4 @@
-"""From a partition of operators with its memory optimization to a PipelinePlan, for any planner of the kind.
-
-Source: DawnPiper (arXiv 2505.05856), section 4, Algorithm 1
-Tests: tests/plan/test_dawnpiper.py
-"""
+"""From a partition of operators with its memory optimization to a PipelinePlan, for any planner of the kind."""
 
 from __future__ import annotations
 

@@ -7,9 +7,6 @@ order; B.2 avoids cuts that send much.
 Deviations: Algorithm 2 derives each stage's share from ``l / (l - i)`` in one pass, which is exact only
 where everything a stage holds grows with what is in flight; here the common limit is found by bisection
 with each stage's own memory, synchronous or asynchronous, and ``÷`` divides as real numbers do.
-
-Source: DawnPiper (arXiv 2505.05856), Theorem 4.1, appendix B, Algorithm 2
-Tests: tests/plan/test_memory_cuts.py
 """
 
 from __future__ import annotations

@@ -7,10 +7,6 @@ segment that keeps what the stage received and its buffers; that gains nothing w
 backward follows its forward, or where what is kept instead is as large. The quicker of both that fits is taken.
 
 Not both at a time: what is left to swap when the module runs again is what it received.
-
-Source: Chen et al. 2016 (arXiv 1604.06174); Capuchin (ASPLOS 2020, doi 10.1145/3373376.3378505)
-Tests: tests/plan/test_full_recompute.py, tests/stage_graph/test_captured.py, tests/plan/test_module_memory.py,
-    tests/runtime/test_module_swap.py, tests/stage_graph/test_recompute.py
 """
 
 from __future__ import annotations

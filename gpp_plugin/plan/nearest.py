@@ -2,9 +2,6 @@
 
 One thing is changed at a time, in the order in which it costs the user least: ways to save memory, the samples
 a rank computes at a time, ZeRO, stages and ranks, and last the memory of a rank. What is told has a plan.
-
-Source: this project
-Tests: tests/plan/test_joined.py
 """
 
 from __future__ import annotations

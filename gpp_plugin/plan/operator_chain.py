@@ -11,9 +11,6 @@ follows `CostModel`, as prefix sums:
 In a synchronous pipeline only activations grow with what is in flight; in PipeDream's asynchronous one every
 micro-batch in flight has weights of its own, the newest of which are the current ones (DawnPiper, B.1,
 multiplies the optimizer's state as well, which no implementation does).
-
-Source: DawnPiper (arXiv 2505.05856), section 4, Algorithm 1
-Tests: tests/plan/test_dawnpiper.py
 """
 
 from __future__ import annotations

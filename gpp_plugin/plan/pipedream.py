@@ -8,9 +8,6 @@ the number of stages so far as a further index, so that memory is checked with a
 Deviations: the model is linearised branch after branch, as GraphPipe's authors did (antichains explode:
 6,563 on MMT); one level of the DP instead of one a bandwidth level, with the all-reduce of m' ranks over
 the link that joins them; every micro-batch size is tried and the quickest chain is taken.
-
-Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.1
-Tests: tests/plan/test_baselines.py
 """
 
 from __future__ import annotations

@@ -7,9 +7,6 @@ ceil(k / d) micro-batches in flight, Piper's bound. Stages may span branches and
 Deviations: no tensor parallelism (so the sum of degrees is the number of devices) and no recomputation;
 the degree divides the micro-batch, and so the number of samples a rank takes is whole; all micro-batch
 sizes are tried. More than ``MAX_DOWNSETS`` downsets are refused, as Piper's own search does not end.
-
-Source: Piper (NeurIPS 2021)
-Tests: tests/plan/test_baselines.py
 """
 
 from __future__ import annotations

@@ -17,9 +17,6 @@ Whole layers are a level too. A stage that begins or ends inside a segment runs 
 a level comes to in any stage are differences of prefix sums (`LevelSums`).
 
 The segments are found once for a graph, at one number of samples, and weighed anew at every other.
-
-Source: Capuchin (ASPLOS 2020, doi 10.1145/3373376.3378505), as in DawnPiper (arXiv 2505.05856), section 4.3
-Tests: tests/plan/test_capuchin.py
 """
 
 from __future__ import annotations

@@ -4,9 +4,6 @@ Moves: a boundary block to another stage (also across branches), two stages merg
 another micro-batch size or k for one stage, ranks from one stage to another. Every candidate is built
 and predicted whole; the first that is better is taken. A plan that needs too much memory is worth
 less than any that fits, the less the more it exceeds, so the moves also lead to feasible plans.
-
-Source: this project
-Tests: tests/plan/test_quality.py
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What may be done to make stages fit, and in closed form about the least that it adds; numbers or arrays.
-
-Source: this project
-Tests: tests/plan/test_joined.py, tests/plan/test_stage_chain.py
-"""
+"""What may be done to make stages fit, and in closed form about the least that it adds; numbers or arrays."""
 
 from __future__ import annotations
 

@@ -2,9 +2,6 @@
 
 Planners choose stages under 1F1B (or GPipe, which holds more); here the finished plan's stages are given their
 schedule and in-flight counts, within the memory its ranks have.
-
-Source: this project
-Tests: tests/plan/test_schedules.py
 """
 
 from __future__ import annotations

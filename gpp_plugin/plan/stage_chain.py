@@ -6,9 +6,6 @@ run in. So a tensor that comes from outside, or is read there, begins or ends at
 segment contains: it is never dropped, and what a segment reads of it unsaved must be held.
 
 A tensor that blocks of several stages keep is held by each of those stages, in each by its first keeper there.
-
-Source: this project
-Tests: tests/plan/test_joined.py, tests/plan/test_stage_chain.py
 """
 
 from __future__ import annotations

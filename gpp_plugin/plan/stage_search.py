@@ -6,9 +6,6 @@ the micro-batch size: the sink has 1, a stage before one of level e has e + 1 (1
 gives the steps where sizes differ). Branches of a parallel item have the join's level as exit and the
 largest of their levels as entry. Equal branches are solved once; whole branches may share a stage (bin
 packing over counts), and the stage of a join or a fork may own parts of branches.
-
-Source: GraphPipe (arXiv 2406.17145), section 5, Algorithm 1
-Tests: tests/plan/test_graphpipe.py, tests/plan/test_quality.py, tests/plan/test_known_answers.py
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Time, memory and room of every stage of a series, at any batch of a rank: matrices over rows and columns.
-
-Source: this project
-Tests: tests/plan/test_joined.py, tests/plan/test_stage_chain.py
-"""
+"""Time, memory and room of every stage of a series, at any batch of a rank: matrices over rows and columns."""
 
 from __future__ import annotations
 

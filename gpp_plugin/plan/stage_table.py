@@ -1,8 +1,4 @@
-"""Costs of every stage of a series, for one micro-batch size: matrices over rows and columns (`intervals`).
-
-Source: this project
-Tests: tests/plan/test_joined.py, tests/plan/test_stage_chain.py
-"""
+"""Costs of every stage of a series, for one micro-batch size: matrices over rows and columns (`intervals`)."""
 
 from __future__ import annotations
 

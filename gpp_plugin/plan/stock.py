@@ -4,10 +4,6 @@ DeepSpeed's pipeline is a chain of stages of equal degree; every rank computes o
 ``train_micro_batch_size_per_gpu``), in 1F1B. Its own ``partition_method="parameters"`` puts the embeddings'
 parameters on the scale as if they were compute; to compare with it fairly, the blocks are balanced by their
 measured time, with the smallest slowest stage (exact).
-
-Source: DeepSpeed 0.19.8, its PipelineEngine
-Tests: tests/integrations/test_stock.py, tests/integrations/test_stock_layer.py, tests/plan/test_stock.py,
-    tests/plan/test_linearise.py
 """
 
 from __future__ import annotations

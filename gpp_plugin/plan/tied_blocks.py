@@ -8,9 +8,6 @@ otherwise stages would depend on each other in a circle. What is left can still 
 branches; of a chain whose first and last block share a parameter, one stage is left.
 
 Those blocks are what is strongly connected in the graph of blocks if edges between blocks that share go both ways.
-
-Source: this project
-Tests: tests/plan/test_tied_blocks.py
 """
 
 from __future__ import annotations

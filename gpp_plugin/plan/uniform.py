@@ -1,8 +1,4 @@
-"""Megatron's partition: a chain of stages with the same number of layers and the same degree each.
-
-Source: Megatron-LM (arXiv 2104.04473)
-Tests: tests/plan/test_uniform.py
-"""
+"""Megatron's partition: a chain of stages with the same number of layers and the same degree each."""
 
 from __future__ import annotations
 

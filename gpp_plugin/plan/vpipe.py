@@ -1,8 +1,8 @@
 """vPipe's planner: layers moved between stages by Kernighan and Lin's method, each kept, swapped or recomputed.
 
-This is vPipe (Zhao et al., "vPipe: A Virtualized Acceleration System for Achieving Efficient and Scalable Pipeline
-Parallel DNN Training") as DawnPiper compares with it: the granularity of partition and of memory optimization is a
-layer.
+Source: Zhao et al., "vPipe: A Virtualized Acceleration System for Achieving Efficient and Scalable Pipeline
+Parallel DNN Training", TPDS 2022, as DawnPiper compares with it: the granularity of partition and of memory
+optimization is a layer.
 
 For every stage the layers that save most memory per second are recomputed, others are swapped, as many of
 either as fit at the least time. Stages start balanced by time. A pass moves single layers over stage
@@ -13,9 +13,6 @@ passes go on while they help (Kernighan and Lin, 1970).
 Deviations: activations only are swapped (the original also moves parameters); without memory optimization
 memory plays no part in the partition, as the published comparison shows (its maximum batches equal
 PipeDream's).
-
-Source: vPipe (TPDS 2022, doi 10.1109/TPDS.2021.3094364)
-Tests: tests/plan/test_vpipe.py
 """
 
 from __future__ import annotations

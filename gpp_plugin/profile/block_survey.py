@@ -1,8 +1,4 @@
-"""One pass over all blocks at one number of samples: each is run on what the blocks before it made.
-
-Source: this project
-Tests: tests/profile/test_measure.py
-"""
+"""One pass over all blocks at one number of samples: each is run on what the blocks before it made."""
 
 from __future__ import annotations
 

@@ -2,9 +2,6 @@
 
 Which pieces and rows these are was resolved before (`routes`); a reading becomes one callable. Gradients that several
 consumers send for one tensor are summed in the order of the groups, whatever order they arrived in.
-
-Source: this project
-Tests: tests/runtime/test_tensor_grids.py, tests/runtime/test_traces.py
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 Storages are told apart by identity, which is safe because what is counted is also kept: nothing takes the place
 of a storage while its micro-batch is in flight.
-
-Source: this project
-Tests: tests/runtime/test_memory_ranks.py
 """
 
 from __future__ import annotations

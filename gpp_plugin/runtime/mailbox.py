@@ -2,9 +2,6 @@
 
 An exchange posts its transfers; a task waits for the messages it reads, so that a message delays nothing but its
 reader. What a message holds (`wires`) and where its rows come from (`routes`) is resolved at compile time.
-
-Source: this project
-Tests: tests/runtime/test_tensor_grids.py, tests/runtime/test_traces.py
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Executes a stage's `MemoryPlan`: what each forward keeps, moves to the host and drops, and when it comes back.
-
-Source: this project
-Tests: tests/runtime/test_memory_ranks.py
-"""
+"""Executes a stage's `MemoryPlan`: what each forward keeps, moves to the host and drops, and when it comes back."""
 
 from __future__ import annotations
 

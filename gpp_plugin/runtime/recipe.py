@@ -2,9 +2,6 @@
 
 The code and its shapes never change, so neither does that order: a `Recipe` is found out in the first pass
 (`survey`) and followed by position in all others, where nothing is looked up.
-
-Source: this project
-Tests: tests/runtime/test_memory_ranks.py
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Notes when one rank did what: the events of a measured timeline.
-
-Source: this project
-Tests: tests/runtime/test_tensor_grids.py, tests/runtime/test_traces.py
-"""
+"""Notes when one rank did what: the events of a measured timeline."""
 
 from __future__ import annotations
 

@@ -4,9 +4,6 @@ Messages become numbers, tasks whose tensors are sent become slots, names become
 nothing up. A forward in two halves reads its rows out of messages that may hold both, and a message may
 be sent out of both; everything else is a special case of that. Pieces of one tensor are joined along its rows, or,
 where they are parts of shards as well, each is put in its place.
-
-Source: this project
-Tests: tests/runtime/test_tensor_grids.py
 """
 
 from __future__ import annotations

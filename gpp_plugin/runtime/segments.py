@@ -10,9 +10,6 @@ The second forward ends with the last operator whose saved tensors it makes agai
 again too, rather than being held. Whatever the operators write into besides their own results (a BatchNorm's
 statistics) is copied first, and the copy is written: statistics are updated once. Where a value written that
 way is also read, the copy is made during the forward.
-
-Source: Chen et al. 2016 (arXiv 1604.06174); DawnPiper (arXiv 2505.05856), section 4.3
-Tests: tests/runtime/test_recompute.py
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """A backward in two parts: first the gradients of received tensors, later those of parameters.
 
-Zero Bubble Pipeline Parallelism (Qi et al., 2024) splits a backward into B (input) and W (weight); here I and W.
-Nothing is computed twice: the first part keeps the gradients that arrive at every operator that also has a parameter
-behind it, and the second part runs those operators again for that side only, as autograd skips what is not asked for.
-Which operators these are is in a `SplitPlan`, found once for a graph and followed in all graphs that the same code
-makes. An `autograd.Function` written in Python computes all its gradients in both parts: it is right, but not
-cheaper.
-
-Source: Zero Bubble (arXiv 2401.10241), section 2
-Tests: tests/runtime/test_split.py
+Source: Zero Bubble Pipeline Parallelism (Qi et al., 2024), section 2, which splits a backward into B (input) and W
+(weight); here I and W. Nothing is computed twice: the first part keeps the gradients that arrive at every
+operator that also has a parameter behind it, and the second part runs those operators again for that
+side only, as autograd skips what is not asked for. Which operators these are is in a `SplitPlan`, found once
+for a graph and followed in all graphs that the same code makes. An `autograd.Function` written in Python computes
+all its gradients in both parts: it is right, but not cheaper.
 """
 
 from __future__ import annotations

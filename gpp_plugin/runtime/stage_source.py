@@ -1,8 +1,4 @@
-"""Where a stage's code comes from: traced from one model, or the user's own modules (`gpp_plugin.stage_graph`).
-
-Source: this project
-Tests: tests/integrations/test_preparation.py
-"""
+"""Where a stage's code comes from: traced from one model, or the user's own modules (`gpp_plugin.stage_graph`)."""
 
 from __future__ import annotations
 

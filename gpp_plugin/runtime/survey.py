@@ -2,9 +2,6 @@
 
 What an operator saves has the name that a plan knows it by (`SavedTensor`): of the operator whose result the
 storage is, or ``<operator>:inside``. Actions follow from names; numbers of storages from their identity.
-
-Source: this project
-Tests: tests/runtime/test_memory_ranks.py
 """
 
 from __future__ import annotations

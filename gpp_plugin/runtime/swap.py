@@ -13,9 +13,6 @@ counts as its working memory. On the CPU the same code copies at once, without s
 
 A storage that several operators keep, in several views, moves once and comes back as one storage; it stays until
 its last use, then lets go of the device again. The host buffer is free when autograd lets go of all handles.
-
-Source: Capuchin (ASPLOS 2020, doi 10.1145/3373376.3378505); DawnPiper (arXiv 2505.05856), section 4.3
-Tests: tests/runtime/test_swap.py
 """
 
 from __future__ import annotations

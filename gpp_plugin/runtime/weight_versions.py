@@ -11,9 +11,6 @@ With vertical sync a micro-batch uses on every stage the weights of the same age
 micro-batches in flight has at its forward.
 
 Buffers and frozen parameters have no versions.
-
-Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.3
-Tests: tests/runtime/test_weight_versions.py, tests/integrations/test_async.py
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 Between two windows a rank keeps the autograd graphs of the micro-batches in flight (`compute`), their weights
 (`weight_versions`) and what it has received for later (`carry`). One `AutogradCompute` and one executor a program
 serve a shape; a batch of another shape needs an empty pipeline first.
-
-Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.3
-Tests: tests/runtime/test_weight_versions.py, tests/integrations/test_async.py
 """
 
 from __future__ import annotations

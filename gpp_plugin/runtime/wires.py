@@ -4,9 +4,6 @@ A wire is one tensor of one message as one end sees it. The sender cuts its rows
 tensor; the receiver puts the pieces of one tensor together in the order of their samples. Where tensor ranks
 hold shards, both do so along the shards' axes as well: a message holds what is in its sender's and in its
 receiver's shard.
-
-Source: this project
-Tests: tests/runtime/test_tensor_grids.py
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""GPipe: all forwards, then all backwards (Huang et al., 2019).
-
-Source: GPipe (arXiv 1811.06965), section 2
-Tests: tests/schedule/test_schedules.py
-"""
+"""GPipe: all forwards, then all backwards (Huang et al., 2019)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The greedy schedule: backwards as early as the stage's shortest running time allows.
 
-It starts with one forward and then takes a backward wherever the order continued from there as 1F1B is still
-time-optimal, else a forward; among time-optimal orders the result holds the fewest micro-batches.
+Source: GraphPipe thesis, section 3.10.1, Algorithm 4. It starts with one forward and then takes a
+backward wherever the order continued from there as 1F1B is still time-optimal, else a forward; among
+time-optimal orders the result holds the fewest micro-batches.
 
 Deviations:
 
@@ -12,9 +13,6 @@ Deviations:
   gradient comes as early as it can, and the backwards follow each other without a forward between.
 - Every edge between stages that run backwards counts as one with gradients (see `in_flight`).
 - ``most_in_flight`` caps what is held; at the cap the next task is a backward.
-
-Source: GraphPipe thesis (chapter 3), section 3.10.1, Algorithm 4
-Tests: tests/schedule/test_greedy.py
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """How many micro-batches each stage holds between forward and backward, counted from the sink.
 
-`table_2` has the number for one pair of stages. A stage takes the most that any successor asks for.
+Source: GraphPipe, section 6 and appendix A.1; `table_2` has the number for one pair of stages. A
+stage takes the most that any successor asks for.
 
 Edges without gradients count like the others. Less would do for a pair of stages, but where a frozen
 stage feeds two branches that meet again it could stop all three; this way every order of a graph with
 gradients everywhere is also one of this graph.
-
-Source: GraphPipe (arXiv 2406.17145), section 6, Table 2, and appendix A.1
-Tests: tests/schedule/test_in_flight.py
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""kFkB: k forwards, then k backwards, after a warm-up (GraphPipe, section 6, footnote 2).
-
-Source: GraphPipe (arXiv 2406.17145), section 6
-Tests: tests/schedule/test_schedules.py
-"""
+"""kFkB: k forwards, then k backwards, after a warm-up (GraphPipe, section 6, footnote 2)."""
 
 from __future__ import annotations
 

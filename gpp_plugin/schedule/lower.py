@@ -2,9 +2,6 @@
 
 `placement` decides where messages stand between the tasks; here they become instructions, and the
 reductions and the optimizer step follow at the end.
-
-Source: this project
-Tests: tests/schedule/test_lower.py
 """
 
 from __future__ import annotations

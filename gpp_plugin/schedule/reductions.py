@@ -9,9 +9,6 @@ the one before the step remains.
 
     rank 0   F0  F1  B0  send  reduce  F2  B1  send  reduce  B2  send  reduce  step
     rank 1   F0  F1  B0  send  reduce  F2  B1  send  reduce  B2  send  reduce  step
-
-Source: this project
-Tests: tests/schedule/test_reductions.py
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 An exchange posts all its messages together and ends when all of them are posted at their other ends; a
 reduction of data ends when all ranks of the stage have come to it, a task with tensor ranks when all of its
 data position have, as it contains their collectives; everything else ends at once.
-
-Source: this project
-Tests: tests/schedule/test_validate.py
 """
 
 from __future__ import annotations

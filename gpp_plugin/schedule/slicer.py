@@ -1,7 +1,7 @@
 """AutoPipe's slicer: the first forwards in two halves, so that the last stage begins in half the time.
 
-Symbols: p stages ("blocks" there), f and b their forward and backward times, mb the sliced micro-batches. Four
-stages, the first micro-batch sliced, halves sent singly:
+Source: AutoPipe, section III-C and Algorithm 2. Symbols: p stages ("blocks" there), f and b their forward and
+backward times, mb the sliced micro-batches. Four stages, the first micro-batch sliced, halves sent singly:
 
     rank 0  0a 0b 1  1  2  2  3  3
     rank 1     0a 0b 1  1  2  2
@@ -26,9 +26,6 @@ Deviations:
 - A path of two stages stays whole, and so does a stage whose samples cannot be halved.
 
 Both variants leave in-flight counts as they are. Which one is faster, if either, the simulator says (`choose`).
-
-Source: AutoPipe (IEEE CLUSTER 2022), section III-C, Algorithm 2
-Tests: tests/schedule/test_slicer.py
 """
 
 from __future__ import annotations

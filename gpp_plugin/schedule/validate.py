@@ -18,9 +18,6 @@ What is proven for a plan, its schedules and the programs of all ranks:
    messages: an exchange posts all its messages together and ends when all of them are posted at
    their other ends; a reduction of data ends when all ranks of the stage have come to it, and a task,
    which has the collectives of tensor parallelism inside, when all tensor ranks of its data position have.
-
-Source: this project
-Tests: tests/schedule/test_validate.py
 """
 
 from __future__ import annotations

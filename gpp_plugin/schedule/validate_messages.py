@@ -1,8 +1,4 @@
-"""Checks of `validate` on messages: each rank's by themselves, and both ends of every channel.
-
-Source: this project
-Tests: tests/schedule/test_validate.py
-"""
+"""Checks of `validate` on messages: each rank's by themselves, and both ends of every channel."""
 
 from __future__ import annotations
 

@@ -9,9 +9,6 @@ the window, and of the messages those that its tasks send. Two things are added,
 
 Then messages are placed as in any other program (`placement`): send and receive of a message are in one window, and
 every window finishes by itself even if all ranks run it serially with rendezvous messages.
-
-Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.2
-Tests: tests/schedule/test_async.py
 """
 
 from __future__ import annotations

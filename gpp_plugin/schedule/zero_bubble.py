@@ -1,8 +1,9 @@
 """Zero bubble on a DAG: split backwards, weight gradients where a stage would wait, never more in flight.
 
-This is ZB-H1 of Qi et al. for stage graphs: the input gradient (I) goes on to the stages before at once, the weight
-gradient (W) comes later, where there is nothing else to do or the memory of its micro-batch is needed. Three stages,
-four micro-batches, F = I = W and B = I + W, with the same 3, 2 and 1 micro-batches in flight:
+Source: Qi et al., Zero Bubble Pipeline Parallelism (2023), whose ZB-H1 this is for stage graphs: the input
+gradient (I) goes on to the stages before at once, the weight gradient (W) comes later, where there is
+nothing else to do or the memory of its micro-batch is needed. Three stages, four micro-batches, F = I = W
+and B = I + W, with the same 3, 2 and 1 micro-batches in flight:
 
     1F1B         rank 0  F0  F1  F2  .   .   .   .   B0  B0  F3  B1  B1  .   B2  B2  .   B3  B3
                  rank 1  .   F0  F1  .   .   B0  B0  F2  B1  B1  F3  B2  B2  .   B3  B3  .   .
@@ -26,9 +27,6 @@ gradient, as the first one, runs whole backwards, as nobody waits for its input 
 time here, so that the order depends on the plan alone (`choose` decides with the links whether it pays); the
 ranks of a stage move together, as in Table 2, so that counts below Table 2's (which the greedy schedule may
 find, seeing single ranks) can be too few and are refused.
-
-Source: Zero Bubble (arXiv 2401.10241), section 2
-Tests: tests/schedule/test_zero_bubble.py
 """
 
 from __future__ import annotations

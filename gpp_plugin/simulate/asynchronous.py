@@ -2,9 +2,6 @@
 
 The same event loop as for a mini-batch runs a longer schedule, with an update behind each backward. A window's time
 is read off where windows repeat: how long after the end of one on all ranks the next one ends.
-
-Source: this project
-Tests: tests/plan/test_asynchronous.py, tests/simulate/test_asynchronous.py
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What each stage costs: timed on its own ranks, stage after stage, so that none disturbs another.
-
-Source: this project
-Tests: tests/stage_graph/test_equality.py, tests/stage_graph/test_engine.py
-"""
+"""What each stage costs: timed on its own ranks, stage after stage, so that none disturbs another."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A stage graph as the planner and the runtime know models: blocks, their tensors, parameters, inputs, the loss.
-
-Source: this project
-Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests/stage_graph/test_mixed.py
-"""
+"""A stage graph as the planner and the runtime know models: blocks, their tensors, parameters, inputs, the loss."""
 
 from __future__ import annotations
 

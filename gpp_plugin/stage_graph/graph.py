@@ -2,9 +2,6 @@
 
 What is wrong with one stage alone is refused by `StageGraph.stage`; what is wrong with all of them together,
 by `gpp_plugin.stage_graph.resolve`, before anything is built.
-
-Source: this project
-Tests: tests/stage_graph/test_bad_input.py
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """One rank's part of a stage graph: its module, what all stages make of which shapes, and the code of its stage.
 
 The engine uses it through `integrations.given_graph`; it needs no DeepSpeed itself.
-
-Source: this project
-Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests/stage_graph/test_mixed.py
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What a user's module keeps from forward to backward: which storages, in which order, until when.
-
-Source: this project
-Tests: tests/stage_graph/test_module_cost.py
-"""
+"""What a user's module keeps from forward to backward: which storages, in which order, until when."""
 
 from __future__ import annotations
 

@@ -2,9 +2,6 @@
 
 Its operators, blocks and tensors are known under names of the whole graph: an output under the user's name of it
 ("vision.hidden"), another tensor as "vision:<operator>", a block under the stage's name and its module path.
-
-Source: this project
-Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests/stage_graph/test_mixed.py
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 A stage gets rows of the sample batch and, for what other stages make, their integers as they are and random
 floating-point values of the shapes they announced. No activation travels; shapes are agreed on a CPU group. What
 a run leaves behind in the module (statistics, random states) is undone.
-
-Source: this project
-Tests: tests/stage_graph/test_equality.py, tests/stage_graph/test_engine.py
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 Everything a user may get wrong about the graph as a whole is refused here, in one line that names stage and
 edge, before anything is built or sent.
-
-Source: this project
-Tests: tests/stage_graph/test_bad_input.py
 """
 
 from __future__ import annotations

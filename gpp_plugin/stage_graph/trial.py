@@ -1,8 +1,4 @@
-"""A trial run of a stage's module: what it is called with where nothing is real yet, and what is undone after.
-
-Source: this project
-Tests: tests/stage_graph/test_equality.py, tests/stage_graph/test_engine.py
-"""
+"""A trial run of a stage's module: what it is called with where nothing is real yet, and what is undone after."""
 
 from __future__ import annotations
 

@@ -2,9 +2,6 @@
 
 Tensors between stages keep Megatron's layout: hidden_SBH [sequence, batch, hidden], with sequence parallelism this
 rank's share of the sequence. What comes from the batch or from an encoder has the batch first.
-
-Source: Megatron-LM (arXiv 1909.08053)
-Tests: tests/integrations/test_megatron.py, tests/integrations/test_megatron_training.py
 """
 
 from __future__ import annotations

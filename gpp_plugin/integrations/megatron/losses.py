@@ -3,9 +3,6 @@
 As megatron-core's `vocab_parallel_cross_entropy` computes it, but for two things: the group is an argument (that one
 reads it from `parallel_state`), and gradients keep the logits' precision (the fused one, which takes a group, rounds
 them to bfloat16).
-
-Source: Megatron-LM (arXiv 1909.08053)
-Tests: tests/integrations/test_megatron.py, tests/integrations/test_megatron_training.py
 """
 
 from __future__ import annotations

@@ -8,9 +8,6 @@ higher one in that group and the other way in the default group, so that the two
 
 Which edges these are, `plan.edge_transports` decides. An edge is the only one between its two ranks, so that
 messages without tags keep their order: it is the program's.
-
-Source: this project
-Tests: tests/plan/test_edge_transports.py, tests/integrations/test_megatron_p2p.py
 """
 
 from __future__ import annotations

@@ -10,9 +10,6 @@
 A factory changes a copy of the configuration: the parallel sizes become the stage's, fusing gradient accumulation is
 switched off (the stage's engine owns gradients), and on the CPU weights are initialised there. Nothing is put into
 Megatron's `parallel_state` but its scratch buffer, which attention and sequence parallelism ask it for.
-
-Source: Megatron-LM (arXiv 1909.08053)
-Tests: tests/integrations/test_megatron.py, tests/integrations/test_megatron_training.py
 """
 
 from __future__ import annotations

@@ -4,9 +4,6 @@ Whole states have megatron-core's names of the whole model (``decoder.layers.5.m
 chunk a layer is in. A sharded tensor is cut along ``partition_dim`` into ``tensor * partition_stride`` pieces, of which
 rank t has the pieces t, t + tensor, ...: the stride is 2 where gate and up projection of an MLP lie one behind the
 other in a tensor.
-
-Source: Megatron-LM (arXiv 1909.08053)
-Tests: tests/integrations/test_megatron.py, tests/integrations/test_megatron_training.py
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def use(folder: Path, python: Path) -> None:
         ["simulate", "plan.json"],
         ["report", "plan.json"],
         ["bench", "autopipe"],
-        ["demo", "--steps", "2"],
+        ["demo", "--steps", "2", "--ranks", "2", "--stages", "2"],
     ):
         run([gpp, *arguments], cwd=work)
 

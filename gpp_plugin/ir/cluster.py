@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,13 @@ class Link:
     bytes_per_s: float
     latency_us: float
 
+    def occupied_us(self, num_bytes: Any) -> Any:
+        """Return microseconds for which ``num_bytes`` (a number or an array) keep a rank's link busy, one way.
+
+        A message takes the latency on top; the link is free for the next one meanwhile.
+        """
+        return num_bytes / self.bytes_per_s * 1e6
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
@@ -67,4 +75,4 @@ class Cluster:
         if rank == other:
             return 0.0
         link = self.link_between(rank, other)
-        return link.latency_us + num_bytes / link.bytes_per_s * 1e6
+        return float(link.latency_us + link.occupied_us(num_bytes))

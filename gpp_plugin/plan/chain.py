@@ -18,6 +18,7 @@ from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import busiest_us, memory_excess
 from gpp_plugin.plan.sequential import as_sequential
 from gpp_plugin.plan.stages import StageDraft, build_plan
+from gpp_plugin.plan.time_formula import us_per_sample
 
 
 class ChainCosts:
@@ -85,7 +86,11 @@ class ChainCosts:
                 continue
             forward, backward = self.costs.block_times(size / degree)
             reduces = self.costs.num_reductions(mini_batch // size)
-            time = self._between(self._prefix(forward + backward)) / size + reduce_us * reduces / mini_batch
+            time = us_per_sample(
+                self._between(self._prefix(forward + backward)),
+                size,
+                reduce_us=reduce_us * reduces / mini_batch,
+            )
             mask = ~is_empty & (coupled == is_coupled)
             result[mask] = time[mask]
         if self.rules.fixed:
@@ -96,7 +101,10 @@ class ChainCosts:
                         result[start, stop] = np.inf
                         continue
                     times = self.costs.stage_times(self.rows[start:stop], size_here / degree)
-                    result[start, stop] = sum(times) / size_here + reduce_us[start, stop] / mini_batch
+                    reduces = self.costs.num_reductions(mini_batch // size_here)
+                    result[start, stop] = us_per_sample(
+                        sum(times), size_here, reduce_us=reduce_us[start, stop] * reduces / mini_batch
+                    )
         return result
 
     def memory(self, degree: int, in_flight: int) -> Floats:
@@ -115,7 +123,8 @@ class ChainCosts:
     def link_us_per_sample(self, num_ranks: int) -> Floats:
         """Return [cut]: microseconds a sample for activations and gradients over the outermost link needed."""
         link = link_for_span(self.request.cluster, num_ranks)
-        return 2 * self.crossing_bytes / link.bytes_per_s * 1e6
+        found: Floats = link.occupied_us(2 * self.crossing_bytes)
+        return found
 
     def drafts(self, bounds: Sequence[tuple[int, int, int]]) -> list[StageDraft] | None:
         """Return the drafts of (start, stop, degree), or None where one has no micro-batch size."""

@@ -23,6 +23,7 @@ from gpp_plugin.ir.plan import PipelinePlan, StageEdge
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.memory_formula import held_bytes, peak_bytes, stashed_bytes, unreduced_bytes
+from gpp_plugin.plan.time_formula import num_reductions
 
 Floats = npt.NDArray[np.float64]
 
@@ -148,12 +149,8 @@ class CostModel:
         return held
 
     def num_reductions(self, num_micro_batches: int) -> float:
-        """Return how many all-reduces of its gradients a stage's reductions in one mini-batch are worth.
-
-        ZeRO 0 one; ZeRO 1 a reduce-scatter and an all-gather of parameters, which is as much; ZeRO 2 the former
-        behind each backward.
-        """
-        return (num_micro_batches + 1) / 2 if self.zero_stage >= 2 else 1.0
+        """Return how many all-reduces of its gradients a stage's reductions in one mini-batch are worth."""
+        return num_reductions(num_micro_batches, self.zero_stage)
 
     def cost_key(self, block: int) -> tuple[object, ...]:
         """Return everything the profile says of a block but its name: equal keys, equal costs."""
@@ -255,7 +252,7 @@ def ring_us(num_bytes: float, degree: int, link: Link) -> float:
     if degree <= 1:
         return 0.0
     steps = 2 * (degree - 1)
-    return steps * (link.latency_us + num_bytes / degree / link.bytes_per_s * 1e6)
+    return float(steps * (link.latency_us + link.occupied_us(num_bytes / degree)))
 
 
 def group_link(cluster: Cluster, ranks: Sequence[int]) -> Link:

@@ -14,6 +14,7 @@ from gpp_plugin.plan.costs import CostModel, Floats, link_for_span, ring_us
 from gpp_plugin.plan.fitting import StageFitter
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.stages import StageDraft
+from gpp_plugin.plan.time_formula import us_per_sample
 
 
 class Option(NamedTuple):
@@ -39,7 +40,7 @@ class _Sizing:
     sizes: list[int]
     forward_us: Floats
     backward_us: Floats
-    per_size: Floats
+    samples: Floats
     reduce_us: Floats
     reduce_us_per_byte: Floats
 
@@ -176,7 +177,7 @@ class DegreeChooser:
         rows = np.array(self.sets.rows(mask))
         gradient = self.costs.group_gradient_bytes(self.sets.rows(mask))
         forward, backward = sizing.forward_us[:, rows].sum(axis=1), sizing.backward_us[:, rows].sum(axis=1)
-        us = (forward + backward) * sizing.per_size
+        us = us_per_sample(forward + backward, sizing.samples)
         if gradient > 0:
             us += sizing.reduce_us + gradient * sizing.reduce_us_per_byte
         found = self._timed[mask, wish] = list(
@@ -203,7 +204,7 @@ class DegreeChooser:
             sizes=[size for _, size in found],
             forward_us=np.array([forward for forward, _ in times]).reshape(shape),
             backward_us=np.array([backward for _, backward in times]).reshape(shape),
-            per_size=1.0 / np.array([size for _, size in found], dtype=float),
+            samples=np.array([size for _, size in found], dtype=float),
             reduce_us=np.array(latency) * steps / request.mini_batch,
             reduce_us_per_byte=(np.array(whole) - np.array(latency)) / 1e9 * steps / request.mini_batch,
         )

@@ -3,6 +3,10 @@
 It plays every task of every stage in its order; the ranks of a stage run in lockstep. Messages take turns
 at the sender's port and at the receiver's, in the order of the tasks that need them: close to what
 `simulate` computes rank by rank and message by message, at a fraction of the cost.
+
+That makes it another algorithm than the event loop, not a copy: it needs no clock common to all stages. A stage runs
+on until a message is missing, then the next one does, in any order; each has a clock of its own. What it plays with
+is the same: `stage_task_us`, `Link.occupied_us`, `CostModel.reduce_times`.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.schedule.kfkb import kfkb_schedule
+from gpp_plugin.simulate.durations import stage_task_us
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +151,8 @@ def estimate_plan_us(plan: PipelinePlan, costs: CostModel) -> float:
             micro_batch_size=stage.micro_batch_size,
             in_flight=stage.in_flight,
             k=stage.k,
-            forward_us=stage.forward_us,
-            backward_us=stage.backward_us,
+            forward_us=stage_task_us(stage, TaskKind.FORWARD),
+            backward_us=stage_task_us(stage, TaskKind.BACKWARD),
             reduce_us=reduces[i],
         )
         for i, stage in enumerate(plan.stages)
@@ -159,10 +164,9 @@ def estimate_plan_us(plan: PipelinePlan, costs: CostModel) -> float:
 def _edge_timing(edge: StageEdge, src: Stage, dst: Stage, costs: CostModel) -> EdgeTiming:
     low, high = sorted((src, dst), key=lambda stage: stage.ranks[0])
     link = costs.cluster.link_between(low.ranks[0], high.ranks[-1])
-    rate = 1e6 / link.bytes_per_s
 
     def hold(per_sample: float, fixed: float, stage: Stage) -> float:
-        return (per_sample * stage.local_batch_size + fixed) * rate
+        return float(link.occupied_us(per_sample * stage.local_batch_size + fixed))
 
     sample, whole = edge.bytes_per_sample, edge.bytes_fixed
     grad_sample, grad_whole = edge.gradient_bytes_per_sample, edge.gradient_bytes_fixed

@@ -1,5 +1,13 @@
 """GraphPipe's partitioner: a graph of stages, degrees and micro-batch sizes (section 5, Algorithm 1).
 
+Source: Jeon et al., "GraphPipe: Improving Performance and Scalability of DNN Training with Graph Pipeline
+Parallelism", ASPLOS 2025 (arXiv 2406.17145).
+
+    graphpipe_plan                   the planner
+      1 search_stages                partitions judged by a quick prediction, the best of them refined
+        2 find_partitions            for every micro-batch size: the frontier of (time a sample, depth)
+          3 fewest_devices           the recursion of Algorithm 1 (`stage_search`): devices by depth, within a time
+
 Legend: t is the bottleneck time a sample (the paper's TPS), B the mini-batch, b the micro-batch size,
 level the in-flight of a stage in micro-batches (depth from the sink).
 
@@ -21,7 +29,7 @@ Tests: tests/plan/test_graphpipe.py, tests/plan/test_quality.py, tests/plan/test
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -31,7 +39,7 @@ import numpy as np
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batches import BatchRules, batch_rules
 from gpp_plugin.plan.components import decompose
-from gpp_plugin.plan.costs import CostModel, link_for_span, ring_us
+from gpp_plugin.plan.costs import CostModel, Floats, link_for_span, ring_us
 from gpp_plugin.plan.fitting import StageFitter, fitter_for, levels_to_fit
 from gpp_plugin.plan.intervals import Series, build_series
 from gpp_plugin.plan.joined import best_judged, join_memory
@@ -42,6 +50,7 @@ from gpp_plugin.plan.stage_groups import read_groups
 from gpp_plugin.plan.stage_search import StageSearch
 from gpp_plugin.plan.stage_shapes import StageShapes
 from gpp_plugin.plan.stage_table import TableMaker
+from gpp_plugin.plan.time_formula import full_pipeline_us, pipelined_samples
 
 SLACK = 1.06
 """Partitions that may end within this factor of the best step known are looked at: refinement gains as much."""
@@ -86,13 +95,53 @@ class _Incumbent:
 def graphpipe_plan(request: PlanRequest) -> PipelinePlan:
     """Partition the model into a graph of stages, each with the memory optimization it runs with.
 
+    `search_stages` refines what `find_partitions` finds, which asks `StageSearch.fewest_devices`, the recursion.
+
     Raises:
         PlanInfeasible: no plan fits; the message names stage, need, limit and the nearest request that fits.
     """
-    plan, nearest = find_graph_plan(request)
+    costs, rules = _costs_and_rules(request)
+    candidates = search_stages(request, costs, rules, budget=_budget(request))[:1]
+    plan, nearest = _with_memory(request, costs, rules, candidates)
     if plan is None:
         explain_graph(request, nearest)
     return plan
+
+
+def _costs_and_rules(request: PlanRequest) -> tuple[CostModel, BatchRules]:
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    return costs, batch_rules(request)
+
+
+def _budget(request: PlanRequest) -> int:
+    return min(REFINE_BUDGET * request.num_ranks**3, MAX_BUDGET)
+
+
+def _with_memory(
+    request: PlanRequest, costs: CostModel, rules: BatchRules, candidates: list[Candidate]
+) -> tuple[PipelinePlan | None, list[Candidate]]:
+    """Return the quickest plan, stages that are made to fit among it, and all candidates; None where none fits."""
+
+    def search(asked: PlanRequest, fitter: StageFitter | None) -> list[Candidate]:
+        # Where memory is short there is more to weigh, and more to win.
+        if fitter is None:
+            return search_stages(asked, costs, rules, budget=_budget(request))
+        return search_stages(
+            asked, costs, rules, budget=MAX_BUDGET, num_refined=NUM_REFINED_TIGHT, fitter=fitter
+        )
+
+    fitter = fitter_for(request, costs)
+    if fitter is not None:
+        refiner = Refiner(request, costs, rules, budget=MAX_BUDGET, fitter=fitter)
+        candidates = [*candidates, *join_memory(request, costs, candidates, search, refiner)]
+    plan = best_judged(request, costs, candidates, fitter, planner="graphpipe")
+    return plan, sorted(candidates, key=lambda candidate: candidate.score)
+
+
+def _has_plan(request: PlanRequest) -> bool:
+    costs, rules = _costs_and_rules(request)
+    candidates = search_stages(request, costs, rules, budget=_budget(request))[:1]
+    return _with_memory(request, costs, rules, candidates)[0] is not None
 
 
 def explain_graph(request: PlanRequest, nearest: Sequence[Candidate]) -> NoReturn:
@@ -101,41 +150,18 @@ def explain_graph(request: PlanRequest, nearest: Sequence[Candidate]) -> NoRetur
     Raises:
         PlanInfeasible: always.
     """
-    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    costs, rules = _costs_and_rules(request)
     names = [block.name for block in request.graph.blocks]
     found = [[draft.blocks for draft in candidate.drafts] for candidate in nearest[:3]]
     explain_infeasible(
         request,
         costs,
-        batch_rules(request),
+        rules,
         [*found, [[name] for name in names], [names]],
         tried=[candidate.drafts for candidate in nearest],
         fitter=fitter_for(request, costs),
-        has_plan=lambda other: find_graph_plan(other)[0] is not None,
+        has_plan=_has_plan,
     )
-
-
-def find_graph_plan(request: PlanRequest) -> tuple[PipelinePlan | None, list[Candidate]]:
-    """Return the plan, or None where none fits, and the candidates it was chosen from."""
-    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
-    rules = batch_rules(request)
-    budget = min(REFINE_BUDGET * request.num_ranks**3, MAX_BUDGET)
-
-    def search(asked: PlanRequest, fitter: StageFitter | None) -> list[Candidate]:
-        # Where memory is short there is more to weigh, and more to win.
-        if fitter is None:
-            return search_stages(asked, costs, rules, budget=budget)
-        return search_stages(
-            asked, costs, rules, budget=MAX_BUDGET, num_refined=NUM_REFINED_TIGHT, fitter=fitter
-        )
-
-    candidates = search(request, None)[:1]
-    fitter = fitter_for(request, costs)
-    if fitter is not None:
-        refiner = Refiner(request, costs, rules, budget=MAX_BUDGET, fitter=fitter)
-        candidates += join_memory(request, costs, candidates, search, refiner)
-    plan = best_judged(request, costs, candidates, fitter, planner="graphpipe")
-    return plan, sorted(candidates, key=lambda candidate: candidate.score)
 
 
 def search_stages(
@@ -272,15 +298,24 @@ def find_partitions(
                     request, costs, rules, root, wish, deepest, shapes, fitter
                 )
             search = searches[wish, deepest]
-            for t, levels, score in _frontier(request, search, wish, best, bounds[wish], ramp):
-                groups = tuple(tuple(names[i] for i in sorted(g)) for g in read_groups(search, levels))
-                if (groups, wish) in found:
+            walk = _frontier(request, search, wish, best, bounds[wish], ramp)
+            point = next(walk)
+            while point is not None:
+                if point.levels is None:  # it asks what stages of at most t us a sample need
+                    point = walk.send(search.fewest_devices(point.t))
                     continue
-                us = score if predict is None else predict(groups, wish)
-                best.us = min(best.us, us)
-                found[groups, wish] = Partition(
-                    groups=groups, micro_batch_size=wish, us_per_sample=t, levels=levels, score=us
-                )
+                groups = tuple(tuple(names[i] for i in sorted(g)) for g in read_groups(search, point.levels))
+                if (groups, wish) not in found:
+                    us = point.score if predict is None else predict(groups, wish)
+                    best.us = min(best.us, us)
+                    found[groups, wish] = Partition(
+                        groups=groups,
+                        micro_batch_size=wish,
+                        us_per_sample=point.t,
+                        levels=point.levels,
+                        score=us,
+                    )
+                point = next(walk)
         best.us = min((partition.score for partition in found.values()), default=float("inf"))
         if best.us <= limit * SLACK or limit == float("inf"):
             return [partition for partition in found.values() if partition.score <= best.us * SLACK]
@@ -342,7 +377,7 @@ def make_search(
         rules,
         wish=wish,
         memory_limit=limit,
-        link_us_per_byte=1e6 / link_for_span(cluster, request.num_ranks).bytes_per_s,
+        link_us_per_byte=link_for_span(cluster, request.num_ranks).occupied_us(1.0),
         is_gpipe=request.schedule == "gpipe",
         reduce_us_per_byte=[ring_us(1e9, d, link_for_span(cluster, d)) / 1e9 for d in degrees],
         degrees=degrees,
@@ -353,53 +388,79 @@ def make_search(
     return StageSearch(root, maker, top)
 
 
-def _frontier(
-    request: PlanRequest, search: StageSearch, wish: int, best: _Incumbent, bound_us: float, ramp: float
-) -> Iterator[tuple[float, int, float]]:
-    """Yield (t, levels, score) of ever shallower solutions that may be among the best.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Point:
+    """A question, without levels: what do stages of at most ``t`` us a sample need? Else a point of the frontier.
 
     Args:
-        best: the caller lowers it between two solutions.
+        score: (B + (levels - 1) b) t, the time of a pipeline all of whose stages take t.
+    """
+
+    t: float
+    levels: int | None = None
+    score: float = 0.0
+
+
+def _frontier(
+    request: PlanRequest, search: StageSearch, wish: int, best: _Incumbent, bound_us: float, ramp: float
+) -> Generator[_Point | None, Floats, None]:
+    """Yield points of ever shallower solutions that may be among the best, then None for ever.
+
+    Between them it yields questions, whose answer is sent to it: [level] the fewest devices (`fewest_devices`).
+
+    The frontier falls: the fewer levels, the more time. For ``cap`` levels at most it is bisected over the sorted
+    times of all stages, so the result is exact:
+
+        levels allowed (cap)   6        5        4   3
+        times                  10 11 12 14 15 18 20 31      us a sample
+        fits the ranks         -  -  x  x  x  x  x  x       with at most 6 levels: t = 12 is the first point, and
+                                                            takes 5; the next asks for at most 4, from 14 on
+
+    Args:
+        best: the caller lowers it between two points.
         bound_us: a step is never shorter.
         ramp: part of the bottleneck's time that every level costs (`RAMP`).
     """
     times = search.times()
     ranks, mini_batch = request.num_ranks, request.mini_batch
+    asked: tuple[int, int | None] = -1, None
 
-    solved: tuple[int, int | None] = -1, None
-
-    def levels_at(index: int) -> int | None:
-        nonlocal solved
-        if solved[0] != index:
-            fewest = search.fewest_devices(float(times[index]))
+    def levels_at(index: int) -> Generator[_Point, Floats, int | None]:
+        """Return the fewest levels at which the ranks suffice for times up to that one, or None."""
+        nonlocal asked
+        if asked[0] != index:
+            fewest = yield _Point(t=float(times[index]))
             allowed = (fewest <= ranks).nonzero()[0]
-            solved = index, int(allowed[0]) if allowed.size else None
-        return solved[1]
+            asked = index, int(allowed[0]) if allowed.size else None
+        return asked[1]
 
     def last_within(levels: int) -> int:
         """Return the last time with which a solution of so many levels may still be among the best."""
-        slowest = best.us * SLACK / (mini_batch + ramp * (levels - 1) * wish)
+        slowest = best.us * SLACK / pipelined_samples(mini_batch, wish, levels, ramp)
         return int(times.searchsorted(slowest, side="right")) - 1
 
     low = int(times.searchsorted(bound_us * (1 - 1e-9) / mini_batch))
-    fewest = levels_at(last_within(1)) if last_within(1) >= low else None
+    fewest = (yield from levels_at(last_within(1))) if last_within(1) >= low else None
     cap = search.max_level
     while fewest is not None and cap >= fewest:
         high = last_within(cap)
-        levels = levels_at(high) if high >= low else None
+        levels = (yield from levels_at(high)) if high >= low else None
         if levels is None or levels > cap:
             low = max(low, high + 1)
             cap -= max(1, cap // 6)
             continue
         while low < high:
             middle = (low + high) // 2
-            found = levels_at(middle)
+            found = yield from levels_at(middle)
             if found is not None and found <= cap:
                 high = middle
             else:
                 low = middle + 1
-        levels = levels_at(high)
+        levels = yield from levels_at(high)
         assert levels is not None
-        yield float(times[high]), levels, float(times[high]) * (mini_batch + (levels - 1) * wish)
+        t = float(times[high])
+        yield _Point(t=t, levels=levels, score=full_pipeline_us(mini_batch, wish, levels, t))
         # Of deep solutions only some depths are kept: neighbours differ by less than the prediction errs.
         cap = levels - max(1, levels // 6)
+    while True:
+        yield None

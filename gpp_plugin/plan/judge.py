@@ -14,6 +14,7 @@ import dataclasses
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.estimate import estimate_plan_us
+from gpp_plugin.plan.time_formula import us_per_sample
 from gpp_plugin.schedule.forward_only import forward_only_stages
 from gpp_plugin.simulate.engine import predict_iteration_us
 
@@ -42,7 +43,9 @@ def judge_us(plan: PipelinePlan, costs: CostModel) -> float:
 def _full_pipeline_us(plan: PipelinePlan, costs: CostModel) -> float:
     one = dataclasses.replace(plan, mini_batch=plan.stages[0].micro_batch_size)
     reduce_us = costs.reduce_times(one)
+    # Of a micro-batch, where `us_per_sample` says of a sample: every one is followed by its reduction.
     slowest = max(
-        stage.forward_us + stage.backward_us + reduce_us[index] for index, stage in enumerate(plan.stages)
+        us_per_sample(stage.forward_us + stage.backward_us, 1, reduce_us=reduce_us[index])
+        for index, stage in enumerate(plan.stages)
     )
-    return plan.num_micro_batches(0) * slowest
+    return float(plan.num_micro_batches(0) * slowest)

@@ -17,10 +17,10 @@ from gpp_plugin.errors import PlanError
 from gpp_plugin.plan.capuchin import StageChoice, StageOptimizer
 from gpp_plugin.plan.linear import layer_bounds, split_by_weight
 from gpp_plugin.plan.memory_chain import ChainPlan
-from gpp_plugin.plan.operator_chain import OperatorChain
+from gpp_plugin.plan.operator_chain import TensorChain
 
 
-def balanced_bounds(chain: OperatorChain, bounds: Sequence[int], num_stages: int) -> list[int]:
+def balanced_bounds(chain: TensorChain, bounds: Sequence[int], num_stages: int) -> list[int]:
     """Return the layers' bounds between stages whose longest time is shortest (exact).
 
     Raises:

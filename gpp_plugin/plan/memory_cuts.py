@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gpp_plugin.plan.graph_tensors import Ints
-from gpp_plugin.plan.operator_chain import OperatorChain, PipelineShape
+from gpp_plugin.plan.operator_chain import PipelineShape, TensorChain
 
 WIDENING = 2
 """Cut positions looked at beyond both ends of the theorem's interval (it holds for two stages only)."""
@@ -29,7 +29,7 @@ NEAR = 0.25
 NUM_BISECTIONS = 10
 
 
-def compute_balanced_cut(chain: OperatorChain, start: int, stop: int, share: float) -> int:
+def compute_balanced_cut(chain: TensorChain, start: int, stop: int, share: float) -> int:
     """Return the cut that leaves about ``share`` of the interval's time on its left."""
     target = chain.time[start] + share * (chain.time[stop] - chain.time[start])
     right = int(np.searchsorted(chain.time, target))
@@ -39,7 +39,7 @@ def compute_balanced_cut(chain: OperatorChain, start: int, stop: int, share: flo
 
 
 def memory_balanced_cuts(
-    chain: OperatorChain, shape: PipelineShape, start: int, stop: int, stages: Sequence[int]
+    chain: TensorChain, shape: PipelineShape, start: int, stop: int, stages: Sequence[int]
 ) -> list[int]:
     """Return the cuts between ``stages`` for which the largest share of a device that one needs is smallest.
 
@@ -60,7 +60,7 @@ def memory_balanced_cuts(
 
 
 def _fill(
-    chain: OperatorChain, shape: PipelineShape, start: int, stop: int, stages: Sequence[int], share: float
+    chain: TensorChain, shape: PipelineShape, start: int, stop: int, stages: Sequence[int], share: float
 ) -> list[int]:
     """Return where each stage ends when stages take, in order, all that fits ``share`` of their device.
 
@@ -85,7 +85,7 @@ def _fill(
 
 
 def cut_interval(
-    chain: OperatorChain, shape: PipelineShape, start: int, stop: int, first: int, last: int
+    chain: TensorChain, shape: PipelineShape, start: int, stop: int, first: int, last: int
 ) -> tuple[int, int]:
     """Return the positions between which stages ``first``..``last`` are cut in the middle (Theorem 4.1).
 
@@ -101,7 +101,7 @@ def cut_interval(
     return min(low, high), max(low, high)
 
 
-def allowed_cuts(chain: OperatorChain, shape: PipelineShape) -> Ints:
+def allowed_cuts(chain: TensorChain, shape: PipelineShape) -> Ints:
     """Return the cut positions whose communication hides behind an even stage (B.2), both ends included.
 
     What crosses wherever near by a cut is made (the least within `NEAR` of an even stage's operators) is

@@ -100,7 +100,7 @@ def _partition(
     if request.memory_limit_bytes is not None:
         limit = min(limit, request.memory_limit_bytes)
     transient = float(costs.transient_per_sample.max(initial=0.0))
-    rate = 2e6 / link_for_span(request.cluster, ranks).bytes_per_s
+    rate = link_for_span(request.cluster, ranks).occupied_us(2.0)  # activations there, gradients back
     cut_us = _cut_bytes(request, costs, member) * rate
     degrees = rules.degrees()
     options = []

@@ -25,6 +25,7 @@ from gpp_plugin.plan.estimate import estimate_plan_us
 from gpp_plugin.plan.fitting import StageFitter
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.stages import StageDraft, build_plan
+from gpp_plugin.plan.time_formula import us_per_sample
 
 SLACKS = (0.0, 0.5, 1.0)
 
@@ -231,7 +232,8 @@ class Refiner:
 
     def _us_per_sample(self, mask: Mask, draft: StageDraft) -> float:
         local = draft.micro_batch_size / draft.degree
-        return sum(self.costs.stage_times(self.sets.rows(mask), local)) / draft.micro_batch_size
+        computing = sum(self.costs.stage_times(self.sets.rows(mask), local))
+        return float(us_per_sample(computing, draft.micro_batch_size))
 
     def _neighbours(self, at: Candidate) -> Iterator[Candidate]:
         """Yield the candidates one move away, the most promising kinds first."""

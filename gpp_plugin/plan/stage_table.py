@@ -20,6 +20,7 @@ from gpp_plugin.plan.fitting import StageFitter
 from gpp_plugin.plan.intervals import Branches, Series
 from gpp_plugin.plan.savings import least_added_us
 from gpp_plugin.plan.stage_shapes import NO_LIMIT, Bools, StageShapes, bin_shapes, series_shapes
+from gpp_plugin.plan.time_formula import us_per_sample
 
 
 @dataclass(slots=True)
@@ -205,9 +206,11 @@ class TableMaker:
         """Return [row, column] microseconds a sample at the micro-batch size ``size`` of the stage."""
         degree = self.degrees[i]
         link = shapes.through * (2 * self.link_us_per_byte / degree)
-        reduces = self.rules.mini_batch // size if self.costs.zero_stage >= 2 else 1
+        reduces = self.costs.num_reductions(self.rules.mini_batch // size)
         reduction = shapes.gradient * (self.reduce_us_per_byte[i] * reduces / self.rules.mini_batch)
-        found: Floats = np.maximum((shapes.times(size / degree) + added_us) / size, link) + reduction
+        found: Floats = us_per_sample(
+            shapes.times(size / degree) + added_us, size, reduce_us=reduction, link_us=link
+        )
         return found
 
     def _counts(self, shapes: StageShapes, size: int, degree: int) -> Floats:

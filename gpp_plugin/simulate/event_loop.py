@@ -1,4 +1,11 @@
-"""Times of a task graph: longest paths where links are free, an event loop where they are shared."""
+"""Times of a task graph: longest paths where links are free, an event loop where they are shared.
+
+Both give the same times where no two messages meet on a link. The first needs no events in the order of time: a node's
+start is the largest of what it waits for, whatever order nodes are visited in, so it costs a fraction of the second.
+
+What a task takes is `durations.stage_task_us`, what a message takes `MessageCosts`; `programs` plays lowered programs
+with the same two.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +36,26 @@ class Transfers:
     latency_us: list[float]
 
 
+class MessageCosts:
+    """What messages take on the links of a cluster (`Cluster.transfer_us`), in the two parts that simulators play."""
+
+    def __init__(self, cluster: Cluster | None) -> None:
+        """Take a cluster; without one messages take no time."""
+        self._cluster = cluster
+        self._rates: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def of(self, sender: int, receiver: int, num_bytes: float) -> tuple[float, float]:
+        """Return the time a message takes up its ends' links, and the latency after that."""
+        if self._cluster is None:
+            return 0.0, 0.0
+        pair = (sender, receiver)
+        rate = self._rates.get(pair)
+        if rate is None:
+            latency = self._cluster.transfer_us(*pair, 0.0)
+            rate = self._rates[pair] = self._cluster.transfer_us(*pair, 1e6) - latency, latency
+        return rate[0] * num_bytes / 1e6, rate[1]
+
+
 def message_transfers(graph: TaskGraph, cluster: Cluster) -> Transfers:
     """Return the cost of every message of ``graph`` on the links of ``cluster``.
 
@@ -41,20 +68,9 @@ def message_transfers(graph: TaskGraph, cluster: Cluster) -> Transfers:
             f"the plan uses rank {highest}, cluster {cluster.name!r} has {cluster.num_devices} devices; "
             "plan for fewer or describe a larger cluster"
         )
-    # A transfer is an affine function of the bytes, so two evaluations a pair of ranks
-    # give all its messages: (latency in us, us for 1e6 bytes beyond that). At 10 GB/s and
-    # 5 us: (5, 100), and 64 KiB take 5 + 6.55 us.
-    rates: dict[tuple[int, int], tuple[float, float]] = {}
-    occupied, latency = [], []
-    for sender, receiver, num_bytes in zip(graph.sender, graph.receiver, graph.num_bytes, strict=True):
-        pair = (sender, receiver)
-        rate = rates.get(pair)
-        if rate is None:
-            fixed = cluster.transfer_us(*pair, 0.0)
-            rate = rates[pair] = (fixed, cluster.transfer_us(*pair, 1e6) - fixed)
-        latency.append(rate[0])
-        occupied.append(rate[1] * num_bytes / 1e6)
-    return Transfers(occupied_us=occupied, latency_us=latency)
+    costs = MessageCosts(cluster)
+    each = [costs.of(*ends) for ends in zip(graph.sender, graph.receiver, graph.num_bytes, strict=True)]
+    return Transfers(occupied_us=[us for us, _ in each], latency_us=[us for _, us in each])
 
 
 def run_task_graph(

@@ -4,6 +4,10 @@ Two ways to post messages: ``asynchronous``, as the runtime does (a send is post
 waits at an exchange for its receives), and ``rendezvous``, the worst case that programs are proven
 for (a group ends only when both ends of all its messages have been posted and they have travelled).
 The tensor ranks of a data position start and end each task together.
+
+The event loop over task graphs (`event_loop`) is no special case of this one: there a message needs its sender's task
+and its links only, so that an order can be judged before there are programs, many times a second; here instructions
+are waited for as well. Both take task times and message costs from the same place.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, EventKind, Timeline
 from gpp_plugin.schedule.grid import program_grid
 from gpp_plugin.schedule.messages import activation_bytes, gradient_bytes, tensor_pairs
 from gpp_plugin.simulate.durations import Durations, duration_reader
+from gpp_plugin.simulate.event_loop import MessageCosts
 
 MODES = ("asynchronous", "rendezvous")
 
@@ -89,7 +94,7 @@ class _ProgramRun:
         self.events: list[Event] = []
         self._plan = plan
         self._programs = {program.rank: program for program in programs}
-        self._cluster = cluster
+        self._costs = MessageCosts(cluster)
         self._duration = duration_reader(plan, durations)
         self._num_ends = 2 if is_rendezvous else 1
         self._is_rendezvous = is_rendezvous
@@ -262,13 +267,7 @@ class _ProgramRun:
             self._push(end, 0, rank)
 
     def _cost(self, message: Message) -> tuple[float, float]:
-        if self._cluster is None:
-            return 0.0, 0.0
-        # A link is taken up by the bytes alone; the latency passes
-        # while the next message is already on its way.
-        latency = self._cluster.transfer_us(message.src_rank, message.dst_rank, 0.0)
-        total = self._cluster.transfer_us(message.src_rank, message.dst_rank, self._bytes(message))
-        return total - latency, latency
+        return self._costs.of(message.src_rank, message.dst_rank, self._bytes(message))
 
     def _bytes(self, message: Message) -> float:
         edge = self._plan.edges[message.edge]

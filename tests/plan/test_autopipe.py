@@ -5,10 +5,13 @@ import random
 
 import pytest
 
+from gpp_plugin.ir.cluster import Cluster, Device, Link
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.library.analytic import profile_model
 from gpp_plugin.library.graphs import build_model
 from gpp_plugin.plan.autopipe import ChainSimulator, balance_blocks, search_exact, search_heuristic
 from gpp_plugin.plan.clusters import read_cluster
+from gpp_plugin.simulate.engine import predict_iteration_us
 
 
 def test_equal_stages_take_the_closed_form():
@@ -20,6 +23,48 @@ def test_equal_stages_take_the_closed_form():
 def test_fewer_micro_batches_than_stages():
     simulator = ChainSimulator([1.0] * 4, [2.0] * 4, micro_batches=2)
     assert simulator.run((0, 1, 2, 3, 4))[0] == (2 + 3) * 3.0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_chain_simulator_is_the_event_loop_on_a_chain(seed):
+    """It is kept beside it for speed: a search asks it for thousands of cuts, the critical path included."""
+    rng = random.Random(seed)
+    num, stages, comm_us = rng.randint(2, 9), rng.randint(2, 5), rng.choice([0.0, 0.5, 3.0])
+    num = max(num, stages)
+    forward = [rng.uniform(1, 5) for _ in range(num)]
+    backward = [rng.uniform(1, 9) for _ in range(num)]
+    cuts = (0, *sorted(rng.sample(range(1, num), stages - 1)), num)
+    micro_batches = rng.randint(1, 3 * stages)
+    simulator = ChainSimulator(forward, backward, micro_batches=micro_batches, comm_us=comm_us)
+    link = Link(name="hop", span=stages, bytes_per_s=1e30, latency_us=comm_us)
+    device = Device(name="unit", memory_bytes=1, flops_per_s=1.0, memory_bytes_per_s=1.0)
+    pairs = list(zip(cuts, cuts[1:], strict=False))
+    plan = PipelinePlan(
+        model="chain",
+        graph="",
+        planner="",
+        mini_batch=micro_batches,
+        loss_unit=1,
+        stages=tuple(
+            Stage(
+                name=str(i),
+                blocks=(str(i),),
+                ranks=(i,),
+                micro_batch_size=1,
+                in_flight=min(stages - i, micro_batches),
+                forward_us=sum(forward[a:b]),
+                backward_us=sum(backward[a:b]),
+            )
+            for i, (a, b) in enumerate(pairs)
+        ),
+        edges=tuple(
+            StageEdge(src=i, dst=i + 1, batch_tensors=("x",), gradient_tensors=("x",))
+            for i in range(stages - 1)
+        ),
+    )
+    cluster = Cluster(name="chain", devices=(device,) * stages, links=(link,))
+    us = predict_iteration_us(plan, cluster=cluster)
+    assert simulator._run(cuts, micro_batches)[0] == pytest.approx(us, rel=1e-12)
 
 
 def test_the_heaviest_stage_is_the_master():

@@ -2,13 +2,19 @@
 
 import dataclasses
 
+import networkx as nx
 import pytest
 
 from gpp_plugin.errors import PlanInfeasible
+from gpp_plugin.plan.batches import batch_rules
+from gpp_plugin.plan.components import decompose
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.estimate import estimate_plan_us
+from gpp_plugin.plan.graphpipe import make_search
+from gpp_plugin.plan.intervals import build_series
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.sequential import as_sequential
+from gpp_plugin.plan.stage_groups import read_groups
 from tests.plan.graphs import (
     branches,
     chain,
@@ -146,3 +152,22 @@ def test_the_stage_that_needs_most_gets_the_device_that_has_most():
     cluster = dataclasses.replace(make_cluster(2), devices=(small, large))
     plan = make_plan("graphpipe", make_request(graph, profile, ranks=2, cluster=cluster, **FREE))
     assert [(s.ranks, s.memory_bytes) for s in plan.stages] == [((1,), 60), ((0,), 30)]
+
+
+def test_the_worked_example_of_the_recursion():
+    """Blocks of 8 and 12 us a sample, 8 us a sample allowed: the tables in the docstring of `stage_search`."""
+    graph = chain(2)
+    first, second = (block.name for block in graph.blocks)
+    profile = make_profile(graph, {first: 8.0 / 3, second: 4.0})
+    request = make_request(graph, profile, ranks=4, mini_batch=16, loss_unit=1, micro_batch_sizes={"*": 4})
+    link = dataclasses.replace(request.cluster.links[0], bytes_per_s=1e30)
+    request = dataclasses.replace(request, cluster=dataclasses.replace(request.cluster, links=(link,)))
+    costs, rules = CostModel(graph, profile, request.cluster), batch_rules(request)
+    assert rules.degrees() == [1, 2, 4]
+    root = build_series(graph, costs, rules, decompose(nx.DiGraph([(0, 1)])))
+    search = make_search(request, costs, rules, root, 4, 2)
+    inf = float("inf")
+    assert search.fewest_devices(8.0).tolist() == [inf, 4, 3]
+    fewest = search.solved[id(root)].fewest[0, 0]  # [level, place]
+    assert fewest.T.tolist() == [[inf, 4, 3], [inf, 2, 2], [0, 0, 0]]
+    assert read_groups(search, 2) == [(0,), (1,)] and read_groups(search, 1) == [(0, 1)]

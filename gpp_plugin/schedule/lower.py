@@ -66,6 +66,9 @@ def lower_schedules(
         ScheduleError: the schedules are incomplete, wait for each other, or do not fit the arguments.
         PlanError: micro-batches do not divide evenly, or an edge names no tensors.
     """
+    # 1. tasks and messages as one graph; 2. when each would happen, simulated with the plan's times; 3. one global
+    # order by those times, restricted to each rank, so that no two ranks can wait for each other (`placement`);
+    # 4. instructions; 5. the tail that every rank runs once: reductions, and the step that all ranks agree on.
     graph = build_task_graph(plan, schedules)
     trained = {schedule.stage for schedule in schedules if has_backwards(schedule)}
     if not training and trained:
@@ -97,10 +100,10 @@ def lower_graph(
     """
     times = run_task_graph(graph, durations, transfers=transfers)
     programs = _programs(graph, place_messages(graph, times))
-    # Late receives are proven safe among tasks and messages. An update is more than that, a rendezvous of all ranks of
-    # its stage: rank 1 may stand in it while rank 0, still before it, waits for a message that needs, by way of other
-    # stages, what rank 1 sends behind it. The global order itself puts each update after the backwards on all ranks of
-    # its stage, so its slots are safe with updates too.
+    # Late receives are proven safe among tasks and messages. An update is more than that, a rendezvous of all ranks
+    # of its stage: rank 1 may stand in it while rank 0, still before it, waits for a message that needs, by way of
+    # other stages, what rank 1 sends behind it. The global order itself puts each update after the backwards on all
+    # ranks of its stage, so its slots are safe with updates too.
     if graph.num_updates and execute_serially(graph.plan, {p.rank: p for p in programs}).stuck:
         return _programs(graph, safe_placement(graph, times))
     return programs

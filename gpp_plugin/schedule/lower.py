@@ -8,12 +8,12 @@ reductions and the optimizer step follow at the end. Two stages of one rank, one
 
 A part of a longer schedule (`windows`) is lowered by the same code; what differs stands in its task graph.
 
-ZeRO 2 keeps no whole gradients, so it needs a reduction behind every micro-batch's backward. A reduction is a rendezvous
-of the stage's ranks, so it can stop programs that finish without it: rank a reduces before it sends what rank b, by way
-of other stages, needs for its backward. What is tried first is one reduction after each backward, behind the messages
-that follow it and before the next task; then all programs are executed serially, and a reduction at which they stop is
-taken out on all ranks of its stage. That is always allowed, as a reduction takes all gradients that have come together
-since the last one, and the one before the step remains.
+ZeRO 2 keeps no whole gradients, so it needs a reduction behind every micro-batch's backward. A reduction is a
+rendezvous of the stage's ranks, so it can stop programs that finish without it: rank a reduces before it sends what
+rank b, by way of other stages, needs for its backward. What is tried first is one reduction after each backward, behind
+the messages that follow it and before the next task; then all programs are executed serially, and a reduction at which
+they stop is taken out on all ranks of its stage. That is always allowed, as a reduction takes all gradients that have
+come together since the last one, and the one before the step remains.
 
     rank 0   F0  F1  B0  send  reduce  F2  B1  send  reduce  B2  send  reduce  step
     rank 1   F0  F1  B0  send  reduce  F2  B1  send  reduce  B2  send  reduce  step

@@ -39,6 +39,8 @@ def call_on_rank_zero(
         GppError: ``make`` raised it on rank 0; every rank raises the same.
         CommTimeout: rank 0 did not answer in time.
     """
+    # Two broadcasts, how long and then what, so that nobody needs to guess a length. An error is an answer too: rank
+    # 0 tells its type and text, and every rank raises the same line instead of waiting for a plan that will not come.
     if group is None or dist.get_world_size(group) == 1:
         return make()
     answer = b""
@@ -99,6 +101,10 @@ def exchange(
         GppError: ``make`` raised on a rank; of several, the first one's.
         CommTimeout: a rank is gone, or did not answer in the group's time; names those that did not come.
     """
+    # Every rank comes to the gather, failed or not, and brings (value, None) or (None, (type, text)). The first
+    # rank's problem is raised on all; the rank it happened on has it as the cause, with its traceback.
+    #
+    #     rank 0   (42, None)   (None, ("CaptureError", "stage ..."))      both raise CaptureError("stage ...")
     if group is None or dist.get_world_size(group) == 1:
         return [make()]
     value: T | None = None

@@ -125,6 +125,8 @@ def slice_batch(
         specs: the captured model inputs by batch key (their layouts).
         dtype: floating inputs are cast to it; None keeps them.
     """
+    # Stage of micro-batches of 4 samples on 2 ranks, mini-batch 8: rank 1 of the stage reads samples 2..3 and 6..7.
+    # Of an input with 3 rows a sample (three images, say) that is rows 6..11 and 18..23.
     samples = [stage.samples(micro_batch, rank) for micro_batch in range(num_micro_batches)]
     columns = [_rows(batch[key], specs[key], samples, device, dtype) for key in keys]
     return [tuple(column[i] for column in columns) for i in range(num_micro_batches)]
@@ -164,6 +166,8 @@ def take_samples(batch: Batch, first: int, count: int, total: int) -> dict[str, 
 
 def shape_key(batch: Batch, num_samples: int) -> tuple[Any, ...]:
     """Return what a compiled shape depends on: dtypes, shapes beyond the samples, constants."""
+    # Rows are told by sample, not as they are: 8 images at 4 samples and 16 at 8 are one shape, (.., 2.0, ..), as the
+    # code of a stage is for a number of samples of its own, however many the mini-batch has.
     parts: list[Any] = []
     for key in sorted(batch):
         value = batch[key]

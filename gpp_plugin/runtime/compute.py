@@ -226,6 +226,7 @@ class AutogradCompute:
         if self._hooks is None:
             return call(*self._parameters, *inputs, *received)
         parameters = self._parameters if self._versions is None else self._versions.use(micro_batch)
+        # A stage without a plan, not counted: no hooks, nothing between code and autograd but this comparison.
         if self._keeper is None:
             leaves = [received[index].requires_grad_(True) for index in self._leaves]
             outputs = call(*parameters, *inputs, *received)
@@ -307,6 +308,9 @@ class AutogradCompute:
         self, parts: Sequence[_Part], gradients: Sequence[Tensor | None], loss_scale: float
     ) -> tuple[list[Root], list[Tensor]]:
         """Return what the backward starts from, and with which gradients: of the loss, and of outputs."""
+        # Of a loss stage with output y, whole: roots [loss, y], seeds [scale x share, dy]. In halves: roots [loss a,
+        # y a, loss b, y b], seeds [half of that, dy's first rows, half, dy's last rows], as each half's loss is a
+        # mean over its own.
         roots: list[Root] = []
         seeds: list[Tensor] = []
         seed = loss_scale * self._loss_share / len(parts)
@@ -340,6 +344,9 @@ class AutogradCompute:
         self, parts: Sequence[_Part], gradients: Sequence[Sequence[Tensor | None]]
     ) -> list[Tensor]:
         """Return the gradients of received tensors: rows of both halves joined, or their sum."""
+        # What no root depends on has a gradient of zeros: its producer waits for one. A tensor without a batch axis
+        # that both halves read is one leaf of both, or a leaf of each (where it was put into the graph for each), to
+        # be added.
         found = [
             [g if g is not None else torch.zeros_like(leaf) for g, leaf in zip(row, part.leaves, strict=True)]
             for row, part in zip(gradients, parts, strict=True)

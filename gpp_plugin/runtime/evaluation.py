@@ -78,6 +78,8 @@ def _match_blocks(
 
 def split_evaluation(plan: PipelinePlan, num_samples: int) -> tuple[EvaluationPart, ...]:
     """Return plans that together run ``num_samples`` samples, each a multiple of what it takes."""
+    # Micro-batches of 4 and 8, loss units of 2, 21 samples: 16 in whole micro-batches on all ranks, then 4 as two
+    # units, then one unit of 1. A mini-batch that 8 divides is the first part alone.
     step = math.lcm(*(stage.micro_batch_size for stage in plan.stages))
     parts = []
     first = 0

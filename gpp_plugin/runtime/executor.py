@@ -79,6 +79,9 @@ class StageExecutor:
         is_training: bool = True,
         window: WindowPlace | None = None,
     ) -> None:
+        # Everything that can be known before the first mini-batch is known here: tensors have positions, messages
+        # numbers, tasks slots, and each instruction becomes one closure over those. Running the program is calling a
+        # list.
         self._program = program
         self._rank = program.rank
         self._stage = plan.stages[program.stage]
@@ -184,6 +187,8 @@ class StageExecutor:
         is_held_back = self._is_training and not self._is_trained
         first_input = self._first_input
 
+        # A task waits for the messages it reads and no others; which ones somebody has waited for before is known
+        # too, so ``waits`` names each message once in the whole program.
         def run() -> None:
             for number in waits:
                 mail.complete(number)
@@ -252,6 +257,10 @@ class StageExecutor:
             CommTimeout: a message did not come in time.
             RuntimeFailure: a task failed; names rank, stage and task.
         """
+        # One loop, no branches by kind: ``steps`` has the closures in the order of the program. The last instruction
+        # named is the one that failed. After a failure everything is let go of, a window's carry included
+        # (``is_carried``), as nobody knows what the other ranks have done; after success only what the next window
+        # has taken over stays.
         self._inputs = inputs
         self._result = _empty_result()
         self._recorder.start(self._result.events, is_on=record)

@@ -129,6 +129,16 @@ class Mailbox:
         Args:
             num_receives: of each exchange.
         """
+        # ``ends[i]``: receives up to and including exchange i, carried ones first; a mark is never below it once the
+        # exchange starts. Of a depth of 4 with one small receive an exchange:
+        #
+        #     exchange   0  1  2  3  4  5  6  7
+        #     ends       1  2  3  4  5  6  7  8
+        #     marks      5  5  5  8  8  8  8  8     at 3 fewer than two ahead are posted: fill up to four ahead
+        #
+        # The next exchange's are posted whatever their size, so that a rank never waits for room to receive what it
+        # is about to need; beyond those bytes are bounded, as each posted buffer is device memory nobody reads yet.
+        # Depth 0 posts what the exchange itself receives, no more.
         if self._transport is None:
             return [0] * len(num_receives)
         depth, limit = self._transport.prepost_depth, self._transport.prepost_bytes
@@ -163,6 +173,8 @@ class Mailbox:
             for message, parcels in self._routes.sends[index]
         ]
 
+        # Receives first, as others may be waiting to send; what is sent here was made before, so the order within an
+        # exchange is no matter of correctness.
         def exchange() -> None:
             begin()
             if len(self.inbox) < mark:
@@ -238,6 +250,9 @@ class Mailbox:
 
     def take_over(self, carry: Carry) -> None:
         """Go on with what the window before left."""
+        # What window 1 received for window 2 (a gradient of micro-batch 1, say) is named there as it was in window 1,
+        # and from the steady window on each program counts a window more: the runner has renamed it before
+        # (`renumber`).
         self.shift = carry.shift
         for message in self._carried:
             buffers, pending = carry.received.pop(message)

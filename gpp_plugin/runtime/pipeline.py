@@ -242,6 +242,8 @@ class Lane:
         )
 
     def _executor_for(self, batch: Batch) -> _Compiled:
+        # Least recently used first: a hit moves to the end, and a new shape beyond `MAX_SHAPES` takes the first one's
+        # place.
         key = shape_key(batch, self.plan.mini_batch)
         found = self._executors.get(key)
         if found is not None:

@@ -146,6 +146,8 @@ class MovingPass(Pass):
 
     def move(self, tensor: Tensor, slot: int) -> SwappedView:
         """Return a handle of a tensor on the host; its storage moves when the first of its tensors does."""
+        # Every use is noted in the queue, so that a storage that several operators keep comes back for the first of
+        # them in backward order, which is the last one here.
         storage = self._slots.get(slot)
         if storage is None:
             storage = self._slots[slot] = SwappedStorage(self._link, tensor, self._counter)
@@ -198,6 +200,8 @@ class PlannedPass(MovingPass):
 
     def packer(self) -> Callable[[Tensor], Packed]:
         """Return what does with each saved tensor what the recipe says at its position."""
+        # ``actions[place]`` for the saved tensor number ``place``: with [None, Swap(0), Drop(1), Swap(0)] the first
+        # stays, the second and fourth are views of one storage that moves once, the third is made again by segment 1.
         actions, is_uncounted, saved = self._recipe.actions, self._counter is None, self._saved
 
         def pack(tensor: Tensor) -> Packed:

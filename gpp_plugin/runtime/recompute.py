@@ -139,6 +139,10 @@ class Replay:
         self._count_working(0)  # some of what was made again may never have been asked for
 
     def _run(self) -> None:
+        # The second forward saves what the first one did, in the same order: ``places`` says for each which number it
+        # had in the stage's forward, None where the first one was kept. With places [0, None, 3] the first and third
+        # are collected as 0 and 3, the second is dropped at once. The graph that gradients on builds is never used:
+        # without it operators would save nothing.
         second = self._second
         assert second is not None, "a segment's code is known before any backward"
         arguments = [self._argument(name, second) for name in second.code.arguments]

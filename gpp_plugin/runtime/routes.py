@@ -137,6 +137,9 @@ class _Resolver:
         specs: Mapping[str, TensorSpec],
         carried: Sequence[Message],
     ) -> None:
+        # ``shard_axes``: (is it read here, tensor) -> the axis along which this stage's tensor ranks hold shards of
+        # it. ``makers``: (is it a forward, micro-batch) -> the tasks that make what is sent of it; two where it runs
+        # in halves.
         self._program = program
         self._plan = plan
         self._boundary = boundary
@@ -188,6 +191,10 @@ class _Resolver:
         )
 
     def _sources(self, wire: Wire, makers: Sequence[Task], position: int) -> tuple[RowSource, ...]:
+        # A message of rows 1..2 of a micro-batch of four samples whose forward runs in halves takes the last row of
+        # 0a (rows 0..1) and the first of 0b (rows 2..3):
+        #
+        #     [RowSource(slot of 0a, first_row=1, num_rows=1), RowSource(slot of 0b, first_row=0, num_rows=1)]
         sources: list[RowSource] = []
         for task in makers:
             first, count = wire.first_row, wire.num_rows
@@ -213,6 +220,9 @@ class _Resolver:
     # ---- what is read ----------------------------------------------------------------------------
 
     def _reads(self) -> dict[Task, TaskReads]:
+        # Two passes over the tasks, as only the whole program says who reads a piece last, and that one lets go of
+        # it. Whoever reads a message first waits for it: halves 0a and 0b that both read message 4 wait as (4,) and
+        # ().
         arrived = self._arrived()
         groups: dict[Task, dict[str, list[list[Piece]]]] = {}
         last_reader: dict[tuple[int, int], Task] = {}
@@ -266,7 +276,10 @@ class _Resolver:
                 else _of_half(task, self._receives, arrived)
             )
             return [self._placed(task, name, joined)] if joined else []
-        # A tensor without a batch axis is the same for every consumer micro-batch: their gradients add up.
+        # Gradients. Two consumers (edges 0 and 1), the second with micro-batches half the size, send for one tensor
+        # of four rows: ``[[rows 0..3 of edge 0], [rows 0..1, rows 2..3 of edge 1]]``; rows of a group are joined,
+        # groups added. A tensor without a batch axis is the same for every consumer micro-batch: their gradients add
+        # up.
         by_source: dict[tuple[int, SampleRange | None], list[Piece]] = defaultdict(list)
         for number, position in arrived:
             message = self._receives[number][0]

@@ -93,6 +93,9 @@ def lay_out(graph: fx.Graph, policy: MemoryPolicy, fixed: frozenset[str]) -> tup
     Args:
         fixed: placeholders that are there at any time: parameters, buffers, constants, the model's inputs.
     """
+    # ``runs[s][r]`` are the operators of run r of segment s. Code ``a b p c m d`` with segments 0 = {a, b, c, d} and
+    # no segment for p, where m is replicated (a mask, in no block): runs[0] = [[a, b], [c, d]]. p ends the first run,
+    # as its result may be what c reads; m does not, as it runs again with the segment.
     operators = [node for node in graph.nodes if node.op == "call_function"]
     current = -1
     runs: list[list[list[fx.Node]]] = [[] for _ in policy.segments]
@@ -111,6 +114,9 @@ def lay_out(graph: fx.Graph, policy: MemoryPolicy, fixed: frozenset[str]) -> tup
 def _layout(
     runs: list[list[fx.Node]], operators: list[fx.Node], policy: MemoryPolicy, fixed: frozenset[str]
 ) -> SegmentLayout:
+    # What each run reads from outside and no earlier run did: of ``a(x) b(a) | c(b, y) d(c, x)`` the runs' values are
+    # (x,) and (y,), as x is held since the first. Parameters and inputs (``fixed``) are there anyway, but for those
+    # that the segment itself changes and reads: they are copied before its first run (``snapshots``).
     own = {node for run in runs for node in run}
     replicated = _replicated(own, operators, policy)
     scratch = {

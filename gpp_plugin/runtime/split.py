@@ -100,6 +100,13 @@ class BackwardSplitter:
         Returns:
             The gradient of each leaf (None where no root depends on it), and the second part.
         """
+        # One pass of autograd for I asks for three kinds of edges at once: leaves, boundary operators by level, and
+        # early parameters. For the figure above, with n1 and n2 on levels 0 and 1:
+        #
+        #     wanted   [leaf | n1, n2 | ]        found   [d leaf | what arrived at n1, at n2 | ]
+        #     pending  calls [n1 -> w1, n2 -> w2]
+        #
+        # ``retain_graph``: W runs the same operators again, and lets go of them.
         if not roots:
             return [None] * len(leaves), PendingWeights()
         edges = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots]
@@ -288,6 +295,8 @@ class _Graph:
 
     def _find_levels(self) -> dict[int, int]:
         """Return the level of each boundary node: none leads to another one of its level."""
+        # The level is the most boundary operators on a way down to the node: n1 0, n2 behind it 1, gelu between them
+        # none.
         depth = dict.fromkeys(self._order, 0)
         level = {}
         for node in self._order:
@@ -306,6 +315,10 @@ class _Graph:
         These are closed under each other: whatever leads to an early parameter is early itself, with all
         parameters it leads to.
         """
+        # ``levels_at``: target -> the levels of the boundary operators above it. A bias added in two layers has
+        # levels {0, 1}: the call of level 0 would leave its graph for level 1's, so I makes its gradient. The loop at
+        # the end closes that: a target that leads to an early parameter is early with all its parameters, as it runs
+        # only once.
         levels_at: dict[int, set[int]] = {}
         for node, level in self._level.items():
             for child, _ in self._children[node]:

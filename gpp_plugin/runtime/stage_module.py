@@ -7,7 +7,7 @@ length), it takes parameters, model inputs and received tensors, and returns wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,48 +116,21 @@ def build_stage_function(
     Raises:
         CaptureError: an output is not among the stage's nodes.
     """
-    by_name = {node.name: node for node in captured.graph.nodes}
     nodes = set(nodes)
-    missing = sorted(nodes - set(by_name))
+    missing = sorted(nodes - {node.name for node in captured.graph.nodes})
     if missing:
         raise CaptureError(
             f"the graph captured at {captured.op_graph.num_samples} samples has no nodes {missing[:4]}; "
             "the model's graph changes with the shape of its inputs, use one shape or pad to a few"
         )
+    # What the code computes are the operators of ``wanted``, in the order of the capture; what it takes is whatever
+    # they read beside. Of ``linear(hidden, weight) + mask`` in a stage behind another one that makes ``hidden``, with
+    # ``mask`` replicated and made of ``attention_mask``: weight is a tensor, attention_mask an input, hidden is
+    # received.
     wanted = captured.replicated_closure(nodes) if with_replicated else nodes
-    graph = torch.fx.Graph()
-    mapping: dict[torch.fx.Node, torch.fx.Node] = {}
     kept = [node for node in captured.graph.nodes if node.name in wanted]
-    sources = dict.fromkeys(
-        source for node in kept for source in node.all_input_nodes if source.name not in wanted
-    )
-    groups: dict[str, list[torch.fx.Node]] = {"constant": [], "tensor": [], "input": [], "received": []}
-    helpers: list[torch.fx.Node] = []
-    for source in sources:
-        if source.op == "get_attr":
-            helpers.append(source)
-        elif source.name in captured.constants:
-            groups["constant"].append(source)
-        elif source.name in captured.parameters:
-            groups["tensor"].append(source)
-        elif source.name in captured.inputs and source.name not in captured.op_graph.received:
-            groups["input"].append(source)
-        else:
-            groups["received"].append(source)
-    for members in groups.values():
-        for source in members:
-            mapping[source] = graph.placeholder(source.name)
-    root: dict[str, Any] = {}
-    for source in helpers:
-        root[str(source.target)] = captured.attributes[str(source.target)]
-        mapping[source] = graph.node_copy(source)
-    for node in kept:
-        mapping[node] = graph.node_copy(node, lambda n: mapping[n])
-    absent = [name for name in outputs if by_name[name] not in mapping]
-    if absent:
-        raise CaptureError(f"stage outputs {absent} are not computed by its blocks")
-    graph.output(tuple(mapping[by_name[name]] for name in outputs))
-    module = torch.fx.GraphModule(_root_module(root), graph)
+    groups = _group_sources(captured, kept, wanted)
+    module = _generate(captured, kept, groups, outputs)
     constants = tuple(captured.constants[source.name] for source in groups["constant"])
     forward = module.forward
     return StageFunction(
@@ -170,6 +143,59 @@ def build_stage_function(
         code=module.code,
         module=module,
     )
+
+
+_ARGUMENTS = ("constant", "tensor", "input", "received")
+"""What a stage's code takes, in this order."""
+
+
+def _group_sources(
+    captured: CapturedGraph, kept: Sequence[torch.fx.Node], wanted: Set[str]
+) -> dict[str, list[torch.fx.Node]]:
+    """Return what the operators ``kept`` read from outside, by kind; a ``helper`` is no tensor (a sub-graph's code)."""
+    sources = dict.fromkeys(
+        source for node in kept for source in node.all_input_nodes if source.name not in wanted
+    )
+    groups: dict[str, list[torch.fx.Node]] = {kind: [] for kind in (*_ARGUMENTS, "helper")}
+    for source in sources:
+        if source.op == "get_attr":
+            groups["helper"].append(source)
+        elif source.name in captured.constants:
+            groups["constant"].append(source)
+        elif source.name in captured.parameters:
+            groups["tensor"].append(source)
+        elif source.name in captured.inputs and source.name not in captured.op_graph.received:
+            groups["input"].append(source)
+        else:
+            groups["received"].append(source)
+    return groups
+
+
+def _generate(
+    captured: CapturedGraph,
+    kept: Sequence[torch.fx.Node],
+    groups: Mapping[str, Sequence[torch.fx.Node]],
+    outputs: Sequence[str],
+) -> torch.fx.GraphModule:
+    """Return the code that runs ``kept``.
+
+    Raises:
+        CaptureError: an output is not among what it computes or takes.
+    """
+    graph = torch.fx.Graph()
+    mapping = {source: graph.placeholder(source.name) for kind in _ARGUMENTS for source in groups[kind]}
+    root: dict[str, Any] = {}
+    for source in groups["helper"]:
+        root[str(source.target)] = captured.attributes[str(source.target)]
+        mapping[source] = graph.node_copy(source)
+    for node in kept:
+        mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+    made = {source.name: copy for source, copy in mapping.items()}
+    absent = [name for name in outputs if name not in made]
+    if absent:
+        raise CaptureError(f"stage outputs {absent} are not computed by its blocks")
+    graph.output(tuple(made[name] for name in outputs))
+    return torch.fx.GraphModule(_root_module(root), graph)
 
 
 def _root_module(attributes: Mapping[str, Any]) -> nn.Module:

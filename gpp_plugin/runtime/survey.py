@@ -61,6 +61,8 @@ class _Storages:
 
     def claim(self, tensor: Tensor, *names: str) -> _Owner:
         """Return the owner of a tensor's storage, which has these names if it is a new one."""
+        # Storages are told apart by address while they live. One that died may have lent its address to another
+        # since, which its dead weak reference shows: then the storage is new, and its name with it.
         key = storage_id(tensor)
         owner = self._owners.get(key)
         if owner is None or owner.storage() is None:
@@ -128,6 +130,13 @@ class SurveyPass(MovingPass):
         tell: Callable[[Recipe], None],
         **surroundings: Any,
     ) -> None:
+        # Which operator an output of `pack` belongs to is known only while operators run one by one; whose result a
+        # storage is only when the operator has returned. So each saved tensor waits in ``pending`` until its operator
+        # is done:
+        #
+        #     gelu(h)   pack(h)    pending [h]         h's storage is linear's result: the plan calls it "linear"
+        #     returns   settle     log [(gelu, Swap(0))], and whatever is packed for h is handed to autograd's handle
+        #     norm(..)  pack(x), pack(mean)            mean is nobody's result: the plan calls it "norm:inside"
         names = tuple(arguments)
         self._layouts = lay_out(module.graph, policy, frozenset(names[:num_fixed]))
         fixed = tuple(arguments.values())[:num_fixed]
@@ -234,6 +243,14 @@ def _recipe(
         entries: (segment, run) -> what the forward noted before that run.
         fixed: the code's arguments that are there anyway.
     """
+    # Five saves by segment 0 (operators a, b, c) and by an operator x outside; the plan drops two of them:
+    #
+    #     log       (a, Drop(0))  (x, None)  (b, None)  (b, Drop(0))  (c, None)
+    #     places    [0, None, 3]        of what the second forward saves: a's, b's two; it ends with b
+    #     actions   [Drop(0), None, None, Drop(0), None]      for what every later forward of the stage saves
+    #
+    # What the second forward does not read (now that it ends early) is not noted by later forwards either
+    # (``needed``).
     numbers = {name: position for position, name in enumerate(fixed)}
     segments: list[SecondForward | None] = []
     needed: dict[int, SegmentLayout] = {}

@@ -117,6 +117,8 @@ class SwapLink:
         if self._out is None:
             buffer.data[: data.numel()].copy_(data)
             return buffer, None
+        # The copy must come behind what made the bytes (``wait_stream``) and behind the last read of the buffer that
+        # it writes to (``buffer.read``): host memory is lent on before its last copy back has run.
         compute = torch.cuda.current_stream(self.device)
         self._out.wait_stream(compute)
         if buffer.read is not None:
@@ -134,6 +136,9 @@ class SwapLink:
 
         Compute is where all these storages were allocated, and so where their memory is used again.
         """
+        # Storages of 4, 4 and 2 MB leave, limit 4: when the second is sent, 8 are on their way, so compute waits for
+        # the first copy and lets go of it; with the third, 6, it waits for the second. So the device never holds more
+        # than the largest one's worth of what has left, which is what a plan counts.
         leaving = self._leaving
         while leaving and leaving[0][0].query():
             leaving.popleft()
@@ -281,6 +286,8 @@ class ReturnQueue:
 
     def prefetch(self) -> None:
         """Bring back what is used next, as much as may be on its way."""
+        # Kept in the order a, b, c of 2, 4 and 3 MB, so the backward uses c, b, a. Budget 4: c (3) comes; b does not
+        # fit beside it and waits, and so does a, as nothing overtakes. When c is used its 3 are free again: b comes.
         budget = self._largest_bytes - sum(storage.num_bytes for storage in self._coming)
         while self._order:
             storage = self._order[-1]

@@ -9,6 +9,12 @@ gloo matches transfers by (peer, tag) and moves host memory; tensors on a CUDA d
 pinned host memory, and the small tensors of one message travel as one. NCCL has no tags: each channel is a
 communicator of its own two ranks, so that two channels never wait for each other, unless the device has too
 few hardware queues for that.
+
+Why a channel has one direction: with rendezvous messages two ranks that both send first on one ordered channel wait
+for each other, though each could receive if that did not stand behind its own send:
+
+    rank 0   send x   receive dy            one channel: rank 1's dy stands behind nothing it can do; both stop
+    rank 1   send dy  receive x             one a direction: x and dy travel beside each other
 """
 
 from __future__ import annotations
@@ -67,6 +73,8 @@ class GlooTransport:
         tags = [_tag(message, wire) for wire in (wires[:1] if is_packed else wires)]
         place = MessagePlace("send", message, self._names, self._timeout)
 
+        # Small tensors are put behind each other as bytes and travel under the first one's tag. Both ends decide that
+        # by the same sizes, so neither has to tell the other.
         def post(tensors: Sequence[Tensor]) -> Pending:
             if is_packed:
                 tensors = [torch.cat([_as_bytes(tensor) for tensor in tensors])]
@@ -108,6 +116,7 @@ class GlooTransport:
 
 
 def _tag(message: Message, wire: Wire) -> int:
+    # Edge 2, slot 3: 2 * 4096 + 3 = 8195. Messages of one channel and slot share a tag; gloo keeps their order.
     return message.edge * MAX_TENSORS_PER_EDGE + wire.slot
 
 
@@ -271,6 +280,9 @@ def has_queue_for_each(num_channels: int) -> bool:
 
     CUDA_DEVICE_MAX_CONNECTIONS says how many there are (8 if unset); streams beyond them share.
     """
+    # Say a rank has two edges of two peers each, both directions: 8 channels, 11 queues with compute, copies and
+    # reductions, so 8 connections are too few. Two channels in one queue run one after the other there, and a receive
+    # that waits for its sender then holds up a send that the sender waits for.
     queues = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8"))
     return num_channels + OTHER_QUEUES <= queues
 
@@ -283,6 +295,12 @@ def make_transport(
     NCCL is used where each rank has a CUDA device of its own; ranks that share one exchange over gloo
     with host staging, because one device cannot host two NCCL ranks.
     """
+    # Every rank makes every group, in one order: creating a group is collective over the job, also for who is not in
+    # it.
+    #
+    #     gloo               2 groups of all ranks, tags tell channels apart
+    #     NCCL, many queues  a communicator of two ranks a channel; only its ranks keep it
+    #     NCCL, few queues   1 communicator of all ranks, one launch an exchange
     timeout = datetime.timedelta(seconds=timeout_s)
     if device.type != "cuda" or torch.cuda.device_count() < _local_world_size():
         with widened_sockets():

@@ -144,6 +144,12 @@ class WeightVersions:
 
     def start(self) -> None:
         """Begin with an empty pipeline and the weights as they are now, where they are now."""
+        # A stage with two micro-batches in flight, v its versions; A and B are places (storage), * the live one:
+        #
+        #     F0 uses v0   F1 uses v0   B0 -> update: v0 is needed by 1, so the live weights move     v0 A   v1 B*
+        #     F2 uses v1   B1 (of v0) -> v0's last user: A is free; v1 is needed by 2: move to A      v1 B   v2 A*
+        #
+        # so two places go round, as many as micro-batches in flight.
         self._home = self._live = self._locations.present()
         self._versions = {0: self._make_version(self._home)}
         self._newest = 0
@@ -170,6 +176,8 @@ class WeightVersions:
 
     def use(self, micro_batch: int) -> tuple[Tensor, ...]:
         """Return what the forward of a micro-batch computes with; micro-batches count from an empty pipeline."""
+        # With a lag of 2 micro-batch 5 uses version 3 on every stage: stages that are less behind have newer ones by
+        # then, and keep 3 until 5 has come (`_is_needed`). The first micro-batches use version 0.
         age = self._newest if self._lag is None else max(0, micro_batch - self._lag)
         version = self._versions[age]
         version.users += 1

@@ -85,6 +85,9 @@ class WindowRunner:
 
     def run(self, inputs: Sequence[Sequence[Tensor]], *, record: bool = False) -> MiniBatchResult:
         """Run the next window on its inputs."""
+        # Of windows 1 and 2 that differ, 2 repeats. Window 3 runs the program of 2, whose micro-batches 2 and 3 mean
+        # 4 and 5 (``shift`` 2); what 2 left for "micro-batch 3" the program expects as its 1, so it is renamed by a
+        # window.
         self.window += 1
         if self.window > self.windows.first_steady:
             self.carry.renumber(-self.windows.micro_batches, -self.mini_batch)

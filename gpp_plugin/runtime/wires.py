@@ -71,6 +71,13 @@ def wires_of(
     Raises:
         PlanError: the edge names a tensor that was not captured.
     """
+    # Both ends see the same tensors, shapes and slots, but rows within their own task's tensor. Samples 4..5 of a
+    # tensor with 3 rows a sample, from a producer's task on samples 0..5 to a consumer's on 4..7:
+    #
+    #     sender    first_row 12, num_rows 6        receiver   first_row 0, num_rows 6        shape (6, ...) at both
+    #
+    # A gradient goes the other way, so its producer is the edge's consumer: who the tensors belong to is by the edge,
+    # who sends by the message.
     edge = plan.edges[message.edge]
     is_forward = message.direction is Direction.ACTIVATION
     is_producer = (rank == message.src_rank) == is_forward
@@ -129,6 +136,10 @@ def _cuts(
     message: Message, edge: StageEdge, plan: PipelinePlan, spec: TensorSpec, *, is_producer: bool
 ) -> tuple[WireCut, ...]:
     """Return the part of each shard axis that a message holds, within the tensor of one end."""
+    # A tensor of 12 along the axis, held as 2 shards by the producer and 3 by the consumer; what producer 0 (0..5)
+    # and consumer 1 (4..7) share is 4..5. The sender cuts its shard at (first 4, count 2, size 6), the receiver puts
+    # it into its own at (first 0, count 2, size 4). Along an axis that only one end has cut, the other one holds all
+    # of it.
     is_forward = message.direction is Direction.ACTIVATION
     ranks = (message.src_rank, message.dst_rank) if is_forward else (message.dst_rank, message.src_rank)
     stages = plan.stages[edge.src], plan.stages[edge.dst]

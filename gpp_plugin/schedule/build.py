@@ -28,6 +28,8 @@ def build_schedules(
         PlanError: micro-batches do not divide the mini-batch, ranks do not divide a micro-batch, or the
             stages depend on each other in a circle.
     """
+    # From the sinks, because a greedy order is made against the orders of the stages behind. Zero bubble orders its
+    # stages together, so they have 1F1B until all others are known; halves are laid over whatever order came out.
     built: dict[int, StageSchedule] = {}
     for index in sinks_first(plan):
         if index in forward_only_stages:

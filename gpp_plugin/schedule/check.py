@@ -70,6 +70,11 @@ class _ScheduleCheck:
         self._done: set[int] = set()
 
     def check(self) -> None:
+        # The state of a micro-batch is which sets it is in; of 0 under ``F0a F0b F1 I0 W0``, task by task:
+        #
+        #     halves {0}   forwards {0}   forwards {0, 1}   gradients {0: I}   done {0}
+        #
+        # It is held from its first half (or forward) until it is done.
         count = self._count
         for position, task in enumerate(self._schedule.tasks):
             if task.stage != self._schedule.stage or not 0 <= task.micro_batch < count:

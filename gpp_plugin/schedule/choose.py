@@ -91,6 +91,13 @@ def choose_schedule(
         PlanError: no candidate fits ``most_in_flight``; the text says what the least one needs.
         ValueError: a schedule or ``slicing`` is unknown.
     """
+    # 1F1B comes first, and each candidate must beat the best one so far by `GAIN`, or hold less in no more time. So
+    # with
+    #
+    #     1f1b 100.0 us, 12 samples     2f2b 99.5, 20     gpipe 99.5, 32     greedy 100.0, 9
+    #
+    # 2F2B and GPipe are no faster than the simulation is exact, greedy takes as long and holds less, and is chosen.
+    # Slices come last, on the winner alone: they change no in-flight count, and each one tried is a simulation more.
     judge = _Judge(
         cluster=cluster, durations=durations, forward_only_stages=forward_only_stages, reduce_us=reduce_us
     )
@@ -205,6 +212,10 @@ def candidate_schedules(
     unknown = sorted(set(schedules) - set(known))
     if unknown or not schedules:
         raise ValueError(f"schedules {unknown} are not among {known}; give at least one of these")
+    # Why a longer warm-up is one: 1F1B on two stages, a message as long as a task. With 2 and 1 in flight stage 0
+    # waits for the way there and back each time, with 3 and 1 it does not:
+    #
+    #     2   F0 F1 .  .  .  B0 F2 B1 F3 .  .  B2 ...        3   F0 F1 F2 .  .  B0 F3 B1 F4 B2 F5 B3 ...
     if "1f1b" in schedules:
         base = _under(plan, "1f1b", 1)
         yield "1f1b", base

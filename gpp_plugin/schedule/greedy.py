@@ -56,6 +56,16 @@ def greedy_schedule(
     Raises:
         ScheduleError: no order under the cap can run with the successors' schedules.
     """
+    # Orders are lists of micro-batches, m for F and ~m for B: [0, 1, ~0, ~1] is F0 F1 B0 B1. At each step the
+    # question is whether B may come now: whether what has been run, that B, and 1F1B from there still end at the
+    # goal. The first of two stages, F 1 and B 2 on both, three micro-batches; the second stage holds one. As GPipe
+    # the first ends at 12:
+    #
+    #     time  0  1  2  3  4  5  6  7  8  9  10 11
+    #     B 2nd F0 .  .  .  B0 B0 F1 .  .  .  B1 B1 ...   the next stage waits for F1, and the end is at 18: no
+    #     B 3rd F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2       F2 comes at 7, when the next stage is free: yes
+    #
+    # So it takes F0 F1 B0 F2 B1 B2 and holds two, where GPipe holds three and ends no earlier.
     count = plan.num_micro_batches(stage)
     cap = count if most_in_flight is None else min(most_in_flight, count)
     judge = _Judge(plan, stage, behind, cluster)

@@ -35,6 +35,14 @@ def plan_in_flight(plan: PipelinePlan) -> tuple[int, ...]:
     Raises:
         PlanError: micro-batches do not divide the mini-batch, or the stages depend on each other in a circle.
     """
+    # Why from the sinks: a sink runs its backward right after its forward, so it holds one micro-batch. The stage
+    # before it needs that one and one more under way, and so on. On a graph with a short branch, of equal sizes:
+    #
+    #     a 4 ─► b 3 ─► c 2 ─► loss 1
+    #                   s 2 ─────┘
+    #
+    # Counted from the source s would hold 4, as the other stage without predecessors does; it feeds the loss alone,
+    # so it runs F0 F1 B0 F2 B1 ... and what it sends is taken at once.
     samples = [0] * len(plan.stages)
     outgoing: list[list[int]] = [[] for _ in plan.stages]
     for edge in plan.edges:

@@ -37,6 +37,13 @@ def kfkb_schedule(stage: int, micro_batches: int, *, k: int, num_in_flight: int)
             f"stage {stage}: {k}F{k}B runs {k} forwards before a backward, so {num_in_flight} micro-batches in "
             f"flight are too few; allow {k} or lower k"
         )
+    # Four micro-batches, three held. With k = 1 (1F1B) and k = 2; the steady part goes on until forwards run out, and
+    # the cool-down is the backwards left:
+    #
+    #     1F1B   F0 F1 F2 | B0 F3 | B1 B2 B3             2F2B   F0 F1 F2 | B0 B1 F3 | B2 B3
+    #
+    # A group of backwards is never longer than what is held (``forward - backward``), nor of forwards than what is
+    # left.
     held = min(num_in_flight, micro_batches)
     tasks = [Task(stage=stage, kind=TaskKind.FORWARD, micro_batch=m) for m in range(held)]
     forward, backward = held, 0

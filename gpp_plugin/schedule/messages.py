@@ -94,6 +94,14 @@ def edge_overlaps(
     Raises:
         PlanError: the edge names no tensors.
     """
+    # Two cuts of the same line of samples, laid over each other. With 12 samples, a producer of 6 on 2 ranks (parts
+    # of 3) and a consumer of 4 on 1 (parts of 4), a message ends wherever one of the two does:
+    #
+    #     producer   |0 1 2|3 4 5|6 7 8|9 . .|       parts 0, 1 are micro-batch 0 on ranks 0, 1; 2, 3 micro-batch 1
+    #     consumer   |0 1 2 3|4 5 6 7|8 9 . .|       part p is micro-batch p
+    #     messages   |0 1 2|3|4 5|6 7|8|9 . .|       (0, 0, 0, 3), (1, 0, 3, 1), (1, 1, 4, 2), (2, 1, 6, 2), ...
+    #
+    # A tensor without a batch axis goes with the messages whose first sample is the consumer part's: 0, 4 and 8.
     edge = plan.edges[edge_index]
     has_batch, has_whole = bool(edge.batch_tensors), bool(edge.whole_tensors)
     if not has_batch and not has_whole:
@@ -183,6 +191,8 @@ def tensor_pairs(plan: PipelinePlan, edge_index: int, direction: Direction) -> t
     pairs = []
     for receiver in range(receivers):
         for sender in range(senders) if is_cut else (receiver % senders,):
+            # Shards along two axes cross, so each pair shares 1/senders x 1/receivers; along the same axis they are
+            # ranges of one line of senders x receivers cells: of 2 and 3, receiver 1 has cells 2..3, so one of each.
             share = (1.0 / senders if is_cut else 1.0) * (1.0 / receivers if is_kept_cut else 1.0)
             if is_cut and is_kept_cut and sent_axis == kept_axis:
                 first = max(sender * receivers, receiver * senders)

@@ -51,6 +51,16 @@ class Placement:
 
 def place_messages(graph: TaskGraph, times: TaskTimes) -> Placement:
     """Return slots with which all ranks finish under serial rendezvous execution."""
+    # Why receives are late: a receive is waited for where it stands, so whatever comes behind it on its rank waits
+    # too. In the example of `task_graph` message 1 is sent early, so the global order has rank 1 wait for it before
+    # B0, though only F1 needs it; where it is slow, B0 and the gradient that rank 0 waits for are late for nothing:
+    #
+    #     safe   rank 1   receive 0  F0  receive 1  B0  send 2  F1  B1  send 3
+    #     late   rank 1   receive 0  F0  B0  send 2  receive 1  F1  B1  send 3
+    #
+    # Late slots are tried for all messages at once; channels on which that stops go back to their safe slots, whole,
+    # as both ends of a channel keep one order. Every round pins at least one channel more, so there are at most as
+    # many rounds as channels, and with all of them pinned the placement is the global order, which cannot stop.
     safe = safe_placement(graph, times)
     late = _late_slots(graph, safe)
     channels = _channels(graph)
@@ -71,6 +81,15 @@ def place_messages(graph: TaskGraph, times: TaskTimes) -> Placement:
 
 def global_order(graph: TaskGraph, times: TaskTimes) -> Iterator[int]:
     """Yield tasks as their node n and messages as ~m: by start time, each after what it waits for."""
+    # A linear extension of "waits for": the graph has no circles (`run_task_graph` would have raised), so something
+    # is always ready until everything has been yielded. For the example of `task_graph`, with times F 1 and B 2:
+    #
+    #     0  ~0  1  4  ~1  6  ~2  2  5  7  ~3  3        (node 0, message 0, node 1, ...)
+    #
+    # Whatever each rank runs serially in this order cannot deadlock: take the first item of the whole order that has
+    # not happened. All before it has, on every rank; so its task has its messages, or both ends of its message stand
+    # at it, and it can happen now. That argument needs one order for all ranks: two ranks that restrict different
+    # extensions may each wait for the other's later item.
     waits = list(graph.num_waits)
     # (start, 0 for a message, number): at one time messages go first, so that sends are not delayed.
     heap = [(times.start[node], 1, node) for node, count in enumerate(waits) if count == 0]
@@ -98,6 +117,9 @@ def global_order(graph: TaskGraph, times: TaskTimes) -> Iterator[int]:
 
 def safe_placement(graph: TaskGraph, times: TaskTimes) -> Placement:
     """Return the slots of the global order itself, in which every receive stands as early as its send."""
+    # A slot counts the rank's tasks that come before the message in the global order: for the example above the send
+    # slots are [1, 2, 2, 4] and the receive slots [0, 1, 2, 3], so rank 0 receives the gradients right before B0 and
+    # B1.
     num_run = dict.fromkeys(graph.orders, 0)
     order: list[int] = []
     send_slot, receive_slot = [0] * len(graph.source), [0] * len(graph.source)
@@ -127,6 +149,9 @@ def _late_slots(graph: TaskGraph, placement: Placement) -> list[int]:
     for nodes in graph.orders.values():
         for index, node in enumerate(nodes):
             position[node] = index
+    # Backwards over the order, so that on a channel no message gets a slot behind that of the message after it:
+    #
+    #     needed before tasks  3, 5, 4   of messages 0, 1, 2 of one channel      gives slots  3, 4, 4
     channels = _channels(graph)
     limit: dict[Channel, int] = {}
     late = [0] * len(graph.source)
@@ -143,6 +168,14 @@ def _waiting_messages(graph: TaskGraph, placement: Placement) -> list[int]:
     Every rank executes its slots in order; a slot ends when all its messages are posted at both ends, and the
     next one begins when the tasks between them have been run, by all tensor ranks together.
     """
+    # By rank: ``groups[rank][slot]`` are its messages there, ``slots[rank]`` the slots at which it has any,
+    # ``at[rank]`` the index of the one it stands at, ``missing[rank]`` how many of that slot's messages lack their
+    # other end. By message: ``posted`` is the rank that stands at one end of it. A rank is looked at once for each of
+    # its slots, so this takes a time in the number of messages:
+    #
+    #     rank 0 at slot 1: sends a, receives b       posted[a] = posted[b] = 0, missing[0] = 2
+    #     rank 1 at slot 0: receives a                missing[0] = 1; nothing of its own is missing: on to its slot 2
+    #     rank 1 at slot 2: sends b                   missing[0] = 0: rank 0 goes on too
     groups, slots = _slots(graph, placement)
     rows = {rank: row for row in graph.members.values() if len(row) > 1 for rank in row}
     at = dict.fromkeys(groups, 0)
@@ -182,6 +215,7 @@ def _waiting_messages(graph: TaskGraph, placement: Placement) -> list[int]:
         missing[rank] = waits
         if not waits:
             ready += end_slot(rank)
+    # Who still stands waits for one rank each, so following that from anywhere ends in a circle.
     waits_for: dict[int, tuple[int, int | None]] = {}
     for rank, row in rows.items():
         late = min(row, key=done.__getitem__)

@@ -47,6 +47,14 @@ class Standstill:
 
 def execute_serially(plan: PipelinePlan, programs: Mapping[int, RankProgram]) -> Standstill:
     """Execute the programs, by rank, as far as they go."""
+    # The state, by rank: ``position`` of the instruction it stands at, and how many of that one's messages are
+    # ``missing`` their other end. What two ranks must come to is kept where the first of them came: a message in
+    # ``posted`` with that rank, a collective in ``present`` with all that are there.
+    #
+    #     rank 0   F0  exchange(send x)  reduce        rank 0 posts x and stands; rank 1 comes and takes it out
+    #     rank 1   exchange(receive x)  F0  ...        again, both go on; rank 0 meets its stage's others at ``reduce``
+    #
+    # Order does not matter: to go on is never undone, so whatever order ready ranks are taken in, the same end comes.
     rows = {
         rank: stage.tensor_ranks(position)
         for stage in plan.stages

@@ -25,8 +25,8 @@ Deviations:
   samples everywhere.
 - A path of two stages stays whole, and so does a stage whose samples cannot be halved.
 
-Slicing is laid over the order of any schedule (`halve_forwards`). Both variants leave in-flight counts
-as they are. Which one is faster, if either, the simulator says (`choose`).
+Slicing is laid over the order of any schedule (`halve_forwards`). Both variants leave in-flight counts as they are.
+Which one is faster, if either, the simulator says (`choose`).
 
 Source: AutoPipe (IEEE CLUSTER 2022), section III-C, Algorithm 2
 Tests: tests/schedule/test_slicer.py
@@ -68,6 +68,19 @@ def count_sliced(
         )
     if num_stages <= 2:
         return 0
+    # ``ends[i]``: when stage i is through with the sliced micro-batches so far; ``arrivals[h]``: when half h of the
+    # one that is moved on reaches the next stage. Four stages, F 1, B 2, no message times. With one micro-batch
+    # sliced:
+    #
+    #     stage 0  0a 0b               ends 1.0     its first backward ends at 2.5 + 4 x 2 = 10.5
+    #     stage 1     0a 0b            ends 1.5                                                  8.5
+    #     stage 2        0a 0b         ends 2.0                                                  6.5
+    #     stage 3           0a 0b B0   ends 2.5                                                  4.5
+    #
+    # The next micro-batch, whole, is needed at stage 3 (``last``) when its first backward is over, at 4.5. It is 3 on
+    # its way there, so it may leave stage 0 as late as 1.5. The sliced one leaves at 1.0: in time, one is enough.
+    # With more stages the way is longer than that, and one more is sliced; the next whole one is then needed a stage
+    # earlier.
     ends = [0.0] * num_stages
     first_backward = [0.0] * num_stages
     for count in range(1, num_stages):
@@ -182,6 +195,13 @@ def longest_start_up(plan: PipelinePlan, cluster: Cluster | None = None) -> tupl
     Args:
         plan: with times; its slices are respected.
     """
+    # From sources to sinks, each stage runs its warm-up by itself against what the stages before have made.
+    # ``made[i]``: (samples made so far, when) of stage i, in order; ``starts[i]``: when its first forward begins;
+    # ``before[i]``: which stage that waited for. Two micro-batches of 4 samples on each of two stages, F 2, the first
+    # micro-batch of stage 0 in halves:
+    #
+    #     stage 0   0a 0b 1  1     made [(2, 1.0), (4, 2.0), (8, 4.0)]
+    #     stage 1         0  0     starts at 2.0, when 4 samples are there; at 1.0, were it sliced too
     incoming: list[list[int]] = [[] for _ in plan.stages]
     for edge in plan.edges:
         incoming[edge.dst].append(edge.src)

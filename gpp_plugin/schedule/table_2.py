@@ -67,6 +67,11 @@ def _least_samples(*, k_x: int, b_x: int, k_y: int, b_y: int, i_y: int) -> int:
     waits for y's backward of the same samples, before which y has run ``held_y + (j // k_y) k_y``
     forwards, all fed by x. The difference repeats after a common multiple of both groups.
     """
+    # An example: 4F4B before 5F5B, one sample a micro-batch, y holding 5. To end x's first group of backwards (i = 3)
+    # y must have run its backward 3, in its own first group, before which it ran 5 forwards: x must have sent 5. x's
+    # second group (i = 7) needs y's second group: 5 + 5 forwards, of which x has made 4 between its groups, so 6. The
+    # third (i = 11) needs 5 + 10 - 8 = 7, the fourth (i = 15) 5 + 15 - 12 = 8, the fifth (i = 19) 5 + 15 - 16 = 4;
+    # after 20 micro-batches, a multiple of both groups, it repeats. So x holds at least 8, where the table says less.
     x, y = k_x * b_x, k_y * b_y
     least = 0
     for group in range(math.lcm(x, y) // x):

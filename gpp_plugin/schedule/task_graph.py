@@ -199,6 +199,9 @@ class _Builder:
         self._half: list[int | None] = []
 
     def build(self) -> TaskGraph:
+        # First all nodes, so that the first node of any task is known by arithmetic: a stage's F of micro-batch m at
+        # data position p is ``forward[stage] + m * degree + p``, which for parts a (`messages`) is ``forward + a``.
+        # Then who waits for whom: the order of each rank, messages, and what holds forward-only stages back.
         for schedule in self._schedules:
             self._add_nodes(schedule)
         num_nodes = len(self._stage)
@@ -331,6 +334,11 @@ class _Builder:
         return self._second[index][micro_batch] + position
 
     def _add_unlocks(self, graph: TaskGraph) -> None:
+        # A stage without backwards would run all its forwards at once, and its consumers would hold what it sent.
+        # With ``num_in_flight`` of 2, its F2 waits until whoever reads F0's results has run on them:
+        #
+        #     frozen     F0  F1          F2          F3
+        #     consumer       F0 ─────────┘ F1 ───────┘ ...
         for number in range(graph.num_activations):
             source = graph.source[number]
             index = graph.stage[source]
@@ -346,6 +354,8 @@ class _Builder:
 
 def waiting_circle(graph: TaskGraph, finished: Sequence[bool]) -> list[int]:
     """Return unfinished nodes each of which waits for the next, the last one for the first."""
+    # One thing that each unfinished node waits for and that has not ended is enough: whoever is unfinished waits for
+    # an unfinished node, there are finitely many, so the walk comes back to a node it has seen.
     waits: dict[int, int] = {}
     for order in graph.orders.values():
         for node, follower in zip(order, order[1:], strict=False):

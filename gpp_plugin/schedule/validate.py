@@ -163,6 +163,10 @@ def _check_tasks(checked: CheckedPrograms, program: RankProgram) -> None:
             len(program.instructions) - 1,
             f"runs {len(ran)} tasks of the {len(schedule.tasks)} scheduled; lower anew",
         )
+    # That the schedule was followed says nothing of the schedule, so the parts of each micro-batch are checked by
+    # themselves: after each task they must begin one of F B, F I W, Fa Fb B and Fa Fb I W (F and Fa Fb where nothing
+    # is trained), and at the end be whole. ``2F0a 2F0b 2B0 2F1`` leaves parts {0: [Fa, Fb, B], 1: [F]}: 1 is
+    # unfinished.
     parts: dict[int, list[str]] = defaultdict(list)
     for position, task in ran:
         assert task is not None
@@ -196,6 +200,8 @@ def _may_follow(checked: CheckedPrograms, stage: int, parts: list[str]) -> bool:
 
 def _check_in_flight(checked: CheckedPrograms, program: RankProgram) -> None:
     """Count what is held: until its backward, or in a forward-only stage until all of it is sent."""
+    # A stage that runs backwards holds a micro-batch from its first half to B or W. One that does not holds what it
+    # has not sent: ``unsent`` counts the messages left of each micro-batch.
     stage = checked.plan.stages[program.stage]
     limit = min(stage.in_flight, checked.schedules[program.stage].num_in_flight)
     is_trained = program.stage in checked.trained

@@ -24,6 +24,9 @@ Due = tuple[SampleRange, bool]
 
 def check_messages(checked: CheckedPrograms, program: RankProgram) -> None:
     """Every message is of this rank and of samples that both of its tasks hold."""
+    # Both ends of a message are checked at each of its ranks, so that a rank that never runs it says nothing wrong
+    # about the other. "act e0 r0.2>r1.2 [4..5]" must be of edge 0, from rank 0, whose micro-batch 2 holds samples 4
+    # and 5, to rank 1, whose micro-batch 2 does too.
     for position, message, is_send in messages_of(program):
         here = message.src_rank if is_send else message.dst_rank
         if here != program.rank:
@@ -63,6 +66,8 @@ def check_messages(checked: CheckedPrograms, program: RankProgram) -> None:
 
 def check_readiness(checked: CheckedPrograms, program: RankProgram) -> None:
     """What is sent has been made, what a task needs has been received, exactly once."""
+    # ``got`` is what has come for a task that has not run: a task takes its messages out, so what is left at the end
+    # was for a task that never ran, and what comes for one in ``done`` came too late.
     done: set[_TaskKey] = set()
     got: dict[_TaskKey, list[Message]] = defaultdict(list)
     for position, instruction in enumerate(program.instructions):

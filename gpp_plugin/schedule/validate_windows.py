@@ -42,6 +42,8 @@ def validate_windows(
     for kind, parts in (("window", programs.steps), ("drain after window", programs.drains)):
         for index, part in enumerate(parts):
             _check_alone(plan, part, f"{kind} {index + 1}")
+    # Of two windows that differ: 1 and its drain; 1, 2 and the drain behind 2; 1, 2, 2 moved by one, and that drain
+    # moved too. A fourth window would be another 2 behind a 2, which the third run has proven.
     count = len(programs.steps)
     for last in range(1, count + 2):
         shift = last - min(last, count)

@@ -98,6 +98,13 @@ def lower_windows(
     Raises:
         PlanError: the plan cannot run asynchronously.
     """
+    # Window w is cut out of the schedule of w windows and the drain behind them. With k of 3, 2, 1 and two
+    # micro-batches a window, windows 1 and 2 differ and 3 is 2 shifted, so two are lowered, and the drain behind
+    # each:
+    #
+    #     stage 0   F0 F1      | F2 B0 F3 B1   | drain B2 B3
+    #     stage 1   F0 F1 B0   | F2 B1 F3 B2   | drain B3
+    #     stage 2   F0 B0 F1 B1| F2 B2 F3 B3   | drain -
     windows = windows_of(plan)
     trained = set(range(len(plan.stages))) - set(forward_only_stages)
     steps: list[Programs] = []

@@ -64,6 +64,10 @@ def zero_bubble_schedules(
     Raises:
         ValueError: with these ``in_flight`` no order can run.
     """
+    # Five simulations: four of list scheduling, one for each pair of open choices, and 1F1B with W right behind I as
+    # a fixed order. The last one is tried last and must win by more than rounding, so ties keep the freer order; it
+    # is there because list scheduling is no optimum: what starts now may keep a stage busy when something better
+    # arrives.
     wanted = sorted(stages)
     timed = nominal_times(plan)
     best: tuple[float, list[list[tuple[TaskKind, int]]]] | None = None
@@ -157,6 +161,15 @@ class _ListRun:
         is_weight_first: bool = False,
         patience: float = 0.0,
     ) -> None:
+        # Each stage is a state machine that runs its forwards in order, its input gradients in order and its weight
+        # gradients in order; only which kind comes next is open. So three counts say how far it is, and whether a
+        # task may start is a comparison of counts with those of the stages that feed it (`_has_inputs`,
+        # `_has_gradients`):
+        #
+        #     stage 0  forwards 3, backwards 1        stage 1's F2 needs ``forwards >= 3`` of stage 0: it may start
+        #     stage 1  forwards 2, backwards 1        stage 0's I1 needs ``backwards >= 2`` of stage 1: it waits
+        #
+        # (with equal micro-batches; else both sides are multiplied to samples).
         self.orders: list[list[tuple[TaskKind, int]]] = [[] for _ in plan.stages]
         self._plan = plan
         self._is_weight_first = is_weight_first
@@ -198,6 +211,8 @@ class _ListRun:
         Raises:
             ValueError: it stops.
         """
+        # Time goes from one end of a task to the next. All tasks that end at one time end before any stage chooses,
+        # so the choice does not depend on the order of stages; only those that something ended for choose again.
         now = 0.0
         events: list[tuple[float, int]] = []
         free = self._states
@@ -245,6 +260,14 @@ class _ListRun:
         """Return what a free stage begins now, if anything."""
         if state.order is not None:
             return self._next_in_order(state)
+        # The rule, in order: I, because the stage before waits for it; F, because the stage behind does; W, because
+        # nobody waits for it, where the stage would idle. A W lets go of the micro-batch's memory, so a stage that is
+        # full and has a forward waiting must run one:
+        #
+        #     limit 2   F0  F1  I0  (F2 is here, 2 held)  W0  F2  I1  ...
+        #
+        # With patience a stage that could only run W waits instead, if an I or F will be there before so much of W's
+        # time has passed: the W would delay what the others wait for.
         may_forward, may_backward = _has_inputs(state), _has_gradients(state)
         is_full = state.forwards - state.weights >= state.limit
         if not state.is_split:  # nobody waits for its backwards

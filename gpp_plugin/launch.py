@@ -86,17 +86,8 @@ def run_ranks(
         processes = []
         try:
             for rank, log in enumerate(logs):
-                with log.open("wb") as stream:
-                    processes.append(
-                        subprocess.Popen(
-                            [sys.executable, "-m", module, *arguments],
-                            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                            stdout=stream,
-                            stderr=subprocess.STDOUT,
-                            stdin=subprocess.DEVNULL,
-                            pass_fds=(write_end,),
-                        )
-                    )
+                variables = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(_start([module, *arguments], variables, log, write_end))
             os.close(write_end)
             write_end = -1
             yield from _relay(events, processes, logs, time.monotonic() + timeout_s, timeout_s)
@@ -104,6 +95,20 @@ def run_ranks(
             if write_end >= 0:
                 os.close(write_end)
             _end(processes)
+
+
+def _start(
+    command: list[str], variables: dict[str, str], log: Path, write_end: int
+) -> subprocess.Popen[bytes]:
+    with log.open("wb") as stream:
+        return subprocess.Popen(
+            [sys.executable, "-m", *command],
+            env={**os.environ, **variables},
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            pass_fds=(write_end,),
+        )
 
 
 def _relay(

@@ -146,22 +146,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     cluster = _cluster(args)
     unit = args.loss_unit or args.mini_batch
     graph, profile = _model(args, cluster, unit)
-    request = PlanRequest(
-        graph=graph,
-        profile=profile,
-        cluster=cluster,
-        num_ranks=cluster.num_devices,
-        mini_batch=args.mini_batch,
-        loss_unit=unit,
-        num_stages=args.stages,
-        micro_batch_sizes={"*": args.micro_batch} if args.micro_batch else None,
-        schedule=planning_schedule(args.schedule),
-        data_parallel=args.data_parallel,
-        zero_stage=args.zero,
-        mode=args.mode,
-        memory_optimization=tuple(args.memory),
-        vertical_sync=args.vertical_sync,
-    )
+    request = _request(args, graph, profile, cluster, unit)
     start = time.perf_counter()
     plan = make_plan(args.planner, request)
     plan = schedule_plan(plan, request, schedule=args.schedule, slicing=args.slicing)
@@ -204,6 +189,27 @@ def _cluster(args: argparse.Namespace) -> Cluster:
     from gpp_plugin.profile.machine import read_machine
 
     return read_machine(args.devices)
+
+
+def _request(
+    args: argparse.Namespace, graph: BlockGraph, profile: Profile, cluster: Cluster, unit: int
+) -> PlanRequest:
+    return PlanRequest(
+        graph=graph,
+        profile=profile,
+        cluster=cluster,
+        num_ranks=cluster.num_devices,
+        mini_batch=args.mini_batch,
+        loss_unit=unit,
+        num_stages=args.stages,
+        micro_batch_sizes={"*": args.micro_batch} if args.micro_batch else None,
+        schedule=planning_schedule(args.schedule),
+        data_parallel=args.data_parallel,
+        zero_stage=args.zero,
+        mode=args.mode,
+        memory_optimization=tuple(args.memory),
+        vertical_sync=args.vertical_sync,
+    )
 
 
 def _figures(plan: PipelinePlan) -> dict[str, Any]:

@@ -64,8 +64,7 @@ class RehearsalRank:
         #   transport                    one channel a pair of ranks and direction
         #   norm groups                  mode async only
         #
-        # For stages vision = ranks (0, 1), text = (2), loss = (3): one data group (0, 1), nothing else;
-        # groups of one rank are not made at all.
+        # Stages on ranks (0, 1), (2) and (3) have one data group, (0, 1): none is made for a single rank.
         rank = dist.get_rank()
         timeout_s = settings.comm_timeout_s or LEAST_COMM_TIMEOUT_S
         windows = make_windows(plan, validate=False) if plan.mode == "async" else None

@@ -91,6 +91,8 @@ def save_pretrained(
     nothing: dict[str, int] = {}
     written, problem = _attempt(lambda: _write_part(staging, model, state, shard, dtype), nothing)
     try:
+        # Whatever fails here or on another rank, the target is untouched until `_commit`, and
+        # nothing is left beside it.
         maps = _agree(problem, meeting, (stage_index, written))
         _, problem = _attempt(
             lambda: _commit(staging, target, _index(model, maps, shards)) if is_first else None, None

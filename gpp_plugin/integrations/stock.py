@@ -85,6 +85,7 @@ def make_stock_engine(
     known = {p.name: p for p in reference.analysis.op_graph.parameters}
     own = _own_module({name: tensor for name, tensor in tensors.items() if name not in tied}, known)
     layer = ChainLayer(module=own, wire_dtype=_wire_dtype(plan, reference, setting), device=setting.device)
+    # From here on the user's model holds buffers only: its parameters are this layer's, or other ranks'.
     release_parameters(model, keep=(p.name for p in known.values() if p.is_buffer))
     module = _ChainModule(plan, reference, layer, tied={key: tensors.get(name) for name, key in tied.items()})
     trained = dict(layer.stage.named_parameters())

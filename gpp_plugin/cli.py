@@ -83,6 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser, runners = _make_parser(arguments)
     args = parser.parse_args(arguments)
     runner = runners[args.command]
+    # Errors that a user can mend are one line with the command's name; everything else is a bug and
+    # keeps its traceback. A device that is not there is 2, as wrong usage is: scripts tell "cannot be
+    # run here" from "failed" (1).
     name = f"gpp {args.command} {args.bench}" if args.command == "bench" else f"gpp {args.command}"
     try:
         result = runner(args)
@@ -108,6 +111,9 @@ def _make_parser(
     parser.add_argument("--version", action="version", version=f"gpp {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     runners: dict[str, Runner] = {}
+    # Parsers of all commands are needed for --help and for errors, but only one is filled: adding options
+    # imports the command's module, and with some of them torch. The first word that is no option is the
+    # command, since the main parser has no option that takes a value.
     asked = next((word for word in arguments if not word.startswith("-")), None)
     for command in COMMANDS:
         sub = commands.add_parser(command.name, help=command.help, description=_sentence(command.help))
@@ -133,6 +139,7 @@ def _add_bench(
     benches = bench.add_subparsers(dest="bench", metavar="NAME", required=True)
     asked = next((word for word in arguments if word in names), None)  # "swap" is also an option's value
     for name in names:
+        # Read as text, not imported: listing the benchmarks would load torch, DeepSpeed and Megatron.
         text = _docstring(_bench_module(name))
         sub = benches.add_parser(
             name, help=" ".join(text.split("\n\n")[0].split()), description=text, formatter_class=_Paragraphs

@@ -191,6 +191,9 @@ def read_config(ds_config: Mapping[str, Any] | str | Path) -> GraphPipelineConfi
             ``graph_pipeline``.
     """
     plain = load_deepspeed_json(ds_config)
+    # DeepSpeed ignores keys that it does not know: a block called "graphPipeline" would train without
+    # a pipeline, and nobody would be told. So keys near the name are refused, also where the right
+    # one is there as well.
     mistyped = [
         f"{key}: unknown key, and DeepSpeed would ignore it; did you mean {BLOCK!r}?"
         for key in plain
@@ -282,6 +285,7 @@ def _from_base64(text: str) -> str | None:
 def _from_hjson(text: str) -> Any | None:
     """Read JSON with comments, which DeepSpeed's own reader takes."""
     try:
+        # DeepSpeed parses with hjson, so comments and trailing commas are no errors to its users.
         import hjson
     except ImportError:  # comes with deepspeed; without it the strict reader's message stands
         return None
@@ -296,6 +300,8 @@ def _looks_like_block(key: Any) -> bool:
     if not isinstance(key, str) or key == BLOCK:
         return False
     words = re.sub(r"([a-z])([A-Z])", r"\1_\2", key).lower()
+    # "pipeline-graph" and "GraphPipeline" have the same words; what is left are typing
+    # errors, "grpah_pipeline".
     if sorted(re.split(r"[^a-z0-9]+", words)) == sorted(BLOCK.split("_")):
         return True
     letters = re.sub(r"[^a-z0-9]", "", words)
@@ -304,6 +310,14 @@ def _looks_like_block(key: Any) -> bool:
 
 def _problems(error: ValidationError) -> list[str]:
     """Return one line per wrong key; a union's several complaints about one value are one problem."""
+    # Pydantic says of {"micro_batch_sizes": {"loss": 0}} once for each form the value may have:
+    #
+    #   ("micro_batch_sizes", "literal['auto','search']")             not one of them
+    #   ("micro_batch_sizes", "constrained-int")                      no whole number
+    #   ("micro_batch_sizes", "dict[...]", "loss", "constrained-int") not at least 1
+    #   ("micro_batch_sizes", "dict[...]", "loss", "literal['full']") not "full"
+    #
+    # Without the union's tags these are two paths, the whole and ".loss"; the longer one says where it is.
     lines: dict[str, str] = {}
     for item in error.errors(include_url=False):
         keys, field, choices = _locate(item["loc"])
@@ -332,6 +346,8 @@ def _locate(loc: Sequence[int | str]) -> tuple[list[str], FieldInfo | None, list
 
 
 def _unknown_key(path: str, keys: Sequence[str], value: Any, known: Iterable[str]) -> str:
+    # "limit_gb" written beside "memory" instead of in it is nearer to a key of the memory object than to its
+    # own siblings, so that is looked for first, with a stricter likeness.
     names = list(known)
     near = difflib.get_close_matches(keys[-1], names, n=1, cutoff=0.6)
     inner = difflib.get_close_matches(keys[-1].rpartition(".")[2], MemoryConfig.model_fields, n=1, cutoff=0.8)
@@ -370,6 +386,8 @@ def check_ranks(config: GraphPipelineConfig, num_ranks: int) -> None:
     Raises:
         ConfigError: more stages than ranks, or stages times data-parallel degree above the ranks.
     """
+    # Lower bounds only: "auto" counts as one. 3 stages of 2 ranks need 6; whether the rest can be
+    # used is the planner's.
     stages, degree = config.stages, config.data_parallel
     if isinstance(stages, int) and stages > num_ranks:
         raise ConfigError(
@@ -396,6 +414,15 @@ def batch_arithmetic(ds_config: Mapping[str, Any] | str | Path, num_ranks: int) 
         ConfigError: a size is no positive whole number, does not divide, or contradicts
             ``graph_pipeline.micro_batch_sizes``.
     """
+    # B = train_batch_size, u = train_micro_batch_size_per_gpu, s = gradient_accumulation_steps; a step's loss
+    # is the mean of B / u losses of u samples each, on however many ranks (DeepSpeed's B = u * s * ranks is
+    # not required, since stages may have different numbers of ranks).
+    #
+    #   given             B    u    s        given                                B    u
+    #   B=64              64   64   -        B=64, loss: "full"                   64   64
+    #   B=64 u=4          64   4    -        u=4 s=2, one rank                    8    4
+    #   B=64 s=4          64   16   4        u=4 s=2, data_parallel=2             16   4
+    #   B=64 u=4 s=3      refused: 3 does not divide the 16 losses
     plain = load_deepspeed_json(ds_config)
     config = read_config(plain) or GraphPipelineConfig()
     mini_batch = _size(plain, "train_batch_size")
@@ -476,6 +503,7 @@ def _check_micro_batches_divide(config: GraphPipelineConfig, mini_batch: int) ->
 
 
 def _nearest_divisors(number: int, wanted: int) -> str:
+    # Divisors come in pairs d, number / d, of which one is at most the root. 64, wanted 10: give 8 or 16.
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     divisors = sorted({*small, *(number // d for d in small)})
     below = [d for d in divisors if d < wanted][-1:]

@@ -22,8 +22,7 @@ from typing import Any
 
 from gpp_plugin.errors import GppError, RuntimeFailure
 from gpp_plugin.launch import emit_event, run_ranks
-from gpp_plugin.patch_check import report_patches
-from gpp_plugin.patching import PATCHES
+from gpp_plugin.patch_check import PATCH_DIR, report_patches
 from gpp_plugin.report.units import format_bytes, format_table
 
 Version = tuple[int, ...]
@@ -98,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--patches",
         nargs="?",
         type=Path,
-        const=PATCHES,
+        const=PATCH_DIR,
         metavar="DIRECTORY",
         help="only say which patches the installed DeepSpeed and megatron-core need, and how to apply them",
     )
@@ -164,6 +163,7 @@ def parse_version(text: str) -> Version:
     >>> parse_version("2.13.0+cpu"), parse_version("5.0rc1"), parse_version("0.16.1.post2")
     ((2, 13, 0), (5, 0), (0, 16, 1))
     """
+    # Pre-releases count as the release: 5.0rc1 has what 5.0 requires.
     numbers = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in numbers[0].split(".")) if numbers else ()
 
@@ -183,6 +183,8 @@ def check_package(package: Package, version: str | None) -> Check:
         return Check(
             name=package.name, status=Status.FAILED, found=version, advice=advice, is_required=required
         )
+    # Compared as far as ``tested`` goes: with tested (2, 13), 2.13.1 is fine and 2.14.0 is newer. Newer is a
+    # warning: most newer releases work, and a user should look here first where one does not.
     if found[: len(package.tested)] > package.tested:
         tested = ".".join(map(str, package.tested))
         advice = f"{version} is newer than {tested}, the last one tried; if something fails, try {tested}"
@@ -195,6 +197,8 @@ def check_package(package: Package, version: str | None) -> Check:
 def check_hook() -> Check:
     """Check in a fresh process that `import gpp_plugin` makes `deepspeed.initialize` honour the block."""
     name = "deepspeed hook"
+    # A process of its own: here deepspeed may be imported already, or be wrapped. DeepSpeed first, then this
+    # package: the harder of the two orders, in which the wrapper comes too late to catch the import itself.
     code = (
         "import deepspeed; stock = deepspeed.initialize; import gpp_plugin; "
         "assert deepspeed.initialize is not stock, 'deepspeed.initialize is not wrapped'"
@@ -235,6 +239,7 @@ def check_exchange(backend: str) -> Check:
     """Let two processes exchange tensors over ``backend`` and check what arrived."""
     name = f"{backend} send/receive"
     try:
+        # Tried, not asked: torch says that gloo is available on machines where a firewall stops its sockets.
         events = list(run_ranks("gpp_plugin.doctor", [backend], num_ranks=2, timeout_s=EXCHANGE_TIMEOUT_S))
     except RuntimeFailure as error:
         lines = str(error).splitlines()
@@ -271,6 +276,7 @@ def check_cuda() -> Iterator[Check]:
         advice = "training runs on the CPU over gloo; install a CUDA build of torch to use a GPU"
         yield Check(name="cuda", status=Status.MISSING, found=found, advice=advice, is_required=False)
         return
+    # NCCL refuses two ranks on one device ("Duplicate GPU detected"), so one device cannot try it.
     count = torch.cuda.device_count()
     properties = torch.cuda.get_device_properties(0)
     found = f"{count} x {properties.name}, {format_bytes(properties.total_memory)}, CUDA {torch.version.cuda}"
@@ -298,6 +304,10 @@ def _exchange(backend: str) -> None:
     import torch
     import torch.distributed as dist
 
+    # rank 0   send --->  recv, compare        a round trip of 2 x 256 KiB, three times; rank 1   recv,
+    # negate, send --->         the last one is timed, when the connection is there
+    #
+    # Negated, so that a transport that hands back the sender's own buffer is found out.
     dist.init_process_group(backend)
     rank = dist.get_rank()
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")

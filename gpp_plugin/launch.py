@@ -20,6 +20,8 @@ from gpp_plugin.errors import RuntimeFailure
 
 EVENTS_VARIABLE = "GPP_EVENTS_FD"
 LOG_LINES_SHOWN = 15
+# How often, in s, ranks are looked after that say nothing, and how long a rank may take to
+# end when it is told to.
 _POLL_S = 0.2
 _GRACE_S = 5.0
 
@@ -57,6 +59,14 @@ def run_ranks(
     Raises:
         RuntimeFailure: a rank failed or the time ran out; the message ends with the rank's last lines.
     """
+    # One pipe for events, one file a rank for everything else that it prints:
+    #
+    #   rank 0..n-1  --write_end (inherited, EVENTS_VARIABLE)-->  read_end --> yielded, a JSON object a line
+    #   rank 0..n-1  --stdout, stderr-->  rankN.log                        --> shown only if that rank fails
+    #
+    # Not stdout for events: libraries print there. All ranks inherit the writing end, and the reading end
+    # sees the end of the stream when the last of them has ended, so this process must close its own copy.
+    # Only rank 0 writes, so lines do not mix, however long they are.
     read_end, write_end = os.pipe()
     with (
         tempfile.TemporaryDirectory(prefix="gpp_ranks_") as folder,
@@ -76,17 +86,8 @@ def run_ranks(
         processes = []
         try:
             for rank, log in enumerate(logs):
-                with log.open("wb") as stream:
-                    processes.append(
-                        subprocess.Popen(
-                            [sys.executable, "-m", module, *arguments],
-                            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                            stdout=stream,
-                            stderr=subprocess.STDOUT,
-                            stdin=subprocess.DEVNULL,
-                            pass_fds=(write_end,),
-                        )
-                    )
+                variables = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(_start([module, *arguments], variables, log, write_end))
             os.close(write_end)
             write_end = -1
             yield from _relay(events, processes, logs, time.monotonic() + timeout_s, timeout_s)
@@ -94,6 +95,20 @@ def run_ranks(
             if write_end >= 0:
                 os.close(write_end)
             _end(processes)
+
+
+def _start(
+    command: list[str], variables: dict[str, str], log: Path, write_end: int
+) -> subprocess.Popen[bytes]:
+    with log.open("wb") as stream:
+        return subprocess.Popen(
+            [sys.executable, "-m", *command],
+            env={**os.environ, **variables},
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            pass_fds=(write_end,),
+        )
 
 
 def _relay(
@@ -108,10 +123,13 @@ def _relay(
     with selectors.DefaultSelector() as selector:
         selector.register(events, selectors.EVENT_READ)
         is_open = True
+        # Both must have ended, stream and processes: the writing ends close a moment before a process can be
+        # polled as ended. Each round looks for failures, so a rank that dies ends the job within about _POLL_S.
         while is_open or any(process.poll() is None for process in processes):
             if is_open and selector.select(timeout=_POLL_S):
                 chunk = os.read(events.fileno(), 65536)
                 is_open = bool(chunk)
+                # A read may end inside a line: what follows the last newline waits for the next one.
                 *lines, pending = (pending + chunk).split(b"\n")
                 yield from (json.loads(line) for line in lines)
             elif not is_open:
@@ -139,6 +157,8 @@ def _last_lines(log: Path) -> str:
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    # All are told first, then waited for: one after the other would give the last of n
+    # ranks n times the grace.
     for process in processes:
         if process.poll() is None:
             process.terminate()

@@ -1,4 +1,4 @@
-"""`gpp doctor --patches`: which of the patches in `patches/` the installed packages need.
+"""The patches in `patches/`: which of them the installed packages need, and a copy of a package with them applied.
 
 A patch is looked for in the installed source, hunk by hunk, wherever its lines are: all of its new lines there means
 that it is in, all of its old ones that it is needed. Where neither holds, the source is of another version. A patch
@@ -11,11 +11,16 @@ Tests: tests/test_patch_check.py
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import importlib.metadata
+import importlib.resources
 import importlib.util
 import shlex
-from collections.abc import Mapping, Sequence
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +28,20 @@ from typing import Any
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.report.units import format_table
 
+
+def _find_patches() -> Path:
+    """Return the folder of the patches: inside the package in a wheel, beside it in a checkout."""
+    package = Path(str(importlib.resources.files("gpp_plugin")))
+    inside = package / "patches"
+    return inside if inside.is_dir() else package.parent / "patches"
+
+
+PATCH_DIR = _find_patches()
+IMPORTED_AS = {"deepspeed": "deepspeed", "megatron-core": "megatron"}
+"""Import name of each distribution that has patches."""
+
 _FAULT = "Fault: "
+_NOT_INSTALLED = "-"
 
 
 class Need(enum.Enum):
@@ -113,6 +131,15 @@ def _read_hunks(lines: Sequence[str]) -> tuple[Hunk, ...]:
     hunks: list[Hunk] = []
     file, before, after = "", [], []  # type: str, list[str], list[str]
 
+    # A unified diff, line by line; each @@ block is a hunk of its own. Context lines are in both versions:
+    #
+    #   --- a/deepspeed/runtime/pipe/engine.py
+    #   +++ b/deepspeed/runtime/pipe/engine.py       file
+    #   @@ -10,3 +10,3 @@                            line numbers are not used: other releases have moved them
+    #    a                                           before: a b c        after: a B c
+    #   -b
+    #   +B
+    #    c
     def close() -> None:
         if before or after:
             hunks.append(Hunk(file=file, before=tuple(before), after=tuple(after)))
@@ -135,11 +162,15 @@ def _read_hunks(lines: Sequence[str]) -> tuple[Hunk, ...]:
 
 def find_need(patch: Patch, root: Path) -> Need:
     """Return whether the package below ``root`` needs a patch."""
+    # "Already in" is asked first: where a patch only adds lines around a context, old and
+    # new may both be found.
     sources = {hunk.file: _lines(root / hunk.file) for hunk in patch.hunks}
     if all(_contains(sources[hunk.file], hunk.after) for hunk in patch.hunks):
         return Need.ALREADY_IN
     if all(_contains(sources[hunk.file], hunk.before) for hunk in patch.hunks):
         return Need.NEEDED
+    # Neither old nor new lines: another release. If all files of the named faults are there and none of the
+    # faulty text is, upstream has mended it differently; otherwise nothing can be said.
     is_known = bool(patch.faults) and all(_lines(root / file) for file, _ in patch.faults)
     if is_known and not any(_has_text(root / file, text) for file, text in patch.faults):
         return Need.ALREADY_IN
@@ -191,7 +222,7 @@ def _version(distribution: str) -> str:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return "-"
+        return _NOT_INSTALLED
 
 
 def apply_commands(findings: Sequence[Finding]) -> list[str]:
@@ -233,3 +264,50 @@ def report_patches(folder: Path) -> dict[str, Any]:
     else:
         print("\nnothing to apply")
     return {"rows": rows, "commands": commands, "ok": True}
+
+
+def patches_for(package: str) -> tuple[Path, ...]:
+    """Return the patches for the installed release of the distribution ``package``, in their order.
+
+    Raises:
+        ConfigError: it is not installed, or there are none for that release.
+    """
+    version = _version(package)
+    if version == _NOT_INSTALLED:
+        raise ConfigError(f"{package} is not installed; install it to use its patches")
+    found = tuple(sorted((PATCH_DIR / f"{package}-{version}").glob("*.patch")))
+    if not found:
+        known = sorted(folder.name for folder in PATCH_DIR.glob(f"{package}-*"))
+        raise ConfigError(
+            f"there are no patches for {package} {version} (there are for {', '.join(known) or 'none'}); run from a "
+            "checkout of this repository with a pinned release"
+        )
+    return found
+
+
+@contextlib.contextmanager
+def patched_package(package: str) -> Iterator[Path]:
+    """Yield a folder that holds a patched copy of an installed distribution; put it first on PYTHONPATH.
+
+    Raises:
+        ConfigError: as for `patches_for`, or a patch does not apply to what is installed.
+    """
+    patches = patches_for(package)
+    root = package_root(IMPORTED_AS[package])
+    assert root is not None, "patches_for found it installed"
+    source = root / IMPORTED_AS[package]
+    with tempfile.TemporaryDirectory(prefix="gpp_patched_") as name:
+        folder = Path(name)
+        # The whole package is copied, since a folder on PYTHONPATH hides the installed package, not single files of
+        # it; the environment itself, which others share, stays as it was installed.
+        shutil.copytree(source, folder / source.name, ignore=shutil.ignore_patterns("__pycache__"))
+        for patch in patches:
+            done = subprocess.run(
+                ["git", "apply", "-p1", str(patch)], cwd=folder, capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                raise ConfigError(
+                    f"{patch.name} does not apply to the installed {package}: {done.stderr.strip().splitlines()[0]}; "
+                    "is it patched already? Install the release anew"
+                )
+        yield folder

@@ -12,8 +12,7 @@ import pytest
 
 from gpp_plugin import patch_check
 from gpp_plugin.cli import main
-from gpp_plugin.patch_check import Need, apply_commands, check_patches, package_root, read_patches
-from gpp_plugin.patching import PATCHES as PATCH_DIR
+from gpp_plugin.patch_check import PATCH_DIR, Need, apply_commands, check_patches, package_root, read_patches
 
 PATCHES = read_patches(PATCH_DIR)
 PACKAGES = sorted({patch.package for patch in PATCHES})

@@ -49,12 +49,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         scale_bytes=args.scale_bytes,
         comm_timeout_s=args.timeout,
     )
+    # The plan is read and checked before torch is loaded: a wrong file is refused at once, not after seconds.
     plan = load_plan(args.plan)
 
     from gpp_plugin.rehearse.report import format_rehearsal, rehearsal_figures, stage_rows
     from gpp_plugin.rehearse.run import rehearse_plan
     from gpp_plugin.report.trace import write_trace
 
+    # Progress goes out line by line (flush): a rehearsal takes minutes, often into a pipe or a log.
     rehearsal = rehearse_plan(plan, settings, tell=lambda text: print(text, flush=True))
     print(f"\n{format_rehearsal(rehearsal, width=args.width)}")
     if args.out is not None:

@@ -34,6 +34,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     if args.width < 1:
         raise GppError(f"--width: {args.width} is not valid; give at least 1")
+    # One command for both kinds of file: the "type" in its JSON says which. A timeline names ranks and stage
+    # numbers only, so it is shown with its plan, and only with the very one that it names:
+    #
+    #   plan.json                  picture of the stages, table, memory       --trace is refused
+    #   timeline.json --plan P     picture over time, summary                 fingerprints must agree
     kind = _kind_of(args.file)
     if kind == "PipelinePlan":
         if args.trace is not None:

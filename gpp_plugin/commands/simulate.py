@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.width < 1:
         raise ConfigError(f"--width: {args.width} is not valid; give at least 1")
     plan = load(PipelinePlan, args.plan)
+    # All zeros would simulate to an empty picture; a plan written by hand may lack times.
     if not any(stage.forward_us for stage in plan.stages):
         raise ConfigError(f"{args.plan}: its stages have no forward_us; make the plan with gpp plan")
     cluster = read_cluster(args.cluster, num_devices=plan.num_ranks) if args.cluster else None
@@ -55,6 +56,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _run_async(plan: PipelinePlan, cluster: Cluster | None, args: argparse.Namespace) -> dict[str, Any]:
     """Print some mini-batches of an asynchronous plan, from an empty pipeline to an empty one."""
+    # An endless pipeline has no end to predict: some windows are shown, and how long one
+    # takes in the long run.
     found = simulate_windows(plan, cluster=cluster)
     print(format_timeline(found.timeline, found.plan, width=args.width))
     print(

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from gpp_plugin.errors import ConfigError
 
+# 0, 1 and 2 are padding, start and end in most vocabularies: models look for them, so
+# made-up texts avoid them.
 FIRST_ORDINARY_ID = 3
 
 
@@ -93,6 +95,14 @@ def make_example_batch(model: Any, *, num_samples: int, length: int) -> dict[str
     Raises:
         ConfigError: the model wants inputs that cannot be made up from its configuration.
     """
+    # What the forward takes says what kind of model it is; sizes come from its configuration. For
+    # 4 samples, length 32:
+    #
+    #   GPT-2     input_ids, attention_mask, labels [4, 32]
+    #   CLIP      the same without labels, return_loss=True, pixel_values [4, 3 channels, 224, 224]
+    #   LLaVA     input_ids [4, 576 + 32]: an image's places, then words
+    #   Whisper   input_features [4, 80 mel bins, 3000 frames], labels [4, 32]
+    #   ViT       pixel_values, labels [4]: a class a sample
     known = inspect.signature(model.forward).parameters
     config = model.config
     text = config.get_text_config()
@@ -102,6 +112,8 @@ def make_example_batch(model: Any, *, num_samples: int, length: int) -> dict[str
     if "pixel_values" in known:
         batch["pixel_values"] = _pixels(config, num_samples)
     if "input_features" in known:
+        # Whisper's second convolution has stride 2: its 1500 positions are 3000 frames, and no
+        # other length is taken.
         frames = 2 * config.max_source_positions
         batch["input_features"] = torch.zeros(num_samples, config.num_mel_bins, frames)
         length = min(length, getattr(config, "max_target_positions", length))
@@ -131,11 +143,14 @@ def _token_ids(config: Any, text: Any, num_samples: int, length: int) -> Tensor:
     num_images = 0
     if image_token is not None:
         vision = config.vision_config
+        # A patch is a place: (336 / 14)^2 = 576, and one for the class token where it is
+        # not left out ("full").
         num_images = (vision.image_size // vision.patch_size) ** 2
         num_images += int(getattr(config, "vision_feature_select_strategy", "default") == "full")
     ids = torch.full((num_samples, num_images + length), min(FIRST_ORDINARY_ID, text.vocab_size - 1))
     if num_images:
         ids[:, :num_images] = image_token
+    # CLIP pools its text at the end token, so each text has one, at its end.
     end = getattr(text, "eos_token_id", None)
     if isinstance(end, int) and end < text.vocab_size:
         ids[:, -1] = int(end)

@@ -46,6 +46,8 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     ):
         for name, tensor in named:
             names[name] = first.setdefault(id(tensor), name)
+    # A copy to the meta device makes two tensors of one: GPT-2's lm_head.weight and wte.weight. Of a declared
+    # tie the name that comes first in the model is the home of both, as `named_parameters` would have it.
     order = {name: i for i, name in enumerate(names)}
     for target, source in declared_ties(model).items():
         if target in names and source in names and names[target] != names[source]:
@@ -85,6 +87,8 @@ def initialisers(model: nn.Module, name: str) -> Iterator[tuple[str, Callable[[]
     for part in name.split(".")[:-1]:
         prefix, module = path[-1]
         path.append((f"{prefix}.{part}" if prefix else part, module.get_submodule(part)))
+    # For "text_model.layers.0.fc1.bias", innermost first: fc1, layers.0, layers,
+    # text_model, the model itself.
     for depth in range(len(path) - 1, -1, -1):
         prefix, module = path[depth]
         home = next((m for _, m in reversed(path[: depth + 1]) if is_pretrained_model(m)), None)

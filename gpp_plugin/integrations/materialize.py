@@ -59,6 +59,14 @@ def materialize_parameters(
     Raises:
         CheckpointError: a name is not the model's, not in ``weights``, of another shape there, or has no initialiser.
     """
+    # From names to tensors by way of homes, the first name of each tensor, so that a tie is made once:
+    #
+    #   wanted   lm_head.weight, wte.weight, ln_f.bias      first   lm_head.weight -> wte.weight, ...
+    #   groups   wte.weight: [wte.weight, lm_head.weight]   ln_f.bias: [ln_f.bias]
+    #   made     wte.weight, ln_f.bias                      each from the first source that has it:
+    #
+    # files, where given, for what a state dict has; then initialisers; then the model's own tensors. A group
+    # is on meta only if all its names are: one real tensor among tied ones is the value of all.
     wanted = list(names)
     first = tied_names(model)
     unknown = [name for name in wanted if name not in first]
@@ -80,6 +88,7 @@ def materialize_parameters(
 
     made: dict[str, Tensor] = {}
     if on_meta and weights is not None:
+        # Buffers outside the state dict (rotary frequencies) are in no file; the constructor sets them.
         persistent = set(model.state_dict(keep_vars=True))
         from_files = {home: groups[home] for home in on_meta if persistent.intersection(groups[home])}
         made.update(_read_weights(model, weights, from_files, tensors, finish))
@@ -105,6 +114,7 @@ def release_parameters(model: nn.Module, keep: Iterable[str] = ()) -> int:
         if first[name] in kept or tensor.is_meta:
             continue
         released[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        # One meta tensor for one real one, wherever it is used: ties stay ties.
         if id(tensor) not in replaced:
             replaced[id(tensor)] = _meta_like(tensor)
         _set(owner, leaf, replaced[id(tensor)])
@@ -172,11 +182,15 @@ def _initialise(
     sources = set(declared_ties(model).values())
     made: dict[str, Tensor] = {}
     constants: _Constants = _Constants(model, seed)
+    # Everything is on meta but the one tensor in question, so an initialiser that sets a whole module costs
+    # nothing for the rest of it, and draws for that tensor start at its own seed whatever else a rank makes.
     with _nothing_real(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
         slots: dict[str, list[tuple[nn.Module, str, Tensor]]] = {}
         for owner, leaf, tensor, name in _slots(model):
             slots.setdefault(name, []).append((owner, leaf, tensor))
         for home in homes:
+            # Of tied names the declared source, which HuggingFace initialises: the
+            # embedding, say, not the head.
             name = next((n for n in groups[home] if n in sources), home)
             places = [slot for alias in groups[home] for slot in slots[alias]]
             made[home] = finish(home, _initialise_one(model, name, home, places, seed, constants))
@@ -217,7 +231,13 @@ def _initialise_one(
     What they leave unset shows, and takes the value the model's constructor gives: floating tensors start as NaN,
     others are initialised twice from different values.
     """
+    # How "nothing sets it" is found out, without knowing the initialiser. CLIP's logit_scale, say: started
+    # as NaN, still NaN after all initialisers, so its value is the constructor's. LayerNorm's weight:
+    # ones, no NaN, done. Integers have no NaN: what comes out of zeros and of ones is equal only if
+    # something set every element.
     like = places[0][2]
+    # Drawn in float32 and rounded, so that a bf16 model is the fp32 model rounded: the same
+    # seed, the same model.
     dtype = like.dtype if not _is_low_precision(like.dtype) else torch.float32
     own_seed = derive_seed(seed, home)
 
@@ -238,6 +258,8 @@ def _initialise_one(
                 f"({_tried(tried)}); build the model with real weights, pass a safetensors directory, or give "
                 "the module that owns it a reset_parameters() method"
             )
+        # Initialisers once more, on top of the constructor's value: they may set a part of it (a
+        # padding row of zeros).
         value, _ = run(start.to(dtype, copy=True))
     return value.to(like.dtype)
 
@@ -259,6 +281,8 @@ def _run_initialisers(
     for owner, leaf, _ in places:
         _set(owner, leaf, standing)
     try:
+        # Seeded once, before all of them: an ancestor's initialiser draws on where the owner's
+        # stopped, in every run alike.
         torch.manual_seed(seed)
         for what, call in initialisers(model, name):
             tried.append(what)
@@ -307,6 +331,7 @@ def _read_weights(
 
     files = _files_of(Path(weights))
     keys, converted = checkpoint_keys(model, files)
+    # File by file, tensor by tensor: a shard is mapped once, and no more than one tensor is in memory twice.
     by_file: dict[Path, list[tuple[str, str]]] = {}
     for home, names in groups.items():
         key = next((keys[name] for name in names if name in keys), None)

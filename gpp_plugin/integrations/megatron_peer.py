@@ -49,6 +49,7 @@ class MegatronPeer:
 
         rank = dist.get_rank()
         self._shape = tuple(shape)
+        # Every rank makes the groups of all modules: new_group is a collective of all ranks.
         grids = {}
         for module in modules:
             grid = HyperCommGrid(
@@ -78,6 +79,13 @@ class MegatronPeer:
 
     def run(self, forward: Forward, *, num_micro_batches: int) -> None:
         """Run all forwards, backwards and messages of one mini-batch."""
+        # Megatron's 1F1B, here with a warm-up of 1 (as the communicator counts it) and 3 micro-batches;
+        # B0' is the gradient for B0:
+        #
+        #   F0 send | recv | F1 send+recv B0' | B0 send+recv | F2 send+recv B1' | B1 send | recv B2' | B2 send
+        #   warm-up | steady: a forward, then the oldest backward                         | cool-down
+        #
+        # held is a queue: outputs wait for their gradients in the order in which they were made.
         communicator, shape = self._communicator, self._shape
         num_warm_up = min(communicator.num_warmup_microbatches, num_micro_batches)
         held: list[tuple[dict[str, Tensor], Tensor]] = []

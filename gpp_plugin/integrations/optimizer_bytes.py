@@ -80,6 +80,15 @@ def optimizer_bytes(
             where the configuration has it.
         dtype, accumulation_dtype: torch's names of the types of weights, and in which gradients are added up.
     """
+    # Bytes a parameter, on the device; weights and gradients themselves are counted elsewhere:
+    #
+    #                                   state  master  sums
+    #   Adam, fp32, ZeRO 0                8      0      0
+    #   Adam, bf16, sums in fp32          8      4      4
+    #   SGD without momentum, fp32        0      0      0
+    #   Adam, bf16, ZeRO 1 offloaded      0      0      0    on CUDA, sums in bf16; the rest is the host's
+    #
+    # Under ZeRO a rank holds its part of state and master; the planner divides by the degree.
     name, options = _name_and_options(ds_config, given)
     count = STATE_TENSORS.get(name.lower())
     assumed = ""
@@ -92,6 +101,7 @@ def optimizer_bytes(
     zero = ds_config.get("zero_optimization") or {}
     is_offloaded = str((zero.get("offload_optimizer") or {}).get("device", "none")) == "cpu"
     is_elsewhere = is_offloaded and device_type != "cpu"
+    # ZeRO's flat fp32 partitions are copies of the weights even where those are fp32 (DeepSpeed 0.19).
     has_master = dtype != "float32" or zero_stage >= 1
     return OptimizerBytes(
         state=0.0 if is_elsewhere else FP32_BYTES * count(options),
@@ -114,6 +124,7 @@ def _name_and_options(ds_config: Mapping[str, Any], given: Any) -> tuple[str, di
     if inspect.isclass(given):
         return given.__name__, {}
     try:
+        # A callable is tried on a parameter of one number: what it makes has the name and the options.
         made = given([torch.nn.Parameter(torch.zeros(1))])
     except Exception:  # the user's own code, which may want the model's parameters
         made = None

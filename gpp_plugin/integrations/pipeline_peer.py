@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from gpp_plugin.integrations.native_ops import without_shared_memory_op
 
+# DeepSpeed's schedule ends with these three instructions; they run by themselves in `step`, so that a
+# benchmark can time the pipeline without them.
 _STEP = (ds_schedule.ReduceTiedGrads, ds_schedule.ReduceGrads, ds_schedule.OptimizerStep)
 
 
@@ -79,6 +81,8 @@ class PipelinePeer:
         engine = self.engine
         engine.set_dataiterator(micro_batches)
         engine.module.train()
+        # What `train_batch` sets before it runs its schedule (DeepSpeed 0.19:
+        # ``PipelineEngine.train_batch``).
         engine.total_loss = engine.total_additional_losses = None
         engine._compute_loss = True
         engine._exec_schedule(self._train)

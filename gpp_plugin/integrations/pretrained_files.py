@@ -33,6 +33,16 @@ Sizes = dict[str, tuple[int, str]]
 """First name -> (bytes, dtype)."""
 
 
+# Five phases; behind each that may fail all ranks agree that none has, so that all return or all raise:
+#
+#   1  each writer   sizes of what it holds               -> everyone knows who holds what
+#   2  everyone      who writes which tensor (computed alike, no messages)
+#   3  first writer  an empty staging directory beside the target
+#   4  writers       a shard each; the first one the configuration
+#   5  first writer  index, rename into place
+#
+# Three stages, the embedding tied to the head of the last: stage 0 writes it, stage 2 does not, and the
+# index has it under the name that HuggingFace saves.
 def save_pretrained(
     directory: str | Path,
     *,
@@ -76,18 +86,13 @@ def save_pretrained(
     is_first = is_writer and stage_index == min(shards)
     _, problem = _attempt(lambda: _prepare_directory(staging, target) if is_first else None, None)
     _agree(problem, meeting)
-
-    def write() -> dict[str, int]:
-        if is_first:
-            _write_configs(staging, model, _commonest_dtype([sizes for _, sizes in everyone]))
-        if not is_writer or stage_index not in shards:
-            return {}
-        name, owned = shards[stage_index]
-        return _write_shard(staging / name, model, state, owned)
-
+    shard = shards.get(stage_index) if is_writer else None
+    dtype = _commonest_dtype([sizes for _, sizes in everyone]) if is_first else None
     nothing: dict[str, int] = {}
-    written, problem = _attempt(write, nothing)
+    written, problem = _attempt(lambda: _write_part(staging, model, state, shard, dtype), nothing)
     try:
+        # Whatever fails here or on another rank, the target is untouched until `_commit`, and
+        # nothing is left beside it.
         maps = _agree(problem, meeting, (stage_index, written))
         _, problem = _attempt(
             lambda: _commit(staging, target, _index(model, maps, shards)) if is_first else None, None
@@ -132,6 +137,8 @@ def _assign_shards(
 
     Every rank computes the same from the same answers, and so raises the same.
     """
+    # E.g. stages 0 {wte, h.0}, 1 {h.1}, 2 {wte, ln_f}: 0 -> 00001-of-00003 {wte, h.0}, 1 -> 00002 {h.1}, 2 ->
+    # 00003 {ln_f}. A stage whose tensors are all taken writes no file, and the numbers do not count it.
     stages = sorted(stage for stage, _ in writers)
     if stages != list(range(num_stages)):
         raise CheckpointError(
@@ -156,6 +163,7 @@ def _assign_shards(
 
 
 def _commonest_dtype(everyone: Iterable[Sizes]) -> str:
+    # By bytes, not by tensors: float32 norms in a bf16 model are many and small.
     totals: dict[str, int] = {}
     for sizes in everyone:
         for num_bytes, dtype in sizes.values():
@@ -171,6 +179,24 @@ def _prepare_directory(staging: Path, target: Path) -> None:
     staging.mkdir(parents=True)
 
 
+def _write_part(
+    staging: Path,
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    shard: tuple[str, set[str]] | None,
+    dtype: str | None,
+) -> dict[str, int]:
+    """Write this rank's files and return saved name -> bytes.
+
+    Args:
+        shard: file name and first names, on a rank that writes one.
+        dtype: the configuration's, on the rank that writes it.
+    """
+    if dtype is not None:
+        _write_configs(staging, model, dtype)
+    return {} if shard is None else _write_shard(staging / shard[0], model, state, shard[1])
+
+
 def _write_shard(
     path: Path, model: nn.Module, state: Mapping[str, Tensor], owned: set[str]
 ) -> dict[str, int]:
@@ -178,6 +204,8 @@ def _write_shard(
     from safetensors.torch import save_file
 
     first, saved = tied_names(model), saved_names(model)
+    # transformers 5 may hold a checkpoint's tensors joined (experts, query-key-value); files keep the
+    # original ones, which ``from_pretrained`` of any release reads.
     tensors = {saved[first[name]]: _packed(tensor) for name, tensor in state.items() if first[name] in owned}
     if is_pretrained_model(model):
         from transformers.core_model_loading import revert_weight_conversion
@@ -228,6 +256,12 @@ def _commit(staging: Path, target: Path, index: str) -> None:
         write_text_whole(staging / INDEX_NAME, index)
         staging.rename(target)
         return
+    # An index names the shards of one save. Without it the directory is no model, so the order is:
+    #
+    #   old index | remove index | replace shards | new index
+    #   loads old |        cannot be loaded       | loads new
+    #
+    # Shards of the old save that the new one does not have (more stages then) would only waste space.
     new = {path.name for path in staging.iterdir()}
     (target / INDEX_NAME).unlink(missing_ok=True)
     (target / SINGLE_NAME).unlink(missing_ok=True)
@@ -272,6 +306,7 @@ def gather_state_dict(
     Raises:
         CommTimeout: a rank did not come.
     """
+    # Unlike `save_pretrained` this holds the whole model in one process: for users who ask for a state dict.
     own = {name: value.detach().cpu() for name, value in state.items() if isinstance(value, Tensor)}
     gathered = meeting.gather_on_first(own, "the whole model's weights")
     if gathered is None:

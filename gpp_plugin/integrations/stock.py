@@ -31,6 +31,7 @@ from gpp_plugin.integrations.preparation import Setting, prepare_plan
 from gpp_plugin.integrations.stage_config import derive_stage_config
 from gpp_plugin.integrations.stock_engine import ChainLane, Source, StockPipelineEngine
 from gpp_plugin.integrations.stock_layer import ChainLayer, at_least_1d
+from gpp_plugin.ir.op_graph import Parameter
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.linearise import linearise
 from gpp_plugin.plan.stock import STOCK
@@ -44,6 +45,16 @@ _BREAKS_DEEPSPEED = ("wall_clock_breakdown", "flops_profiler", "autotuning")
 """Keys with which DeepSpeed's pipeline engine crashes (timers started twice)."""
 
 
+# In this order because DeepSpeed's constructor takes everything at once and changes what it is given:
+#
+#   plan, code         as for the graph; the code says which tensors this stage reads
+#   tensors            only these become real; 0-d ones get an axis, which its broadcast and clipping need
+#   module             parameters of several stages become DeepSpeed's TiedLayerSpec, the others a layer's
+#   engine             casts buffers to its own dtype (undone by `_put_back`), may move parameters
+#   bind, use          only now: the layer's code computes with the tensors that the engine left in place
+#
+# A chain of 2 stages with a tied embedding is laid out for DeepSpeed as [tied0, layer | tied0, layer]: a
+# stage's part is bounded by `_ChainModule._bounds`, [0, 2, 4].
 def make_stock_engine(
     *,
     model: nn.Module,
@@ -76,17 +87,9 @@ def make_stock_engine(
     scalars = [name for name, tensor in tensors.items() if tensor.ndim == 0]
     tensors = {name: at_least_1d(tensor) for name, tensor in tensors.items()}
     known = {p.name: p for p in reference.analysis.op_graph.parameters}
-    own = {name: tensor for name, tensor in tensors.items() if name not in tied}
-    layer = ChainLayer(
-        module=StageModule(
-            tensors=own,
-            parameters=[name for name in own if not known[name].is_buffer],
-            frozen=frozenset(name for name in own if not known[name].requires_grad),
-            persistent=frozenset(name for name in own if known[name].is_persistent),
-        ),
-        wire_dtype=_wire_dtype(plan, reference, setting),
-        device=setting.device,
-    )
+    own = _own_module({name: tensor for name, tensor in tensors.items() if name not in tied}, known)
+    layer = ChainLayer(module=own, wire_dtype=_wire_dtype(plan, reference, setting), device=setting.device)
+    # From here on the user's model holds buffers only: its parameters are this layer's, or other ranks'.
     release_parameters(model, keep=(p.name for p in known.values() if p.is_buffer))
     module = _ChainModule(plan, reference, layer, tied={key: tensors.get(name) for name, key in tied.items()})
     trained = dict(layer.stage.named_parameters())
@@ -94,7 +97,29 @@ def make_stock_engine(
     groups = StageParameterGroups({n: p for n, p in trained.items() if p.requires_grad}, parameter_groups)
     parameters = groups.optimizer_input(trained) or [layer.add_unused()]
     buffers = dict(layer.stage.named_buffers())
-    engine = StockPipelineEngine(
+    engine = _make_engine(module, engine_config, parameters, optimizer, lr_scheduler)
+    _put_back(layer.stage, buffers)
+    layer.bind({**trained, **buffers}, scalars=scalars)
+    layer.use(code)
+    engine.attach(lane, layer, spare=spare, sample_batch=sample_batch)
+    if training_data is not None:
+        mini_batch, seed = plan.mini_batch, config.seed
+        loader = make_loader(training_data, mini_batch=mini_batch, collate_fn=collate_fn, seed=seed)
+        engine.training_dataloader = loader
+        engine.set_dataloader(loader)
+    if setting.rank == 0 and engine.carried:
+        _log_carried(engine.carried)
+    return engine
+
+
+def _make_engine(
+    module: _ChainModule,
+    engine_config: dict[str, Any],
+    parameters: Any,
+    optimizer: Callable[..., Any] | None,
+    lr_scheduler: Callable[..., Any] | None,
+) -> StockPipelineEngine:
+    return StockPipelineEngine(
         args=None,
         model=module,
         optimizer=optimizer,
@@ -104,23 +129,25 @@ def make_stock_engine(
         config=engine_config,
         config_class=DeepSpeedConfig(engine_config, module.mpu()),
     )
-    _put_back(layer.stage, buffers)
-    layer.bind({**trained, **buffers}, scalars=scalars)
-    layer.use(code)
-    engine.attach(lane, layer, spare=spare, sample_batch=sample_batch)
-    if training_data is not None:
-        engine.training_dataloader = make_loader(
-            training_data, mini_batch=plan.mini_batch, collate_fn=collate_fn, seed=config.seed
-        )
-        engine.set_dataloader(engine.training_dataloader)
-    if setting.rank == 0 and engine.carried:
-        logger.info(
-            "%s: DeepSpeed cannot send int64 or tensors without a gradient between stages; %s travel as the bits of "
-            "floats, packed into one tensor (exact for every value)",
-            STOCK,
-            ", ".join(engine.carried),
-        )
-    return engine
+
+
+def _own_module(tensors: Mapping[str, Tensor], known: Mapping[str, Parameter]) -> StageModule:
+    """Return what only this stage holds, as a module that DeepSpeed's engine finds parameters and buffers in."""
+    return StageModule(
+        tensors=tensors,
+        parameters=[name for name in tensors if not known[name].is_buffer],
+        frozen=frozenset(name for name in tensors if not known[name].requires_grad),
+        persistent=frozenset(name for name in tensors if known[name].is_persistent),
+    )
+
+
+def _log_carried(names: Sequence[str]) -> None:
+    logger.info(
+        "%s: DeepSpeed cannot send int64 or tensors without a gradient between stages; %s travel as the bits of "
+        "floats, packed into one tensor (exact for every value)",
+        STOCK,
+        ", ".join(names),
+    )
 
 
 def _stage_tensors(lane: ChainLane, read: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -142,6 +169,8 @@ def check_stock_plan(plan: PipelinePlan, setting: Setting) -> None:
     Raises:
         PlanError: degrees, micro-batches or ranks are not those of a chain of equals.
     """
+    # DeepSpeed numbers ranks stage by stage, as many for each: 8 ranks in 4 stages are (0 1)(2 3)(4 5)(6 7),
+    # and each rank takes a loss unit at a time, so a stage's micro-batch is u * 2.
     degree = setting.num_ranks // len(plan.stages)
     for index, stage in enumerate(plan.stages):
         ranks = tuple(range(index * degree, (index + 1) * degree))
@@ -183,6 +212,8 @@ def _deepspeed_config(ds_config: Mapping[str, Any], plan: PipelinePlan, setting:
     if not plain.get("steps_per_print"):
         plain["steps_per_print"] = None
     degree = plan.stages[0].degree
+    # DeepSpeed's B = u * accumulation * degree, which ours need not be: 64 samples, u = 4, degree
+    # 2 accumulate 8 times.
     plain["train_batch_size"] = plan.mini_batch
     plain["train_micro_batch_size_per_gpu"] = plan.loss_unit
     plain["gradient_clipping"] = float(ds_config.get("gradient_clipping") or 0.0)
@@ -199,6 +230,8 @@ def _wire_dtype(plan: PipelinePlan, reference: Reference, setting: Setting) -> t
     """Return the one dtype of everything that travels: one that holds all tensors with a gradient exactly."""
     specs = reference.block_graph.tensors
     cuts = [stage.after for stage in linearise(plan, reference.block_graph) if stage.after is not None]
+    # bf16 activations beside fp32 logits travel as fp32, both exactly; DeepSpeed has one
+    # buffer dtype a position.
     dtypes = {getattr(torch, specs[name].dtype) for cut in cuts for name in cut.differentiable}
     return functools.reduce(torch.promote_types, sorted(dtypes, key=str)) if dtypes else setting.dtype
 

@@ -78,12 +78,14 @@ class ChainLane:
         """Return the stage's code for batches of this shape; captured when it is new."""
         key = shape_key(batch, count_samples(batch))
         if key not in self._codes:
+            # Dictionaries keep the order of insertion: the oldest shape goes first.
             while len(self._codes) >= MAX_SHAPES:
                 del self._codes[next(iter(self._codes))]
             self._codes[key] = self._make_code(batch)
         return self._codes[key]
 
     def _make_code(self, batch: Batch) -> ChainCode:
+        # Captured at one loss unit, which is what each rank of a chain computes at a time.
         unit = resize_batch(batch, self.plan.loss_unit)
         captured = recapture(self.source.model, self.reference.analysis, unit)
         graph = coarsen(captured, granularity=self.reference.granularity)
@@ -129,6 +131,13 @@ class Handed:
         return self
 
     def __next__(self) -> tuple[tuple[Tensor, ...], tuple[()]]:
+        # The last stage needs inputs of its own (labels), and DeepSpeed would give them to the loss function,
+        # which the captured graph does not have: the loss is inside it. So they go to the layer by the side,
+        # and DeepSpeed sees an empty tuple of labels. Its engine takes a micro-batch right before the forward
+        # that uses it, so the layer's ``own_inputs`` are always those of the forward that comes next:
+        #
+        #   stage 0   next() -> (ids,)        forward(ids)          sends
+        #   stage 1   receives                next() -> own_inputs  forward(received) reads own_inputs
         self._layer.own_inputs = next(self._rest)
         return self._layer.own_inputs, ()
 
@@ -185,6 +194,8 @@ class StockPipelineEngine(PipelineEngine):
         batch = self._feed.mini_batch(data_iter, self._batches, is_own=self._owns_loader)
         code = self._use(self._lane, batch)
         self.set_dataiterator(Handed(self._layer, self._lane.micro_batches(batch, code, self.micro_batches)))
+        # DeepSpeed has no timeline; `_timed` wraps the instructions of its schedule. The clock
+        # agrees over ranks first.
         clock = start_clock(self._meeting) if self.record_timelines else None
         self._events = [] if clock is not None else None
         loss: Tensor = super().train_batch()
@@ -266,6 +277,9 @@ class StockPipelineEngine(PipelineEngine):
     def _use(self, lane: ChainLane, batch: Batch) -> ChainCode:
         """Let the layer run at this batch's shape; DeepSpeed exchanges shapes anew where it has changed."""
         code = lane.code_for(batch)
+        # DeepSpeed exchanges shapes once and keeps them (``first_output_send``, ``grad_layer``);
+        # another shape needs that anew on all ranks, which see the same stream of batches and so come
+        # here in the same step.
         if code is not self._code:
             missing = [name for name in code.function.tensors if name not in self._layer.tensors]
             if missing:  # what only evaluation reads (a mask's buffer, say)
@@ -295,6 +309,8 @@ class StockPipelineEngine(PipelineEngine):
     def _exec_send_grads(self, buffer_id: int) -> None:
         """Send zeros for received tensors that no gradient reached; DeepSpeed asserts there is one."""
         inputs = self.pipe_buffers["inputs"][buffer_id]
+        # DeepSpeed 0.19 asserts ``grad is not None`` for every floating input; a branch that the loss
+        # does not use has none.
         for tensor in inputs:
             if tensor.grad is None:
                 tensor.grad = torch.zeros_like(tensor)
@@ -310,6 +326,8 @@ class StockPipelineEngine(PipelineEngine):
                     kind=kind,
                     start_us=start_us,
                     end_us=_now_us(),
+                    # Its schedule runs both kinds in order of micro-batches, so their number so far is
+                    # the number of this one.
                     micro_batch=sum(e.kind is kind for e in self._events) if is_task else -1,
                 )
             )
@@ -323,6 +341,8 @@ class StockPipelineEngine(PipelineEngine):
 
         return run
 
+    # DeepSpeed looks instructions up in this table of its class: the one place to change what a
+    # schedule's step does.
     _INSTRUCTION_MAP = {
         **PipelineEngine._INSTRUCTION_MAP,
         ds_schedule.SendGrad: _exec_send_grads,

@@ -119,6 +119,15 @@ class ChainLayer(nn.Module):
     def _pack(
         self, cut: Cut, specs: Specs, values: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> Wires:
+        # What crosses a cut, for hidden [4, 16, 64] (samples, tokens, width) in bf16, token ids and a
+        # mask for later stages:
+        #
+        #   position 0   hidden, as bf16                                             gets a gradient
+        #   position 1   ids int64 [4, 16] -> 4 x 64 = 256 elements of bf16,
+        #                mask bool [4, 16] -> int16 -> 64 elements, joined: [320]    gets zeros
+        #
+        # One tensor for all constants, since each position costs a message each way and a buffer
+        # for each micro-batch.
         wires = [values[name].to(self._wire_dtype).contiguous() for name in _sent(cut, specs)]
         constants = [*(values[name] for name in cut.constant), *(inputs[key] for key in cut.inputs)]
         bits = [to_bits(tensor, self._wire_dtype) for tensor in constants]
@@ -140,6 +149,7 @@ class ChainLayer(nn.Module):
         for name in set(cut.differentiable).difference(sent):
             values[name] = torch.empty(specs[name].shape, dtype=_dtype_of(specs[name]), device=self._device)
         nothing = torch.empty(0, dtype=self._wire_dtype, device=self._device)
+        # In the order of `_pack`: constants, then inputs, each as many elements as its spec says.
         packed = received[-1].detach() if len(received) > len(sent) else nothing
         first = 0
         for target, names in ((values, cut.constant), (inputs, cut.inputs)):
@@ -178,6 +188,8 @@ def at_least_1d(tensor: Tensor) -> Tensor:
 
 def to_bits(tensor: Tensor, wire_dtype: torch.dtype) -> Tensor:
     """Return the bits of a tensor without a gradient as a flat tensor of ``wire_dtype``."""
+    # A view, no rounding: bits that are no number (NaN patterns) arrive as they were, as
+    # nobody computes with them.
     flat = tensor.detach().to(_carrier(tensor.dtype, wire_dtype)).reshape(-1).contiguous()
     return flat.view(wire_dtype)
 
@@ -185,6 +197,7 @@ def to_bits(tensor: Tensor, wire_dtype: torch.dtype) -> Tensor:
 def from_bits(bits: Tensor, spec: TensorSpec) -> Tensor:
     """Return the tensor that `to_bits` made these of."""
     dtype = _dtype_of(spec)
+    # A slice may start at any element; a view as a wider type wants its storage aligned, hence the copy.
     carried = bits.clone().view(_carrier(dtype, bits.dtype))
     return carried.to(dtype).view(spec.shape)
 
@@ -197,6 +210,8 @@ def bits_length(spec: TensorSpec, wire_dtype: torch.dtype) -> int:
 
 def _carrier(dtype: torch.dtype, wire_dtype: torch.dtype) -> torch.dtype:
     """Return a type that holds every value of ``dtype`` and is no narrower than a wire's element."""
+    # By width, over wires of bf16 (2 bytes): bool -> int16, 1 element; int64 stays, 4 elements; float32
+    # stays, 2. Over fp32: bool -> int32, 1 element; bf16 -> float32, 1 element, exactly.
     if dtype.itemsize >= wire_dtype.itemsize:
         return dtype
     if dtype.is_floating_point:

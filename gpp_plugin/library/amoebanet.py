@@ -1,9 +1,9 @@
 """A convolutional network after AmoebaNet-D (Real et al., 2019), operator by operator: over 1,000 nodes.
 
-Cells of five sums of two operators each (arXiv:1802.01548) read the outputs of the two cells before them; reduction
-cells halve the image and double the channels. What autograd keeps is listed tensor by tensor, as PyTorch keeps it: a
-convolution, a batch normalisation and a pooling their input, a ReLU its result, a maximum also the places (int64). A
-convolution costs its im2col product (`gemm`), the rest its memory traffic.
+Cells of five sums of two operators each (arXiv:1802.01548) read the outputs of the two cells before them;
+reduction cells halve the image and double the channels. What autograd keeps is listed tensor by tensor, as
+PyTorch keeps it: a convolution, a batch normalisation and a pooling their input, a ReLU its result, a maximum
+also the places (int64). A convolution costs its im2col product (`gemm`), the rest its memory traffic.
 
 Batch normalisation takes its statistics over a micro-batch, as torchgpipe's does: it is not marked as an
 operator that mixes samples.

@@ -9,7 +9,7 @@ import dataclasses
 import datetime
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.schedule import Task
 from gpp_plugin.ir.serialize import load, save
+from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.ir.timeline import Event, Timeline
 from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.rehearse.compute import EmulatedCompute, EmulatedHooks
@@ -31,7 +32,7 @@ from gpp_plugin.runtime.mailbox import WindowPlace
 from gpp_plugin.runtime.meeting import Meeting
 from gpp_plugin.runtime.pipeline import channels_of
 from gpp_plugin.runtime.recorder import gather_timeline, start_clock
-from gpp_plugin.runtime.transport import make_transport
+from gpp_plugin.runtime.transport import Transport, make_transport
 from gpp_plugin.runtime.window_lane import WindowRunner
 from gpp_plugin.simulate.asynchronous import num_windows
 from gpp_plugin.simulate.durations import Durations, duration_reader
@@ -63,55 +64,32 @@ class RehearsalRank:
         #   transport                    one channel a pair of ranks and direction
         #   norm groups                  mode async only
         #
-        # For stages vision = ranks (0, 1), text = (2), loss = (3): one data group (0, 1), nothing else;
-        # groups of one rank are not made at all.
+        # Stages on ranks (0, 1), (2) and (3) have one data group, (0, 1): none is made for a single rank.
         rank = dist.get_rank()
         timeout_s = settings.comm_timeout_s or LEAST_COMM_TIMEOUT_S
         windows = make_windows(plan, validate=False) if plan.mode == "async" else None
         programs = make_programs(plan, validate=False) if windows is None else windows.all
         specs = scale_tensors(plan, settings.scale_bytes)
-        data_groups = [
-            _make_groups([stage.data_ranks(t) for t in range(stage.tensor)], timeout_s)
-            for stage in plan.stages
-        ]
-        tensor_groups = [
-            _make_groups([stage.tensor_ranks(d) for d in range(stage.degree)], timeout_s)
-            for stage in plan.stages
-        ]
-        transport = make_transport(
-            device=CPU,
-            channels=channels_of(programs),
-            names=[f"{plan.stages[e.src].name} -> {plan.stages[e.dst].name}" for e in plan.edges],
-            timeout_s=timeout_s,
+        data_group = _make_groups([s.data_ranks(t) for s in plan.stages for t in range(s.tensor)], timeout_s)
+        tensor_group = _make_groups(
+            [s.tensor_ranks(d) for s in plan.stages for d in range(s.degree)], timeout_s
         )
+        transport = _make_transport(plan, programs, timeout_s)
         own = None if windows is None else windows.of_rank(rank)
         # Asynchronous programs differ by window; what a stage receives and sends is the same in
         # the last, steady one.
         program = programs[rank] if own is None else own.steps[-1]
         index = program.stage
-        read = duration_reader(plan, durations)
         self._plan = plan
         everyone = dist.group.WORLD if plan.num_ranks > 1 else None
         self._meeting = Meeting(
             group=everyone, who=f"rank {rank}, stage {plan.stages[index].name!r}", timeout_s=timeout_s
         )
         # the ranks that agree on a norm: all of them, or those of a stage that steps alone
-        agreeing = everyone
-        if own is not None:
-            norm_groups = [_make_groups([stage.ranks], timeout_s) for stage in plan.stages]
-            agreeing = norm_groups[index]
-        compute = EmulatedCompute(
-            plan,
-            index,
-            specs=specs,
-            gradients=boundary_gradients(program, plan, specs),
-            task_us=lambda kind, half, micro_batch: read(
-                Task(stage=index, kind=kind, micro_batch=micro_batch, half=half), rank
-            ),
-            tensor_group=tensor_groups[index],
-        )
+        agreeing = everyone if own is None else _make_groups([s.ranks for s in plan.stages], timeout_s)
+        compute = _make_compute(plan, program, specs, durations, tensor_group)
         hooks = EmulatedHooks(
-            data_group=data_groups[index],
+            data_group=data_group,
             gradient_bytes=plan.stages[index].gradient_bytes * settings.scale_bytes,
             world_group=agreeing if has_step else None,
         )
@@ -165,6 +143,35 @@ class RehearsalRank:
         events += [_later(event, runner.shift) for event in runner.drain(record=record).events]
         runner.empty()
         return events
+
+
+def _make_compute(
+    plan: PipelinePlan,
+    program: RankProgram,
+    specs: Mapping[str, TensorSpec],
+    durations: Durations | None,
+    tensor_group: dist.ProcessGroup | None,
+) -> EmulatedCompute:
+    read = duration_reader(plan, durations)
+    return EmulatedCompute(
+        plan,
+        program.stage,
+        specs=specs,
+        gradients=boundary_gradients(program, plan, specs),
+        task_us=lambda kind, half, micro_batch: read(
+            Task(stage=program.stage, kind=kind, micro_batch=micro_batch, half=half), program.rank
+        ),
+        tensor_group=tensor_group,
+    )
+
+
+def _make_transport(plan: PipelinePlan, programs: Sequence[RankProgram], timeout_s: float) -> Transport:
+    return make_transport(
+        device=CPU,
+        channels=channels_of(programs),
+        names=[f"{plan.stages[e.src].name} -> {plan.stages[e.dst].name}" for e in plan.edges],
+        timeout_s=timeout_s,
+    )
 
 
 def _later(event: Event, micro_batches: int) -> Event:

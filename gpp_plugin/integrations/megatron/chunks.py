@@ -74,12 +74,19 @@ class _Chunk:
             )
         if mask.dim() == 4:
             return mask
+        # [batch, 1, 1, sequence] and [1, 1, sequence, sequence] to [batch, 1, sequence, sequence], True is
+        # hidden. Three tokens, the last one padding: rows are queries, columns keys.
+        #
+        #   padding  . . x     causal  . x x     together  . x x
+        #            . . x             . . x               . . x
+        #            . . x             . . .               . . x
         padding = mask[:, None, None, :] == 0
         return padding | self._causal_mask(length, device) if is_causal else padding
 
     def _causal_mask(self, length: int, device: torch.device) -> Tensor:
         if self._causal is None or self._causal.shape[-1] != length or self._causal.device != device:
             ones = torch.ones(1, 1, length, length, dtype=torch.bool, device=device)
+            # Kept from call to call: a length seldom changes, and 4096 tokens are 16 MB of bool.
             self._causal = ones.triu(1)
         return self._causal
 
@@ -117,9 +124,13 @@ class GptChunk(_Chunk, GPTModel):
                 f"stage {self.stage!r}: it takes the embeddings {sorted(self.merged)} and was given {sorted(embeds)}; "
                 "name the same in gpt_stage(merge=...) and in the stage's inputs"
             )
+        # input_ids are [batch, sequence], hidden states [sequence / shards, batch, hidden]: masks are of
+        # whole sequences, 1024 both for ids [4, 1024] and for hidden states [512, 4, 512] of two shards.
         length = first.shape[1] if self.pre_process else first.shape[0] * self._sequence_shards()
         mask = self.mask_of(attention_mask, length=length, device=first.device, is_causal=True)
         with self.random_streams():
+            # Megatron's pipeline hands a later chunk its input beside the call, as an attribute. It is
+            # cleared in any case, or the module would keep the last micro-batch's activations alive.
             decoder_input = self._embed(first, position_ids, embeds) if self.pre_process else None
             self.set_input_tensor(None if self.pre_process else first)
             try:
@@ -170,6 +181,15 @@ class GptChunk(_Chunk, GPTModel):
         """Return embed_SBH of the tokens, with ``embeds`` in the places of their tokens."""
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        # Images among words, 2 samples of 5 tokens, token 99 stands for an image position, embeds [2
+        # samples, 2, hidden]:
+        #
+        #   input_ids     7 99 99  8  9        places   . x x . .     hidden   w e e w w   w: word's embedding
+        #                 7  8 99 99  9                 . . x x .                w w e e w   e: embeds, in order
+        #
+        # masked_scatter fills places sample by sample from embeds read in the same order, [batch, positions,
+        # hidden]. That is right only if every sample has as many places as embeds has positions, which is
+        # checked: one place too few in a sample would shift all that follow.
         tokens = input_ids
         for token in self.merged.values():  # any number will do there, if it is in the vocabulary
             tokens = tokens.masked_fill(input_ids == token, 0)
@@ -184,9 +204,12 @@ class GptChunk(_Chunk, GPTModel):
                     f"stage {self.stage!r}: {name} has {embeds[name].shape[1]} positions a sample, and token {token} "
                     f"is {counts.tolist()} times in the samples of input_ids; make them equal"
                 )
+            # hidden is [sequence, batch, hidden]; rows, as places, has the batch first.
             rows = hidden.transpose(0, 1).masked_scatter(places.unsqueeze(-1), embeds[name].to(hidden.dtype))
             hidden = rows.transpose(0, 1).contiguous()
         if self.merged and self.config.sequence_parallel:
+            # Only now: before, every rank needs the whole sequence, since an image's places may
+            # lie in any share of it.
             hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
         return hidden
 
@@ -231,6 +254,11 @@ def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, group: Any) -> 
     )
 
     logits = logits if logits.dtype == torch.float64 else logits.float()
+    # With x the logits and m the largest over the whole vocabulary, the loss of target t is log sum
+    # exp(x - m) - (x_t - m). 8 words on 2 ranks, target 5: rank 0 has words 0..3, finds own = 5 outside
+    # and picks 0; rank 1 has 4..7, own = 1, and picks x_5 - m. So the sum over ranks is the pick, as it
+    # is of the exponentials: one reduction for both, stacked as [2, ...]. m is only for range, its
+    # gradient cancels: no_grad.
     with torch.no_grad():
         largest = logits.amax(dim=-1)
         if group.size() > 1:

@@ -101,6 +101,8 @@ def _make_tracker() -> Any:
 
         @contextlib.contextmanager
         def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+            # Named streams take turns in the one generator: the stream's state in, run, its new state
+            # kept, the old one back.
             before = torch.get_rng_state()
             torch.set_rng_state(self.states_[name])
             try:
@@ -179,6 +181,9 @@ def install() -> bool:
 
     Nothing happens where CUDA is available, or where it has been done.
     """
+    # Names are looked up in a module when its functions run, so replacing them reaches code that was
+    # imported long before; ``from x import name`` elsewhere has a copy of its own, which is why modules
+    # are listed one by one.
     if torch.cuda.is_available() or _originals:
         return False
     for replacement in REPLACED:
@@ -190,6 +195,7 @@ def install() -> bool:
 
 def remove() -> None:
     """Put back what `install` replaced."""
+    # popitem takes the last first, as a stack: what was replaced twice ends with the first value.
     while _originals:
         (module, name), value = _originals.popitem()
         setattr(importlib.import_module(module), name, value)

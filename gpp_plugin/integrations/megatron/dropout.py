@@ -38,6 +38,14 @@ class DropoutStreams:
     @contextlib.contextmanager
     def of_forward(self) -> Iterator[None]:
         """Run a forward within; torch's generators are as before afterwards, but for the one number drawn."""
+        # One number a forward from torch's CPU generator, inside which recomputation can repeat it:
+        #
+        #   forward    state A --draw n--> seed n + place --> mask
+        #   again      state A --draw n--> the same mask       whoever recomputes has put A back
+        #
+        # ``place`` is a hash of seed, stage and data position: tensor ranks agree (and hear n from the
+        # first of them, whose generator counts), data positions and stages differ even where their
+        # generators are equal.
         drawn = torch.empty((), dtype=torch.int64).random_(_SEEDS)
         if self._context.tensor_size > 1:  # on the CPU: no device waits for it
             self._share(drawn)

@@ -29,6 +29,10 @@ def collect_groups(context: StageContext) -> Any:
             "deepspeed (one is enough)"
         )
     _check_grid(context)
+    # A stage of 2 tensor x 3 data positions, numbered tensor first: tensor groups (0 1) (2 3) (4 5), data
+    # groups (0 2 4) (1 3 5), and everything that this grid has no second position along (cp, pp) is the
+    # rank alone. The embedding groups are None: tied weights over stages are the graph's, not Megatron's
+    # first and last stage's.
     alone = context.single_group
     tensor, data = context.tensor_group, context.data_group
     return ProcessGroupCollection(

@@ -80,6 +80,8 @@ class MegatronTransport:
         place = MessagePlace("send", message, self._names, self._timeout)
 
         def post(tensors: Sequence[Tensor]) -> Pending:
+            # (what to send, whether to receive, shape): nothing is received, and the call
+            # returns the handle at once.
             (tensor,) = tensors
             _, handles = call(tensor, False, None, overlap_p2p_comm=True)
             return Posted(list(handles.values()), place, tensors)
@@ -97,6 +99,8 @@ class MegatronTransport:
         def post(buffers: Sequence[Tensor]) -> Pending:
             (buffer,) = buffers
             received, handles = call(None, True, shape, overlap_p2p_comm=True)
+            # The communicator allocates what it receives into; `set_` makes the caller's buffer that
+            # memory, without a copy.
             buffer.set_(received.detach())
             return Posted(list(handles.values()), place, buffers)
 
@@ -184,7 +188,32 @@ def over_megatron(
         cpu.install()
     if not is_cuda:
         widen_open_sockets()  # one direction goes over the default group
+    # A channel is (edge, direction, sender, receiver): an edge's two directions are one pair of ranks, one group.
     carried = sorted({(_pair(c[2], c[3]), c[0]) for c in channels if c[0] in edges})
+    return MegatronTransport(
+        native=native,
+        groups=_make_groups(plan, carried, device=device, timeout_s=timeout_s),
+        edges=edges,
+        names=[edge_name(plan, index) for index in range(len(plan.edges))],
+        timeout_s=None if is_cuda else timeout_s,
+    )
+
+
+def _make_groups(
+    plan: PipelinePlan, carried: Sequence[tuple[Pair, int]], *, device: torch.device, timeout_s: float
+) -> dict[Pair, dist.ProcessGroup]:
+    """Return the group of each pair that this rank is in; every rank calls it with the same pairs and their edges."""
+    # Making groups is collective over all ranks, and on CUDA the first use of a group over its two ranks. So
+    # every rank walks the same sorted list of pairs, in it or not:
+    #
+    #   carried = [((0, 1), edge 0), ((0, 2), edge 1), ((1, 3), edge 2)]
+    #   rank 0    group, open        group, open        group
+    #   rank 1    group, open        group              group, open
+    #   rank 2    group              group, open        group
+    #
+    # Both ranks of a pair come to its `_open` having opened all their pairs before it in one order: no
+    # circle. Were groups opened at the first message instead, one host would wait in NCCL while the
+    # other waits elsewhere.
     timeout = datetime.timedelta(seconds=timeout_s)
     groups: dict[Pair, dist.ProcessGroup] = {}
     for pair, edge in carried:
@@ -194,15 +223,9 @@ def over_megatron(
             )
         if dist.get_rank() in pair:
             groups[pair] = group
-            if is_cuda:
+            if device.type == "cuda":
                 _open(_make_communicator(group, torch.float32), device)
-    return MegatronTransport(
-        native=native,
-        groups=groups,
-        edges=edges,
-        names=[edge_name(plan, index) for index in range(len(plan.edges))],
-        timeout_s=None if is_cuda else timeout_s,
-    )
+    return groups
 
 
 def _pair(first: int, second: int) -> Pair:
@@ -224,6 +247,8 @@ def _open(communicator: Any, device: torch.device) -> None:
     value = torch.zeros(1, device=device)
     is_low = communicator.pp_group.rank() == 0
     for is_sender in (is_low, not is_low):
+        # Both directions, one after the other: they are two communicators (see above), each
+        # made at its first use.
         given = (value, False, None) if is_sender else (None, True, [1])
         _, handles = communicator.send_forward_recv_forward(*given, overlap_p2p_comm=True)
         for handle in handles.values():

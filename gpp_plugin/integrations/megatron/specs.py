@@ -26,6 +26,8 @@ def block_submodules(config: Any, spec: Any, layers: range, *, is_causal: bool =
         every, final_norm = list(spec.layer_specs), spec.layer_norm
     else:
         every = [spec] * config.num_layers
+    # Layer specifications by the model's numbers; the chunk of layers 4..7 gets four, whose
+    # layers count from 5.
     chosen = [_numbered_from(every[i], layers.start) for i in layers]
     return TransformerBlockSubmodules(layer_specs=chosen, layer_norm=final_norm)
 
@@ -59,6 +61,9 @@ def _numbered_from(spec: Any, first: int) -> Any:
 
     if first == 0:
         return spec
+    # Megatron counts layers from 1 and adds the offset of its pipeline rank, which is always the first of one
+    # here. Layer numbers scale attention (``apply_query_key_layer_scaling``) and stand in errors, so the
+    # class adds the offset itself. It keeps its name and module: checkpoints and specifications look at them.
     base: Any = get_module(spec)
 
     def __init__(self: Any, *args: Any, layer_number: int = 1, **rest: Any) -> None:

@@ -94,6 +94,10 @@ class MegatronStage:
         config = stage_config(self.config, context)
         from gpp_plugin.integrations.megatron.dropout import seed_streams
 
+        # A fork, so that building draws from the chunk's own seed and leaves the process's generators as they
+        # were: what a user's program draws next does not depend on which stage a rank builds. All of a
+        # stage's ranks use one seed; Megatron's tracked streams differ by tensor rank, so shards differ, and
+        # what all hold alike is equal.
         devices = [context.device] if context.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             chunk = f"{self.seed}/{context.stage}/{self.layers.start}"  # no two chunks draw the same layers
@@ -105,6 +109,13 @@ class MegatronStage:
         return module
 
 
+# Long by its arguments and what is said of them. Shapes for batch 4, sequence 1024, hidden 512, 32,000 words,
+# tensor=2, sequence parallel:
+#
+#   input_ids, labels, loss_mask   [4, 1024]            [batch, sequence], whole on both ranks
+#   hidden_states, in and out      [512, 4, 512]        hidden_SBH, half the sequence on each rank
+#   logits, inside                 [1024, 4, 16000]     [sequence, batch, vocabulary / tensor]
+#   logits, returned               [4, 1024, 32000]     whole; the loss is a scalar
 def gpt_stage(
     config: Any,
     *,
@@ -143,6 +154,8 @@ def gpt_stage(
             ``share_embeddings_and_output_weights`` (chunks of one model then need `StageGraph.tie` between
             ``embedding.word_embeddings.weight`` and ``output_layer.weight``).
     """
+    # Modules are imported in `build`, on the ranks of the stage: the script that describes a graph, and the
+    # ranks of other stages, need no megatron-core.
     chosen = range(config.num_layers) if layers is None else layers
     merged = dict(merge or {})
     if merged and not pre_process:
@@ -201,6 +214,10 @@ def transformer_block_stage(
         is_causal: of the local specification; an ``attention_mask`` input is [batch, sequence], 0 at padding.
         batch_first: take and return [batch, sequence, hidden], whole, instead of Megatron's layout.
     """
+    # An encoder's shapes, batch 4, 257 patches, hidden 1024: [4, 257, 1024] with batch_first, else [257, 4,
+    # 1024]; with sequence parallelism the sequence must divide among the tensor ranks, so 257 patches want
+    # padding or tensor=1. Such a stage has no vocabulary: only heads and the MLP are shared out, which
+    # `check_sizes` checks.
     chosen = range(config.num_layers) if layers is None else layers
 
     def build(stage_config: Any, groups: Any, context: StageContext) -> nn.Module:
@@ -253,6 +270,8 @@ def stage_config(config: Any, context: StageContext) -> Any:
     made.sequence_parallel = config.sequence_parallel and context.tensor_size > 1
     made.params_dtype = context.dtype
     made.bf16, made.fp16 = context.dtype == torch.bfloat16, context.dtype == torch.float16
+    # Its kernel adds to ``main_grad`` behind autograd's back; gradients of micro-batches
+    # are the stage engine's.
     made.gradient_accumulation_fusion = False
     made.masked_softmax_fusion = False  # its kernel takes no mask, and needs CUDA
     if context.device.type == "cpu":
@@ -276,6 +295,9 @@ def mark_partial_gradients(module: nn.Module, config: Any) -> None:
 def _prepare_megatron() -> None:
     from megatron.core import parallel_state
 
+    # The one global that modules ask for whatever groups they are given (megatron-core 0.16:
+    # ``get_global_memory_buffer`` in linear layers with sequence parallelism); it is scratch space and
+    # belongs to no group.
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
 
@@ -297,6 +319,9 @@ def check_sizes(stage: str, config: Any, tensor: int, *, vocab_size: int | None)
             f"stage {stage!r}: its config says tensor_model_parallel_size={given} and the stage has tensor={tensor}; "
             "make them equal, or leave the former at 1"
         )
+    # What Megatron's layers cut among tensor ranks. 12 heads on 8 ranks, say: a rank would have one
+    # and a half. The model's own asserts come later, on this stage's ranks only,
+    # and leave the others waiting in a collective.
     divided = [
         ("num_attention_heads", config.num_attention_heads),
         ("num_query_groups", config.num_query_groups),
@@ -319,6 +344,8 @@ def check_sizes(stage: str, config: Any, tensor: int, *, vocab_size: int | None)
 
 
 def _refuse_other_parallelism(stage: str, config: Any) -> None:
+    # Options that have an effect through Megatron's global state or schedules, which are not there: silently
+    # ignored they would train another model than the one configured.
     for name, plain, instead in (
         ("pipeline_model_parallel_size", 1, "give every part of the pipeline a stage of its own"),
         (

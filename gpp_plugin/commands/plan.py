@@ -22,8 +22,7 @@ from gpp_plugin.plan.memory_advice import memory_advice
 from gpp_plugin.plan.memory_breakdown import with_breakdown
 from gpp_plugin.plan.registry import PlanRequest, make_plan, planner_names
 from gpp_plugin.plan.schedules import schedule_plan
-from gpp_plugin.report.edge_text import edge_rows, format_edges
-from gpp_plugin.report.plan_text import format_breakdown, format_plan, stage_rows
+from gpp_plugin.report.plan_text import edge_rows, format_breakdown, format_edges, format_plan, stage_rows
 from gpp_plugin.schedule.names import SCHEDULE_NAMES, is_schedule_name, planning_schedule
 
 CONFIG_DIR = Path(__file__).parent.parent / "models"

@@ -73,6 +73,9 @@ class _Builder:
             moved: elements read and written outside the product.
             keeps: operands kept for backward; ``inside_bytes`` more that only it has.
         """
+        # Who pays for what is kept: a result that several operators keep is one storage, charged to the first. A ReLU
+        # keeps its result and the convolution behind it its operand, which is the same storage: the ReLU pays, and
+        # ``_keepers`` lists both, so that a cut between them counts it on either side.
         elements = 1
         for size in output:
             elements *= size
@@ -164,6 +167,9 @@ class _Builder:
 
     def cell(self, name: str, before: _Image, image: _Image, channels: int, *, is_reduction: bool) -> _Image:
         """Enter a cell that reads the outputs of the two cells before it."""
+        # States 0 and 1 are the inputs; sum i, of operators 2i and 2i + 1, makes state 2 + i, which later operators may
+        # read. A normal cell (NORMAL) has five sums, states 2 to 6, and joins states 0, 3, 4 and 6 along channels: its
+        # output has four times its channels.
         stride = before.side // image.side  # 2 where the cell before this one has reduced
         states = [
             self.relu_conv_norm(f"{name}.input0", before, channels, stride=stride)

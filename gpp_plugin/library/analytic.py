@@ -57,6 +57,8 @@ def assemble(
     Args:
         saved: what is kept for backward; by default what each block keeps is its own (`_own_tensors`).
     """
+    # Sizes are of one sample in fp32: a layer with output (256, 1024) makes [1, 256, 1024], 1 MiB; at 8 samples 8 MiB.
+    # FLOPs are of products alone, 2 m k n each; everything else a block does is in `BlockSpec.elementwise`, for times.
     tensors = {
         f"{spec.name}:out": TensorSpec(
             name=f"{spec.name}:out",
@@ -98,6 +100,8 @@ MOST_PIECES = 16
 
 def _own_tensors(spec: BlockSpec) -> list[SavedTensor]:
     """Return what a block keeps, as tensors of about the size of its output that it makes itself."""
+    # Saved 5.5 times the output: six pieces, whose bounds are rounded to whole elements and sum up exactly; at most 16,
+    # as more would only make the search over what to swap longer.
     count = min(max(-(-spec.saved // max(_elements(spec.output), 1)), 1), MOST_PIECES)
     bounds = [spec.saved * i // count * FLOAT for i in range(count + 1)]
     return [

@@ -1,4 +1,4 @@
-"""A plan as text: the stage graph as a picture, and what each stage holds and costs."""
+"""A plan as text: the stage graph as a picture, what each stage holds and costs, and what carries its edges."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from gpp_plugin.ir.memory_plan import MemoryBreakdown
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.serialize import to_plain
+from gpp_plugin.plan.edge_transports import choose_edge_transports, edge_name
 from gpp_plugin.report.picture import draw_graph
 from gpp_plugin.report.units import format_bytes, format_ms, format_table, shorten_name
 from gpp_plugin.schedule.in_flight import in_flight_from_source
@@ -23,6 +24,7 @@ def format_plan(plan: PipelinePlan, *, width: int = 120) -> str:
     Args:
         width: columns the picture may take; a wider graph is listed edge by edge instead.
     """
+    # a picture broken by a terminal's edge says nothing: past the width each stage's sources are listed instead
     picture = draw_stages(plan)
     if max(map(len, picture.splitlines()), default=0) > width:
         picture = list_edges(plan)
@@ -105,6 +107,7 @@ def draw_stages(plan: PipelinePlan) -> str:
         [f"{index} {shorten_name(stage.name)}", _format_ranks(stage)]
         for index, stage in enumerate(plan.stages)
     ]
+    # two stages may have two edges (tensors that tensor ranks hold in two ways): one line, with the sum
     sizes: dict[tuple[int, int], float] = defaultdict(float)
     for edge in plan.edges:
         sizes[edge.src, edge.dst] += _forward_bytes(plan, edge)
@@ -126,6 +129,7 @@ def list_edges(plan: PipelinePlan) -> str:
 
 
 def _forward_bytes(plan: PipelinePlan, edge: StageEdge) -> float:
+    # rows go once whatever the micro-batches; what has no rows goes once for each of the consumer's
     whole = edge.bytes_fixed * plan.num_micro_batches(edge.dst)
     return edge.bytes_per_sample * plan.mini_batch + whole
 
@@ -142,6 +146,7 @@ def _format_ranks(stage: Stage) -> str:
 
 def stage_loads_us(plan: PipelinePlan) -> list[float]:
     """Return the predicted compute microseconds of one rank of each stage in one mini-batch."""
+    # 4 micro-batches of 1 ms forward and 2 ms back are 12 ms a rank: a step cannot be shorter than the largest of these
     return [
         (stage.forward_us + stage.backward_us) * plan.num_micro_batches(index)
         for index, stage in enumerate(plan.stages)
@@ -176,3 +181,33 @@ def format_stages(plan: PipelinePlan) -> str:
             ]
         )
     return format_table(header, rows)
+
+
+def edge_rows(plan: PipelinePlan, p2p: str) -> list[dict[str, Any]]:
+    """Return one JSON object per edge: its stages, how many tensors, what carries them, and why not megatron.
+
+    Args:
+        p2p: as ``graph_pipeline.p2p``.
+    """
+    # an edge that megatron's communicator cannot carry has the reason beside it, "-" in the table where there is none
+    return [
+        {
+            "edge": choice.edge,
+            "src": plan.stages[plan.edges[choice.edge].src].name,
+            "dst": plan.stages[plan.edges[choice.edge].dst].name,
+            "tensors": len(plan.edges[choice.edge].batch_tensors)
+            + len(plan.edges[choice.edge].whole_tensors),
+            "transport": choice.transport,
+            "reason": choice.reason,
+        }
+        for choice in choose_edge_transports(plan, p2p)
+    ]
+
+
+def format_edges(plan: PipelinePlan, p2p: str) -> str:
+    """Return the table of edges: how many tensors a message holds, what carries it, and why not megatron."""
+    rows = [
+        [edge_name(plan, row["edge"]), str(row["tensors"]), row["transport"], row["reason"] or "-"]
+        for row in edge_rows(plan, p2p)
+    ]
+    return format_table(["edge", "tensors", "over", "because"], rows, left=4)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from gpp_plugin.ir.memory_counts import MemoryCounts
+from gpp_plugin.ir.memory_report import MemoryCounts
 
 
 class Keeper(Protocol):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.memory_counts import MemoryCounts
 from gpp_plugin.ir.memory_plan import MemoryPlan
+from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.program import InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.runtime.counting import MemoryCounter

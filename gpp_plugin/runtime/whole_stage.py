@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.memory_counts import MemoryCounts
 from gpp_plugin.ir.memory_plan import MemoryPlan
+from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.runtime.counting import Kept, MemoryCounter, pack_kept, storage_id, unpack_kept
 from gpp_plugin.runtime.recompute import Held, RandomState, Replay, SecondForward
 from gpp_plugin.runtime.segments import SegmentCode

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpp_plugin.errors import RuntimeFailure
-from gpp_plugin.ir.memory_counts import MemoryCounts
+from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.runtime.batches import Batch

@@ -67,6 +67,8 @@ class _Costs(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
+        # Three kinds: products, counted by torch's own formulas (2 m n k of an m x k by k x n); attention as the CPU
+        # runs it, which torch has no formula for; and all else, one operation an element of the result. Views are free.
         if packet in flop_registry:
             self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
         elif packet is _CPU_ATTENTION:
@@ -95,13 +97,42 @@ class _Saved:
     def pack(self, tensor: torch.Tensor) -> None:
         """Charge the storage of a tensor that autograd saves; nobody asks for it again."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage._cdata  # the address of torch's own object: the same for all views of one memory
+        # Parameters and inputs are there anyway; what several operators keep is in memory once, and charged to the
+        # first of them. `alive` holds the tensors so that no later storage gets a freed one's address.
         if key not in self.free:
             self.now[key] = storage.nbytes()
             if key not in self.seen:
                 self.seen.add(key)
                 self.alive.append(tensor)
                 self.bytes += storage.nbytes()
+
+
+class _StorageOwners:
+    """Tells storages apart by small numbers, in the order in which they appear, and remembers who made each."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self.makers: dict[int, str] = {}
+
+    def of(self, value: Any) -> frozenset[int]:
+        """Return the numbers of the storages that the tensors of ``value`` lie in."""
+        return frozenset(
+            self._numbers.setdefault(t.untyped_storage()._cdata, len(self._numbers))
+            for t in _tensors_in(value)
+        )
+
+    def maker_of(self, value: Any, node: str) -> str:
+        """Return who made the storage that ``node`` put its result into, "" where it is a new one."""
+        other = ""
+        for tensor in _tensors_in(value):
+            maker = self.makers.setdefault(tensor.untyped_storage()._cdata, node)
+            other = maker if maker != node else ""
+        return other
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def annotate(
@@ -115,6 +146,10 @@ def annotate(
 ) -> dict[str, Note]:
     """Run ``graph`` on fake tensors and return a note for each placeholder and operator.
 
+    For ``x -> view -> linear(w, b) -> relu`` on x of 4 samples: the view has the storage of x and no FLOPs; linear has
+    a new one, 2 * 4 * in * out FLOPs, reads the storages of x, w and b, and saves nothing but what is there anyway (x
+    is an input, w a parameter); relu saves its own result, 4 * out * 4 bytes, charged to it.
+
     Args:
         tensors: placeholder name -> fake tensor.
         received: placeholders of what other stages make, which is not there anyway.
@@ -126,26 +161,19 @@ def annotate(
     tensors = {name: _in_mode(tensor, shadow) for name, tensor in tensors.items()}
     values: dict[fx.Node, Any] = {}
     notes: dict[str, Note] = {}
-    keys: dict[int, int] = {}
     costs = _Costs()
     saved = _Saved(free={t.untyped_storage()._cdata for n, t in tensors.items() if n not in received})
-    makers: dict[int, str] = {}
-
-    def storage(tensor: torch.Tensor) -> int:
-        return keys.setdefault(tensor.untyped_storage()._cdata, len(keys))
-
-    def storages(value: Any) -> frozenset[int]:
-        leaves = torch.utils._pytree.tree_leaves(value)
-        return frozenset(storage(t) for t in leaves if isinstance(t, torch.Tensor))
-
+    storages = _StorageOwners()
     hooks = saved_tensors_hooks(saved.pack, _no_backward)
     with shadow.mode, costs, torch.set_grad_enabled(training), hooks:
         for node in graph.nodes:
             if node.op == "output":
                 continue
+            # What a node reads and writes is looked up before it runs: an operator in place gives its result the
+            # storage of its argument, so that afterwards the two could not be told apart.
             args = fx.map_arg(node.args, lambda n: values[n])
-            reads = storages([values[n] for n in node.all_input_nodes])
-            writes = storages([values[n] for n in written_arguments(node)])
+            reads = storages.of([values[n] for n in node.all_input_nodes])
+            writes = storages.of([values[n] for n in written_arguments(node)])
             costs.flops = 0.0
             saved.begin()
             if node.op == "placeholder":
@@ -156,15 +184,13 @@ def annotate(
             else:
                 kwargs = fx.map_arg(node.kwargs, lambda n: values[n])
                 values[node] = node.target(*args, **kwargs)
-            notes[node.name] = _note(node, values[node], reads, writes, storages(values[node]))
-            notes[node.name].requires_grad &= training
-            notes[node.name].flops = float(costs.flops)
-            notes[node.name].saved_bytes = saved.bytes
-            for tensor in torch.utils._pytree.tree_leaves(values[node]):
-                if isinstance(tensor, torch.Tensor):
-                    maker = makers.setdefault(tensor.untyped_storage()._cdata, node.name)
-                    notes[node.name].storage = maker if maker != node.name else ""
-            notes[node.name].keeps, notes[node.name].kept_inside_bytes = _by_maker(saved.now, makers)
+            note = notes[node.name] = _note(node, values[node], reads, writes, storages.of(values[node]))
+            note.requires_grad &= training
+            note.flops = float(costs.flops)
+            note.saved_bytes = saved.bytes
+            note.storage = storages.maker_of(values[node], node.name)
+            # only now: an operator that keeps its own result (relu) is itself the maker of what it keeps
+            note.keeps, note.kept_inside_bytes = _by_maker(saved.now, storages.makers)
     return notes
 
 
@@ -183,6 +209,7 @@ def _no_backward(_: object) -> torch.Tensor:
 
 def _by_maker(kept: Mapping[int, int], makers: Mapping[int, str]) -> tuple[tuple[tuple[str, int], ...], int]:
     """Return the bytes kept of each node's results, and those of no node's."""
+    # No node's: what an operator makes for its own backward alone (the mask of dropout, the statistics of a norm).
     keeps: dict[str, int] = {}
     inside = 0
     for key, num_bytes in kept.items():
@@ -223,6 +250,8 @@ def _note(
 
 def module_path(node: fx.Node) -> str:
     """Return the path of the innermost module that called ``node``; "" is the user's model itself."""
+    # Export calls modules "L['self'].model.encoder.layers.0@2": the wrapper's name, the model's in it, and a number
+    # behind @ from a module's second call on. All three go, "" for what no module of the model's called.
     stack = node.meta.get("nn_module_stack") or {}
     path = str(next(reversed(stack.values()))[0]) if stack else ""
     path = path.removeprefix("L['self']").lstrip(".")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from gpp_plugin.capture.inline import inline_regions
+from gpp_plugin.errors import CaptureError
 
 aten = torch.ops.aten
 
@@ -34,6 +35,11 @@ _FACTORIES = {
 """Operators that read only the shape and type of their operand, and those that are told them."""
 _UPDATE_STATISTICS = {aten.batch_norm.default: (3, 4, 5), aten.instance_norm.default: (3, 4, 5)}
 """Operators that write their running statistics without saying so: positions of mean, var, switch."""
+
+
+_GRAD, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
+_GRAD_ARGUMENTS, _AUTOCAST_ARGUMENTS = 1, 4
+"""How many settings stand before the body among the arguments of a region of each kind."""
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
@@ -67,7 +73,9 @@ def clean_graph(graph: fx.Graph, attributes: dict[str, Any]) -> fx.Graph:
         graph: of an exported program; it is taken apart.
         attributes: what its ``get_attr`` nodes refer to.
     """
-    inline_regions(graph, attributes, lambda node: bool(written_arguments(node)))
+    # The order matters: a region's body holds checks and casts of its own; dead operators would keep their operands
+    # alive for the rules below; and what these rules detach from its operands is dead in turn.
+    _inline_regions(graph, attributes)
     for node in list(graph.nodes):
         is_check = node.op == "call_function" and node.target in _CHECKS
         if is_check or node.op == "call_module":
@@ -83,6 +91,7 @@ def clean_graph(graph: fx.Graph, attributes: dict[str, Any]) -> fx.Graph:
 
 
 def _drop_dead(graph: fx.Graph, attributes: dict[str, Any]) -> None:
+    # Backwards, so that what only a dead node read is dead by the time it is looked at: one pass is enough.
     for node in reversed(list(graph.nodes)):
         if node.op in ("placeholder", "output") or node.users or _has_effect(node, attributes):
             continue
@@ -106,6 +115,7 @@ def _skip_no_op(graph: fx.Graph, node: fx.Node) -> bool:
     before, after = node.args[0].meta.get("val"), node.meta.get("val")
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return False
+    # Other strides are other memory: a later view of the result could fail on the operand.
     if before.dtype != after.dtype or before.device != after.device or before.stride() != after.stride():
         return False
     if node.kwargs.get("copy") or any(a is True for a in node.args[1:]):
@@ -117,6 +127,8 @@ def _skip_no_op(graph: fx.Graph, node: fx.Node) -> bool:
 
 def _make_from_shape(node: fx.Node) -> None:
     """Let a constant not depend on the tensor whose shape it has."""
+    # zeros_like(hidden) [8, 16, 32] becomes zeros([8, 16, 32]): otherwise a mask would be an edge from the tensor to
+    # its readers, sent between stages for the sake of its shape.
     value = node.meta.get("val")
     if node.target not in _FACTORIES or not isinstance(value, torch.Tensor):
         return
@@ -145,6 +157,8 @@ def _skip_broadcast(graph: fx.Graph, node: fx.Node) -> bool:
 
 def _join_parts(graph: fx.Graph, node: fx.Node) -> bool:
     """Turn ``cat`` of all parts of ``unbind`` into ``flatten``: a list per sample has no fixed length."""
+    # Models with images of several crops loop over samples: cat([x[0], x[1], x[2]]) of x [3 samples, 4 crops, 10]
+    # takes three getitem nodes at 3 samples and five at 5; flatten(x, 0, 1) [12, 10] is one node at any number.
     if node.target is not aten.cat.default or not isinstance(node.args[0], (list, tuple)):
         return False
     parts: list[Any] = list(node.args[0])
@@ -174,6 +188,7 @@ def _renamed(graph: fx.Graph) -> fx.Graph:
     mapping: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         name = node.meta.get("wanted_name", node.name)
+        # export counts: the parts of ``split`` are getitem, getitem_1, ..., and one more would rename all that follow
         if node.target is operator.getitem:
             source: Any = node.args[0]
             name = f"{mapping[source].name}_part_{node.args[1]}"
@@ -183,6 +198,77 @@ def _renamed(graph: fx.Graph) -> fx.Graph:
         copied.meta = dict(node.meta)
         mapping[node] = copied
     return new
+
+
+def _inline_regions(graph: fx.Graph, attributes: Mapping[str, Any]) -> None:
+    """Replace calls of region bodies by the bodies' operators.
+
+    `torch.export` keeps a ``with torch.no_grad()`` region as one operator that calls a body, so that a frozen encoder
+    would be one operator and its buffer updates invisible. Inlined, its parameters and activations are detached on the
+    way in: nothing inside records a gradient, as in the model, and every operator stays an operator of its module.
+
+    Regions that switch gradients, and regions that switch autocast off (it is off already). A region
+    with another region inside, and one that switches autocast on, stays one operator.
+
+    Args:
+        attributes: what ``get_attr`` nodes refer to.
+
+    Raises:
+        CaptureError: a region that stays one operator updates buffers.
+    """
+    for node in list(graph.nodes):
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if name not in (_GRAD, _AUTOCAST):
+            continue
+        first = _GRAD_ARGUMENTS if name == _GRAD else _AUTOCAST_ARGUMENTS
+        body = attributes[str(node.args[first].target)]
+        inner = [n for n in body.graph.nodes if n.op == "call_function"]
+        # A region inside would have to detach what the outer one attaches again; autocast that is on casts operands
+        # where no operator says so. Neither is written out; both are rare, and correct as one operator.
+        is_nested = any(getattr(n.target, "__name__", "") in (_GRAD, _AUTOCAST) for n in inner)
+        switches_on = bool(node.args[0 if name == _GRAD else 2])
+        if is_nested or (name == _AUTOCAST and switches_on):
+            if any(written_arguments(n) for n in inner):
+                raise CaptureError(
+                    f"buffers are updated inside a nested no_grad or an autocast region ({node.name}); move "
+                    "the region to the caller of the model, or freeze the buffers with eval()"
+                )
+            continue
+        detaches = name == _GRAD and not switches_on
+        _inline(graph, node, body.graph, list(node.args[first + 1 :]), detaches=detaches)
+
+
+def _inline(graph: fx.Graph, node: fx.Node, body: fx.Graph, operands: list[Any], *, detaches: bool) -> None:
+    values: dict[fx.Node, Any] = {}
+    remaining = iter(operands)
+    results: Any = ()
+    with graph.inserting_before(node):
+        for inner in body.nodes:
+            if inner.op == "placeholder":
+                value = next(remaining)
+                values[inner] = _detached(graph, value, inner) if detaches else value
+            elif inner.op == "output":
+                results = inner.args[0]
+            else:
+                values[inner] = graph.node_copy(inner, values.__getitem__)
+    # The call returned a tuple, which ``getitem`` nodes took apart: these are the bodies' results themselves now.
+    for user in list(node.users):
+        assert user.target is operator.getitem, f"{node.name} is read by {user.name}, not taken apart"
+        user.replace_all_uses_with(values[results[user.args[1]]])
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _detached(graph: fx.Graph, value: Any, inner: fx.Node) -> Any:
+    """Detach parameters and activations; inputs and buffers record no gradient anyway."""
+    tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
+    is_source = isinstance(value, fx.Node) and value.op == "placeholder" and not value.name.startswith("p_")
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or is_source:
+        return value
+    detached = graph.create_node("call_function", aten.detach.default, (value,), name=f"{value.name}_detach")
+    reader = next(iter(inner.users), inner)
+    detached.meta = {"val": tensor.detach(), "nn_module_stack": reader.meta.get("nn_module_stack")}
+    return detached
 
 
 def move_graph(graph: fx.Graph, attributes: dict[str, Any], device: torch.device) -> None:

@@ -22,7 +22,14 @@ def find_clusters(
     - An operator with several results, and the nodes that pick them apart.
     - The producer and all readers of an ``uncuttable`` tensor (no axis splits by sample).
     - Whatever lies on a path between members, so that contracting groups leaves the graph acyclic.
+
+    Example: a = zeros(4); b = relu(x); a.copy_(b); c = a + 1. ``copy_`` writes the storage of a, so zeros and copy_ are
+    together, and c is not: it reads behind the last write. b stays free too; were it relu(a.sum()), the sum would read
+    a before the write and be with them, and relu, on the path from the sum to copy_, as well.
     """
+    # Three steps. First, undirected: who must be with whom by the rules above (`together`); its components are the
+    # groups. Second, directed: which group reads which (`quotient`). Third: groups that reach each other, through
+    # whatever lies between, are one strongly connected component there, and become one cluster.
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     order = {node.name: index for index, node in enumerate(nodes)}
     together = nx.Graph()
@@ -51,6 +58,8 @@ def find_clusters(
 
 
 def _storage_groups(graph: fx.Graph, nodes: list[fx.Node], notes: Mapping[str, Note]) -> list[list[str]]:
+    # ``fixed``: storages of placeholders. A buffer lives longer than the forward: who reads it behind the last write
+    # reads the new values, who reads it in the next micro-batch does so before the write; both must stay on one stage.
     fixed = {s for n in graph.nodes if n.op == "placeholder" for s in notes[n.name].storages}
     last_write: dict[int, int] = {}
     for index, node in enumerate(nodes):
@@ -78,6 +87,9 @@ def ordered_units(
         sources: operator name -> names it reads, in execution order; unknown names are ignored.
         clusters: groups of operators; members outside ``sources`` are ignored.
     """
+    # Depth first with a stack of our own (a graph of thousands of operators in a row is deeper than Python's): a unit
+    # is taken off once all that its members read is in order. With clusters (b, d) of a, b, c, d where d reads c:
+    # a, then (b, d) waits for c, so a, c, (b, d).
     unit_of: dict[str, tuple[str, ...]] = {}
     for names in clusters:
         present = tuple(name for name in names if name in sources)

@@ -45,6 +45,8 @@ def coarsen(captured: CapturedGraph | Analysis, *, granularity: str = "layer") -
     """
     if granularity not in GRANULARITIES:
         raise ValueError(f"granularity must be one of {GRANULARITIES}, got {granularity!r}")
+    # Two graphs of the same operators: the partition follows the first capture's (`Analysis`), so that blocks are the
+    # same at all sizes; sizes, costs and what is kept are those of the capture at hand.
     analysis = captured if isinstance(captured, Analysis) else captured.analysis
     partition = _partition(analysis, granularity)
     graph = _block_graph(captured.op_graph, analysis, partition)
@@ -54,6 +56,7 @@ def coarsen(captured: CapturedGraph | Analysis, *, granularity: str = "layer") -
 def _partition(analysis: Analysis, granularity: str) -> list[tuple[str, list[str]]]:
     """Return block names and their operators, in a topological order."""
     graph = analysis.op_graph
+    # Replicated operators are in no block: every block that reads them has them (`with_replicated`).
     nodes = {node.name: node for node in graph.nodes if not node.is_replicable}
     units = ordered_units({name: node.inputs for name, node in nodes.items()}, analysis.clusters)
     parameters = {p.name for p in graph.parameters if not p.is_buffer}
@@ -69,6 +72,9 @@ def _partition(analysis: Analysis, granularity: str) -> list[tuple[str, list[str
     keys = {name: module_keys.layer_key(node.module) for name, node in nodes.items()}
     if granularity == "sub_layer":
         keys = sub_layer_keys(module_keys, list(nodes.values()), parameters)
+    # ``latest``: by key, the group its operators join. Where joining would close a cycle (a layer that is called twice,
+    # with others between), a second group of the key starts, later called ``layers.0#2``. Glue never joins by key: two
+    # pieces of a model's own code have nothing to do with each other; `_Merger` finds them neighbours.
     latest: dict[str, Group] = {}
     for unit in units:
         key = _unit_key(unit, nodes, keys)
@@ -108,6 +114,8 @@ class _Merger:
         for group in self._quotient.groups:
             if self._is_fixed(group):
                 self._quotient.merge_into_reader(group, lambda other: not self._is_coupled(other))
+        # The order of rounds: what mixes no samples first finds neighbours that mix none, so that it does not end up in
+        # a block of whole loss units by chance; then mixing glue collects; last glue joins glue where nobody took it.
         rounds: list[tuple[bool, Callable[[Group], bool]]] = [
             (False, lambda other: not self._is_coupled(other)),
             (True, self._is_coupled),
@@ -125,6 +133,8 @@ class _Merger:
 
     def _merge_loss(self) -> None:
         """Let a loss without parameters join the one block that makes what it reads."""
+        # With one source the loss joins lm_head, whose logits are a language model's widest tensor; with two (the loss
+        # of a CLIP) joining one tower would make it wait for the other.
         last = next((group for group in self._quotient.groups if self._loss in group.nodes), None)
         if last is None or self._has_parameters(last) or len(self._quotient.sources(last)) != 1:
             return
@@ -163,6 +173,8 @@ def _named(quotient: Quotient, loss: str | None) -> list[tuple[str, list[str]]]:
 def _block_graph(
     graph: OpGraph, analysis: Analysis, partition: Sequence[tuple[str, list[str]]]
 ) -> BlockGraph:
+    # An edge is a pair of blocks with all tensors between them, each once; ``users`` finds ties: a parameter that two
+    # blocks read (an embedding used as output layer), or a replicated buffer, which is left out below.
     nodes = {node.name: node for node in graph.nodes}
     block_of = {name: block for block, names in partition for name in names}
     users: dict[str, list[str]] = {}
@@ -205,6 +217,8 @@ def _saved_tensors(graph: OpGraph, partition: Sequence[tuple[str, list[str]]]) -
     """
     block_of = {name: block for block, names in partition for name in names}
     position = {block: i for i, (block, _) in enumerate(partition)}
+    # ``found``: storage -> (block that makes it, blocks that keep it, bytes). linear(h) keeps h for its weight's
+    # gradient, and so does the residual's reader in the next block: one storage, kept by both, charged to the first.
     found: dict[str, tuple[str, dict[str, None], int]] = {}
     views: dict[str, list[str]] = {}
     for node in graph.nodes:

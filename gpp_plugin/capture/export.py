@@ -16,16 +16,16 @@ from gpp_plugin.capture.annotate import Note, annotate, module_path
 from gpp_plugin.capture.clean import move_graph, written_arguments
 from gpp_plugin.capture.clusters import find_clusters
 from gpp_plugin.capture.graph import CapturedGraph
+from gpp_plugin.capture.keys import find_layer_lists
 from gpp_plugin.capture.layout_rules import Counted, Fixed, Rows
 from gpp_plugin.capture.layouts import Layouts, analyse_layouts, describe_coupling, is_random
-from gpp_plugin.capture.modules import find_layer_lists
 from gpp_plugin.capture.replicate import find_replicable
 from gpp_plugin.capture.samples import count_samples, resize_batch, rows_per_sample
 from gpp_plugin.capture.shadow import Shadow, dtype_name, make_shadow, tracing_device
 from gpp_plugin.capture.traced import Traced, align, structure_of, trace
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import Analysis
-from gpp_plugin.ir.op_graph import OpGraph, OpNode
+from gpp_plugin.ir.op_graph import OpGraph, OpNode, Parameter
 from gpp_plugin.ir.tensors import UNIFORM, UNIT, Layout, LayoutKind, TensorSpec, batch_layout
 
 __all__ = ["capture_model", "count_samples", "recapture", "resize_batch"]
@@ -62,6 +62,8 @@ def capture_model(
         CaptureError: the model cannot be exported, has no loss, or its structure depends on the number
             of samples; the message names the module, the line and the remedy.
     """
+    # Three exports at most: ``traced``, at the batch's own number of samples, is the result; ``small`` and ``large``,
+    # at n and 2n, are compared operator by operator to find layouts. ``traced`` is ``small`` where the batch has n.
     where = torch.device(device) if device is not None else torch.device("cpu")
     shadow = make_shadow(model, training=training, dtype=dtype, device=where)
     export = functools.partial(trace, shadow, outputs=outputs, received=received, training=training)
@@ -69,6 +71,7 @@ def capture_model(
     notes = _notes(traced, shadow, training=training)
     clusters = find_clusters(traced.graph, notes)
     rows = rows_per_sample(resize_batch(batch, small.num_samples))
+    # Clusters twice: layouts are judged cluster by cluster, and what they find uncuttable makes clusters larger.
     layouts = analyse_layouts(small, large, clusters, rows, tracing_device(where))
     clusters = find_clusters(traced.graph, notes, uncuttable=layouts.uncuttable())
     replicable = find_replicable(traced, notes, clusters, layouts)
@@ -131,6 +134,8 @@ def _at_analysis_sizes(
     export: Callable[[Mapping[str, Any]], Traced], batch: Mapping[str, Any], traced: Traced
 ) -> tuple[Traced, Traced, Traced]:
     """Return the capture, and exports at n and 2n samples, n >= 2, small enough to try operators on."""
+    # Not one sample: export specialises sizes of one (broadcasting, contiguity), and a slice of one sample could not
+    # be told from a reduction over samples. A batch of 3 saves an export: (3, 6); one of 16 is tried at (2, 4).
     base = traced.num_samples if traced.num_samples in (2, 3, 4) else 2
     pair = []
     for count in (base, 2 * base):
@@ -176,6 +181,8 @@ def _op_graph(
     layouts: Layouts,
     replicable: set[str],
 ) -> OpGraph:
+    # Operators keep the names of their nodes; inputs and parameters are called as the user knows them, by batch key
+    # and by module path, not by placeholder (p_model_head_weight). Nothing else of torch is left in an OpGraph.
     by_name = {node.name: node for node in traced.graph.nodes}
     known = {**traced.inputs, **traced.parameters}
     nodes = []
@@ -203,10 +210,6 @@ def _op_graph(
                 is_replicable=node.name in replicable,
             )
         )
-    written = {
-        traced.parameters[a.name] for n in traced.operators for a in written_arguments(n)
-        if a.name in traced.parameters
-    }  # fmt: skip
     return OpGraph(
         model=model,
         num_samples=traced.num_samples,
@@ -216,16 +219,23 @@ def _op_graph(
             )
             for name, key in traced.inputs.items()
         ),
-        parameters=tuple(
-            dataclasses.replace(p, is_mutated=p.name in written) if p.name in written else p
-            for p in shadow.parameters
-        ),
+        parameters=_with_written(shadow.parameters, traced),
         nodes=tuple(nodes),
         loss=traced.loss,
         outputs=traced.outputs,
         couplings=tuple(describe_coupling(by_name[name], reason) for name, reason in layouts.reasons.items()),
         received=traced.received,
     )
+
+
+def _with_written(parameters: Sequence[Parameter], traced: Traced) -> tuple[Parameter, ...]:
+    """Return parameters and buffers with a mark on those that the forward writes.
+
+    Running statistics: the copies of a stage's replicas differ, and a checkpoint holds each rank's.
+    """
+    arguments = {a.name for n in traced.operators for a in written_arguments(n)}
+    written = {own for name, own in traced.parameters.items() if name in arguments}
+    return tuple(dataclasses.replace(p, is_mutated=True) if p.name in written else p for p in parameters)
 
 
 def _carried_over(reference: OpGraph, traced: Traced, notes: Mapping[str, Note]) -> OpGraph:
@@ -254,6 +264,8 @@ def _carried_over(reference: OpGraph, traced: Traced, notes: Mapping[str, Note])
 
 
 def _respec(old: TensorSpec, node: str, note: Note, samples: int) -> TensorSpec:
+    # The axis is known; the rows a sample may be others, where they count tokens: hidden [4 x 7, 32] of 4 samples of 7
+    # tokens, and [4 x 9, 32] of 9, have 7 and 9 rows a sample along axis 0.
     layout = old.layout
     if layout.kind is LayoutKind.BATCH:
         size = note.shape[layout.axis] if layout.axis < len(note.shape) else 0
@@ -267,6 +279,8 @@ def _respec(old: TensorSpec, node: str, note: Note, samples: int) -> TensorSpec:
 
 
 def _layout(layouts: Layouts, name: str, note: Note, samples: int) -> Layout:
+    # Rows with outer > 1 are inside a cluster and on no edge; `Counted` values on an edge have one value a unit, as
+    # their readers compute on whole units (`_couple_readers_of_counts`).
     state = layouts.states[name]
     if isinstance(state, Rows) and state.outer == 1 and not note.is_tuple:
         size = note.shape[state.axis]

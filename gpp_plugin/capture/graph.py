@@ -69,6 +69,8 @@ def with_replicated(
         nodes: every operator by name.
         clusters: groups of operators of which a reader of one needs all.
     """
+    # Depth first from ``names`` along what they read, through replicated operators alone: the others' results arrive
+    # from other stages. Each stage that has a reader gets its own copy of all of it.
     together = {name: tuple(cluster) for cluster in clusters for name in cluster}
     wanted = dict.fromkeys(names)
     pending = list(wanted)

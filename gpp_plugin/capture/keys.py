@@ -1,9 +1,12 @@
-"""From module paths to the keys blocks are grouped by: layers, parts of layers, top-level components."""
+"""From the module tree to the keys blocks are grouped by: layers, parts of layers, top-level components."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import nn
 
 from gpp_plugin.ir.op_graph import OpNode
 
@@ -20,12 +23,41 @@ class Key:
     is_glue: bool = False
 
 
+def find_layer_lists(model: nn.Module) -> tuple[str, ...]:
+    """Return the paths of containers whose children are layers, outer ones before inner ones.
+
+    Module lists and dicts always are; a sequential is one if two of its children with parameters are of
+    one class. A list of unlike modules that hold layer lists themselves (towers) only groups them.
+    """
+    # First all candidates, then without those that only hold unlike towers: ModuleDict(vision=ViT, text=GPT) with
+    # layer lists in both is a namespace like any module, and so its towers' layers are the layers.
+    found = []
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            found.append(path)
+        elif isinstance(module, nn.Sequential):
+            classes = Counter(type(c) for c in module.children() if any(True for _ in c.parameters()))
+            if classes and max(classes.values()) > 1:
+                found.append(path)
+    kept = []
+    for path in found:
+        children = list(model.get_submodule(path).children())
+        prefix = f"{path}." if path else ""
+        inner = any(other != path and other.startswith(prefix) for other in found)
+        is_namespace = inner and len(children) > 1 and len({type(c) for c in children}) == len(children)
+        if not is_namespace:
+            kept.append(path)
+    return tuple(kept)
+
+
 class ModuleKeys:
     """Keys of module paths, given which containers hold repeated layers."""
 
     def __init__(self, layer_lists: Sequence[str]) -> None:
         self._lists = frozenset(layer_lists)
         outermost = [p for p in layer_lists if not any(o != p and _is_under(p, o) for o in layer_lists)]
+        # Every module on the way to a layer list is a namespace: its own code is glue, its other children are
+        # components. Lists vision.layers and text.layers: "", vision and text are; vision.embeddings is a component.
         self._namespaces = {""}
         for path in outermost:
             parts = path.split(".") if path else []
@@ -33,6 +65,8 @@ class ModuleKeys:
 
     def layer_key(self, path: str) -> Key:
         """Return the layer, or top-level component, or the module whose own code it is."""
+        # vision.layers.3.mlp.fc1 with list vision.layers: the first list on the way ends the key behind its child's
+        # number, vision.layers.3. head.dense with namespace "" alone: one component below it, head.
         parts = path.split(".") if path else []
         deepest = 0
         for i in range(len(parts) + 1):
@@ -72,6 +106,7 @@ def sub_layer_keys(keys: ModuleKeys, nodes: Sequence[OpNode], parameters: set[st
     other are one part (``fc1`` and ``fc2``). Norms go with the only part that reads them, else with the
     part before; activations, dropout and residual additions go with the part before.
     """
+    # First as for whole layers; then each layer by itself, as what belongs to its parts shows only in its own code.
     result: dict[str, Key] = {}
     layers: dict[str, list[OpNode]] = {}
     for node in nodes:
@@ -103,6 +138,9 @@ def _layer_parts(
 
 
 def _matrix_parts(nodes: Sequence[OpNode], child: Mapping[str, str]) -> dict[str, str]:
+    # ``order``: the layer's children with matrix products, as they run -> whether they hold attention. A GPT-2 layer
+    # gives {attn: True, mlp: False}; a Whisper layer, whose fc1 and fc2 are its own, {self_attn: True, fc1: False,
+    # fc2: False}, of which fc2 joins fc1: a cut between the two would send the widest tensor of the layer.
     order: dict[str, bool] = {}
     for node in nodes:
         operator = node.target.split(".")[1] if node.target.startswith("aten.") else ""
@@ -144,6 +182,8 @@ def _place(
     placed: Mapping[str, str],
     parameters: set[str],
 ) -> str:
+    # A norm has parameters and, with residual additions behind the parts, one reader (the part): it moves there with
+    # its weights. Anything else stays where its operand is made: sending the operand or the result costs the same.
     own = set(members)
     readers = {n.name for n in by_name.values() if n.name not in own and own & set(n.inputs)}
     before = [s for name in own for s in by_name[name].inputs if s in placed and s not in own]

@@ -84,6 +84,8 @@ def rule_layout(node: fx.Node, operands: Operands, shape: tuple[int, ...], sampl
 
 def _broadcast(operands: Sequence[Operand], shape: tuple[int, ...]) -> Rows | None:
     """Elementwise with broadcasting: all operands that have samples must have them on one axis."""
+    # Shapes are aligned at the end: [8, 1, 16] and [5, 16] give [8, 5, 16], in which axis 0 of the first is axis 0 and
+    # axis 0 of the second is axis 1. All that have samples must agree, and who has none must be of size one there.
     found: set[Rows] = set()
     for operand in operands:
         if isinstance(operand.state, Rows):
@@ -106,6 +108,9 @@ def _reshape(operands: Operands, shape: tuple[int, ...], samples: int) -> Rows |
     (operand,) = operands.values()
     if not isinstance(operand.state, Rows):
         return None
+    # [8 samples, 4 heads, 16, 2] to [32, 16, 2]: left = 1, right = 4 * 16 * 2. Axis 0 of size 32 holds 8 samples of 4
+    # rows, followed by 16 * 2 elements: 4 * 32 = right, so Rows(axis 0, 4 rows). [16 tokens, 8 samples, 5] to [128, 5]
+    # has left = 16, which ends inside axis 0: outer 16, 1 row.
     old = operand.state
     left = math.prod(operand.shape[: old.axis]) * old.outer
     right = old.rows * math.prod(operand.shape[old.axis + 1 :])
@@ -162,6 +167,8 @@ def _attention(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Row
     parts = [_get(node, operands, i, name) for i, name in enumerate(("query", "key", "value"))]
     if any(part is None or not isinstance(part.state, Rows) for part in parts):
         return None
+    # query, key and value [..., length, width]: samples on one and the same leading axis of all three. A mask has them
+    # on the same axis, counted from the end, or the same values for all samples (no such axis, or of size one).
     states = {part.state for part in parts if part is not None}
     if len(states) != 1:
         return None
@@ -181,6 +188,8 @@ def _matmul(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows |
     left, right = _get(node, operands, 0, "self"), _get(node, operands, 1, "other")
     if left is None or right is None or not isinstance(left.state, Rows):
         return None
+    # [.., samples, .., k] @ weight [k, m] keeps all axes but the last; [samples, .., m, k] @ [samples, .., k, n], both
+    # with samples on one batch axis, is one product a sample. left @ right.T of two towers' features is neither.
     if isinstance(right.state, Fixed) and len(right.shape) == 2 and len(left.shape) >= 2:
         return left.state if left.state.axis < len(left.shape) - 1 else None
     is_batched = len(left.shape) == len(right.shape) >= 3 and left.state == right.state
@@ -212,6 +221,7 @@ def _slice(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows | 
     if rows is None or operand is None:
         return None
     dim = int(_argument(node, 1, "dim", 0)) % len(operand.shape)
+    # along the samples only a slice of everything is harmless; ``select`` takes its axis out of the shape
     if dim == rows.axis:
         return rows if shape == operand.shape else None
     is_removed = node.target is aten.select.int and dim < rows.axis
@@ -237,6 +247,7 @@ def _reduce(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows |
     dims = _argument(node, 1, "dim", None)
     if not isinstance(operand.state, Rows) or dims is None or dims == []:
         return None
+    # mean over axes (1, 2) of [16, 4, 4, 8 samples]: without keepdim the samples' axis 3 becomes axis 1
     reduced = {int(d) % rank for d in (dims if isinstance(dims, (list, tuple)) else [dims])}
     if operand.state.axis in reduced:
         return None

@@ -92,6 +92,10 @@ class _Analysis:
     ) -> None:
         self.small, self.large = small, large
         self.device = device
+        # Filled in execution order, so that an operator finds the states of all it reads:
+        #   found.states   of every tensor; of an operator with several results `Fixed`, its parts' in ``tuples``
+        #   constants      values at both sizes of what depends on the number of samples alone, or on nothing
+        #   pairs          the same operator of both graphs, by its name in the small one
         self.found = Layouts()
         self.constants: dict[str, tuple[Tensor, Tensor]] = {}
         self.tuples: dict[str, tuple[State, ...]] = {}
@@ -125,6 +129,9 @@ class _Analysis:
         return self.found
 
     def _judge(self, unit: tuple[str, ...]) -> None:
+        # From the surest to the costliest: parts of a tuple have been judged with it; constants are computed; buffers,
+        # operands that are whole and operators known to mix couple; random operators follow their operand; what reads
+        # nothing that varies is fixed; rules; and at last trials.
         first = self.pairs[unit[0]][0]
         if len(unit) == 1 and first.target is operator.getitem and first.args[0].name in self.tuples:
             self._set(first.name, self.tuples[first.args[0].name][int(first.args[1])])
@@ -157,6 +164,7 @@ class _Analysis:
 
     def _judge_by_rule_or_run(self, unit: tuple[str, ...], sources: list[fx.Node]) -> None:
         small, large = self.pairs[unit[0]]
+        # A result of one shape at n and 2n samples, from operands that have samples, has reduced them: no trial needed.
         value = small.meta.get("val")
         if len(unit) == 1 and isinstance(value, Tensor):
             operands = self._operands(sources)
@@ -232,6 +240,8 @@ class _Analysis:
         self.constants[name] = (small, large)
         if small.shape == large.shape:
             return Fixed() if are_equal(small, large) else Counted()
+        # arange(2n) at 2n samples is no repetition of arange(n): `Counted`. zeros(2n, 5) is, and is like any batch
+        # tensor, with the value at n as every slice of it.
         n = self.small.num_samples
         try:
             rows = find_rows(large, [small, small, small], [0, n // 2, n], n)
@@ -284,6 +294,8 @@ class _Analysis:
 
     def _couple(self, unit: tuple[str, ...], reason: str | None) -> None:
         """Mark the unit as mixing samples; results that scale on one axis may be cut there again."""
+        # A result that doubles along one axis may be cut again behind the operator: softmax over the samples mixes
+        # them, and still has a row for each.
         for name in unit:
             self.found.coupling.add(name)
             small, large = self.pairs[name]
@@ -321,6 +333,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def _whole_or_rows(small: tuple[int, ...], large: tuple[int, ...], n: int) -> State:
+    # [4, 7, 8] at n = 2 and [8, 7, 8] at 4 differ along axis 0 alone, which doubles: 2 rows a sample along it
     axes = [i for i, (a, b) in enumerate(zip(small, large, strict=False)) if a != b]
     if len(small) != len(large) or len(axes) != 1 or small[axes[0]] % n:
         return Whole()

@@ -48,6 +48,7 @@ class Quotient:
 
     def open(self, key: Key, unit: Sequence[str]) -> Group:
         """Start a group with these operators; all they read from is placed already."""
+        # a new group reads others and is read by none yet, so it closes no cycle
         group = Group(key, [], self._position[unit[0]])
         self._graph.add_node(group)
         self._place(group, unit, self._read_by(unit))
@@ -55,6 +56,8 @@ class Quotient:
 
     def extend(self, group: Group, unit: Sequence[str]) -> bool:
         """Add operators to ``group`` unless that closes a cycle; return whether they were added."""
+        # A path group -> ... -> source -> group would be a cycle. An edge that is there already closes none, so that
+        # descendants are looked up for new ones alone: extending along a layer is the common case and costs nothing.
         sources = self._read_by(unit) - {group}
         new = {source for source in sources if not self._graph.has_edge(source, group)}
         if new and new & nx.descendants(self._graph, group):
@@ -68,6 +71,11 @@ class Quotient:
         A neighbour may if no two other groups become dependent: the one before, if all else the group
         reads comes before that one; the one after, if all else that reads the group comes after it.
         """
+        # What merging must not do: glue ``left + right`` into ``left`` makes left wait for right, two branches that ran
+        # at the same time until then. It may go into ``head``, behind both, and where left itself reads right.
+        #     left ──► glue ──► head        glue into head: left and right stay independent
+        #     right ───┘
+        # Among several, the fewest bytes on edges; then rather the one before; then the first (a fixed order).
         before, after = set(self._graph.predecessors(group)), set(self._graph.successors(group))
         choices: list[tuple[float, int, int, Group]] = []
         for other in sorted(before, key=lambda g: g.first):
@@ -131,6 +139,8 @@ class Quotient:
 
     def _cut_bytes(self, group: Group, other: Group) -> float:
         """Return bytes a sample on the edges of ``group`` once it is part of ``other``."""
+        # Each result counts once however many read it, as it is sent once: first what the group makes and someone
+        # outside reads, then what it reads from outside and the other one does not get anyway.
         inside = {group, other}
         total = 0.0
         for name in group.nodes:

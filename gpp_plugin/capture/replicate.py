@@ -27,6 +27,9 @@ def find_replicable(
     They depend on model inputs without a gradient, constants and small buffers that the forward never writes. Groups
     that share written storage qualify as a whole or not at all. The loss and named outputs never do.
     """
+    # A mask from attention_mask [8, 16] costs 100 operations and would be 8 x 1 x 16 x 16 values on every edge; each
+    # stage computes it from the batch instead. One percent of the forward a node is the price limit, with a floor so
+    # that tiny models still replicate their masks.
     total = sum(notes[node.name].flops for node in traced.operators)
     limit = max(ALWAYS_CHEAP_FLOPS, MAX_SHARE * total)
     written = {a.name for node in traced.operators for a in written_arguments(node)}
@@ -37,8 +40,10 @@ def find_replicable(
         is_small = fake.numel() * fake.element_size() <= MAX_BUFFER_BYTES
         if not isinstance(fake, nn.Parameter) and is_small and name not in written:
             usable.add(name)
+    # an input that is written has other values behind the write than a second copy of its readers would see
     usable -= written & set(traced.inputs)
     by_name = {node.name: node for node in traced.operators}
+    # In execution order: an operator qualifies if all it reads is usable or has qualified before it.
     found: set[str] = set()
     for group in ordered_units(operator_sources(traced.operators), clusters):
         members = [by_name[name] for name in group]

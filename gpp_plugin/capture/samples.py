@@ -20,6 +20,8 @@ def count_samples(batch: Mapping[str, Any]) -> int:
     Raises:
         CaptureError: no tensor has an axis, or a leading size is no multiple of the samples.
     """
+    # pixel_values [16, 3, 8, 8], input_ids [8, 16], attention_mask [8, 16], position_ids [1, 16]: 8 has two votes, 1
+    # none beside larger ones; so 8 samples, and two images (rows) a sample.
     leading = {k: v.shape[0] for k, v in batch.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
     if not leading:
         raise CaptureError(f"the batch has no tensor with a batch axis; its keys are {sorted(batch)}")
@@ -61,6 +63,7 @@ def resize_batch(batch: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
         raise ValueError(f"num_samples must be positive, got {num_samples}")
     samples = count_samples(batch)
     rows = rows_per_sample(batch)
+    # 3 samples a b c to 7: three times a b c, of which a b c a b c a are kept.
     times = -(-num_samples // samples)
     resized = dict(batch)
     for key, count in rows.items():

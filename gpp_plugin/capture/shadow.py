@@ -60,6 +60,9 @@ def make_shadow(
     Raises:
         CaptureError: the model cannot be copied.
     """
+    # `copy.deepcopy` asks ``memo`` for every object by its id before it copies it: with a fake tensor entered for each
+    # parameter and buffer, the copy is made around them and no weight is ever copied. A tied parameter is one object
+    # under two names, so it is one fake tensor under both.
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
     where = tracing_device(device)
@@ -67,6 +70,7 @@ def make_shadow(
         for parameter in model.parameters():
             cast = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
             empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=cast, device=where)
+            # strides are kept: a weight in channels-last memory decides what convolutions make of it
             memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         for buffer in model.buffers():
             memo[id(buffer)] = torch.empty_strided(
@@ -114,11 +118,14 @@ def _switch_off_extras(model: nn.Module) -> None:
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False
+        # the plan recomputes what it wants: eager checkpointing would put an operator around each layer
         if getattr(module, "gradient_checkpointing", False):
             setattr(module, "gradient_checkpointing", False)  # noqa: B010
 
 
 def _describe_parameters(model: nn.Module, dtype: torch.dtype | None) -> tuple[Parameter, ...]:
+    # By identity: GPT-2's lm_head.weight is transformer.wte.weight, one entry [transformer.wte.weight, lm_head.weight]
+    # whose first name is what everything calls it and whose others are aliases.
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     tensor: torch.Tensor
@@ -130,6 +137,7 @@ def _describe_parameters(model: nn.Module, dtype: torch.dtype | None) -> tuple[P
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
         buffers.add(id(tensor))
+    # Buffers that state dicts leave out (position ids, rotary tables): whoever loads weights must make them anew.
     transient = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules(remove_duplicate=False)

@@ -162,6 +162,7 @@ def _without_words_of_a_failure() -> Iterator[None]:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
+    # torch wraps what a model raises several times, as cause or as context; the error itself comes first
     chain: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in chain:
@@ -173,6 +174,7 @@ def _causes(error: BaseException) -> list[BaseException]:
 def _explain(error: Exception, model: nn.Module) -> str:
     """Return one line: module path, source line, what went wrong, what to change."""
     where = _failing_line(error, model)
+    # torch has no error codes: its classes' names and the words of the first line are all there is to go by
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     kind = type(error).__name__
     if any(
@@ -198,6 +200,8 @@ def _failing_line(error: Exception, model: nn.Module) -> str:
     path, owner = "", type(model).__name__
     line = ""
     for failure in reversed(_causes(error)):
+        # From the outermost frame inwards: the last module's forward on the way is the innermost one; the last line
+        # that is neither torch's nor ours is the user's, or the model library's, that made the failing call.
         for frame, number in traceback.walk_tb(failure.__traceback__):
             module = frame.f_locals.get("self")
             if isinstance(module, nn.Module) and id(module) in paths:

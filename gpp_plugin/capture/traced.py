@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -80,6 +80,8 @@ def trace(
     Raises:
         CaptureError: the model cannot be exported, or a constant it made has no values.
     """
+    # Export, clean, then name what goes in: of a model with a loss and outputs=("logits",) the graph returns (loss,
+    # logits), and its placeholders are called as export calls them, here "p_model_head_weight" and "pixel_values".
     program, has_loss = export_model(shadow, batch, outputs=outputs, training=training)
     attributes = {
         str(node.target): _attribute(program.graph_module, str(node.target))
@@ -88,11 +90,56 @@ def trace(
     }
     graph = clean_graph(program.graph, attributes)
     keys, _ = split_batch(batch)
-    inputs: dict[str, str] = {}
-    parameters: dict[str, str] = {}
-    constants: dict[str, torch.Tensor] = {}
-    fakes: dict[str, torch.Tensor] = {}
+    takes = {key: training and gradient for key, gradient in received.items()}
+    known = _name_placeholders(program, graph, shadow, keys, takes)
+    _drop_unused_constants(graph, known.constants, known.fakes)
+    return Traced(
+        num_samples=count_samples(batch),
+        graph=graph,
+        attributes={k: v for k, v in attributes.items() if any(n.target == k for n in graph.nodes)},
+        inputs=known.inputs,
+        parameters=known.parameters,
+        constants=known.constants,
+        fakes=known.fakes,
+        has_loss=has_loss,
+        output_names=tuple(outputs),
+        received=tuple(key for key in keys if key in received),
+    )
+
+
+@dataclass(slots=True)
+class _Placeholders:
+    """What the placeholders of an export stand for, as in `Traced`."""
+
+    inputs: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    fakes: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def _name_placeholders(
+    program: torch.export.ExportedProgram,
+    graph: fx.Graph,
+    shadow: Shadow,
+    keys: Sequence[str],
+    received: Mapping[str, bool],
+) -> _Placeholders:
+    """Return what each placeholder of the cleaned graph stands for.
+
+    Export lists parameters, buffers, constants, then inputs: of a model with a weight, a table it made while it was
+    traced, and a batch of one tensor, p_model_weight, c_lifted_tensor_0, pixel_values. Of each its signature says
+    the kind and the name; inputs it leaves unnamed, in the order of the batch's tensors.
+
+    Args:
+        keys: of the batch's tensors.
+        received: those that other stages make -> whether they take a gradient.
+
+    Raises:
+        CaptureError: a placeholder of another kind, or a constant without values.
+    """
+    found = _Placeholders()
     remaining = iter(keys)
+    # Of a tied parameter export keeps one placeholder, under any of its names: all are looked up, the first is told.
     tensors: dict[str, torch.Tensor] = dict(shadow.model.named_parameters(remove_duplicate=False))
     tensors.update(shadow.model.named_buffers(remove_duplicate=False))
     placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
@@ -102,36 +149,24 @@ def trace(
     for spec in program.graph_signature.input_specs:
         name, target = name_of[spec.arg.name], str(spec.target)
         if spec.kind is InputKind.USER_INPUT:
-            inputs[name] = next(remaining)
-            fakes[name] = placeholders[name].meta["val"]
-            assert inputs[name] not in received or inputs[name] == name, f"{inputs[name]} was renamed"
-            if training and received.get(name):
-                fakes[name] = fakes[name].detach().requires_grad_(True)
+            found.inputs[name] = key = next(remaining)
+            found.fakes[name] = placeholders[name].meta["val"]
+            assert key not in received or key == name, f"{key} was renamed"
+            if received.get(name):
+                found.fakes[name] = found.fakes[name].detach().requires_grad_(True)
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             own = target.removeprefix(f"{WRAPPED}.")
-            parameters[name] = shadow.first_names[own]
-            fakes[name] = tensors[own]
+            found.parameters[name] = shadow.first_names[own]
+            found.fakes[name] = tensors[own]
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             if placeholders[name].users:
-                constants[name] = _real(program.constants[target], target, shadow)
-            fakes[name] = placeholders[name].meta["val"]
+                found.constants[name] = _real(program.constants[target], target, shadow)
+            found.fakes[name] = placeholders[name].meta["val"]
         else:
             raise CaptureError(
                 f"model input {name} of kind {spec.kind.name} is not supported; remove {target}"
             )
-    _drop_unused_constants(graph, constants, fakes)
-    return Traced(
-        num_samples=count_samples(batch),
-        graph=graph,
-        attributes={k: v for k, v in attributes.items() if any(n.target == k for n in graph.nodes)},
-        inputs=inputs,
-        parameters=parameters,
-        constants=constants,
-        fakes=fakes,
-        has_loss=has_loss,
-        output_names=tuple(outputs),
-        received=tuple(key for key in keys if key in received),
-    )
+    return found
 
 
 def structure_of(graph: fx.Graph) -> tuple[GraphNode, ...]:
@@ -157,6 +192,10 @@ def align(reference: Iterable[GraphNode], traced: Traced) -> Traced:
     Raises:
         CaptureError: the operators or what they read differ.
     """
+    # Both lists are walked in step:
+    #     reference  x  view  contiguous  linear_3     names and wiring are taken from here,
+    #     traced     x  view              linear_2     operators and their static arguments (sizes) from here.
+    # Where they differ and the reference has a copy, one is put in; anything else is another structure.
     new = fx.Graph()
     mapping: dict[str, fx.Node] = {}  # of the reference's nodes
     pending = deque(traced.graph.nodes)
@@ -166,6 +205,7 @@ def align(reference: Iterable[GraphNode], traced: Traced) -> Traced:
             pending.popleft()
             if len(node.all_input_nodes) != len(old.inputs):
                 raise CaptureError(_difference(old, node, traced.num_samples))
+            # by position, not by name: the traced node reads ``view`` where the reference reads ``contiguous``
             wiring = {own: mapping[s] for own, s in zip(node.all_input_nodes, old.inputs, strict=True)}
             args: Any = fx.map_arg(node.args, wiring.__getitem__)
             kwargs: Any = fx.map_arg(node.kwargs, wiring.__getitem__)

@@ -81,6 +81,8 @@ class Trials:
         return self._memo[key]
 
     def _key(self, unit: tuple[str, ...], sources: list[fx.Node]) -> Any:
+        # Two units are equal if they are the same calls, at both sizes, on operands of the same states, shapes and
+        # types: operands are told by their position, not their name, so that the layers of a model are one trial.
         position = {s.name: i for i, s in enumerate(sources)}
         position.update({name: len(sources) + i for i, name in enumerate(unit)})
         rank = lambda n: ("node", position[n.name])  # noqa: E731
@@ -102,6 +104,12 @@ class Trials:
         return tuple(calls), operands
 
     def _run_slices(self, unit: tuple[str, ...], sources: list[fx.Node]) -> list[State] | str:
+        # Of operands for 2n samples the large graph's operator makes the whole result, and the small graph's one makes
+        # a part of each slice of n. Three slices, for n = 2:
+        #     samples  0 1 2 3      starts 0, 1 and 2; the middle one tells a cut along samples from one that
+        #              a a . .      happens to agree on halves (a reduction over pairs of samples)
+        #              . b b .
+        #              . . c c
         n = self._small.num_samples
         starts = [0, n // 2, n]
         moves = all(self._pairs[name][0].target in _MOVEMENT for name in unit)
@@ -135,6 +143,9 @@ class Trials:
             return self._constants[source.name][1].clone()
         node = self._pairs[source.name][1]
         shape, dtype = shape_of(node), node.meta["val"].dtype
+        # Values every operator takes: indices 0 and 1 exist in any table; floats between 0.5 and 1.5 have logarithms,
+        # roots and quotients without overflow. Lower precisions are tried in float32, as their rounding would hide
+        # small differences; operators that only move elements in int16, a half or a quarter of the memory.
         if dtype is torch.bool:
             return torch.rand(shape, generator=self._generator, device=self._device) < 0.5
         if not dtype.is_floating_point and not dtype.is_complex:
@@ -185,6 +196,8 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 def _take(value: Tensor, rows: Rows, start: int, count: int) -> Tensor:
     """Return samples ``start .. start + count`` of a tensor laid out as ``rows``."""
+    # Axes of ``apart``: those before, outer, samples, rows, those behind. A tensor [3 x 4 x 2, 5] of 4 samples along
+    # axis 0 with outer 3 and 2 rows is [3, 4, 2, 5]; samples 1..2 of it are [3, 2, 2, 5], and flat again [12, 5].
     apart: Tensor = value.unflatten(rows.axis, (rows.outer, -1, rows.rows))
     return apart.narrow(rows.axis + 1, start, count).flatten(rows.axis, rows.axis + 2)
 
@@ -195,6 +208,7 @@ def are_equal(a: Tensor, b: Tensor) -> bool:
         return False
     if not a.is_floating_point():
         return torch.equal(a, b)
+    # relative to the largest value: sums over samples come in another order, and near zero that is all there is
     scale = float(a[torch.isfinite(a)].abs().max()) if torch.isfinite(a).any() else 1.0
     return torch.allclose(a, b, rtol=1e-3, atol=1e-4 * max(scale, 1e-6), equal_nan=True)
 
@@ -205,6 +219,10 @@ def find_rows(whole: Tensor, parts: list[Tensor], starts: list[int], n: int) -> 
     Raises:
         MixedSamples: there is none.
     """
+    # The samples are along the one axis that is twice as long for 2n samples as for n. Along it rows of a sample may
+    # stand together (outer = 1, [samples x rows]), or samples may stand inside another count (outer = length, [length x
+    # samples]); smaller outer first, as those can be cut by one slice. For n = 2 and 8 rows: (4 rows, outer 1),
+    # (2, 2), (1, 4).
     shape = parts[0].shape
     if whole.shape == shape:
         if all(are_equal(whole, part) for part in parts):

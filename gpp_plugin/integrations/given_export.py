@@ -4,8 +4,7 @@
 <dir>/language-tensor-0.safetensors, -tensor-1...     each tensor rank's shards
 <dir>/tower.0-1.safetensors, tower.2-3.safetensors    a captured part in two stages
 
-Characters of a stage's name other than letters, digits, ``.``, ``_``, ``-`` are escaped:
-``tower.3%2Bhead.safetensors``.
+Characters of a stage's name that are not safe in one are escaped: ``tower.3%2Bhead%2Bloss.safetensors``.
 """
 
 from __future__ import annotations

@@ -61,22 +61,14 @@ def cut_part(
     plan = make_plan(config.planner, request)
     return [
         FixedStage(
-            name=stage_of_part(name, stage.name) if len(plan.stages) > 1 else name,
+            name=name,
+            is_piece=len(plan.stages) > 1,
             blocks=stage.blocks,
             ranks=tuple(ranks[rank] for rank in stage.ranks),
             micro_batch_size=micro_batch_size,
         )
         for stage in plan.stages
     ]
-
-
-def stage_of_part(part: str, held: str) -> str:
-    """Return the name of one stage of a captured part: the part's, and what is in it.
-
-    >>> stage_of_part("tower", "layers.0-1"), stage_of_part("tower", "tower.0-1")
-    ('tower.layers.0-1', 'tower.0-1')
-    """
-    return held if held.startswith(f"{part}.") else f"{part}.{held}"
 
 
 def names_held(name: str, lane: Lane, sample_batch: Batch) -> tuple[str, ...]:

@@ -18,8 +18,7 @@ from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.integrations.gradients import StageGradients
 from gpp_plugin.integrations.preparation import Setting
 from gpp_plugin.integrations.stage_engine import StageEngine
-from gpp_plugin.ir.memory_counts import MemoryCounts
-from gpp_plugin.ir.memory_report import ALLOCATOR, COUNTED, HeldBytes, MemoryReport, RankMemory
+from gpp_plugin.ir.memory_report import ALLOCATOR, COUNTED, HeldBytes, MemoryCounts, MemoryReport, RankMemory
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.memory_advice import memory_advice
 from gpp_plugin.plan.memory_counts import differences

@@ -120,6 +120,10 @@ class BlockGraph:
 
     def dependencies(self) -> nx.DiGraph:
         """Return the transitive reduction: what must precede what, without implied edges."""
+        # Every decoder layer of a T5 reads the encoder's output; that layer 1 comes behind the encoder follows from
+        # layer 0, which it reads. Without such edges the graph is series-parallel, and planners search a small space;
+        # what is sent (`edges`) has them all. Taken apart and put together anew, as networkx forgets the order of
+        # nodes.
         full = self.digraph()
         reduced = nx.transitive_reduction(full)
         ordered = nx.DiGraph()

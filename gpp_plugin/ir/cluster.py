@@ -65,6 +65,8 @@ class Cluster:
 
     def link_between(self, rank: int, other: int) -> Link:
         """Return the innermost link level whose groups hold both ranks."""
+        # Levels (NVLink, span 8) and (InfiniBand, span 32): ranks 3 and 6 are in group 0 of 8; 6 and 9 in groups 0
+        # and 1, but both in group 0 of 32.
         for link in self.links:
             if rank // link.span == other // link.span:
                 return link

@@ -75,14 +75,17 @@ class Stage:
 
     def position(self, rank: int) -> tuple[int, int]:
         """Return the data and the tensor position of ``rank`` in the stage's grid."""
+        # ranks (4, 5, 6, 7, 8, 9), tensor 2: three data positions of two ranks; rank 7 is (1, 1)
         return divmod(self.ranks.index(rank), self.tensor)
 
     def data_ranks(self, tensor_position: int) -> tuple[int, ...]:
         """Return the data-parallel group of one tensor position, in the order of its samples."""
+        # of the same grid: tensor position 1 on ranks 5, 7 and 9, which compute different samples with the same shards
         return self.ranks[tensor_position :: self.tensor]
 
     def tensor_ranks(self, data_position: int) -> tuple[int, ...]:
         """Return the tensor-parallel group of one data position, which computes the same samples together."""
+        # and data position 1 on ranks 6 and 7, which compute the same samples with different shards
         return self.ranks[data_position * self.tensor : (data_position + 1) * self.tensor]
 
     def samples(self, micro_batch: int, rank: int, half: int | None = None) -> SampleRange:
@@ -167,6 +170,7 @@ class PipelinePlan:
     @property
     def depth(self) -> int:
         """Return the number of stages on the longest path of the stage graph."""
+        # hops, not time: two towers and a loss are three stages in depth 2
         return int(nx.dag_longest_path_length(self.digraph(), weight=None)) + 1 if self.stages else 0
 
     def digraph(self) -> nx.DiGraph:

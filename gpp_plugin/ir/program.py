@@ -47,6 +47,9 @@ class Message:
         return (self.edge, self.direction, self.src_rank, self.dst_rank)
 
     def __str__(self) -> str:
+        # act e1 r0.2a>r3.1 [8..11]: an activation along edge 1, sent by rank 0 in the first half of its micro-batch
+        # 2, read by rank 3 in its micro-batch 1, the rows of samples 8 to 11. A gradient runs from consumer to
+        # producer.
         arrow = "act" if self.direction is Direction.ACTIVATION else "grad"
         end = self.samples.end - 1
         sent, needed = ("" if half is None else "ab"[half] for half in (self.src_half, self.dst_half))

@@ -19,6 +19,9 @@ class SampleRange:
 
     def overlap(self, other: SampleRange) -> SampleRange | None:
         """Return the samples in both ranges, or None."""
+        # This one comparison is all of resharding: what rank a made and rank b needs, whatever their stages'
+        # micro-batches and degrees, is the overlap of two ranges. [0, 8) and [6, 12) have [6, 8) in common; [0, 4)
+        # and [4, 8) nothing.
         first = max(self.first_sample, other.first_sample)
         end = min(self.end, other.end)
         return SampleRange(first_sample=first, num_samples=end - first) if first < end else None
@@ -45,5 +48,9 @@ def task_samples(*, micro_batch: int, micro_batch_size: int, position: int, degr
     >>> task_samples(micro_batch=1, micro_batch_size=8, position=1, degree=2)
     SampleRange(first_sample=12, num_samples=4)
     """
+    # A mini-batch of 16, micro-batches of 8, 2 ranks; who computes which samples:
+    #     micro-batch      0               1
+    #     rank 0       0  1  2  3     8  9 10 11
+    #     rank 1       4  5  6  7    12 13 14 15
     local = micro_batch_size // degree
     return SampleRange(first_sample=micro_batch * micro_batch_size + position * local, num_samples=local)

@@ -48,6 +48,7 @@ def parse_task(text: str) -> Task:
     Raises:
         ScheduleError: the text is not of that form.
     """
+    # only a forward has halves: 2F0a is one, 2B0a is none
     match = re.fullmatch(r"(\d+)(?:([FBIW])(\d+)|(F)(\d+)([ab]))", text)
     if match is None:
         raise ScheduleError(

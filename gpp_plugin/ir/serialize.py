@@ -40,6 +40,9 @@ def from_plain(kind: Any, plain: Any) -> Any:
     Raises:
         GppError: a field is missing or unknown.
     """
+    # By the type that is expected, not by what the JSON looks like: a list is a tuple of BlockCost where the field says
+    # tuple[BlockCost, ...], and a pair where it says tuple[str, int]; an object's keys are integers again where the
+    # field is dict[int, float].
     origin = typing.get_origin(kind)
     args = typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
@@ -67,6 +70,7 @@ def _dataclass_from_plain(kind: type, plain: Any) -> Any:
     if not isinstance(plain, dict):
         raise GppError(f"{kind.__name__}: expected an object, found {type(plain).__name__}")
     hints, required = _fields_of(kind)
+    # fields with defaults may be missing, as files of older releases lack them; unknown ones are another release's
     if not required <= plain.keys() <= hints.keys():
         unknown, missing = sorted(plain.keys() - hints.keys()), sorted(required - plain.keys())
         raise GppError(
@@ -90,6 +94,7 @@ def _fields_of(kind: type) -> tuple[dict[str, Any], frozenset[str]]:
 
 def fingerprint(value: Any) -> str:
     """Return 16 hex digits that depend on every field of ``value``."""
+    # sorted keys and no spaces: the text, and so the fingerprint, depends on values alone
     text = json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -130,6 +135,8 @@ def write_text_whole(path: str | Path, text: str) -> None:
     """Write ``text`` to ``path`` whole or not at all (temporary file, fsync, rename)."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
+    # In the same directory, as renaming is only atomic within one file system; synced before, as a rename may reach the
+    # disk before the data: after a power cut the file is the old one or the new one.
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:

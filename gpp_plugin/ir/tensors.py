@@ -67,6 +67,7 @@ class TensorSpec:
         """Return the shape when computed on ``num_samples`` samples."""
         if self.layout.kind is not LayoutKind.BATCH:
             return self.shape
+        # [16, 7, 32] at 8 samples with axis 0 and 2 rows a sample (two images each): [6, 7, 32] at 3
         axis = self.layout.axis
         rows = num_samples * self.layout.rows_per_sample
         return (*self.shape[:axis], rows, *self.shape[axis + 1 :])

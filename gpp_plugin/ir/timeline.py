@@ -100,6 +100,8 @@ class Timeline:
 
     def bubble_ratio(self) -> float:
         """Return idle over total compute time: 1 - busy / (ranks x span of compute)."""
+        # Two ranks, forwards and backwards from 0 to 100: busy 60 and 90 us of 200 in all, a bubble of 25 %. From the
+        # first task's start to the last one's end: reductions and the step behind them are no part of the schedule.
         compute = [e for e in self.events if e.kind in COMPUTE_KINDS]
         if not compute:
             return 0.0

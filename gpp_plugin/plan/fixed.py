@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpp_plugin.errors import PlanError, PlanInfeasible
+from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.asynchronous import to_asynchronous
 from gpp_plugin.plan.batches import BatchRules, batch_rules, coupled_blocks
@@ -18,6 +19,7 @@ from gpp_plugin.plan.complete import complete_plan
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import best_optimized, best_plan
+from gpp_plugin.plan.stage_names import name_stages
 from gpp_plugin.plan.stages import StageDraft, build_plan
 from gpp_plugin.plan.validate import validate_plan
 
@@ -30,8 +32,10 @@ class FixedStage:
     """A stage that is given.
 
     Args:
+        name: as the user gave it; of a captured part's piece that of the part.
         ranks: its grid, row by row; ``tensor`` of them a data position.
         micro_batch_size: None leaves it to the planner.
+        is_piece: one of several stages of a captured part, called after what it holds (``tower.0-1``).
     """
 
     name: str
@@ -39,6 +43,7 @@ class FixedStage:
     ranks: tuple[int, ...]
     tensor: int = 1
     micro_batch_size: int | None = None
+    is_piece: bool = False
 
     @property
     def degree(self) -> int:
@@ -53,6 +58,7 @@ def fixed_plan(stages: Sequence[FixedStage], request: PlanRequest) -> PipelinePl
         PlanError: a micro-batch size is asked for twice, or does not divide the mini-batch.
         PlanInfeasible: a stage has no micro-batch size, or lacks memory.
     """
+    stages = _with_names(stages, request.graph)
     rules = _rules(stages, request)
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     candidates = [drafts for wish in rules.wishes() if (drafts := _drafts(stages, rules, wish)) is not None]
@@ -77,6 +83,19 @@ def fixed_plan(stages: Sequence[FixedStage], request: PlanRequest) -> PipelinePl
         zero_stage=request.zero_stage,
     )
     return plan
+
+
+def _with_names(stages: Sequence[FixedStage], graph: BlockGraph) -> list[FixedStage]:
+    """Return the stages with names of their own for the pieces of captured parts, which begin with the part's."""
+    given = [None if stage.is_piece else stage.name for stage in stages]
+    names = name_stages(graph, [stage.blocks for stage in stages], given)
+    return [
+        dataclasses.replace(
+            stage,
+            name=f"{stage.name}.{name}" if stage.is_piece and not name.startswith(f"{stage.name}.") else name,
+        )
+        for stage, name in zip(stages, names, strict=True)
+    ]
 
 
 def _rules(stages: Sequence[FixedStage], request: PlanRequest) -> BatchRules:

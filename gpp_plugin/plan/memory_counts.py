@@ -6,7 +6,7 @@ Tests: tests/integrations/test_memory.py
 
 from __future__ import annotations
 
-from gpp_plugin.ir.memory_counts import MemoryCounts
+from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import PipelinePlan
 
 TOLERANCE = 0.02

@@ -51,8 +51,12 @@ class _Measured:
     split: SplitCost
 
 
-class Survey:
-    """One pass over all blocks at one number of samples."""
+class BlockSurvey:
+    """One pass over all blocks at one number of samples.
+
+    What it holds while it walks over the blocks: ``_values``, results that a later block reads, by name; ``_shared``,
+    measurements of code that recurs, by signature and by how operands lie in memory; ``held``, who keeps what.
+    """
 
     def __init__(
         self,
@@ -77,6 +81,7 @@ class Survey:
         self._with_split = with_split and captured.is_training
         self._codes = block_codes(captured, block_graph)
         resized = resize_batch(batch, self._num_samples)
+        # Contiguous, as a rank has them: slices of a longer batch would count all of it, and lie otherwise in memory.
         self._inputs = {
             spec.name: resized[spec.name].to(device=device, dtype=getattr(torch, spec.dtype)).contiguous()
             for spec in captured.op_graph.inputs
@@ -101,6 +106,9 @@ class Survey:
     def run(self, report: Callable[[int, int, str], None]) -> dict[str, BlockResult]:
         """Return what was measured of every block."""
         results = {}
+        # Example: encoder layers 0 to 23 have one signature. Layer 0 is run; layer 1, on operands that lie like layer
+        # 0's, takes its times and copies of its outputs (right in shape, which is all that times depend on). Replicas
+        # (a mask that layer 0 is the first to read) are run apart: they would make layer 0 unlike all others.
         for position, code in enumerate(self._codes):
             report(position, len(self._codes), f"{code.block} at {self._num_samples} samples")
             saved, replica_us = 0, 0.0
@@ -123,6 +131,7 @@ class Survey:
                     f"block {code.block!r} cannot be run at {self._num_samples} samples on {self._device}: "
                     f"{type(error).__name__}: {error}; lower the largest micro-batch if memory is short"
                 ) from error
+            # an output that is a view of an operand is one of this block's operand, which no copy could stand for
             if self._share and self._recurs[code.signature] > 1 and block.whole.has_own_outputs:
                 self._shared[key] = block
             saved += self._keep(code.block, code.function, block.whole, outputs)
@@ -171,6 +180,8 @@ class Survey:
                 f"model_state has no {parameter.name!r}; pass all parameters and buffers of the model"
             )
         dtype: torch.dtype = getattr(torch, parameter.dtype)
+        # Random values of the size that initialisers give: zeros would make denormal products and infinite norms, and
+        # both run at other speeds. What the block writes (running statistics) is a copy, as the model is not to change.
         if tensor.is_meta:
             shape = parameter.shape
             if dtype.is_floating_point or dtype.is_complex:

@@ -35,6 +35,8 @@ def block_codes(captured: CapturedGraph, block_graph: BlockGraph) -> list[BlockC
     Raises:
         CaptureError: a block names nodes that ``captured`` lacks.
     """
+    # A replicated operator (a mask) is in no block. Here it is charged to the first block that reads it, in code of its
+    # own; on a plan's stages it runs once a stage, which is a little more than once in all.
     owned = {name for block in block_graph.blocks for name in block.nodes}
     has_tensor = {node.name for node in captured.op_graph.nodes if node.output is not None}
     made: set[str] = set()
@@ -90,6 +92,13 @@ class _Signer:
 
     def sign(self, names: Iterable[str], outputs: Sequence[str]) -> str:
         """Return the signature of the block of these nodes."""
+        # The text of a block, with numbers for names; hashed. Of linear(h, w, b) with h received:
+        #     0 = tensor (8, 16, 32) float32 True
+        #     1 = parameter (64, 32) float32 True
+        #     2 = parameter (64,) float32 True
+        #     3 = tensor (8, 16, 64) float32 True
+        #     %3 <- aten.linear.default ((%0, %1, %2), {})
+        #     return [3]
         numbers: dict[str, int] = {}
         lines: list[str] = []
 

@@ -24,6 +24,9 @@ class HeldStorages:
     """
 
     def __init__(self) -> None:
+        # ``_root``: result -> the first tensor in its storage. In h = linear(x); v = h.view(..); w = v[:, 0], the
+        # root of all of h, v and w is h; a block that keeps w keeps h's storage. Roots "batch ..." and "parameter
+        # ..." are storages of model inputs and parameters, which are there anyway.
         self._root: dict[str, str] = {}
         self._kept_as: dict[str, set[str | None]] = {}
         self.keepers: dict[str, list[str]] = {}
@@ -33,6 +36,8 @@ class HeldStorages:
 
     def add(self, block: str, function: StageFunction, measured: Measurement) -> int:
         """Return the bytes ``block`` saves that no earlier one does."""
+        # First what was received: its storage may have been counted with an earlier block. Then what was made here:
+        # counted in ``saved_inside`` already, it is only noted, for later blocks that keep it too.
         total = measured.saved_inside
         roots = [self._root.get(name, name) for name in function.received]
         for name, root, num_bytes in zip(function.received, roots, measured.saved_received, strict=True):
@@ -51,6 +56,9 @@ class HeldStorages:
 
     def received_as(self, root: str) -> str | None:
         """Return the one result, a part of the storage, through which all that keep it do so; None if there is none."""
+        # A storage hidden [8, 50, 32] of which a head keeps hidden[:, 0], 1/50 of it: on the stage that makes hidden
+        # the head keeps all 50, on another stage it receives, and keeps, the one row. That holds only if all its
+        # keepers have it through that one view, and none of them makes the view itself.
         names = self._kept_as[root]
         name = next(iter(names))
         if len(names) > 1 or name is None or name not in self.maker_of:
@@ -97,6 +105,9 @@ def fit_bytes(counts: Sequence[int], num_bytes: Sequence[int], unit: int) -> tup
     Args:
         unit: samples of one loss: what stages compute at a time, unless asked otherwise.
     """
+    # counts (1, 8, 64), bytes (100, 800, 6400): slope 100, nothing fixed. (110, 810, 6410) at unit 8: slope 100,
+    # fixed 10. (1, 64, 4096) of a matrix of all pairs at unit 8: the slope, 65, would give 520 at 8 samples where 64
+    # are kept and a negative rest; so 64 / 8 = 8 a sample, exact where stages compute, and low beyond.
     known = dict(zip(counts, num_bytes, strict=True))
     unit = unit if unit in known else counts[-1]
     slope = (num_bytes[-1] - num_bytes[0]) / max(counts[-1] - counts[0], 1)

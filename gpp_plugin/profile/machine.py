@@ -33,6 +33,9 @@ def read_machine(
         sharing: how many of the ranks are on this machine; all by default.
         device_type: ``cpu`` or ``cuda``; by default CUDA where there is any.
     """
+    # Two ranks on a laptop of 2 cores and 8 GB are two devices of 4 GB and half the machine's speed each: they
+    # compute at the same time. Four ranks on one GPU have a quarter of it each; one rank on a machine of four GPUs
+    # has one of them.
     is_cuda = torch.cuda.is_available() if device_type is None else device_type == "cuda"
     there = torch.cuda.device_count() if is_cuda else os.cpu_count() or 1
     ranks = num_devices if num_devices is not None else there
@@ -84,6 +87,7 @@ def _speeds(device_type: str) -> tuple[float, float, float]:
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=kind)
     target = torch.empty_like(source)
     tiny = torch.zeros(1, device=kind)
+    # a product of two 1024 x 1024 matrices is 2 * 1024^3 operations; a copy moves every byte twice, in and out
     return (
         2 * WIDTH**3 / _seconds(lambda: left @ right),
         2 * COPY_BYTES / _seconds(lambda: target.copy_(source)),

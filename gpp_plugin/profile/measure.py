@@ -37,7 +37,7 @@ from gpp_plugin.profile.analytic import (
     tied_costs,
     validate_sample_counts,
 )
-from gpp_plugin.profile.block_survey import BlockResult, Survey
+from gpp_plugin.profile.block_survey import BlockResult, BlockSurvey
 from gpp_plugin.profile.held_storages import HeldStorages, fit_bytes, shared_storages
 from gpp_plugin.profile.machine import describe_device, processor_name
 from gpp_plugin.profile.store import CostStore
@@ -81,8 +81,7 @@ def profile_blocks(
         device: where to measure; the device of the capture by default.
         threads: CPU threads while measuring (what one rank will have); unchanged if None.
         repeats: fewest timed runs of which the median counts; fast blocks are run more often.
-        optimizer_bytes_per_parameter: optimizer state for each trainable parameter (8: Adam in fp32; 12: Adam
-            with an fp32 master copy).
+        optimizer_bytes_per_parameter: of a trainable parameter's state (8: Adam; 12: with an fp32 master copy).
         share_identical: measure one of each group of identical blocks.
         cache_dir: directory of the `CostStore`; its default if None.
         use_cache: look a stored profile up first, and store what is measured.
@@ -92,42 +91,27 @@ def profile_blocks(
         ProfileError: a block cannot be run; the message names it.
         ValueError: ``sample_counts`` is not increasing and positive, or needs ``capture_at``.
     """
-    captured_samples = captured.op_graph.num_samples
-    counts = _sample_counts(sample_counts, captured_samples, has_capture_at=capture_at is not None)
+    # Counts (1, 8, 64) of a 12-block model: three walks over the blocks, one a capture, with times of each block and
+    # bytes of each storage at 1, 8 and 64 samples; then one `BlockCost` a block, with all three.
+    counts = _sample_counts(
+        sample_counts, captured.op_graph.num_samples, has_capture_at=capture_at is not None
+    )
     where = captured.device if device is None else torch.device(device)
     num_threads = threads or torch.get_num_threads()
     name = describe_device(where, num_threads)
-
+    how: dict[str, Any] = {"repeats": repeats, "share_identical": share_identical}
     survey = functools.partial(
-        Survey,
-        block_graph=block_graph,
-        state=model_state,
-        batch=batch,
-        device=where,
-        repeats=repeats,
-        share_identical=share_identical,
+        BlockSurvey, block_graph=block_graph, state=model_state, batch=batch, device=where, **how
     )
 
     def measure_all() -> Profile:
         with _undisturbed(where, num_threads):
-            results, held = _survey_all(survey, captured, counts, capture_at, with_split, progress)
-        return _make_profile(
-            captured, block_graph, name, counts, results, held, optimizer_bytes_per_parameter
-        )
+            found = _survey_all(survey, captured, counts, capture_at, with_split, progress)
+        return _make_profile(captured, block_graph, name, counts, *found, optimizer_bytes_per_parameter)
 
-    if not use_cache:
-        return measure_all()
-    key = _store_key(
-        captured,
-        block_graph,
-        counts,
-        device=name,
-        optimizer_bytes_per_parameter=optimizer_bytes_per_parameter,
-        share_identical=share_identical,
-        repeats=repeats,
-        with_split=with_split,
-    )
-    return CostStore(cache_dir).find_or_measure(key, measure_all)
+    how |= {"optimizer_bytes_per_parameter": optimizer_bytes_per_parameter, "with_split": with_split}
+    key = _store_key(captured, block_graph, counts, device=name, **how)
+    return CostStore(cache_dir).find_or_measure(key, measure_all) if use_cache else measure_all()
 
 
 def _store_key(
@@ -152,7 +136,7 @@ def _store_key(
 
 
 def _survey_all(
-    survey: Callable[..., Survey],
+    survey: Callable[..., BlockSurvey],
     captured: CapturedGraph,
     counts: Sequence[int],
     capture_at: Callable[[int], CapturedGraph] | None,
@@ -160,6 +144,8 @@ def _survey_all(
     progress: Progress | None,
 ) -> tuple[list[dict[str, BlockResult]], list[HeldStorages]]:
     """Return what every block costs, and what is kept, at each number of samples; peaks and splits at the largest."""
+    # Both lists are by number of samples, as ``counts``: at (1, 8, 64) results[2]["head"] is the head at 64 samples.
+    # Peaks and splits take runs of their own, and one number of each is asked for: the one at full load.
     results, held = [], []
     for position, n in enumerate(counts):
         at_n = captured if n == captured.op_graph.num_samples else _capture(capture_at, n)
@@ -205,6 +191,8 @@ def _block_cost(
     block: Block, counts: tuple[int, ...], results: list[BlockResult], optimizer_bytes: int, *, unit: int
 ) -> BlockCost:
     """Return the costs of a block from those at each number of samples."""
+    # Bytes kept are a line in the samples, fitted; times stay as they were measured, and are interpolated where read
+    # (`BlockCost.forward_us_for`): near one sample a launch dominates, and no line goes through both ends.
     per_sample, fixed = fit_bytes(counts, [result.saved_bytes for result in results], unit)
     return BlockCost(
         block=block.name,

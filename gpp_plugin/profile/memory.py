@@ -33,6 +33,7 @@ class SavedStorages:
             yield self
 
     def _pack(self, tensor: Tensor) -> Tensor:
+        # Each storage once, however many views of it are kept; a sparse tensor has none and is rare enough to leave out
         key = storage_key(tensor)
         if key not in self._excluded and tensor.layout is torch.strided:
             self._held.append(tensor.detach())
@@ -79,6 +80,8 @@ class LiveBytes(TorchDispatchMode):
         self.live_bytes -= self._sizes.pop(reference, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A weak reference tells when the storage goes: what lives is what has been made and not been freed yet. Views
+        # and results in place have a storage that is known already.
         result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
             if isinstance(value, Tensor) and value.layout is torch.strided:

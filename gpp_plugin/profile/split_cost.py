@@ -50,6 +50,9 @@ def measure_split_cost(operands: Operands, *, device: torch.device, repeats: int
         operands: the code of a stage or a block; ``takes_gradient`` says whose gradients the first part makes.
         repeats: fewest timed runs; fast code is run more often.
     """
+    # ``laps``: one row a run, [whole, first part, second part] in microseconds; alternated, so that a machine that
+    # slows down slows all three. The split itself is found in the first run and only executed later
+    # (`BackwardSplitter`).
     laps: list[list[float]] = []
     splitter = BackwardSplitter()
     started = time.perf_counter()
@@ -62,6 +65,7 @@ def measure_split_cost(operands: Operands, *, device: torch.device, repeats: int
         if is_enough or (laps and elapsed_s > BUDGET_S):
             break
     backward_us, input_us, weight_us = (statistics.median(column) for column in zip(*laps, strict=True))
+    # medians of columns: of [[9, 5, 5], [8, 5, 4], [30, 6, 4]] they are 9, 5 and 4, a factor of 1.0
     return SplitCost(backward_us=backward_us, input_gradient_us=input_us, weight_gradient_us=weight_us)
 
 

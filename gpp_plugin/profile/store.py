@@ -36,6 +36,8 @@ class CostStore:
 
     def find(self, key: Mapping[str, object]) -> Profile | None:
         """Return the stored profile, or None; a file that cannot be read is ignored with a warning."""
+        # The file's name is the fingerprint of the key alone: another torch, processor, graph or release is another
+        # file, and nothing is ever compared or thrown away.
         path = self.path(key)
         if not path.exists():
             return None

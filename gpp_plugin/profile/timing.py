@@ -84,6 +84,8 @@ class Measurement:
 
     def copied_outputs(self) -> tuple[Tensor, ...]:
         """Return the outputs in storages of their own, for a block that shares the measurement."""
+        # storage by storage, so that two outputs that share one still do, and each lies in it as it did: strides and
+        # offsets decide how fast the next block's kernels are
         storages: dict[int, torch.UntypedStorage] = {}
         copies = []
         for tensor in self.outputs:
@@ -97,6 +99,9 @@ class Measurement:
 
 def measure(operands: Operands, *, device: torch.device, repeats: int, with_peak: bool) -> Measurement:
     """Run ``operands.call`` forward and backward and return the median times and the bytes it holds."""
+    # Three kinds of runs: times without anything else; one that records what is saved; one that follows the peak.
+    # Who owns a storage is told by its first holder, operands before outputs: an output that is a view of a received
+    # tensor has the origin ("received", i), so that whoever keeps it later keeps that tensor's storage.
     forward_us, backward_us = _times(operands, device, repeats)
     saved = SavedStorages(exclude=(*operands.parameters, *operands.inputs, *operands.constants))
     with saved.recording():
@@ -147,6 +152,9 @@ def _bytes_by_position(positions: dict[int, int], bytes_of: dict[int, int], leng
 
 
 def _times(operands: Operands, device: torch.device, repeats: int) -> tuple[float, float]:
+    # Laps: forward | making random seeds, which does not count | backward. The first `WARM_UPS` runs are dropped,
+    # unless they took so long that there is time for no other. Fast code (0.1 ms) thus runs up to 50 times, a layer
+    # of 10 ms ``repeats`` times, one of 3 s twice.
     forward: list[float] = []
     backward: list[float] = []
     started = time.perf_counter()
@@ -179,6 +187,8 @@ def _peak(operands: Operands, device: torch.device) -> int:
     """Return the peak of forward and backward above what is held in between, gradients being there already."""
     if device.type == "cuda":
         return _peak_on_cuda(operands, device)
+    #     live bytes   |  forward ▁▃▇▅ | held: outputs and what is saved | backward ▅▇▃▁ |
+    # What is wanted is the higher of the two peaks above the middle: room that a stage needs beside what it holds.
     counter = LiveBytes()
     grads = [p.grad for p in operands.parameters if p.grad is not None]
     counter.ignore((*operands.parameters, *operands.inputs, *operands.received, *grads))

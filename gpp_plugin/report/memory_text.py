@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from gpp_plugin.ir.memory_counts import MemoryCounts
-from gpp_plugin.ir.memory_report import MemoryReport, RankMemory
+from gpp_plugin.ir.memory_report import MemoryCounts, MemoryReport, RankMemory
 from gpp_plugin.report.units import format_bytes, format_table
 
 _PARTS = ("weights", "gradients", "optimizer")
@@ -28,6 +27,9 @@ def format_memory_report(report: MemoryReport) -> str:
 
 
 def _row(rank: RankMemory) -> list[str]:
+    # A cell is "predicted / measured", of the plan's parts on the left and of what was found on the right, so far as
+    # both know it: what a stage needs in passing (transient) is predicted alone, what really went to the host
+    # measured alone.
     predicted, counts, held = rank.predicted, rank.counts, rank.held
     counted = counts or MemoryCounts(held_bytes=0, swapped_bytes=0, recomputed_bytes=0, peak_held_bytes=0)
     planned = {} if predicted is None else {f.name: getattr(predicted, f.name) for f in fields(predicted)}

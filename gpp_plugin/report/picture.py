@@ -66,6 +66,8 @@ def draw_graph(boxes: Sequence[Sequence[str]], edges: Mapping[tuple[int, int], s
         boxes: the lines of text in each node's box; nodes in a topological order.
         edges: (source, target) -> label.
     """
+    # Four steps, each with what the next one needs: levels and segments; places of cells in their level; columns at
+    # which each edge leaves and enters; rows of text. Columns count from 0 at the left, levels from 0 at the top.
     levels = _levels(boxes, edges)
     total = _place(levels)
     rows: list[str] = []
@@ -81,6 +83,8 @@ def draw_graph(boxes: Sequence[Sequence[str]], edges: Mapping[tuple[int, int], s
 
 
 def _levels(boxes: Sequence[Sequence[str]], edges: Mapping[tuple[int, int], str]) -> list[list[_Cell]]:
+    # A node's level is the longest way to it: of 0 -> 1 -> 2 and 0 -> 2, node 2 is on level 2, and the second edge is
+    # two segments with a passing cell on level 1 between them. Its label stands at the first one.
     depth = [0] * len(boxes)
     for src, dst in sorted(edges, key=lambda edge: edge[1]):
         depth[dst] = max(depth[dst], depth[src] + 1)
@@ -104,6 +108,7 @@ def _levels(boxes: Sequence[Sequence[str]], edges: Mapping[tuple[int, int], str]
 
 def _place(levels: list[list[_Cell]]) -> int:
     """Order and place the cells of every level; return the width of the picture."""
+    # Once from the top: where the cells above stand decides the order below. All levels are centred on the widest.
     for level in levels:
         level.sort(key=lambda cell: _mean([edge.src.middle for edge in cell.entries]))
         left = 0
@@ -122,6 +127,8 @@ def _place(levels: list[list[_Cell]]) -> int:
 def _width(cell: _Cell) -> int:
     if cell.node is None:
         return 5
+    # the widest of three: the text with its frame, labels of what leaves side by side, and two columns a line that
+    # enters
     text = max((len(line) for line in cell.lines), default=0) + 4
     exits = sum(_room(edge) for edge in cell.exits) + 2
     return max(text, exits, 2 * len(cell.entries) + 3)
@@ -138,6 +145,9 @@ def _mean(values: list[float]) -> float:
 
 def _assign_columns(level: list[_Cell], below: list[_Cell]) -> None:
     """Give every edge between two levels the column it leaves at and the one it enters at."""
+    # Below a box of 30 columns, labels "2 KiB" and "4 KiB" take 8 columns each with line and space; of the 14 that are
+    # left over a third goes before each and behind: lines at 5 and 18. Those that lead to the left leave on the left,
+    # so that no two cross right below the box.
     taken: set[int] = set()
     for cell in level:
         cell.exits.sort(key=lambda edge: edge.dst.middle)
@@ -160,6 +170,8 @@ def _assign_entries(cell: _Cell, taken: set[int]) -> None:
 
     Edges leave at least three columns apart, so a cell always has enough columns that are not taken.
     """
+    # From left to right, each as near to its share of the width as is free, with room left for the ones to come
+    # (``most``); straight down where it comes from a column inside.
     cell.entries.sort(key=lambda edge: edge.start)
     inside = range(cell.left + 1, cell.left + cell.width - 1)
     free = [column for column in inside if column not in taken]
@@ -197,6 +209,9 @@ def _draw_level(level: list[_Cell], total: int) -> list[str]:
 
 def _draw_gap(segments: list[_Edge], total: int) -> list[str]:
     """Draw the lines between two levels: labels, one or more tracks to the side, arrow heads."""
+    # ``marks``: tracks from top to bottom x columns, each the sides of a character at which a line ends, added up: DOWN
+    # from above plus RIGHT is └, and all four are a crossing. An edge runs down to its track, along it, and down on.
+    #     start │        track 0: └────┐  end
     num_tracks = _assign_tracks(segments)
     marks = [[0] * total for _ in range(num_tracks)]
     for edge in segments:
@@ -227,6 +242,7 @@ def _draw_gap(segments: list[_Edge], total: int) -> list[str]:
 
 def _assign_tracks(segments: list[_Edge]) -> int:
     """Give each edge that moves sideways the first row where its span is free; return the rows."""
+    # shortest first, as they fit between others: spans (2, 5), (7, 9) share row 0, (4, 8) needs row 1
     tracks: list[list[tuple[int, int]]] = []
     for edge in sorted(segments, key=lambda edge: abs(edge.end - edge.start)):
         if edge.start == edge.end:

@@ -1,4 +1,4 @@
-"""A plan as text: the stage graph as a picture, and what each stage holds and costs."""
+"""A plan as text: the stage graph as a picture, what each stage holds and costs, and what carries its edges."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def format_plan(plan: PipelinePlan, *, width: int = 120) -> str:
     Args:
         width: columns the picture may take; a wider graph is listed edge by edge instead.
     """
+    # a picture broken by a terminal's edge says nothing: past the width each stage's sources are listed instead
     picture = draw_stages(plan)
     if max(map(len, picture.splitlines()), default=0) > width:
         picture = list_edges(plan)
@@ -106,6 +107,7 @@ def draw_stages(plan: PipelinePlan) -> str:
         [f"{index} {shorten_name(stage.name)}", _format_ranks(stage)]
         for index, stage in enumerate(plan.stages)
     ]
+    # two stages may have two edges (tensors that tensor ranks hold in two ways): one line, with the sum
     sizes: dict[tuple[int, int], float] = defaultdict(float)
     for edge in plan.edges:
         sizes[edge.src, edge.dst] += _forward_bytes(plan, edge)
@@ -127,6 +129,7 @@ def list_edges(plan: PipelinePlan) -> str:
 
 
 def _forward_bytes(plan: PipelinePlan, edge: StageEdge) -> float:
+    # rows go once whatever the micro-batches; what has no rows goes once for each of the consumer's
     whole = edge.bytes_fixed * plan.num_micro_batches(edge.dst)
     return edge.bytes_per_sample * plan.mini_batch + whole
 
@@ -143,6 +146,7 @@ def _format_ranks(stage: Stage) -> str:
 
 def stage_loads_us(plan: PipelinePlan) -> list[float]:
     """Return the predicted compute microseconds of one rank of each stage in one mini-batch."""
+    # 4 micro-batches of 1 ms forward and 2 ms back are 12 ms a rank: a step cannot be shorter than the largest of these
     return [
         (stage.forward_us + stage.backward_us) * plan.num_micro_batches(index)
         for index, stage in enumerate(plan.stages)

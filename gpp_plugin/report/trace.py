@@ -54,6 +54,8 @@ def write_trace(timeline: Timeline, plan: PipelinePlan, path: str, *, step: int)
 
 def _rank_events(events: list[Event], plan: PipelinePlan, tracks: dict[int, int]) -> list[dict[str, Any]]:
     """Return what one rank's tracks show; notes the track of each event, by its id, in ``tracks``."""
+    # Compute is track 0; receives are 100, 101, ... and sends 200, 201, ...: of two receives under way at once the
+    # second takes the next number that is free by then. Longer ones first where they begin together.
     ends: dict[int, float] = {}
     shown: list[dict[str, Any]] = []
     for event in sorted(events, key=lambda event: (event.start_us, -event.end_us)):
@@ -105,6 +107,8 @@ def _messages(timeline: Timeline, plan: PipelinePlan) -> Iterator[tuple[Event, E
 
     The messages of a channel hold its samples in order, so both of their micro-batches increase.
     """
+    # By edge, direction, sender and receiver: (1, True, 2, 3) are activations along edge 1 from rank 2 to rank 3. The
+    # sender counts its micro-batches and the receiver its own (0, 1, 2, 3 against 0, 0, 1, 1), both upwards.
     channels: dict[tuple[int, bool, int, int], tuple[list[Event], list[Event]]] = defaultdict(
         lambda: ([], [])
     )

@@ -14,6 +14,7 @@ def format_bytes(num_bytes: float) -> str:
     """
     if num_bytes < 1024:
         return f"{num_bytes:.0f} B"
+    # below 1000 of a unit, not 1024, so that no figure has four digits; GiB is the last, whatever comes
     for unit in ("KiB", "MiB", "GiB"):
         num_bytes /= 1024
         if num_bytes < 1000 or unit == "GiB":

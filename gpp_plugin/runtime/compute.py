@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
-from gpp_plugin.ir.memory_counts import MemoryCounts
+from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Direction, RankProgram
 from gpp_plugin.ir.schedule import TaskKind

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gpp_plugin.ir.memory_counts import MemoryCounts
+from gpp_plugin.ir.memory_report import MemoryCounts
 
 
 def storage_id(tensor: Tensor) -> int:

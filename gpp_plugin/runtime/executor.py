@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.errors import GppError, RuntimeFailure
-from gpp_plugin.ir.memory_counts import MemoryCounts
+from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind

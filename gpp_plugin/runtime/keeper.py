@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from gpp_plugin.errors import RuntimeFailure
-from gpp_plugin.ir.memory_counts import MemoryCounts
+from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.program import InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.runtime.counting import MemoryCounter

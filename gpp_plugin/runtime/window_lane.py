@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from gpp_plugin.errors import RuntimeFailure
-from gpp_plugin.ir.memory_counts import MemoryCounts
+from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.runtime.batches import Batch

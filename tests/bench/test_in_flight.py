@@ -20,6 +20,6 @@ def test_a_short_branch_holds_as_little_as_its_successors_need() -> None:
         ("from sink", "long.0"): 3, ("from source", "long.0"): 3,
         ("from sink", "long.1"): 2, ("from source", "long.1"): 2,
         ("from sink", "short"): 2, ("from source", "short"): 3,
-        ("from sink", "loss"): 1, ("from source", "loss"): 1,
+        ("from sink", "head+loss"): 1, ("from source", "head+loss"): 1,
     }  # fmt: skip
     assert found["short_branch_saving"] == pytest.approx(1 / 3)

@@ -11,7 +11,7 @@ from gpp_plugin.ir.profile import KeptStorage, ModuleMemory
 from gpp_plugin.plan.fixed import FixedStage, fixed_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.schedules import schedule_plan
-from tests.plan.graphs import chain, make_cluster, make_profile, make_request
+from tests.plan.graphs import chain, make_cluster, make_graph, make_profile, make_request
 
 STAGES = [FixedStage(name=str(i), blocks=(str(i),), ranks=(i,)) for i in range(4)]
 
@@ -78,3 +78,25 @@ def test_what_nothing_makes_fit_is_refused() -> None:
         fixed_plan(STAGES, request(limit=90))
     with pytest.raises(PlanInfeasible, match="stage '0' needs"):
         fixed_plan(STAGES, request(limit=320, swaps=False, memory_optimization=("swap",)))
+
+
+def test_pieces_of_a_captured_part_are_called_after_what_they_hold():
+    names = [
+        "words",
+        "tower.embed",
+        "tower.layers.0",
+        "tower.layers.1",
+        "tower.layers.2",
+        "tower.norm",
+        "end",
+    ]
+    graph = make_graph(list(zip(names, names[1:], strict=False)), names=names, loss="end")
+    stages = [
+        FixedStage(name="words", blocks=("words",), ranks=(0,)),
+        FixedStage(name="tower", blocks=tuple(names[1:3]), ranks=(1,), is_piece=True),
+        FixedStage(name="tower", blocks=tuple(names[3:6]), ranks=(2,), is_piece=True),
+        FixedStage(name="end", blocks=("end",), ranks=(3,)),
+    ]
+    plan = fixed_plan(stages, make_request(graph, ranks=4))
+    assert [stage.name for stage in plan.stages] == ["words", "tower.0", "tower.1-2", "end"]
+    assert plan.losses == ("end",)

@@ -1,8 +1,7 @@
 """A memory report as text."""
 
-from gpp_plugin.ir.memory_counts import MemoryCounts
 from gpp_plugin.ir.memory_plan import MemoryBreakdown
-from gpp_plugin.ir.memory_report import COUNTED, HeldBytes, MemoryReport, RankMemory
+from gpp_plugin.ir.memory_report import COUNTED, HeldBytes, MemoryCounts, MemoryReport, RankMemory
 from gpp_plugin.report.memory_text import format_memory_report
 
 KIB = 1024

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.ir.memory_counts import MemoryCounts
 from gpp_plugin.ir.memory_plan import MemoryPlan
+from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import Stage
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.library import modules

@@ -17,7 +17,7 @@ from gpp_plugin.capture.annotate import module_path
 from gpp_plugin.capture.clean import clean_graph
 from gpp_plugin.capture.samples import count_samples
 from gpp_plugin.capture.shadow import Shadow, tracing_device
-from gpp_plugin.capture.trace import WRAPPED, export_model, split_batch
+from gpp_plugin.capture.trace import WRAPPED, Call, call_by_key, export_model, split_batch
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import GraphNode
 
@@ -71,16 +71,18 @@ def trace(
     outputs: Sequence[str],
     received: Mapping[str, bool],
     training: bool,
+    call: Call = call_by_key,
 ) -> Traced:
     """Export the shadow for ``batch`` and clean the graph.
 
     Args:
         received: entries of the batch that other stages make -> whether they take a gradient.
+        call: how the model is called with the batch.
 
     Raises:
         CaptureError: the model cannot be exported, or a constant it made has no values.
     """
-    program, has_loss = export_model(shadow, batch, outputs=outputs, training=training)
+    program, has_loss = export_model(shadow, batch, outputs=outputs, training=training, call=call)
     attributes = {
         str(node.target): _attribute(program.graph_module, str(node.target))
         for node in program.graph.nodes

@@ -7,23 +7,19 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from gpp_plugin.capture.graph import CapturedGraph
-from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.profile import BlockCost, ModuleMemory, Profile, SharedStorage, TiedCost
 from gpp_plugin.ir.serialize import fingerprint
-from gpp_plugin.profile.measure import profile_blocks
 from gpp_plugin.runtime.agree import exchange
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.stage_graph.module import GivenModule
 from gpp_plugin.stage_graph.module_cost import measure_module
 from gpp_plugin.stage_graph.part import CapturedPart
+from gpp_plugin.stage_graph.part_cost import profile_part
 from gpp_plugin.stage_graph.probe import Survey
 from gpp_plugin.stage_graph.resolve import GraphStage, ResolvedGraph
 from gpp_plugin.stage_graph.stored import StoredProfile
-from gpp_plugin.stage_graph.trial import Place, stage_arguments
+from gpp_plugin.stage_graph.trial import Place
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +106,16 @@ def measure_stages(
             if place.rank not in ranks:
                 return None
             if isinstance(own, CapturedPart):
-                return _part_profile(own, place, batch, survey, counts[stage.name], measuring)
+                return profile_part(
+                    own,
+                    place,
+                    batch,
+                    survey,
+                    counts=counts[stage.name],
+                    optimizer_bytes=measuring.optimizer_bytes,
+                    cache_dir=measuring.cache_dir,
+                    with_split=measuring.with_split,
+                )
             return measure_module(
                 stage,
                 own,
@@ -125,7 +130,10 @@ def measure_stages(
         profile = stored[ranks[0]]
         if profile is None:
             told = exchange(
-                time_own, what=f"the profile of stage {stage.name!r}", group=place.group, stages=place.stages
+                time_own,
+                what="the profile" if stage.is_alone else f"the profile of stage {stage.name!r}",
+                group=place.group,
+                stages=place.stages,
             )
             profile = _of_all([answer for answer in told if answer is not None])
             if own_stored is not None and place.rank == ranks[0]:
@@ -173,59 +181,3 @@ def _of_all(told: Sequence[Profile]) -> Profile:
     return dataclasses.replace(first, costs=(dataclasses.replace(
         first.costs[0], split_factor=dearest.costs[0].split_factor, input_share=dearest.costs[0].input_share
     ),))  # fmt: skip
-
-
-def _part_profile(
-    part: CapturedPart,
-    place: Place,
-    batch: Batch,
-    survey: Survey,
-    counts: Sequence[int],
-    measuring: Measuring,
-) -> Profile:
-    """Profile a captured part's blocks, and call them as the whole graph does."""
-    stage = part.stage
-    analysis = survey.analyses[stage.name]
-    captures: dict[int, CapturedGraph] = {}
-    for count in sorted({*counts, analysis.op_graph.num_samples}):
-        try:
-            arguments = part.arguments(batch, survey.shapes.tensors, count)
-            captures[count] = part.capture_again(analysis, arguments)
-        except CaptureError as error:
-            logger.info("%d samples at a time are not possible: %s", count, error)
-    base = captures[analysis.op_graph.num_samples]
-    view = part.view(base)
-    largest = max(captures)
-    rows = stage_arguments(
-        stage,
-        batch,
-        largest,
-        place,
-        tensors=survey.shapes.tensors,
-        values=survey.values,
-        largest=largest,
-    )
-    profile = profile_blocks(
-        base,
-        part.local_graph(base),
-        model_state={**dict(part.model.named_parameters()), **dict(part.model.named_buffers())},
-        batch=part.as_traced({name: tensor.detach() for name, tensor in rows.items()}),
-        capture_at=captures.__getitem__,
-        sample_counts=sorted(captures),
-        device=place.device,
-        threads=torch.get_num_threads(),
-        optimizer_bytes_per_parameter=measuring.optimizer_bytes,
-        cache_dir=measuring.cache_dir,
-        with_split=measuring.with_split,
-    )
-    called = {local: name for name, local in view.local_blocks.items()}
-
-    def renamed(blocks: Sequence[str]) -> tuple[str, ...]:
-        return tuple(called[block] for block in blocks)
-
-    return dataclasses.replace(
-        profile,
-        costs=tuple(dataclasses.replace(cost, block=called[cost.block]) for cost in profile.costs),
-        shared=tuple(dataclasses.replace(s, blocks=renamed(s.blocks)) for s in profile.shared),
-        tied=tuple(dataclasses.replace(t, blocks=renamed(t.blocks)) for t in profile.tied),
-    )

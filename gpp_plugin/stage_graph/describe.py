@@ -11,7 +11,7 @@ from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, SavedTensor
 from gpp_plugin.ir.op_graph import OpGraph, OpNode, Parameter
 from gpp_plugin.runtime.stage_source import Reference
 from gpp_plugin.stage_graph.call import loss_node
-from gpp_plugin.stage_graph.part import PartView
+from gpp_plugin.stage_graph.part import ARGUMENT, PartView
 from gpp_plugin.stage_graph.resolve import GraphStage, ResolvedGraph
 from gpp_plugin.stage_graph.shapes import Shapes
 
@@ -191,10 +191,10 @@ def _block(stage: GraphStage, held: Sequence[Parameter], is_coupled: bool) -> Bl
 
 
 def _part_blocks(stage: GraphStage, view: PartView) -> list[Block]:
-    """Return a captured part's blocks, which read batch keys under their names in the batch."""
-    keys = dict(stage.batch_inputs)
+    """Return a captured part's blocks, whose inputs are entries of the batch: the others have edges."""
+    keys = {key for _, key in stage.batch_inputs}
     return [
-        dataclasses.replace(block, inputs=tuple(keys[name] for name in block.inputs if name in keys))
+        dataclasses.replace(block, inputs=tuple(name for name in block.inputs if name in keys))
         for block in view.blocks.blocks
     ]
 
@@ -209,7 +209,7 @@ def _edges(graph: ResolvedGraph, views: Mapping[str, PartView]) -> tuple[BlockEd
             maker = graph.stage(stage_name)
             made = dict(maker.spec.sharded_outputs)
             src = _maker(views[maker.name], node) if maker.is_captured else maker.name
-            for dst in _readers(views[stage.name], keyword) if stage.is_captured else [stage.name]:
+            for dst in _readers(views[stage.name], ARGUMENT + keyword) if stage.is_captured else [stage.name]:
                 between.setdefault((src, dst, made.get(output), kept.get(keyword)), {})[node] = None
     return tuple(
         BlockEdge(src=src, dst=dst, tensors=tuple(nodes), src_shard_axis=src_axis, dst_shard_axis=dst_axis)

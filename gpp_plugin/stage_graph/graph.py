@@ -102,12 +102,24 @@ class StageGraph:
         """Return the groups of parameters that are one, as "stage.parameter"."""
         return tuple(self._ties)
 
+    @property
+    def is_one_capture(self) -> bool:
+        """Return whether it is one captured module and nothing else: a plain model, and treated as one.
+
+        Then nothing has its stage's name in front: blocks, parameters and files are called as the module calls them.
+        """
+        return len(self._stages) == 1 and not self._ties and self.stages[0].num_pieces is not None
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of stages that were given as modules, as "stage.parameter", for optimizer groups."""
+        """Yield the parameters of stages that were given as modules, as the graph calls them, for optimizer groups.
+
+        That is "stage.parameter"; or what the module calls it, where it is the whole model.
+        """
         for stage in self.stages:
             if isinstance(stage.make, nn.Module):
+                prefix = "" if self.is_one_capture else f"{stage.name}."
                 for name, parameter in stage.make.named_parameters():
-                    yield f"{stage.name}.{name}", parameter
+                    yield f"{prefix}{name}", parameter
 
     def stage(
         self,
@@ -187,8 +199,12 @@ class StageGraph:
     ) -> None:
         """Add an ordinary module that is traced, and cut by the planner into stages of its ranks.
 
+        A graph of one captured module and nothing else is that plain model: same plan, same checkpoints.
+
         Args:
             module: a (HuggingFace) module; it may be on the meta device.
+            inputs: as for `stage`; entries of the batch that are no tensors are constants of the capture
+                (``return_loss=True``, which a contrastive model is given anyway where its loss is an output).
             outputs: fields of its output, such as ``{"last_hidden_state": "image_hidden"}``, or names as they are; a
                 loss may be among them. `eval_batch` without labels needs none that its ``forward`` has defaults for.
             stages: exactly that many stages, or as many as are quickest.

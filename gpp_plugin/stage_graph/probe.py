@@ -7,6 +7,7 @@ a run leaves behind in the module (statistics, random states) is undone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from gpp_plugin.stage_graph.part import CapturedPart
 from gpp_plugin.stage_graph.resolve import GraphStage, ResolvedGraph
 from gpp_plugin.stage_graph.shapes import Seen, Shapes, at_new_shape, layout_of, spec_of
 from gpp_plugin.stage_graph.trial import Place, Values, call_stage, input_specs, stage_arguments, undisturbed
+
+logger = logging.getLogger(__name__)
 
 ROW_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """How far rows may be off that are computed with other rows beside them; rounding differs with the shape."""
@@ -141,7 +144,7 @@ class Prober:
 
         def run(stage: GraphStage) -> _Report:
             if stage.is_captured:
-                return self._trace(batch, num_samples, tensors, is_training, analyses.get(stage.name))
+                return self._trace(stage, batch, num_samples, tensors, is_training, analyses.get(stage.name))
             return self._run_at(stage, batch, (num_samples,), tensors, values, is_training)
 
         for stage in self._graph.stages:
@@ -167,7 +170,7 @@ class Prober:
 
         told = exchange(
             own,
-            what=f"the trial of stage {stage.name!r}",
+            what="the capture" if stage.is_alone else f"the trial of stage {stage.name!r}",
             group=self._place.group,
             stages=self._place.stages,
         )
@@ -182,7 +185,7 @@ class Prober:
         values: Values,
     ) -> _Report:
         if stage.is_captured:
-            return self._trace(batch, counts[0], tensors, True, None)
+            return self._trace(stage, batch, counts[0], tensors, True, None)
         report = self._run_at(stage, batch, counts, tensors, values, True)
         if stage.spec.coupled is not None or stage.losses:
             return report
@@ -195,6 +198,7 @@ class Prober:
 
     def _trace(
         self,
+        stage: GraphStage,
         batch: Batch,
         num_samples: int,
         tensors: Mapping[str, TensorSpec],
@@ -207,10 +211,13 @@ class Prober:
         arguments = part.arguments(batch, tensors, num_samples)
         if analysis is None:
             captured = part.capture(arguments, is_training=is_training)
+            for line in captured.op_graph.couplings if is_training else ():
+                logger.info("samples are mixed by %s", line)
         else:
             captured = part.capture_again(analysis, arguments)
-        view = part.view(captured)
-        return _Report(traced=(view.analysis, dict(view.outputs)))
+        # nobody reads what the whole model makes
+        outputs = {} if stage.is_alone else dict(part.view(captured).outputs)
+        return _Report(traced=(captured.analysis, outputs))
 
     def _run_at(
         self,

@@ -194,7 +194,8 @@ class CapturedPart:
             returned = {field: getattr(returned, field, None) for field, _ in self.stage.nodes}
         found = named_outputs(self.stage.name, self.stage.nodes, returned)
         if self.stage.losses:
-            found[LOSS] = sum(found[node] for node in self.stage.losses)  # type: ignore[assignment]
+            first, *others = (found[node] for node in self.stage.losses)
+            found[LOSS] = sum(others, start=first)  # one loss is traced as it is: no sum with a zero
         return found
 
     def arguments(self, batch: Batch, shapes: Mapping[str, TensorSpec], num_samples: int) -> dict[str, Any]:

@@ -66,6 +66,8 @@ def capture_model(
         CaptureError: the model cannot be exported, has no loss, or its structure depends on the number
             of samples; the message names the module, the line and the remedy.
     """
+    # One export at the batch's own number of samples, n; two more at 2 and 4 samples unless n is among them: what is
+    # twice as long at 4 as at 2 lies along the samples, and an operator on 2 and 4 rows is quickly tried by itself.
     where = torch.device(device) if device is not None else torch.device("cpu")
     shadow = make_shadow(model, training=training, dtype=dtype, device=where)
     export = functools.partial(
@@ -187,6 +189,7 @@ def _op_graph(
     layouts: Layouts,
     replicable: set[str],
 ) -> OpGraph:
+    # inputs of an operator are named as users know them: batch keys and parameters, not placeholders (p_layer_weight)
     by_name = {node.name: node for node in traced.graph.nodes}
     known = {**traced.inputs, **traced.parameters}
     nodes = []

@@ -101,6 +101,8 @@ def trace(
     exported = [node.name for node in program.graph.nodes if node.op == "placeholder"]
     # a copy of a graph renames what is called like Python's own names (``input``)
     name_of = dict(zip(exported, placeholders, strict=True))
+    # the signature lists what each placeholder stands for, user inputs in the order of the batch's tensors:
+    #   p_model_embed_weight -> parameter "embed.weight"; ids -> batch key "ids"; c_lifted_0 -> a constant's values
     for spec in program.graph_signature.input_specs:
         name, target = name_of[spec.arg.name], str(spec.target)
         if spec.kind is InputKind.USER_INPUT:

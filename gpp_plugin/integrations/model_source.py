@@ -112,6 +112,8 @@ class ModelSource:
             timeout_s=config.comm_timeout_s,
             granularity=config.granularity,
         )
+        # From here a plain model and a graph differ in one thing: the planner's answer is the plan, or it cuts the
+        # parts, and the stages that come of it and the user's are planned together.
         reference = job.reference()
         if job.whole is not None and config.mode == "async" and config.plan is None:
             _check_ties(reference, config)  # before minutes of measuring
@@ -410,6 +412,7 @@ def _check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
     Raises:
         ConfigError: names the key.
     """
+    # of a graph of one capture all keys hold that hold of a plain model, unless the capture says otherwise itself
     number = len(graph.stages)
     is_plain = graph.is_one_capture
     pieces = graph.stages[0].num_pieces if is_plain else None

@@ -63,6 +63,9 @@ def plan_profiled(
         ConfigError: keys of the block contradict each other.
         PlanError, PlanInfeasible: no plan meets the configuration.
     """
+    # Three ways to stages, then one way on: a plan that is given, stages that are given, or the planner's.
+    # What the configuration says of the rest (sizes by stage, schedule, slices, recompute) is laid over any of them,
+    # but for a saved plan, which has it all and is only checked against it.
     spec = None if config.plan is None else _read_plan(config.plan)
     modules, stages = _wanted_sizes(graph, config, setting.sizes.mini_batch, spec)
     request = plan_request(
@@ -115,6 +118,8 @@ def cut_part(
     Raises:
         PlanError, PlanInfeasible: the part cannot be cut so.
     """
+    # Example: the part "tower" on ranks 2, 3, 5 of six, in two stages. The planner is asked about ranks 0..2 of a
+    # cluster of those three devices; what it puts on its ranks (0, 1) and (2,) lies on (2, 3) and (5,).
     blocks = tuple(block.name for block in graph.blocks)
     if num_stages == 1 or (num_stages is None and len(ranks) == 1):
         return [FixedStage(name=name, blocks=blocks, ranks=tuple(ranks), micro_batch_size=micro_batch_size)]

@@ -88,10 +88,6 @@ def measure_stages(
     Raises:
         ConfigError: a stage fails at its largest number of samples.
     """
-    by_stage: dict[str, tuple[BlockCost, ...]] = {}
-    shared: list[SharedStorage] = []
-    tied: list[TiedCost] = []
-    modules: list[ModuleMemory] = []
     own_stored = _own_stored(graph, own, place, survey, counts, measuring)
     stored = exchange(
         lambda: None if own_stored is None else own_stored.find(),
@@ -99,34 +95,23 @@ def measure_stages(
         group=place.group,
         stages=place.stages,
     )
+    found: dict[str, Profile] = {}
+    # Stages take turns, and all other ranks wait meanwhile: on shared cores and links, stages that are timed side by
+    # side would measure each other. With stages a (ranks 0, 1; captured) and b (ranks 2, 3; a user's module):
+    #   rank 0   profile a | .         | .
+    #   rank 1   .         | .         | .          a captured part's blocks run on its first rank alone
+    #   rank 2   .         | profile b |            b has collectives inside: its ranks run it in step
+    #   rank 3   .         | profile b |
     for stage in graph.stages:
         ranks = stage.spec.ranks[:1] if stage.is_captured else stage.spec.ranks
 
         def time_own(stage: GraphStage = stage, ranks: Sequence[int] = ranks) -> Profile | None:
             if place.rank not in ranks:
                 return None
-            if isinstance(own, CapturedPart):
-                return profile_part(
-                    own,
-                    place,
-                    batch,
-                    survey,
-                    counts=counts[stage.name],
-                    optimizer_bytes=measuring.optimizer_bytes,
-                    cache_dir=measuring.cache_dir,
-                    with_split=measuring.with_split,
-                )
-            return measure_module(
-                stage,
-                own,
-                place,
-                batch,
-                survey,
-                counts=counts[stage.name],
-                optimizer_bytes=measuring.optimizer_bytes,
-                with_split=measuring.with_split,
-            )
+            return _time_own(stage, own, place, batch, survey, counts=counts[stage.name], measuring=measuring)
 
+        # a captured part is looked up where it is profiled, by its operators; a user's module has none to tell it from
+        # others, so that its first rank has looked by a description of it, and spares all its ranks the runs
         profile = stored[ranks[0]]
         if profile is None:
             told = exchange(
@@ -138,14 +123,51 @@ def measure_stages(
             profile = _of_all([answer for answer in told if answer is not None])
             if own_stored is not None and place.rank == ranks[0]:
                 own_stored.put(profile)
-        by_stage[stage.name] = profile.costs
-        shared += profile.shared
-        tied += profile.tied
-        modules += profile.modules
+        found[stage.name] = profile
         if place.rank == 0:
             longest = sum(cost.forward_us[-1] for cost in profile.costs)
             logger.info("profiling: stage %s, a forward of %.0f us", stage.name, longest)
-    return StageCosts(shared=tuple(shared), tied=tuple(tied), by_stage=by_stage, modules=tuple(modules))
+    profiles = found.values()
+    return StageCosts(
+        shared=tuple(storage for profile in profiles for storage in profile.shared),
+        tied=tuple(tie for profile in profiles for tie in profile.tied),
+        by_stage={name: profile.costs for name, profile in found.items()},
+        modules=tuple(module for profile in profiles for module in profile.modules),
+    )
+
+
+def _time_own(
+    stage: GraphStage,
+    own: GivenModule | CapturedPart,
+    place: Place,
+    batch: Batch,
+    survey: Survey,
+    *,
+    counts: Sequence[int],
+    measuring: Measuring,
+) -> Profile:
+    """Return what this rank's stage costs: block by block where it is captured, else as a whole."""
+    if isinstance(own, CapturedPart):
+        return profile_part(
+            own,
+            place,
+            batch,
+            survey,
+            counts=counts,
+            optimizer_bytes=measuring.optimizer_bytes,
+            cache_dir=measuring.cache_dir,
+            with_split=measuring.with_split,
+        )
+    return measure_module(
+        stage,
+        own,
+        place,
+        batch,
+        survey,
+        counts=counts,
+        optimizer_bytes=measuring.optimizer_bytes,
+        with_split=measuring.with_split,
+    )
 
 
 def _own_stored(

@@ -38,6 +38,10 @@ def describe_graph(
         views: captured parts.
         outputs: names asked for in evaluation; those that the graph lacks are left out.
     """
+    # Example: "vision" captured and cut by layers, "end" a user's module that reads vision.hidden and yields the loss.
+    #   operators  vision.hidden, end.loss           one a stage's output: what evaluation and edges speak of
+    #   blocks     vision.layers.0, vision.layers.1, end
+    #   edges      vision.layers.0 -> vision.layers.1 (the part's own), vision.layers.1 -> end (vision.hidden)
     parameters, holders = merged_parameters(tensors, called)
     read = {key for stage in graph.stages for _, key in stage.batch_inputs}
     losses = [stage for stage in graph.stages if stage.losses]
@@ -72,6 +76,7 @@ def describe_graph(
             **{node: shapes.tensors[node] for stage in graph.stages for _, node in stage.received},
         },
         loss_block=yielding[0] if yielding else None,
+        # ties within a part are the capture's own; those between stages bring the reading blocks of all of them
         tied={
             **{name: blocks for view in views.values() for name, blocks in view.blocks.tied.items()},
             **{

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from torch import nn
 
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.stage_graph.context import StageContext
 from gpp_plugin.stage_graph.written import (
     Names,
     read_axes,
@@ -25,10 +26,7 @@ from gpp_plugin.stage_graph.written import (
     read_texts,
 )
 
-if TYPE_CHECKING:
-    from gpp_plugin.stage_graph.context import StageContext
-
-Maker: TypeAlias = "nn.Module | Callable[[StageContext], nn.Module] | Callable[[], nn.Module]"
+Maker: TypeAlias = nn.Module | Callable[[StageContext], nn.Module] | Callable[[], nn.Module]
 """A stage's module, or what builds it on the stage's ranks only."""
 
 
@@ -161,6 +159,8 @@ class StageGraph:
         Raises:
             ConfigError: names repeat, ranks are taken or do not form a grid, or an option names no output.
         """
+        # Each reader refuses its own mistakes in one line that names the stage. Names given as a list stand for both
+        # sides: inputs=["ids"] is {"ids": "ids"}; outputs likewise.
         arguments = read_pairs(read_name(name), "inputs", inputs, is_input=True)
         made = read_pairs(name, "outputs", outputs, is_input=False)
         shards = None if isinstance(module, nn.Module) else getattr(module, "shards", None)
@@ -214,6 +214,7 @@ class StageGraph:
         """
         if not isinstance(module, nn.Module):
             raise ConfigError(f"stage {name!r}: capture takes a module, found {type(module).__name__}")
+        # no grid: a captured stage's ranks are data-parallel within the pieces that the planner makes of it
         pieces = stages if stages == "auto" else read_count(name, "stages", stages)
         self._add(
             StageSpec(
@@ -268,6 +269,7 @@ class StageGraph:
                 f"stage {stage.name!r}: its {len(stage.ranks)} ranks {list(stage.ranks)} are no multiple of "
                 f"tensor={stage.tensor}; list tensor ranks for each data position"
             )
+        # ranks [4, 5, 6, 7] with tensor=2 are data positions (4, 5) and (6, 7)
         rows = [list(stage.ranks[i : i + stage.tensor]) for i in range(0, len(stage.ranks), stage.tensor)]
         if any(row != sorted(row) for row in rows):
             raise ConfigError(

@@ -94,6 +94,7 @@ class GraphJob:
         self._loss_unit = loss_unit
         self._sample = sample_batch
         self._granularity = granularity
+        # 1. what reads what, the same on every rank without asking others
         self.resolved: ResolvedGraph = self._resolve(sample_batch)
         self.whole: GraphStage | None = self.resolved.whole
         if self.whole is None:
@@ -102,17 +103,20 @@ class GraphJob:
         self._place = place
         self._stage = self.resolved.stage_of_rank(place.rank)
         self._called = tied_names(self.resolved)
+        # 2. this rank's stage; of a plain model nothing is built, and no process groups are made
         self._context: StageContext | None = None
         self._parts: dict[_PartKey, CapturedPart] = {}
         self._tensors: dict[str, tuple[Parameter, ...]] = {}
         self._own: GivenModule | CapturedPart = (
             self._build(seed, timeout_s) if self.whole is None else self._part(self.whole)
         )
+        # 3. one look at every stage, in topological order: captured ones are traced, others run
         self._survey: Survey = Prober(self.resolved, self._own, place).survey(sample_batch, loss_unit)
         # what a module registers later (a cache of masks) is none of what lanes bind
         self._names = frozenset(self._own.named_tensors() if isinstance(self._own, GivenModule) else ())
         for name, analysis in self._survey.analyses.items():
             self._tensors[name] = self._part(self.resolved.stage(name)).parameters(analysis.op_graph)
+        # 4. what came of it, by the mode and the shapes it is true of
         self._known: dict[tuple[Any, ...], _Met] = {}
         self._current: dict[bool, _Met] = {}
         self._analyses: dict[tuple[bool, _PartKey], Analysis] = {}
@@ -307,6 +311,7 @@ class GraphJob:
         """
         is_training = reference.analysis.is_training
         own, blocks = self._stage.name, plan.stages[stage].blocks
+        # a plain model: the reference is the capture itself, and evaluation has one of its own (no labels, outputs)
         if self.whole is not None and (is_training or reference.block_graph.blocks):
             part = self._part(self.whole if is_training else self._evaluated(reference, batch))
             return part.stage_code(reference, plan, stage, batch, num_samples)
@@ -324,6 +329,7 @@ class GraphJob:
             part, analysis = met.parts[own]
             around = Surroundings(analysis=analysis, shapes=shapes)
             return part.stage_code(reference, plan, stage, batch, num_samples, within=around)
+        # a user's module: its code is a call of it, and it returns what edges carry, the loss, what is asked for
         sent = [n for e in plan.edges if e.src == stage for n in (*e.batch_tensors, *e.whole_tensors)]
         op_graph = reference.analysis.op_graph
         named = {name: node for name, node in op_graph.outputs.items() if node.rpartition(".")[0] == own}

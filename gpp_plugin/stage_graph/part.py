@@ -256,6 +256,7 @@ class CapturedPart:
         "vision:add_3", but "vision.hidden" where it makes that output; block "layers.0" is "vision.layers.0".
         """
         op_graph = captured.op_graph
+        # three kinds of names, each with a map from the capture's: operators and received tensors, blocks, parameters
         names = self._names(op_graph, local)
         called = {b.name: f"{self.stage.prefix}{b.name}" for b in local.blocks}
         parameters = self.parameter_names(op_graph)
@@ -263,12 +264,15 @@ class CapturedPart:
         def renamed(spec: TensorSpec) -> TensorSpec:
             return dataclasses.replace(spec, name=names[spec.name])
 
+        # what leaves the part: other stages read its outputs by the user's names, whatever operator makes them
         by_name = {node.name: node for node in op_graph.nodes}
         outputs = {}
         for node in (*op_graph.outputs.values(), *([op_graph.loss] if op_graph.loss else [])):
             spec = by_name[node].output
             assert spec is not None, "outputs are tensors"
             outputs[names[node]] = renamed(spec)
+        # what it keeps for backward has no maker here where it was received: the whole graph then finds one storage
+        # kept on both sides of an edge, which counts once (`describe._saved`)
         saved = [_renamed_saved(tensor, called, names) for tensor in local.saved]
         blocks = BlockGraph(
             model=self.stage.name,
@@ -358,12 +362,15 @@ class CapturedPart:
         Raises:
             CaptureError: the module's structure depends on its input shapes.
         """
+        # alone, the reference is the part's own; within a graph it speaks of stages and their outputs only
         analysis = reference.analysis if within is None else within.analysis
         known: Mapping[str, TensorSpec] = {} if within is None else within.shapes.tensors
         captured = self.capture_again(analysis, self.arguments(batch, known, num_samples))
         self._kept = None  # one stage runs here, and keeps its code
         view = self.view(captured)
         nodes = self._nodes_of(plan, stage, view, captured)
+        # graph's name -> the capture's, of all that this stage computes; its outputs are among them, in the order
+        # in which the runtime hands them on: what edges carry, the loss, what an evaluation asks for
         made = {view.names[node]: node for of_block in nodes.values() for node in of_block}
         sent = [n for e in plan.edges if e.src == stage for n in (*e.batch_tensors, *e.whole_tensors)]
         named = {n: node for n, node in reference.analysis.op_graph.outputs.items() if node in made}

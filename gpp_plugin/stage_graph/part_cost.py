@@ -88,6 +88,8 @@ def profile_part(
         CaptureError: the module cannot be captured where it must be.
         ProfileError: a block cannot be run.
     """
+    # the capture at one loss unit is there already; the others are made by `captures.at`, which `profile_blocks` calls
+    # only when its store has no profile under this key: a second start exports nothing here
     captures = _Captures(part, batch, survey, counts)
     module, graph = part.model, part.local_graph(captures.base)
     state: dict[str, Any] = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -112,6 +114,7 @@ def profile_part(
     try:
         profile = profile_at(counts)
     except CaptureError:
+        # nothing was timed yet: all counts are captured before the first block runs
         if not captures.impossible:
             raise
         captures.counts = [n for n in counts if n not in captures.impossible]
@@ -123,6 +126,7 @@ def profile_part(
 def _rows(part: CapturedPart, place: Place, batch: Batch, survey: Survey, count: int) -> dict[str, Any]:
     """Return what the part is profiled on: real rows of the batch, and random ones of what other stages make."""
     stage = part.stage
+    # a plain model, or a part that reads the batch alone: its own rows, so that ids and masks are what they will be
     if not stage.received:
         return resize_batch(batch, count)
     rows = stage_arguments(

@@ -138,6 +138,7 @@ class Prober:
         Raises:
             ConfigError: a module fails at these shapes, or an output changes its form.
         """
+        # grows stage by stage: a stage is called with what the ones before it were seen to make
         tensors: dict[str, TensorSpec] = {}
         values: Values = {}
         found: dict[str, Analysis] = {}

@@ -130,6 +130,7 @@ def resolve(
         ConfigError: an input is unknown or ambiguous, the stages form a cycle, ranks are left out, an output is
             read by nobody, or there is no loss.
     """
+    # 1. every input, one stage at a time: "vision.hidden" is an output, "ids" what is nearest (see `_source`)
     specs = graph.stages
     if not specs:
         raise ConfigError(f"stage graph {graph.name!r} has no stages; add them with graph.stage(...)")
@@ -137,6 +138,7 @@ def resolve(
     stages = []
     for position, spec in enumerate(specs):
         sources = [(keyword, _source(specs, position, text, batch_keys)) for keyword, text in spec.inputs]
+        # a user's module is called with tensors only: its code is compiled for their shapes, not for values
         known = constants if spec.num_pieces is not None else {}
         read = [(keyword, text) for keyword, (is_edge, text) in sources if not is_edge]
         stages.append(
@@ -149,12 +151,14 @@ def resolve(
                 constants=tuple((keyword, known[text]) for keyword, text in read if text in known),
             )
         )
+    # 2. what of it runs: in evaluation a stage without its labels falls away, and then whatever reads it
     losses = _losses(graph, stages, is_required=needs_loss)
     if not needs_loss:
         stages = _runnable(stages, batch_keys, losses)
     else:
         _refuse_unknown(stages, batch_keys)
     _refuse_mixed_shards(stages)
+    # 3. producers before consumers; then names, for now "stage.output" everywhere, so that checks read one form
     ordered = tuple(
         _asked_for_loss(
             dataclasses.replace(stage, losses=tuple(node for _, node in stage.nodes if node in losses)),
@@ -180,6 +184,8 @@ def resolve_module(
         batch: as the model is called with it.
         asked: outputs that an evaluation asks for.
     """
+    # Its nodes are left empty: the module is called with the batch and its output read as it is, `.loss` and all.
+    # A graph of one capture says which field is what (`_alone`), and is the same from there on.
     name = type(model).__name__
     keys = tuple((key, key) for key, value in batch.items() if isinstance(value, Tensor))
     stage = GraphStage(

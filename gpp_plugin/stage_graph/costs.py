@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.profile import BlockCost, ModuleMemory, Profile, SharedStorage, TiedCost
 from gpp_plugin.ir.serialize import fingerprint
-from gpp_plugin.runtime.agree import exchange
+from gpp_plugin.runtime.agree import exchange, tell
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.stage_graph.module import GivenModule
 from gpp_plugin.stage_graph.module_cost import measure_module
@@ -113,16 +113,15 @@ def measure_stages(
         # a captured part is looked up where it is profiled, by its operators; a user's module has none to tell it from
         # others, so that its first rank has looked by a description of it, and spares all its ranks the runs
         profile = stored[ranks[0]]
-        if profile is None:
-            told = exchange(
-                time_own,
-                what="the profile" if stage.is_alone else f"the profile of stage {stage.name!r}",
-                group=place.group,
-                stages=place.stages,
-            )
+        what = "profile" if stage.is_alone else f"profile of stage {stage.name!r}"
+        if stage.is_captured:
+            profile = tell(time_own, source=ranks[0], what=what, group=place.group, stages=place.stages)
+        elif profile is None:
+            told = exchange(time_own, what=f"the {what}", group=place.group, stages=place.stages)
             profile = _of_all([answer for answer in told if answer is not None])
             if own_stored is not None and place.rank == ranks[0]:
                 own_stored.put(profile)
+        assert profile is not None, "its first rank has measured it"
         found[stage.name] = profile
         if place.rank == 0:
             longest = sum(cost.forward_us[-1] for cost in profile.costs)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.tensors import UNIT, TensorSpec
-from gpp_plugin.runtime.agree import exchange
+from gpp_plugin.runtime.agree import tell
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.stage_graph.module import GivenModule
 from gpp_plugin.stage_graph.part import CapturedPart
@@ -165,17 +165,15 @@ class Prober:
         first = stage.spec.ranks[0]
         is_mine = self._place.rank == first if stage.is_captured else self._place.rank in stage.spec.ranks
 
-        def own() -> _Report | None:
-            report = run() if is_mine else None
-            return report if self._place.rank == first else None
-
-        told = exchange(
-            own,
-            what="the capture" if stage.is_alone else f"the trial of stage {stage.name!r}",
+        report = tell(
+            lambda: run() if is_mine else None,
+            source=first,
+            what="capture" if stage.is_alone else f"trial of stage {stage.name!r}",
             group=self._place.group,
             stages=self._place.stages,
         )
-        return next(answer for answer in told if answer is not None)
+        assert report is not None, "the first rank runs the stage"
+        return report
 
     def _try(
         self,

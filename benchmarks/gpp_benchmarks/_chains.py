@@ -30,9 +30,10 @@ from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.profile.analytic import analytic_profile, default_sample_counts
 from gpp_plugin.runtime.pipeline import Lane, channels_of, make_programs
 from gpp_plugin.runtime.stage_module import StageModule
-from gpp_plugin.runtime.stage_source import CapturedStages, make_reference
+from gpp_plugin.runtime.stage_source import make_reference
 from gpp_plugin.runtime.transport import make_transport
 from gpp_plugin.schedule.kfkb import one_f_one_b_schedule
+from gpp_plugin.stage_graph.part import whole_part
 
 TIMEOUT_S = 60.0
 LEARNING_RATE = 1e-4
@@ -318,7 +319,7 @@ class OurRuntime:
         programs = make_programs(self.plan, reference)
         rank = dist.get_rank()
         self.lane = Lane(
-            source=CapturedStages(model),
+            source=whole_part(model, unit),
             reference=reference,
             plan=self.plan,
             program=next(program for program in programs if program.rank == rank),

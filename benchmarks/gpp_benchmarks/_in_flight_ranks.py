@@ -29,9 +29,10 @@ from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.profile.measure import profile_blocks
 from gpp_plugin.runtime.pipeline import Lane, channels_of, make_programs
 from gpp_plugin.runtime.stage_module import StageModule
-from gpp_plugin.runtime.stage_source import CapturedStages, Reference, make_reference
+from gpp_plugin.runtime.stage_source import Reference, make_reference
 from gpp_plugin.runtime.transport import make_transport
 from gpp_plugin.schedule.in_flight import in_flight_from_source, plan_in_flight
+from gpp_plugin.stage_graph.part import whole_part
 
 TIMEOUT_S = 60.0
 RULES: dict[str, Callable[[PipelinePlan], tuple[int, ...]]] = {
@@ -179,7 +180,7 @@ def _measure(model: nn.Module, reference: Reference, plan: PipelinePlan, batch: 
     """Train two mini-batches; return the most bytes autograd held on this rank in the second."""
     programs = make_programs(plan, reference)
     lane = Lane(
-        source=CapturedStages(model),
+        source=whole_part(model, batch),
         reference=reference,
         plan=plan,
         program=next(program for program in programs if program.rank == dist.get_rank()),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from gpp_benchmarks._topology_models import DTYPE, Topology, TopologyStage, input_names, output_names
 from gpp_benchmarks._topology_peers import Step
 from gpp_plugin.config import BatchSizes, GraphPipelineConfig
-from gpp_plugin.integrations.given_graph import source_of
+from gpp_plugin.integrations.model_source import ModelSource
 from gpp_plugin.integrations.preparation import Setting
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.pipeline import Lane, channels_of, make_programs
@@ -35,7 +35,7 @@ def gpp_step(topology: Topology) -> Step:
         optimizer_bytes=0.0,
         group=dist.new_group(backend="gloo"),
     )
-    source = source_of(stage_graph(topology), config=GraphPipelineConfig(), setting=setting)
+    source = ModelSource(stage_graph(topology), config=GraphPipelineConfig(), setting=setting)
     reference, plan = source.prepare_plan(batch)
     programs = make_programs(plan, reference)
     transport = make_transport(

@@ -22,6 +22,7 @@ from gpp_plugin.capture.layouts import Layouts, analyse_layouts, describe_coupli
 from gpp_plugin.capture.replicate import find_replicable
 from gpp_plugin.capture.samples import count_samples, resize_batch, rows_per_sample
 from gpp_plugin.capture.shadow import Shadow, dtype_name, make_shadow, tracing_device
+from gpp_plugin.capture.trace import Call, call_by_key
 from gpp_plugin.capture.traced import Traced, align, structure_of, trace
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import Analysis
@@ -42,6 +43,7 @@ def capture_model(
     received: Mapping[str, bool] = MappingProxyType({}),
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    call: Call = call_by_key,
 ) -> CapturedGraph:
     """Capture ``model`` on a batch like ``batch`` as one operator graph with the loss inside.
 
@@ -57,16 +59,20 @@ def capture_model(
         received: entries of the batch that other stages make -> whether they take a gradient.
         dtype: floating parameters and batch tensors become this type before tracing; buffers keep theirs.
         device: the device the graph will run on; the CPU by default.
+        call: how the model is called with the batch, and what is its loss and which its outputs; ``model(**batch)``
+            by default. Names in the graph are the model's own whatever calls it.
 
     Raises:
         CaptureError: the model cannot be exported, has no loss, or its structure depends on the number
             of samples; the message names the module, the line and the remedy.
     """
-    # Three exports at most: ``traced``, at the batch's own number of samples, is the result; ``small`` and ``large``,
-    # at n and 2n, are compared operator by operator to find layouts. ``traced`` is ``small`` where the batch has n.
+    # One export at the batch's own number of samples, n; two more at 2 and 4 samples unless n is among them: what is
+    # twice as long at 4 as at 2 lies along the samples, and an operator on 2 and 4 rows is quickly tried by itself.
     where = torch.device(device) if device is not None else torch.device("cpu")
     shadow = make_shadow(model, training=training, dtype=dtype, device=where)
-    export = functools.partial(trace, shadow, outputs=outputs, received=received, training=training)
+    export = functools.partial(
+        trace, shadow, outputs=outputs, received=received, training=training, call=call
+    )
     traced, small, large = _at_analysis_sizes(export, batch, export(batch))
     notes = _notes(traced, shadow, training=training)
     clusters = find_clusters(traced.graph, notes)
@@ -90,7 +96,9 @@ def capture_model(
     return _assemble(traced, op_graph, shadow, analysis)
 
 
-def recapture(model: nn.Module, analysis: Analysis, batch: Mapping[str, Any]) -> CapturedGraph:
+def recapture(
+    model: nn.Module, analysis: Analysis, batch: Mapping[str, Any], *, call: Call = call_by_key
+) -> CapturedGraph:
     """Capture the same model at another number of samples or other lengths.
 
     One export; layouts, couplings and what is replicated carry over by name, so that `coarsen` gives the
@@ -98,6 +106,7 @@ def recapture(model: nn.Module, analysis: Analysis, batch: Mapping[str, Any]) ->
 
     Args:
         analysis: of the first capture, on this rank or another.
+        call: as for `capture_model`.
 
     Raises:
         CaptureError: the graph has another structure at these shapes; the message says where.
@@ -107,7 +116,9 @@ def recapture(model: nn.Module, analysis: Analysis, batch: Mapping[str, Any]) ->
     shadow = make_shadow(model, training=training, dtype=dtype, device=torch.device(analysis.device))
     known = analysis.op_graph
     received = {spec.name: spec.requires_grad for spec in known.inputs if spec.name in known.received}
-    traced = trace(shadow, batch, outputs=tuple(known.outputs), received=received, training=training)
+    traced = trace(
+        shadow, batch, outputs=tuple(known.outputs), received=received, training=training, call=call
+    )
     try:
         traced = align(analysis.nodes, traced)
     except CaptureError as error:
@@ -181,8 +192,7 @@ def _op_graph(
     layouts: Layouts,
     replicable: set[str],
 ) -> OpGraph:
-    # Operators keep the names of their nodes; inputs and parameters are called as the user knows them, by batch key
-    # and by module path, not by placeholder (p_model_head_weight). Nothing else of torch is left in an OpGraph.
+    # inputs of an operator are named as users know them: batch keys and parameters, not placeholders (p_layer_weight)
     by_name = {node.name: node for node in traced.graph.nodes}
     known = {**traced.inputs, **traced.parameters}
     nodes = []

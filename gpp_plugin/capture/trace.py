@@ -8,9 +8,9 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -24,6 +24,15 @@ TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_sh
 """What logs a stack, or a hint for torch's developers, beside the exception that it raises."""
 
 
+Call: TypeAlias = Callable[[nn.Module, Mapping[str, Any]], Any]
+"""Calls a model with the entries of a batch and returns what it made of them."""
+
+
+def call_by_key(model: nn.Module, entries: Mapping[str, Any]) -> Any:
+    """Call a model whose arguments are called as the batch's entries are."""
+    return model(**entries)
+
+
 class _Seen:
     """What the wrapper saw of the model's result; export puts plain attributes of a module back."""
 
@@ -34,10 +43,16 @@ class LossWrapper(nn.Module):
     """Call a model with keyword arguments; return its loss (if any) and the named outputs as a tuple."""
 
     def __init__(
-        self, model: nn.Module, constants: Mapping[str, Any], outputs: Sequence[str], needs_loss: bool
+        self,
+        model: nn.Module,
+        constants: Mapping[str, Any],
+        outputs: Sequence[str],
+        needs_loss: bool,
+        call: Call = call_by_key,
     ) -> None:
         super().__init__()
         self.model = model
+        self._call = call
         self._constants = dict(constants)
         self._outputs = tuple(outputs)
         self._needs_loss = needs_loss
@@ -45,7 +60,7 @@ class LossWrapper(nn.Module):
 
     def forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the model on the batch."""
-        result = self.model(**inputs, **self._constants)
+        result = self._call(self.model, {**inputs, **self._constants})
         loss = _find_loss(result)
         if loss is None and self._needs_loss:
             raise CaptureError(
@@ -107,7 +122,12 @@ def split_batch(batch: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
 
 
 def export_model(
-    shadow: Shadow, batch: Mapping[str, Any], *, outputs: Sequence[str], training: bool
+    shadow: Shadow,
+    batch: Mapping[str, Any],
+    *,
+    outputs: Sequence[str],
+    training: bool,
+    call: Call = call_by_key,
 ) -> tuple[torch.export.ExportedProgram, bool]:
     """Export the shadow on fake inputs shaped like ``batch``.
 
@@ -119,7 +139,7 @@ def export_model(
     """
     _, constants = split_batch(batch)
     # a part of a larger model is trained by what reads its outputs
-    wrapper = LossWrapper(shadow.model, constants, outputs, needs_loss=training and not outputs)
+    wrapper = LossWrapper(shadow.model, constants, outputs, needs_loss=training and not outputs, call=call)
     wrapper.training = training
     try:
         with torch.enable_grad(), _without_stack_traces(), _without_words_of_a_failure():

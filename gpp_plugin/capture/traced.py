@@ -17,7 +17,7 @@ from gpp_plugin.capture.annotate import module_path
 from gpp_plugin.capture.clean import clean_graph
 from gpp_plugin.capture.samples import count_samples
 from gpp_plugin.capture.shadow import Shadow, tracing_device
-from gpp_plugin.capture.trace import WRAPPED, export_model, split_batch
+from gpp_plugin.capture.trace import WRAPPED, Call, call_by_key, export_model, split_batch
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import GraphNode
 
@@ -71,18 +71,20 @@ def trace(
     outputs: Sequence[str],
     received: Mapping[str, bool],
     training: bool,
+    call: Call = call_by_key,
 ) -> Traced:
     """Export the shadow for ``batch`` and clean the graph.
 
     Args:
         received: entries of the batch that other stages make -> whether they take a gradient.
+        call: how the model is called with the batch.
 
     Raises:
         CaptureError: the model cannot be exported, or a constant it made has no values.
     """
     # Export, clean, then name what goes in: of a model with a loss and outputs=("logits",) the graph returns (loss,
     # logits), and its placeholders are called as export calls them, here "p_model_head_weight" and "pixel_values".
-    program, has_loss = export_model(shadow, batch, outputs=outputs, training=training)
+    program, has_loss = export_model(shadow, batch, outputs=outputs, training=training, call=call)
     attributes = {
         str(node.target): _attribute(program.graph_module, str(node.target))
         for node in program.graph.nodes
@@ -146,6 +148,8 @@ def _name_placeholders(
     exported = [node.name for node in program.graph.nodes if node.op == "placeholder"]
     # a copy of a graph renames what is called like Python's own names (``input``)
     name_of = dict(zip(exported, placeholders, strict=True))
+    # the signature lists what each placeholder stands for, user inputs in the order of the batch's tensors:
+    #   p_model_embed_weight -> parameter "embed.weight"; ids -> batch key "ids"; c_lifted_0 -> a constant's values
     for spec in program.graph_signature.input_specs:
         name, target = name_of[spec.arg.name], str(spec.target)
         if spec.kind is InputKind.USER_INPUT:

@@ -23,7 +23,7 @@ from gpp_plugin.compare.settings import GRAPH, STOCK, CompareSettings
 from gpp_plugin.config import read_config
 from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.integrations.deepspeed import setting_of
-from gpp_plugin.integrations.preparation import prepare_plan
+from gpp_plugin.integrations.model_source import ModelSource
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.linearise import cut_bytes, linearise
 from gpp_plugin.rehearse.programs import scale_times
@@ -78,7 +78,9 @@ def _plan(
     assert block is not None, "config_of enables the block"
     setting = setting_of(config, rank=0, num_ranks=settings.num_ranks, device=torch.device("cpu"), group=None)
     try:
-        reference, plan = prepare_plan(built.model, built.batch_at(0), config=block, setting=setting)
+        reference, plan = ModelSource(built.model, config=block, setting=setting).prepare_plan(
+            built.batch_at(0)
+        )
     except PlanError as error:
         return str(error)
     return _Planned(plan=scale_times(plan, scale_time), reference=reference)

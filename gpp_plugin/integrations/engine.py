@@ -23,9 +23,9 @@ from gpp_plugin.extensions import find_transport
 from gpp_plugin.integrations.data import Feed, make_loader, repeat
 from gpp_plugin.integrations.engine_files import PipelineFiles
 from gpp_plugin.integrations.evaluation import Evaluator
-from gpp_plugin.integrations.given_graph import source_of
 from gpp_plugin.integrations.memory import MemoryWatch
 from gpp_plugin.integrations.metrics import Metrics, keep_timeline
+from gpp_plugin.integrations.model_source import ModelSource
 from gpp_plugin.integrations.preparation import Setting
 from gpp_plugin.integrations.stage_config import NO_OPTIMIZER
 from gpp_plugin.integrations.stage_engine import StageEngine, StepResult, TiedParameter
@@ -100,7 +100,7 @@ class GraphPipelineEngine(PipelineFiles):
         self.record_timelines = config.trace_path is not None
         self._ds_config = dict(ds_config)
         self._setting = setting
-        self._source = source_of(model, config=config, setting=setting)
+        self._source = ModelSource(model, config=config, setting=setting)
         find_transport(config.p2p).check(str(setting.device))
         self._reference, plan = self._source.prepare_plan(sample_batch)
         self.plan = note_edge_transports(plan, config.p2p)

@@ -1,30 +1,21 @@
-"""From a model, a sample batch and the configuration to a plan: capture, profile, plan.
-
-Rank 0 alone captures, profiles and plans, and tells the others what it found out and decided; each rank
-then captures once more, at the local batch of its own stage.
-"""
+"""From a profiled model and the configuration to a plan: what the keys of the block ask planners for, and together."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from gpp_plugin.capture.coarsen import coarsen
-from gpp_plugin.capture.export import capture_model, resize_batch
-from gpp_plugin.capture.graph import CapturedGraph
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.integrations.materialize import materialize_parameters
-from gpp_plugin.integrations.profiling import profile_model
 from gpp_plugin.integrations.setting import Setting
-from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.op_graph import OpGraph
@@ -41,115 +32,12 @@ from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.schedules import schedule_plan
 from gpp_plugin.plan.stage_sizes import names_a_stage, resize_stages, stage_sizes
-from gpp_plugin.plan.tied_blocks import join_tied_blocks
 from gpp_plugin.profile.machine import read_machine
-from gpp_plugin.runtime.agree import call_on_rank_zero
-from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.stage_source import Reference, make_reference
 from gpp_plugin.schedule.names import planning_schedule, schedule_label
 
 logger = logging.getLogger(__name__)
 
 PREPARATION_TIMEOUT_S = 1800.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preparation:
-    """What rank 0 finds out for all: the model's analysis and the plan on it."""
-
-    analysis: Analysis
-    plan: PipelinePlan
-
-
-def prepare_plan(
-    model: nn.Module,
-    sample_batch: Batch,
-    *,
-    config: GraphPipelineConfig,
-    setting: Setting,
-    keep: Callable[[CapturedGraph, Batch], None] | None = None,
-) -> tuple[Reference, PipelinePlan]:
-    """Agree on the analysis of the model and on a plan for it; collective over all ranks.
-
-    Args:
-        keep: called on rank 0 with the capture at one loss unit and its batch: what most stages compute at a time.
-
-    Raises:
-        CaptureError: the model cannot be exported.
-        PlanError, PlanInfeasible: no plan meets the configuration.
-    """
-
-    def prepare() -> Preparation:
-        _check_files(model, config)
-        captured = _capture(model, sample_batch, setting, True)
-        if keep is not None:
-            keep(captured, resize_batch(sample_batch, setting.sizes.loss_unit))
-        return _prepare(model, sample_batch, captured, config, setting)
-
-    prepared = call_on_rank_zero(
-        prepare,
-        Preparation,
-        what="plan",
-        group=setting.group,
-        timeout_s=PREPARATION_TIMEOUT_S,
-    )
-    return make_reference(prepared.analysis, config.granularity), prepared.plan
-
-
-def analyse(
-    model: nn.Module,
-    batch: Batch,
-    *,
-    config: GraphPipelineConfig,
-    setting: Setting,
-    is_training: bool,
-    outputs: Sequence[str] = (),
-) -> Reference:
-    """Agree on the analysis of the model in one mode; collective over all ranks.
-
-    Raises:
-        CaptureError: the model cannot be exported.
-    """
-    analysis = call_on_rank_zero(
-        lambda: _capture(model, batch, setting, is_training, outputs).analysis,
-        Analysis,
-        what="capture",
-        group=setting.group,
-        timeout_s=PREPARATION_TIMEOUT_S,
-    )
-    return make_reference(analysis, config.granularity)
-
-
-def _capture(
-    model: nn.Module, batch: Batch, setting: Setting, is_training: bool, outputs: Sequence[str] = ()
-) -> CapturedGraph:
-    return capture_model(
-        model,
-        resize_batch(batch, setting.sizes.loss_unit),
-        training=is_training,
-        outputs=outputs,
-        dtype=setting.dtype,
-        device=setting.device,
-    )
-
-
-def _prepare(
-    model: nn.Module,
-    sample_batch: Batch,
-    captured: CapturedGraph,
-    config: GraphPipelineConfig,
-    setting: Setting,
-) -> Preparation:
-    for line in captured.op_graph.couplings:
-        logger.info("samples are mixed by %s", line)
-    graph = coarsen(captured, granularity=config.granularity)
-    if config.mode == "async" and config.plan is None and isinstance(config.stages, int):
-        trained = {p.name for p in captured.op_graph.parameters if p.requires_grad}
-        join_tied_blocks(graph, trained).check_stages(config.stages)  # before minutes of measuring
-    profile, counts = profile_model(model, sample_batch, graph, captured, config, setting)
-    profile = with_batch(profile, graph, captured.op_graph, setting)
-    plan = plan_profiled(graph, profile, config=config, setting=setting, smallest_local_batch=min(counts))
-    return Preparation(analysis=captured.analysis, plan=plan)
 
 
 def with_batch(profile: Profile, graph: BlockGraph, model: OpGraph, setting: Setting) -> Profile:
@@ -176,6 +64,9 @@ def plan_profiled(
         ConfigError: keys of the block contradict each other.
         PlanError, PlanInfeasible: no plan meets the configuration.
     """
+    # Three ways to stages, then one way on: a plan that is given, stages that are given, or the planner's.
+    # What the configuration says of the rest (sizes by stage, schedule, slices, recompute) is laid over any of them,
+    # but for a saved plan, which has it all and is only checked against it.
     spec = None if config.plan is None else _read_plan(config.plan)
     modules, stages = _wanted_sizes(graph, config, setting.sizes.mini_batch, spec)
     request = plan_request(
@@ -206,9 +97,74 @@ def plan_profiled(
     return with_breakdown(plan, request)
 
 
-def _check_files(model: nn.Module, config: GraphPipelineConfig) -> None:
-    """Refuse now what would fail only after the first step, or not be read at all."""
-    if config.weights is not None and not any(p.is_meta for p in model.parameters()):
+def cut_part(
+    graph: BlockGraph,
+    profile: Profile,
+    *,
+    name: str,
+    ranks: Sequence[int],
+    num_stages: int | None,
+    micro_batch_size: int | None,
+    config: GraphPipelineConfig,
+    setting: Setting,
+    smallest_local_batch: int,
+) -> list[FixedStage]:
+    """Return the stages that a planner cuts a captured part into, on its own ranks.
+
+    What they swap and recompute follows when the whole graph says how many micro-batches they hold.
+
+    Args:
+        num_stages: exactly that many; None leaves it to the planner.
+
+    Raises:
+        PlanError, PlanInfeasible: the part cannot be cut so.
+    """
+    # Example: the part "tower" on ranks 2, 3, 5 of six, in two stages. The planner is asked about ranks 0..2 of a
+    # cluster of those three devices; what it puts on its ranks (0, 1) and (2,) lies on (2, 3) and (5,).
+    blocks = tuple(block.name for block in graph.blocks)
+    if num_stages == 1 or (num_stages is None and len(ranks) == 1):
+        return [FixedStage(name=name, blocks=blocks, ranks=tuple(ranks), micro_batch_size=micro_batch_size)]
+    request = plan_request(
+        graph,
+        config,
+        setting,
+        profile,
+        {} if micro_batch_size is None else {"*": micro_batch_size},
+        smallest_local_batch=smallest_local_batch,
+    )
+    request = dataclasses.replace(
+        request,
+        num_ranks=len(ranks),
+        num_stages=num_stages,
+        data_parallel=None,
+        cluster=dataclasses.replace(
+            request.cluster, devices=tuple(request.cluster.devices[rank] for rank in ranks)
+        ),
+    )
+    plan = make_plan(config.planner, request)
+    return [
+        FixedStage(
+            name=name,
+            is_piece=len(plan.stages) > 1,
+            blocks=stage.blocks,
+            ranks=tuple(ranks[rank] for rank in stage.ranks),
+            micro_batch_size=micro_batch_size,
+        )
+        for stage in plan.stages
+    ]
+
+
+def check_files(modules: Iterable[nn.Module], config: GraphPipelineConfig) -> None:
+    """Refuse now what would fail only after the first step, or not be read at all.
+
+    Args:
+        modules: those that are captured, whose weights may be files.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    is_meta = any(p.is_meta for module in modules for p in module.parameters())
+    if config.weights is not None and not is_meta:
         raise ConfigError(
             f"graph_pipeline.weights: {config.weights!r} would not be read, the model has weights; remove the key, or "
             "build the model under torch.device('meta')"

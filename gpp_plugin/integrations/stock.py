@@ -27,7 +27,8 @@ from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.integrations.data import make_loader
 from gpp_plugin.integrations.learning_rates import StageParameterGroups
 from gpp_plugin.integrations.materialize import release_parameters
-from gpp_plugin.integrations.preparation import Setting, prepare_plan
+from gpp_plugin.integrations.model_source import ModelSource
+from gpp_plugin.integrations.preparation import Setting
 from gpp_plugin.integrations.stage_config import derive_stage_config
 from gpp_plugin.integrations.stock_engine import ChainLane, Source, StockPipelineEngine
 from gpp_plugin.integrations.stock_layer import ChainLayer, at_least_1d
@@ -76,10 +77,11 @@ def make_stock_engine(
         GppError: model, configuration or plan do not fit, or are beyond what DeepSpeed's pipeline can do.
     """
     _check_config(config, setting)
-    reference, plan = prepare_plan(model, sample_batch, config=config, setting=setting)
+    planned = ModelSource(model, config=config, setting=setting)
+    reference, plan = planned.prepare_plan(sample_batch)
     check_stock_plan(plan, setting)
     engine_config = _deepspeed_config(ds_config, plan, setting)
-    source = Source(model=model, config=config, setting=setting)
+    source = Source(model=model, planned=planned, config=config, setting=setting)
     lane = ChainLane(source, reference, plan)
     code = lane.code_for(sample_batch)
     tied = {name: f"tied{i}" for i, name in enumerate(tied_stages(plan, reference))}

@@ -29,7 +29,8 @@ from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations import pretrained_files
 from gpp_plugin.integrations.data import Feed, prepare_batch, repeat
 from gpp_plugin.integrations.metrics import keep_timeline
-from gpp_plugin.integrations.preparation import Setting, analyse, materialize_for
+from gpp_plugin.integrations.model_source import ModelSource
+from gpp_plugin.integrations.preparation import Setting, materialize_for
 from gpp_plugin.integrations.stage_config import NO_OPTIMIZER
 from gpp_plugin.integrations.stock_layer import ChainCode, ChainLayer
 from gpp_plugin.ir.plan import PipelinePlan
@@ -50,9 +51,14 @@ LOADING_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where captures and parameters come from."""
+    """Where captures and parameters come from.
+
+    Args:
+        planned: the model as it was planned, which evaluation captures.
+    """
 
     model: nn.Module
+    planned: ModelSource
     config: GraphPipelineConfig
     setting: Setting
 
@@ -293,9 +299,7 @@ class StockPipelineEngine(PipelineEngine):
         key = tuple(sorted(batch))
         if key not in self._evaluation:
             source, training = self._lane.source, self._lane.reference
-            reference = analyse(
-                source.model, batch, config=source.config, setting=source.setting, is_training=False
-            )
+            reference = source.planned.analyse(batch, ())
             if reference.analysis.op_graph.loss is None:
                 raise ConfigError(
                     f"eval_batch: the model returns no loss for a batch of {sorted(batch)}; give labels"

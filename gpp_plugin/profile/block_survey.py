@@ -91,7 +91,8 @@ class BlockSurvey:
             node.name: captured.is_training and node.output is not None and node.output.requires_grad
             for node in captured.op_graph.nodes
         }
-        received = {name: self._inputs[name] for name in captured.op_graph.received}
+        # storages of their own: of rows cut off a longer batch, whoever keeps them would seem to keep all of it
+        received = {name: self._inputs[name].clone() for name in captured.op_graph.received}
         self._takes_gradient |= {
             spec.name: captured.is_training and spec.requires_grad
             for spec in captured.op_graph.inputs

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import pickle
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -22,6 +23,9 @@ from gpp_plugin.errors import CommTimeout, GppError
 from gpp_plugin.ir.serialize import dumps, loads
 
 T = TypeVar("T")
+
+TELLING_TIMEOUT_S = 600.0
+"""How long a rank waits for an answer that is there, on its way from another rank."""
 
 
 def call_on_rank_zero(
@@ -59,31 +63,70 @@ def call_on_rank_zero(
                 else f"{what} failed: {type(error).__name__}: {error}"
             )
             answer = json.dumps({"error": name, "text": text}).encode()
-    length = torch.tensor([len(answer)], dtype=torch.int64)
-    _broadcast(length, what, group, timeout_s)
-    body = torch.empty(int(length), dtype=torch.uint8)
-    if answer:
-        body.copy_(torch.frombuffer(bytearray(answer), dtype=torch.uint8))
-    _broadcast(body, what, group, timeout_s)
+    body = _bytes_of(0, answer, what, group, timeout_s)
     if failure is not None:
         raise failure
     if result is not None:
         return result
-    told = json.loads(body.numpy().tobytes())
+    told = json.loads(body)
     if "error" in told:
         raise getattr(errors, told["error"], GppError)(told["text"])
     return loads(kind, told["value"])
 
 
-def _broadcast(tensor: torch.Tensor, what: str, group: dist.ProcessGroup, timeout_s: float) -> None:
-    work = dist.broadcast(tensor, src=0, group=group, async_op=True)
+def tell(
+    make: Callable[[], T],
+    *,
+    source: int,
+    what: str,
+    group: dist.ProcessGroup | None,
+    stages: Sequence[str] = (),
+) -> T:
+    """Call ``make`` on every rank and return what it gave on ``source``; if it fails on one, all raise the same.
+
+    For answers that are large and one rank's: `exchange` has room for every rank's on every rank.
+
+    Args:
+        what: as for `call_on_rank_zero`; ``group``, ``stages``: as for `exchange`.
+
+    Raises:
+        GppError, CommTimeout: as for `exchange`.
+    """
+    own: list[T] = []
+    exchange(lambda: own.append(make()), what=f"the {what}", group=group, stages=stages)
+    if group is None or dist.get_world_size(group) == 1:
+        return own[0]
+    is_source = dist.get_rank() == source
+    answer = pickle.dumps(own[0]) if is_source else b""
+    body = _bytes_of(source, answer, what, group, TELLING_TIMEOUT_S)
+    if is_source:
+        return own[0]
+    told: T = pickle.loads(body)
+    return told
+
+
+def _bytes_of(source: int, answer: bytes, what: str, group: dist.ProcessGroup, timeout_s: float) -> bytes:
+    """Return, on every rank, the ``answer`` that ``source`` has: how long it is, then itself."""
+    length = torch.tensor([len(answer)], dtype=torch.int64)
+    _broadcast(length, source, what, group, timeout_s)
+    body = torch.empty(int(length), dtype=torch.uint8)
+    if answer:
+        body.copy_(torch.frombuffer(bytearray(answer), dtype=torch.uint8))
+    _broadcast(body, source, what, group, timeout_s)
+    return body.numpy().tobytes()
+
+
+def _broadcast(
+    tensor: torch.Tensor, source: int, what: str, group: dist.ProcessGroup, timeout_s: float
+) -> None:
+    work = dist.broadcast(tensor, src=source, group=group, async_op=True)
     assert work is not None
     try:
         work.wait(datetime.timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise CommTimeout(
-            f"rank {dist.get_rank()} waited {timeout_s:g} s for the {what} of rank 0, which did not come; "
-            "look at rank 0's output"
+            f"rank {dist.get_rank()} waited {timeout_s:g} s for the {what} of rank {source}, which did not come; "
+            f"look at rank {source}'s output"
         ) from error
 
 

@@ -5,11 +5,26 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from gpp_plugin.stage_graph.graph import StageSpec
+
+class StageGrid(Protocol):
+    """What a context takes of a stage as it was written down: its name, and its ranks, ``tensor`` of them a row."""
+
+    @property
+    def name(self) -> str:
+        """Return the stage's name."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return its ranks row by row, a data position each."""
+
+    @property
+    def tensor(self) -> int:
+        """Return how many ranks share out a data position's weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +65,7 @@ class StageContext:
 
 
 def make_context(
-    stages: Sequence[StageSpec], *, rank: int, device: torch.device, dtype: torch.dtype, timeout_s: float
+    stages: Sequence[StageGrid], *, rank: int, device: torch.device, dtype: torch.dtype, timeout_s: float
 ) -> StageContext:
     """Return this rank's context; collective over all ranks where torch.distributed is initialised.
 

@@ -11,23 +11,19 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from gpp_plugin.capture.graph import CapturedGraph
-from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.profile import BlockCost, ModuleMemory, Profile, SharedStorage, TiedCost
 from gpp_plugin.ir.serialize import fingerprint
-from gpp_plugin.profile.measure import profile_blocks
-from gpp_plugin.runtime.agree import exchange
+from gpp_plugin.runtime.agree import exchange, tell
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.stage_graph.module import GivenModule
 from gpp_plugin.stage_graph.module_cost import measure_module
 from gpp_plugin.stage_graph.part import CapturedPart
+from gpp_plugin.stage_graph.part_cost import profile_part
 from gpp_plugin.stage_graph.probe import Survey
 from gpp_plugin.stage_graph.resolve import GraphStage, ResolvedGraph
 from gpp_plugin.stage_graph.stored import StoredProfile
-from gpp_plugin.stage_graph.trial import Place, stage_arguments
+from gpp_plugin.stage_graph.trial import Place
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +92,6 @@ def measure_stages(
     Raises:
         ConfigError: a stage fails at its largest number of samples.
     """
-    by_stage: dict[str, tuple[BlockCost, ...]] = {}
-    shared: list[SharedStorage] = []
-    tied: list[TiedCost] = []
-    modules: list[ModuleMemory] = []
     own_stored = _own_stored(graph, own, place, survey, counts, measuring)
     stored = exchange(
         lambda: None if own_stored is None else own_stored.find(),
@@ -107,41 +99,78 @@ def measure_stages(
         group=place.group,
         stages=place.stages,
     )
+    found: dict[str, Profile] = {}
+    # Stages take turns, and all other ranks wait meanwhile: on shared cores and links, stages that are timed side by
+    # side would measure each other. With stages a (ranks 0, 1; captured) and b (ranks 2, 3; a user's module):
+    #   rank 0   profile a | .         | .
+    #   rank 1   .         | .         | .          a captured part's blocks run on its first rank alone
+    #   rank 2   .         | profile b |            b has collectives inside: its ranks run it in step
+    #   rank 3   .         | profile b |
     for stage in graph.stages:
         ranks = stage.spec.ranks[:1] if stage.is_captured else stage.spec.ranks
 
         def time_own(stage: GraphStage = stage, ranks: Sequence[int] = ranks) -> Profile | None:
             if place.rank not in ranks:
                 return None
-            if isinstance(own, CapturedPart):
-                return _part_profile(own, place, batch, survey, counts[stage.name], measuring)
-            return measure_module(
-                stage,
-                own,
-                place,
-                batch,
-                survey,
-                counts=counts[stage.name],
-                optimizer_bytes=measuring.optimizer_bytes,
-                with_split=measuring.with_split,
-            )
+            return _time_own(stage, own, place, batch, survey, counts=counts[stage.name], measuring=measuring)
 
+        # a captured part is looked up where it is profiled, by its operators; a user's module has none to tell it from
+        # others, so that its first rank has looked by a description of it, and spares all its ranks the runs
         profile = stored[ranks[0]]
-        if profile is None:
-            told = exchange(
-                time_own, what=f"the profile of stage {stage.name!r}", group=place.group, stages=place.stages
-            )
+        what = "profile" if stage.is_alone else f"profile of stage {stage.name!r}"
+        if stage.is_captured:
+            profile = tell(time_own, source=ranks[0], what=what, group=place.group, stages=place.stages)
+        elif profile is None:
+            told = exchange(time_own, what=f"the {what}", group=place.group, stages=place.stages)
             profile = _of_all([answer for answer in told if answer is not None])
             if own_stored is not None and place.rank == ranks[0]:
                 own_stored.put(profile)
-        by_stage[stage.name] = profile.costs
-        shared += profile.shared
-        tied += profile.tied
-        modules += profile.modules
+        assert profile is not None, "its first rank has measured it"
+        found[stage.name] = profile
         if place.rank == 0:
             longest = sum(cost.forward_us[-1] for cost in profile.costs)
             logger.info("profiling: stage %s, a forward of %.0f us", stage.name, longest)
-    return StageCosts(shared=tuple(shared), tied=tuple(tied), by_stage=by_stage, modules=tuple(modules))
+    profiles = found.values()
+    return StageCosts(
+        shared=tuple(storage for profile in profiles for storage in profile.shared),
+        tied=tuple(tie for profile in profiles for tie in profile.tied),
+        by_stage={name: profile.costs for name, profile in found.items()},
+        modules=tuple(module for profile in profiles for module in profile.modules),
+    )
+
+
+def _time_own(
+    stage: GraphStage,
+    own: GivenModule | CapturedPart,
+    place: Place,
+    batch: Batch,
+    survey: Survey,
+    *,
+    counts: Sequence[int],
+    measuring: Measuring,
+) -> Profile:
+    """Return what this rank's stage costs: block by block where it is captured, else as a whole."""
+    if isinstance(own, CapturedPart):
+        return profile_part(
+            own,
+            place,
+            batch,
+            survey,
+            counts=counts,
+            optimizer_bytes=measuring.optimizer_bytes,
+            cache_dir=measuring.cache_dir,
+            with_split=measuring.with_split,
+        )
+    return measure_module(
+        stage,
+        own,
+        place,
+        batch,
+        survey,
+        counts=counts,
+        optimizer_bytes=measuring.optimizer_bytes,
+        with_split=measuring.with_split,
+    )
 
 
 def _own_stored(
@@ -177,59 +206,3 @@ def _of_all(told: Sequence[Profile]) -> Profile:
     return dataclasses.replace(first, costs=(dataclasses.replace(
         first.costs[0], split_factor=dearest.costs[0].split_factor, input_share=dearest.costs[0].input_share
     ),))  # fmt: skip
-
-
-def _part_profile(
-    part: CapturedPart,
-    place: Place,
-    batch: Batch,
-    survey: Survey,
-    counts: Sequence[int],
-    measuring: Measuring,
-) -> Profile:
-    """Profile a captured part's blocks, and call them as the whole graph does."""
-    stage = part.stage
-    analysis = survey.analyses[stage.name]
-    captures: dict[int, CapturedGraph] = {}
-    for count in sorted({*counts, analysis.op_graph.num_samples}):
-        try:
-            arguments = part.arguments(batch, survey.shapes.tensors, count)
-            captures[count] = part.capture_again(analysis, arguments)
-        except CaptureError as error:
-            logger.info("%d samples at a time are not possible: %s", count, error)
-    base = captures[analysis.op_graph.num_samples]
-    view = part.view(base)
-    largest = max(captures)
-    rows = stage_arguments(
-        stage,
-        batch,
-        largest,
-        place,
-        tensors=survey.shapes.tensors,
-        values=survey.values,
-        largest=largest,
-    )
-    profile = profile_blocks(
-        base,
-        part.local_graph(base),
-        model_state={**dict(part.model.named_parameters()), **dict(part.model.named_buffers())},
-        batch=part.as_traced({name: tensor.detach() for name, tensor in rows.items()}),
-        capture_at=captures.__getitem__,
-        sample_counts=sorted(captures),
-        device=place.device,
-        threads=torch.get_num_threads(),
-        optimizer_bytes_per_parameter=measuring.optimizer_bytes,
-        cache_dir=measuring.cache_dir,
-        with_split=measuring.with_split,
-    )
-    called = {local: name for name, local in view.local_blocks.items()}
-
-    def renamed(blocks: Sequence[str]) -> tuple[str, ...]:
-        return tuple(called[block] for block in blocks)
-
-    return dataclasses.replace(
-        profile,
-        costs=tuple(dataclasses.replace(cost, block=called[cost.block]) for cost in profile.costs),
-        shared=tuple(dataclasses.replace(s, blocks=renamed(s.blocks)) for s in profile.shared),
-        tied=tuple(dataclasses.replace(t, blocks=renamed(t.blocks)) for t in profile.tied),
-    )

@@ -15,7 +15,7 @@ from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, SavedTensor
 from gpp_plugin.ir.op_graph import OpGraph, OpNode, Parameter
 from gpp_plugin.runtime.stage_source import Reference
 from gpp_plugin.stage_graph.call import loss_node
-from gpp_plugin.stage_graph.part import PartView
+from gpp_plugin.stage_graph.part import ARGUMENT, PartView
 from gpp_plugin.stage_graph.resolve import GraphStage, ResolvedGraph
 from gpp_plugin.stage_graph.shapes import Shapes
 
@@ -42,6 +42,10 @@ def describe_graph(
         views: captured parts.
         outputs: names asked for in evaluation; those that the graph lacks are left out.
     """
+    # Example: "vision" captured and cut by layers, "end" a user's module that reads vision.hidden and yields the loss.
+    #   operators  vision.hidden, end.loss           one a stage's output: what evaluation and edges speak of
+    #   blocks     vision.layers.0, vision.layers.1, end
+    #   edges      vision.layers.0 -> vision.layers.1 (the part's own), vision.layers.1 -> end (vision.hidden)
     parameters, holders = merged_parameters(tensors, called)
     read = {key for stage in graph.stages for _, key in stage.batch_inputs}
     losses = [stage for stage in graph.stages if stage.losses]
@@ -76,6 +80,7 @@ def describe_graph(
             **{node: shapes.tensors[node] for stage in graph.stages for _, node in stage.received},
         },
         loss_block=yielding[0] if yielding else None,
+        # ties within a part are the capture's own; those between stages bring the reading blocks of all of them
         tied={
             **{name: blocks for view in views.values() for name, blocks in view.blocks.tied.items()},
             **{
@@ -195,10 +200,10 @@ def _block(stage: GraphStage, held: Sequence[Parameter], is_coupled: bool) -> Bl
 
 
 def _part_blocks(stage: GraphStage, view: PartView) -> list[Block]:
-    """Return a captured part's blocks, which read batch keys under their names in the batch."""
-    keys = dict(stage.batch_inputs)
+    """Return a captured part's blocks, whose inputs are entries of the batch: the others have edges."""
+    keys = {key for _, key in stage.batch_inputs}
     return [
-        dataclasses.replace(block, inputs=tuple(keys[name] for name in block.inputs if name in keys))
+        dataclasses.replace(block, inputs=tuple(name for name in block.inputs if name in keys))
         for block in view.blocks.blocks
     ]
 
@@ -213,7 +218,7 @@ def _edges(graph: ResolvedGraph, views: Mapping[str, PartView]) -> tuple[BlockEd
             maker = graph.stage(stage_name)
             made = dict(maker.spec.sharded_outputs)
             src = _maker(views[maker.name], node) if maker.is_captured else maker.name
-            for dst in _readers(views[stage.name], keyword) if stage.is_captured else [stage.name]:
+            for dst in _readers(views[stage.name], ARGUMENT + keyword) if stage.is_captured else [stage.name]:
                 between.setdefault((src, dst, made.get(output), kept.get(keyword)), {})[node] = None
     return tuple(
         BlockEdge(src=src, dst=dst, tensors=tuple(nodes), src_shard_axis=src_axis, dst_shard_axis=dst_axis)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from torch import nn
 
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.stage_graph.context import StageContext
 from gpp_plugin.stage_graph.written import (
     Names,
     read_axes,
@@ -28,10 +29,7 @@ from gpp_plugin.stage_graph.written import (
     read_texts,
 )
 
-if TYPE_CHECKING:
-    from gpp_plugin.stage_graph.context import StageContext
-
-Maker: TypeAlias = "nn.Module | Callable[[StageContext], nn.Module] | Callable[[], nn.Module]"
+Maker: TypeAlias = nn.Module | Callable[[StageContext], nn.Module] | Callable[[], nn.Module]
 """A stage's module, or what builds it on the stage's ranks only."""
 
 
@@ -105,12 +103,24 @@ class StageGraph:
         """Return the groups of parameters that are one, as "stage.parameter"."""
         return tuple(self._ties)
 
+    @property
+    def is_one_capture(self) -> bool:
+        """Return whether it is one captured module and nothing else: a plain model, and treated as one.
+
+        Then nothing has its stage's name in front: blocks, parameters and files are called as the module calls them.
+        """
+        return len(self._stages) == 1 and not self._ties and self.stages[0].num_pieces is not None
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of stages that were given as modules, as "stage.parameter", for optimizer groups."""
+        """Yield the parameters of stages that were given as modules, as the graph calls them, for optimizer groups.
+
+        That is "stage.parameter"; or what the module calls it, where it is the whole model.
+        """
         for stage in self.stages:
             if isinstance(stage.make, nn.Module):
+                prefix = "" if self.is_one_capture else f"{stage.name}."
                 for name, parameter in stage.make.named_parameters():
-                    yield f"{stage.name}.{name}", parameter
+                    yield f"{prefix}{name}", parameter
 
     def stage(
         self,
@@ -152,6 +162,8 @@ class StageGraph:
         Raises:
             ConfigError: names repeat, ranks are taken or do not form a grid, or an option names no output.
         """
+        # Each reader refuses its own mistakes in one line that names the stage. Names given as a list stand for both
+        # sides: inputs=["ids"] is {"ids": "ids"}; outputs likewise.
         arguments = read_pairs(read_name(name), "inputs", inputs, is_input=True)
         made = read_pairs(name, "outputs", outputs, is_input=False)
         shards = None if isinstance(module, nn.Module) else getattr(module, "shards", None)
@@ -190,8 +202,12 @@ class StageGraph:
     ) -> None:
         """Add an ordinary module that is traced, and cut by the planner into stages of its ranks.
 
+        A graph of one captured module and nothing else is that plain model: same plan, same checkpoints.
+
         Args:
             module: a (HuggingFace) module; it may be on the meta device.
+            inputs: as for `stage`; entries of the batch that are no tensors are constants of the capture
+                (``return_loss=True``, which a contrastive model is given anyway where its loss is an output).
             outputs: fields of its output, such as ``{"last_hidden_state": "image_hidden"}``, or names as they are; a
                 loss may be among them. `eval_batch` without labels needs none that its ``forward`` has defaults for.
             stages: exactly that many stages, or as many as are quickest.
@@ -201,6 +217,7 @@ class StageGraph:
         """
         if not isinstance(module, nn.Module):
             raise ConfigError(f"stage {name!r}: capture takes a module, found {type(module).__name__}")
+        # no grid: a captured stage's ranks are data-parallel within the pieces that the planner makes of it
         pieces = stages if stages == "auto" else read_count(name, "stages", stages)
         self._add(
             StageSpec(
@@ -255,6 +272,7 @@ class StageGraph:
                 f"stage {stage.name!r}: its {len(stage.ranks)} ranks {list(stage.ranks)} are no multiple of "
                 f"tensor={stage.tensor}; list tensor ranks for each data position"
             )
+        # ranks [4, 5, 6, 7] with tensor=2 are data positions (4, 5) and (6, 7)
         rows = [list(stage.ranks[i : i + stage.tensor]) for i in range(0, len(stage.ranks), stage.tensor)]
         if any(row != sorted(row) for row in rows):
             raise ConfigError(

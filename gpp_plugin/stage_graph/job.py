@@ -1,6 +1,6 @@
-"""One rank's part of a stage graph: its module, what all stages make of which shapes, and the code of its stage.
+"""One rank's part of a model: its module, what all stages make of which shapes, and the code of its stage.
 
-The engine uses it through `integrations.given_graph`; it needs no DeepSpeed itself.
+The engine uses it through `integrations.model_source`; it needs no DeepSpeed itself.
 
 Source: this project
 Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests/stage_graph/test_mixed.py
@@ -23,9 +23,9 @@ from gpp_plugin.ir.op_graph import Parameter
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.agree import exchange
 from gpp_plugin.runtime.batches import Batch, shape_key
-from gpp_plugin.runtime.stage_source import Reference, StageCode
+from gpp_plugin.runtime.stage_source import Reference, StageCode, make_reference
 from gpp_plugin.stage_graph.call import IDLE, loss_node, stage_function
-from gpp_plugin.stage_graph.context import make_context
+from gpp_plugin.stage_graph.context import StageContext, make_context
 from gpp_plugin.stage_graph.costs import Measuring, StageCosts, measure_stages
 from gpp_plugin.stage_graph.describe import describe_graph, merged_parameters
 from gpp_plugin.stage_graph.graph import StageGraph
@@ -37,13 +37,14 @@ from gpp_plugin.stage_graph.module import (
     make_module,
     tied_names,
 )
-from gpp_plugin.stage_graph.part import CapturedPart, PartView, owner_of_block
+from gpp_plugin.stage_graph.part import CapturedPart, PartView, Surroundings, owner_of_block
 from gpp_plugin.stage_graph.probe import Prober, Survey
-from gpp_plugin.stage_graph.resolve import GraphStage, ResolvedGraph, resolve
+from gpp_plugin.stage_graph.resolve import GraphStage, ResolvedGraph, resolve, resolve_module
 from gpp_plugin.stage_graph.shapes import Shapes
 from gpp_plugin.stage_graph.trial import Place
 
-_PartKey = tuple[str, tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]
+_Pairs = tuple[tuple[str, str], ...]
+_PartKey = tuple[str, _Pairs, _Pairs, tuple[str, ...], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +60,15 @@ class _Met:
 
 
 class GraphJob:
-    """Builds and looks over a stage graph on all ranks together; a `StageSource` for this rank's lanes.
+    """Builds and looks over a model on all ranks together; a `StageSource` for this rank's lanes.
 
     Construction and every method but `stage_code` are collective over all ranks.
 
+    A plain model is a graph of one captured part, which is traced on rank 0 alone and told to the others; nothing
+    is built, nothing runs, and new shapes need no meeting, as no rank waits for what another makes of them.
+
     Args:
+        graph: stages that the user made, or a plain model.
         sample_batch: like those to come; its tensors are the graph's possible inputs.
         loss_unit: samples of one loss.
         timeout_s: how long ranks of a stage wait for each other.
@@ -72,11 +77,12 @@ class GraphJob:
 
     Raises:
         ConfigError: the graph is wrong, a factory fails, or a module does not do what the graph says.
+        CaptureError: a captured module cannot be exported.
     """
 
     def __init__(
         self,
-        graph: StageGraph,
+        graph: StageGraph | nn.Module,
         sample_batch: Batch,
         *,
         place: Place,
@@ -90,13 +96,57 @@ class GraphJob:
         self._num_ranks = num_ranks
         self._loss_unit = loss_unit
         self._sample = sample_batch
-        self.resolved: ResolvedGraph = resolve(
-            graph, batch_keys=_tensor_keys(sample_batch), num_ranks=num_ranks
-        )
-        stages = tuple(self.resolved.stage_of_rank(rank).name for rank in range(num_ranks))
-        self._place = place = dataclasses.replace(place, stages=stages)
+        self._granularity = granularity
+        # 1. what reads what, the same on every rank without asking others
+        self.resolved: ResolvedGraph = self._resolve(sample_batch)
+        self.whole: GraphStage | None = self.resolved.whole
+        if self.whole is None:
+            stages = tuple(self.resolved.stage_of_rank(rank).name for rank in range(num_ranks))
+            place = dataclasses.replace(place, stages=stages)
+        self._place = place
         self._stage = self.resolved.stage_of_rank(place.rank)
         self._called = tied_names(self.resolved)
+        # 2. this rank's stage; of a plain model nothing is built, and no process groups are made
+        self._context: StageContext | None = None
+        self._parts: dict[_PartKey, CapturedPart] = {}
+        self._tensors: dict[str, tuple[Parameter, ...]] = {}
+        self._own: GivenModule | CapturedPart = (
+            self._build(seed, timeout_s) if self.whole is None else self._part(self.whole)
+        )
+        # 3. one look at every stage, in topological order: captured ones are traced, others run
+        self._survey: Survey = Prober(self.resolved, self._own, place).survey(sample_batch, loss_unit)
+        # what a module registers later (a cache of masks) is none of what lanes bind
+        self._names = frozenset(self._own.named_tensors() if isinstance(self._own, GivenModule) else ())
+        for name, analysis in self._survey.analyses.items():
+            self._tensors[name] = self._part(self.resolved.stage(name)).parameters(analysis.op_graph)
+        # 4. what came of it, by the mode and the shapes it is true of
+        self._known: dict[tuple[Any, ...], _Met] = {}
+        self._current: dict[bool, _Met] = {}
+        self._analyses: dict[tuple[bool, _PartKey], Analysis] = {}
+        self._remember(
+            self.resolved, sample_batch, self._survey.shapes, self._survey.analyses, is_training=True
+        )
+
+    def _resolve(self, batch: Batch, *, needs_loss: bool = True, asked: Sequence[str] = ()) -> ResolvedGraph:
+        """Return the graph for batches of these keys.
+
+        Args:
+            asked: outputs that an evaluation asks for.
+        """
+        if isinstance(self._given, nn.Module):
+            return resolve_module(self._given, batch, num_ranks=self._num_ranks, asked=asked)
+        return resolve(
+            self._given,
+            batch_keys=[key for key, value in batch.items() if isinstance(value, Tensor)],
+            num_ranks=self._num_ranks,
+            needs_loss=needs_loss,
+            constants={key: value for key, value in batch.items() if not isinstance(value, Tensor)},
+            asked=asked,
+        )
+
+    def _build(self, seed: int, timeout_s: float) -> GivenModule | CapturedPart:
+        """Make this rank's stage of a graph, and see that what all ranks made fits together."""
+        place = self._place
         self._context = context = make_context(
             [stage.spec for stage in self.resolved.stages],
             rank=place.rank,
@@ -104,8 +154,6 @@ class GraphJob:
             dtype=place.dtype,
             timeout_s=timeout_s,
         )
-        self._granularity = granularity
-        self._parts: dict[_PartKey, CapturedPart] = {}
         made: list[nn.Module] = []
 
         def build() -> tuple[Parameter, ...]:
@@ -118,23 +166,10 @@ class GraphJob:
         check_replicas(self.resolved, tensors)
         self._tensors = {stage.name: tensors[stage.spec.ranks[0]] for stage in self.resolved.stages}
         check_ties(self.resolved, self._tensors)
+        if self._stage.is_captured:
+            return self._part(self._stage)
         own = {n: c for n, c in self._called.items() if n.partition(".")[0] == self._stage.name}
-        self._own: GivenModule | CapturedPart = (
-            self._part(self._stage)
-            if self._stage.is_captured
-            else GivenModule(self._stage.name, made[0], tied=own)
-        )
-        self._survey: Survey = Prober(self.resolved, self._own, place).survey(sample_batch, loss_unit)
-        # what a module registers later (a cache of masks) is none of what lanes bind
-        self._names = frozenset(self._own.named_tensors() if isinstance(self._own, GivenModule) else ())
-        for name, analysis in self._survey.analyses.items():
-            self._tensors[name] = analysis.op_graph.parameters
-        self._known: dict[tuple[Any, ...], _Met] = {}
-        self._current: dict[bool, _Met] = {}
-        self._analyses: dict[tuple[bool, _PartKey], Analysis] = {}
-        self._remember(
-            self.resolved, sample_batch, self._survey.shapes, self._survey.analyses, is_training=True
-        )
+        return GivenModule(self._stage.name, made[0], tied=own)
 
     @property
     def own(self) -> GivenModule | CapturedPart:
@@ -148,7 +183,8 @@ class GraphJob:
 
     def close(self) -> None:
         """Let go of the groups that factories were given; no stage runs any more."""
-        self._context.close()
+        if self._context is not None:
+            self._context.close()
 
     def views(self, *, is_training: bool) -> dict[str, PartView]:
         """Return the captured parts as the whole graph sees them, for the batch that was met last in this mode."""
@@ -156,6 +192,8 @@ class GraphJob:
 
     def reference(self) -> Reference:
         """Return the graph in training, as planner and engine know models."""
+        if self.whole is not None:
+            return make_reference(self._survey.analyses[self.whole.name], self._granularity)
         return describe_graph(
             self.resolved,
             self._survey.shapes,
@@ -185,7 +223,12 @@ class GraphJob:
 
     def evaluation(self, batch: Batch, outputs: Sequence[str]) -> Reference:
         """Return the graph in evaluation, without the stages that lack an input and what reads them."""
-        resolved = self._resolved_for(batch)
+        resolved = self._resolve(batch, needs_loss=False, asked=outputs)
+        if resolved.whole is not None:
+            _, analyses = Prober(resolved, self._part(resolved.whole), self._place).shapes_at(
+                batch, self._loss_unit, {}, is_training=False, analyses={}
+            )
+            return make_reference(analyses[resolved.whole.name], self._granularity)
         self._meet(resolved, batch, is_training=False)
         return describe_graph(
             resolved,
@@ -200,13 +243,9 @@ class GraphJob:
 
     def meet(self, batch: Batch, *, is_training: bool) -> None:
         """Learn the shapes that come of a batch like this one, unless they are known."""
-        resolved = self.resolved if is_training else self._resolved_for(batch)
-        self._meet(resolved, batch, is_training=is_training)
-
-    def _resolved_for(self, batch: Batch) -> ResolvedGraph:
-        return resolve(
-            self._given, batch_keys=_tensor_keys(batch), num_ranks=self._num_ranks, needs_loss=False
-        )
+        if self.whole is None:
+            resolved = self.resolved if is_training else self._resolve(batch, needs_loss=False)
+            self._meet(resolved, batch, is_training=is_training)
 
     def _meet(self, resolved: ResolvedGraph, batch: Batch, *, is_training: bool) -> None:
         key = (is_training, *shape_key(batch, count_samples(batch)))
@@ -258,6 +297,13 @@ class GraphJob:
             )
         return self._parts[key]
 
+    def _evaluated(self, reference: Reference, batch: Batch) -> GraphStage:
+        """Return the whole model as evaluation traced it for batches of these keys."""
+        asked = tuple(reference.analysis.op_graph.outputs)
+        stage = self._resolve(batch, needs_loss=False, asked=asked).whole
+        assert stage is not None, "it has blocks"
+        return stage
+
     def stage_code(
         self, reference: Reference, plan: PipelinePlan, stage: int, batch: Batch, num_samples: int
     ) -> StageCode:
@@ -267,10 +313,13 @@ class GraphJob:
             PlanError: the plan has this rank in another stage.
         """
         is_training = reference.analysis.is_training
+        own, blocks = self._stage.name, plan.stages[stage].blocks
+        # a plain model: the reference is the capture itself, and evaluation has one of its own (no labels, outputs)
+        if self.whole is not None and (is_training or reference.block_graph.blocks):
+            part = self._part(self.whole if is_training else self._evaluated(reference, batch))
+            return part.stage_code(reference, plan, stage, batch, num_samples)
         met = self._current[is_training]
         shapes = met.shapes
-        op_graph = reference.analysis.op_graph
-        own, blocks = self._stage.name, plan.stages[stage].blocks
         if any(owner_of_block(block) != own for block in blocks):
             raise PlanError(
                 f"rank {self._place.rank} runs stage {own!r}, and the plan has it in {plan.stages[stage].name!r}"
@@ -279,25 +328,14 @@ class GraphJob:
             return StageCode(
                 function=IDLE, tensors=shapes.tensors, inputs=shapes.inputs, loss=None, outputs={}
             )
-        sent = [n for e in plan.edges if e.src == stage for n in (*e.batch_tensors, *e.whole_tensors)]
-        named = {name: node for name, node in op_graph.outputs.items() if node.rpartition(".")[0] == own}
         if isinstance(self._own, CapturedPart):
             part, analysis = met.parts[own]
-            view = part.view(analysis)
-            loss = loss_node(part.stage)
-            made = {node for block in view.blocks.blocks if block.name in blocks for node in block.nodes}
-            named = {name: node for name, node in named.items() if node in made}
-            losses = [loss] if loss is not None and loss in made else []
-            return part.code(
-                view,
-                batch,
-                shapes,
-                num_samples,
-                blocks=blocks,
-                outputs=tuple(dict.fromkeys([*sent, *losses, *named.values()])),
-                named=named,
-                saved=reference.block_graph.saved,
-            )
+            around = Surroundings(analysis=analysis, shapes=shapes)
+            return part.stage_code(reference, plan, stage, batch, num_samples, within=around)
+        # a user's module: its code is a call of it, and it returns what edges carry, the loss, what is asked for
+        sent = [n for e in plan.edges if e.src == stage for n in (*e.batch_tensors, *e.whole_tensors)]
+        op_graph = reference.analysis.op_graph
+        named = {name: node for name, node in op_graph.outputs.items() if node.rpartition(".")[0] == own}
         loss = loss_node(self._stage)
         outputs = dict.fromkeys([*sent, *([] if loss is None else [loss]), *named.values()])
         tensors = {n: t for n, t in self._own.named_tensors().items() if n in self._names}
@@ -311,12 +349,8 @@ class GraphJob:
 
 
 def _key(stage: GraphStage) -> _PartKey:
-    """Return what a captured part is traced for: evaluation may lack labels."""
-    return stage.name, stage.batch_inputs, stage.nodes
-
-
-def _tensor_keys(batch: Batch) -> tuple[str, ...]:
-    return tuple(key for key, value in batch.items() if isinstance(value, Tensor))
+    """Return what a captured part is traced for: evaluation may lack labels, and ask for outputs."""
+    return stage.name, stage.batch_inputs, stage.nodes, stage.asked, repr(stage.constants)
 
 
 def _seed(seed: int, name: str) -> int:

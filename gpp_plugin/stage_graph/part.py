@@ -1,7 +1,8 @@
-"""A captured part of a stage graph: an ordinary module, traced and cut into stages of its own.
+"""A captured part: an ordinary module, traced and cut into stages, as a whole model or one part of a stage graph.
 
-Its operators, blocks and tensors are known under names of the whole graph: an output under the user's name of it
-("vision.hidden"), another tensor as "vision:<operator>", a block under the stage's name and its module path.
+A plain model is the part that is alone: its operators, blocks and tensors are known under the module's own names.
+In a larger graph they get names of that graph: an output the user's name of it ("vision.hidden"), another tensor
+"vision:<operator>", a block, a parameter or a buffer the module's name of it behind the stage's ("vision.layers.0").
 
 Source: this project
 Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests/stage_graph/test_mixed.py
@@ -20,66 +21,41 @@ from torch import Tensor, nn
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model, recapture
 from gpp_plugin.capture.graph import CapturedGraph
-from gpp_plugin.capture.samples import resize_batch
+from gpp_plugin.capture.samples import count_samples, resize_batch
 from gpp_plugin.errors import CaptureError, ConfigError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import Block, BlockGraph, SavedTensor
 from gpp_plugin.ir.op_graph import OpGraph, Parameter
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import TensorSpec
-from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.runtime.batches import Batch, shape_key
 from gpp_plugin.runtime.memory_policy import INSIDE, StageOperators
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
-from gpp_plugin.runtime.stage_source import StageCode
+from gpp_plugin.runtime.stage_source import Reference, StageCode
 from gpp_plugin.stage_graph.call import loss_node, named_outputs
 from gpp_plugin.stage_graph.module import describe_tensors
-from gpp_plugin.stage_graph.resolve import GraphStage
+from gpp_plugin.stage_graph.resolve import LOSS, GraphStage, resolve_module
 from gpp_plugin.stage_graph.shapes import Shapes
 
 ARGUMENT = "argument_"
-"""In front of arguments' names while tracing: torch.fx renames those that are Python's own (``input``)."""
+"""In front of received arguments' names while tracing: torch.fx renames those that are Python's own (``input``)."""
 
 
 def owner_of_block(block: str) -> str:
-    """Return the stage, as the user gave it, that a block of the whole graph is of."""
+    """Return the stage, as the user gave it, that a block of a graph of several stages is of."""
     return block.partition(".")[0].partition("#")[0]
 
 
-class _Part(nn.Module):
-    """The user's module under its stage's name, which returns its loss and its outputs by their names in the graph.
-
-    It is called with what it reads once each, under the first keyword for it.
-    """
-
-    def __init__(self, stage: GraphStage) -> None:
-        super().__init__()
-        assert isinstance(stage.spec.make, nn.Module)
-        self.add_module(stage.name, stage.spec.make)
-        self._name = stage.name
-        self._nodes = stage.nodes
-        self._losses = stage.losses
-        self._arguments = _arguments(stage)
-
-    def forward(self, **given: Tensor) -> dict[str, Tensor]:
-        """Call the module."""
-        arguments = {keyword: given[name] for keyword, name in self._arguments.items()}
-        returned: Any = self.get_submodule(self._name)(**arguments)
-        if not isinstance(returned, (Tensor, Mapping, tuple, list)):
-            returned = {field: getattr(returned, field, None) for field, _ in self._nodes}
-        found = named_outputs(self._name, self._nodes, returned)
-        if self._losses:
-            found["loss"] = sum(found[node] for node in self._losses)  # type: ignore[assignment]
-        return found
-
-
 def _arguments(stage: GraphStage) -> dict[str, str]:
-    """Return keyword -> what its tensor is called while tracing: after the first keyword with the same one."""
-    sources = {**dict(stage.batch_inputs), **dict(stage.received)}
+    """Return keyword -> what is traced for it; each tensor once, however many keywords it is given for.
+
+    An entry of the batch is traced under its key. What other stages make has the name of the first keyword for it:
+    ``left=vision.hidden, right=vision.hidden, mask=mask`` is
+    ``{"left": "argument_left", "right": "argument_left", "mask": "mask"}``.
+    """
     first: dict[str, str] = {}
-    return {
-        keyword: first.setdefault(sources[keyword], ARGUMENT + keyword)
-        for keyword, _ in stage.spec.inputs
-        if keyword in sources
-    }
+    received = {keyword: first.setdefault(node, ARGUMENT + keyword) for keyword, node in stage.received}
+    return {**dict(stage.batch_inputs), **received}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +63,8 @@ class PartView:
     """A captured part in one mode, under the names of the whole graph.
 
     Args:
-        blocks: as planners know it; its inputs are the module's arguments.
+        blocks: as planners know it.
+        loss: what its loss is called, if it yields one.
         outputs: "stage.output", and what its loss is called -> its spec.
         received_saved: what it keeps of what other stages make, made by no block here.
         names: operator or received tensor -> what it is called in the whole graph.
@@ -96,16 +73,28 @@ class PartView:
 
     analysis: Analysis
     blocks: BlockGraph
+    loss: str | None
     outputs: Mapping[str, TensorSpec]
     received_saved: tuple[SavedTensor, ...]
     names: Mapping[str, str]
     local_blocks: Mapping[str, str]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a part of a larger graph must know to make code: what tracing it found out, and the graph's tensors."""
+
+    analysis: Analysis
+    shapes: Shapes
+
+
 class CapturedPart:
     """Traces a stage's module; nothing of it runs but what its generated code does.
 
+    One that is alone is a `StageSource`: of itself it knows all there is.
+
     Args:
+        dtype: what floating parameters become before tracing; None leaves them.
         granularity: size of the blocks.
         called: "stage.parameter" of a parameter tied to another stage's -> what it is called on every stage.
     """
@@ -114,22 +103,26 @@ class CapturedPart:
         self,
         stage: GraphStage,
         *,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         device: torch.device,
         granularity: str,
         called: Mapping[str, str],
     ) -> None:
+        assert isinstance(stage.spec.make, nn.Module), "what is captured is a module"
         self.stage = stage
-        self.model = _Part(stage)
+        self.model: nn.Module = stage.spec.make
         self._dtype = dtype
         self._device = device
-        self._granularity = granularity
+        self.granularity = granularity
         self._called = called
+        self._kept: tuple[tuple[object, ...], CapturedGraph] | None = None
 
     @property
     def called(self) -> dict[str, str]:
         """Return its parameters that other stages have too, as "<stage>.<name>" -> what the graph calls them."""
-        own = f"{self.stage.name}."
+        if not self._called:
+            return {}
+        own = self.stage.prefix
         return {
             p.name: self._called[name]
             for p in self.tensors()
@@ -144,56 +137,96 @@ class CapturedPart:
             p
             if p.is_buffer or not p.dtype.startswith(("float", "bfloat"))
             else dataclasses.replace(p, dtype=dtype)
-            for p in describe_tensors(self.stage.name, self.model.get_submodule(self.stage.name))
+            for p in describe_tensors(self.stage.name, self.model)
         )
 
-    def capture(self, arguments: Mapping[str, Tensor], *, is_training: bool) -> CapturedGraph:
-        """Trace the module for `arguments`.
+    # ---- tracing -------------------------------------------------------------------------------
+
+    def capture(self, arguments: Batch, *, is_training: bool) -> CapturedGraph:
+        """Trace the module for `arguments`; in training, keep that for the stage that runs at these shapes first.
 
         Raises:
             CaptureError: it cannot be exported; names module, line and remedy.
         """
         names = _arguments(self.stage)
         try:
-            return capture_model(
+            captured = capture_model(
                 self.model,
                 arguments,
                 training=is_training,
-                outputs=[node for _, node in self.stage.nodes if (node,) != self.stage.losses],
+                outputs=self._outputs(),
                 received={
                     names[keyword]: arguments[names[keyword]].requires_grad
                     for keyword, _ in self.stage.received
                 },
                 dtype=self._dtype,
                 device=self._device,
+                call=self._call,
             )
         except CaptureError as error:
-            text = str(error).replace(_Part.__name__, type(self.stage.spec.make).__name__)
-            raise CaptureError(f"stage {self.stage.name!r}: {text}") from error
+            if self.stage.is_alone:
+                raise
+            raise CaptureError(f"stage {self.stage.name!r}: {error}") from error
+        if is_training:
+            self._kept = (_shapes(arguments), captured)
+        return captured
 
-    def capture_again(self, analysis: Analysis, arguments: Mapping[str, Tensor]) -> CapturedGraph:
-        """Trace the module at another shape."""
-        return recapture(self.model, analysis, arguments)
+    def capture_again(self, analysis: Analysis, arguments: Batch) -> CapturedGraph:
+        """Return the module traced at another shape; what is kept, where it is that."""
+        return self._known(analysis, arguments) or recapture(self.model, analysis, arguments, call=self._call)
 
-    def arguments(
-        self, batch: Batch, shapes: Mapping[str, TensorSpec], num_samples: int
-    ) -> dict[str, Tensor]:
-        """Return arguments, as the capture calls them, for ``num_samples`` samples: rows of the batch, edges empty."""
+    def _known(self, analysis: Analysis, arguments: Batch) -> CapturedGraph | None:
+        kept = self._kept
+        is_known = kept is not None and kept[0] == _shapes(arguments) and kept[1].analysis == analysis
+        return kept[1] if kept is not None and is_known else None
+
+    def _outputs(self) -> list[str]:
+        """Return what is traced beside the loss: what others may read, or, with no others, what is asked for."""
+        if self.stage.is_alone:
+            return list(self.stage.asked)
+        return [node for _, node in self.stage.nodes if (node,) != self.stage.losses]
+
+    def _call(self, module: nn.Module, given: Mapping[str, Any]) -> Any:
+        """Call the module with what is traced, and return its loss and its outputs by their names in the graph."""
+        arguments = {keyword: given[name] for keyword, name in _arguments(self.stage).items()}
+        arguments |= {keyword: given[keyword] for keyword, _ in self.stage.constants}
+        returned: Any = module(**arguments)
+        if not self.stage.nodes:
+            return returned
+        if not isinstance(returned, (Tensor, Mapping, tuple, list)):
+            returned = {field: getattr(returned, field, None) for field, _ in self.stage.nodes}
+        found = named_outputs(self.stage.name, self.stage.nodes, returned)
+        if self.stage.losses:
+            first, *others = (found[node] for node in self.stage.losses)
+            found[LOSS] = sum(others, start=first)  # one loss is traced as it is: no sum with a zero
+        return found
+
+    def arguments(self, batch: Batch, shapes: Mapping[str, TensorSpec], num_samples: int) -> dict[str, Any]:
+        """Return what is traced at ``num_samples`` samples: rows of the batch, constants, empty received tensors.
+
+        Args:
+            shapes: of what other stages make.
+        """
         rows = resize_batch(batch, num_samples)
-        found = {keyword: rows[key] for keyword, key in self.stage.batch_inputs}
+        names = _arguments(self.stage)
+        found: dict[str, Any] = {key: rows[key] for _, key in self.stage.batch_inputs}
         for keyword, node in self.stage.received:
             spec = shapes[node]
             empty = torch.empty(spec.shape_for(num_samples), dtype=getattr(torch, spec.dtype), device="meta")
-            found[keyword] = empty.requires_grad_(spec.requires_grad)
-        return self.as_traced(found)
+            found[names[keyword]] = empty.requires_grad_(spec.requires_grad)
+        if not self.stage.nodes:  # called with the batch as it is: a later one may have other constants
+            return found | {key: batch.get(key, value) for key, value in self.stage.constants}
+        return found | dict(self.stage.constants)
 
     def as_traced(self, arguments: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what the module is called with, by keyword, as the capture calls it."""
+        """Return what the module is called with, by keyword, under the names it is traced by."""
         return {name: arguments[keyword] for keyword, name in _arguments(self.stage).items()}
+
+    # ---- names ---------------------------------------------------------------------------------
 
     def local_graph(self, captured: CapturedGraph | Analysis) -> BlockGraph:
         """Return a capture's blocks under its own names."""
-        return coarsen(captured, granularity=self._granularity)
+        return coarsen(captured, granularity=self.granularity)
 
     def view(self, captured: CapturedGraph | Analysis) -> PartView:
         """Return a capture as the whole graph sees it.
@@ -201,22 +234,48 @@ class CapturedPart:
         Raises:
             ConfigError: an output is no operator's result, or two are the same.
         """
-        analysis = captured if isinstance(captured, Analysis) else captured.analysis
-        op_graph = captured.op_graph
         local = self.local_graph(captured)
+        return (
+            self._view_alone(captured, local) if self.stage.is_alone else self._view_within(captured, local)
+        )
+
+    def _view_alone(self, captured: CapturedGraph | Analysis, local: BlockGraph) -> PartView:
+        """Return a capture as it is: the whole graph is this part."""
+        op_graph = captured.op_graph
+        return PartView(
+            analysis=captured if isinstance(captured, Analysis) else captured.analysis,
+            blocks=local,
+            loss=op_graph.loss,
+            outputs={},
+            received_saved=(),
+            names={node.name: node.name for node in op_graph.nodes},
+            local_blocks={block.name: block.name for block in local.blocks},
+        )
+
+    def _view_within(self, captured: CapturedGraph | Analysis, local: BlockGraph) -> PartView:
+        """Return a capture under the names of a graph of several stages.
+
+        With the stage "vision", whose output "last_hidden_state" is the graph's "hidden": operator ``add_3`` is
+        "vision:add_3", but "vision.hidden" where it makes that output; block "layers.0" is "vision.layers.0".
+        """
+        op_graph = captured.op_graph
+        # three kinds of names, each with a map from the capture's: operators and received tensors, blocks, parameters
         names = self._names(op_graph, local)
-        called = {b.name: self._block_name(b.name) for b in local.blocks}
+        called = {b.name: f"{self.stage.prefix}{b.name}" for b in local.blocks}
         parameters = self.parameter_names(op_graph)
 
         def renamed(spec: TensorSpec) -> TensorSpec:
             return dataclasses.replace(spec, name=names[spec.name])
 
+        # what leaves the part: other stages read its outputs by the user's names, whatever operator makes them
         by_name = {node.name: node for node in op_graph.nodes}
         outputs = {}
         for node in (*op_graph.outputs.values(), *([op_graph.loss] if op_graph.loss else [])):
             spec = by_name[node].output
             assert spec is not None, "outputs are tensors"
             outputs[names[node]] = renamed(spec)
+        # what it keeps for backward has no maker here where it was received: the whole graph then finds one storage
+        # kept on both sides of an edge, which counts once (`describe._saved`)
         saved = [_renamed_saved(tensor, called, names) for tensor in local.saved]
         blocks = BlockGraph(
             model=self.stage.name,
@@ -237,78 +296,33 @@ class CapturedPart:
             saved=tuple(tensor for tensor in saved if tensor.made_by),
         )
         return PartView(
-            analysis=analysis,
+            analysis=captured if isinstance(captured, Analysis) else captured.analysis,
             blocks=blocks,
+            loss=None if op_graph.loss is None else names[op_graph.loss],
             outputs=outputs,
             received_saved=tuple(tensor for tensor in saved if not tensor.made_by),
             names=names,
             local_blocks={new: old for old, new in called.items()},
         )
 
+    def parameters(self, op_graph: OpGraph) -> tuple[Parameter, ...]:
+        """Return a capture's parameters and buffers under "<stage>.<name>"."""
+        prefix = self.stage.prefix
+        return tuple(
+            dataclasses.replace(p, name=prefix + p.name, aliases=tuple(prefix + alias for alias in p.aliases))
+            for p in op_graph.parameters
+        )
+
     def parameter_names(self, op_graph: OpGraph) -> dict[str, str]:
         """Return parameter or buffer, as the capture calls it -> what it is called in the graph."""
+        prefix, called = self.stage.prefix, self._called
+        own = {p.name: [prefix + name for name in (p.name, *p.aliases)] for p in op_graph.parameters}
         return {
-            p.name: next((self._called[n] for n in (p.name, *p.aliases) if n in self._called), p.name)
-            for p in op_graph.parameters
+            name: next((called[n] for n in names if n in called), names[0]) for name, names in own.items()
         }
 
-    def code(
-        self,
-        view: PartView,
-        batch: Batch,
-        shapes: Shapes,
-        num_samples: int,
-        *,
-        blocks: Sequence[str],
-        outputs: Sequence[str],
-        named: Mapping[str, str],
-        saved: Iterable[SavedTensor],
-    ) -> StageCode:
-        """Return the code of some of the part's blocks.
-
-        Args:
-            view: in the mode the code is for.
-            blocks, outputs: of a stage, under the whole graph's names.
-            named: output the user asks for -> which of ``outputs`` it is.
-            saved: of the whole graph.
-        """
-        captured = self.capture_again(view.analysis, self.arguments(batch, shapes.tensors, num_samples))
-        graph = self.local_graph(captured)
-        nodes_of = {block.name: block.nodes for block in graph.blocks}
-        nodes = {block: nodes_of[view.local_blocks[block]] for block in blocks}
-        local = {new: old for old, new in view.names.items()}
-        function = build_stage_function(
-            captured,
-            [node for of_block in nodes.values() for node in of_block],
-            [local[name] for name in outputs],
-        )
-        fresh = self.view(captured)
-        loss = loss_node(self.stage)
-        return StageCode(
-            function=self._in_graph(function, view.names, captured.op_graph, tuple(outputs)),
-            tensors={**shapes.tensors, **fresh.blocks.tensors, **fresh.outputs},
-            inputs=shapes.inputs,
-            loss=loss if loss in outputs else None,
-            outputs=named,
-            operators=_operators(captured.op_graph, nodes, view.names, saved),
-        )
-
-    def _in_graph(
-        self, function: StageFunction, names: Mapping[str, str], op_graph: OpGraph, outputs: tuple[str, ...]
-    ) -> StageFunction:
-        """Return code with everything under the whole graph's names."""
-        arguments = _arguments(self.stage)
-        keys = {arguments[keyword]: key for keyword, key in self.stage.batch_inputs}
-        parameters = self.parameter_names(op_graph)
-        return dataclasses.replace(
-            function,
-            tensors=tuple(parameters[name] for name in function.tensors),
-            batch_inputs=tuple(keys[name] for name in function.batch_inputs),
-            received=tuple(names[name] for name in function.received),
-            outputs=outputs,
-        )
-
     def _names(self, op_graph: OpGraph, local: BlockGraph) -> dict[str, str]:
+        """Return operator or received tensor -> what a graph of several stages calls it."""
         placed = {node for block in local.blocks for node in block.nodes}
         arguments = _arguments(self.stage)
         names = {node.name: f"{self.stage.name}:{node.name}" for node in op_graph.nodes}
@@ -330,8 +344,95 @@ class CapturedPart:
             taken[node] = names[node] = output
         return names
 
-    def _block_name(self, block: str) -> str:
-        return block if owner_of_block(block) == self.stage.name else f"{self.stage.name}.{block}"
+    # ---- code ----------------------------------------------------------------------------------
+
+    def stage_code(
+        self,
+        reference: Reference,
+        plan: PipelinePlan,
+        stage: int,
+        batch: Batch,
+        num_samples: int,
+        *,
+        within: Surroundings | None = None,
+    ) -> StageCode:
+        """Trace the module at ``num_samples`` samples and return the code of a stage of its blocks.
+
+        Args:
+            reference: of the whole graph, in the mode the code is for.
+            within: of a part of a larger graph.
+
+        Raises:
+            CaptureError: the module's structure depends on its input shapes.
+        """
+        # alone, the reference is the part's own; within a graph it speaks of stages and their outputs only
+        analysis = reference.analysis if within is None else within.analysis
+        known: Mapping[str, TensorSpec] = {} if within is None else within.shapes.tensors
+        captured = self.capture_again(analysis, self.arguments(batch, known, num_samples))
+        self._kept = None  # one stage runs here, and keeps its code
+        view = self.view(captured)
+        nodes = self._nodes_of(plan, stage, view, captured)
+        # graph's name -> the capture's, of all that this stage computes; its outputs are among them, in the order
+        # in which the runtime hands them on: what edges carry, the loss, what an evaluation asks for
+        made = {view.names[node]: node for of_block in nodes.values() for node in of_block}
+        sent = [n for e in plan.edges if e.src == stage for n in (*e.batch_tensors, *e.whole_tensors)]
+        named = {n: node for n, node in reference.analysis.op_graph.outputs.items() if node in made}
+        losses = [view.loss] if view.loss is not None and view.loss in made else []
+        outputs = tuple(dict.fromkeys([*sent, *losses, *named.values()]))
+        function = build_stage_function(captured, list(made.values()), [made[name] for name in outputs])
+        op_graph = captured.op_graph
+        return StageCode(
+            function=self._in_graph(function, view.names, op_graph, outputs),
+            tensors={**known, **view.blocks.tensors, **view.outputs},
+            inputs={spec.name: spec for spec in op_graph.inputs} if within is None else within.shapes.inputs,
+            loss=losses[0] if losses else None,
+            outputs=named,
+            operators=_operators(op_graph, nodes, view.names, reference.block_graph.saved),
+        )
+
+    def _nodes_of(
+        self, plan: PipelinePlan, stage: int, view: PartView, captured: CapturedGraph
+    ) -> dict[str, tuple[str, ...]]:
+        """Return a stage's blocks -> their operators, as the capture calls them.
+
+        Raises:
+            CaptureError: the graph lacks one of the stage's blocks.
+        """
+        blocks = plan.stages[stage].blocks
+        missing = [name for name in blocks if name not in view.local_blocks]
+        if missing:
+            raise CaptureError(
+                f"stage {plan.stages[stage].name}: blocks {missing[:3]} are gone from the graph captured at "
+                f"{captured.op_graph.num_samples} samples; the model's structure depends on its input shapes"
+            )
+        local = {new: old for old, new in view.names.items()}
+        by_name = {block.name: block for block in view.blocks.blocks}
+        return {name: tuple(local[node] for node in by_name[name].nodes) for name in blocks}
+
+    def _in_graph(
+        self, function: StageFunction, names: Mapping[str, str], op_graph: OpGraph, outputs: tuple[str, ...]
+    ) -> StageFunction:
+        """Return code with everything under the whole graph's names; batch keys have theirs."""
+        parameters = self.parameter_names(op_graph)
+        return dataclasses.replace(
+            function,
+            tensors=tuple(parameters[name] for name in function.tensors),
+            received=tuple(names[name] for name in function.received),
+            outputs=outputs,
+        )
+
+
+def whole_part(model: nn.Module, batch: Batch, *, granularity: str = "layer") -> CapturedPart:
+    """Return a plain model as the part that is all there is: the `StageSource` of a reference captured elsewhere."""
+    resolved = resolve_module(model, batch, num_ranks=1)
+    return CapturedPart(
+        resolved.stages[0], dtype=None, device=torch.device("cpu"), granularity=granularity, called={}
+    )
+
+
+def _shapes(batch: Batch) -> tuple[object, ...]:
+    count = count_samples(batch)
+    return (count, *shape_key(batch, count))
 
 
 def _operators(
@@ -367,7 +468,6 @@ def _renamed_block(
         name=called[block.name],
         nodes=tuple(names[node] for node in block.nodes),
         parameters=tuple(parameters[name] for name in block.parameters),
-        inputs=tuple(name.removeprefix(ARGUMENT) for name in block.inputs),
     )
 
 

@@ -10,6 +10,7 @@ Tests: tests/stage_graph/test_equality.py, tests/stage_graph/test_engine.py
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -20,13 +21,15 @@ from torch import Tensor, nn
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.tensors import UNIT, TensorSpec
-from gpp_plugin.runtime.agree import exchange
+from gpp_plugin.runtime.agree import tell
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.stage_graph.module import GivenModule
 from gpp_plugin.stage_graph.part import CapturedPart
 from gpp_plugin.stage_graph.resolve import GraphStage, ResolvedGraph
 from gpp_plugin.stage_graph.shapes import Seen, Shapes, at_new_shape, layout_of, spec_of
 from gpp_plugin.stage_graph.trial import Place, Values, call_stage, input_specs, stage_arguments, undisturbed
+
+logger = logging.getLogger(__name__)
 
 ROW_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """How far rows may be off that are computed with other rows beside them; rounding differs with the shape."""
@@ -138,13 +141,14 @@ class Prober:
         Raises:
             ConfigError: a module fails at these shapes, or an output changes its form.
         """
+        # grows stage by stage: a stage is called with what the ones before it were seen to make
         tensors: dict[str, TensorSpec] = {}
         values: Values = {}
         found: dict[str, Analysis] = {}
 
         def run(stage: GraphStage) -> _Report:
             if stage.is_captured:
-                return self._trace(batch, num_samples, tensors, is_training, analyses.get(stage.name))
+                return self._trace(stage, batch, num_samples, tensors, is_training, analyses.get(stage.name))
             return self._run_at(stage, batch, (num_samples,), tensors, values, is_training)
 
         for stage in self._graph.stages:
@@ -164,17 +168,15 @@ class Prober:
         first = stage.spec.ranks[0]
         is_mine = self._place.rank == first if stage.is_captured else self._place.rank in stage.spec.ranks
 
-        def own() -> _Report | None:
-            report = run() if is_mine else None
-            return report if self._place.rank == first else None
-
-        told = exchange(
-            own,
-            what=f"the trial of stage {stage.name!r}",
+        report = tell(
+            lambda: run() if is_mine else None,
+            source=first,
+            what="capture" if stage.is_alone else f"trial of stage {stage.name!r}",
             group=self._place.group,
             stages=self._place.stages,
         )
-        return next(answer for answer in told if answer is not None)
+        assert report is not None, "the first rank runs the stage"
+        return report
 
     def _try(
         self,
@@ -185,7 +187,7 @@ class Prober:
         values: Values,
     ) -> _Report:
         if stage.is_captured:
-            return self._trace(batch, counts[0], tensors, True, None)
+            return self._trace(stage, batch, counts[0], tensors, True, None)
         report = self._run_at(stage, batch, counts, tensors, values, True)
         if stage.spec.coupled is not None or stage.losses:
             return report
@@ -198,6 +200,7 @@ class Prober:
 
     def _trace(
         self,
+        stage: GraphStage,
         batch: Batch,
         num_samples: int,
         tensors: Mapping[str, TensorSpec],
@@ -210,10 +213,13 @@ class Prober:
         arguments = part.arguments(batch, tensors, num_samples)
         if analysis is None:
             captured = part.capture(arguments, is_training=is_training)
+            for line in captured.op_graph.couplings if is_training else ():
+                logger.info("samples are mixed by %s", line)
         else:
             captured = part.capture_again(analysis, arguments)
-        view = part.view(captured)
-        return _Report(traced=(view.analysis, dict(view.outputs)))
+        # nobody reads what the whole model makes
+        outputs = {} if stage.is_alone else dict(part.view(captured).outputs)
+        return _Report(traced=(captured.analysis, outputs))
 
     def _run_at(
         self,

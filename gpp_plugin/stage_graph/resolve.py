@@ -12,16 +12,20 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import networkx as nx
-from torch import nn
+from torch import Tensor, nn
 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.stage_graph.graph import StageGraph, StageSpec
 
 LOSS = "loss"
+RETURN_LOSS = "return_loss"
+"""Argument of HuggingFace's contrastive models, which compute a loss only when asked to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,11 @@ class GraphStage:
         received: (keyword, output of another stage as "stage.output").
         nodes: (field of what the module returns, "stage.output").
         losses: which of those nodes are losses.
+        constants: (keyword, value) of arguments that are no tensors; of captured stages only.
+        is_alone: it is a captured module and the whole model: what it has is called as the module calls it. Its nodes
+            are "output" then, and there are none where the module was given by itself and its output says which
+            field is the loss.
+        asked: of a stage that is alone, the outputs that an evaluation asks for.
     """
 
     spec: StageSpec
@@ -40,11 +49,19 @@ class GraphStage:
     received: tuple[tuple[str, str], ...]
     nodes: tuple[tuple[str, str], ...]
     losses: tuple[str, ...]
+    constants: tuple[tuple[str, Any], ...] = ()
+    is_alone: bool = False
+    asked: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """Return the stage's name."""
         return self.spec.name
+
+    @property
+    def prefix(self) -> str:
+        """Return what the graph puts before the module's own names."""
+        return "" if self.is_alone else f"{self.name}."
 
     @property
     def is_captured(self) -> bool:
@@ -70,6 +87,11 @@ class ResolvedGraph:
     stages: tuple[GraphStage, ...]
     ties: tuple[tuple[str, ...], ...]
 
+    @property
+    def whole(self) -> GraphStage | None:
+        """Return the captured stage that is the whole model, if there is one."""
+        return self.stages[0] if len(self.stages) == 1 and self.stages[0].is_alone else None
+
     def stage(self, name: str) -> GraphStage:
         """Return the stage of that name."""
         return next(stage for stage in self.stages if stage.name == name)
@@ -88,7 +110,13 @@ class ResolvedGraph:
 
 
 def resolve(
-    graph: StageGraph, *, batch_keys: Collection[str], num_ranks: int, needs_loss: bool = True
+    graph: StageGraph,
+    *,
+    batch_keys: Collection[str],
+    num_ranks: int,
+    needs_loss: bool = True,
+    constants: Mapping[str, Any] = MappingProxyType({}),
+    asked: Sequence[str] = (),
 ) -> ResolvedGraph:
     """Return the graph with every input resolved.
 
@@ -98,11 +126,14 @@ def resolve(
         batch_keys: the batch's keys that hold tensors.
         needs_loss: False drops the stages that lack an input, and what reads them: evaluation without labels. A
             captured stage whose module can do without it only lacks its losses.
+        constants: the batch's other entries.
+        asked: outputs that an evaluation asks for.
 
     Raises:
         ConfigError: an input is unknown or ambiguous, the stages form a cycle, ranks are left out, an output is
             read by nobody, or there is no loss.
     """
+    # 1. every input, one stage at a time: "vision.hidden" is an output, "ids" what is nearest (see `_source`)
     specs = graph.stages
     if not specs:
         raise ConfigError(f"stage graph {graph.name!r} has no stages; add them with graph.stage(...)")
@@ -110,35 +141,100 @@ def resolve(
     stages = []
     for position, spec in enumerate(specs):
         sources = [(keyword, _source(specs, position, text, batch_keys)) for keyword, text in spec.inputs]
+        # a user's module is called with tensors only: its code is compiled for their shapes, not for values
+        known = constants if spec.num_pieces is not None else {}
+        read = [(keyword, text) for keyword, (is_edge, text) in sources if not is_edge]
         stages.append(
             GraphStage(
                 spec=spec,
-                batch_inputs=tuple((keyword, text) for keyword, (is_edge, text) in sources if not is_edge),
+                batch_inputs=tuple((keyword, text) for keyword, text in read if text not in known),
                 received=tuple((keyword, text) for keyword, (is_edge, text) in sources if is_edge),
                 nodes=tuple((field, f"{spec.name}.{name}") for field, name in spec.outputs),
                 losses=(),
+                constants=tuple((keyword, known[text]) for keyword, text in read if text in known),
             )
         )
+    # 2. what of it runs: in evaluation a stage without its labels falls away, and then whatever reads it
     losses = _losses(graph, stages, is_required=needs_loss)
     if not needs_loss:
         stages = _runnable(stages, batch_keys, losses)
     else:
         _refuse_unknown(stages, batch_keys)
     _refuse_mixed_shards(stages)
+    # 3. producers before consumers; then names, for now "stage.output" everywhere, so that checks read one form
     ordered = tuple(
-        GraphStage(
-            spec=stage.spec,
-            batch_inputs=stage.batch_inputs,
-            received=stage.received,
-            nodes=stage.nodes,
-            losses=tuple(node for _, node in stage.nodes if node in losses),
+        _asked_for_loss(
+            dataclasses.replace(stage, losses=tuple(node for _, node in stage.nodes if node in losses)),
+            constants,
         )
         for stage in _ordered(stages)
     )
     resolved = ResolvedGraph(name=graph.name, stages=ordered, ties=_joined(graph.ties))
     if needs_loss:
         _refuse_unused(resolved)
+    if graph.is_one_capture:
+        alone = tuple(_alone(stage, batch_keys, asked) for stage in ordered)
+        return dataclasses.replace(resolved, stages=alone)
     return resolved
+
+
+def resolve_module(
+    model: nn.Module, batch: Mapping[str, Any], *, num_ranks: int, asked: Sequence[str] = ()
+) -> ResolvedGraph:
+    """Return a plain model as a graph of one captured stage, which is called with the whole batch.
+
+    Args:
+        batch: as the model is called with it.
+        asked: outputs that an evaluation asks for.
+    """
+    # Its nodes are left empty: the module is called with the batch and its output read as it is, `.loss` and all.
+    # A graph of one capture says which field is what (`_alone`), and is the same from there on.
+    name = type(model).__name__
+    keys = tuple((key, key) for key, value in batch.items() if isinstance(value, Tensor))
+    stage = GraphStage(
+        spec=StageSpec(
+            name=name,
+            make=model,
+            inputs=tuple((key, key) for key in batch),
+            outputs=((LOSS, LOSS),),
+            ranks=tuple(range(num_ranks)),
+            num_pieces="auto",
+        ),
+        batch_inputs=keys,
+        received=(),
+        nodes=(),
+        losses=(),
+        constants=tuple((key, value) for key, value in batch.items() if not isinstance(value, Tensor)),
+        is_alone=True,
+        asked=tuple(asked),
+    )
+    return ResolvedGraph(name=name, stages=(stage,), ties=())
+
+
+def _asked_for_loss(stage: GraphStage, constants: Mapping[str, Any]) -> GraphStage:
+    """Return a captured stage with ``return_loss=True`` where its module takes it, its loss is an output, and the
+    stage's inputs and the batch do not say otherwise: as `integrations.data.prepare_batch` does for a plain model.
+    """
+    fields = {field for field, node in stage.nodes if node in stage.losses}
+    is_given = any(keyword == RETURN_LOSS for keyword, _ in stage.spec.inputs)
+    if not stage.is_captured or is_given or LOSS not in fields or RETURN_LOSS not in _parameters(stage):
+        return stage
+    value = (RETURN_LOSS, constants.get(RETURN_LOSS, True))
+    return dataclasses.replace(stage, constants=(*stage.constants, value))
+
+
+def _alone(stage: GraphStage, batch_keys: Collection[str], asked: Sequence[str]) -> GraphStage:
+    """Return a stage that is the whole model: its outputs by their own names, its inputs as the batch has them."""
+    place = {key: i for i, key in enumerate(batch_keys)}
+    own = stage.prefix
+    return dataclasses.replace(
+        stage,
+        batch_inputs=tuple(sorted(stage.batch_inputs, key=lambda pair: place[pair[1]])),
+        nodes=tuple((field, node.removeprefix(own)) for field, node in stage.nodes),
+        losses=tuple(node.removeprefix(own) for node in stage.losses),
+        is_alone=True,
+        asked=tuple(name.removeprefix(own) for name in asked),
+    )
 
 
 def check_ranks(specs: Iterable[StageSpec], num_ranks: int) -> None:
@@ -234,9 +330,13 @@ def _with_known(stage: GraphStage, batch_keys: Collection[str], losses: Collecti
 
 
 def _optional_arguments(stage: GraphStage) -> set[str]:
+    return {p.name for p in _parameters(stage).values() if p.default is not inspect.Parameter.empty}
+
+
+def _parameters(stage: GraphStage) -> Mapping[str, inspect.Parameter]:
+    """Return what a captured stage's module takes."""
     assert isinstance(stage.spec.make, nn.Module), "what is captured is a module"
-    parameters = inspect.signature(stage.spec.make.forward).parameters.values()
-    return {p.name for p in parameters if p.default is not inspect.Parameter.empty}
+    return inspect.signature(stage.spec.make.forward).parameters
 
 
 def _refuse_mixed_shards(stages: Iterable[GraphStage]) -> None:

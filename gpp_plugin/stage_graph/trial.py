@@ -102,7 +102,7 @@ def stage_arguments(
             made = made.narrow(spec.layout.axis, 0, num_samples * spec.layout.rows_per_sample).contiguous()
         made = own_shard(made, stage, keyword, place.rank)
         arguments[keyword] = made.to(place.device).requires_grad_(spec.requires_grad)
-    return {keyword: arguments[keyword] for keyword, _ in stage.spec.inputs}
+    return {keyword: arguments[keyword] for keyword, _ in stage.spec.inputs if keyword in arguments}
 
 
 def own_shard(tensor: Tensor, stage: GraphStage, keyword: str, rank: int) -> Tensor:

@@ -12,7 +12,7 @@ from gpp_plugin.capture import traced
 from gpp_plugin.capture.samples import count_samples
 from gpp_plugin.config import read_config
 from gpp_plugin.integrations.deepspeed import setting_of
-from gpp_plugin.integrations.model_source import CapturedModel
+from gpp_plugin.integrations.model_source import ModelSource
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import load
 from tests.integrations.engine_jobs import B, U, config_of
@@ -50,8 +50,8 @@ def test_a_second_start_exports_for_the_analysis_only(
     assert block is not None
     setting = setting_of(config, rank=0, num_ranks=2, device=torch.device("cpu"), group=None)
 
-    def start() -> tuple[CapturedModel, Any, Any]:
-        source = CapturedModel(model, config=block, setting=setting)
+    def start() -> tuple[ModelSource, Any, Any]:
+        source = ModelSource(model, config=block, setting=setting)
         return source, *source.prepare_plan(batch)
 
     analysis = [U, 2 * U]

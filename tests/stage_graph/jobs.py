@@ -69,7 +69,7 @@ def run_in_double(
     graph: Any, batch: dict[str, Tensor], mini_batch: int, block: dict[str, Any], *, count: bool = False
 ) -> dict[str, Any]:
     from gpp_plugin.config import BatchSizes, GraphPipelineConfig
-    from gpp_plugin.integrations.given_graph import source_of
+    from gpp_plugin.integrations.model_source import ModelSource
     from gpp_plugin.integrations.preparation import Setting
     from gpp_plugin.plan.memory_counts import differences
     from gpp_plugin.runtime.pipeline import Lane, channels_of, make_programs, tied_stages
@@ -87,7 +87,7 @@ def run_in_double(
         group=dist.new_group(backend="gloo"),
     )
     config = GraphPipelineConfig(**block)
-    source = source_of(graph, config=config, setting=setting)
+    source = ModelSource(graph, config=config, setting=setting)
     reference, plan = source.prepare_plan(batch)
     programs = make_programs(plan, reference)
     edges = [f"{plan.stages[e.src].name} -> {plan.stages[e.dst].name}" for e in plan.edges]

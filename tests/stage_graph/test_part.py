@@ -74,7 +74,7 @@ def trace(graph: StageGraph) -> tuple[ResolvedGraph, dict[str, PartView], Any]:
         )
         captured = part.capture(part.arguments(BATCH, tensors, UNIT), is_training=True)
         views[stage.name] = part.view(captured)
-        parameters[stage.name] = captured.op_graph.parameters
+        parameters[stage.name] = part.parameters(captured.op_graph)
         tensors.update(views[stage.name].outputs)
     check_ties(resolved, parameters)
     shapes = Shapes(num_samples=UNIT, tensors=tensors, inputs=input_specs(BATCH, UNIT))

@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import deepspeed
 import torch
 import torch.distributed as dist
 
@@ -164,7 +163,7 @@ def _write_files(
     files: dict[str, Any] = {_rank_file(engine.rank): _rank_contents(engine, rank_state)}
     if engine.position == 0:
         files[_model_file(engine, engine.stage_index)] = engine.model_state()
-    if engine.deepspeed is not None and (engine.is_partitioned or engine.position == 0):
+    if engine.is_trained and (engine.is_partitioned or engine.position == 0):
         files[_optimizer_file(engine)] = engine.optimizer_state()
     if engine.rank == 0:
         files["shared.pt"] = {"engine": engine.shared_state(), **shared}
@@ -257,7 +256,7 @@ def _read_files(
     engine.load_model_state(model)
     if not load_optimizer:
         engine.refresh_masters()
-    elif engine.deepspeed is not None:
+    elif engine.is_trained:
         file = target / _optimizer_file(engine)
         engine.load_optimizer_state(torch.load(file, map_location=place, weights_only=False))
     shared = torch.load(target / "shared.pt", map_location="cpu", weights_only=False)
@@ -323,7 +322,7 @@ def _manifest(engine: StageEngine, files: Mapping[str, int]) -> dict[str, Any]:
         # ZeRO 1 and 2 write the same files: gradients are not saved
         "settings": {"dtype": engine.config.dtype, "zero_stage": min(engine.config.zero_stage, 1)},
         "files": dict(sorted(files.items())),
-        "deepspeed": deepspeed.__version__,
+        **engine.versions,
         "torch": torch.__version__,
     }
 

@@ -19,8 +19,13 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from gpp_plugin.capture.export import count_samples
 from gpp_plugin.errors import ConfigError, RuntimeFailure
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.batches import Batch, check_batch, collect_mini_batch, shape_key
 from gpp_plugin.runtime.meeting import Meeting
+
+LOADING_TIMEOUT_S = 600.0
+"""How long ranks wait for one that loads data; a failure they hear of at once."""
 
 
 def prepare_batch(model: nn.Module, batch: Any) -> dict[str, Any]:
@@ -77,6 +82,22 @@ def sample_from_dataset(
     if not items:
         raise ConfigError("training_data is empty; capture needs at least one sample of it")
     return check_batch(collate(items))
+
+
+def inputs_read(plan: PipelinePlan, graph: BlockGraph, stage: int) -> set[str]:
+    """Return the keys of the mini-batch that a stage of the plan reads."""
+    own = set(plan.stages[stage].blocks)
+    return {key for block in graph.blocks if block.name in own for key in block.inputs}
+
+
+def ranks_that_read(plan: PipelinePlan, graph: BlockGraph) -> set[int]:
+    """Return the ranks whose stages read anything of the mini-batch."""
+    return {
+        rank
+        for index, stage in enumerate(plan.stages)
+        if inputs_read(plan, graph, index)
+        for rank in stage.ranks
+    }
 
 
 def repeat(loader: Iterable[Any]) -> Iterator[Any]:
@@ -255,6 +276,41 @@ class Feed:
                 f"rank {dist.get_rank()} waited {self._timeout_s:g} s for the other ranks to load their mini-batch: "
                 "one of them is gone, or its data loader is stuck"
             ) from error
+
+
+class TrainingData:
+    """What `train_batch` reads when it is called without data: the engine's own loader, or what the user set.
+
+    Args:
+        loader: of ``training_data``; None where there is none.
+    """
+
+    def __init__(self, feed: Feed, loader: Any) -> None:
+        self.loader = loader
+        self._feed = feed
+        self._is_own = loader is not None
+        self._iterator: Iterator[Any] | None = None
+
+    def next(self, given: Iterator[Any] | None) -> dict[str, Any]:
+        """Return the mini-batch of ``train_batch(given)``, or its shape where this rank reads no inputs.
+
+        Raises:
+            ConfigError: there is no data, or its keys or sizes do not fit.
+        """
+        if given is None and self._iterator is None and self.loader is not None:
+            self._iterator = repeat(self.loader)
+        return self._feed.mini_batch(given, self._iterator, is_own=self._is_own)
+
+    def use_loader(self, loader: Any) -> None:
+        """Read ``loader``, the same batches on every rank, from its beginning."""
+        self.loader = loader
+        self._iterator = None
+        self._is_own = False
+
+    def use_iterator(self, iterator: Iterator[Any]) -> None:
+        """Read ``iterator``, the same batches on every rank."""
+        self._iterator = iterator
+        self._is_own = False
 
 
 def _check_iterator(iterator: Any) -> Iterator[Any]:

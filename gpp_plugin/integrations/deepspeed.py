@@ -1,7 +1,12 @@
 """What `deepspeed.initialize` does with a `graph_pipeline` block: makes a `GraphPipelineEngine`.
 
-The wrapper is set by `gpp_plugin.import_hook`. Callers that bound the function before gpp_plugin was
-imported (``from deepspeed import initialize``) import gpp_plugin first, or use `gpp_plugin.initialize`.
+The wrapper is set by `gpp_plugin.import_hook`, which `gpp_plugin` gives this module's `dispatch`. Callers that bound
+the function before gpp_plugin was imported (``from deepspeed import initialize``) import gpp_plugin first, or use
+`gpp_plugin.initialize`.
+
+    deepspeed.initialize(...) ─► dispatch ─┬─ no enabled block ─► DeepSpeed's own
+                                           ├─ planner stock     ─► DeepSpeed's PipelineEngine on our capture
+                                           └─ else              ─► GraphPipelineEngine with `DeepSpeedFramework`
 """
 
 from __future__ import annotations
@@ -10,18 +15,21 @@ import inspect
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.monitor.config import get_monitor_config
+from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from gpp_plugin.capture.export import count_samples
 from gpp_plugin.config import (
+    BLOCK,
     GraphPipelineConfig,
     batch_arithmetic,
     check_ranks,
@@ -29,17 +37,22 @@ from gpp_plugin.config import (
     read_config,
 )
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.import_hook import register
-from gpp_plugin.integrations.async_engine import AsyncPipelineEngine, check_asynchronous_config
+from gpp_plugin.import_hook import original_initialize
 from gpp_plugin.integrations.data import prepare_batch, sample_from_dataset
 from gpp_plugin.integrations.engine import GraphPipelineEngine
-from gpp_plugin.integrations.native_ops import without_shared_memory_op
+from gpp_plugin.integrations.given_graph import source_of
+from gpp_plugin.integrations.megatron.p2p import check_megatron_p2p, over_megatron
 from gpp_plugin.integrations.optimizer_bytes import optimizer_bytes
-from gpp_plugin.integrations.preparation import Setting
+from gpp_plugin.integrations.setting import Monitor, Setting, StageReplica
 from gpp_plugin.integrations.stage_config import derive_stage_config
+from gpp_plugin.integrations.stage_optimizer import FRAMEWORK, DeepSpeedOptimizer, without_shared_memory_op
 from gpp_plugin.integrations.stock import make_stock_engine
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.tensors import TensorSpec
+from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.plan.stock import STOCK
 from gpp_plugin.runtime.batches import Batch, check_batch
+from gpp_plugin.runtime.transport import Channel, Transport
 from gpp_plugin.stage_graph.graph import StageGraph
 
 logger = logging.getLogger(__name__)
@@ -108,9 +121,8 @@ def initialize_block(**given: Any) -> Any:
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
-    """`deepspeed.initialize` with the hook, whatever was imported first."""
-    register()
-    return deepspeed.initialize(*args, **kwargs)
+    """`deepspeed.initialize` as the hook has it, whatever was imported first."""
+    return dispatch(original_initialize(deepspeed), args, kwargs)
 
 
 def _find_config(given: Mapping[str, Any]) -> Any:
@@ -153,6 +165,33 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
         sample = sample_from_dataset(data, num_samples=setting.sizes.mini_batch, collate_fn=collate_fn)
     sample = dict(check_batch(sample)) if isinstance(model, StageGraph) else prepare_batch(model, sample)
     count_samples(sample)  # a batch without a common number of samples is refused here, before any work
+    _check_model(model, block)
+    optimizer, groups = _optimizer_of(model, given)
+    if block.mode == "async":
+        check_asynchronous_config(ds_config, block)
+    framework = DeepSpeedFramework(
+        ds_config, optimizer=optimizer, lr_scheduler=_scheduler_of(given), parameter_groups=groups
+    )
+    common: dict[str, Any] = {
+        "ds_config": ds_config,
+        "config": block,
+        "setting": setting,
+        "sample_batch": sample,
+        "training_data": data,
+        "collate_fn": collate_fn,
+    }
+    engine: Any
+    if block.planner == STOCK:
+        assert not isinstance(model, StageGraph), "refused above"
+        engine = make_stock_engine(model=model, **framework.optimizer_options, **common)
+    else:
+        source = source_of(model, config=block, setting=setting)
+        engine = GraphPipelineEngine(source=source, framework=framework, **common)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _check_model(model: nn.Module | StageGraph, block: GraphPipelineConfig) -> None:
+    """Refuse a planner that cannot cut such a model; warn of checkpointing that has no effect."""
     if isinstance(model, StageGraph) and block.planner == STOCK:
         raise ConfigError(
             f"graph_pipeline.planner: {STOCK!r} cuts a captured model into a chain; a stage graph's stages are given: "
@@ -164,24 +203,77 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
             'does it: "auto" where a plan needs it to fit, "full" for every layer',
             type(model).__name__,
         )
-    optimizer, groups = _optimizer_of(model, given)
-    make_engine: Callable[..., Any] = make_stock_engine if block.planner == STOCK else GraphPipelineEngine
-    if block.mode == "async":
-        check_asynchronous_config(ds_config, block)
-        make_engine = AsyncPipelineEngine
-    engine = make_engine(
-        model=model,
-        ds_config=ds_config,
-        config=block,
-        setting=setting,
-        sample_batch=sample,
-        optimizer=optimizer,
-        parameter_groups=groups,
-        lr_scheduler=_scheduler_of(given),
-        training_data=data,
-        collate_fn=collate_fn,
-    )
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def check_asynchronous_config(ds_config: Mapping[str, Any], config: GraphPipelineConfig) -> None:
+    """Refuse what cannot be combined with mode async, before anything is captured.
+
+    Raises:
+        ConfigError: names the key and what to do.
+    """
+    where = f"{BLOCK}.mode: async"
+    if config.p2p != NATIVE:
+        raise ConfigError(f"{where} sends over our own transport only; remove {BLOCK}.p2p")
+    if config.planner == STOCK:
+        raise ConfigError(
+            f"{where} cannot run planner {STOCK}, DeepSpeed's synchronous pipeline; choose another"
+        )
+    derived = derive_stage_config(ds_config, mini_batch=1, degree=1, device_type="cpu")
+    if derived.dtype == "float16":
+        raise ConfigError(
+            f"{where} cannot agree on a loss scale between stages that step alone; use bf16 or fp32"
+        )
+
+
+class DeepSpeedFramework:
+    """What the engine asks of a framework (`setting.Framework`), as a DeepSpeed configuration has it.
+
+    Args:
+        ds_config: the whole configuration.
+        optimizer, lr_scheduler, parameter_groups: of `DeepSpeedOptimizer`, given in the call and not in the JSON.
+    """
+
+    name = FRAMEWORK
+
+    def __init__(
+        self,
+        ds_config: Mapping[str, Any],
+        *,
+        optimizer: Callable[..., Any] | None = None,
+        lr_scheduler: Callable[..., Any] | None = None,
+        parameter_groups: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._ds_config = ds_config
+        self.optimizer_options: dict[str, Any] = {
+            "optimizer": optimizer,
+            "lr_scheduler": lr_scheduler,
+            "parameter_groups": parameter_groups,
+        }
+
+    def make_optimizer(self, module: nn.Module, replica: StageReplica) -> DeepSpeedOptimizer:
+        """Return a stage's optimizer, with a stock engine behind it where the stage trains anything."""
+        return DeepSpeedOptimizer(module, replica, config=self._ds_config, **self.optimizer_options)
+
+    def make_monitor(self) -> Monitor:
+        """Return DeepSpeed's monitors: TensorBoard, CSV, Weights & Biases, Comet."""
+        return MonitorMaster(get_monitor_config(dict(self._ds_config)))
+
+    def check_transport(self, device: torch.device) -> None:
+        """Refuse ``"p2p": "megatron"`` where it cannot work."""
+        check_megatron_p2p(device)
+
+    def make_transport(
+        self,
+        native: Transport,
+        plan: PipelinePlan,
+        *,
+        specs: Mapping[str, TensorSpec],
+        channels: Collection[Channel],
+        device: torch.device,
+        timeout_s: float,
+    ) -> Transport:
+        """Return what sends over megatron-core's communicator where that can carry an edge; collective."""
+        return over_megatron(native, plan, specs=specs, channels=channels, device=device, timeout_s=timeout_s)
 
 
 def _make_setting(

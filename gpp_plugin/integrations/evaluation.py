@@ -16,8 +16,7 @@ from torch import Tensor
 
 from gpp_plugin.capture.export import count_samples
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.model_source import ModelSource
-from gpp_plugin.integrations.preparation import Setting
+from gpp_plugin.integrations.setting import ModelSource, Setting
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.runtime.batches import Batch, take_samples

@@ -26,9 +26,22 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.zero_layout import FlatGroup, read_layout, require_attributes
-from gpp_plugin.integrations.zero_places import ZeroPlaces
-from gpp_plugin.runtime.weight_places import ParameterPlaces, WeightPlaces
+from gpp_plugin.integrations.partitioned_gradients import FlatGroup, ParameterSpan
+from gpp_plugin.runtime.weight_places import ParameterPlaces, Place, WeightPlaces
+
+
+def require_attributes(thing: object, *names: str) -> None:
+    """Check that DeepSpeed still has what this package relies on.
+
+    Raises:
+        ConfigError: an attribute is missing; the message names the DeepSpeed version.
+    """
+    missing = [name for name in names if not hasattr(thing, name)]
+    if missing:
+        raise ConfigError(
+            f"{type(thing).__name__} of DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}; "
+            "this release of gpp_plugin works with DeepSpeed 0.19"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,3 +283,102 @@ def _zero_fragments(wrapper: Any, layout: Sequence[FlatGroup], position: int) ->
         for master, flat in zip(wrapper.single_partition_of_fp32_groups, layout, strict=True)
         for part in flat.segments(position * flat.partition_size, flat.partition_size)
     }
+
+
+def read_layout(wrapper: Any, parameters: Mapping[str, nn.Parameter]) -> tuple[FlatGroup, ...]:
+    """Return the flat groups of a `DeepSpeedZeroOptimizer`, in the order of its masters.
+
+    Args:
+        parameters: the stage's trained parameters by name.
+
+    Raises:
+        ConfigError: this DeepSpeed keeps its layout elsewhere.
+    """
+    require_attributes(wrapper, "round_robin_bit16_groups", "round_robin_bit16_offsets", "partition_size")
+    names: dict[int, str] = {id(parameter): name for name, parameter in parameters.items()}
+    groups = []
+    for members, offsets, size in zip(
+        wrapper.round_robin_bit16_groups,
+        wrapper.round_robin_bit16_offsets,
+        wrapper.partition_size,
+        strict=True,
+    ):
+        spans = tuple(
+            ParameterSpan(name=names[id(p)], first=first, num_elements=torch.Size(p.shape).numel())
+            for p, first in zip(members, offsets, strict=True)
+        )
+        groups.append(FlatGroup(spans=spans, partition_size=int(size)))
+    return tuple(groups)
+
+
+class ZeroPlaces:
+    """Places of weights that ZeRO 1 and 2 gather into flat buffers (asynchronous mode).
+
+    DeepSpeed's optimizer writes its rank's partition of a flat buffer and gathers the others'; parameters are views
+    of it. So another place is another flat buffer of each group, and to move is to hand it to the optimizer: only then
+    does a gather leave alone the weights that a micro-batch in flight was computed with.
+
+    Args:
+        wrapper: a `DeepSpeedZeroOptimizer`; ``layout`` is how it lays out parameters.
+        named: the parameters it steps, by the names of ``layout``.
+        parameters: all that are trained, in order; those it does not step move by themselves.
+
+    Raises:
+        ConfigError: this DeepSpeed keeps its buffers elsewhere.
+    """
+
+    def __init__(
+        self,
+        wrapper: Any,
+        layout: Sequence[FlatGroup],
+        named: dict[str, nn.Parameter],
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
+        require_attributes(
+            wrapper, "bit16_groups_flat", "parallel_partitioned_bit16_groups", "get_data_parallel_partitions"
+        )
+        self._wrapper = wrapper
+        self._order = tuple(parameters)
+        number = {id(parameter): at for at, parameter in enumerate(parameters)}
+        # by flat group: of each of its parameters that code reads, its number, its first element, its shape
+        self._views = [
+            [
+                (number[id(named[span.name])], span.first, named[span.name].shape)
+                for span in group.spans
+                if id(named[span.name]) in number
+            ]
+            for group in layout
+        ]
+        inside = {at for views in self._views for at, _, _ in views}
+        self._rest = [at for at in range(len(parameters)) if at not in inside]
+        self._others = ParameterPlaces([self._order[at] for at in self._rest])
+
+    def present(self) -> Place:
+        """Return the optimizer's buffers, and where the parameters lie in them."""
+        return self._place(self._wrapper.bit16_groups_flat, self._others.present())
+
+    def make(self) -> Place:
+        """Return buffers like the optimizer's."""
+        flats = [torch.zeros_like(flat) for flat in self._wrapper.bit16_groups_flat]
+        return self._place(flats, self._others.make())
+
+    def _place(self, flats: Sequence[Tensor], others: Place) -> Place:
+        found = dict(zip(self._rest, others.tensors, strict=True))
+        for flat, views in zip(flats, self._views, strict=True):
+            for at, first, shape in views:
+                found[at] = flat.detach().narrow(0, first, shape.numel()).view(shape)
+        return Place(tensors=tuple(found[at] for at in range(len(self._order))), flats=tuple(flats))
+
+    @torch.no_grad()
+    def move(self, place: Place) -> None:
+        """Copy the buffers, and hand them to optimizer and parameters."""
+        wrapper = self._wrapper
+        for index, flat in enumerate(place.flats):
+            flat.copy_(wrapper.bit16_groups_flat[index])
+            wrapper.bit16_groups_flat[index] = flat
+            wrapper.parallel_partitioned_bit16_groups[index] = wrapper.get_data_parallel_partitions(
+                flat, index
+            )
+        self._others.move(Place(tensors=tuple(place.tensors[at] for at in self._rest)))
+        for parameter, tensor in zip(self._order, place.tensors, strict=True):
+            parameter.data = tensor

@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor, nn
 
-from gpp_plugin.integrations.native_ops import without_shared_memory_op
+from gpp_plugin.integrations.stage_optimizer import without_shared_memory_op
 
 _STEP = (ds_schedule.ReduceTiedGrads, ds_schedule.ReduceGrads, ds_schedule.OptimizerStep)
 

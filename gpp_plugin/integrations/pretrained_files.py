@@ -1,4 +1,4 @@
-"""The whole model's weights, out of what each stage holds: HuggingFace files without a gather, or one state dict."""
+"""The whole model's weights, out of what each stage holds, as HuggingFace files; no rank gathers them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from gpp_plugin.integrations.huggingface import (
     saved_names,
     tied_names,
 )
-from gpp_plugin.ir.op_graph import Parameter
 from gpp_plugin.ir.serialize import write_text_whole
 from gpp_plugin.runtime.meeting import Meeting
 
@@ -257,29 +256,3 @@ def _agree(problem: str | None, meeting: Meeting, payload: Any = None) -> list[A
     if failures:
         raise CheckpointError("the model was not saved; " + "; ".join(dict.fromkeys(failures)))
     return [value for _, value in answers]
-
-
-def gather_state_dict(
-    state: Mapping[str, Tensor], *, parameters: Sequence[Parameter], meeting: Meeting
-) -> dict[str, Tensor] | None:
-    """Return the whole model's state dict on rank 0 (CPU tensors), None elsewhere; collective.
-
-    Args:
-        state: what this rank brings of it.
-        parameters: of the model; tied ones are returned under all their names.
-        meeting: of all ranks.
-
-    Raises:
-        CommTimeout: a rank did not come.
-    """
-    own = {name: value.detach().cpu() for name, value in state.items() if isinstance(value, Tensor)}
-    gathered = meeting.gather_on_first(own, "the whole model's weights")
-    if gathered is None:
-        return None
-    whole: dict[str, Tensor] = {}
-    for part in gathered:
-        whole.update(part)
-    for parameter in parameters:
-        if parameter.name in whole:
-            whole.update(dict.fromkeys(parameter.aliases, whole[parameter.name]))
-    return whole

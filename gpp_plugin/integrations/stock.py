@@ -25,7 +25,7 @@ from gpp_plugin.integrations.learning_rates import StageParameterGroups
 from gpp_plugin.integrations.materialize import release_parameters
 from gpp_plugin.integrations.preparation import Setting, prepare_plan
 from gpp_plugin.integrations.stage_config import derive_stage_config
-from gpp_plugin.integrations.stock_engine import ChainLane, Source, StockPipelineEngine
+from gpp_plugin.integrations.stock_engine import ChainLane, ChainSource, StockPipelineEngine
 from gpp_plugin.integrations.stock_layer import ChainLayer, at_least_1d
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.linearise import linearise
@@ -64,7 +64,7 @@ def make_stock_engine(
     reference, plan = prepare_plan(model, sample_batch, config=config, setting=setting)
     check_stock_plan(plan, setting)
     engine_config = _deepspeed_config(ds_config, plan, setting)
-    source = Source(model=model, config=config, setting=setting)
+    source = ChainSource(model=model, config=config, setting=setting)
     lane = ChainLane(source, reference, plan)
     code = lane.code_for(sample_batch)
     tied = {name: f"tied{i}" for i, name in enumerate(tied_stages(plan, reference))}

@@ -23,7 +23,7 @@ from gpp_plugin.capture.export import count_samples, recapture, resize_batch
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations import pretrained_files
-from gpp_plugin.integrations.data import Feed, prepare_batch, repeat
+from gpp_plugin.integrations.data import LOADING_TIMEOUT_S, Feed, prepare_batch, repeat
 from gpp_plugin.integrations.metrics import keep_timeline
 from gpp_plugin.integrations.preparation import Setting, analyse, materialize_for
 from gpp_plugin.integrations.stage_config import NO_OPTIMIZER
@@ -40,12 +40,9 @@ from gpp_plugin.runtime.pipeline import MAX_SHAPES, Reference, held_tensors
 from gpp_plugin.runtime.stage_module import build_stage_function
 from gpp_plugin.runtime.timelines import start_clock
 
-LOADING_TIMEOUT_S = 600.0
-"""How long a rank waits for others to load a mini-batch."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ChainSource:
     """Where captures and parameters come from."""
 
     model: nn.Module
@@ -63,7 +60,7 @@ class ChainLane:
     ``used`` are the names of what any stage reads.
     """
 
-    def __init__(self, source: Source, reference: Reference, plan: PipelinePlan) -> None:
+    def __init__(self, source: ChainSource, reference: Reference, plan: PipelinePlan) -> None:
         self.source, self.reference, self.plan = source, reference, plan
         self.stage_index = plan.stage_of_rank(source.setting.rank)
         self.chain: tuple[ChainStage, ...] = linearise(plan, reference.block_graph)

@@ -116,7 +116,9 @@ class AsynchronousSteps:
         Raises:
             CommTimeout, RuntimeFailure: a rank failed, or was given other data in the call before.
         """
+        # Posted before the window, looked at one call later: by then the others' facts have long come.
         self._agreement.post(batch, self._stage.global_steps + 1)
+        # Windows overlap within one compiled shape only: messages and weight versions of another one do not fit.
         if self._lane.is_another_shape(batch):
             self.drain()
         result = self._runner.train(self._lane, batch, record=record)
@@ -150,7 +152,7 @@ class AsynchronousSteps:
             The mean of the losses that no `train` has returned, the same on every rank; None if there are none.
         """
         self.drain()
-        self._num_left = 0
+        self._num_left = 0  # all are told now
         with self._runner.ending_on_failure():
             loss = self._losses.tell(None)
             self._losses.finish()
@@ -214,6 +216,8 @@ class LossReports:
         """Take up the losses of a window, one a micro-batch; the stage's ranks have a part of each."""
         if not self._has_losses:
             return
+        # Each rank of the stage has the mean over its own rows of a micro-batch: weighted by its share of them, the
+        # ranks' parts add up to the micro-batch's mean. Double precision, so that the order of ranks does not show.
         parts = torch.stack([loss.float() * (count / self._micro_batch_size) for loss, count in losses])
         parts = parts.double().to(self._device)
         if self._degree > 1:
@@ -226,6 +230,8 @@ class LossReports:
         Where there is none to tell it is the last one told; nan where ``count`` is None.
         """
         value = math.nan
+        # A rank that is told nothing (no loss came out in this call) is sent the last value again: the number of
+        # messages a call is one, whatever the windows hold, and stays the same on both sides.
         if self._rank == self._root:
             told = [self._untold.popleft() for _ in range(len(self._untold) if count is None else count)]
             if told:
@@ -298,6 +304,7 @@ class DataAgreement:
         """Tell the others what this rank was given."""
         if self._group is None:
             return
+        # Asynchronous, and so is the reduction: it moves on while the window runs, and no rank waits for another here.
         checksum = batch_checksum(batch) if self._reads else 0
         facts = torch.tensor([checksum, checksum * checksum, int(self._reads)], dtype=torch.float64)
         work = dist.all_reduce(facts, group=self._group, async_op=True)

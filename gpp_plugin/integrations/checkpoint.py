@@ -79,6 +79,8 @@ def save_checkpoint(
     Raises:
         CheckpointError: a rank could not write, or the ranks disagree about the tag; `latest` stays as it was.
     """
+    # Three agreements, each of which ends on all ranks if one rank failed: the directory is there and its old manifest
+    # is not; every file is written whole; manifest, then `latest`. A save that dies in between leaves no manifest.
     target = Path(directory) / str(tag)
     tags = _all_ranks(engine, lambda: _prepare(engine, target), doing=f"prepare {target}")
     if len(set(tags)) > 1:
@@ -123,6 +125,7 @@ def load_checkpoint(
         CheckpointError: it is missing, torn, of another plan, precision or ZeRO stage, or not readable.
     """
 
+    # Checked on all ranks before any of them changes anything: a refused checkpoint leaves training as it was.
     load_optimizer = load_optimizer and not weights_only
 
     def check() -> str:

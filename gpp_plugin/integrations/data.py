@@ -53,6 +53,7 @@ def make_loader(
         ConfigError: the dataset holds fewer samples than one mini-batch.
     """
     collate = collate_fn or default_collate
+    # Whole mini-batches: ranks take their rows of them, so that a shuffle is the same everywhere and padding too.
     if isinstance(dataset, IterableDataset):
         return DataLoader(dataset, batch_size=mini_batch, drop_last=True, collate_fn=collate)
     if len(dataset) < mini_batch:
@@ -171,6 +172,7 @@ class Feed:
 
     def collect(self, iterator: Iterator[Any]) -> dict[str, Any]:
         """Take one mini-batch from the user's iterator (every rank has the same stream)."""
+        # Batches of any size are joined until they are B samples; constants of the capture are the same in all of them.
         prepared = (self._prepare(batch) for batch in _check_iterator(iterator))
         batch = collect_mini_batch(prepared, self._mini_batch, count_samples)
         if batch.keys() != self._keys:
@@ -212,6 +214,7 @@ class Feed:
         Raises:
             RuntimeFailure: another rank's data could not be loaded, or did not come in time.
         """
+        # Ahead, a rank tells in call k what it loaded for call k + 1: all have told by then, and nobody waits.
         loading = self._ahead or self._begin(iterator)
         self._ahead = None
         batch = self._end(loading)
@@ -235,6 +238,9 @@ class Feed:
             assert loading.batch is not None
             key = shape_key(loading.batch, self._mini_batch)
             loading.facts[1] = self._announced.setdefault(key, len(self._announced))
+        # A maximum of (rank that failed or -1, number of the shape or -1): a failure wins, and the source's number is
+        # the only one. Shapes are numbered in the order in which the source first met them: 0 0 1 0 for lengths
+        # 16 16 32 16.
         loading.work = dist.all_reduce(loading.facts, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return loading
 
@@ -326,6 +332,7 @@ def _check_iterator(iterator: Any) -> Iterator[Any]:
 def _without_values(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the batch with its tensors on the meta device."""
     return {
+        # shapes and dtypes travel, a few hundred bytes, whatever the batch weighs
         key: torch.empty(value.shape, dtype=value.dtype, device="meta")
         if isinstance(value, Tensor)
         else value

@@ -95,6 +95,7 @@ def dispatch(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     Raises:
         ConfigError: the block, or what is passed with it, is wrong.
     """
+    # By name, as DeepSpeed would take them: users pass some of them by position.
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     ds_config = _find_config(given)
     block = read_config(ds_config) if ds_config is not None else None
@@ -126,6 +127,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 
 
 def _find_config(given: Mapping[str, Any]) -> Any:
+    # In DeepSpeed's own order: the argument, its old name, the command line's; last what a wrapped model brings.
     for key in ("config", "config_params"):
         if given.get(key) is not None:
             return given[key]
@@ -160,6 +162,7 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
             "graph_pipeline: capture needs a sample batch; pass training_data, or wrap the model: "
             "gpp_plugin.GraphPipelineModule(model, sample_batch=batch)"
         )
+    # From here on the ranks are joined.
     setting = _make_setting(ds_config, block, given)
     if sample is None:
         sample = sample_from_dataset(data, num_samples=setting.sizes.mini_batch, collate_fn=collate_fn)
@@ -169,6 +172,7 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
     optimizer, groups = _optimizer_of(model, given)
     if block.mode == "async":
         check_asynchronous_config(ds_config, block)
+    # The engine knows neither DeepSpeed nor where weights come from: it is given what answers for both.
     framework = DeepSpeedFramework(
         ds_config, optimizer=optimizer, lr_scheduler=_scheduler_of(given), parameter_groups=groups
     )
@@ -218,6 +222,7 @@ def check_asynchronous_config(ds_config: Mapping[str, Any], config: GraphPipelin
         raise ConfigError(
             f"{where} cannot run planner {STOCK}, DeepSpeed's synchronous pipeline; choose another"
         )
+    # Sizes do not matter to what is asked here, the precision.
     derived = derive_stage_config(ds_config, mini_batch=1, degree=1, device_type="cpu")
     if derived.dtype == "float16":
         raise ConfigError(
@@ -282,6 +287,7 @@ def _make_setting(
     _init_distributed(given)
     num_ranks = dist.get_world_size()
     check_ranks(block, num_ranks)
+    # Small agreements go over gloo whatever moves activations: they must not queue behind those on a device.
     accelerator = get_accelerator()
     if accelerator.device_name() == "cuda":
         local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
@@ -318,6 +324,7 @@ def setting_of(
     Raises:
         ConfigError: sizes do not divide, or a key asks for what stages cannot do.
     """
+    # Degrees are not known yet: dtype, ZeRO stage and optimizer are the same for any.
     sizes = batch_arithmetic(ds_config, num_ranks)
     stage = derive_stage_config(ds_config, mini_batch=sizes.mini_batch, degree=1, device_type=device.type)
     held = optimizer_bytes(
@@ -351,6 +358,7 @@ def _init_distributed(given: Mapping[str, Any]) -> None:
         os.environ.update(
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
         )
+    # With Intel's package installed DeepSpeed takes ccl on the CPU; our transport is proved on gloo.
     backend = get_accelerator().communication_backend_name()
     if get_accelerator().device_name() == "cpu":
         backend = "gloo"
@@ -383,6 +391,7 @@ def _optimizer_of(
                 "deepspeed.initialize: the optimizer has taken steps already; pass a fresh one or a callable "
                 "(parameters -> optimizer), or load a checkpoint"
             )
+        # An optimizer of the whole model is taken as a recipe: its class and options make one for each stage.
         kind, defaults = type(optimizer), dict(optimizer.defaults)
         allowed = inspect.signature(kind.__init__).parameters
         options = {key: value for key, value in defaults.items() if key in allowed}
@@ -403,6 +412,7 @@ def _optimizer_of(
 
 
 def _named_groups(model: nn.Module | StageGraph, groups: Any) -> list[dict[str, Any]]:
+    # By identity, so that groups made from any of a parameter's names mean the parameter.
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         names.setdefault(id(parameter), name)
@@ -413,6 +423,7 @@ def _named_groups(model: nn.Module | StageGraph, groups: Any) -> list[dict[str, 
     for position, group in enumerate(listed):
         members = group["params"]
         tensors = [members] if isinstance(members, torch.Tensor) else list(members)
+        # One tensor, a list of them, or of (name, tensor) as `named_parameters` gives.
         tensors = [item[1] if isinstance(item, tuple) else item for item in tensors]
         foreign = [index for index, tensor in enumerate(tensors) if id(tensor) not in names]
         if foreign:

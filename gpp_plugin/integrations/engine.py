@@ -13,7 +13,7 @@ it does. It is put together of parts, each of which is told what it needs:
     metrics        what users see of training
     memory         what ranks hold, against the plan
 
-Neither this file nor a part knows a framework: what of one is needed is a `Framework` and a `ModelSource`.
+Neither this file nor a part knows a framework: what of one is needed is a `Framework` and a `EngineModel`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from gpp_plugin.integrations.engine_files import PipelineFiles
 from gpp_plugin.integrations.evaluation import Evaluator
 from gpp_plugin.integrations.memory import MemoryWatch
 from gpp_plugin.integrations.metrics import Metrics, keep_timeline
-from gpp_plugin.integrations.setting import Framework, ModelSource, Setting
+from gpp_plugin.integrations.setting import EngineModel, Framework, Setting
 from gpp_plugin.integrations.stage_engine import StageEngine
-from gpp_plugin.integrations.stage_groups import StageGroups, tied_parameters
+from gpp_plugin.integrations.stage_groups import StageGroups, TiedParameter, tied_parameters
 from gpp_plugin.integrations.surface import PipelineSurface
 from gpp_plugin.integrations.training_steps import (
     LaneMaker,
@@ -91,7 +91,7 @@ class GraphPipelineEngine(PipelineSurface):
     def __init__(
         self,
         *,
-        source: ModelSource,
+        source: EngineModel,
         framework: Framework,
         ds_config: Mapping[str, Any],
         config: GraphPipelineConfig,
@@ -121,17 +121,7 @@ class GraphPipelineEngine(PipelineSurface):
             group=setting.group, who=f"rank {setting.rank}, stage {name!r}", timeout_s=self._wait_s
         )
         self._groups = StageGroups.create(plan, tied, timeout_s=config.comm_timeout_s)
-        stage = StageEngine(
-            module=module,
-            plan=plan,
-            rank=setting.rank,
-            groups=self._groups,
-            tied=tied,
-            make_optimizer=framework.make_optimizer,
-            framework=framework.name,
-            device=setting.device,
-            steps_alone=config.mode == "async",
-        )
+        stage = self._make_stage(module, tied, framework)
         source.share_weights(module)
         self._make_data(reference, sample_batch, training_data, collate_fn)
         monitor = framework.make_monitor() if setting.rank == 0 else None
@@ -163,6 +153,22 @@ class GraphPipelineEngine(PipelineSurface):
         lane = self._lanes.make(reference, plan)
         assert lane is not None, "every rank is in a stage of the training plan"
         return lane
+
+    def _make_stage(
+        self, module: StageModule, tied: Sequence[TiedParameter], framework: Framework
+    ) -> StageEngine:
+        """Return what trains this rank's stage; collective."""
+        return StageEngine(
+            module=module,
+            plan=self._lane.plan,
+            rank=self._setting.rank,
+            groups=self._groups,
+            tied=tied,
+            make_optimizer=framework.make_optimizer,
+            framework=framework.name,
+            device=self._setting.device,
+            steps_alone=self.config.mode == "async",
+        )
 
     def _make_data(
         self,
@@ -262,6 +268,7 @@ class GraphPipelineEngine(PipelineSurface):
             CommTimeout, RuntimeFailure: a rank failed (names rank, stage, edge and micro-batch), or was given other
                 data; in mode async that is found out in the next call.
         """
+        # Nothing is sent before this rank knows that it can go on, that there is an optimizer, and that data came.
         start = time.perf_counter()
         self._runner.refuse_after_failure()
         self.stage_engine.require_optimizer()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations import checkpoint
-from gpp_plugin.integrations.setting import ModelSource, Setting
+from gpp_plugin.integrations.setting import EngineModel, Setting
 from gpp_plugin.integrations.stage_engine import StageEngine
 from gpp_plugin.integrations.training_steps import StepStrategy
 from gpp_plugin.ir.op_graph import Parameter
@@ -40,7 +40,7 @@ class PipelineFiles:
         module: StageModule,
         stage: StageEngine,
         steps: StepStrategy,
-        source: ModelSource,
+        source: EngineModel,
         parameters: Sequence[Parameter],
         setting: Setting,
         meeting: Meeting,
@@ -63,6 +63,7 @@ class PipelineFiles:
         save_latest: bool,
     ) -> None:
         """Write a checkpoint of all stages to ``directory/tag``; ``latest`` is written last."""
+        # Drained first, then named: what was under way counts as done in the tag's number of steps.
         self._steps.drain()
         checkpoint.save_checkpoint(
             self._stage,
@@ -152,6 +153,8 @@ class PipelineFiles:
                 f"load_module_state_dict: the state lacks {missing[0]!r} and {len(missing) - 1} more of stage "
                 f"{self._stage.stage.name}; give the whole model's state, or strict=False"
             )
+        # Of a whole model's state a stage takes its own part. Masters are made anew of what was loaded: the next step
+        # would write the old weights back.
         self._module.load_state_dict({n: v for n, v in state.items() if n in own}, strict=False)
         self._stage.refresh_masters()
 
@@ -176,6 +179,7 @@ def gather_state_dict(
     whole: dict[str, Tensor] = {}
     for part in gathered:
         whole.update(part)
+    # Stages know a tied parameter by its first name; a state dict has it under all of them, as HuggingFace's does.
     for parameter in parameters:
         if parameter.name in whole:
             whole.update(dict.fromkeys(parameter.aliases, whole[parameter.name]))

@@ -15,10 +15,9 @@ from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.integrations.given_export import save_stages
 from gpp_plugin.integrations.given_part import cut_part, names_held
 from gpp_plugin.integrations.materialize import release_parameters
-from gpp_plugin.integrations.model_source import CapturedModel
+from gpp_plugin.integrations.model_source import CapturedModel, ModelSource
 from gpp_plugin.integrations.module_holder import ModuleHolder
 from gpp_plugin.integrations.preparation import PREPARATION_TIMEOUT_S, Setting, plan_profiled, with_batch
-from gpp_plugin.integrations.setting import ModelSource
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.fixed import FixedStage
 from gpp_plugin.profile.analytic import default_sample_counts

@@ -51,6 +51,7 @@ class StageParameterGroups:
         self.members: list[list[str]] = []
         if groups is None:
             groups = [{"params": list(parameters)}]
+        # By identity: a parameter may have several names (a tied head), and is trained under the first one listed.
         first_name: dict[int, str] = {}
         taken: dict[int, int] = {}
         for index, group in enumerate(groups):
@@ -131,6 +132,8 @@ class LearningRates:
         """Copy the schedule's rates to the stage's optimizer; without a schedule the user's own stay."""
         if self.scheduler is None or optimizer is None:
             return
+        # The stage's optimizer has those groups only in which the stage has parameters: `local` are their numbers in
+        # the model. Momentum and betas are scheduled by one-cycle schedules.
         for index, group in zip(self._groups.local, optimizer.param_groups, strict=True):
             scheduled = self.mirror.param_groups[index]
             group.update(
@@ -139,6 +142,7 @@ class LearningRates:
 
     def current(self, optimizer: Optimizer | None) -> tuple[float, ...]:
         """Return the learning rate of every group of the model."""
+        # Without a schedule users may set rates on the stage's own optimizer: those count where there are any.
         rates = [float(group["lr"]) for group in self.mirror.param_groups]
         if self.scheduler is None and optimizer is not None:
             for index, group in zip(self._groups.local, optimizer.param_groups, strict=True):
@@ -248,6 +252,7 @@ def _mirror_optimizer(
                 "groups; it must return a torch optimizer with the groups it was given"
             )
         return made
+    # What the mirror steps has no gradients, so that its class matters to schedulers only: they look for its options.
     kind = str((block or {}).get("type", "SGD"))
     params = dict((block or {}).get("params") or {})
     cls = getattr(torch.optim, _MIRROR_CLASSES.get(kind.lower(), kind), None)

@@ -83,6 +83,9 @@ class MasterWeights:
         self.partitioned = isinstance(wrapper, DeepSpeedZeroOptimizer)
         self.layout: tuple[FlatGroup, ...] = ()
         self._publish: Callable[[], None] = self._copy_masters
+        # The four cases of the table above, the same question for each: which tensor does the inner optimizer step for
+        # which part of which parameter? Example, ZeRO on two ranks, parameters a (6 elements) and b (4): rank 0 steps
+        # all of a but its last element, rank 1 that element and b: one fragment on rank 0, two on rank 1.
         if isinstance(wrapper, torch.optim.Optimizer):
             self.optimizer = wrapper
             self._fragments = {n: _whole(p) for n, p in parameters.items()}
@@ -137,6 +140,7 @@ class MasterWeights:
         A parameter without a gradient is left alone where it has a master of its own, and has a gradient of
         zero where its master is flat, as in DeepSpeed. Gradients in the masters' type are scaled in place.
         """
+        # A flat master is stepped as one tensor, so that it needs a whole gradient: zeros where no loss reached.
         for master in {id(f.master): f.master for f in self._fragments.values() if f.flat}.values():
             master.grad = torch.zeros_like(master)
         for name, fragment in self._fragments.items():
@@ -161,6 +165,7 @@ class MasterWeights:
         self._step_masters(coefficient)
 
     def _step_masters(self, coefficient: float) -> None:
+        # One pass over all gradients takes out the loss scale and clips; DeepSpeed's own step would do these apart.
         held = [master.grad for master in self._masters if master.grad is not None]
         if coefficient != 1.0 and held:
             torch._foreach_mul_(held, coefficient)
@@ -187,6 +192,7 @@ class MasterWeights:
             part = fragment.master.detach().reshape(-1)
             part = part.narrow(0, fragment.master_start, fragment.num_elements)
             whole.narrow(0, fragment.start, fragment.num_elements).copy_(part)
+        # Every element is in one rank's partition, zero on the others: their sum is the whole.
         if self.partitioned:
             dist.all_reduce(whole, group=self._data_group)
         return whole.view(parameter.shape)
@@ -260,6 +266,7 @@ def _unfused_fragments(wrapper: Any, parameters: Mapping[str, nn.Parameter]) -> 
 def _fused_fragments(wrapper: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Fragment]:
     names = _names(parameters)
     fragments: dict[str, Fragment] = {}
+    # The flat master of a group holds its parameters in order, without gaps: of 6 and 4 elements from 0 and from 6.
     for group, master in zip(wrapper.fp16_groups, wrapper.fp32_groups_flat, strict=True):
         start = 0
         for parameter in group:
@@ -337,6 +344,7 @@ class ZeroPlaces:
         require_attributes(
             wrapper, "bit16_groups_flat", "parallel_partitioned_bit16_groups", "get_data_parallel_partitions"
         )
+        # parallel_partitioned_bit16_groups are views of the flat buffers, one a rank: they are made anew at each move.
         self._wrapper = wrapper
         self._order = tuple(parameters)
         number = {id(parameter): at for at, parameter in enumerate(parameters)}

@@ -71,10 +71,12 @@ class MemoryWatch:
             counts: None for a stage without backwards.
             batch: the mini-batch that was run.
         """
+        # Told to all ranks though rank 0 alone speaks of it: `memory_report` gives every rank the whole picture.
         self._has_counted = True
         self._counts = counts
         degree = self._plan.stages[self._stage].degree
         self._inputs = sum(
+            # a rank holds its rows of what has a row a sample, and all of what has none (a mask, a table)
             self._bytes_as_read(batch[key]) // (degree if rows else 1)
             for key, rows in rows_per_sample(batch).items()
             if key in self._reads
@@ -138,6 +140,7 @@ class MemoryWatch:
             optimizer=_optimizer_bytes(stage_engine),
             buffers=self._inputs,
         )
+        # On the CPU no allocator counts; what lies there is added up, which misses workspaces of operators.
         peak = 0
         if self._setting.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._setting.device)
@@ -155,6 +158,7 @@ class MemoryWatch:
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of storages, each once."""
+    # Views share a storage, and ZeRO's parameters are views of one flat buffer.
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 

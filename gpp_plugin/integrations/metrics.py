@@ -67,10 +67,12 @@ class Metrics:
         """Report one optimizer step."""
         if not self._is_writer:
             return
+        # Kept for the mean of the next line only: a job that prints nothing keeps nothing.
         if self._steps_per_print:
             self._seconds.append(seconds)
         if self._monitor is not None and self._monitor.enabled:
             events = [("Train/Samples/train_loss", loss, global_samples)]
+            # Names and the first group's rate are DeepSpeed's, so that plots of both go together.
             events += [("Train/Samples/lr", rate, global_samples) for rate in step.learning_rates[:1]]
             if step.loss_scale != 1.0:
                 events.append(("Train/Samples/loss_scale", step.loss_scale, global_samples))
@@ -92,6 +94,8 @@ class Metrics:
             self._report_flops(seconds)
 
     def _report_flops(self, seconds: float) -> None:
+        # FLOPs of the captured operators, for the samples the model was captured with. A backward computes gradients of
+        # inputs and of weights, each about as much as the forward: three forwards in all.
         graph = self._reference.block_graph
         per_sample = {block.name: block.flops / graph.num_samples for block in graph.blocks}
         for stage in self._plan.stages:

@@ -1,11 +1,15 @@
-"""One module, captured, as the engine's model: `setting.ModelSource` for what is cut by a planner."""
+"""What the engine asks of the model it is given, whether that is one module to capture or a graph of stages.
+
+`CapturedModel` is the first; `integrations.given_graph.GivenGraph` the second. Beyond this interface the engine,
+evaluation and checkpoints know no difference.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,6 +24,53 @@ from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.pipeline import Lane, held_tensors
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import CapturedStages, Reference, StageSource
+
+
+class ModelSource(Protocol):
+    """A model in the form its user gave it."""
+
+    @property
+    def stages(self) -> StageSource:
+        """Return what gives lanes the code of their stages."""
+
+    def prepare_batch(self, batch: Any) -> dict[str, Any]:
+        """Return a batch as the model is called with it."""
+
+    def prepare_plan(self, sample_batch: Batch) -> tuple[Reference, PipelinePlan]:
+        """Agree on what the model is and on a plan for it; collective over all ranks."""
+
+    def analyse(self, batch: Batch, outputs: Sequence[str]) -> Reference:
+        """Agree on the model in evaluation, for batches of these keys; collective over all ranks."""
+
+    def meet(self, reference: Reference, batch: Batch) -> None:
+        """Learn the shapes that come of a batch like this one before a lane runs it; collective over all ranks."""
+
+    def make_module(self, lane: Lane, sample_batch: Batch) -> StageModule:
+        """Return this rank's stage and let go of the others."""
+
+    def complete_module(self, module: StageModule, names: Iterable[str]) -> None:
+        """Give the stage those tensors of ``names`` that only evaluation reads."""
+
+    def share_weights(self, module: StageModule) -> None:
+        """Let the user's model see the weights that training changes, where it can."""
+
+    def save_pretrained(
+        self,
+        directory: str | Path,
+        *,
+        state: Mapping[str, Tensor],
+        plan: PipelinePlan,
+        group: dist.ProcessGroup | None,
+        timeout_s: float,
+    ) -> None:
+        """Write the weights for use without this package; collective over all ranks.
+
+        Args:
+            state: this rank's stage.
+        """
+
+    def close(self) -> None:
+        """Let go of process groups; the model trains no more."""
 
 
 class CapturedModel:

@@ -66,6 +66,10 @@ def save_pretrained(
     meeting = Meeting(group=group, who=who, timeout_s=timeout)
     target = Path(directory)
     staging = target.parent / f".{target.name}.saving"
+    # Four agreements, each of which fails on all ranks if one rank failed; an old export is touched in the last only:
+    #
+    #     1 sizes of every stage's tensors -> who writes what    2 the directory beside is there
+    #     3 every shard is written                               4 index out, shards in, new index in
     sizes: Sizes = {}
     problem: str | None = None
     if is_writer:
@@ -75,17 +79,10 @@ def save_pretrained(
     is_first = is_writer and stage_index == min(shards)
     _, problem = _attempt(lambda: _prepare_directory(staging, target) if is_first else None, None)
     _agree(problem, meeting)
-
-    def write() -> dict[str, int]:
-        if is_first:
-            _write_configs(staging, model, _commonest_dtype([sizes for _, sizes in everyone]))
-        if not is_writer or stage_index not in shards:
-            return {}
-        name, owned = shards[stage_index]
-        return _write_shard(staging / name, model, state, owned)
-
+    own = shards.get(stage_index) if is_writer else None
+    all_sizes = [sizes for _, sizes in everyone] if is_first else None
     nothing: dict[str, int] = {}
-    written, problem = _attempt(write, nothing)
+    written, problem = _attempt(lambda: _write_stage(staging, model, state, own, all_sizes), nothing)
     try:
         maps = _agree(problem, meeting, (stage_index, written))
         _, problem = _attempt(
@@ -168,6 +165,27 @@ def _prepare_directory(staging: Path, target: Path) -> None:
         raise NotADirectoryError(f"{target} is a file; give a directory")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
+
+
+def _write_stage(
+    staging: Path,
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    own: tuple[str, set[str]] | None,
+    all_sizes: Sequence[Sizes] | None,
+) -> dict[str, int]:
+    """Write what this rank writes of the model, and return saved name -> bytes of its shard.
+
+    Args:
+        own: file and first names of this stage's shard; None where another rank writes it, or there is nothing in it.
+        all_sizes: of every stage, on the rank that writes the configs; None on the others.
+    """
+    if all_sizes is not None:
+        _write_configs(staging, model, _commonest_dtype(all_sizes))
+    if own is None:
+        return {}
+    name, owned = own
+    return _write_shard(staging / name, model, state, owned)
 
 
 def _write_shard(

@@ -3,7 +3,7 @@
 The engine holds its parts and imports no framework. It defines here what it asks of one; `integrations` answers:
 
     Setting         ranks, device, precision, sizes
-    ModelSource     the user's model: a plan, this rank's stage, its code by shape, exports
+    EngineModel     the user's model: a plan, this rank's stage, its code by shape, exports
     Framework       what a DeepSpeed configuration stands for: each stage's optimizer, monitors, other transports
 """
 
@@ -55,8 +55,8 @@ class Setting:
 # ---- the model ----------------------------------------------------------------------------------------------
 
 
-class ModelSource(Protocol):
-    """A model in the form its user gave it."""
+class EngineModel(Protocol):
+    """What the engine asks of the model it is given, whatever form its user gave it."""
 
     @property
     def stages(self) -> StageSource:
@@ -115,6 +115,7 @@ class StageReplica:
         mini_batch: samples of one optimizer step over the whole graph.
     """
 
+    # Rank 3 of a stage on ranks 1 2 / 3 4 (a row a data position) is in column {1, 3}: data_ranks (1, 3).
     rank: int
     data_ranks: tuple[int, ...]
     data_group: dist.ProcessGroup | int
@@ -161,6 +162,7 @@ class Framework(Protocol):
 class Monitor(Protocol):
     """Writes numbers by name and number of samples."""
 
+    # DeepSpeed's `MonitorMaster` is one as it is; so is whatever a test or another framework writes with.
     enabled: bool
 
     def write_events(self, event_list: list[tuple[str, float, int]]) -> None:
@@ -171,6 +173,7 @@ class Monitor(Protocol):
 class StepCounters:
     """What was done so far, in mini-batches and samples."""
 
+    # Steps skipped for overflow are counted in all three, so that every rank's schedule sees the same numbers.
     global_steps: int = 0
     skipped_steps: int = 0
     global_samples: int = 0

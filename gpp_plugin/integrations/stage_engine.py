@@ -151,22 +151,16 @@ class StageEngine:
             self.gradients,
             self._reductions,
             self._side,
+            self._counters,
             group=self.groups.stage[self.stage_index] if steps_alone else self.groups.world,
             foreign=foreign,
-            device=self.device,
+            # Alone, only the tensor ranks take part in the check; together, all ranks raise where one of them would.
+            compare=self._reductions.compare_duplicates if steps_alone else self._compare_duplicates,
             clear=self.zero_grad,
+            device=self.device,
+            samples=self.plan.mini_batch,
         )
-        if steps_alone:
-            return StepAlone(
-                update,
-                self._side,
-                self._counters,
-                compare=self._reductions.compare_duplicates,
-                samples=self.plan.mini_batch,
-            )
-        return StepTogether(
-            update, self._side, self._counters, compare=self._compare_duplicates, samples=self.plan.mini_batch
-        )
+        return StepAlone(update) if steps_alone else StepTogether(update)
 
     def _compare_duplicates(self) -> None:
         """Refuse, on all ranks, tensor ranks of any stage that have unlike gradients of what they hold alike."""

@@ -101,6 +101,7 @@ class DeepSpeedOptimizer:
         )
         self._dtype: torch.dtype = getattr(torch, self.config.dtype)
         self._prepare_surroundings(replica)
+        # Parameters without elements (an embedding of size 0, a shard that fell to nobody) break flat buffers.
         trainable = {
             name: p
             for name, p in module.named_parameters(remove_duplicate=False)
@@ -117,6 +118,7 @@ class DeepSpeedOptimizer:
             scheduler_block=config.get("scheduler"),
         )
         self._has_optimizer = optimizer is not None or bool(config.get("optimizer"))
+        # Given groups say what is trained, in their order; what they leave out rests. Without groups all of it is.
         names = groups.names() if groups.given else list(dict(module.named_parameters()))
         self.trained: dict[str, nn.Parameter] = (
             {name: trainable[name] for name in names if name in trainable} if self._has_optimizer else {}
@@ -191,6 +193,8 @@ class DeepSpeedOptimizer:
 
     def apply(self, gradients: StageGradients, *, coefficient: float) -> None:
         """Step the masters with ``coefficient`` times the gradients and publish them to the parameters."""
+        # Partitions lie as DeepSpeed's masters do, so that they are stepped as they are; whole gradients are cut up by
+        # the masters' fragments.
         if isinstance(gradients, PartitionedGradients):
             assert self._masters is not None, "partitions are of masters"
             self._masters.step_partitions(gradients.partitions, coefficient=coefficient)
@@ -214,6 +218,7 @@ class DeepSpeedOptimizer:
         Raises:
             RuntimeFailure: it cannot sink any further.
         """
+        # Users, and DeepSpeed's own helpers, read these of the stock engine; nothing of ours does.
         if self._engine is not None:
             self._engine.global_steps = counters.global_steps
             self._engine.global_samples = counters.global_samples

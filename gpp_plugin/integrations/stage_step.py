@@ -179,12 +179,14 @@ class StepResult:
 
 
 class StageUpdate:
-    """One update of a stage's weights with its reduced gradients.
+    """Updates a stage's weights with its reduced gradients, and counts what was done.
 
     Args:
         group: the ranks whose gradients make up the norm; they all take the same decision.
         foreign: parameters that another rank of ``group`` counts in the norm.
+        compare: checks, before the first update, that tensor ranks agree on what they hold alike; collective.
         clear: forgets the gradients.
+        samples: of a mini-batch.
     """
 
     def __init__(
@@ -192,19 +194,25 @@ class StageUpdate:
         gradients: StageGradients,
         reductions: GradientReductions,
         side: StageOptimizer,
+        counters: StepCounters,
         *,
         group: dist.ProcessGroup | int,
         foreign: Collection[str],
-        device: torch.device,
+        compare: Callable[[], None],
         clear: Callable[[], None],
+        device: torch.device,
+        samples: int,
     ) -> None:
         self._gradients = gradients
         self._reductions = reductions
         self._side = side
+        self._counters = counters
         self._group = group
         self._foreign = frozenset(foreign)
-        self._device = device
+        self._compare: Callable[[], None] | None = compare
         self._clear = clear
+        self._device = device
+        self._samples = samples
         self._is_partitioned = bool(side.layout)
 
     def run(self) -> tuple[float, bool]:
@@ -212,7 +220,11 @@ class StageUpdate:
 
         Raises:
             RuntimeFailure: gradients were not reduced.
+            ConfigError: tensor ranks have unlike gradients of what they hold alike.
         """
+        if self._compare is not None:
+            self._compare()
+        self._compare = None
         self._reductions.finish(is_partitioned=self._is_partitioned)
         # Gradients carry the loss scale until they are stepped: fp16 would lose small ones if they were divided here.
         norm = self._scaled_norm() / self._side.loss_scale
@@ -246,6 +258,22 @@ class StageUpdate:
             coefficient *= min(1.0, clipping / (norm + 1e-6))
         return coefficient
 
+    def end_mini_batch(self, *, overflow: bool, has_stepped: bool) -> None:
+        """Advance the learning rates where there was a step; count the mini-batch; choose the next loss scale."""
+        if has_stepped:
+            self._side.advance_rates()
+        self._counters.add(samples=self._samples, overflow=overflow)
+        self._side.count(self._counters, overflow=overflow)
+
+    def result(self, norm: float, overflow: bool) -> StepResult:
+        """Return what a step did."""
+        return StepResult(
+            grad_norm=math.inf if overflow else norm,
+            overflow=overflow,
+            learning_rates=self._side.rates(),
+            loss_scale=self._side.loss_scale,
+        )
+
 
 class StepRule(Protocol):
     """Over which ranks a step is agreed, and how often it is taken."""
@@ -264,37 +292,18 @@ class StepTogether:
         stage 1     F F F B B B ┴─ sum ─┴─ step ─┴─ rates, counters, loss scale
 
     Args:
-        compare: checks, before the first step, that tensor ranks agree on what they hold alike; collective.
-        samples: of a mini-batch.
+        update: agreed over all ranks.
     """
 
-    def __init__(
-        self,
-        update: StageUpdate,
-        side: StageOptimizer,
-        counters: StepCounters,
-        *,
-        compare: Callable[[], None],
-        samples: int,
-    ) -> None:
+    def __init__(self, update: StageUpdate) -> None:
         self._update = update
-        self._side = side
-        self._counters = counters
-        self._compare: Callable[[], None] | None = compare
-        self._samples = samples
         self._last: StepResult | None = None
 
     def step(self) -> StepResult:
         """Take the step of all stages, or of none; collective over all ranks."""
-        if self._compare is not None:
-            self._compare()
-        self._compare = None
         norm, overflow = self._update.run()
-        if not overflow:
-            self._side.advance_rates()
-        self._counters.add(samples=self._samples, overflow=overflow)
-        self._side.count(self._counters, overflow=overflow)
-        self._last = _result(self._side, norm, overflow)
+        self._update.end_mini_batch(overflow=overflow, has_stepped=not overflow)
+        self._last = self._update.result(norm, overflow)
         return self._last
 
     def end_mini_batch(self) -> StepResult:
@@ -311,48 +320,25 @@ class StepAlone:
 
     Norm, clipping and overflow are of the stage's own gradient of one micro-batch. The learning-rate schedule and the
     counters advance once a mini-batch, whatever overflowed: they are the same on every rank.
+
+    Args:
+        update: agreed over the stage's ranks.
     """
 
-    def __init__(
-        self,
-        update: StageUpdate,
-        side: StageOptimizer,
-        counters: StepCounters,
-        *,
-        compare: Callable[[], None],
-        samples: int,
-    ) -> None:
+    def __init__(self, update: StageUpdate) -> None:
         self._update = update
-        self._side = side
-        self._counters = counters
-        self._compare: Callable[[], None] | None = compare
-        self._samples = samples
         self._last_norm = 0.0
         self._has_overflowed = False
 
     def step(self) -> StepResult:
         """Update the stage with the gradient of one micro-batch; collective over the stage's ranks."""
-        if self._compare is not None:
-            self._compare()
-        self._compare = None
         norm, overflow = self._update.run()
         self._last_norm = norm
         self._has_overflowed |= overflow
-        return _result(self._side, norm, overflow)
+        return self._update.result(norm, overflow)
 
     def end_mini_batch(self) -> StepResult:
         """Advance schedule and counters; return the norm of the stage's last update, and whether it skipped any."""
         overflow, self._has_overflowed = self._has_overflowed, False
-        self._side.advance_rates()
-        self._counters.add(samples=self._samples, overflow=overflow)
-        self._side.count(self._counters, overflow=overflow)
-        return _result(self._side, self._last_norm, overflow)
-
-
-def _result(side: StageOptimizer, norm: float, overflow: bool) -> StepResult:
-    return StepResult(
-        grad_norm=math.inf if overflow else norm,
-        overflow=overflow,
-        learning_rates=side.rates(),
-        loss_scale=side.loss_scale,
-    )
+        self._update.end_mini_batch(overflow=overflow, has_stepped=True)
+        return self._update.result(self._last_norm, overflow)

@@ -71,30 +71,20 @@ def make_stock_engine(
     tensors, spare = _stage_tensors(lane, code.function.tensors)
     scalars = [name for name, tensor in tensors.items() if tensor.ndim == 0]
     tensors = {name: at_least_1d(tensor) for name, tensor in tensors.items()}
-    known = {p.name: p for p in reference.analysis.op_graph.parameters}
-    own = {name: tensor for name, tensor in tensors.items() if name not in tied}
-    layer = ChainLayer(
-        module=StageModule(
-            tensors=own,
-            parameters=[name for name in own if not known[name].is_buffer],
-            frozen=frozenset(name for name in own if not known[name].requires_grad),
-            persistent=frozenset(name for name in own if known[name].is_persistent),
-        ),
-        wire_dtype=_wire_dtype(plan, reference, setting),
-        device=setting.device,
-    )
-    release_parameters(model, keep=(p.name for p in known.values() if p.is_buffer))
+    known = reference.analysis.op_graph.parameters
+    layer = _make_layer(lane, {name: tensor for name, tensor in tensors.items() if name not in tied})
+    release_parameters(model, keep=(p.name for p in known if p.is_buffer))
+    # A tied parameter is a layer of DeepSpeed's own kind on every stage: it sums those gradients itself, by the key.
     module = _ChainModule(plan, reference, layer, tied={key: tensors.get(name) for name, key in tied.items()})
     trained = dict(layer.stage.named_parameters())
     trained.update({name: module.tied_modules[key].weight for name, key in tied.items() if name in tensors})
-    groups = StageParameterGroups({n: p for n, p in trained.items() if p.requires_grad}, parameter_groups)
-    parameters = groups.optimizer_input(trained) or [layer.add_unused()]
+    # DeepSpeed casts the module it is given, buffers too; they are put back as they were.
     buffers = dict(layer.stage.named_buffers())
     engine = StockPipelineEngine(
         args=None,
         model=module,
         optimizer=optimizer,
-        model_parameters=parameters,
+        model_parameters=_optimizer_input(layer, trained, parameter_groups),
         lr_scheduler=lr_scheduler,
         mpu=module.mpu(),
         config=engine_config,
@@ -117,6 +107,30 @@ def make_stock_engine(
             ", ".join(engine.carried),
         )
     return engine
+
+
+def _optimizer_input(
+    layer: ChainLayer, trained: Mapping[str, nn.Parameter], groups: Sequence[Mapping[str, Any]] | None
+) -> list[Any]:
+    """Return what the stage's optimizer is made from: parameters or groups, never nothing."""
+    own = StageParameterGroups({n: p for n, p in trained.items() if p.requires_grad}, groups)
+    return own.optimizer_input(trained) or [layer.add_unused()]
+
+
+def _make_layer(lane: ChainLane, own: Mapping[str, Tensor]) -> ChainLayer:
+    """Return this rank's stage of the chain with the tensors that no other stage holds."""
+    known = {p.name: p for p in lane.reference.analysis.op_graph.parameters}
+    setting = lane.source.setting
+    return ChainLayer(
+        module=StageModule(
+            tensors=own,
+            parameters=[name for name in own if not known[name].is_buffer],
+            frozen=frozenset(name for name in own if not known[name].requires_grad),
+            persistent=frozenset(name for name in own if known[name].is_persistent),
+        ),
+        wire_dtype=_wire_dtype(lane.plan, lane.reference, setting),
+        device=setting.device,
+    )
 
 
 def _stage_tensors(lane: ChainLane, read: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

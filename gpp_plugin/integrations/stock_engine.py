@@ -77,6 +77,7 @@ class ChainLane:
         return self._codes[key]
 
     def _make_code(self, batch: Batch) -> ChainCode:
+        # DeepSpeed's micro-batches are loss units, whatever the batch: the code is captured at one.
         unit = resize_batch(batch, self.plan.loss_unit)
         captured = recapture(self.source.model, self.reference.analysis, unit)
         graph = coarsen(captured, granularity=self.reference.granularity)
@@ -178,6 +179,7 @@ class StockPipelineEngine(PipelineEngine):
         batch = self._feed.mini_batch(data_iter, self._batches, is_own=self._owns_loader)
         code = self._use(self._lane, batch)
         self.set_dataiterator(Handed(self._layer, self._lane.micro_batches(batch, code, self.micro_batches)))
+        # DeepSpeed's own loop runs the step and calls back through `_INSTRUCTION_MAP`, where events are noted.
         clock = start_clock(self._meeting) if self.record_timelines else None
         self._events = [] if clock is not None else None
         loss: Tensor = super().train_batch()
@@ -243,6 +245,7 @@ class StockPipelineEngine(PipelineEngine):
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write the model as HuggingFace files, as `GraphPipelineEngine.save_pretrained` does."""
+        # The layer computes with one-dimensional scalars, as DeepSpeed needs them; `named_values` turns them back.
         persistent = {p.name for p in self._lane.reference.analysis.op_graph.parameters if p.is_persistent}
         state = {n: t.detach() for n, t in self._layer.named_values().items() if n in persistent}
         setting = self._lane.source.setting
@@ -260,6 +263,7 @@ class StockPipelineEngine(PipelineEngine):
         """Let the layer run at this batch's shape; DeepSpeed exchanges shapes anew where it has changed."""
         code = lane.code_for(batch)
         if code is not self._code:
+            # A new shape runs on what is bound already; only an evaluation's code may read more.
             missing = [name for name in code.function.tensors if name not in self._layer.tensors]
             if missing:  # what only evaluation reads (a mask's buffer, say)
                 self._layer.bind({**self._layer.tensors, **lane.source.materialise(missing)})
@@ -269,6 +273,7 @@ class StockPipelineEngine(PipelineEngine):
         return code
 
     def _evaluation_lane(self, batch: Batch) -> ChainLane:
+        # By keys: labels or none decide which graph is captured. Sizes do not, a loss unit is what is captured.
         key = tuple(sorted(batch))
         if key not in self._evaluation:
             source, training = self._lane.source, self._lane.reference
@@ -287,6 +292,7 @@ class StockPipelineEngine(PipelineEngine):
 
     def _exec_send_grads(self, buffer_id: int) -> None:
         """Send zeros for received tensors that no gradient reached; DeepSpeed asserts there is one."""
+        # What only later stages read, or a frozen part made, has no gradient here; its sender waits for one.
         inputs = self.pipe_buffers["inputs"][buffer_id]
         for tensor in inputs:
             if tensor.grad is None:

@@ -95,6 +95,7 @@ class ChainLayer(nn.Module):
         code = self._code
         assert code is not None, "a layer runs after it was given code"
         chain = code.chain
+        # Between stages: what is made before and read after, carried through by stages that read none of it (a chain).
         values: dict[str, Tensor] = {}
         inputs: dict[str, Tensor] = {}
         if chain.before is None:
@@ -115,6 +116,8 @@ class ChainLayer(nn.Module):
     def _pack(
         self, cut: Cut, specs: Specs, values: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> Wires:
+        # Tensors with gradients travel as they are, all others as the bits of one tensor of floats: DeepSpeed asks
+        # every tensor it sends for a gradient. The anchor gives that one a gradient, which means nothing.
         wires = [values[name].to(self._wire_dtype).contiguous() for name in _sent(cut, specs)]
         constants = [*(values[name] for name in cut.constant), *(inputs[key] for key in cut.inputs)]
         bits = [to_bits(tensor, self._wire_dtype) for tensor in constants]

@@ -75,6 +75,7 @@ class PipelineSurface:
 
     def is_last_stage(self) -> bool:
         """Return whether this rank's stage yields the loss."""
+        # By blocks and not by name or number: a graph may yield losses in several stages, and none need be the last.
         losses = self._reference.block_graph.loss_blocks
         return not set(losses).isdisjoint(self.plan.stages[self.stage_engine.stage_index].blocks)
 
@@ -138,6 +139,7 @@ class PipelineSurface:
     def mem_status(self, msg: str, print_rank: int = -1) -> None:
         """Log the memory this rank's device holds, on ``print_rank`` (-1: every rank)."""
         if print_rank in (-1, self.global_rank):
+            # What torch's allocator gave out; on the CPU nobody counts.
             held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
             logger.info("%s: rank %d holds %.1f MiB on its device", msg, self.global_rank, held / 2**20)
 
@@ -150,11 +152,15 @@ class PipelineSurface:
         if self.global_rank == 0:
             logger.info("%s", " ".join(map(str, msg)))
 
+    # What DeepSpeed's users call for its chain of layers, and a graph of stages knows by itself, has no effect.
+
     def set_has_attention_mask(self, value: bool) -> None:
         """Do nothing: masks are inputs or operators of the graph like any other."""
 
     def reset_activation_shape(self) -> None:
         """Do nothing: a new shape is noticed by itself."""
+
+    # What would change what a plan was made for, or run a part of a mini-batch, is refused with what to call instead.
 
     def set_train_batch_size(self, train_batch_size: int) -> NoReturn:
         """Refuse: the plan is made for one mini-batch."""
@@ -267,6 +273,7 @@ class PipelineSurface:
         """
         self._files.load_stage_state(state_dict, strict=strict)
 
+    # Blocks that the configuration lacks, or has as null, mean DeepSpeed's defaults.
     # ---- what the configuration says, as DeepSpeed's engine answers it ---------------------------
 
     def zero_optimization_stage(self) -> int:

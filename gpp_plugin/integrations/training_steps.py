@@ -21,7 +21,7 @@ from torch import Tensor
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.errors import CaptureError, ConfigError, PlanError, RuntimeFailure
 from gpp_plugin.integrations.memory import MemoryWatch
-from gpp_plugin.integrations.setting import Framework, ModelSource, Setting
+from gpp_plugin.integrations.setting import EngineModel, Framework, Setting
 from gpp_plugin.integrations.stage_engine import StageEngine
 from gpp_plugin.integrations.stage_step import StepResult
 from gpp_plugin.ir.plan import PipelinePlan
@@ -54,7 +54,7 @@ class LaneMaker:
     """
 
     def __init__(
-        self, *, source: ModelSource, framework: Framework, config: GraphPipelineConfig, setting: Setting
+        self, *, source: EngineModel, framework: Framework, config: GraphPipelineConfig, setting: Setting
     ) -> None:
         self._source = source
         self._framework = framework
@@ -91,6 +91,7 @@ class LaneMaker:
             PlanError: a parameter is on two stages, or several stages yield losses.
         """
         _check_stages_step_alone(plan, reference)
+        # A stage that trains nothing, and sends no gradients on, has forwards only; its windows lack the backwards.
         frozen = forward_only_stages(plan)
         programs = lower_windows(plan, forward_only_stages=frozen)
         validate_windows(plan, programs, forward_only_stages=frozen)
@@ -127,6 +128,7 @@ class LaneMaker:
         """Return what moves the messages of a plan's programs, or None where there are none."""
         if not channels:
             return None
+        # Ours is there in any case: edges that another transport cannot carry stay native.
         names = [edge_name(plan, edge) for edge in range(len(plan.edges))]
         timeout_s, device = self._config.comm_timeout_s, self._setting.device
         native = make_transport(device=device, channels=channels, names=names, timeout_s=timeout_s)
@@ -244,6 +246,7 @@ class MiniBatchRunner:
         """Run one mini-batch of training, counted if it is the one to compare with the plan."""
         counts = self._memory.is_due(batch)
         result = self.run(lane, batch, record=record, count=counts)
+        # In mode async the first windows fill the pipeline; counting goes on until as much is held as ever will be.
         if counts and lane.has_peaked:
             self._memory.compare(result.memory, batch)
         return result

@@ -129,7 +129,7 @@ class Framework(Protocol):
 
     name: str
 
-    def make_optimizer(self, module: nn.Module, replica: StageReplica) -> StageOptimizer:
+    def make_optimizer(self, module: nn.Module, replica: StageReplica) -> WeightUpdater:
         """Return what updates a stage's weights, once its replicas are equal; casts the module.
 
         Raises:
@@ -226,7 +226,7 @@ class StepSettings(Protocol):
         """Return whether to skip the step when the norm is not finite."""
 
 
-class StageOptimizer(Protocol):
+class WeightUpdater(Protocol):
     """What updates one stage's weights, as a framework makes it: optimizer, masters, schedule, loss scale.
 
     The engine sums gradients over ranks, agrees on their norm and decides; this one steps. Collective calls say so.

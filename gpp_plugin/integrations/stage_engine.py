@@ -4,7 +4,7 @@
     runtime, once per mini-batch reduce_data(); reduce_tied()
     step()                       as the rule has it: by all stages together, or by this one alone (`stage_step`)
 
-A `StageOptimizer` updates the weights; which framework's it is this module does not know. The stage's gradient norm is
+A `WeightUpdater` updates the weights; which framework's it is this module does not know. The stage's gradient norm is
 a part of the graph's, so that norm, clipping and overflow are the engine's and not the framework's.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gpp_plugin.errors import CheckpointError, ConfigError, GppError
 from gpp_plugin.integrations.gradients import GradientStore, StageGradients
 from gpp_plugin.integrations.partitioned_gradients import PartitionedGradients
-from gpp_plugin.integrations.setting import StageOptimizer, StageReplica, StepCounters
+from gpp_plugin.integrations.setting import StageReplica, StepCounters, WeightUpdater
 from gpp_plugin.integrations.stage_groups import StageGroups, TiedParameter, duplicates, make_replicas_equal
 from gpp_plugin.integrations.stage_step import (
     GradientReductions,
@@ -68,7 +68,7 @@ class StageEngine:
         rank: int,
         groups: StageGroups,
         tied: Sequence[TiedParameter] = (),
-        make_optimizer: Callable[[nn.Module, StageReplica], StageOptimizer],
+        make_optimizer: Callable[[nn.Module, StageReplica], WeightUpdater],
         framework: str = "",
         device: torch.device | str = "cpu",
         steps_alone: bool = False,
@@ -91,7 +91,7 @@ class StageEngine:
     # ---- construction ------------------------------------------------------------------------------------
 
     def _build(
-        self, make_optimizer: Callable[[nn.Module, StageReplica], StageOptimizer], steps_alone: bool
+        self, make_optimizer: Callable[[nn.Module, StageReplica], WeightUpdater], steps_alone: bool
     ) -> None:
         missing = [tie.name for tie in self.tied if tie.name not in self._parameters_by_all_names()]
         if missing:
@@ -109,8 +109,8 @@ class StageEngine:
             mini_batch=self.plan.mini_batch,
             device=self.device,
         )
-        self._side = make_optimizer(self.module, replica)
-        self.config = self._side.config
+        self._updater = make_optimizer(self.module, replica)
+        self.config = self._updater.config
         self.dtype: torch.dtype = getattr(torch, self.config.dtype)
         self.gradients: StageGradients = self._make_gradients()
         self._reductions = GradientReductions(
@@ -137,9 +137,12 @@ class StageEngine:
             "bucket_elements": self.config.bucket_elements,
         }
         if not self.is_partitioned:
-            return GradientStore(self._side.trained, **common)
+            return GradientStore(self._updater.trained, **common)
         return PartitionedGradients(
-            self._side.trained, self._side.layout, is_reduced_often=self.config.zero_stage >= 2, **common
+            self._updater.trained,
+            self._updater.layout,
+            is_reduced_often=self.config.zero_stage >= 2,
+            **common,
         )
 
     def _make_rule(self, steps_alone: bool) -> StepRule:
@@ -150,7 +153,7 @@ class StageEngine:
         update = StageUpdate(
             self.gradients,
             self._reductions,
-            self._side,
+            self._updater,
             self._counters,
             group=self.groups.stage[self.stage_index] if steps_alone else self.groups.world,
             foreign=foreign,
@@ -194,7 +197,7 @@ class StageEngine:
     @property
     def loss_scale(self) -> float:
         """Return the factor on every loss of this mini-batch; the same on every rank."""
-        return self._side.loss_scale
+        return self._updater.loss_scale
 
     def accumulate(self) -> None:
         """Add a micro-batch's gradients to the mini-batch's, where they are held in another type."""
@@ -259,12 +262,12 @@ class StageEngine:
     @property
     def optimizer(self) -> Any:
         """Return the stage's optimizer; one over placeholders where the stage trains nothing."""
-        return self._side.optimizer
+        return self._updater.optimizer
 
     @property
     def lr_scheduler(self) -> Any:
         """Return the stage's learning-rate scheduler, if any."""
-        return self._side.lr_scheduler
+        return self._updater.lr_scheduler
 
     def require_optimizer(self) -> None:
         """Refuse to train where the job has no optimizer.
@@ -272,26 +275,26 @@ class StageEngine:
         Raises:
             ConfigError: says what to add.
         """
-        self._side.require()
+        self._updater.require()
 
     @property
     def is_trained(self) -> bool:
         """Return whether the optimizer steps any parameter of the stage."""
-        return bool(self._side.trained)
+        return bool(self._updater.trained)
 
     @property
     def is_partitioned(self) -> bool:
         """Return whether optimizer state and masters are partitioned over the stage's ranks (ZeRO 1 and 2)."""
-        return bool(self._side.layout)
+        return bool(self._updater.layout)
 
     @property
     def versions(self) -> Mapping[str, str]:
         """Return the releases that a checkpoint's manifest names."""
-        return self._side.versions
+        return self._updater.versions
 
     def weight_places(self, parameters: Sequence[nn.Parameter]) -> WeightPlaces:
         """Return where these trained parameters may lie."""
-        return self._side.places(parameters)
+        return self._updater.places(parameters)
 
     def weight_tensors(self) -> tuple[Tensor, ...]:
         """Return parameters and buffers of the module."""
@@ -299,7 +302,7 @@ class StageEngine:
 
     def optimizer_tensors(self) -> list[Tensor]:
         """Return masters and optimizer state; parameters that are their own masters are among them."""
-        return self._side.own_tensors()
+        return self._updater.own_tensors()
 
     def parameter_state(self) -> dict[str, Tensor]:
         """Return the stage's parameters as fp32 copies, the masters where there are any.
@@ -308,19 +311,19 @@ class StageEngine:
         """
         state: dict[str, Tensor] = {}
         for name, parameter in self.module.named_parameters():
-            if name in self._side.trained:
-                state[name] = self._side.master(name)
+            if name in self._updater.trained:
+                state[name] = self._updater.master(name)
             else:
                 state[name] = parameter.detach().float().clone()
         return state
 
     def refresh_masters(self) -> None:
         """Take master weights anew after the module's parameters were written from outside."""
-        self._side.refresh_masters()
+        self._updater.refresh_masters()
 
     def close(self) -> None:
         """Let go of what the framework holds; the stage steps no more."""
-        self._side.close()
+        self._updater.close()
 
     # ---- state, as checkpoint files hold it ----------------------------------------------------------------
 
@@ -359,17 +362,17 @@ class StageEngine:
 
     def optimizer_state(self) -> dict[str, Any] | None:
         """Return the state of optimizer and masters, this rank's part under ZeRO 1 and 2; None if untrained."""
-        return self._side.state_dict()
+        return self._updater.state_dict()
 
     def load_optimizer_state(self, state: dict[str, Any] | None) -> None:
         """Restore what `optimizer_state` returned on this rank."""
-        self._side.load_state_dict(state)
+        self._updater.load_state_dict(state)
 
     def shared_state(self) -> dict[str, Any]:
         """Return schedule, loss scaler and counters: the same on every rank."""
-        return {**self._side.shared_state(), "counters": self._counters.as_dict()}
+        return {**self._updater.shared_state(), "counters": self._counters.as_dict()}
 
     def load_shared_state(self, state: Mapping[str, Any], *, load_scheduler: bool = True) -> None:
         """Restore what `shared_state` returned, the schedule if ``load_scheduler``."""
-        self._side.load_shared_state(state, load_scheduler=load_scheduler)
+        self._updater.load_shared_state(state, load_scheduler=load_scheduler)
         self._counters.load(state["counters"])

@@ -68,7 +68,7 @@ def make_stage_engine(
 
 
 class DeepSpeedOptimizer:
-    """What updates one stage's weights (`setting.StageOptimizer`), as DeepSpeed's configuration has it.
+    """What updates one stage's weights (`setting.WeightUpdater`), as DeepSpeed's configuration has it.
 
     Args:
         module: the stage's, its replicas equal; cast to the configured type.

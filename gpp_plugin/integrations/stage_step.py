@@ -11,7 +11,7 @@ Two rules say over which ranks a step is agreed, and how often it is taken:
     StepTogether   all stages, once a mini-batch: one norm of the whole model, and all step or none
     StepAlone      each stage by itself, after each of its micro-batches (mode async)
 
-Nothing here knows a framework: what updates the weights is a `StageOptimizer`.
+Nothing here knows a framework: what updates the weights is a `WeightUpdater`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.integrations.gradients import StageGradients
-from gpp_plugin.integrations.setting import StageOptimizer, StepCounters
+from gpp_plugin.integrations.setting import StepCounters, WeightUpdater
 from gpp_plugin.integrations.stage_groups import StageGroups, TiedParameter, duplicates, sequence_parallel
 from gpp_plugin.ir.plan import Stage
 
@@ -193,7 +193,7 @@ class StageUpdate:
         self,
         gradients: StageGradients,
         reductions: GradientReductions,
-        side: StageOptimizer,
+        updater: WeightUpdater,
         counters: StepCounters,
         *,
         group: dist.ProcessGroup | int,
@@ -205,7 +205,7 @@ class StageUpdate:
     ) -> None:
         self._gradients = gradients
         self._reductions = reductions
-        self._side = side
+        self._updater = updater
         self._counters = counters
         self._group = group
         self._foreign = frozenset(foreign)
@@ -213,7 +213,7 @@ class StageUpdate:
         self._clear = clear
         self._device = device
         self._samples = samples
-        self._is_partitioned = bool(side.layout)
+        self._is_partitioned = bool(updater.layout)
 
     def run(self) -> tuple[float, bool]:
         """Step the optimizer; return the gradient's norm, and whether it kept the step away. Collective over the group.
@@ -227,10 +227,10 @@ class StageUpdate:
         self._compare = None
         self._reductions.finish(is_partitioned=self._is_partitioned)
         # Gradients carry the loss scale until they are stepped: fp16 would lose small ones if they were divided here.
-        norm = self._scaled_norm() / self._side.loss_scale
-        overflow = self._side.config.check_overflow and not math.isfinite(norm)
+        norm = self._scaled_norm() / self._updater.loss_scale
+        overflow = self._updater.config.check_overflow and not math.isfinite(norm)
         if not overflow:
-            self._side.apply(self._gradients, coefficient=self._coefficient(norm))
+            self._updater.apply(self._gradients, coefficient=self._coefficient(norm))
         self._clear()
         return norm, overflow
 
@@ -241,7 +241,7 @@ class StageUpdate:
         Data-parallel ranks share their parameters out; a tied one is its owner's, and one that the tensor ranks
         hold alike is the first one's: every element is squared on one rank, and one number a rank is summed.
         """
-        total = self._gradients.squared_norm(without=self._foreign, precision=self._side.norm_precision)
+        total = self._gradients.squared_norm(without=self._foreign, precision=self._updater.norm_precision)
         total = total.to(self._device)
         dist.all_reduce(total, group=self._group)
         return math.sqrt(value) if (value := total.item()) >= 0 else math.nan
@@ -251,8 +251,8 @@ class StageUpdate:
 
         Scale 1024, norm 2 of the unscaled gradients, clipping at 0.5: 1 / 1024 * 0.5 / 2 = 1 / 4096.
         """
-        coefficient = 1.0 / self._side.loss_scale
-        clipping = self._side.config.gradient_clipping
+        coefficient = 1.0 / self._updater.loss_scale
+        clipping = self._updater.config.gradient_clipping
         if clipping > 0:
             # As torch.nn.utils.clip_grad_norm_ and DeepSpeed do.
             coefficient *= min(1.0, clipping / (norm + 1e-6))
@@ -261,17 +261,17 @@ class StageUpdate:
     def end_mini_batch(self, *, overflow: bool, has_stepped: bool) -> None:
         """Advance the learning rates where there was a step; count the mini-batch; choose the next loss scale."""
         if has_stepped:
-            self._side.advance_rates()
+            self._updater.advance_rates()
         self._counters.add(samples=self._samples, overflow=overflow)
-        self._side.count(self._counters, overflow=overflow)
+        self._updater.count(self._counters, overflow=overflow)
 
     def result(self, norm: float, overflow: bool) -> StepResult:
         """Return what a step did."""
         return StepResult(
             grad_norm=math.inf if overflow else norm,
             overflow=overflow,
-            learning_rates=self._side.rates(),
-            loss_scale=self._side.loss_scale,
+            learning_rates=self._updater.rates(),
+            loss_scale=self._updater.loss_scale,
         )
 
 

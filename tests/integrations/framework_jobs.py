@@ -28,7 +28,7 @@ class Settings:
 
 
 class PlainOptimizer:
-    """`StageOptimizer` without masters, schedule or loss scale."""
+    """`WeightUpdater` without masters, schedule or loss scale."""
 
     versions: Mapping[str, str] = {"plain": "1"}
     config = Settings()

@@ -7,6 +7,7 @@ first used, so that ``import gpp_plugin.plan`` stays free of torch.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gpp_plugin.import_hook import register as _register
@@ -28,7 +29,12 @@ _HOME_OF = {
 
 __all__ = [*sorted(_HOME_OF), "__version__"]
 
-_register()  # from here on `deepspeed.initialize` honours a `graph_pipeline` block
+
+def _dispatch(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return importlib.import_module(_HOME_OF["initialize"]).dispatch(original, args, kwargs)
+
+
+_register(_dispatch)  # from here on `deepspeed.initialize` honours a `graph_pipeline` block
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """Puts `gpp_plugin` in front of `deepspeed.initialize`, whichever of the two is imported first.
 
-Only a thin wrapper is set here; torch and DeepSpeed are imported by the call, so that importing a pure
-layer of gpp_plugin stays cheap.
+Only a thin wrapper is set here, around what answers calls; it imports nothing of this package. torch and DeepSpeed are
+imported by the call, so that importing a pure layer of gpp_plugin stays cheap.
 """
 
 from __future__ import annotations
@@ -11,23 +11,26 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
+
+Dispatch = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
+"""Answers a call of `deepspeed.initialize`: given DeepSpeed's own function, positional and keyword arguments."""
 
 _MARK = "_gpp_plugin_original"
 
 
-def register() -> None:
-    """Wrap `deepspeed.initialize` now, or as soon as DeepSpeed is imported."""
+def register(dispatch: Dispatch) -> None:
+    """Let ``dispatch`` answer `deepspeed.initialize` from now on, or as soon as DeepSpeed is imported."""
     module = sys.modules.get("deepspeed")
     if module is not None and hasattr(module, "initialize"):
-        wrap_initialize(module)
+        wrap_initialize(module, dispatch)
     elif not any(isinstance(finder, _DeepSpeedFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _DeepSpeedFinder())
+        sys.meta_path.insert(0, _DeepSpeedFinder(dispatch))
 
 
-def wrap_initialize(module: ModuleType) -> None:
+def wrap_initialize(module: ModuleType, dispatch: Dispatch) -> None:
     """Set the wrapper on a loaded DeepSpeed; does nothing the second time."""
     original = module.initialize
     if hasattr(original, _MARK):
@@ -35,12 +38,16 @@ def wrap_initialize(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
-        from gpp_plugin.integrations.deepspeed import dispatch
-
         return dispatch(original, args, kwargs)
 
     setattr(initialize, _MARK, original)
     module.initialize = initialize  # type: ignore[attr-defined]
+
+
+def original_initialize(module: ModuleType) -> Callable[..., Any]:
+    """Return DeepSpeed's own function, whether or not the wrapper is set on it."""
+    original: Callable[..., Any] = getattr(module.initialize, _MARK, module.initialize)
+    return original
 
 
 class _DeepSpeedFinder(importlib.abc.MetaPathFinder):
@@ -49,7 +56,9 @@ class _DeepSpeedFinder(importlib.abc.MetaPathFinder):
     It stays in place when it is asked: others look for DeepSpeed without importing it (transformers does).
     """
 
-    _is_looking = False
+    def __init__(self, dispatch: Dispatch) -> None:
+        self._dispatch = dispatch
+        self._is_looking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -63,13 +72,14 @@ class _DeepSpeedFinder(importlib.abc.MetaPathFinder):
             self._is_looking = False
         if spec is None or spec.loader is None:
             return None
-        spec.loader = _WrappingLoader(spec.loader)
+        spec.loader = _WrappingLoader(spec.loader, self._dispatch)
         return spec
 
 
 class _WrappingLoader(importlib.abc.Loader):
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, dispatch: Dispatch) -> None:
         self._inner = inner
+        self._dispatch = dispatch
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         module: ModuleType | None = self._inner.create_module(spec)
@@ -80,4 +90,4 @@ class _WrappingLoader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
         self._inner.exec_module(module)
-        wrap_initialize(module)
+        wrap_initialize(module, self._dispatch)

@@ -18,7 +18,7 @@ from gpp_plugin.capture.export import capture_model  # noqa: E402
 from tests.models import MODELS, build  # noqa: E402
 
 torch.set_num_threads(1)
-for module in ("deepspeed", "async_engine", "huggingface", "stock_engine", "megatron.chunks"):
+for module in ("deepspeed", "huggingface", "stock_engine", "megatron.chunks"):
     with contextlib.suppress(ModuleNotFoundError):  # Megatron may not be installed
         importlib.import_module(f"gpp_plugin.integrations.{module}")
 for name in MODELS:

@@ -22,6 +22,7 @@ from gpp_plugin.capture.export import capture_model
 from gpp_plugin.integrations.pipeline_peer import PipelinePeer
 from gpp_plugin.integrations.stage_engine import StageEngine
 from gpp_plugin.integrations.stage_groups import StageGroups
+from gpp_plugin.integrations.stage_optimizer import make_stage_engine
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.op_graph import OpGraph
@@ -334,7 +335,7 @@ class OurRuntime:
         names = self.lane.prepare(self.batch).tensors
         tensors = dict(model.named_parameters())
         module = StageModule(tensors={name: tensors[name] for name in names}, parameters=names)
-        self.engine = StageEngine(
+        self.engine = make_stage_engine(
             module=module,
             config={
                 "train_batch_size": size.mini_batch,

@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import deepspeed
 import torch
 import torch.distributed as dist
 
@@ -85,6 +84,8 @@ def save_checkpoint(
     Raises:
         CheckpointError: a rank could not write, or the ranks disagree about the tag; `latest` stays as it was.
     """
+    # Three agreements, each of which ends on all ranks if one rank failed: the directory is there and its old manifest
+    # is not; every file is written whole; manifest, then `latest`. A save that dies in between leaves no manifest.
     target = Path(directory) / str(tag)
     tags = _all_ranks(engine, lambda: _prepare(engine, target), doing=f"prepare {target}")
     if len(set(tags)) > 1:
@@ -129,6 +130,7 @@ def load_checkpoint(
         CheckpointError: it is missing, torn, of another plan, precision or ZeRO stage, or not readable.
     """
 
+    # Checked on all ranks before any of them changes anything: a refused checkpoint leaves training as it was.
     load_optimizer = load_optimizer and not weights_only
 
     def check() -> str:
@@ -169,7 +171,7 @@ def _write_files(
     files: dict[str, Any] = {_rank_file(engine.rank): _rank_contents(engine, rank_state)}
     if engine.position == 0:
         files[_model_file(engine, engine.stage_index)] = engine.model_state()
-    if engine.deepspeed is not None and (engine.is_partitioned or engine.position == 0):
+    if engine.is_trained and (engine.is_partitioned or engine.position == 0):
         files[_optimizer_file(engine)] = engine.optimizer_state()
     if engine.rank == 0:
         files["shared.pt"] = {"engine": engine.shared_state(), **shared}
@@ -263,7 +265,7 @@ def _read_files(
     engine.load_model_state(model)
     if not load_optimizer:
         engine.refresh_masters()
-    elif engine.deepspeed is not None:
+    elif engine.is_trained:
         file = target / _optimizer_file(engine, among=files)
         engine.load_optimizer_state(torch.load(file, map_location=place, weights_only=False))
     shared = torch.load(target / "shared.pt", map_location="cpu", weights_only=False)
@@ -337,7 +339,7 @@ def _manifest(engine: StageEngine, files: Mapping[str, int]) -> dict[str, Any]:
         # ZeRO 1 and 2 write the same files: gradients are not saved
         "settings": {"dtype": engine.config.dtype, "zero_stage": min(engine.config.zero_stage, 1)},
         "files": dict(sorted(files.items())),
-        "deepspeed": deepspeed.__version__,
+        **engine.versions,
         "torch": torch.__version__,
     }
 

@@ -19,8 +19,13 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from gpp_plugin.capture.export import count_samples
 from gpp_plugin.errors import ConfigError, RuntimeFailure
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.batches import Batch, check_batch, collect_mini_batch, shape_key
 from gpp_plugin.runtime.meeting import Meeting
+
+LOADING_TIMEOUT_S = 600.0
+"""How long ranks wait for one that loads data; a failure they hear of at once."""
 
 
 def prepare_batch(model: nn.Module, batch: Any) -> dict[str, Any]:
@@ -48,6 +53,7 @@ def make_loader(
         ConfigError: the dataset holds fewer samples than one mini-batch.
     """
     collate = collate_fn or default_collate
+    # Whole mini-batches: ranks take their rows of them, so that a shuffle is the same everywhere and padding too.
     if isinstance(dataset, IterableDataset):
         return DataLoader(dataset, batch_size=mini_batch, drop_last=True, collate_fn=collate)
     if len(dataset) < mini_batch:
@@ -77,6 +83,22 @@ def sample_from_dataset(
     if not items:
         raise ConfigError("training_data is empty; capture needs at least one sample of it")
     return check_batch(collate(items))
+
+
+def inputs_read(plan: PipelinePlan, graph: BlockGraph, stage: int) -> set[str]:
+    """Return the keys of the mini-batch that a stage of the plan reads."""
+    own = set(plan.stages[stage].blocks)
+    return {key for block in graph.blocks if block.name in own for key in block.inputs}
+
+
+def ranks_that_read(plan: PipelinePlan, graph: BlockGraph) -> set[int]:
+    """Return the ranks whose stages read anything of the mini-batch."""
+    return {
+        rank
+        for index, stage in enumerate(plan.stages)
+        if inputs_read(plan, graph, index)
+        for rank in stage.ranks
+    }
 
 
 def repeat(loader: Iterable[Any]) -> Iterator[Any]:
@@ -150,6 +172,7 @@ class Feed:
 
     def collect(self, iterator: Iterator[Any]) -> dict[str, Any]:
         """Take one mini-batch from the user's iterator (every rank has the same stream)."""
+        # Batches of any size are joined until they are B samples; constants of the capture are the same in all of them.
         prepared = (self._prepare(batch) for batch in _check_iterator(iterator))
         batch = collect_mini_batch(prepared, self._mini_batch, count_samples)
         if batch.keys() != self._keys:
@@ -191,6 +214,7 @@ class Feed:
         Raises:
             RuntimeFailure: another rank's data could not be loaded, or did not come in time.
         """
+        # Ahead, a rank tells in call k what it loaded for call k + 1: all have told by then, and nobody waits.
         loading = self._ahead or self._begin(iterator)
         self._ahead = None
         batch = self._end(loading)
@@ -214,6 +238,9 @@ class Feed:
             assert loading.batch is not None
             key = shape_key(loading.batch, self._mini_batch)
             loading.facts[1] = self._announced.setdefault(key, len(self._announced))
+        # A maximum of (rank that failed or -1, number of the shape or -1): a failure wins, and the source's number is
+        # the only one. Shapes are numbered in the order in which the source first met them: 0 0 1 0 for lengths
+        # 16 16 32 16.
         loading.work = dist.all_reduce(loading.facts, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return loading
 
@@ -257,6 +284,41 @@ class Feed:
             ) from error
 
 
+class TrainingData:
+    """What `train_batch` reads when it is called without data: the engine's own loader, or what the user set.
+
+    Args:
+        loader: of ``training_data``; None where there is none.
+    """
+
+    def __init__(self, feed: Feed, loader: Any) -> None:
+        self.loader = loader
+        self._feed = feed
+        self._is_own = loader is not None
+        self._iterator: Iterator[Any] | None = None
+
+    def next(self, given: Iterator[Any] | None) -> dict[str, Any]:
+        """Return the mini-batch of ``train_batch(given)``, or its shape where this rank reads no inputs.
+
+        Raises:
+            ConfigError: there is no data, or its keys or sizes do not fit.
+        """
+        if given is None and self._iterator is None and self.loader is not None:
+            self._iterator = repeat(self.loader)
+        return self._feed.mini_batch(given, self._iterator, is_own=self._is_own)
+
+    def use_loader(self, loader: Any) -> None:
+        """Read ``loader``, the same batches on every rank, from its beginning."""
+        self.loader = loader
+        self._iterator = None
+        self._is_own = False
+
+    def use_iterator(self, iterator: Iterator[Any]) -> None:
+        """Read ``iterator``, the same batches on every rank."""
+        self._iterator = iterator
+        self._is_own = False
+
+
 def _check_iterator(iterator: Any) -> Iterator[Any]:
     """Refuse what starts anew at every call, a loader or a list: its first batches would be all that is seen."""
     if not isinstance(iterator, Iterator):
@@ -270,6 +332,7 @@ def _check_iterator(iterator: Any) -> Iterator[Any]:
 def _without_values(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the batch with its tensors on the meta device."""
     return {
+        # shapes and dtypes travel, a few hundred bytes, whatever the batch weighs
         key: torch.empty(value.shape, dtype=value.dtype, device="meta")
         if isinstance(value, Tensor)
         else value

@@ -1,7 +1,12 @@
 """What `deepspeed.initialize` does with a `graph_pipeline` block: makes a `GraphPipelineEngine`.
 
-The wrapper is set by `gpp_plugin.import_hook`. Callers that bound the function before gpp_plugin was
-imported (``from deepspeed import initialize``) import gpp_plugin first, or use `gpp_plugin.initialize`.
+The wrapper is set by `gpp_plugin.import_hook`, which `gpp_plugin` gives this module's `dispatch`. Callers that bound
+the function before gpp_plugin was imported (``from deepspeed import initialize``) import gpp_plugin first, or use
+`gpp_plugin.initialize`.
+
+    deepspeed.initialize(...) ─► dispatch ─┬─ no enabled block ─► DeepSpeed's own
+                                           ├─ planner stock     ─► DeepSpeed's PipelineEngine on our capture
+                                           └─ else              ─► GraphPipelineEngine with `DeepSpeedFramework`
 """
 
 from __future__ import annotations
@@ -17,11 +22,14 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.monitor.config import get_monitor_config
+from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from gpp_plugin.capture.export import count_samples
 from gpp_plugin.config import (
+    BLOCK,
     GraphPipelineConfig,
     batch_arithmetic,
     check_ranks,
@@ -29,15 +37,16 @@ from gpp_plugin.config import (
     read_config,
 )
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.import_hook import register
-from gpp_plugin.integrations.async_engine import AsyncPipelineEngine, check_asynchronous_config
+from gpp_plugin.import_hook import original_initialize
 from gpp_plugin.integrations.data import prepare_batch, sample_from_dataset
 from gpp_plugin.integrations.engine import GraphPipelineEngine
-from gpp_plugin.integrations.native_ops import without_shared_memory_op
+from gpp_plugin.integrations.given_graph import source_of
 from gpp_plugin.integrations.optimizer_bytes import optimizer_bytes
-from gpp_plugin.integrations.preparation import Setting
+from gpp_plugin.integrations.setting import Monitor, Setting, StageReplica
 from gpp_plugin.integrations.stage_config import derive_stage_config
+from gpp_plugin.integrations.stage_optimizer import FRAMEWORK, DeepSpeedOptimizer, without_shared_memory_op
 from gpp_plugin.integrations.stock import make_stock_engine
+from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.plan.stock import STOCK
 from gpp_plugin.runtime.batches import Batch, check_batch
 from gpp_plugin.stage_graph.graph import StageGraph
@@ -82,6 +91,7 @@ def dispatch(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     Raises:
         ConfigError: the block, or what is passed with it, is wrong.
     """
+    # By name, as DeepSpeed would take them: users pass some of them by position.
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     ds_config = _find_config(given)
     block = read_config(ds_config) if ds_config is not None else None
@@ -108,12 +118,12 @@ def initialize_block(**given: Any) -> Any:
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
-    """`deepspeed.initialize` with the hook, whatever was imported first."""
-    register()
-    return deepspeed.initialize(*args, **kwargs)
+    """`deepspeed.initialize` as the hook has it, whatever was imported first."""
+    return dispatch(original_initialize(deepspeed), args, kwargs)
 
 
 def _find_config(given: Mapping[str, Any]) -> Any:
+    # In DeepSpeed's own order: the argument, its old name, the command line's; last what a wrapped model brings.
     for key in ("config", "config_params"):
         if given.get(key) is not None:
             return given[key]
@@ -148,11 +158,40 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
             "graph_pipeline: capture needs a sample batch; pass training_data, or wrap the model: "
             "gpp_plugin.GraphPipelineModule(model, sample_batch=batch)"
         )
+    # From here on the ranks are joined.
     setting = _make_setting(ds_config, block, given)
     if sample is None:
         sample = sample_from_dataset(data, num_samples=setting.sizes.mini_batch, collate_fn=collate_fn)
     sample = dict(check_batch(sample)) if isinstance(model, StageGraph) else prepare_batch(model, sample)
     count_samples(sample)  # a batch without a common number of samples is refused here, before any work
+    _check_model(model, block)
+    optimizer, groups = _optimizer_of(model, given)
+    if block.mode == "async":
+        check_asynchronous_config(ds_config, block)
+    # The engine knows neither DeepSpeed nor where weights come from: it is given what answers for both.
+    framework = DeepSpeedFramework(
+        ds_config, optimizer=optimizer, lr_scheduler=_scheduler_of(given), parameter_groups=groups
+    )
+    common: dict[str, Any] = {
+        "ds_config": ds_config,
+        "config": block,
+        "setting": setting,
+        "sample_batch": sample,
+        "training_data": data,
+        "collate_fn": collate_fn,
+    }
+    engine: Any
+    if block.planner == STOCK:
+        assert not isinstance(model, StageGraph), "refused above"
+        engine = make_stock_engine(model=model, **framework.optimizer_options, **common)
+    else:
+        source = source_of(model, config=block, setting=setting)
+        engine = GraphPipelineEngine(source=source, framework=framework, **common)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _check_model(model: nn.Module | StageGraph, block: GraphPipelineConfig) -> None:
+    """Refuse a planner that cannot cut such a model; warn of checkpointing that has no effect."""
     if isinstance(model, StageGraph) and block.planner == STOCK:
         raise ConfigError(
             f"graph_pipeline.planner: {STOCK!r} cuts a captured model into a chain; a stage graph's stages are given: "
@@ -164,24 +203,61 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
             'does it: "auto" where a plan needs it to fit, "full" for every layer',
             type(model).__name__,
         )
-    optimizer, groups = _optimizer_of(model, given)
-    make_engine: Callable[..., Any] = make_stock_engine if block.planner == STOCK else GraphPipelineEngine
-    if block.mode == "async":
-        check_asynchronous_config(ds_config, block)
-        make_engine = AsyncPipelineEngine
-    engine = make_engine(
-        model=model,
-        ds_config=ds_config,
-        config=block,
-        setting=setting,
-        sample_batch=sample,
-        optimizer=optimizer,
-        parameter_groups=groups,
-        lr_scheduler=_scheduler_of(given),
-        training_data=data,
-        collate_fn=collate_fn,
-    )
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def check_asynchronous_config(ds_config: Mapping[str, Any], config: GraphPipelineConfig) -> None:
+    """Refuse what cannot be combined with mode async, before anything is captured.
+
+    Raises:
+        ConfigError: names the key and what to do.
+    """
+    where = f"{BLOCK}.mode: async"
+    if config.p2p != NATIVE:
+        raise ConfigError(f"{where} sends over our own transport only; remove {BLOCK}.p2p")
+    if config.planner == STOCK:
+        raise ConfigError(
+            f"{where} cannot run planner {STOCK}, DeepSpeed's synchronous pipeline; choose another"
+        )
+    # Sizes do not matter to what is asked here, the precision.
+    derived = derive_stage_config(ds_config, mini_batch=1, degree=1, device_type="cpu")
+    if derived.dtype == "float16":
+        raise ConfigError(
+            f"{where} cannot agree on a loss scale between stages that step alone; use bf16 or fp32"
+        )
+
+
+class DeepSpeedFramework:
+    """What the engine asks of a framework (`setting.Framework`), as a DeepSpeed configuration has it.
+
+    Args:
+        ds_config: the whole configuration.
+        optimizer, lr_scheduler, parameter_groups: of `DeepSpeedOptimizer`, given in the call and not in the JSON.
+    """
+
+    name = FRAMEWORK
+
+    def __init__(
+        self,
+        ds_config: Mapping[str, Any],
+        *,
+        optimizer: Callable[..., Any] | None = None,
+        lr_scheduler: Callable[..., Any] | None = None,
+        parameter_groups: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._ds_config = ds_config
+        self.optimizer_options: dict[str, Any] = {
+            "optimizer": optimizer,
+            "lr_scheduler": lr_scheduler,
+            "parameter_groups": parameter_groups,
+        }
+
+    def make_optimizer(self, module: nn.Module, replica: StageReplica) -> DeepSpeedOptimizer:
+        """Return a stage's optimizer, with a stock engine behind it where the stage trains anything."""
+        return DeepSpeedOptimizer(module, replica, config=self._ds_config, **self.optimizer_options)
+
+    def make_monitor(self) -> Monitor:
+        """Return DeepSpeed's monitors: TensorBoard, CSV, Weights & Biases, Comet."""
+        return MonitorMaster(get_monitor_config(dict(self._ds_config)))
 
 
 def _make_setting(
@@ -190,6 +266,7 @@ def _make_setting(
     _init_distributed(given)
     num_ranks = dist.get_world_size()
     check_ranks(block, num_ranks)
+    # Small agreements go over gloo whatever moves activations: they must not queue behind those on a device.
     accelerator = get_accelerator()
     if accelerator.device_name() == "cuda":
         local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
@@ -226,6 +303,7 @@ def setting_of(
     Raises:
         ConfigError: sizes do not divide, or a key asks for what stages cannot do.
     """
+    # Degrees are not known yet: dtype, ZeRO stage and optimizer are the same for any.
     sizes = batch_arithmetic(ds_config, num_ranks)
     stage = derive_stage_config(ds_config, mini_batch=sizes.mini_batch, degree=1, device_type=device.type)
     held = optimizer_bytes(
@@ -259,6 +337,7 @@ def _init_distributed(given: Mapping[str, Any]) -> None:
         os.environ.update(
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
         )
+    # With Intel's package installed DeepSpeed takes ccl on the CPU; our transport is proved on gloo.
     backend = get_accelerator().communication_backend_name()
     if get_accelerator().device_name() == "cpu":
         backend = "gloo"
@@ -291,6 +370,7 @@ def _optimizer_of(
                 "deepspeed.initialize: the optimizer has taken steps already; pass a fresh one or a callable "
                 "(parameters -> optimizer), or load a checkpoint"
             )
+        # An optimizer of the whole model is taken as a recipe: its class and options make one for each stage.
         kind, defaults = type(optimizer), dict(optimizer.defaults)
         allowed = inspect.signature(kind.__init__).parameters
         options = {key: value for key, value in defaults.items() if key in allowed}
@@ -311,6 +391,7 @@ def _optimizer_of(
 
 
 def _named_groups(model: nn.Module | StageGraph, groups: Any) -> list[dict[str, Any]]:
+    # By identity, so that groups made from any of a parameter's names mean the parameter.
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         names.setdefault(id(parameter), name)
@@ -321,6 +402,7 @@ def _named_groups(model: nn.Module | StageGraph, groups: Any) -> list[dict[str, 
     for position, group in enumerate(listed):
         members = group["params"]
         tensors = [members] if isinstance(members, torch.Tensor) else list(members)
+        # One tensor, a list of them, or of (name, tensor) as `named_parameters` gives.
         tensors = [item[1] if isinstance(item, tuple) else item for item in tensors]
         foreign = [index for index, tensor in enumerate(tensors) if id(tensor) not in names]
         if foreign:

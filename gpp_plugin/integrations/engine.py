@@ -1,367 +1,323 @@
 """`GraphPipelineEngine`: DeepSpeed's pipeline engine, for a graph of stages.
 
 It has the public surface of `deepspeed.runtime.pipe.engine.PipelineEngine`; what differs is said where
-it does. The engine owns the loop over mini-batches; the stage's optimizer side is a `StageEngine`, the
-stage's code and messages a `Lane`.
+it does. It is put together of parts, each of which is told what it needs:
+
+    steps          what a call of `train_batch` does: `SynchronousSteps`, or `AsynchronousSteps` in mode async
+    runner         runs a lane on a mini-batch, and ends the job when one fails on its way
+    lane           this rank's program, its stage's code by shape, its messages
+    stage_engine   gradients, optimizer and counters of this rank's stage
+    data, feed     mini-batches
+    files          checkpoints, exports, state dicts
+    evaluator      `eval_batch`
+    metrics        what users see of training
+    memory         what ranks hold, against the plan
+
+Neither this file nor a part knows a framework: what of one is needed is a `Framework` and a `EngineModel`.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpp_plugin.config import GraphPipelineConfig
-from gpp_plugin.doors import Channel, Transport, TransportRequest
-from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure
+from gpp_plugin.errors import ConfigError
 from gpp_plugin.extensions import find_transport
-from gpp_plugin.integrations.data import Feed, make_loader, repeat
+from gpp_plugin.integrations.async_steps import AsynchronousSteps
+from gpp_plugin.integrations.data import (
+    LOADING_TIMEOUT_S,
+    Feed,
+    TrainingData,
+    inputs_read,
+    make_loader,
+    ranks_that_read,
+)
 from gpp_plugin.integrations.engine_files import PipelineFiles
 from gpp_plugin.integrations.evaluation import Evaluator
 from gpp_plugin.integrations.memory import MemoryWatch
 from gpp_plugin.integrations.metrics import Metrics, keep_timeline
-from gpp_plugin.integrations.model_source import ModelSource
-from gpp_plugin.integrations.preparation import Setting
-from gpp_plugin.integrations.stage_config import NO_OPTIMIZER
-from gpp_plugin.integrations.stage_engine import StageEngine, StepResult, TiedParameter
-from gpp_plugin.integrations.stage_groups import StageGroups
+from gpp_plugin.integrations.setting import EngineModel, Framework, Setting
+from gpp_plugin.integrations.stage_engine import StageEngine
+from gpp_plugin.integrations.stage_groups import StageGroups, TiedParameter, tied_parameters
+from gpp_plugin.integrations.surface import PipelineSurface
+from gpp_plugin.integrations.training_steps import (
+    LaneMaker,
+    MiniBatchRunner,
+    StepHooks,
+    StepStrategy,
+    SynchronousSteps,
+    TrainedCall,
+)
 from gpp_plugin.ir.memory_report import MemoryReport
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.timeline import Event, Timeline
+from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.plan.edge_transports import note_edge_transports
-from gpp_plugin.runtime.agree import exchange
-from gpp_plugin.runtime.batches import Batch, batch_checksum
-from gpp_plugin.runtime.executor import MiniBatchResult
+from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.meeting import Meeting
-from gpp_plugin.runtime.pipeline import (
-    Lane,
-    Reference,
-    channels_of,
-    make_programs,
-    tied_stages,
-)
+from gpp_plugin.runtime.pipeline import Lane, tied_stages
 from gpp_plugin.runtime.recorder import Clock, start_clock
 from gpp_plugin.runtime.stage_module import StageModule
-from gpp_plugin.stage_graph.graph import StageGraph
+from gpp_plugin.runtime.stage_source import Reference
+from gpp_plugin.runtime.window_lane import WindowLane
 
 logger = logging.getLogger(__name__)
 
-LOADING_TIMEOUT_S = 600.0
-"""How long ranks wait for one that loads data; a failure they hear of at once."""
+EXPORT_TIMEOUT_S = 600.0
+"""How long ranks wait, at least, for one that writes its part of an export."""
 
 
-def failure_after(step: int, error: BaseException) -> str:
-    """Return what ended a job, for whoever calls the engine again; an interrupt has no text of its own."""
-    return f"the mini-batch after step {step} failed ({str(error) or type(error).__name__})"
-
-
-class GraphPipelineEngine(PipelineFiles):
+class GraphPipelineEngine(PipelineSurface):
     """Trains a model as a graph of pipeline stages; made by `deepspeed.initialize`.
 
     Args:
-        model: the user's model, or graph of stages; after construction it keeps only this rank's stage.
+        source: the user's model, or graph of stages; after construction it keeps only this rank's stage.
+        framework: makes what updates the stage's weights, writes to monitors, and carries messages otherwise.
         ds_config: the whole DeepSpeed configuration as a dict.
         config: its checked ``graph_pipeline`` block.
         setting: ranks, device, precision and batch sizes.
         sample_batch: what the model is captured and profiled with.
-        optimizer: a callable from parameter groups to an optimizer, or None for the JSON's block.
-        parameter_groups: optimizer groups by parameter name, or None for one group of all.
-        lr_scheduler: a callable from an optimizer to a scheduler, or None for the JSON's block.
+        training_data: a dataset that the engine loads itself, collated by ``collate_fn``.
 
     Raises:
         GppError: model, configuration or data do not fit; the same on every rank.
     """
 
-    _stage_engine_type: type[StageEngine] = StageEngine
-
     def __init__(
         self,
         *,
-        model: nn.Module | StageGraph,
+        source: EngineModel,
+        framework: Framework,
         ds_config: Mapping[str, Any],
         config: GraphPipelineConfig,
         setting: Setting,
         sample_batch: Batch,
-        optimizer: Callable[..., Any] | None = None,
-        parameter_groups: Sequence[Mapping[str, Any]] | None = None,
-        lr_scheduler: Callable[..., Any] | None = None,
         training_data: Any = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         self.config = config
-        self.device = setting.device
-        self.global_rank = setting.rank
         self.last_timeline: Timeline | None = None
         self.record_timelines = config.trace_path is not None
-        self._ds_config = dict(ds_config)
         self._setting = setting
-        self._source = ModelSource(model, config=config, setting=setting)
-        find_transport(config.p2p).check(str(setting.device))
-        self._reference, plan = self._source.prepare_plan(sample_batch)
-        self.plan = note_edge_transports(plan, config.p2p)
-        lane = self._make_lane(self._reference, self.plan)
-        assert lane is not None, "every rank is in a stage of the training plan"
-        self._lane: Lane = lane
-        self.module = self._make_module(sample_batch)
-        self._tied = tuple(
-            TiedParameter(name=name, stages=stages, owner=stages[0])
-            for name, stages in tied_stages(self.plan, self._reference).items()
-        )
-        timeout_s = max(config.comm_timeout_s, LOADING_TIMEOUT_S)
-        self._meeting = Meeting(
-            group=setting.group, who=f"rank {setting.rank}, stage {self.stage_name!r}", timeout_s=timeout_s
-        )
-        self._groups = StageGroups.create(self.plan, self._tied, timeout_s=config.comm_timeout_s)
-        self.stage_engine = self._stage_engine_type(
-            module=self.module,
-            config=self._ds_config,
-            plan=self.plan,
-            rank=setting.rank,
-            groups=self._groups,
-            tied=self._tied,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            parameter_groups=parameter_groups,
-            device=setting.device,
-        )
-        self._can_step = optimizer is not None or bool(self._ds_config.get("optimizer"))
-        self._source.share_weights(self.module)
-        self._last_step: StepResult | None = None
-        self._failure: str | None = None
+        self._source = source
         self._is_destroyed = False
-        self._gradients: dict[str, Tensor] | None = None
-        self._keeps_gradients = False
-        self._lane.bind(self.module, _Hooks(self))
-        self._feed = self._make_feed(sample_batch, timeout_s)
-        self.training_dataloader: Any = None
-        self._data_iterator: Iterator[Any] | None = None
-        self._owns_loader = training_data is not None
-        if self._owns_loader:
-            self.training_dataloader = make_loader(
-                training_data, mini_batch=self.plan.mini_batch, collate_fn=collate_fn, seed=config.seed
-            )
-        self._make_watchers(sample_batch)
+        find_transport(config.p2p).check(str(setting.device))
+        # What follows is in the order of the ranks' meetings: each call is collective, and needs the one before.
+        reference, plan = source.prepare_plan(sample_batch)
+        plan = note_edge_transports(plan, config.p2p)
+        self._lanes = LaneMaker(source=source, config=config, setting=setting)
+        self._lane = self._make_lane(reference, plan)
+        module = self._lanes.make_module(self._lane, sample_batch)
+        tied = tied_parameters(tied_stages(plan, reference))
+        name = plan.stages[self._lane.stage_index].name
+        self._wait_s = max(config.comm_timeout_s, LOADING_TIMEOUT_S)
+        self._meeting = Meeting(
+            group=setting.group, who=f"rank {setting.rank}, stage {name!r}", timeout_s=self._wait_s
+        )
+        self._groups = StageGroups.create(plan, tied, timeout_s=config.comm_timeout_s)
+        stage = self._make_stage(module, tied, framework)
+        source.share_weights(module)
+        self._make_data(reference, sample_batch, training_data, collate_fn)
+        monitor = framework.make_monitor() if setting.rank == 0 else None
+        self._metrics = Metrics(ds_config, setting, reference, plan, monitor=monitor)
+        self._join(stage, module, reference, sample_batch)
+        files = PipelineFiles(
+            module=module,
+            stage=stage,
+            steps=self._steps,
+            source=source,
+            parameters=reference.analysis.op_graph.parameters,
+            setting=setting,
+            meeting=self._meeting,
+            timeout_s=max(config.comm_timeout_s, EXPORT_TIMEOUT_S),
+        )
+        super().__init__(
+            reference=reference, module=module, stage_engine=stage, files=files, ds_config=ds_config
+        )
 
     # ---- construction --------------------------------------------------------------------------
 
-    def _make_lane(self, reference: Reference, plan: PipelinePlan) -> Lane | None:
-        """Return this rank's lane for a plan, or None where the plan leaves the rank idle; collective."""
-        programs = make_programs(plan, reference, reduce_each_backward=self._setting.zero_stage >= 2)
-        transport = self._make_transport(plan, reference, channels_of(programs))
-        for program in programs:
-            if program.rank == self._setting.rank:
-                return Lane(
-                    source=self._source.stages,
-                    reference=reference,
-                    plan=plan,
-                    program=program,
-                    transport=transport,
-                    device=self.device,
-                    dtype=self._setting.dtype,
-                )
-        return None
+    def _make_lane(self, reference: Reference, plan: PipelinePlan) -> Lane:
+        """Return this rank's lane of training; collective."""
+        if self.config.mode == "async":
+            # Where weights lie is the optimizer's to say, which is made for a module, which is made for this lane.
+            return self._lanes.make_windows(
+                reference, plan, make_places=lambda parameters: self.stage_engine.weight_places(parameters)
+            )
+        lane = self._lanes.make(reference, plan)
+        assert lane is not None, "every rank is in a stage of the training plan"
+        return lane
 
-    def _make_module(self, sample_batch: Batch) -> StageModule:
-        """Return this rank's stage when every rank has made its own: groups made after it wait no longer than messages.
-
-        Raises:
-            GppError: a rank could not; the same on every rank.
-        """
-        made: list[StageModule] = []
-
-        def make() -> None:
-            made.append(self._source.make_module(self._lane, sample_batch))
-
-        stages = [self.plan.stages[self.plan.stage_of_rank(r)].name for r in range(self.plan.num_ranks)]
-        exchange(make, what="making the stages' modules", group=self._setting.group, stages=stages)
-        return made[0]
-
-    def _make_transport(
-        self, plan: PipelinePlan, reference: Reference, channels: Collection[Channel]
-    ) -> Transport | None:
-        """Return what moves the messages of a plan's programs, or None where there are none; collective."""
-        if not channels:
-            return None
-        request = TransportRequest(
-            plan=plan,
-            specs=reference.block_graph.tensors,
-            channels=frozenset(channels),
-            device=str(self.device),
-            timeout_s=self.config.comm_timeout_s,
+    def _make_stage(
+        self, module: StageModule, tied: Sequence[TiedParameter], framework: Framework
+    ) -> StageEngine:
+        """Return what trains this rank's stage; collective."""
+        return StageEngine(
+            module=module,
+            plan=self._lane.plan,
+            rank=self._setting.rank,
+            groups=self._groups,
+            tied=tied,
+            make_optimizer=framework.make_optimizer,
+            framework=framework.name,
+            device=self._setting.device,
+            steps_alone=self.config.mode == "async",
         )
-        return find_transport(self.config.p2p).make(request)
 
-    def _make_feed(self, sample_batch: Batch, timeout_s: float) -> Feed:
-        """Return what gives this rank its mini-batches.
-
-        Args:
-            timeout_s: how long this rank waits for one that loads.
-        """
-        reading = self._ranks_that_read()
-        return Feed(
+    def _make_data(
+        self,
+        reference: Reference,
+        sample_batch: Batch,
+        training_data: Any,
+        collate_fn: Callable[[list[Any]], Any] | None,
+    ) -> None:
+        """Make what gives this rank its mini-batches: the ranks that read none learn shapes from one that does."""
+        plan = self._lane.plan
+        reading = ranks_that_read(plan, reference.block_graph)
+        self._feed = Feed(
             prepare=self._source.prepare_batch,
-            mini_batch=self.plan.mini_batch,
-            reads_inputs=self.global_rank in reading,
+            mini_batch=plan.mini_batch,
+            reads_inputs=self._setting.rank in reading,
             source=min(reading),
             group=self._setting.group,
             keys=sample_batch,
-            timeout_s=timeout_s,
+            timeout_s=self._wait_s,
             loads_ahead=self.config.mode == "async",
         )
+        loader = None
+        if training_data is not None:
+            loader = make_loader(
+                training_data, mini_batch=plan.mini_batch, collate_fn=collate_fn, seed=self.config.seed
+            )
+        self._data = TrainingData(self._feed, loader)
 
-    def _make_watchers(self, sample_batch: Batch) -> None:
-        """Make what evaluates, and what reports on training and memory."""
+    def _join(
+        self, stage: StageEngine, module: StageModule, reference: Reference, sample_batch: Batch
+    ) -> None:
+        """Let the lane run on the stage, and make what runs it: for training, for evaluation, with what is counted."""
+        plan, setting = self._lane.plan, self._setting
+        self._memory = MemoryWatch(
+            plan,
+            config=self.config,
+            setting=setting,
+            sample_batch=sample_batch,
+            reads=inputs_read(plan, reference.block_graph, stage.stage_index),
+            meeting=self._meeting,
+        )
+        self._runner = MiniBatchRunner(stage, self._memory, has_peers=setting.group is not None)
+        self._hooks = StepHooks(stage, self._memory)
+        self._lane.bind(module, self._hooks)
         self._evaluator = Evaluator(
             source=self._source,
-            setting=self._setting,
-            plan=self.plan,
-            reference=self._reference,
-            module=self.module,
-            make_lane=self._make_lane,
-            run=self._run,
+            setting=setting,
+            plan=plan,
+            reference=reference,
+            module=module,
+            make_lane=self._lanes.make,
+            run=self._runner.run,
             meeting=self._meeting,
         )
-        self._metrics = Metrics(self._ds_config, self._setting, self._reference, self.plan)
-        self._memory = MemoryWatch(
-            self.plan,
-            config=self.config,
-            setting=self._setting,
-            sample_batch=sample_batch,
-            reads=self._inputs_read(),
+        self._steps = self._make_steps(stage)
+
+    def _make_steps(self, stage: StageEngine) -> StepStrategy:
+        """Return what a call of `train_batch` does: a mode is nothing but this, its lane, and its stages' rule."""
+        if isinstance(self._lane, WindowLane):
+            return AsynchronousSteps(
+                self._lane,
+                stage,
+                self._runner,
+                metrics=self._metrics,
+                setting=self._setting,
+                reads_inputs=self._feed.reads_inputs,
+                timeout_s=self._wait_s,
+            )
+        return SynchronousSteps(
+            self._lane,
+            stage,
+            self._runner,
             meeting=self._meeting,
+            reads_inputs=self._feed.reads_inputs,
+            has_peers=self._setting.group is not None,
         )
-
-    def _ranks_that_read(self) -> set[int]:
-        """Return the ranks whose stages read model inputs."""
-        blocks = {block.name: block for block in self._reference.block_graph.blocks}
-        return {
-            rank
-            for stage in self.plan.stages
-            for rank in stage.ranks
-            if any(blocks[name].inputs for name in stage.blocks)
-        }
-
-    def _inputs_read(self) -> set[str]:
-        """Return the keys of the batch that this rank's stage reads."""
-        own = set(self.plan.stages[self._lane.stage_index].blocks)
-        blocks = self._reference.block_graph.blocks
-        return {key for block in blocks if block.name in own for key in block.inputs}
 
     # ---- training ------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Run one optimizer step on ``train_batch_size`` samples and return the mean loss.
+        """Train on ``train_batch_size`` samples and return the mean loss.
+
+        One optimizer step of all stages. In mode async the samples enter the pipeline, which is full when this
+        returns: each micro-batch of them is one update of every stage, and the learning-rate schedule advances once.
 
         Args:
             data_iter: batches whose samples sum to ``train_batch_size``, the same stream on every rank;
                 the engine's own loader (``training_data``) if None.
 
         Returns:
-            The mean loss of the mini-batch, a scalar on this rank's device, the same on every rank.
+            The mean loss of the mini-batch, a scalar on this rank's device, the same on every rank. In mode async of
+            the losses that came out meanwhile, which lag behind what enters by the micro-batches in flight.
 
         Raises:
             ConfigError: there is no optimizer, no data, or its keys or sizes do not fit.
             StopIteration: ``data_iter`` had ended already.
-            CommTimeout, RuntimeFailure: a rank failed; names rank, stage, edge and micro-batch.
+            CommTimeout, RuntimeFailure: a rank failed (names rank, stage, edge and micro-batch), or was given other
+                data; in mode async that is found out in the next call.
         """
+        # Nothing is sent before this rank knows that it can go on, that there is an optimizer, and that data came.
         start = time.perf_counter()
-        batch = self._next_batch(data_iter)
+        self._runner.refuse_after_failure()
+        self.stage_engine.require_optimizer()
+        batch = self._data.next(data_iter)
         clock = start_clock(self._meeting) if self.record_timelines else None
         self._source.meet(self._reference, batch)
         self.module.train()
-        result = self._run(self._lane, batch, record=clock is not None)
-        loss = self._agree_on_loss(result, batch)
-        step = result.step_result
-        assert isinstance(step, StepResult)
-        return self._end_call(result.events, clock, loss=loss, step=step, start=start)
-
-    def _end_call(
-        self,
-        events: Sequence[Event],
-        clock: Clock | None,
-        *,
-        loss: float,
-        step: StepResult,
-        start: float,
-    ) -> Tensor:
-        """Keep the timeline, tell the metrics, and return the loss as `train_batch` does.
-
-        Args:
-            clock: started with the mini-batch; None where no timeline is recorded.
-            start: when the call began, by `time.perf_counter`.
-        """
-        self._last_step = step
+        call = self._steps.train(batch, record=clock is not None)
+        self._last_step = call.step
         if clock is not None:
-            self.last_timeline = keep_timeline(
-                events,
-                clock,
-                plan=self.plan,
-                meeting=self._meeting,
-                path=self.config.trace_path,
-                step=self.global_steps,
-            )
+            self._keep_timeline(call, clock)
         self._metrics.after_step(
-            loss=loss,
-            step=step,
+            loss=call.loss,
+            step=call.step,
             global_steps=self.global_steps,
             global_samples=self.global_samples,
             seconds=time.perf_counter() - start,
         )
-        return torch.tensor(loss, dtype=torch.float32, device=self.device)
+        return torch.tensor(call.loss, dtype=torch.float32, device=self.device)
 
-    def _run(self, lane: Lane, batch: Batch, *, record: bool = False) -> MiniBatchResult:
-        """Run one mini-batch, and leave nothing of it behind if it fails.
+    def _keep_timeline(self, call: TrainedCall, clock: Clock) -> None:
+        """Gather what happened when; ``clock`` was started with the mini-batch."""
+        self.last_timeline = keep_timeline(
+            call.events,
+            clock,
+            plan=self.plan,
+            meeting=self._meeting,
+            path=self.config.trace_path,
+            step=self.global_steps,
+        )
 
-        Raises:
-            RuntimeFailure: an earlier mini-batch failed on its way, so that messages of it may still arrive.
+    def flush(self) -> Tensor | None:
+        """Finish the micro-batches in flight, so that every stage has made all its updates; collective.
+
+        Returns:
+            The mean of the losses that no `train_batch` has returned, the same on every rank; None if there are none,
+            as always but in mode async.
         """
-        self._refuse_after_failure()
-        counts = lane is self._lane and self._memory.is_due(batch)
-        try:
-            result = lane.run(batch, record=record, count=counts)
-        except BaseException as error:
-            self.stage_engine.zero_grad()
-            if self._setting.group is not None and not isinstance(error, (CaptureError, ConfigError)):
-                self._failure = failure_after(self.global_steps, error)
-            raise
-        if counts and lane.has_peaked:
-            self._memory.compare(result.memory, batch)
-        return result
+        loss = self._steps.flush()
+        return None if loss is None else torch.tensor(loss, dtype=torch.float32, device=self.device)
 
-    def _refuse_after_failure(self) -> None:
-        if self._failure is not None:
-            raise RuntimeFailure(f"this job cannot go on: {self._failure}; start it anew from a checkpoint")
+    @property
+    def staleness(self) -> dict[str, int]:
+        """Return, by stage, how many updates lie between the weights of a gradient and the update it makes.
 
-    def _next_batch(self, data_iter: Iterator[Any] | None) -> dict[str, Any]:
-        self._refuse_after_failure()
-        if not self._can_step:
-            raise ConfigError(NO_OPTIMIZER)
-        if data_iter is None and self._data_iterator is None and self.training_dataloader is not None:
-            self._data_iterator = repeat(self.training_dataloader)
-        return self._feed.mini_batch(data_iter, self._data_iterator, is_own=self._owns_loader)
-
-    def _agree_on_loss(self, result: MiniBatchResult, batch: Batch) -> float:
-        """Return the mean loss on every rank, and refuse ranks that were given different data."""
-        mine = sum(float(loss) * count for loss, count in result.losses) / self.plan.mini_batch
-        if self._setting.group is None:
-            return mine
-        reads = self._feed.reads_inputs
-        checksum = float(batch_checksum(batch)) if reads else 0.0
-        own = torch.tensor([mine, checksum, checksum * checksum, float(reads)], dtype=torch.float64)
-        facts = self._meeting.sum(own, f"the loss of step {self.global_steps}")
-        loss, total, squares, readers = facts.tolist()
-        if squares * readers != total * total:
-            raise RuntimeFailure(
-                f"step {self.global_steps}: the ranks were given different mini-batches (checksum "
-                f"{int(checksum)} on rank {self.global_rank}); give every rank the same stream of batches: no "
-                "DistributedSampler, the same shuffle seed everywhere"
-            )
-        return float(loss)
+        None lie there but in mode async. There this is what it is while the pipeline is full; after a `flush` the
+        first micro-batches see less.
+        """
+        return self._steps.staleness
 
     # ---- evaluation ----------------------------------------------------------------------------
 
@@ -378,7 +334,7 @@ class GraphPipelineEngine(PipelineFiles):
         """Evaluate one batch from ``data_iter`` (of any size) and return its mean loss.
 
         Dropout is off and no gradient is kept. The loss is the mean over loss units, a smaller last one
-        weighted by its samples; every rank gets it.
+        weighted by its samples; every rank gets it. What is under way is finished first.
 
         Args:
             return_logits: also return the named ``outputs`` of the model, samples in order, on every rank.
@@ -388,6 +344,8 @@ class GraphPipelineEngine(PipelineFiles):
             The loss; with ``return_logits`` the pair of loss and outputs (one tensor, or a dict where
             several were asked for); with ``compute_loss=False`` the outputs.
         """
+        self._steps.drain()
+        # The other arguments of DeepSpeed's have one value that means something here.
         if reduce_output not in ("avg", None) or num_micro_batches is not None or not bcast_loss:
             raise ConfigError(
                 "eval_batch: only reduce_output='avg', bcast_loss=True and num_micro_batches=None are supported; "
@@ -406,11 +364,14 @@ class GraphPipelineEngine(PipelineFiles):
 
     # ---- data ----------------------------------------------------------------------------------
 
+    @property
+    def training_dataloader(self) -> Any:
+        """Return what `train_batch` reads when it is called without data; None where there is nothing."""
+        return self._data.loader
+
     def set_dataloader(self, loader: Any) -> None:
         """Use ``loader`` (the same batches on every rank) when `train_batch` is called without data."""
-        self.training_dataloader = loader
-        self._data_iterator = None
-        self._owns_loader = False
+        self._data.use_loader(loader)
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """Apply ``fn`` to every batch that is taken from an iterator; it returns a dict of tensors."""
@@ -418,8 +379,7 @@ class GraphPipelineEngine(PipelineFiles):
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Use ``iterator`` when `train_batch` is called without data."""
-        self._data_iterator = iterator
-        self._owns_loader = False
+        self._data.use_iterator(iterator)
 
     # ---- gradients -----------------------------------------------------------------------------
 
@@ -428,7 +388,7 @@ class GraphPipelineEngine(PipelineFiles):
 
         Call it on every rank: under ZeRO 1 and 2 the ranks of a stage gather them together.
         """
-        self._keeps_gradients = retain
+        self._hooks.keeps_gradients = retain
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -437,32 +397,9 @@ class GraphPipelineEngine(PipelineFiles):
         Raises:
             ConfigError: `retain_gradients` was not called before the step.
         """
-        if self._gradients is None:
+        if self._hooks.gradients is None:
             raise ConfigError("gradients are not kept; call engine.retain_gradients() before train_batch()")
-        return self._gradients
-
-    # ---- the end -------------------------------------------------------------------------------
-
-    def destroy(self) -> None:
-        """Let go of process groups, transports and optimizer; the engine trains no more; collective.
-
-        A process that ends anyway need not call it. One that makes another engine should: every group has threads
-        that wake up a hundred times a second.
-        """
-        if self._is_destroyed:
-            return
-        self._is_destroyed = True
-        self._failure = "its engine was destroyed"
-        group = self._setting.group
-        self._meeting.meet("the end")  # what others still send arrives before its group goes
-        self._evaluator.close()
-        self._lane.close()
-        if self.stage_engine.deepspeed is not None:
-            self.stage_engine.deepspeed.destroy()
-        self._groups.close()
-        self._source.close()
-        if group is not None:
-            dist.destroy_process_group(group)
+        return self._hooks.gradients
 
     # ---- memory --------------------------------------------------------------------------------
 
@@ -474,23 +411,26 @@ class GraphPipelineEngine(PipelineFiles):
         """
         return self._memory.report(self.stage_engine)
 
+    # ---- the end -------------------------------------------------------------------------------
 
-class _Hooks:
-    """What the executor calls on the optimizer side; keeps gradients where the user asked."""
+    def destroy(self) -> None:
+        """Let go of process groups, transports and optimizer; the engine trains no more; collective.
 
-    def __init__(self, engine: GraphPipelineEngine) -> None:
-        self._engine = engine
-        self._stage = engine.stage_engine
-        self.accumulate = self._stage.accumulate
-        self.reduce_data = self._stage.reduce_data
-        self.reduce_tied = self._stage.reduce_tied
-
-    @property
-    def loss_scale(self) -> float:
-        return self._stage.loss_scale
-
-    def step(self) -> StepResult:
-        self._engine._memory.note_gradients(self._stage.gradients)
-        if self._engine._keeps_gradients:
-            self._engine._gradients = self._stage.full_gradients()
-        return self._stage.step()
+        In mode async the pipeline is emptied first. A process that ends anyway need not call it. One that makes
+        another engine should: every group has threads that wake up a hundred times a second.
+        """
+        if self._is_destroyed:
+            return
+        if self._runner.failure is None:
+            self._steps.flush()
+        self._is_destroyed = True
+        self._runner.failure = "its engine was destroyed"
+        group = self._setting.group
+        self._meeting.meet("the end")  # what others still send arrives before its group goes
+        self._evaluator.close()
+        self._lane.close()
+        self.stage_engine.close()
+        self._groups.close()
+        self._source.close()
+        if group is not None:
+            dist.destroy_process_group(group)

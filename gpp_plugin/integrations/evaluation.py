@@ -16,8 +16,7 @@ from torch import Tensor
 
 from gpp_plugin.capture.export import count_samples
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.model_source import ModelSource
-from gpp_plugin.integrations.preparation import Setting
+from gpp_plugin.integrations.setting import EngineModel, Setting
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.runtime.batches import Batch, take_samples
@@ -57,7 +56,7 @@ class Evaluator:
     def __init__(
         self,
         *,
-        source: ModelSource,
+        source: EngineModel,
         setting: Setting,
         plan: PipelinePlan,
         reference: Reference,
@@ -99,6 +98,8 @@ class Evaluator:
         self._source.meet(graph.reference, batch)
         total = 0.0
         collected: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in outputs}
+        # Training's micro-batches do not divide any batch: with ones of 8 and a loss unit of 4, 21 samples run as 16, 4
+        # and 1. Each part has a plan, and so a lane, of its own; ranks that a part leaves idle go on to the next.
         for part in split_evaluation(graph.plan, num_samples):
             rows = take_samples(batch, part.first_sample, part.plan.mini_batch, num_samples)
             lane = self._lane(key, graph.reference, part.plan, rows)
@@ -108,6 +109,7 @@ class Evaluator:
             total += sum(float(loss) * count for loss, count in result.losses)
             for name, pieces in result.outputs.items():
                 collected[name] += [(part.first_sample + first, piece) for first, piece in pieces]
+        # Losses come weighted by their samples: the sum over parts and ranks is over all samples.
         whole = self._meeting.sum(torch.tensor([total], dtype=torch.float64), "the loss of an evaluation")
         return float(whole) / num_samples, self._gather(collected, graph.reference)
 
@@ -124,6 +126,7 @@ class Evaluator:
         reference = self._source.analyse(batch, outputs)
         parameters = {p.name for p in reference.analysis.op_graph.parameters if not p.is_buffer}
         held = [parameters.intersection(names) for names in held_tensors(self._plan, self._reference)]
+        # Evaluation may read what training skips: blocks that no stage has go where their parameters are held.
         plan = evaluation_plan(self._plan, reference.block_graph, parameters=parameters, held=held)
         if len(self._graphs) >= MAX_GRAPHS:
             oldest, _ = self._graphs.popitem(last=False)
@@ -137,6 +140,7 @@ class Evaluator:
         if lane_key in self._lanes:
             self._lanes.move_to_end(lane_key)
             return self._lanes[lane_key]
+        # The one used longest ago goes: its transport is closed, which its ranks do together, as they made it.
         if len(self._lanes) >= MAX_LANES:
             _close(self._lanes.popitem(last=False)[1])
         lane = self._make_lane(reference, plan)
@@ -156,6 +160,7 @@ class Evaluator:
         """
         if not collected:
             return {}
+        # Each rank brings pieces with the number of their first sample; sorted by it they are the batch again.
         own = {name: [(first, piece.cpu()) for first, piece in pieces] for name, pieces in collected.items()}
         slots = self._meeting.gather(own, "the outputs of an evaluation")
         layouts = {node.name: node.output.layout for node in reference.analysis.op_graph.nodes if node.output}

@@ -71,6 +71,7 @@ class GradientStore:
         degree: int = 1,
         communication_dtype: torch.dtype | None = None,
     ) -> None:
+        # Names whose sums are held apart, in another type than autograd adds up in (bf16 parameters, fp32 sums).
         self.parameters = dict(parameters)
         self._separate = {n: dtype for n, p in self.parameters.items() if dtype not in (None, p.dtype)}
         self._bucket_elements = bucket_elements
@@ -138,6 +139,7 @@ class GradientStore:
     def squared_norm(self, *, without: Iterable[str], precision: torch.dtype) -> Tensor:
         """Return this rank's share of the squared L2 norm; the stage's ranks hold the same and share it out."""
         left_out = set(without)
+        # Every d-th parameter from this rank's position on: of five parameters on two ranks 0 2 4 and 1 3.
         mine = [name for name in self.parameters if name not in left_out][self._position :: self._degree]
         norms = [
             torch.linalg.vector_norm(gradient, dtype=precision)
@@ -182,6 +184,8 @@ class GradientStore:
             self._reduce_bucket(bucket, group, contribute, dtype)
 
     def _buckets(self, names: Sequence[str]) -> Iterator[list[str]]:
+        # Neighbours of one type up to the limit: sizes 3, 4 and 9 with 8 a bucket go as [3, 4] and [9]. The order is
+        # that of `names`, the same on every rank, or ranks would sum unlike parameters.
         bucket: list[str] = []
         elements = 0
         for name in names:
@@ -206,6 +210,9 @@ class GradientStore:
         communication_dtype: torch.dtype | None,
     ) -> None:
         """All-reduce one flat buffer: the gradients, then one element per parameter that says it has one."""
+        # flat    | gradient of names[0] | gradient of names[1] | ... | has 0 | has 1 | ... |
+        # Micro-batches of one rank may reach a parameter and those of another not: without the flags at the end the
+        # latter could not tell a sum of zeros from none, and optimizers treat them differently.
         parameters = [self.parameters[name] for name in names]
         sizes = [p.numel() for p in parameters]
         dtype = communication_dtype or self._held_dtype(names[0])

@@ -1,10 +1,11 @@
-"""Parameter groups across stages: every rank schedules all groups of the model, each stage steps its own.
+"""Learning rates and loss scale, the same on every rank: all schedule all groups of the model, each steps its own.
 
 A stage holds a part of the model's parameters, so some of the model's parameter groups may be empty on it;
 optimizers and schedulers cannot live with that (a list of one rate per group no longer fits, and stages would
 report different rates). So the scheduler works on a *mirror*: an optimizer like the user's over one placeholder
 per group, the same on every rank, also where a stage trains nothing. After each of its steps the rates are
-copied to the stage's own optimizer.
+copied to the stage's own optimizer. Example, groups "decay" and "none", a stage with biases only: its optimizer
+has one group, number 1 of the mirror's two, and takes that one's rate.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from typing import Any
 
 import torch
 from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.precision_config import get_float16_config
 from torch import nn
 from torch.optim import Optimizer
 
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import ConfigError, RuntimeFailure
 
 OptimizerFactory = Callable[[Any], Optimizer]
 SchedulerFactory = Callable[[Optimizer], Any]
 
+_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _SCHEDULED_KEYS = ("lr", "momentum", "betas")
 _DEEPSPEED_NAMES = ("Adam", "AdamW", "Lamb", "Lion", "Adagrad")
 _MIRROR_CLASSES = {"adam": "Adam", "adamw": "AdamW", "lamb": "Adam", "lion": "Adam", "adagrad": "Adagrad"}
@@ -47,6 +51,7 @@ class StageParameterGroups:
         self.members: list[list[str]] = []
         if groups is None:
             groups = [{"params": list(parameters)}]
+        # By identity: a parameter may have several names (a tied head), and is trained under the first one listed.
         first_name: dict[int, str] = {}
         taken: dict[int, int] = {}
         for index, group in enumerate(groups):
@@ -127,6 +132,8 @@ class LearningRates:
         """Copy the schedule's rates to the stage's optimizer; without a schedule the user's own stay."""
         if self.scheduler is None or optimizer is None:
             return
+        # The stage's optimizer has those groups only in which the stage has parameters: `local` are their numbers in
+        # the model. Momentum and betas are scheduled by one-cycle schedules.
         for index, group in zip(self._groups.local, optimizer.param_groups, strict=True):
             scheduled = self.mirror.param_groups[index]
             group.update(
@@ -135,6 +142,7 @@ class LearningRates:
 
     def current(self, optimizer: Optimizer | None) -> tuple[float, ...]:
         """Return the learning rate of every group of the model."""
+        # Without a schedule users may set rates on the stage's own optimizer: those count where there are any.
         rates = [float(group["lr"]) for group in self.mirror.param_groups]
         if self.scheduler is None and optimizer is not None:
             for index, group in zip(self._groups.local, optimizer.param_groups, strict=True):
@@ -168,6 +176,52 @@ class LearningRates:
             self.scheduler.load_state_dict(state["scheduler"])
 
 
+class LossScale:
+    """Static or dynamic under fp16, else 1.
+
+    Args:
+        config: the user's DeepSpeed JSON; its ``fp16`` block is read.
+    """
+
+    def __init__(self, config: Mapping[str, Any], dtype: torch.dtype) -> None:
+        half = get_float16_config(dict(config))
+        self._scaler: Any = CreateLossScaler(
+            dtype=torch.half if dtype == torch.float16 else dtype,
+            static_loss_scale=half.loss_scale,
+            dynamic_scaling=half.loss_scale == 0,
+            dynamic_loss_args=half.dynamic_loss_scale_args(),
+        )
+
+    @property
+    def value(self) -> float:
+        """Return the scale in force."""
+        return float(self._scaler.loss_scale)
+
+    def update(self, overflow: bool, *, step: int) -> None:
+        """Choose the scale of the next mini-batch.
+
+        Raises:
+            RuntimeFailure: it cannot sink any further.
+        """
+        scale = self.value
+        try:
+            self._scaler.update_scale(overflow)
+        except Exception as error:  # DeepSpeed raises a bare Exception
+            raise RuntimeFailure(
+                f"step {step}: gradients overflow at the smallest loss scale, {scale:g}; "
+                "lower the learning rate, use bf16, or lower fp16.min_loss_scale"
+            ) from error
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: nothing of a static scale."""
+        return {key: getattr(self._scaler, key) for key in _SCALER_STATE if self._scaler.dynamic}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        if self._scaler.dynamic:
+            vars(self._scaler).update(state)
+
+
 def _nearest(name: str, known: Sequence[str]) -> str:
     by_letters = {other.lower(): other for other in known}
     near = difflib.get_close_matches(name.lower(), by_letters, n=1)
@@ -198,6 +252,7 @@ def _mirror_optimizer(
                 "groups; it must return a torch optimizer with the groups it was given"
             )
         return made
+    # What the mirror steps has no gradients, so that its class matters to schedulers only: they look for its options.
     kind = str((block or {}).get("type", "SGD"))
     params = dict((block or {}).get("params") or {})
     cls = getattr(torch.optim, _MIRROR_CLASSES.get(kind.lower(), kind), None)

@@ -26,9 +26,22 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.zero_layout import FlatGroup, read_layout, require_attributes
-from gpp_plugin.integrations.zero_places import ZeroPlaces
-from gpp_plugin.runtime.weight_versions import ParameterPlaces, WeightPlaces
+from gpp_plugin.integrations.partitioned_gradients import FlatGroup, ParameterSpan
+from gpp_plugin.runtime.weight_versions import ParameterPlaces, WeightPlace, WeightPlaces
+
+
+def require_attributes(thing: object, *names: str) -> None:
+    """Check that DeepSpeed still has what this package relies on.
+
+    Raises:
+        ConfigError: an attribute is missing; the message names the DeepSpeed version.
+    """
+    missing = [name for name in names if not hasattr(thing, name)]
+    if missing:
+        raise ConfigError(
+            f"{type(thing).__name__} of DeepSpeed {deepspeed.__version__} has no {', '.join(missing)}; "
+            "this release of gpp_plugin works with DeepSpeed 0.19"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +83,9 @@ class MasterWeights:
         self.partitioned = isinstance(wrapper, DeepSpeedZeroOptimizer)
         self.layout: tuple[FlatGroup, ...] = ()
         self._publish: Callable[[], None] = self._copy_masters
+        # The four cases of the table above, the same question for each: which tensor does the inner optimizer step for
+        # which part of which parameter? Example, ZeRO on two ranks, parameters a (6 elements) and b (4): rank 0 steps
+        # all of a but its last element, rank 1 that element and b: one fragment on rank 0, two on rank 1.
         if isinstance(wrapper, torch.optim.Optimizer):
             self.optimizer = wrapper
             self._fragments = {n: _whole(p) for n, p in parameters.items()}
@@ -124,6 +140,7 @@ class MasterWeights:
         A parameter without a gradient is left alone where it has a master of its own, and has a gradient of
         zero where its master is flat, as in DeepSpeed. Gradients in the masters' type are scaled in place.
         """
+        # A flat master is stepped as one tensor, so that it needs a whole gradient: zeros where no loss reached.
         for master in {id(f.master): f.master for f in self._fragments.values() if f.flat}.values():
             master.grad = torch.zeros_like(master)
         for name, fragment in self._fragments.items():
@@ -148,6 +165,7 @@ class MasterWeights:
         self._step_masters(coefficient)
 
     def _step_masters(self, coefficient: float) -> None:
+        # One pass over all gradients takes out the loss scale and clips; DeepSpeed's own step would do these apart.
         held = [master.grad for master in self._masters if master.grad is not None]
         if coefficient != 1.0 and held:
             torch._foreach_mul_(held, coefficient)
@@ -174,6 +192,7 @@ class MasterWeights:
             part = fragment.master.detach().reshape(-1)
             part = part.narrow(0, fragment.master_start, fragment.num_elements)
             whole.narrow(0, fragment.start, fragment.num_elements).copy_(part)
+        # Every element is in one rank's partition, zero on the others: their sum is the whole.
         if self.partitioned:
             dist.all_reduce(whole, group=self._data_group)
         return whole.view(parameter.shape)
@@ -247,6 +266,7 @@ def _unfused_fragments(wrapper: Any, parameters: Mapping[str, nn.Parameter]) -> 
 def _fused_fragments(wrapper: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Fragment]:
     names = _names(parameters)
     fragments: dict[str, Fragment] = {}
+    # The flat master of a group holds its parameters in order, without gaps: of 6 and 4 elements from 0 and from 6.
     for group, master in zip(wrapper.fp16_groups, wrapper.fp32_groups_flat, strict=True):
         start = 0
         for parameter in group:
@@ -270,3 +290,103 @@ def _zero_fragments(wrapper: Any, layout: Sequence[FlatGroup], position: int) ->
         for master, flat in zip(wrapper.single_partition_of_fp32_groups, layout, strict=True)
         for part in flat.segments(position * flat.partition_size, flat.partition_size)
     }
+
+
+def read_layout(wrapper: Any, parameters: Mapping[str, nn.Parameter]) -> tuple[FlatGroup, ...]:
+    """Return the flat groups of a `DeepSpeedZeroOptimizer`, in the order of its masters.
+
+    Args:
+        parameters: the stage's trained parameters by name.
+
+    Raises:
+        ConfigError: this DeepSpeed keeps its layout elsewhere.
+    """
+    require_attributes(wrapper, "round_robin_bit16_groups", "round_robin_bit16_offsets", "partition_size")
+    names: dict[int, str] = {id(parameter): name for name, parameter in parameters.items()}
+    groups = []
+    for members, offsets, size in zip(
+        wrapper.round_robin_bit16_groups,
+        wrapper.round_robin_bit16_offsets,
+        wrapper.partition_size,
+        strict=True,
+    ):
+        spans = tuple(
+            ParameterSpan(name=names[id(p)], first=first, num_elements=torch.Size(p.shape).numel())
+            for p, first in zip(members, offsets, strict=True)
+        )
+        groups.append(FlatGroup(spans=spans, partition_size=int(size)))
+    return tuple(groups)
+
+
+class ZeroPlaces:
+    """Places of weights that ZeRO 1 and 2 gather into flat buffers (asynchronous mode).
+
+    DeepSpeed's optimizer writes its rank's partition of a flat buffer and gathers the others'; parameters are views
+    of it. So another place is another flat buffer of each group, and to move is to hand it to the optimizer: only then
+    does a gather leave alone the weights that a micro-batch in flight was computed with.
+
+    Args:
+        wrapper: a `DeepSpeedZeroOptimizer`; ``layout`` is how it lays out parameters.
+        named: the parameters it steps, by the names of ``layout``.
+        parameters: all that are trained, in order; those it does not step move by themselves.
+
+    Raises:
+        ConfigError: this DeepSpeed keeps its buffers elsewhere.
+    """
+
+    def __init__(
+        self,
+        wrapper: Any,
+        layout: Sequence[FlatGroup],
+        named: dict[str, nn.Parameter],
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
+        require_attributes(
+            wrapper, "bit16_groups_flat", "parallel_partitioned_bit16_groups", "get_data_parallel_partitions"
+        )
+        # parallel_partitioned_bit16_groups are views of the flat buffers, one a rank: they are made anew at each move.
+        self._wrapper = wrapper
+        self._order = tuple(parameters)
+        number = {id(parameter): at for at, parameter in enumerate(parameters)}
+        # by flat group: of each of its parameters that code reads, its number, its first element, its shape
+        self._views = [
+            [
+                (number[id(named[span.name])], span.first, named[span.name].shape)
+                for span in group.spans
+                if id(named[span.name]) in number
+            ]
+            for group in layout
+        ]
+        inside = {at for views in self._views for at, _, _ in views}
+        self._rest = [at for at in range(len(parameters)) if at not in inside]
+        self._others = ParameterPlaces([self._order[at] for at in self._rest])
+
+    def present(self) -> WeightPlace:
+        """Return the optimizer's buffers, and where the parameters lie in them."""
+        return self._place(self._wrapper.bit16_groups_flat, self._others.present())
+
+    def make(self) -> WeightPlace:
+        """Return buffers like the optimizer's."""
+        flats = [torch.zeros_like(flat) for flat in self._wrapper.bit16_groups_flat]
+        return self._place(flats, self._others.make())
+
+    def _place(self, flats: Sequence[Tensor], others: WeightPlace) -> WeightPlace:
+        found = dict(zip(self._rest, others.tensors, strict=True))
+        for flat, views in zip(flats, self._views, strict=True):
+            for at, first, shape in views:
+                found[at] = flat.detach().narrow(0, first, shape.numel()).view(shape)
+        return WeightPlace(tensors=tuple(found[at] for at in range(len(self._order))), flats=tuple(flats))
+
+    @torch.no_grad()
+    def move(self, place: WeightPlace) -> None:
+        """Copy the buffers, and hand them to optimizer and parameters."""
+        wrapper = self._wrapper
+        for index, flat in enumerate(place.flats):
+            flat.copy_(wrapper.bit16_groups_flat[index])
+            wrapper.bit16_groups_flat[index] = flat
+            wrapper.parallel_partitioned_bit16_groups[index] = wrapper.get_data_parallel_partitions(
+                flat, index
+            )
+        self._others.move(WeightPlace(tensors=tuple(place.tensors[at] for at in self._rest)))
+        for parameter, tensor in zip(self._order, place.tensors, strict=True):
+            parameter.data = tensor

@@ -16,7 +16,7 @@ from torch import Tensor
 from gpp_plugin.capture.samples import count_samples, rows_per_sample
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.integrations.gradients import StageGradients
-from gpp_plugin.integrations.preparation import Setting
+from gpp_plugin.integrations.setting import Setting
 from gpp_plugin.integrations.stage_engine import StageEngine
 from gpp_plugin.ir.memory_report import ALLOCATOR, COUNTED, HeldBytes, MemoryCounts, MemoryReport, RankMemory
 from gpp_plugin.ir.plan import PipelinePlan
@@ -74,10 +74,12 @@ class MemoryWatch:
             counts: None for a stage without backwards.
             batch: the mini-batch that was run.
         """
+        # Told to all ranks though rank 0 alone speaks of it: `memory_report` gives every rank the whole picture.
         self._has_counted = True
         self._counts = counts
         degree = self._plan.stages[self._stage].degree
         self._inputs = sum(
+            # a rank holds its rows of what has a row a sample, and all of what has none (a mask, a table)
             self._bytes_as_read(batch[key]) // (degree if rows else 1)
             for key, rows in rows_per_sample(batch).items()
             if key in self._reads
@@ -136,11 +138,12 @@ class MemoryWatch:
 
     def _mine(self, stage_engine: StageEngine) -> RankMemory:
         held = HeldBytes(
-            weights=_bytes_of(_own_tensors(stage_engine)),
+            weights=_bytes_of(stage_engine.weight_tensors()),
             gradients=self._gradients,
             optimizer=_optimizer_bytes(stage_engine),
             buffers=self._inputs,
         )
+        # On the CPU no allocator counts; what lies there is added up, which misses workspaces of operators.
         peak = 0
         if self._setting.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._setting.device)
@@ -158,21 +161,13 @@ class MemoryWatch:
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of storages, each once."""
+    # Views share a storage, and ZeRO's parameters are views of one flat buffer.
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
 
-def _own_tensors(stage_engine: StageEngine) -> tuple[Tensor, ...]:
-    return (*stage_engine.module.parameters(), *stage_engine.module.buffers())
-
-
 def _optimizer_bytes(stage_engine: StageEngine) -> int:
     """Return the bytes of an optimizer's state and of weights that are its own (masters)."""
-    wrapper = stage_engine.deepspeed.optimizer if stage_engine.deepspeed is not None else None
-    optimizer = getattr(wrapper, "optimizer", wrapper)  # DeepSpeed's wrappers hold the user's
-    if optimizer is None:
-        return 0
-    own = {t.untyped_storage().data_ptr() for t in _own_tensors(stage_engine)}
-    masters = [p for group in optimizer.param_groups for p in group["params"]]
-    state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
-    return _bytes_of(t for t in (*masters, *state) if t.untyped_storage().data_ptr() not in own)
+    weights = {t.untyped_storage().data_ptr() for t in stage_engine.weight_tensors()}
+    held = stage_engine.optimizer_tensors()
+    return _bytes_of(t for t in held if t.untyped_storage().data_ptr() not in weights)

@@ -1,4 +1,4 @@
-"""What a user sees of training: DeepSpeed's monitors, the step log, wall-clock and FLOPs reports."""
+"""What a user sees of training: monitors, the step log, wall-clock and FLOPs reports, timelines."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpp_plugin.integrations.preparation import Setting
-from gpp_plugin.integrations.stage_engine import StepResult
+from gpp_plugin.integrations.setting import Monitor, Setting
+from gpp_plugin.integrations.stage_step import StepResult
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Event, Timeline
 from gpp_plugin.report.trace import write_trace
@@ -21,10 +21,20 @@ DEFAULT_STEPS_PER_PRINT = 10
 
 
 class Metrics:
-    """Writes losses, learning rates and times where the DeepSpeed configuration asks; on rank 0 only."""
+    """Writes losses, learning rates and times where the DeepSpeed configuration asks; on rank 0 only.
+
+    Args:
+        monitor: writes events, where the configuration asks for any.
+    """
 
     def __init__(
-        self, ds_config: Mapping[str, Any], setting: Setting, reference: Reference, plan: PipelinePlan
+        self,
+        ds_config: Mapping[str, Any],
+        setting: Setting,
+        reference: Reference,
+        plan: PipelinePlan,
+        *,
+        monitor: Monitor | None,
     ) -> None:
         self._is_writer = setting.rank == 0
         steps = ds_config.get("steps_per_print", DEFAULT_STEPS_PER_PRINT)
@@ -35,7 +45,7 @@ class Metrics:
         self._reference = reference
         self._plan = plan
         self._seconds: list[float] = []
-        self._monitor = _make_monitor(ds_config) if self._is_writer else None
+        self._monitor = monitor
 
     def note_staleness(self, staleness: Mapping[str, int], global_samples: int) -> None:
         """Report, once, how many updates old each stage's gradients are in asynchronous mode."""
@@ -44,10 +54,12 @@ class Metrics:
         listed = ", ".join(f"{stage} {updates}" for stage, updates in staleness.items())
         logger.info("asynchronous: updates between the weights of a gradient and its own update: %s", listed)
         if self._monitor is not None and self._monitor.enabled:
-            events = [
-                (f"Train/Staleness/{stage}", updates, global_samples) for stage, updates in staleness.items()
-            ]
-            self._monitor.write_events(events)
+            self._monitor.write_events(
+                [
+                    (f"Train/Staleness/{stage}", updates, global_samples)
+                    for stage, updates in staleness.items()
+                ]
+            )
 
     def after_step(
         self, *, loss: float, step: StepResult, global_steps: int, global_samples: int, seconds: float
@@ -55,10 +67,12 @@ class Metrics:
         """Report one optimizer step."""
         if not self._is_writer:
             return
+        # Kept for the mean of the next line only: a job that prints nothing keeps nothing.
         if self._steps_per_print:
             self._seconds.append(seconds)
         if self._monitor is not None and self._monitor.enabled:
             events = [("Train/Samples/train_loss", loss, global_samples)]
+            # Names and the first group's rate are DeepSpeed's, so that plots of both go together.
             events += [("Train/Samples/lr", rate, global_samples) for rate in step.learning_rates[:1]]
             if step.loss_scale != 1.0:
                 events.append(("Train/Samples/loss_scale", step.loss_scale, global_samples))
@@ -80,6 +94,8 @@ class Metrics:
             self._report_flops(seconds)
 
     def _report_flops(self, seconds: float) -> None:
+        # FLOPs of the captured operators, for the samples the model was captured with. A backward computes gradients of
+        # inputs and of weights, each about as much as the forward: three forwards in all.
         graph = self._reference.block_graph
         per_sample = {block.name: block.flops / graph.num_samples for block in graph.blocks}
         for stage in self._plan.stages:
@@ -91,13 +107,6 @@ class Metrics:
             everything,
             3 * everything / seconds,
         )
-
-
-def _make_monitor(ds_config: Mapping[str, Any]) -> Any:
-    from deepspeed.monitor.config import get_monitor_config
-    from deepspeed.monitor.monitor import MonitorMaster
-
-    return MonitorMaster(get_monitor_config(dict(ds_config)))
 
 
 def keep_timeline(

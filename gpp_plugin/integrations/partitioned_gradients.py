@@ -15,6 +15,14 @@ So ZeRO 2 does not lower what one backward makes; it lowers what is held beside 
 micro-batches in flight, which is where a pipeline stage has its peak. ZeRO 3 would gather parameters inside
 every forward and backward, that is inside tasks, where the program could not order it and the stage's code (one
 function over all its parameters) has no place for it; a stage with fewer blocks has the same effect.
+
+The parameters of one optimizer group stand one after the other in a flat buffer, which is padded and cut into
+equal partitions, one a rank of the stage:
+
+    flat        | embed            | norm | layer.weight          | bias | pad |
+    partition   | rank 0             | rank 1             | rank 2             |
+
+Source: ZeRO (Rajbhandari et al., SC 2020, section 5; arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -27,7 +35,55 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.integrations.gradients import GradientStore
-from gpp_plugin.integrations.zero_layout import FlatGroup, Place, Segment, segments_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpan:
+    """Where a parameter stands: ``num_elements`` from element ``first`` of the flat buffer on."""
+
+    name: str
+    first: int
+    num_elements: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Some elements of a parameter, and where they are in what was asked for.
+
+    Args:
+        start: first element in the flattened parameter.
+        offset: first element in the window.
+
+    Example: ``weight`` stands on elements 10 to 30 of the flat buffer, and a window of 8 elements begins at 26. The
+    window's part of it is its elements 16 to 20: start 16, offset 0, 4 elements.
+    """
+
+    name: str
+    start: int
+    offset: int
+    num_elements: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatGroup:
+    """One flat buffer: its parameters in order, and the elements of each rank's partition."""
+
+    spans: tuple[ParameterSpan, ...]
+    partition_size: int
+
+    def segments(self, first: int, num_elements: int) -> Iterator[Segment]:
+        """Yield the parts of parameters in a window of the flat buffer, in order."""
+        return segments_of(self.spans, first, num_elements)
+
+
+def segments_of(spans: Sequence[ParameterSpan], first: int, num_elements: int) -> Iterator[Segment]:
+    """Yield the parts of ``spans`` that lie in a window of ``num_elements`` elements from ``first`` on."""
+    for span in spans:
+        begin, end = max(span.first, first), min(span.first + span.num_elements, first + num_elements)
+        if begin < end:
+            yield Segment(
+                name=span.name, start=begin - span.first, offset=begin - first, num_elements=end - begin
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +141,8 @@ class PartitionedGradients:
 
     def _windows_of(self, flat: FlatGroup) -> list[_Window]:
         """Cut a rank's partition into windows: together, those of all ranks are one message."""
+        # A message holds one window of each rank's partition, so that a bucket of 100 elements on 4 ranks moves 25 of
+        # every partition: partitions of 60 elements go as windows 0-24, 25-49 and 50-59.
         width = max(1, min(flat.partition_size, self._bucket_elements // self._degree))
         windows = []
         for start in range(0, flat.partition_size, width):
@@ -141,6 +199,8 @@ class PartitionedGradients:
 
     def _reduce_window(self, window: _Window) -> Tensor:
         """Return the sums over the stage's ranks of the window of this rank's partition."""
+        # parts [rank of the stage, element of the window]: row r is what this rank's gradients have of rank r's
+        # partition, elements start to start + width of it. A reduce-scatter sums row r of all ranks on rank r.
         parts = torch.zeros(self._degree, window.width, dtype=self._wire_dtype, device=self._device)
         for part, segments in zip(parts, window.segments, strict=True):
             for segment in segments:
@@ -173,17 +233,21 @@ class PartitionedGradients:
 
     @torch.no_grad()
     def _sum_parts(self, names: Sequence[str], group: dist.ProcessGroup | int) -> None:
-        places, first = [], 0
+        # The parameters of ``names`` are laid out one after the other anew, in the same order on every rank, and sent
+        # window by window: each rank writes what it has of the window, zeros elsewhere. Example, names of 6 and 4
+        # elements, windows of 5: elements 0-4 of the first, then its last and 0-3 of the second. Stages have their own
+        # degrees, so that a rank's part in one of them tells nothing of the parts in the other.
+        spans, first = [], 0
         for name in names:
             count = self.parameters[name].numel()
-            places.append(Place(name=name, first=first, num_elements=count))
+            spans.append(ParameterSpan(name=name, first=first, num_elements=count))
             first += count
         for start in range(0, first, self._bucket_elements):
             width = min(self._bucket_elements, first - start)
             window = torch.zeros(width, dtype=self._dtype, device=self._device)
             own = [
                 (window.narrow(0, segment.offset + part.offset, part.num_elements), held)
-                for segment in segments_of(places, start, width)
+                for segment in segments_of(spans, start, width)
                 for part, held in self._own_parts(segment)
             ]
             for piece, held in own:

@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor, nn
 
-from gpp_plugin.integrations.native_ops import without_shared_memory_op
+from gpp_plugin.integrations.stage_optimizer import without_shared_memory_op
 
 # DeepSpeed's schedule ends with these three instructions; they run by themselves in `step`, so that a
 # benchmark can time the pipeline without them.

@@ -1,4 +1,4 @@
-"""The whole model's weights, out of what each stage holds: HuggingFace files without a gather, or one state dict."""
+"""The whole model's weights, out of what each stage holds, as HuggingFace files; no rank gathers them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from gpp_plugin.integrations.huggingface import (
     saved_names,
     tied_names,
 )
-from gpp_plugin.ir.op_graph import Parameter
 from gpp_plugin.ir.serialize import write_text_whole
 from gpp_plugin.runtime.meeting import Meeting
 
@@ -77,6 +76,10 @@ def save_pretrained(
     meeting = Meeting(group=group, who=who, timeout_s=timeout)
     target = Path(directory)
     staging = target.parent / f".{target.name}.saving"
+    # Four agreements, each of which fails on all ranks if one rank failed; an old export is touched in the last only:
+    #
+    #     1 sizes of every stage's tensors -> who writes what    2 the directory beside is there
+    #     3 every shard is written                               4 index out, shards in, new index in
     sizes: Sizes = {}
     problem: str | None = None
     if is_writer:
@@ -86,10 +89,10 @@ def save_pretrained(
     is_first = is_writer and stage_index == min(shards)
     _, problem = _attempt(lambda: _prepare_directory(staging, target) if is_first else None, None)
     _agree(problem, meeting)
-    shard = shards.get(stage_index) if is_writer else None
-    dtype = _commonest_dtype([sizes for _, sizes in everyone]) if is_first else None
+    own = shards.get(stage_index) if is_writer else None
+    all_sizes = [sizes for _, sizes in everyone] if is_first else None
     nothing: dict[str, int] = {}
-    written, problem = _attempt(lambda: _write_part(staging, model, state, shard, dtype), nothing)
+    written, problem = _attempt(lambda: _write_stage(staging, model, state, own, all_sizes), nothing)
     try:
         # Whatever fails here or on another rank, the target is untouched until `_commit`, and
         # nothing is left beside it.
@@ -179,22 +182,25 @@ def _prepare_directory(staging: Path, target: Path) -> None:
     staging.mkdir(parents=True)
 
 
-def _write_part(
+def _write_stage(
     staging: Path,
     model: nn.Module,
     state: Mapping[str, Tensor],
-    shard: tuple[str, set[str]] | None,
-    dtype: str | None,
+    own: tuple[str, set[str]] | None,
+    all_sizes: Sequence[Sizes] | None,
 ) -> dict[str, int]:
-    """Write this rank's files and return saved name -> bytes.
+    """Write what this rank writes of the model, and return saved name -> bytes of its shard.
 
     Args:
-        shard: file name and first names, on a rank that writes one.
-        dtype: the configuration's, on the rank that writes it.
+        own: file and first names of this stage's shard; None where another rank writes it, or there is nothing in it.
+        all_sizes: of every stage, on the rank that writes the configs; None on the others.
     """
-    if dtype is not None:
-        _write_configs(staging, model, dtype)
-    return {} if shard is None else _write_shard(staging / shard[0], model, state, shard[1])
+    if all_sizes is not None:
+        _write_configs(staging, model, _commonest_dtype(all_sizes))
+    if own is None:
+        return {}
+    name, owned = own
+    return _write_shard(staging / name, model, state, owned)
 
 
 def _write_shard(
@@ -291,30 +297,3 @@ def _agree(problem: str | None, meeting: Meeting, payload: Any = None) -> list[A
     if failures:
         raise CheckpointError("the model was not saved; " + "; ".join(dict.fromkeys(failures)))
     return [value for _, value in answers]
-
-
-def gather_state_dict(
-    state: Mapping[str, Tensor], *, parameters: Sequence[Parameter], meeting: Meeting
-) -> dict[str, Tensor] | None:
-    """Return the whole model's state dict on rank 0 (CPU tensors), None elsewhere; collective.
-
-    Args:
-        state: what this rank brings of it.
-        parameters: of the model; tied ones are returned under all their names.
-        meeting: of all ranks.
-
-    Raises:
-        CommTimeout: a rank did not come.
-    """
-    # Unlike `save_pretrained` this holds the whole model in one process: for users who ask for a state dict.
-    own = {name: value.detach().cpu() for name, value in state.items() if isinstance(value, Tensor)}
-    gathered = meeting.gather_on_first(own, "the whole model's weights")
-    if gathered is None:
-        return None
-    whole: dict[str, Tensor] = {}
-    for part in gathered:
-        whole.update(part)
-    for parameter in parameters:
-        if parameter.name in whole:
-            whole.update(dict.fromkeys(parameter.aliases, whole[parameter.name]))
-    return whole

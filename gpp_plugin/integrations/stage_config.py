@@ -109,6 +109,8 @@ def derive_stage_config(
     Raises:
         ConfigError: a key asks for what a graph of stages cannot do.
     """
+    # What is left out of `derived` a stage's engine does not see: batch sizes are replaced by ones that multiply out
+    # (B = B/d * d * 1), clipping, scheduler, monitors and timers are the graph's.
     _refuse_unsupported(config)
     notes: list[str] = []
     dtype = _parameter_dtype(config)
@@ -162,6 +164,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
             f"zero_optimization.stage: {stage} gathers parameters inside forward and backward, "
             "where the stages' program cannot order it; use 2, or more stages of fewer blocks"
         )
+    # Switches are off where they are missing, null, false, {} or {"enabled": false}; anything else asks for them.
     for path, remedy in _REFUSED_SWITCHES.items():
         value: Any = config
         for key in path:
@@ -215,6 +218,7 @@ def _dtype_name(value: Any, path: str) -> str | None:
 
 def _accumulation_dtype(config: Mapping[str, Any], dtype: str) -> str:
     path = "data_types.grad_accum_dtype"
+    # fp32 sums of bf16 gradients lose nothing over many micro-batches; bf16 has 8 bits, so that a 257th one is lost.
     name = _dtype_name(_block(config, "data_types").get("grad_accum_dtype"), path) or dtype
     if name not in (dtype, "float32"):
         raise ConfigError(f"{path}: {name} loses precision of {dtype} gradients; use fp32 or leave it out")
@@ -254,6 +258,7 @@ def _derive_optimizer(derived: dict[str, Any], *, device_type: str, notes: list[
     params.pop("set_grad_none", None)
     if set(params) - _TORCH_ADAM_KEYS:
         return
+    # DeepSpeed makes its own Adam of both names, on the CPU with a C++ operator that it compiles when first used.
     params.setdefault("weight_decay", 0.0)  # FusedAdam's default; torch.optim.AdamW's is 0.01
     block["params"] = {**params, "torch_adam": True}
     notes.append(

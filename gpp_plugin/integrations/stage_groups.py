@@ -1,22 +1,44 @@
 """The process groups of a graph of stages, created once, in the same order on every rank.
 
+A stage's ranks are a grid of data positions and tensor positions. Which parameters its tensor ranks share out is told
+by the attributes that Megatron's layers give them:
+
+``tensor_model_parallel``   each tensor rank holds a shard of its own: it counts in the norm on every rank
+``sequence_parallel``       each tensor rank's gradient is of its part of the sequence: they are summed
+
+A parameter without the first is a duplicate: the same on all tensor ranks, and counted on the first one only.
+
 Source: this project
 Tests: tests/integrations/test_tensor_parallel.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.integrations.tensor_parallel import is_shard
 from gpp_plugin.ir.plan import PipelinePlan
+
+
+def is_shard(parameter: Tensor) -> bool:
+    """Return whether each tensor rank holds its own shard of ``parameter``."""
+    return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def duplicates(parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """Return the names of those parameters that all tensor ranks hold alike."""
+    return [name for name, parameter in parameters.items() if not is_shard(parameter)]
+
+
+def sequence_parallel(parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """Return the names of those parameters whose gradients are to be summed over the tensor ranks."""
+    return [name for name, parameter in parameters.items() if getattr(parameter, "sequence_parallel", False)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +54,11 @@ class TiedParameter:
     name: str
     stages: tuple[int, ...]
     owner: int
+
+
+def tied_parameters(shared: Mapping[str, tuple[int, ...]]) -> tuple[TiedParameter, ...]:
+    """Return what several stages hold, given as parameter name -> stages; the first of these owns it."""
+    return tuple(TiedParameter(name=name, stages=stages, owner=stages[0]) for name, stages in shared.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,38 +94,41 @@ class StageGroups:
             PlanError: the plan's ranks are not those of this job, a grid of ranks is not as process groups order
                 it, or a tie names a stage it does not have or joins grids of unlike tensor sizes.
         """
+        # torch makes a group on all ranks of the job or on none: every rank runs these calls in this order, for
+        # every stage, and keeps the groups that it is in. Example, stages 1x1 | 2x2 (ranks 0 | 1 2 / 3 4, a row a
+        # data position), seen from rank 3, data position 1 and tensor position 0 of the second stage:
+        #
+        #     world {0 1 2 3 4}   single {3}   data: a column {1 3}   tensor: a row {3 4}   stage {1 2 3 4}
         _check(plan, tied)
         timeout = timedelta(seconds=timeout_s)
         world = dist.new_group(list(range(plan.num_ranks)), timeout=timeout)
         single = dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True)
-        positions = [range(stage.tensor) for stage in plan.stages]
+
+        def make_one_of(grids: Iterable[Sequence[int]]) -> dist.ProcessGroup | int:
+            return _own([dist.new_group(list(ranks), timeout=timeout) for ranks in grids])
+
         data = tuple(
-            _own([dist.new_group(list(stage.data_ranks(t)), timeout=timeout) for t in row])
-            for stage, row in zip(plan.stages, positions, strict=True)
+            make_one_of(stage.data_ranks(position) for position in range(stage.tensor))
+            for stage in plan.stages
         )
+        # A grid with one column, or one row, needs no third group: groups cost sockets and threads.
         tensor = tuple(
-            single
-            if stage.tensor == 1
-            else _own(
-                [dist.new_group(list(stage.tensor_ranks(d)), timeout=timeout) for d in range(stage.degree)]
-            )
+            make_one_of(stage.tensor_ranks(position) for position in range(stage.degree))
+            if stage.tensor > 1
+            else single
             for stage in plan.stages
         )
         whole = tuple(
-            dist.new_group(list(stage.ranks), timeout=timeout)
+            make_one_of([stage.ranks])
             if stage.tensor > 1 and stage.degree > 1
             else (data if stage.tensor == 1 else tensor)[index]
             for index, stage in enumerate(plan.stages)
         )
+        # A tied parameter is summed over equal tensor positions of its stages: those hold the same shard of it.
         shared = {
-            stages: _own(
-                [
-                    dist.new_group(
-                        sorted(rank for stage in stages for rank in plan.stages[stage].data_ranks(t)),
-                        timeout=timeout,
-                    )
-                    for t in positions[stages[0]]
-                ]
+            stages: make_one_of(
+                sorted(rank for stage in stages for rank in plan.stages[stage].data_ranks(position))
+                for position in range(plan.stages[stages[0]].tensor)
             )
             for stages in sorted({tuple(sorted(set(tie.stages))) for tie in tied})
         }
@@ -144,65 +174,6 @@ def _check(plan: PipelinePlan, tied: Sequence[TiedParameter]) -> None:
             )
 
 
-class StageMpu:
-    """The model-parallel unit DeepSpeed asks about its groups: data-parallel inside one stage, else alone.
-
-    Args:
-        data_ranks: the global ranks of the data-parallel group in order.
-        rank: this global rank, one of them.
-        data_group: that group.
-        single_group: a group of this rank alone.
-    """
-
-    def __init__(
-        self,
-        *,
-        data_ranks: Sequence[int],
-        rank: int,
-        data_group: dist.ProcessGroup,
-        single_group: dist.ProcessGroup,
-    ) -> None:
-        self._ranks = list(data_ranks)
-        self._rank = rank
-        self._data_group = data_group
-        self._single_group = single_group
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """Return the data-parallel group of this rank's tensor position."""
-        return self._data_group
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        """Return the global ranks of that group."""
-        return self._ranks
-
-    def get_data_parallel_world_size(self) -> int:
-        """Return the stage's degree."""
-        return len(self._ranks)
-
-    def get_data_parallel_rank(self) -> int:
-        """Return this rank's position in the data-parallel group."""
-        return dist.get_group_rank(self._data_group, self._rank)
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """Return the group of this rank alone: norm and overflow are the graph's, tensor ranks included."""
-        return self._single_group
-
-    def get_model_parallel_world_size(self) -> int:
-        """Return 1."""
-        return 1
-
-    def get_model_parallel_rank(self) -> int:
-        """Return 0."""
-        return 0
-
-    get_tensor_model_parallel_group = get_model_parallel_group
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_pipeline_model_parallel_group = get_model_parallel_group
-    get_pipeline_model_parallel_world_size = get_model_parallel_world_size
-    get_pipeline_model_parallel_rank = get_model_parallel_rank
-
-
 def broadcast_in_place(tensor: torch.Tensor, *, source: int, group: dist.ProcessGroup | int) -> None:
     """Give every rank of ``group`` the bits of ``tensor`` on global rank ``source``; any dtype and shape.
 
@@ -226,6 +197,8 @@ def make_replicas_equal(
     """
     own, rank = plan.stages[stage], dist.get_rank()
     data_position, tensor_position = own.position(rank)
+    # Rows first, then columns, so that position (0, 0) reaches every rank by way of its row's first one. Ties come
+    # last: by then the owner's ranks agree, and each tensor position hears from the owner's first data position.
     for parameter in module.parameters():
         if own.tensor > 1 and not is_shard(parameter):
             broadcast_in_place(

@@ -30,7 +30,7 @@ from gpp_plugin.integrations.materialize import release_parameters
 from gpp_plugin.integrations.model_source import ModelSource
 from gpp_plugin.integrations.preparation import Setting
 from gpp_plugin.integrations.stage_config import derive_stage_config
-from gpp_plugin.integrations.stock_engine import ChainLane, Source, StockPipelineEngine
+from gpp_plugin.integrations.stock_engine import ChainLane, ChainSource, StockPipelineEngine
 from gpp_plugin.integrations.stock_layer import ChainLayer, at_least_1d
 from gpp_plugin.ir.op_graph import Parameter
 from gpp_plugin.ir.plan import PipelinePlan
@@ -81,7 +81,7 @@ def make_stock_engine(
     reference, plan = planned.prepare_plan(sample_batch)
     check_stock_plan(plan, setting)
     engine_config = _deepspeed_config(ds_config, plan, setting)
-    source = Source(model=model, planned=planned, config=config, setting=setting)
+    source = ChainSource(model=model, planned=planned, config=config, setting=setting)
     lane = ChainLane(source, reference, plan)
     code = lane.code_for(sample_batch)
     tied = {name: f"tied{i}" for i, name in enumerate(tied_stages(plan, reference))}

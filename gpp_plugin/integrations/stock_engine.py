@@ -27,7 +27,7 @@ from gpp_plugin.capture.export import count_samples, recapture, resize_batch
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations import pretrained_files
-from gpp_plugin.integrations.data import Feed, prepare_batch, repeat
+from gpp_plugin.integrations.data import LOADING_TIMEOUT_S, Feed, prepare_batch, repeat
 from gpp_plugin.integrations.metrics import keep_timeline
 from gpp_plugin.integrations.model_source import ModelSource
 from gpp_plugin.integrations.preparation import Setting, materialize_for
@@ -45,12 +45,9 @@ from gpp_plugin.runtime.pipeline import MAX_SHAPES, Reference, held_tensors
 from gpp_plugin.runtime.recorder import start_clock
 from gpp_plugin.runtime.stage_module import build_stage_function
 
-LOADING_TIMEOUT_S = 600.0
-"""How long a rank waits for others to load a mini-batch."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ChainSource:
     """Where captures and parameters come from.
 
     Args:
@@ -73,7 +70,7 @@ class ChainLane:
     ``used`` are the names of what any stage reads.
     """
 
-    def __init__(self, source: Source, reference: Reference, plan: PipelinePlan) -> None:
+    def __init__(self, source: ChainSource, reference: Reference, plan: PipelinePlan) -> None:
         self.source, self.reference, self.plan = source, reference, plan
         self.stage_index = plan.stage_of_rank(source.setting.rank)
         self.chain: tuple[ChainStage, ...] = linearise(plan, reference.block_graph)
@@ -267,6 +264,7 @@ class StockPipelineEngine(PipelineEngine):
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write the model as HuggingFace files, as `GraphPipelineEngine.save_pretrained` does."""
+        # The layer computes with one-dimensional scalars, as DeepSpeed needs them; `named_values` turns them back.
         persistent = {p.name for p in self._lane.reference.analysis.op_graph.parameters if p.is_persistent}
         state = {n: t.detach() for n, t in self._layer.named_values().items() if n in persistent}
         setting = self._lane.source.setting
@@ -287,6 +285,7 @@ class StockPipelineEngine(PipelineEngine):
         # another shape needs that anew on all ranks, which see the same stream of batches and so come
         # here in the same step.
         if code is not self._code:
+            # A new shape runs on what is bound already; only an evaluation's code may read more.
             missing = [name for name in code.function.tensors if name not in self._layer.tensors]
             if missing:  # what only evaluation reads (a mask's buffer, say)
                 self._layer.bind({**self._layer.tensors, **lane.source.materialise(missing)})
@@ -296,6 +295,7 @@ class StockPipelineEngine(PipelineEngine):
         return code
 
     def _evaluation_lane(self, batch: Batch) -> ChainLane:
+        # By keys: labels or none decide which graph is captured. Sizes do not, a loss unit is what is captured.
         key = tuple(sorted(batch))
         if key not in self._evaluation:
             source, training = self._lane.source, self._lane.reference
@@ -312,6 +312,7 @@ class StockPipelineEngine(PipelineEngine):
 
     def _exec_send_grads(self, buffer_id: int) -> None:
         """Send zeros for received tensors that no gradient reached; DeepSpeed asserts there is one."""
+        # What only later stages read, or a frozen part made, has no gradient here; its sender waits for one.
         inputs = self.pipe_buffers["inputs"][buffer_id]
         # DeepSpeed 0.19 asserts ``grad is not None`` for every floating input; a branch that the loss
         # does not use has none.

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.async_stage import AsyncStageEngine
 from gpp_plugin.integrations.checkpoint import load_checkpoint, save_checkpoint
 from gpp_plugin.integrations.gradients import GradientStore
-from gpp_plugin.integrations.stage_engine import StageEngine, StageGroups, TiedParameter
-from gpp_plugin.integrations.tensor_parallel import sequence_parallel
+from gpp_plugin.integrations.stage_engine import StageEngine
+from gpp_plugin.integrations.stage_groups import StageGroups, TiedParameter, sequence_parallel
+from gpp_plugin.integrations.stage_optimizer import make_stage_engine
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
@@ -408,14 +408,15 @@ def make_config(zero: int, **more: Any) -> dict[str, Any]:
 class _Recorded:
     """A stage engine that keeps the gradients of every step."""
 
-    def __init__(self, rank: Rank, config: dict[str, Any], *, kind: type[StageEngine] = StageEngine) -> None:
-        self.engine = kind(
+    def __init__(self, rank: Rank, config: dict[str, Any], *, steps_alone: bool = False) -> None:
+        self.engine = make_stage_engine(
             module=rank.module,
             config=config,
             plan=rank.plan,
             rank=rank.rank,
             groups=rank.groups,
             tied=rank.ties,
+            steps_alone=steps_alone,
         )
         self.gradients: list[dict[str, Tensor]] = []
 
@@ -486,7 +487,7 @@ def overflow(case: str, name: str, zero: int) -> dict[str, Any]:
 
 def stage_norm(case: str) -> float:
     """Return the norm of this rank's stage as an asynchronous stage finds it, every gradient 1 on every rank."""
-    rank = Rank(case, torch.float32, lambda r: _Recorded(r, make_config(0), kind=AsyncStageEngine))
+    rank = Rank(case, torch.float32, lambda r: _Recorded(r, make_config(0), steps_alone=True))
     engine: StageEngine = rank.hooks.engine  # type: ignore[attr-defined]
     for parameter in engine.module.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None

@@ -17,6 +17,7 @@ from gpp_plugin.errors import CheckpointError
 from gpp_plugin.integrations.checkpoint import load_checkpoint, save_checkpoint
 from gpp_plugin.integrations.stage_engine import StageEngine
 from gpp_plugin.integrations.stage_groups import StageGroups
+from gpp_plugin.integrations.stage_optimizer import make_stage_engine
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import load
 from tests.integrations import toy
@@ -41,7 +42,9 @@ def make_engine(rank: int, config: dict[str, Any], seed: int = 0) -> StageEngine
         for parameter in module.parameters():
             parameter.add_(seed)
     groups = StageGroups.create(plan, (toy.TIE,), timeout_s=60)
-    return StageEngine(module=module, config=config, plan=plan, rank=rank, groups=groups, tied=(toy.TIE,))
+    return make_stage_engine(
+        module=module, config=config, plan=plan, rank=rank, groups=groups, tied=(toy.TIE,)
+    )
 
 
 def advance(engine: StageEngine, steps: range) -> list[Any]:
@@ -152,7 +155,7 @@ def load_and_tell(directory: str, tag: str | None, options: dict[str, Any]) -> s
         plan = dataclasses.replace(plan, stages=(front,), edges=())
         module: nn.Module = toy.Holder(tuple(toy.SHAPES))
         groups = StageGroups.create(plan, timeout_s=60)
-        engine = StageEngine(module=module, config=config, plan=plan, rank=rank, groups=groups)
+        engine = make_stage_engine(module=module, config=config, plan=plan, rank=rank, groups=groups)
     else:
         engine = toy.make_engine(rank, config)
     try:

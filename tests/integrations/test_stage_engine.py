@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.errors import ConfigError, RuntimeFailure
-from gpp_plugin.integrations.stage_engine import StageEngine, StepResult
+from gpp_plugin.integrations.stage_engine import StageEngine
 from gpp_plugin.integrations.stage_groups import StageGroups
+from gpp_plugin.integrations.stage_optimizer import make_stage_engine
+from gpp_plugin.integrations.stage_step import StepResult
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from tests.integrations import toy
 from tests.ranks import run_kept_ranks
@@ -493,7 +495,9 @@ def train_perceptron(config: dict[str, Any]) -> dict[str, Any]:
                 owner = getattr(owner, part)
             owner.register_parameter(leaf, nn.Parameter(parameter.detach().clone()))
     groups = StageGroups.create(plan, (tie,), timeout_s=60)
-    engine = StageEngine(module=stage_module, config=config, plan=plan, rank=rank, groups=groups, tied=(tie,))
+    engine = make_stage_engine(
+        module=stage_module, config=config, plan=plan, rank=rank, groups=groups, tied=(tie,)
+    )
     local = dict(stage_module.named_parameters())
     losses, gradients, norms = [], [], []
     for step in range(5):

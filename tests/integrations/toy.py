@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.integrations.stage_engine import StageEngine
 from gpp_plugin.integrations.stage_groups import StageGroups, TiedParameter
+from gpp_plugin.integrations.stage_optimizer import make_stage_engine
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -101,7 +102,7 @@ def make_engine(
     plan = make_plan(config.get("train_batch_size", 8))
     groups = StageGroups.create(plan, (TIE,), timeout_s=60)
     module = make_stage(plan.stage_of_rank(rank), frozen_middle=frozen_middle)
-    return StageEngine(
+    return make_stage_engine(
         module=module, config=config, plan=plan, rank=rank, groups=groups, tied=(TIE,), **options
     )
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.errors import CheckpointError
-from gpp_plugin.integrations.tensor_parallel import is_shard
+from gpp_plugin.integrations.stage_groups import is_shard
 from gpp_plugin.stage_graph.context import StageContext
 
 _LAYER = re.compile(r"^((?:decoder\.)?layers\.)(\d+)\.")

@@ -1,0 +1,139 @@
+"""A framework of a few lines, plain torch's SGD: what the engine asks of one, and a job that trains with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.integrations.engine_jobs import B, config_of, make_engine, steps
+from tests.models import build
+
+RATE = 0.05
+
+
+@dataclass(frozen=True)
+class Settings:
+    dtype: str = "float32"
+    accumulation_dtype: str = "float32"
+    communication_dtype: str | None = None
+    bucket_elements: int = 1000
+    zero_stage: int = 0
+    gradient_clipping: float = 0.5
+    check_overflow: bool = True
+
+
+class PlainOptimizer:
+    """`WeightUpdater` without masters, schedule or loss scale."""
+
+    versions: Mapping[str, str] = {"plain": "1"}
+    config = Settings()
+    layout = ()
+    norm_precision = torch.float64
+    lr_scheduler = None
+    loss_scale = 1.0
+
+    def __init__(self, module: nn.Module) -> None:
+        self.trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        stepped = list(self.trained.values()) or [nn.Parameter(torch.zeros(1))]
+        self.optimizer = torch.optim.SGD(stepped, lr=RATE)
+        self.counted: tuple[int, int] = (0, 0)
+
+    def require(self) -> None: ...
+
+    def apply(self, gradients: Any, *, coefficient: float) -> None:
+        for name, parameter in self.trained.items():
+            gradient = gradients.get(name)
+            parameter.grad = None if gradient is None else gradient * coefficient
+        self.optimizer.step()
+
+    def advance_rates(self) -> None: ...
+
+    def rates(self) -> tuple[float, ...]:
+        return (RATE,)
+
+    def count(self, counters: Any, *, overflow: bool) -> None:
+        self.counted = (counters.global_steps, counters.global_samples)
+
+    def places(self, parameters: Sequence[nn.Parameter]) -> Any:
+        from gpp_plugin.runtime.weight_versions import ParameterPlaces
+
+        return ParameterPlaces(parameters)
+
+    def master(self, name: str) -> Tensor:
+        return self.trained[name].detach().clone()
+
+    def refresh_masters(self) -> None: ...
+
+    def own_tensors(self) -> list[Tensor]:
+        return list(self.trained.values())
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        self.optimizer.load_state_dict(state or {})
+
+    def shared_state(self) -> dict[str, Any]:
+        return {}
+
+    def load_shared_state(self, state: Mapping[str, Any], *, load_scheduler: bool) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PlainFramework:
+    name = "plain torch"
+    enabled = True
+
+    def __init__(self, ds_config: Mapping[str, Any], **given: Any) -> None:
+        self.events: list[tuple[str, float, int]] = []
+
+    def make_optimizer(self, module: nn.Module, replica: Any) -> PlainOptimizer:
+        return PlainOptimizer(module)
+
+    def make_monitor(self) -> PlainFramework:
+        return self
+
+    def write_events(self, event_list: list[tuple[str, float, int]]) -> None:
+        self.events += event_list
+
+    def check_transport(self, device: torch.device) -> None: ...
+
+    def make_transport(self, native: Any, *args: Any, **given: Any) -> Any:
+        return native
+
+
+def train_without_deepspeed(mode: str, directory: str) -> dict[str, Any]:
+    """Train with the plain framework in DeepSpeed's place; go back to a checkpoint half-way, and train on."""
+    from gpp_plugin.integrations import deepspeed as entry
+
+    made: list[PlainFramework] = []
+
+    def make_framework(*args: Any, **given: Any) -> PlainFramework:
+        made.append(PlainFramework(*args, **given))
+        return made[0]
+
+    entry.DeepSpeedFramework = make_framework  # type: ignore[assignment,misc]
+    model, make_batch = build("two_branch")
+    batches = [make_batch(B, seed) for seed in range(4)]
+    engine = make_engine(model, batches[0], config_of(block={"mode": mode, "stages": 2}))
+    losses = steps(engine, batches[:2])
+    engine.save_checkpoint(Path(directory) / mode, tag="half")
+    before = steps(engine, batches[2:])
+    engine.load_checkpoint(Path(directory) / mode, tag="half")
+    return {
+        "losses": losses + before,
+        "again": steps(engine, batches[2:]),
+        "flushed": engine.flush(),
+        "staleness": engine.staleness,
+        "norm": engine.get_global_grad_norm(),
+        "counted": (engine.global_steps, engine.global_samples),
+        "events": made[0].events,
+        "rule": type(engine.stage_engine.optimizer).__name__,
+        "names": [stage.name for stage in engine.plan.stages],
+    }

@@ -40,7 +40,7 @@ from gpp_plugin.errors import ConfigError
 from gpp_plugin.import_hook import original_initialize
 from gpp_plugin.integrations.data import prepare_batch, sample_from_dataset
 from gpp_plugin.integrations.engine import GraphPipelineEngine
-from gpp_plugin.integrations.given_graph import source_of
+from gpp_plugin.integrations.model_source import ModelSource
 from gpp_plugin.integrations.optimizer_bytes import optimizer_bytes
 from gpp_plugin.integrations.setting import Monitor, Setting, StageReplica
 from gpp_plugin.integrations.stage_config import derive_stage_config
@@ -185,7 +185,7 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
         assert not isinstance(model, StageGraph), "refused above"
         engine = make_stock_engine(model=model, **framework.optimizer_options, **common)
     else:
-        source = source_of(model, config=block, setting=setting)
+        source = ModelSource(model, config=block, setting=setting)
         engine = GraphPipelineEngine(source=source, framework=framework, **common)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 

@@ -83,6 +83,9 @@ class StageOptimizer:
         chain: at the number of samples a rank computes.
         menu: of the same graph, at any number of samples; used if ``recompute``.
         recompute, swap: what may be done.
+        is_cautious: under ZeRO 2 look for what to swap and recompute as if nothing of what a micro-batch keeps made
+            room for its whole gradients (`unreduced_bytes`); else as if all of it did. What is found is weighed with
+            what it leaves, so that a choice that fits does fit.
     """
 
     def __init__(
@@ -93,8 +96,9 @@ class StageOptimizer:
         menu: Sequence[Segments] = (),
         recompute: bool = False,
         swap: bool = False,
+        is_cautious: bool = True,
     ) -> None:
-        self.chain, self.shape = chain, shape
+        self.chain, self.shape, self._is_cautious = chain, shape, is_cautious
         self.can_recompute, self.can_swap = recompute, swap
         self.host = HostLink(bytes_per_us=shape.host_bytes_per_s / 1e6)
         self._used_link = self.host if swap else HostLink(bytes_per_us=0.0)
@@ -118,7 +122,7 @@ class StageOptimizer:
         excess = chain.memory_bytes(start, stop, stage, shape) - shape.limits[stage]
         if excess <= 0 or not (self.can_swap or len(self._levels) > 1):
             return max(excess, 0.0), compute_us
-        excess, s = self._optimized_excess(stage, start, stop), self._savings(stage, start, stop)
+        excess, s = self.excess_before(stage, start, stop), self._savings(stage, start, stop)
         in_flight, in_turn = shape.in_flight(stage), shape.is_in_turn(stage)
         needs = lacking_bytes(excess, in_flight, s)
         us = min(
@@ -131,10 +135,16 @@ class StageOptimizer:
         nearest = nearest_to_fitting(excess, in_flight, s, self._used_link)
         return (0.0, compute_us + us) if us < np.inf else (max(nearest, 1.0), compute_us)
 
-    def _optimized_excess(self, stage: int, start: int, stop: int) -> float:
+    def excess_before(self, stage: int, start: int, stop: int) -> float:
         """Return the bytes too many of a stage that swaps or recomputes, before what that saves."""
-        need = self.chain.memory_bytes(start, stop, stage, self.shape, is_optimized=True)
+        need = self.chain.memory_bytes(start, stop, stage, self.shape, is_optimized=self._is_cautious)
         return need - self.shape.limits[stage]
+
+    def excess_to_swap(self, stage: int, start: int, stop: int, found: StageChoice) -> float:
+        """Return the bytes that swapping has to free beside what a choice that does not fit recomputes."""
+        less = found.memory.recomputed_bytes if found.memory is not None else 0.0
+        room = self.chain.room_for_gradients(start, stop, less) if self._is_cautious else 0.0
+        return found.excess_bytes + room
 
     def _savings(self, stage: int, start: int, stop: int) -> Savings:
         """Return what every level comes to, and last, where recomputing is allowed, the stage as one segment.
@@ -189,7 +199,7 @@ class StageOptimizer:
     def _mixtures(self, stage: int, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the most promising pairs of levels, the one that does not fit first."""
         s, in_flight = self._savings(stage, start, stop), self.shape.in_flight(stage)
-        time, needs = s.again_us, lacking_bytes(self._optimized_excess(stage, start, stop), in_flight, s)
+        time, needs = s.again_us, lacking_bytes(self.excess_before(stage, start, stop), in_flight, s)
         if self.can_swap:
             in_turn = self.shape.is_in_turn(stage)
             needs = needs - in_flight * self.host.hidden_bytes(s.forward_us, s.backward_us + time, in_turn)
@@ -234,11 +244,10 @@ class StageOptimizer:
         sizes = self.chain.tensors.bytes[candidates]
         in_flight = self.shape.in_flight(stage)
         freed = in_flight * np.cumsum(sizes) - 2 * np.maximum.accumulate(sizes)
-        enough = np.flatnonzero(freed >= found.excess_bytes)
+        excess = self.excess_to_swap(stage, start, stop, found)
+        enough = np.flatnonzero(freed >= excess)
         count = int(enough[0]) + 1 if len(enough) else int(freed.argmax()) + 1
-        chosen = _thinned(
-            candidates[:count], sizes[:count], float(freed[count - 1] - found.excess_bytes), in_flight
-        )
+        chosen = _thinned(candidates[:count], sizes[:count], float(freed[count - 1] - excess), in_flight)
         return self.weigh(stage, start, stop, segments=segments, swapped=chosen)
 
     def swap_candidates(self, stage: int, start: int, stop: int, segments: Sequence[Interval]) -> Ints:
@@ -267,13 +276,11 @@ class StageOptimizer:
         start: int,
         stop: int,
         *,
-        segments: Sequence[Interval] | None = None,
+        segments: Sequence[Interval] = (),
         swapped: Ints | None = None,
         buffer_bytes: float | None = None,
     ) -> StageChoice:
         """Return what a stage costs with these segments run again and these tensors swapped.
-
-        With neither (None, not an empty sequence) it is the stage as it is.
 
         Args:
             buffer_bytes: held for tensors in use and on their way; two of the largest swapped if None.
@@ -281,10 +288,8 @@ class StageOptimizer:
         chain, shape = self.chain, self.shape
         in_flight = shape.in_flight(stage)
         compute_us = chain.stage_us(start, stop)
-        is_optimized = segments is not None or swapped is not None
-        plain = chain.memory_bytes(start, stop, stage, shape, is_optimized=is_optimized)
         rows = np.zeros(0, dtype=np.int64) if swapped is None else swapped
-        recomputed = self._recomputed(segments or ())
+        recomputed = self._recomputed(segments)
         sizes = chain.tensors.bytes[rows]
         if buffer_bytes is None:
             buffer_bytes = 2 * float(sizes.max(initial=0.0))
@@ -308,8 +313,10 @@ class StageOptimizer:
                 working_bytes=round(working),
                 swap_us=swap_us,
             )
-        dropped = sum(s.bytes - s.held_bytes for s in recomputed)
-        need = plain - in_flight * (dropped + float(sizes.sum())) + working
+        less = sum(s.bytes - s.held_bytes for s in recomputed) + float(sizes.sum())
+        # `memory_formula` with s less what leaves: linear in it, but for what makes room for whole gradients.
+        need = chain.memory_bytes(start, stop, stage, shape, is_optimized=True) - in_flight * less + working
+        need -= chain.room_for_gradients(start, stop, less)
         return StageChoice(
             excess_bytes=max(need - shape.limits[stage], 0.0),
             us=compute_us + recompute_us + swap_us,

@@ -189,6 +189,11 @@ class CostModel:
         """Return the bytes of the blocks' gradients."""
         return self._bytes_of(blocks)[1]
 
+    def group_saved_bytes(self, blocks: Sequence[int], local: float) -> float:
+        """Return the bytes that one micro-batch of ``local`` samples keeps for backward."""
+        _, _, _, per_sample, fixed, _ = self._bytes_of(blocks)
+        return per_sample * local + fixed
+
     def stashed_bytes(self, blocks: Sequence[int], num_versions: int) -> int:
         """Return the bytes of older versions of the blocks' weights: of those that are trained (asynchronous mode)."""
         return int(stashed_bytes(round(self.group_gradient_bytes(blocks)), num_versions))

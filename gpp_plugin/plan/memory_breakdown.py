@@ -1,7 +1,6 @@
 """What a plan's memory is predicted to be filled with, stage by stage: the terms of `memory_formula` one by one.
 
-Their sums are the plan's own figures; of a stage with a memory plan under ZeRO 2 they may be less, where planning
-has counted its gradients whole beside all it saves.
+Their sums are the plan's own figures.
 
 Source: this project
 Tests: tests/integrations/test_memory.py

@@ -106,7 +106,7 @@ class OptimizerFactory:
             vertical_sync=vertical_sync,
         )
 
-    def at(self, local: float, num_micro_batches: int) -> StageOptimizer:
+    def at(self, local: float, num_micro_batches: int, *, is_cautious: bool = False) -> StageOptimizer:
         """Return what stages cost at ``local`` samples a rank."""
         chain = OperatorChain(self._costs, local, degree=self._degree)
         if "recompute" in self._ways and self._menu is None:
@@ -118,7 +118,16 @@ class OptimizerFactory:
             menu=self._menu or (),
             recompute="recompute" in self._ways,
             swap="swap" in self._ways,
+            is_cautious=is_cautious,
         )
+
+    def best(self, partition: Partition, local: float, num_micro_batches: int) -> ChainPlan:
+        """Return what ``partition`` makes at ``local`` samples a rank, and cautiously where that does not fit."""
+        found = partition(self.at(local, num_micro_batches))
+        if found.fits or self._costs.zero_stage < 2 or self._degree == 1:
+            return found
+        other = partition(self.at(local, num_micro_batches, is_cautious=True))
+        return min(found, other, key=lambda plan: plan.key)
 
 
 def plan_chain(request: PlanRequest, partition: Partition, *, planner: str) -> PipelinePlan:
@@ -147,7 +156,7 @@ def plan_chain(request: PlanRequest, partition: Partition, *, planner: str) -> P
     nearest: tuple[ChainPlan, int] | None = None
     sizes = [size for size in rules.wishes() if _is_possible(request, rules, size, degree)]
     for size in sizes:
-        found = partition(factory.at(size / degree, request.mini_batch // size))
+        found = factory.best(partition, size / degree, request.mini_batch // size)
         if not found.fits:
             if nearest is None or found.key < nearest[0].key:
                 nearest = found, size
@@ -266,7 +275,7 @@ def _what_fits(
             degree=degree,
             vertical_sync=request.vertical_sync,
         )
-        return partition(factory.at(size / degree, request.mini_batch // size)).fits
+        return factory.best(partition, size / degree, request.mini_batch // size).fits
 
     ways, least = request.memory_optimization, min(limits)
     enough = round(max(stage.memory_bytes for stage in found.stages)) + 1

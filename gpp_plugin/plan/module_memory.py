@@ -77,13 +77,14 @@ def choose_for_module(
     """
     local = chain.local
     optimizer = StageOptimizer(chain, shape, recompute=recompute, swap=swap)
-    choices = [optimizer.weigh(0, *chain.whole, segments=()), optimizer.fitted(0, *chain.whole, ())]
+    choices = [optimizer.weigh(0, *chain.whole), optimizer.fitted(0, *chain.whole, ())]
     memory = whole_again(
         module, local=local, in_flight=shape.in_flight(0), forward_us=float(chain.forward[-1])
     )
     if recompute and memory is not None:
-        need = choices[0].memory_bytes + memory.working_bytes
-        need -= shape.in_flight(0) * memory.recomputed_bytes
+        less = memory.recomputed_bytes
+        need = chain.memory_bytes(*chain.whole, 0, shape, is_optimized=True) + memory.working_bytes
+        need -= shape.in_flight(0) * less + chain.room_for_gradients(*chain.whole, less)
         choices.append(
             StageChoice(
                 excess_bytes=max(need - shape.limits[0], 0.0),

@@ -150,6 +150,16 @@ class TensorChain:
         """
         raise NotImplementedError
 
+    def room_for_gradients(self, start: int, stop: int, less: float) -> float:
+        """Return what one micro-batch still keeps that makes room for its whole gradients; 0 below ZeRO 2.
+
+        So much less than `memory_bytes` says for ``is_optimized`` does a stage need.
+
+        Args:
+            less: bytes of it that are swapped or recomputed.
+        """
+        raise NotImplementedError
+
 
 class OperatorChain(TensorChain):
     """One graph at one number of samples a rank.
@@ -242,6 +252,13 @@ class OperatorChain(TensorChain):
             held += float(unreduced_bytes(gradient, room, degree=self._degree, zero_stage=self._zero_stage))
         transient = _between(self._transient, start, stop)
         return float(peak_bytes(held, kept, shape.in_flight(stage), transient=transient))
+
+    def room_for_gradients(self, start: int, stop: int, less: float) -> float:
+        """Return the room, from prefix sums."""
+        if self._zero_stage < 2 or self._degree == 1:
+            return 0.0
+        gradient = float(self.trained[stop] - self.trained[start])
+        return min(gradient, max(self.saved_bytes(start, stop) - less, 0.0))
 
 
 def _largest_of(values: Floats) -> list[list[float]]:

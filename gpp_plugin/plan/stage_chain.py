@@ -59,6 +59,13 @@ class WholeStage(TensorChain):
             )
         )
 
+    def room_for_gradients(self, start: int, stop: int, less: float) -> float:
+        """Return the room of the whole stage."""
+        if self.costs.zero_stage < 2 or self.degree == 1:
+            return 0.0
+        saved = self.costs.group_saved_bytes(self.rows, self.local)
+        return min(self.costs.group_gradient_bytes(self.rows), max(saved - less, 0.0))
+
 
 class StageChain(WholeStage):
     """A stage of any blocks of a graph at one number of samples a rank.

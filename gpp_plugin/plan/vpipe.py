@@ -79,7 +79,7 @@ class LayerOptimizer:
         by_worth = layers[np.argsort(-worth, kind="stable")]
         most = len(layers) if optimizer.can_recompute else 0
         waits = self._waits(stage, start, stop)
-        excess = optimizer.weigh(stage, start, stop, segments=()).excess_bytes
+        excess = optimizer.excess_before(stage, start, stop)
         keys = [
             self._key(stage, start, stop, excess, by_worth[:count], np.sort(by_worth[count:]), waits)
             for count in range(most + 1)
@@ -138,7 +138,8 @@ class LayerOptimizer:
         if found.excess_bytes <= 0 or not self.optimizer.can_swap or not len(others):
             return found
         in_flight = self.optimizer.shape.in_flight(stage)
-        _, buffers, count = self._swaps(in_flight, others, found.excess_bytes)
+        excess = self.optimizer.excess_to_swap(stage, start, stop, found)
+        _, buffers, count = self._swaps(in_flight, others, excess)
         rows = np.flatnonzero(np.isin(self._layer_of_tensor, others[: count + 1]))
         return self.optimizer.weigh(
             stage, start, stop, segments=segments, swapped=rows, buffer_bytes=float(buffers[count])

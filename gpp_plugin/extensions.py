@@ -14,12 +14,13 @@ reading a configuration stays quick, and a broken package troubles nobody who do
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import importlib.metadata
 import pkgutil
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,7 @@ class Door:
     is_taken: Callable[[str], bool] = lambda name: False
 
     def __contains__(self, name: str) -> bool:
-        return name in self.built_in or name in _offers(self.group)
+        return name in self.built_in or name in _offers(self.group) or (self.group, name) in _LENT
 
     def names(self) -> tuple[str, ...]:
         """Return all names that may be asked for: the plugin's own in the table's order, then others, sorted."""
@@ -78,7 +79,31 @@ class Door:
         Raises:
             ExtensionError: there is none, several are called so, it cannot be imported, or it is no such thing.
         """
+        if (self.group, name) in _LENT:
+            return _LENT[self.group, name]
         return _load(self, name)
+
+    @contextlib.contextmanager
+    def lent(self, name: str, found: Any) -> Iterator[str]:
+        """Let ``name`` stand for an object of this process alone: in a test, or a notebook where it is written.
+
+        Raises:
+            ExtensionError: the name is known already, or the object is no such thing.
+        """
+        if name in self or self.is_taken(name):
+            raise ExtensionError(f"{self.group}: there is a {self.kind} {name!r} already; use another name")
+        wrong = self.wrong_shape(found)
+        if wrong:
+            raise ExtensionError(f"{self.group}: {self.kind} {name!r} {wrong}")
+        _LENT[self.group, name] = found
+        try:
+            yield name
+        finally:
+            del _LENT[self.group, name]
+
+
+_LENT: dict[tuple[str, str], Any] = {}
+"""What `Door.lent` lends at present, by group and name."""
 
 
 @functools.cache

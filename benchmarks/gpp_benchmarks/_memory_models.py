@@ -72,8 +72,8 @@ def operator_graph(model: str, cluster: Cluster) -> tuple[BlockGraph, Profile]:
         return library_model.graph, profile_model(library_model, cluster.devices[0], largest=largest)
     from gpp_plugin.capture.coarsen import coarsen
     from gpp_plugin.capture.export import capture_model
-    from gpp_plugin.commands.plan import CONFIG_DIR
     from gpp_plugin.integrations.hf_models import build_on_meta, make_example_batch, read_hf_config
+    from gpp_plugin.named_models import CONFIG_DIR
     from gpp_plugin.profile.analytic import analytic_profile
 
     name, length = HF_MODELS[model]

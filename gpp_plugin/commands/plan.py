@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import time
 from pathlib import Path
 from typing import Any
 
+from gpp_plugin.api import format_plan, make_request, plan_for, save
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.extensions import PLANNERS, planner_granularity
-from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.ir.cluster import Cluster
+from gpp_plugin.extensions import PLANNERS, TRANSPORTS
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.profile import Profile
-from gpp_plugin.ir.serialize import fingerprint, save, to_plain
-from gpp_plugin.plan.clusters import cluster_names, read_cluster
-from gpp_plugin.plan.edge_transports import NATIVE, note_edge_transports
-from gpp_plugin.plan.inputs import with_inputs
+from gpp_plugin.ir.serialize import fingerprint, to_plain
+from gpp_plugin.library.graphs import MODELS
+from gpp_plugin.named_models import config_names
+from gpp_plugin.plan.clusters import cluster_names
+from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.plan.memory_advice import memory_advice
-from gpp_plugin.plan.memory_breakdown import with_breakdown
-from gpp_plugin.plan.registry import make_plan
-from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.schedules import schedule_plan
-from gpp_plugin.report.plan_text import edge_rows, format_breakdown, format_edges, format_plan, stage_rows
-from gpp_plugin.schedule.names import is_schedule_name, planning_schedule, schedule_names
-
-CONFIG_DIR = Path(__file__).parent.parent / "models"
+from gpp_plugin.report.plan_text import edge_rows, format_breakdown, format_edges, stage_rows
+from gpp_plugin.schedule.names import is_schedule_name, schedule_names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `gpp plan`."""
     # A flat list of options, one `add_argument` each in the order of --help, and long for that reason alone;
     # what they mean together is checked in `run` and by the planners.
-    from gpp_plugin.library.graphs import MODELS
-
     models = ", ".join(MODELS)
     clusters = ", ".join(cluster_names())
     parser.add_argument(
@@ -86,10 +76,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--p2p",
-        choices=["native", "megatron"],
+        choices=TRANSPORTS.names(),
         default="native",
-        help="what carries messages: our transport, or megatron-core's P2PCommunicator on the edges that it can "
-        "carry, which are shown (%(default)s)",
+        help="what carries messages: our transport; megatron-core's P2PCommunicator on the edges that it can "
+        "carry, which are shown; or that of another package (%(default)s)",
     )
     parser.add_argument("--memory-report", action="store_true", help="show what fills each stage's memory")
     parser.add_argument("--zero", type=int, choices=[0, 1, 2], default=0, help="ZeRO stage (%(default)s)")
@@ -110,11 +100,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, help="write the plan there")
     parser.add_argument("--width", type=int, default=100, help="columns of the picture (%(default)s)")
-
-
-def config_names() -> list[str]:
-    """Return the names of the HuggingFace configurations that come with the package."""
-    return sorted(path.stem for path in CONFIG_DIR.glob("*.json"))
 
 
 def _slicing(text: str) -> str | int:
@@ -144,20 +129,38 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(
             f"--schedule: no schedule {args.schedule!r}; give one of {', '.join(schedule_names())}"
         )
-    cluster = _cluster(args)
+    if args.cluster == "auto" and args.devices is not None and args.devices < 1:
+        raise ConfigError(f"--devices {args.devices}: give at least 1")
     unit = args.loss_unit or args.mini_batch
-    graph, profile = _model(args, cluster, unit)
-    request = _request(args, graph, profile, cluster, unit)
+    if args.mini_batch < 1 or unit < 1:
+        raise ConfigError(f"--mini-batch {args.mini_batch}, --loss-unit {unit}: give at least 1 sample")
+    if args.size and args.model not in MODELS:
+        raise ConfigError("--size: is for library models; edit the HuggingFace configuration instead")
+    request = make_request(
+        args.model,
+        args.cluster,
+        planner=args.planner,
+        schedule=args.schedule,
+        num_devices=args.devices,
+        sizes=_sizes(args.size),
+        length=args.length,
+        granularity=args.granularity,
+        mini_batch=args.mini_batch,
+        loss_unit=unit,
+        micro_batch_sizes=args.micro_batch or None,
+        stages=args.stages,
+        data_parallel=args.data_parallel,
+        memory=args.memory,
+        zero_stage=args.zero,
+        mode=args.mode,
+        vertical_sync=args.vertical_sync,
+    )
     start = time.perf_counter()
-    plan = make_plan(args.planner, request)
-    plan = schedule_plan(plan, request, schedule=args.schedule, slicing=args.slicing)
-    plan = note_edge_transports(plan, args.p2p)
+    plan = plan_for(request, planner=args.planner, schedule=args.schedule, slicing=args.slicing, p2p=args.p2p)
     seconds = time.perf_counter() - start
     print(format_plan(plan, width=args.width))
     if args.p2p != NATIVE and plan.edges:
         print(f"\n{format_edges(plan, args.p2p)}")
-    plan = with_breakdown(plan, request)
-    # Bytes by purpose for each stage, already part of the plan that is saved; the report only prints them.
     parts = plan.memory
     if args.memory_report:
         print(f"\n{format_breakdown(parts)}")
@@ -166,8 +169,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     # 64 samples in 80,000 us are 800 a second.
     throughput = plan.mini_batch / plan.iteration_us * 1e6 if plan.iteration_us else 0.0
     print(
-        f"\n{len(graph.blocks)} blocks planned on {cluster.name} in {seconds:.2f} s; costs: {profile.source}, of "
-        f"{profile.device}; {throughput:.1f} samples/s predicted"
+        f"\n{len(request.graph.blocks)} blocks planned on {request.cluster.name} in {seconds:.2f} s; costs: "
+        f"{request.profile.source}, of {request.profile.device}; {throughput:.1f} samples/s predicted"
     )
     if args.out is not None:
         save(plan, args.out)
@@ -182,37 +185,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _cluster(args: argparse.Namespace) -> Cluster:
-    if args.cluster != "auto":
-        return read_cluster(args.cluster, num_devices=args.devices)
-    if args.devices is not None and args.devices < 1:
-        raise ConfigError(f"--devices {args.devices}: give at least 1")
-    from gpp_plugin.profile.machine import read_machine
-
-    return read_machine(args.devices)
-
-
-def _request(
-    args: argparse.Namespace, graph: BlockGraph, profile: Profile, cluster: Cluster, unit: int
-) -> PlanRequest:
-    return PlanRequest(
-        graph=graph,
-        profile=profile,
-        cluster=cluster,
-        num_ranks=cluster.num_devices,
-        mini_batch=args.mini_batch,
-        loss_unit=unit,
-        num_stages=args.stages,
-        micro_batch_sizes={"*": args.micro_batch} if args.micro_batch else None,
-        schedule=planning_schedule(args.schedule),
-        data_parallel=args.data_parallel,
-        zero_stage=args.zero,
-        mode=args.mode,
-        memory_optimization=tuple(args.memory),
-        vertical_sync=args.vertical_sync,
-    )
-
-
 def _figures(plan: PipelinePlan) -> dict[str, Any]:
     return {
         "model": plan.model,
@@ -225,66 +197,12 @@ def _figures(plan: PipelinePlan) -> dict[str, Any]:
     }
 
 
-def _model(args: argparse.Namespace, cluster: Cluster, unit: int) -> tuple[BlockGraph, Profile]:
-    from gpp_plugin.library.graphs import MODELS
-
-    if args.mini_batch < 1 or unit < 1:
-        raise ConfigError(f"--mini-batch {args.mini_batch}, --loss-unit {unit}: give at least 1 sample")
-    if args.model in MODELS:
-        return _library_model(args, cluster)
-    if args.size:
-        raise ConfigError("--size: is for library models; edit the HuggingFace configuration instead")
-    if Path(args.model).exists():
-        return _huggingface_model(args, Path(args.model), cluster, unit)
-    names = [*config_names(), *MODELS]
-    if args.model not in names:
-        # Mistyped names are looked for in all that has a name; a path that is not there is most
-        # often a typing error.
-        close = difflib.get_close_matches(args.model, names, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(
-            f"model {args.model!r}: no such file, configuration or library model{hint} (known: {', '.join(names)})"
-        )
-    return _huggingface_model(args, CONFIG_DIR / f"{args.model}.json", cluster, unit)
-
-
-def _library_model(args: argparse.Namespace, cluster: Cluster) -> tuple[BlockGraph, Profile]:
-    from gpp_plugin.library.analytic import profile_model
-    from gpp_plugin.library.graphs import build_model
-
+def _sizes(texts: list[str]) -> dict[str, int | str]:
     sizes: dict[str, int | str] = {}
-    for text in args.size:
+    for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not value:
             raise ConfigError(f"--size: {text!r} is not NAME=VALUE, e.g. branches=8")
         # Numbers as numbers, the rest as text (granularity=sub_layer); `build_model` knows which it wants.
         sizes[name] = int(value) if value.isdecimal() else value
-    if args.granularity not in (None, "layer"):
-        sizes.setdefault("granularity", args.granularity)
-    model = build_model(args.model, **sizes)
-    return model.graph, profile_model(model, cluster.devices[0], largest=args.mini_batch)
-
-
-def _huggingface_model(
-    args: argparse.Namespace, config: Path, cluster: Cluster, unit: int
-) -> tuple[BlockGraph, Profile]:
-    from gpp_plugin.capture.coarsen import coarsen
-    from gpp_plugin.capture.export import capture_model
-    from gpp_plugin.integrations.hf_models import build_on_meta, make_example_batch, read_hf_config
-    from gpp_plugin.profile.analytic import analytic_profile, default_sample_counts
-
-    model = build_on_meta(read_hf_config(config))
-    # One loss unit: operators that mix samples are found at that size, and others scale by
-    # the profile's counts.
-    batch = make_example_batch(model, num_samples=unit, length=args.length)
-    captured = capture_model(model, batch)
-    graph = coarsen(captured, granularity=args.granularity or planner_granularity(args.planner))
-    profile = analytic_profile(
-        graph,
-        cluster.devices[0],
-        sample_counts=default_sample_counts(args.mini_batch),
-        op_graph=captured.op_graph,
-    )
-    inputs = captured.op_graph.inputs
-    # A planner also places what a rank holds of the mini-batch itself: token ids hardly count, images do.
-    return graph, with_inputs(profile, graph, inputs, mini_batch=args.mini_batch, dtype="float32")
+    return sizes

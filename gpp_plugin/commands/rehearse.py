@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from gpp_plugin.api import rehearse, save
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.ir.serialize import save
-from gpp_plugin.rehearse.settings import RehearsalSettings, load_plan
+from gpp_plugin.rehearse.settings import load_plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,21 +43,21 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     if args.width < 1:
         raise ConfigError(f"--width: {args.width} is not valid; give at least 1")
-    settings = RehearsalSettings(
-        steps=args.steps,
-        scale_time=args.scale_time,
-        scale_bytes=args.scale_bytes,
-        comm_timeout_s=args.timeout,
-    )
     # The plan is read and checked before torch is loaded: a wrong file is refused at once, not after seconds.
     plan = load_plan(args.plan)
 
     from gpp_plugin.rehearse.report import format_rehearsal, rehearsal_figures, stage_rows
-    from gpp_plugin.rehearse.run import rehearse_plan
     from gpp_plugin.report.trace import write_trace
 
     # Progress goes out line by line (flush): a rehearsal takes minutes, often into a pipe or a log.
-    rehearsal = rehearse_plan(plan, settings, tell=lambda text: print(text, flush=True))
+    rehearsal = rehearse(
+        plan,
+        steps=args.steps,
+        scale_time=args.scale_time,
+        scale_bytes=args.scale_bytes,
+        timeout_s=args.timeout,
+        tell=lambda text: print(text, flush=True),
+    )
     print(f"\n{format_rehearsal(rehearsal, width=args.width)}")
     if args.out is not None:
         save(rehearsal.median_timeline, args.out)

@@ -7,16 +7,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from gpp_plugin.api import format_timeline, load_plan, save, simulate, simulate_async
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.serialize import load, save, to_plain
-from gpp_plugin.plan.clusters import cluster_names, read_cluster
+from gpp_plugin.ir.serialize import to_plain
+from gpp_plugin.plan.clusters import cluster_names
 from gpp_plugin.report.summary import summarize_timeline
-from gpp_plugin.report.timeline_text import format_timeline
 from gpp_plugin.report.units import format_ms
-from gpp_plugin.simulate.asynchronous import simulate_windows
-from gpp_plugin.simulate.engine import simulate_plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,14 +35,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     if args.width < 1:
         raise ConfigError(f"--width: {args.width} is not valid; give at least 1")
-    plan = load(PipelinePlan, args.plan)
+    plan = load_plan(args.plan)
     # All zeros would simulate to an empty picture; a plan written by hand may lack times.
     if not any(stage.forward_us for stage in plan.stages):
         raise ConfigError(f"{args.plan}: its stages have no forward_us; make the plan with gpp plan")
-    cluster = read_cluster(args.cluster, num_devices=plan.num_ranks) if args.cluster else None
     if plan.mode == "async":
-        return _run_async(plan, cluster, args)
-    timeline = simulate_plan(plan, cluster=cluster)
+        return _run_async(plan, args)
+    timeline = simulate(plan, args.cluster)
     print(format_timeline(timeline, plan, width=args.width))
     if args.out is not None:
         save(timeline, args.out)
@@ -54,12 +50,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {"rows": [to_plain(event) for event in timeline.events], "summary": summary}
 
 
-def _run_async(plan: PipelinePlan, cluster: Cluster | None, args: argparse.Namespace) -> dict[str, Any]:
+def _run_async(plan: PipelinePlan, args: argparse.Namespace) -> dict[str, Any]:
     """Print some mini-batches of an asynchronous plan, from an empty pipeline to an empty one."""
-    # An endless pipeline has no end to predict: some windows are shown, and how long one
-    # takes in the long run.
-    found = simulate_windows(plan, cluster=cluster)
-    print(format_timeline(found.timeline, found.plan, width=args.width))
+    found = simulate_async(plan, args.cluster)
+    print(format_timeline(found.timeline, plan, width=args.width))
+    # All zeros would simulate to an empty picture; a plan written by hand may lack times.
     print(
         f"{found.num_windows} mini-batches of an asynchronous plan: {format_ms(found.steady_us)} ms each while the "
         f"pipeline is full, {format_ms(found.fill_us)} ms to fill it, {format_ms(found.drain_us)} ms to drain it"

@@ -26,7 +26,11 @@ def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
             f"no planner {name!r}{PLANNERS.suggestion(name)} (planners: {', '.join(PLANNERS.names())})"
         )
     check_request(request)
-    plan = complete_plan(_plan_in_mode(name, request), request.graph, request.profile)
+    plan = _plan_in_mode(name, request)
+    if not isinstance(plan, PipelinePlan):
+        raise PlanError(
+            f"planner {name!r} returned a {type(plan).__name__}, not a PipelinePlan; use another planner"
+        )
     validate_plan(
         plan,
         request.graph,
@@ -36,7 +40,7 @@ def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
         zero_stage=request.zero_stage,
     )
     _check_answer(name, plan, request)
-    return plan
+    return complete_plan(plan, request.graph, request.profile)
 
 
 def _check_answer(name: str, plan: PipelinePlan, request: PlanRequest) -> None:

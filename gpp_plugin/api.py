@@ -1,0 +1,375 @@
+"""The Python API: plan a model for a cluster, predict and rehearse the plan, check it, and print what came out.
+
+Usable in a notebook, without ranks and mostly without devices; the ``gpp`` commands are these calls::
+
+    >>> from gpp_plugin.api import format_timeline, plan, simulate
+    >>> made = plan("mmt", "summit", num_devices=4, sizes={"branches": 2})
+    >>> made.num_ranks
+    4
+    >>> timeline = simulate(made, "summit")
+    >>> print(format_timeline(timeline, made, width=60).splitlines()[0].split()[0])
+    predicted:
+
+Training is `deepspeed.initialize`; a plan saved here is what its ``graph_pipeline.plan`` may name, and `engine.plan`
+is a `PipelinePlan` that every function here takes. Names and arguments in ``__all__`` are kept between releases;
+arguments are added with defaults. Failures are `gpp_plugin.errors.GppError`, one line with the fix.
+
+Nothing of the top-level package is called like a function of this module: ``gpp_plugin.plan`` is the package with the
+planners, whether or not this module was imported, ``gpp_plugin.api.plan`` always the function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+from gpp_plugin.errors import ConfigError, PlanError
+from gpp_plugin.extensions import planner_granularity
+from gpp_plugin.ir.cluster import Cluster
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.serialize import load, save
+from gpp_plugin.ir.timeline import Timeline
+from gpp_plugin.library.graphs import MODELS
+from gpp_plugin.named_models import captured_model, config_path, huggingface_model, library_model
+from gpp_plugin.plan.clusters import read_cluster
+from gpp_plugin.plan.edge_transports import NATIVE, note_edge_transports
+from gpp_plugin.plan.memory_breakdown import with_breakdown
+from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.schedules import schedule_plan
+from gpp_plugin.plan.validate import validate_plan
+from gpp_plugin.rehearse.programs import make_programs, make_windows
+from gpp_plugin.report import timeline_text
+from gpp_plugin.report.plan_text import format_plan
+from gpp_plugin.schedule.async_1f1b import windows_of
+from gpp_plugin.schedule.names import is_schedule_name, planning_schedule, schedule_names
+from gpp_plugin.schedule.windows import lengthened
+from gpp_plugin.simulate.asynchronous import AsyncPrediction, num_windows, simulate_windows
+from gpp_plugin.simulate.engine import simulate_plan
+
+if TYPE_CHECKING:  # only a module and a rehearsal need torch
+    from torch import nn  # noqa: TID251 - for its type only
+
+    from gpp_plugin.rehearse.run import Rehearsal
+
+__all__ = [
+    "PipelinePlan",
+    "PlanRequest",
+    "Timeline",
+    "format_plan",
+    "format_timeline",
+    "load_plan",
+    "make_request",
+    "plan",
+    "plan_for",
+    "rehearse",
+    "save",
+    "simulate",
+    "simulate_async",
+    "validate",
+]
+
+ClusterSource = Cluster | str | Path | dict[str, Any]
+"""A cluster, or what describes one: the name of a description that comes with the package, a JSON file, its content
+(`plan.clusters`), or ``auto``: this machine."""
+
+
+class RequestOptions(TypedDict, total=False):
+    """What `make_request` and `plan` take by name beside the model and the cluster.
+
+    Args:
+        num_devices: ranks to plan for; by default those of the cluster.
+        sample_batch: for a module: a batch as it is trained on, samples along axis 0.
+        sizes: for a library model: dimensions that differ from the paper's, e.g. ``{"branches": 8}``.
+        length: for a HuggingFace configuration: tokens of a text; 512 by default.
+        granularity: ``layer``, ``sub_layer`` or ``node``; the planner's usual blocks by default.
+        mini_batch: samples of one optimizer step; 64 by default.
+        loss_unit: samples of one loss; the mini-batch by default.
+        micro_batch_sizes: samples of every stage's micro-batch, or by module path as in the configuration; the planner
+            chooses by default.
+        stages: exactly that many; the planner chooses by default.
+        data_parallel: ranks of every stage; the planner chooses by default.
+        memory: what may be used to fit: ``recompute``, ``swap``, both or (the default) neither.
+        memory_limit_gb: most GB of one rank; what the device has by default.
+        zero_stage: 0 (the default), 1 or 2.
+        mode: ``sync`` (the default) or ``async``.
+        vertical_sync: in mode ``async``.
+    """
+
+    num_devices: int | None
+    sample_batch: Mapping[str, Any] | None
+    sizes: Mapping[str, int | str]
+    length: int
+    granularity: str | None
+    mini_batch: int
+    loss_unit: int | None
+    micro_batch_sizes: int | Mapping[str, int] | None
+    stages: int | None
+    data_parallel: int | None
+    memory: Collection[str]
+    memory_limit_gb: float | None
+    zero_stage: int
+    mode: str
+    vertical_sync: bool
+
+
+def plan(
+    model: str | Path | nn.Module,
+    cluster: ClusterSource = "dgx_h100",
+    *,
+    planner: str = "auto",
+    schedule: str = "auto",
+    slicing: str | int = "auto",
+    p2p: str = NATIVE,
+    **options: Unpack[RequestOptions],
+) -> PipelinePlan:
+    """Return a plan for a model on a cluster that need not be there; the model's weights are neither read nor made.
+
+    Args:
+        model: a library model (``mmt``), a HuggingFace configuration (its name in the package, its file or
+            directory), or a module, with ``sample_batch``.
+        cluster: what it runs on; see `ClusterSource`.
+        planner: its name, as in the configuration; so are ``schedule``, ``slicing`` and ``p2p``.
+        options: see `RequestOptions`.
+
+    Raises:
+        ConfigError: an argument is wrong, or there is no such model or cluster.
+        CaptureError: the module cannot be captured.
+        PlanError, PlanInfeasible: no plan meets the request; the message says what to change.
+    """
+    if not is_schedule_name(schedule):
+        raise PlanError(f"no schedule {schedule!r}; give one of {', '.join(schedule_names())}")
+    request = make_request(model, cluster, planner=planner, schedule=schedule, **options)
+    return plan_for(request, planner=planner, schedule=schedule, slicing=slicing, p2p=p2p)
+
+
+def make_request(
+    model: str | Path | nn.Module,
+    cluster: ClusterSource = "dgx_h100",
+    *,
+    planner: str = "auto",
+    schedule: str = "auto",
+    **options: Unpack[RequestOptions],
+) -> PlanRequest:
+    """Return what `plan` asks its planner: the model as blocks with costs, the cluster, and all limits.
+
+    Args:
+        planner, schedule: those that will be used; blocks and memory are counted for them.
+
+    Raises:
+        ConfigError, CaptureError, PlanError: as `plan`.
+    """
+    mini_batch = options.get("mini_batch", 64)
+    loss_unit = options.get("loss_unit") or mini_batch
+    if mini_batch < 1 or loss_unit < 1:
+        raise ConfigError(f"mini_batch {mini_batch}, loss_unit {loss_unit}: give at least 1 sample")
+    devices = _cluster(cluster, options.get("num_devices"))
+    device = devices.devices[0]
+    granularity = options.get("granularity")
+    sizes = options.get("sizes") or {}
+    if isinstance(model, str) and model in MODELS:
+        graph, profile = library_model(model, sizes, device, mini_batch=mini_batch, granularity=granularity)
+    else:
+        if sizes:
+            raise ConfigError("sizes: is for library models; edit the model's own configuration instead")
+        module, batch = _module_and_batch(model, loss_unit, options)
+        graph, profile = captured_model(
+            module,
+            batch,
+            device,
+            mini_batch=mini_batch,
+            granularity=granularity or planner_granularity(planner),
+        )
+    micro = options.get("micro_batch_sizes")
+    limit = options.get("memory_limit_gb")
+    return PlanRequest(
+        graph=graph,
+        profile=profile,
+        cluster=devices,
+        num_ranks=devices.num_devices,
+        mini_batch=mini_batch,
+        loss_unit=loss_unit,
+        num_stages=options.get("stages"),
+        micro_batch_sizes={"*": micro} if isinstance(micro, int) else dict(micro) if micro else None,
+        schedule=planning_schedule(schedule),
+        memory_limit_bytes=None if limit is None else int(limit * 1e9),
+        data_parallel=options.get("data_parallel"),
+        zero_stage=options.get("zero_stage", 0),
+        mode=options.get("mode", "sync"),
+        memory_optimization=tuple(options.get("memory", ())),
+        vertical_sync=options.get("vertical_sync", False),
+    )
+
+
+def plan_for(
+    request: PlanRequest,
+    *,
+    planner: str = "auto",
+    schedule: str = "auto",
+    slicing: str | int = "auto",
+    p2p: str = NATIVE,
+) -> PipelinePlan:
+    """Return the plan that a planner makes of a request, under its schedule and with what fills its memory.
+
+    Raises:
+        PlanError, PlanInfeasible: as `plan`.
+    """
+    made = make_plan(planner, request)
+    made = schedule_plan(made, request, schedule=schedule, slicing=slicing)
+    return with_breakdown(note_edge_transports(made, p2p), request)
+
+
+def simulate(plan: PipelinePlan, cluster: ClusterSource | None = None) -> Timeline:
+    """Return the predicted timeline of a plan: of one mini-batch, or, in mode ``async``, of several in a row.
+
+    Args:
+        cluster: links that messages take; without one they take no time.
+
+    Raises:
+        ConfigError: the plan has no predicted times, or there is no such cluster.
+        PlanError, ScheduleError: the plan does not fit the cluster, or cannot run.
+    """
+    if plan.mode == "async":
+        return simulate_async(plan, cluster).timeline
+    _check_times(plan)
+    return simulate_plan(plan, cluster=_links(plan, cluster))
+
+
+def simulate_async(plan: PipelinePlan, cluster: ClusterSource | None = None) -> AsyncPrediction:
+    """Return the same for a plan of mode ``async``, with the time of a mini-batch while the pipeline is full.
+
+    Raises:
+        ConfigError, PlanError, ScheduleError: as `simulate`.
+    """
+    _check_times(plan)
+    return simulate_windows(plan, cluster=_links(plan, cluster))
+
+
+def rehearse(
+    plan: PipelinePlan,
+    *,
+    steps: int = 5,
+    scale_time: float = 1.0,
+    scale_bytes: float = 1.0,
+    timeout_s: float | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Rehearsal:
+    """Run a plan's processes and messages on this machine, with delays in place of compute; return what was measured.
+
+    It starts one process a rank and ends them; ``rehearsal.median_timeline`` is what they did in a mini-batch.
+
+    Args:
+        steps: mini-batches to measure; one more runs before them.
+        scale_time: factor of every task's duration; ``scale_bytes`` of every message.
+        timeout_s: longest wait for a message; by the plan's own times where None.
+        tell: told what is going on, a line at a time.
+
+    Raises:
+        ConfigError: an argument is wrong, or the messages do not fit this machine.
+        PlanError, ScheduleError: the plan does not hold what a rehearsal needs, or is unsafe.
+        RuntimeFailure: a rank failed.
+    """
+    from gpp_plugin.rehearse.run import rehearse_plan
+    from gpp_plugin.rehearse.settings import RehearsalSettings
+
+    settings = RehearsalSettings(
+        steps=steps, scale_time=scale_time, scale_bytes=scale_bytes, comm_timeout_s=timeout_s
+    )
+    return rehearse_plan(plan, settings, tell=tell)
+
+
+def validate(plan: PipelinePlan, request: PlanRequest | None = None) -> None:
+    """Refuse a plan that could not run: prove its programs, and hold it against what it was made for.
+
+    The tasks and messages of all ranks are made as for training, and shown to be whole, in order, within the plan's
+    in-flight counts, and to finish even if every rank ran serially with rendezvous messages.
+
+    Args:
+        request: of the model and cluster it is for (`make_request`): then blocks, edges and memory are checked too.
+
+    Raises:
+        PlanError, PlanInfeasible: what is malformed, or needs more memory than there is.
+        ScheduleError: its programs would deadlock, reorder messages or hold too much; with the grid of tasks.
+    """
+    if request is not None:
+        validate_plan(
+            plan,
+            request.graph,
+            profile=request.profile,
+            cluster=request.cluster,
+            memory_limit_bytes=request.memory_limit_bytes,
+            zero_stage=request.zero_stage,
+        )
+    if plan.mode == "async":
+        make_windows(plan)
+    else:
+        make_programs(plan)
+
+
+def format_timeline(timeline: Timeline, plan: PipelinePlan, *, width: int = 96) -> str:
+    """Return a timeline as a Gantt picture in text, with each rank's busy share.
+
+    Args:
+        plan: as it was given to `simulate` or `rehearse`.
+        width: columns of the time axis.
+    """
+    if plan.mode == "async" and timeline.source != "measured":
+        plan = lengthened(plan, num_windows(windows_of(plan)))
+    return timeline_text.format_timeline(timeline, plan, width=width)
+
+
+def load_plan(path: str | Path) -> PipelinePlan:
+    """Read a plan that `save` or ``gpp plan --out`` wrote.
+
+    Raises:
+        GppError: the file is missing, or no plan of this release; the message names it.
+    """
+    return load(PipelinePlan, Path(path))
+
+
+def _check_times(plan: PipelinePlan) -> None:
+    if not any(stage.forward_us for stage in plan.stages):
+        raise ConfigError("its stages have no forward_us; make the plan with gpp plan")
+
+
+def _links(plan: PipelinePlan, cluster: ClusterSource | None) -> Cluster | None:
+    return None if cluster is None else _cluster(cluster, plan.num_ranks)
+
+
+def _cluster(source: ClusterSource, num_devices: int | None) -> Cluster:
+    """Return the cluster that ``source`` means, with as many devices as are wanted."""
+    if isinstance(source, Cluster):
+        if num_devices not in (None, source.num_devices):
+            raise ConfigError(
+                f"num_devices {num_devices}: cluster {source.name!r} has {source.num_devices} devices; give its "
+                "description instead to add or leave out nodes"
+            )
+        return source
+    if source != "auto":
+        return read_cluster(source, num_devices=num_devices)
+    if num_devices is not None and num_devices < 1:
+        raise ConfigError(f"num_devices {num_devices}: give at least 1")
+    from gpp_plugin.profile.machine import read_machine
+
+    return read_machine(num_devices)
+
+
+def _module_and_batch(
+    model: str | Path | nn.Module, loss_unit: int, options: RequestOptions
+) -> tuple[nn.Module, Mapping[str, Any]]:
+    """Return the module to capture and one loss unit for it, from a module or the name of a configuration."""
+    batch = options.get("sample_batch")
+    if isinstance(model, (str, Path)):
+        path = config_path(model)
+        if batch is not None:
+            raise ConfigError("sample_batch: is for a module; a configuration's batch is made by length")
+        return huggingface_model(path, loss_unit=loss_unit, length=options.get("length", 512))
+    if batch is None:
+        raise ConfigError(
+            f"sample_batch: missing; a {type(model).__name__} is captured on a batch as it is trained on, a dict of "
+            "tensors with the samples along axis 0"
+        )
+    from gpp_plugin.capture.samples import resize_batch
+
+    return model, resize_batch(batch, loss_unit)

@@ -1,0 +1,210 @@
+"""One rank of `gpp_plugin.testing.check_transport`: runs a small plan's messages and compares every row.
+
+python -m gpp_plugin.transport_trial TRANSPORT DEVICE
+
+No model and no executor: the exchanges of the rank's program are posted as they stand, receives as far ahead as the
+transport's ``prepost_depth`` allows, and every tensor is made of (mini-batch, message, slot) alone, so that the
+receiver knows what the sender sent. Three stages, one rank each::
+
+    s0 --x (float32, samples x 3), ids (int64), bias (no batch axis)--> s1 --y (float32)--> s2
+    s0 --z (bfloat16)----------------------------------------------------------------------------^
+
+s0 takes two samples at a time, the others four: activations of two tasks of s0 are rows of one task of s1.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpp_plugin.doors import Transport, TransportRequest
+from gpp_plugin.extensions import find_transport
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgram
+from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
+from gpp_plugin.launch import emit_event, end_rank
+from gpp_plugin.rehearse.programs import make_programs
+from gpp_plugin.runtime.pending import Pending, Post
+from gpp_plugin.runtime.pipeline import channels_of
+from gpp_plugin.runtime.wires import Wire, wires_of
+
+TIMEOUT_S = 60.0
+MINI_BATCHES = 2
+
+SPECS = {
+    spec.name: spec
+    for spec in (
+        TensorSpec(
+            name="x", dtype="float32", shape=(2, 3), num_samples=2, layout=batch_layout(), requires_grad=True
+        ),
+        TensorSpec(
+            name="ids", dtype="int64", shape=(2, 5), num_samples=2, layout=batch_layout(), requires_grad=False
+        ),
+        TensorSpec(
+            name="bias", dtype="float32", shape=(7,), num_samples=2, layout=UNIFORM, requires_grad=True
+        ),
+        TensorSpec(
+            name="y",
+            dtype="float32",
+            shape=(2, 9000),
+            num_samples=2,
+            layout=batch_layout(),
+            requires_grad=True,
+        ),
+        TensorSpec(
+            name="z", dtype="bfloat16", shape=(2, 4), num_samples=2, layout=batch_layout(), requires_grad=True
+        ),
+    )
+}
+
+
+def trial_plan() -> PipelinePlan:
+    """Return three stages of one rank each, the first with micro-batches of half the size."""
+    stages = tuple(
+        Stage(
+            name=f"s{index}",
+            blocks=(f"b{index}",),
+            ranks=(index,),
+            micro_batch_size=size,
+            in_flight=count,
+            forward_us=1.0,
+            backward_us=2.0,
+        )
+        for index, (size, count) in enumerate([(2, 4), (4, 2), (4, 1)])
+    )
+    edges = (
+        StageEdge(
+            src=0,
+            dst=1,
+            batch_tensors=("x", "ids"),
+            whole_tensors=("bias",),
+            gradient_tensors=("x", "bias"),
+        ),
+        StageEdge(src=1, dst=2, batch_tensors=("y",), gradient_tensors=("y",)),
+        StageEdge(src=0, dst=2, batch_tensors=("z",), gradient_tensors=("z",)),
+    )
+    return PipelinePlan(
+        model="trial",
+        graph="none",
+        planner="none",
+        mini_batch=8,
+        loss_unit=4,
+        stages=stages,
+        edges=edges,
+        tensors=tuple(SPECS.values()),
+    )
+
+
+def rows_of(mini_batch: int, message: Message, wire: Wire) -> Tensor:
+    """Return what a wire of a message holds in this trial: the same at both ends, another in every mini-batch."""
+    key = (
+        mini_batch,
+        message.edge,
+        message.direction is Direction.ACTIVATION,
+        message.samples.first_sample,
+        wire.slot,
+    )
+    generator = torch.Generator().manual_seed(hash(key) & 0x7FFFFFFF)
+    if wire.dtype.is_floating_point:
+        return torch.randn(wire.shape, generator=generator).to(wire.dtype)
+    return torch.randint(-(2**60), 2**60, wire.shape, generator=generator, dtype=wire.dtype)
+
+
+class _Trial:
+    """This rank's messages: bound once, posted once a mini-batch."""
+
+    def __init__(
+        self, transport: Transport, plan: PipelinePlan, program: RankProgram, device: torch.device
+    ) -> None:
+        self._transport = transport
+        self._device = device
+        exchanges = [i for i in program.instructions if i.kind is InstructionKind.EXCHANGE]
+        wires = {
+            message: wires_of(message, rank=program.rank, plan=plan, specs=SPECS)
+            for exchange in exchanges
+            for message in (*exchange.sends, *exchange.receives)
+        }
+        self._sends = [
+            [(m, wires[m], transport.bind_send(m, wires[m])) for m in exchange.sends]
+            for exchange in exchanges
+        ]
+        self._receives = [
+            [(m, wires[m], transport.bind_receive(m, wires[m])) for m in exchange.receives]
+            for exchange in exchanges
+        ]
+
+    def run(self, mini_batch: int) -> None:
+        """Post every exchange in its order, receives of later ones ahead, and compare what comes.
+
+        With a depth of 2, exchange i posts its sends and, if they are not posted yet, the receives of i, i + 1, i + 2.
+
+        Raises:
+            AssertionError: a tensor is not what its sender sent.
+        """
+        posted: list[list[tuple[Message, Sequence[Wire], list[Tensor], Pending]]] = []
+        leaving: list[tuple[Pending, list[Tensor]]] = []
+        for index, sends in enumerate(self._sends):
+            self._transport.begin_exchange()
+            while len(posted) < min(index + 1 + self._transport.prepost_depth, len(self._receives)):
+                posted.append([self._posted(*receive) for receive in self._receives[len(posted)]])
+            for message, wires, post in sends:
+                rows = [rows_of(mini_batch, message, wire).to(self._device) for wire in wires]
+                leaving.append((post(rows), rows))
+            self._transport.end_exchange()
+            for message, wires, buffers, pending in posted[index]:
+                pending.wait()
+                for buffer, wire in zip(buffers, wires, strict=True):
+                    wanted = rows_of(mini_batch, message, wire)
+                    assert torch.equal(buffer.cpu(), wanted), (
+                        f"{message}: tensor {wire.name!r} did not arrive as sent"
+                    )
+        for pending, _ in leaving:
+            pending.wait()
+            assert pending.is_done(), "a message that was waited for is not done"
+
+    def _posted(
+        self, message: Message, wires: Sequence[Wire], post: Post
+    ) -> tuple[Message, Sequence[Wire], list[Tensor], Pending]:
+        buffers = [torch.empty(wire.shape, dtype=wire.dtype, device=self._device) for wire in wires]
+        return message, wires, buffers, post(buffers)
+
+
+def main() -> None:
+    """Run this rank's part; rank 0 tells when all ranks are through."""
+    name, kind = sys.argv[1:3]
+    torch.set_num_threads(1)
+    backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=TIMEOUT_S))
+    rank = dist.get_rank()
+    device = torch.device(kind if kind == "cpu" else f"{kind}:{rank}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    plan = trial_plan()
+    programs = make_programs(plan)
+    factory = find_transport(name)
+    factory.check(str(device))
+    request = TransportRequest(
+        plan=plan,
+        specs=SPECS,
+        channels=frozenset(channels_of(programs)),
+        device=str(device),
+        timeout_s=TIMEOUT_S,
+    )
+    transport = factory.make(request)
+    trial = _Trial(transport, plan, programs[rank], device)
+    for mini_batch in range(MINI_BATCHES):
+        trial.run(mini_batch)
+    dist.barrier()
+    transport.close()
+    if rank == 0:
+        emit_event(event="done")
+    end_rank()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""What any planner, schedule or transport must pass: one row for each that comes with the plugin, and bad ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import pytest
+
+from gpp_plugin.doors import Schedule
+from gpp_plugin.errors import PlanInfeasible
+from gpp_plugin.extensions import PLANNERS, SCHEDULES, TRANSPORTS
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.schedule import StageSchedule
+from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.uniform import uniform_plan
+from gpp_plugin.schedule.gpipe import gpipe_schedule
+from gpp_plugin.schedule.kfkb import kfkb_schedule
+from gpp_plugin.testing import CheckFailed, check_planner, check_schedule, check_transport, planner_requests
+
+MAY_BE_INFEASIBLE = {
+    "three ranks",
+    "two stages",
+    "a stage for every rank",
+    "two ranks a stage",
+    "gpipe",
+    "mode async",
+    "little memory",
+    "hardly any memory",
+}
+
+
+@pytest.mark.parametrize("name", PLANNERS.built_in)
+def test_every_planner_passes(name: str) -> None:
+    plans = check_planner(name)
+    assert {case for case, plan in plans.items() if plan is None} <= MAY_BE_INFEASIBLE
+    assert plans["hardly any memory"] is None
+    assert {plan.planner for plan in plans.values() if plan is not None} == {name}
+
+
+@pytest.mark.parametrize("name", SCHEDULES.built_in)
+def test_every_schedule_passes(name: str) -> None:
+    orders = check_schedule(name)
+    assert [len(order.tasks) for order in orders["a chain with one micro-batch"]] == [
+        2,
+        2,
+        2,
+        2,
+    ] or name == "zero_bubble"
+
+
+@pytest.mark.parametrize("name", TRANSPORTS.built_in)
+def test_every_transport_passes(name: str) -> None:
+    check_transport(name)
+
+
+# ---- planners that are wrong ---------------------------------------------------------------------------------
+
+
+def idle(request: PlanRequest) -> PipelinePlan:
+    """Plan for one rank, whatever there are."""
+    return uniform_plan(dataclasses.replace(request, num_ranks=1, num_stages=1, data_parallel=None))
+
+
+def forgetful(request: PlanRequest) -> PipelinePlan:
+    """Leave the last block out."""
+    plan = uniform_plan(request)
+    *others, last = plan.stages
+    return dataclasses.replace(plan, stages=(*others, dataclasses.replace(last, blocks=last.blocks[:-1])))
+
+
+def timid(request: PlanRequest) -> PipelinePlan:
+    """Find no plan."""
+    raise PlanInfeasible("no plan; try again")
+
+
+def broken(request: PlanRequest) -> PipelinePlan:
+    """Fail like a program does."""
+    return uniform_plan(request).stages[7]  # type: ignore[return-value]
+
+
+def fickle(request: PlanRequest, seen: list[int] = []) -> PipelinePlan:  # noqa: B006 - remembers on purpose
+    """Make another plan at every call."""
+    seen.append(0)
+    return dataclasses.replace(uniform_plan(request), notes=(f"call {len(seen)}",))
+
+
+def proud(request: PlanRequest) -> PipelinePlan:
+    """Return what is no plan."""
+    return "a plan"  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("planner", "words"),
+    [
+        (idle, "plain chain on two ranks: .*asked for 2 ranks and made a plan of 1"),
+        (forgetful, "plain chain on one rank: .*1 blocks are in no stage"),
+        (timid, "plain chain on one rank: finds no plan where there is one: no plan; try again"),
+        (broken, "plain chain on one rank: IndexError"),
+        (fickle, "plain chain on one rank: makes another plan of the same request"),
+        (proud, "plain chain on one rank: .*returned a str, not a PipelinePlan"),
+    ],
+)
+def test_a_wrong_planner_is_told_its_case(planner, words: str) -> None:
+    with pytest.raises(CheckFailed, match=f"^planner 'checked planner', {words}"):
+        check_planner(planner)
+    assert "checked planner" not in PLANNERS
+
+
+def test_requests_differ_in_name_and_content() -> None:
+    requests = planner_requests()
+    assert len(requests) >= 12
+    assert len({str(request) for request in requests.values()}) == len(requests)
+
+
+# ---- schedules that are wrong --------------------------------------------------------------------------------
+
+
+class Forgetful(Schedule):
+    """Leaves the last backward out."""
+
+    def order(self, plan: PipelinePlan, index: int, behind: Mapping[int, StageSchedule]) -> StageSchedule:
+        whole = kfkb_schedule(
+            index, plan.num_micro_batches(index), k=1, num_in_flight=plan.stages[index].in_flight
+        )
+        return dataclasses.replace(whole, tasks=whole.tasks[:-1])
+
+
+class Greedier(Schedule):
+    """Holds all micro-batches and does not say so."""
+
+    def order(self, plan: PipelinePlan, index: int, behind: Mapping[int, StageSchedule]) -> StageSchedule:
+        return gpipe_schedule(index, plan.num_micro_batches(index))
+
+
+class Backwards(Schedule):
+    """Runs forwards from the last one to the first: stages in a row then wait for each other's gradients."""
+
+    def order(self, plan: PipelinePlan, index: int, behind: Mapping[int, StageSchedule]) -> StageSchedule:
+        count = plan.num_micro_batches(index)
+        whole = kfkb_schedule(index, count, k=1, num_in_flight=plan.stages[index].in_flight)
+        if index % 2 == 0:
+            return whole
+        turned = (dataclasses.replace(t, micro_batch=count - 1 - t.micro_batch) for t in whole.tasks)
+        return dataclasses.replace(whole, tasks=tuple(turned))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        (Forgetful(), "one stage: stage 's0': 6 forwards and 5 backwards of 6 micro-batches"),
+        (Greedier(), "one stage: holds 6 on 's0', in_flight is 1"),
+        (Backwards(), "a chain of four: "),
+    ],
+)
+def test_a_wrong_schedule_is_told_its_case(schedule: Schedule, words: str) -> None:
+    with pytest.raises(CheckFailed, match=f"^schedule 'checked schedule', {words}"):
+        check_schedule(schedule)
+    assert "checked schedule" not in SCHEDULES

@@ -1,0 +1,226 @@
+"""The table of planners, schedules and transports: what is found, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpp_plugin.config import read_config
+from gpp_plugin.doors import Schedule, TransportFactory
+from gpp_plugin.errors import ConfigError, ExtensionError
+from gpp_plugin.extensions import (
+    DOORS,
+    PLANNERS,
+    SCHEDULES,
+    TRANSPORTS,
+    Door,
+    find_planner,
+    find_schedule,
+    find_transport,
+    look_again,
+    planner_granularity,
+)
+from gpp_plugin.schedule.names import is_schedule_name, may_split_backward, planning_schedule, schedule_names
+
+MODULE = """
+from gpp_plugin.plan.uniform import uniform_plan as halves
+from gpp_plugin.schedule.kfkb import ONE_F_ONE_B as patient, KfKb
+from gpp_plugin.runtime.transport import NATIVE_TRANSPORT as relay
+number = 3
+class Nothing:
+    pass
+nothing = Nothing()
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Return what makes a package of entry points, as pip leaves it in a folder of ``sys.path``."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "gpp_example_doors.py").write_text(MODULE)
+
+    def make(package: str, points: dict[str, dict[str, str]]) -> None:
+        folder = tmp_path / f"{package.replace('-', '_')}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        sections = (
+            f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in entries.items())
+            for group, entries in points.items()
+        )
+        (folder / "entry_points.txt").write_text("\n".join(sections))
+        importlib.metadata.MetadataPathFinder.invalidate_caches()
+        look_again()
+
+    yield make
+    sys.modules.pop("gpp_example_doors", None)
+    monkeypatch.undo()
+    look_again()
+
+
+def planners(**entries: str) -> dict[str, dict[str, str]]:
+    return {"gpp_plugin.planners": entries}
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.kind)
+def test_everything_built_in_can_be_loaded_and_has_its_shape(door: Door) -> None:
+    for name in door.built_in:
+        assert door.wrong_shape(door.load(name)) == "", name
+        assert name in door
+    assert door.names()[: len(door.built_in)] == tuple(door.built_in)
+
+
+def test_what_a_package_adds_is_listed_named_and_loaded(install) -> None:
+    install(
+        "gpp-example",
+        {
+            "gpp_plugin.planners": {"halves": "gpp_example_doors:halves"},
+            "gpp_plugin.schedules": {"patient": "gpp_example_doors:patient"},
+            "gpp_plugin.transports": {"relay": "gpp_example_doors:relay"},
+        },
+    )
+    assert PLANNERS.names() == (*PLANNERS.built_in, "halves")
+    assert schedule_names() == ("auto", "1f1b", "2f2b", "kfkb", "gpipe", "greedy", "zero_bubble", "patient")
+    assert TRANSPORTS.names() == ("native", "megatron", "relay")
+    assert "gpp_example_doors" not in sys.modules, "names are listed without an import"
+    config = read_config({"graph_pipeline": {"planner": "halves", "schedule": "patient", "p2p": "relay"}})
+    assert config is not None
+    assert (config.planner, config.schedule, config.p2p) == ("halves", "patient", "relay")
+    assert find_planner("halves") is find_planner("uniform")
+    assert find_schedule("patient") is find_schedule("1f1b")
+    assert find_transport("relay") is find_transport("native")
+    assert is_schedule_name("patient") and planning_schedule("patient") == "1f1b"
+
+
+def test_the_configuration_lists_what_is_added(install) -> None:
+    install(
+        "gpp-example",
+        {
+            "gpp_plugin.planners": {"halves": "gpp_example_doors:halves"},
+            "gpp_plugin.schedules": {"patient": "gpp_example_doors:patient"},
+            "gpp_plugin.transports": {"relay": "gpp_example_doors:relay"},
+        },
+    )
+    with pytest.raises(ConfigError) as raised:
+        read_config({"graph_pipeline": {"planner": "halfs", "schedule": "patiend", "p2p": "rely"}})
+    lines = str(raised.value).splitlines()
+    assert lines[0].startswith('graph_pipeline.planner: "halfs" is not valid; give one of auto, ')
+    assert lines[0].endswith("vpipe, halves; did you mean 'halves'?")
+    assert lines[1].endswith("zero_bubble, patient; did you mean 'patient'?")
+    assert lines[2] == (
+        "graph_pipeline.p2p: \"rely\" is not valid; give one of native, megatron, relay; did you mean 'relay'?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("group", "key", "value", "words"),
+    [
+        (
+            "gpp_plugin.planners",
+            "planner",
+            "gpp_missing_module:plan",
+            "gpp_plugin.planners: planner 'mine' of package 'gpp-example' (gpp_missing_module:plan) cannot be loaded: "
+            "ModuleNotFoundError: No module named 'gpp_missing_module'; repair or uninstall the package, or use another "
+            "planner",
+        ),
+        (
+            "gpp_plugin.planners",
+            "planner",
+            "gpp_example_doors:number",
+            "gpp_plugin.planners: planner 'mine' of package 'gpp-example' (gpp_example_doors:number) is an object of type "
+            "int; a planner is a function of one PlanRequest (gpp_plugin.doors.Planner); repair or uninstall the "
+            "package, or use another planner",
+        ),
+        (
+            "gpp_plugin.schedules",
+            "schedule",
+            "gpp_example_doors:KfKb",
+            "gpp_plugin.schedules: schedule 'mine' of package 'gpp-example' (gpp_example_doors:KfKb) is the class KfKb; "
+            "name an instance of it; repair or uninstall the package, or use another schedule",
+        ),
+        (
+            "gpp_plugin.transports",
+            "p2p",
+            "gpp_example_doors:nothing",
+            "gpp_plugin.transports: transport 'mine' of package 'gpp-example' (gpp_example_doors:nothing) is an object of "
+            "type Nothing without make and check; derive a class from gpp_plugin.doors.TransportFactory and name an "
+            "instance of it; repair or uninstall the package, or use another transport",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(install, group: str, key: str, value: str, words: str) -> None:
+    install("gpp-example", {group: {"mine": value}})
+    with pytest.raises(ExtensionError) as raised:
+        read_config({"graph_pipeline": {key: "mine"}})
+    assert str(raised.value) == words
+    assert read_config({"graph_pipeline": {"planner": "uniform", "schedule": "gpipe", "p2p": "native"}})
+
+
+def test_a_name_of_ours_is_refused_where_it_is_used(install) -> None:
+    install("gpp-example", planners(uniform="gpp_example_doors:halves"))
+    line = (
+        "gpp_plugin.planners: planner 'uniform' of package 'gpp-example' has a name that gpp_plugin uses itself; give its "
+        "entry point another name, or uninstall the package"
+    )
+    with pytest.raises(ExtensionError) as raised:
+        read_config({"graph_pipeline": {"planner": "uniform"}})
+    assert str(raised.value) == line
+    assert find_planner("autopipe") is not None
+    assert PLANNERS.names() == tuple(PLANNERS.built_in)
+
+
+@pytest.mark.parametrize("name", ["auto", "kfkb", "3f3b", "2f3b"])
+def test_schedules_keep_their_own_words(install, name: str) -> None:
+    install("gpp-example", {"gpp_plugin.schedules": {name: "gpp_example_doors:patient"}})
+    with pytest.raises(
+        ExtensionError, match=f"schedule {name!r} of package 'gpp-example' has a name that gpp_plugin"
+    ):
+        read_config({"graph_pipeline": {"schedule": name}})
+
+
+def test_two_packages_with_one_name_are_both_named(install) -> None:
+    install("gpp-example", planners(halves="gpp_example_doors:halves"))
+    install("gpp-other", planners(halves="gpp_example_doors:halves"))
+    with pytest.raises(
+        ExtensionError,
+        match="planner 'halves' is offered by the packages 'gpp-.*' and 'gpp-.*'; uninstall all but one",
+    ):
+        find_planner("halves")
+
+
+def test_an_unknown_name_gets_the_nearest() -> None:
+    with pytest.raises(
+        ExtensionError, match="no transport 'nativ'; did you mean 'native'.; give one of native, megatron"
+    ):
+        find_transport("nativ")
+
+
+def test_what_is_lent_is_there_for_a_while() -> None:
+    class Own(Schedule):
+        splits_backward = True
+
+        def order(self, plan, index, behind):
+            raise NotImplementedError
+
+    own = Own()
+    with SCHEDULES.lent("own", own):
+        assert find_schedule("own") is own
+        assert may_split_backward("own")
+        with (
+            pytest.raises(ExtensionError, match="there is a schedule 'own' already"),
+            SCHEDULES.lent("own", own),
+        ):
+            pass
+    assert "own" not in SCHEDULES
+    with pytest.raises(ExtensionError, match="is an object of type TransportFactory|without"):
+        with TRANSPORTS.lent("own", type("Empty", (TransportFactory,), {})()):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("planner", "granularity"), [("dawnpiper", "node"), ("auto", "layer"), ("no such", "layer")]
+)
+def test_planners_say_which_blocks_they_work_with(planner: str, granularity: str) -> None:
+    assert planner_granularity(planner) == granularity

@@ -12,7 +12,18 @@ import pytest
 
 from gpp_plugin import patch_check
 from gpp_plugin.cli import main
-from gpp_plugin.patch_check import PATCH_DIR, Need, apply_commands, check_patches, package_root, read_patches
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.patch_check import (
+    IMPORTED_AS,
+    PATCH_DIR,
+    Need,
+    apply_commands,
+    check_patches,
+    package_root,
+    patched_package,
+    patches_for,
+    read_patches,
+)
 
 PATCHES = read_patches(PATCH_DIR)
 PACKAGES = sorted({patch.package for patch in PATCHES})
@@ -56,6 +67,24 @@ def test_the_pinned_releases_need_all_and_the_command_applies_them(root: Path) -
     after = check_patches(PATCHES, dict.fromkeys(PACKAGES, root))
     assert {finding.need for finding in after} == {Need.ALREADY_IN}
     assert apply_commands(after) == []
+
+
+@needs_pinned
+@pytest.mark.parametrize("distribution", IMPORTED_AS)
+def test_a_copy_is_patched_and_the_installed_package_is_not(distribution: str) -> None:
+    own = [patch for patch in PATCHES if patch.distribution == distribution]
+    with patched_package(distribution) as folder:
+        copied = check_patches(own, {IMPORTED_AS[distribution]: folder})
+    assert {finding.need for finding in copied} == {Need.ALREADY_IN}
+    assert {finding.need for finding in check_patches(own)} == {Need.NEEDED}
+    assert not folder.exists()
+
+
+def test_a_distribution_without_patches_takes_one_line() -> None:
+    with pytest.raises(ConfigError, match="no-such-thing is not installed"):
+        patches_for("no-such-thing")
+    with pytest.raises(ConfigError, match=r"no patches for numpy .*run from a checkout"):
+        patches_for("numpy")
 
 
 @needs_pinned

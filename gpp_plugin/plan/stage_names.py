@@ -54,6 +54,11 @@ class StageNamer:
     """
 
     def __init__(self, blocks: Sequence[str], loss_blocks: Sequence[str]) -> None:
+        # Of a LLaVA's block model.language_model.layers.2:
+        #   _path     (model, language_model, layers, 2)     _number: 2
+        #   _unit     (model, language_model)                _members: all of its blocks
+        #   _label    language_model                         what names call the unit
+        #   _called   that, and model.language_model         what users may call it
         self._loss_blocks = frozenset(loss_blocks)
         paths = _paths(blocks)
         self._order = {block: i for i, block in enumerate(paths)}
@@ -100,6 +105,8 @@ class StageNamer:
 
         ``vision_model.0`` is layer 0 of that unit, whatever range a name holds it in.
         """
+        # vision_model: all of the unit; vision_model.0: its layer 0, of one block or of several (attention, mlp);
+        # vision_model.embeddings: what lies in that module.
         unit_text, _, number = key.rpartition(".")
         found: set[str] = set()
         for unit, blocks in self._members.items():
@@ -235,6 +242,8 @@ def _unit_of(path: Path, lists: Collection[Path]) -> Path:
 
 def _labels(units: Iterable[Path], lists: Collection[Path]) -> dict[Path, str]:
     """Return how units are written: without the modules around all lists, where they still differ."""
+    # Of a Whisper, with lists in (model, encoder) and (model, decoder), and proj_out: encoder, decoder, proj_out. Were
+    # there an encoder beside model too, the short names would not differ, and all units would be written in full.
     every = list(units)
     around = _common_prefix([unit for unit in every if any(each[: len(unit)] == unit for each in lists)])
     depth = len(around) if len(lists) > 1 else 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-LABEL_WIDTH = 36
+LABEL_WIDTH = 40
 """Columns of a stage's name in pictures; tables and errors have the whole one."""
 
 

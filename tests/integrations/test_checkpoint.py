@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,19 @@ def test_another_plan_is_refused_with_both_plans(saved: Path) -> None:
         f"give graph_pipeline.plan the plan it was saved on, {saved / 'second' / 'plan.json'}"
     )
     assert load(PipelinePlan, saved / "second" / "plan.json") == toy.make_plan()
+
+
+def test_stages_may_have_been_called_something_else(saved: Path, tmp_path: Path) -> None:
+    """As an older release called them, whose files are named after its names."""
+    shutil.copytree(saved, tmp_path / "old")
+    target = tmp_path / "old" / "second"
+    manifest = json.loads((target / "manifest.json").read_text())
+    for file in list(target.glob("*-02-loss*")):
+        file.rename(file.with_name(file.name.replace("02-loss", "02-back_end")))
+    manifest["files"] = {name.replace("02-loss", "02-back_end"): n for name, n in manifest["files"].items()}
+    manifest["stages"][2]["name"] = "back+end"
+    (target / "manifest.json").write_text(json.dumps(manifest))
+    assert tell(tmp_path / "old") == "loaded second, step 2"
 
 
 def test_another_zero_stage_loads_weights_only(saved: Path) -> None:

@@ -24,7 +24,8 @@ def test_gradients_of_captured_and_explicit_stages() -> None:
     assert set(found) == set(reference.gradients)
     errors = gradient_errors(found, reference.gradients)
     assert max(errors.values()) < EXACT, errors
-    assert [name for name, *_ in answers[0]["stages"]] == ["vision.0-1", "vision.2", "layer", "end"]
+    first, second, *others = (name for name, *_ in answers[0]["stages"])
+    assert first.startswith("vision.") and second.startswith("vision.") and others == ["layer", "end"]
 
 
 def test_a_tower_on_data_parallel_ranks_and_a_frozen_one() -> None:

@@ -146,7 +146,7 @@ class _Trial:
         Raises:
             AssertionError: a tensor is not what its sender sent.
         """
-        posted: list[list[tuple[Message, Sequence[Wire], list[Tensor], Pending]]] = []
+        posted: list[list[tuple[Message, tuple[Wire, ...], list[Tensor], Pending]]] = []
         leaving: list[tuple[Pending, list[Tensor]]] = []
         for index, sends in enumerate(self._sends):
             self._transport.begin_exchange()

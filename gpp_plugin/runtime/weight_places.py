@@ -2,7 +2,7 @@
 
 A version of the weights that a micro-batch still needs keeps its place, and the live ones go elsewhere
 (`weight_versions`). Whatever updates parameters by way of `parameter.data` follows by itself (`ParameterPlaces`);
-an optimizer that knows their storage otherwise must be told (`integrations.master_weights`).
+an optimizer that knows their storage otherwise must be told (`integrations.zero_places`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ Neither this file nor a part knows a framework: what of one is needed is a `Fram
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -66,8 +65,6 @@ from gpp_plugin.runtime.recorder import Clock, start_clock
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference
 from gpp_plugin.runtime.window_lane import WindowLane
-
-logger = logging.getLogger(__name__)
 
 EXPORT_TIMEOUT_S = 600.0
 """How long ranks wait, at least, for one that writes its part of an export."""

@@ -11,7 +11,6 @@ a part of the graph's, so that norm, clipping and overflow are the engine's and 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,8 +34,6 @@ from gpp_plugin.integrations.stage_step import (
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.agree import exchange
 from gpp_plugin.runtime.weight_versions import WeightPlaces
-
-logger = logging.getLogger(__name__)
 
 
 class StageEngine:

@@ -11,7 +11,8 @@ Usable in a notebook, without ranks and mostly without devices; the ``gpp`` comm
     predicted:
 
 Training is `deepspeed.initialize`; a plan saved here is what its ``graph_pipeline.plan`` may name, and `engine.plan`
-is a `PipelinePlan` that every function here takes. Names and arguments in ``__all__`` are kept between releases;
+is a `PipelinePlan` that every function here takes. `PlanRequest`, `StageDraft` and `build_plan` are what a planner of
+another package is written with (`gpp_plugin.doors`). Names and arguments in ``__all__`` are kept between releases;
 arguments are added with defaults. Failures are `gpp_plugin.errors.GppError`, one line with the fix.
 
 Nothing of the top-level package is called like a function of this module: ``gpp_plugin.plan`` is the package with the
@@ -38,6 +39,7 @@ from gpp_plugin.plan.memory_breakdown import with_breakdown
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.schedules import schedule_plan
+from gpp_plugin.plan.stages import StageDraft, build_plan
 from gpp_plugin.plan.validate import validate_plan
 from gpp_plugin.rehearse.programs import make_programs, make_windows
 from gpp_plugin.report import timeline_text
@@ -56,7 +58,9 @@ if TYPE_CHECKING:  # only a module and a rehearsal need torch
 __all__ = [
     "PipelinePlan",
     "PlanRequest",
+    "StageDraft",
     "Timeline",
+    "build_plan",
     "format_plan",
     "format_timeline",
     "load_plan",

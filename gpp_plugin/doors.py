@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Direction, Message
-from gpp_plugin.ir.schedule import StageSchedule
+from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.plan.edge_transports import edge_name
 
@@ -38,8 +38,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Channel",
+    "PipelinePlan",
     "Planner",
     "Schedule",
+    "StageSchedule",
+    "Task",
+    "TaskKind",
     "Transport",
     "TransportFactory",
     "TransportRequest",
@@ -57,7 +61,7 @@ class Planner(Protocol):
     """Cuts a model into stages and gives each its ranks: a function of one `PlanRequest`.
 
     ``request.graph`` has the blocks, in a topological order, and the tensors between them; ``request.profile`` what
-    each costs for how many samples; ``request.cluster`` the devices and links. `plan.stages.build_plan` makes a
+    each costs for how many samples; ``request.cluster`` the devices and links. `gpp_plugin.api.build_plan` makes a
     `PipelinePlan` of stages given as `StageDraft`, with edges, in-flight counts, times and memory.
 
     The answer must use ranks 0 .. ``num_ranks`` - 1 each once, hold every block in one stage, order stages so that

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import importlib
 import importlib.metadata
 import pkgutil
 import re
@@ -154,6 +155,7 @@ def _offers(group: str) -> Mapping[str, tuple[tuple[str, str], ...]]:
 
 def look_again() -> None:
     """Forget what was found: packages installed or removed since (in a notebook, say) are seen from now on."""
+    importlib.invalidate_caches()
     _offers.cache_clear()
     _load.cache_clear()
 

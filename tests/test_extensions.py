@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 from pathlib import Path
 
@@ -51,7 +50,6 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             for group, entries in points.items()
         )
         (folder / "entry_points.txt").write_text("\n".join(sections))
-        importlib.metadata.MetadataPathFinder.invalidate_caches()
         look_again()
 
     yield make

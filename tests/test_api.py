@@ -1,0 +1,160 @@
+"""The Python API: every function in a process without ranks, and none shadowed by a package or a module."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpp_plugin.api as api
+from gpp_plugin.cli import main
+from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible, ScheduleError
+from gpp_plugin.ir.serialize import load
+from gpp_plugin.plan.clusters import read_cluster
+from tests.models import build
+
+SMALL = {
+    "num_devices": 4,
+    "sizes": {"branches": 2, "layers": 2},
+    "mini_batch": 16,
+    "loss_unit": 4,
+    "stages": 2,
+}
+PACKAGE = Path(api.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def made() -> api.PipelinePlan:
+    return api.plan("mmt", "summit", **SMALL)
+
+
+def test_the_command_and_the_function_make_the_same_plan(made: api.PipelinePlan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    sizes = ["--size", "branches=2", "--size", "layers=2", "--mini-batch", "16", "--loss-unit", "4"]
+    sizes += ["--stages", "2"]
+    assert main(["plan", "mmt", "--cluster", "summit", "--devices", "4", *sizes, "--out", str(path)]) == 0
+    assert api.load_plan(path) == made
+    assert made.num_ranks == 4 and made.memory
+
+
+def test_what_simulate_returns_can_be_printed_and_saved(made: api.PipelinePlan, tmp_path: Path) -> None:
+    timeline = api.simulate(made, "summit")
+    assert isinstance(timeline, api.Timeline) and timeline.source == "predicted"
+    assert timeline == api.simulate(made, read_cluster("summit", num_devices=4))
+    assert timeline.iteration_us > api.simulate(made).iteration_us > 0
+    assert all(f"rank {rank} " in api.format_timeline(timeline, made) for rank in range(4))
+    assert made.stages[0].name in api.format_plan(made)
+    api.save(timeline, tmp_path / "timeline.json")
+    assert load(api.Timeline, tmp_path / "timeline.json") == timeline
+
+
+def test_an_asynchronous_plan_is_simulated_over_several_mini_batches() -> None:
+    made = api.plan("mmt", "summit", mode="async", planner="uniform", **SMALL)
+    found = api.simulate_async(made, "summit")
+    timeline = api.simulate(made, "summit")
+    assert timeline == found.timeline and 0 < found.steady_us < timeline.iteration_us / (
+        found.num_windows - 1
+    )
+    assert api.format_timeline(timeline, made).startswith("predicted: ")
+    api.validate(made)
+
+
+def test_a_plan_is_held_against_its_request(made: api.PipelinePlan) -> None:
+    request = api.make_request("mmt", "summit", **SMALL)
+    api.validate(made, request)
+    assert api.plan_for(request) == made
+    with pytest.raises(PlanError, match="the plan is for graph"):
+        api.validate(made, api.make_request("dlrm", "summit", num_devices=4))
+    with pytest.raises(PlanInfeasible):
+        api.plan("mmt", "summit", memory_limit_gb=1e-6, **SMALL)
+
+
+def test_a_plan_that_cannot_run_is_refused(made: api.PipelinePlan) -> None:
+    stages = tuple(dataclasses.replace(stage, in_flight=1, k=3) for stage in made.stages)
+    with pytest.raises(ScheduleError, match="too few"):
+        api.validate(dataclasses.replace(made, stages=stages))
+
+
+def test_a_module_is_planned_with_a_batch() -> None:
+    model, make_batch = build("clip")
+    made = api.plan(model, num_devices=2, sample_batch=make_batch(2), mini_batch=8, loss_unit=4)
+    assert made.model == type(model).__name__ and made.num_ranks == 2
+    with pytest.raises(ConfigError, match="sample_batch: missing; a CLIPModel is captured on a batch"):
+        api.plan(model, num_devices=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"model": "mmtt"}, ConfigError, "no such file, configuration or library model; did you mean 'mmt'"),
+        ({"model": "gpt2-345m", "sizes": {"layers": 2}}, ConfigError, "sizes: is for library models"),
+        ({"model": "mmt", "mini_batch": 0}, ConfigError, "mini_batch 0, loss_unit 0: give at least 1 sample"),
+        ({"model": "mmt", "schedule": "1f2b"}, PlanError, "no schedule '1f2b'; give one of auto, 1f1b"),
+        ({"model": "mmt", "planner": "autos", "num_devices": 1}, PlanError, "did you mean 'auto'"),
+        ({"model": "mmt", "cluster": "sumit"}, ConfigError, "did you mean 'summit'"),
+    ],
+)
+def test_a_wrong_argument_gets_one_line(arguments, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words) as raised:
+        api.plan(**arguments)
+    assert "\n" not in str(raised.value)
+
+
+CALLS = """
+import importlib, pathlib, sys, tempfile
+
+def call_all():
+    from gpp_plugin import api
+    made = api.plan("mmt", "summit", num_devices=2, sizes={"branches": 2, "layers": 1}, mini_batch=8, planner="uniform")
+    request = api.make_request("mmt", "summit", num_devices=2, sizes={"branches": 2, "layers": 1}, mini_batch=8)
+    assert api.plan_for(request, planner="uniform") == made
+    drafts = [api.StageDraft(blocks=tuple(b.name for b in request.graph.blocks), degree=2, micro_batch_size=8)]
+    assert isinstance(api.build_plan(request, drafts, planner="own"), api.PipelinePlan)
+    assert isinstance(request, api.PlanRequest)
+    api.validate(made, request)
+    timeline = api.simulate(made)
+    assert isinstance(timeline, api.Timeline)
+    own = api.plan("mmt", "summit", num_devices=2, sizes={"branches": 2, "layers": 1}, mini_batch=8, loss_unit=2,
+                   planner="uniform", stages=2, mode="async")
+    assert api.simulate_async(own).steady_us > 0
+    assert api.format_plan(made) and api.format_timeline(timeline, made)
+    with tempfile.TemporaryDirectory() as folder:
+        api.save(made, pathlib.Path(folder) / "plan.json")
+        assert api.load_plan(pathlib.Path(folder) / "plan.json") == made
+    if REHEARSES:
+        assert api.rehearse(made, steps=1, scale_bytes=1e-3).iteration_us > 0
+    return sorted(api.__all__)
+
+REHEARSES = False
+names = call_all()
+assert "torch" not in sys.modules, "no function but a rehearsal, and a module's plan, needs torch"
+root = pathlib.Path(sys.argv[1])
+for path in sorted(root.rglob("*.py")):
+    parts = path.relative_to(root.parent).with_suffix("").parts
+    name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    if parts[-1] != "__main__" and not name.startswith("gpp_plugin.integrations.megatron"):
+        importlib.import_module(name)
+REHEARSES = True
+assert call_all() == names
+import gpp_plugin, types
+for name in names:
+    there = getattr(gpp_plugin, name, None)
+    assert not isinstance(getattr(gpp_plugin.api, name), types.ModuleType), name
+    assert there is None or isinstance(there, (types.ModuleType, type)), f"gpp_plugin.{name} is {there!r}"
+print("called", len(names))
+"""
+
+
+def test_nothing_is_shadowed_before_or_after_every_module_is_imported() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS, str(PACKAGE)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=PACKAGE.parent,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"called {len(api.__all__)}" in done.stdout

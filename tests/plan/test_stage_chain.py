@@ -12,9 +12,10 @@ from gpp_plugin.ir.block_graph import SavedTensor
 from gpp_plugin.ir.profile import SharedStorage
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.costs import CostModel
+from gpp_plugin.plan.graph_tensors import GraphTensors
 from gpp_plugin.plan.operator_chain import OperatorChain, PipelineShape
 from gpp_plugin.plan.recompute_menu import Segments, segment_costs
-from gpp_plugin.plan.stage_chain import GraphTensors, StageChain
+from gpp_plugin.plan.stage_chain import StageChain
 from tests.plan.graphs import make_cluster, make_graph, make_profile
 
 

@@ -53,6 +53,8 @@ class StageOracle:
         costs, local = profile.by_block(), stage.local_batch_size
         self.forward = [costs[block].forward_us_for(local) for block in stage.blocks]
         self.backward = [costs[block].backward_us_for(local) for block in stage.blocks]
+        # The graph's sizes are of its own number of samples: a tensor has the share of what its first keeper saves at
+        # ``local`` samples that it has there.
         charged: dict[str, int] = {}
         for tensor in graph.saved:
             charged[tensor.kept_by[0]] = charged.get(tensor.kept_by[0], 0) + tensor.bytes
@@ -149,6 +151,8 @@ def with_saved_tensors(rng: random.Random, request: PlanRequest, *, tightness: f
     before: dict[str, list[str]] = {block.name: [] for block in graph.blocks}
     for edge in graph.edges:
         before[edge.dst].append(edge.src)
+    # With a coin, part of what a block saves is the result of one before it, as where it keeps its operand: such a
+    # tensor is dropped only by a segment that holds both. A result is kept by one block at most.
     tensors: list[SavedTensor] = []
     taken: set[str] = set()
     for block in graph.blocks:

@@ -97,6 +97,7 @@ def random_request(
             )
         )
     profile = Profile(graph=fingerprint(block_graph), device="unit", source="given", costs=tuple(costs))
+    # Tight: the model's own bytes and one and a half micro-batches of it, shared out evenly, and up to 1.8 times that.
     everything = sum(c.parameter_bytes + c.gradient_bytes for c in costs)
     activations = sum(c.saved_bytes_per_sample for c in costs) * micro_batch_size
     need = (everything + 1.5 * activations) / ranks

@@ -50,6 +50,7 @@ def oracle_plan(request: PlanRequest, groups: Groups, degrees: Sequence[int], si
     edges = _edges(request.graph, [groups[i] for i in order])
     counts = _in_flight(len(order), edges, request.mini_batch // size)
     stages: list[Stage] = []
+    # Ranks are given out in the order of the stages: degrees 2, 1, 1 are ranks 0-1, 2 and 3.
     first_rank = 0
     for place, i in enumerate(order):
         own, degree = [costs[name] for name in groups[i]], degrees[i]
@@ -216,8 +217,8 @@ def _play(
 ) -> dict[int, float]:
     """Return when each rank ends its last task.
 
-    Events are (time, kind, which): 0 a task ends, 1 a message is ready at its sender, 2 its turn on the sender's link
-    has come and it asks for the receiver's. At one time all tasks end before any message moves.
+    Events are (time, kind, which): 0 a task ends, 1 a message is ready, 2 it has the sender's link and asks for the
+    receiver's. At one time all tasks end before any message moves.
 
     Args:
         orders: by rank, its tasks; ``took``: by rank and way, their microseconds.
@@ -231,6 +232,7 @@ def _play(
     out_free, in_free = dict.fromkeys(orders, 0.0), dict.fromkeys(orders, 0.0)
     arrived: dict[TaskKey, float] = defaultdict(float)
     events: list[tuple[float, int, tuple[int, ...]]] = []
+    ends = dict.fromkeys(orders, 0.0)
 
     def start(rank: int) -> None:
         """Start the rank's next task if its messages are there and its last task has ended (``ready``)."""
@@ -241,7 +243,6 @@ def _play(
                 ready[rank] = -1.0  # busy
                 heapq.heappush(events, (begin + took[rank, task[1]], 0, (rank,)))
 
-    ends = dict.fromkeys(orders, 0.0)
     for rank in orders:
         start(rank)
     while events:

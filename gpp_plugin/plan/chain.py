@@ -73,6 +73,9 @@ class ChainCosts:
 
         inf where the interval is empty or has no micro-batch size for that degree.
         """
+        # All arrays are [start, stop]: differences of prefix sums, of which those below the diagonal (stop <= start)
+        # are no stages. An interval with a block that mixes samples runs one loss unit a rank, any other one ``wish``,
+        # so that there are two times for every interval, and a mask says which of them holds.
         num, mini_batch = self.num_blocks, self.request.mini_batch
         result = np.full((num + 1, num + 1), np.inf)
         gradient = self._between(self._held[1])

@@ -88,6 +88,10 @@ def estimate_us(mini_batch: int, stages: Sequence[StageTiming], edges: Sequence[
             sends[1][edge.dst].append((returned, edge.backward_out_us))
         neighbours[edge.src].append(edge.dst)
         neighbours[edge.dst].append(edge.src)
+    # A stage runs on from ``heads``, its next task, until a message has not been sent yet; whoever it fed or freed is
+    # looked at again. Times only ever depend on messages that are there, so the order of looking does not matter.
+    # Message m of an edge is the sender's m-th micro-batch: a consumer of other sizes takes the first one that
+    # reaches its last sample (sender 2, consumer 3 samples: its task 1 ends at sample 6, message 2).
     heads = [0] * len(stages)
     clocks = [0.0] * len(stages)
     out_free = [0.0] * len(stages)

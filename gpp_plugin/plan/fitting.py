@@ -157,6 +157,10 @@ class StageFitter:
         return found
 
     def _make_steps(self, rows: Rows, local: float) -> Savings:
+        # ``choices`` are [net, dropped, work, again, left] by step: nothing, then for every segmentation its segments
+        # that save anything, the one with most bytes a microsecond first, one more each step, then the stage as one.
+        # Of blocks a, b, c in segments {a}, {b}, {c} of worth 1, 3, 2 the steps are {b}, {b, c}, {b, c, a}: net,
+        # dropped and again add up, the work is the largest so far.
         whole = self._segment(rows, local)
         forward, backward = self.costs.stage_times(rows, local)
         choices = [np.array([[0.0], [0.0], [0.0], [0.0], [whole.largest]])]
@@ -174,6 +178,7 @@ class StageFitter:
             parts = [part for part, _ in ranked]
             again_by += itertools.accumulate(((cut,) for _, cut in ranked), operator.add)
             sums = np.array([(p.net, p.again_us, p.dropped) for p in parts]).T
+            # The largest tensor left to swap is only known to be smaller once every segment runs again.
             left = np.full(len(parts), whole.largest)
             left[-1] = max(*rest, *(p.left if p.net > 0 else p.largest for p in found), 0.0)
             net, again, dropped = np.cumsum(sums, axis=1)

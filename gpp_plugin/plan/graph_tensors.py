@@ -116,7 +116,10 @@ class GraphTensors:
         return fixed + per_sample * local
 
     def single_segments(self, local: float) -> tuple[Floats, Floats]:
-        """Return by block what it drops as a segment of its own, and what it then holds instead."""
+        """Return by block what it drops as a segment of its own, and what it then holds instead, whatever its stage.
+
+        What another block keeps is taken to be in the same stage: then it need not be held for this one.
+        """
         sizes, results = self.sizes(local), self.result_sizes(local)
         dropped, held = np.zeros(len(self.kept_in)), np.zeros(len(self.kept_in))
         for t, users in enumerate(self.users):

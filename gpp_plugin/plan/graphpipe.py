@@ -286,6 +286,8 @@ def find_partitions(
     found: dict[tuple[Groups, int], Partition] = {}
     best = _Incumbent(us=min(bounds.values()) * OPTIMISM / SLACK)
     optimism = 1
+    # First only what perfectly shared work would do within OPTIMISM of the best bound is searched. If nothing as good
+    # turns up, the limit is raised to what was found or by the same factor again, then lifted.
     while True:
         limit = best.us
         # Sizes likely to win first: what they reach limits the search of the others.
@@ -368,6 +370,9 @@ def make_search(
     limit = float(max(device.memory_bytes for device in cluster.devices[: request.num_ranks]))
     if request.memory_limit_bytes is not None:
         limit = min(limit, request.memory_limit_bytes)
+    # Levels count micro-batches of ``wish`` samples, one a stage on the longest path. A stage that takes more samples
+    # at a time (it mixes them, or the user fixes its size) holds up its predecessors by that many more: with 64
+    # samples after stages of 8, two of its own are 16 levels beside those of the path.
     largest = max([request.loss_unit * degrees[-1] if rules.coupled else 1, *rules.fixed.values()])
     extra = -(-2 * min(largest, request.mini_batch) // wish) if largest > wish else 0
     top = min(longest, request.num_ranks) + min(extra, request.mini_batch // wish + 1, 2 * longest + 16)
@@ -435,7 +440,7 @@ def _frontier(
         return asked[1]
 
     def last_within(levels: int) -> int:
-        """Return the last time with which a solution of so many levels may still be among the best."""
+        """Return the last time with which so many levels may still be among the best."""
         slowest = best.us * SLACK / pipelined_samples(mini_batch, wish, levels, ramp)
         return int(times.searchsorted(slowest, side="right")) - 1
 

@@ -152,6 +152,8 @@ def plan_chain(request: PlanRequest, partition: Partition, *, planner: str) -> P
         degree=degree,
         vertical_sync=request.vertical_sync,
     )
+    # A chain has one degree and one micro-batch size, so that sizes are tried one by one. What fits is compared by its
+    # simulated step: the partition's own measure, the longest stage, does not know how long the pipeline takes to fill.
     best: PipelinePlan | None = None
     nearest: tuple[ChainPlan, int] | None = None
     sizes = [size for size in rules.wishes() if _is_possible(request, rules, size, degree)]
@@ -277,6 +279,8 @@ def _what_fits(
         )
         return factory.best(partition, size / degree, request.mini_batch // size).fits
 
+    # In this order, since each costs the user less than the next: another way to save memory, more ranks, more memory.
+    # The number of stages is bisected between one that is known not to do and one that does.
     ways, least = request.memory_optimization, min(limits)
     enough = round(max(stage.memory_bytes for stage in found.stages)) + 1
     while not has_plan(ways, len(limits), enough):

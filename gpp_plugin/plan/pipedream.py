@@ -53,7 +53,10 @@ def partition_chain(chain: ChainCosts) -> Iterator[list[tuple[int, int, int]]]:
     ]
     times = {d: chain.us_per_sample(d) for d in degrees}
     link = chain.link_us_per_sample(ranks)
-    # fewest[s][i][m]: the slowest stage or link of blocks i.. in s stages on exactly m ranks.
+    # value[s, i, m]: microseconds a sample of the slowest stage or link of blocks i.. in s stages on exactly m ranks;
+    # choice[s, i, m]: where the first of them stops, and its degree. Stages are put in front, from the last one on. For
+    # 3 blocks of 10 us and links of none: value[1, 2, 1] = 10, value[1, 1, 1] = 20, and value[2, 0, 2] is the lesser
+    # of max(10, 20), cut behind the first block, and max(20, 10), behind the second: 20.
     value = np.full((most + 1, num + 1, ranks + 1), np.inf)
     value[0, num, 0] = 0.0
     choice = np.zeros((most + 1, num + 1, ranks + 1, 2), dtype=int)

@@ -112,6 +112,10 @@ def _partition(
             link = link_for_span(request.cluster, degree)
             reduce = totals[1] * (ring_us(1e9, degree, link) / 1e9 / mini_batch)
             options.append((degree, work, reduce))
+    # value[at, k]: the slowest stage or link of what is not in downset ``at``, on exactly k ranks; the whole model is
+    # value[0, ranks], nothing left is value[-1, 0] = 0. A stage is a downset less a smaller one, so from large to small
+    # each row needs only rows done before. choice[at, k] is (the larger downset, the stage's degree).
+    # On the chain a -> b the downsets are {}, {a}, {a, b}: value[1] is b alone, value[0] is ab, or a before b.
     packed = np.packbits(member.astype(np.uint8), axis=1)
     sizes_of = member.sum(axis=1)
     value = np.full((len(downsets), ranks + 1), np.inf)

@@ -85,6 +85,12 @@ def find_segments(
     total, whole_us = float(chain.tensor_bytes[-1]), float(chain.forward[-1])
     if total <= 0 or whole_us <= 0:
         return []
+    # Weighted interval scheduling, for all levels at once. With arrays [level, stop] and windows [stop, length - 1]:
+    #     best[q, j] = max of best[q, j - 1]                                 operator j - 1 in no segment
+    #                         best[q, j - n] + net[j, n] - q time[j, n]      the last n operators as one segment
+    # where the second is left out if the segment works with more than the level's cap. ``length`` is the n taken, or
+    # 0, from which `_trace` reads the segments back from the end. Example: operators that drop 5, 5 and 1 bytes in
+    # 1 us each, price 2, segments of at most 1: best = 0, 3, 6, 6 and length = 0, 1, 1, 0: {0}, {1}.
     unit = total / whole_us
     prices = np.array([price * unit for price, _ in levels])
     caps = np.array([cap * total for _, cap in levels])

@@ -110,6 +110,17 @@ def check_request(request: PlanRequest) -> None:
     unknown = set(r.memory_optimization) - {"recompute", "swap"}
     if unknown:
         raise PlanError(f"no memory optimization {sorted(unknown)[0]!r}; choose from recompute and swap")
+    _check_counts(r, num_blocks)
+    for key, size in (r.micro_batch_sizes or {}).items():
+        if size < 1 or r.mini_batch % size:
+            raise PlanError(
+                f"micro_batch_sizes[{key!r}] is {size}, which does not divide the mini-batch of {r.mini_batch}; "
+                f"the nearest sizes that do are {_nearest_divisors(size, r.mini_batch)}"
+            )
+
+
+def _check_counts(r: PlanRequest, num_blocks: int) -> None:
+    """Refuse numbers of stages and degrees that ranks and blocks cannot have."""
     if r.num_stages is not None:
         if r.num_stages < 1:
             raise PlanError(f"stages is {r.num_stages}; it must be at least 1")
@@ -136,12 +147,6 @@ def check_request(request: PlanRequest) -> None:
             f"{r.num_stages} stages of {r.data_parallel} ranks are {r.num_stages * r.data_parallel} ranks, "
             f"not {r.num_ranks}; change stages, data_parallel or the number of ranks"
         )
-    for key, size in (r.micro_batch_sizes or {}).items():
-        if size < 1 or r.mini_batch % size:
-            raise PlanError(
-                f"micro_batch_sizes[{key!r}] is {size}, which does not divide the mini-batch of {r.mini_batch}; "
-                f"the nearest sizes that do are {_nearest_divisors(size, r.mini_batch)}"
-            )
 
 
 def _nearest_divisors(size: int, number: int) -> str:

@@ -116,6 +116,9 @@ def explain_infeasible(
     Raises:
         PlanInfeasible: always.
     """
+    # Three answers: the ranks cannot be shared out at all (`_rank_problem`); else, of all stages that were tried, those
+    # that lack fewest bytes, with what the user may change; or, where another request can be planned, the nearest
+    # that fits. Degrees are chosen as if memory were no matter, since with it there would be none to name.
     kept = list(groupings)
     closest: tuple[tuple[int, Stage, int], PipelinePlan] | None = None
     shared_out = (

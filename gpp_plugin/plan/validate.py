@@ -292,6 +292,7 @@ def _versions(plan: PipelinePlan, stage: int) -> str:
 
 
 def _stage_bytes(stage: Stage, profile: Profile, zero_stage: int, *, num_versions: int) -> float:
+    """Return what one rank of a stage needs: `memory_formula` written a second time, on purpose."""
     costs = profile.by_block()
     own = [costs[block] for block in stage.blocks]
     again = profile.counted_again(stage.blocks)

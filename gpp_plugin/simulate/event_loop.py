@@ -110,8 +110,10 @@ def _run_with_free_links(
         delay = [0.0] * num_messages
     else:
         delay = [a + b for a, b in zip(transfers.occupied_us, transfers.latency_us, strict=True)]
-    # Example, messages of 3 us: 0F0 (0..1) raises start of 0F1 to 1 and of 1F0 to 4; 0F1 (1..2) then raises
-    # 1F1's to 5, but 1F1 stays locked until 1F0 (4..5), before it on its rank, has unlocked it as well.
+    # Lists are by node (a task on a row of tensor ranks) or by message. A node is ready when ``waits`` comes to 0: its
+    # rank's last task and all its messages have told it when they end, and the largest of that is its start. No clock
+    # is needed, so nodes are visited in any such order, each once:
+    #     F0 (0-10) on rank 0 sends to F0 on rank 1, 2 us away: that one starts at max(0, 10 + 2)
     start, waits = [0.0] * len(durations), list(graph.num_waits)
     # -1 marks what never ran: those nodes are in a circle, or behind one.
     end = [-1.0] * len(durations)
@@ -142,8 +144,7 @@ def _run_with_free_links(
             if waits[consumer] == 0:
                 ready.append(consumer)
             message = next_message[message]
-        # A forward-only stage has no backward that makes room: with k in flight its forward m + k waits until
-        # a consumer of its micro-batch m has run, which no message tells it.
+        # A stage without backwards holds what its consumers have not taken yet: their tasks unlock its next ones.
         for locked in unlocks.get(node, ()) if unlocks else ():
             start[locked] = max(start[locked], now)
             waits[locked] -= 1
@@ -173,10 +174,14 @@ def _run_with_shared_links(graph: TaskGraph, durations: Sequence[float], transfe
     out_free = dict.fromkeys((rank for ranks in graph.members.values() for rank in ranks), 0.0)
     in_free = dict(out_free)
     push, pop = heapq.heappush, heapq.heappop
-    # An event is (time, code): a task ends, a message is ready, a message comes to its receiver's link.
-    # Codes: 0..N-1 the end of a task, N..N+M-1 a message is ready, N+M..N+2M-1 it comes to
-    # its receiver. Of events at one time tasks come first, then messages by number: ties are
-    # the same on every rank and in every run.
+    # An event is (time, code): a task ends, a message is ready, a message comes to its receiver's link. Codes are
+    # nodes, then messages, then messages again, so that at one time all tasks end before a message takes a link, and
+    # messages that are ready together go in the order of their numbers. Who is first decides: links are not shared
+    # out but taken in turn, each message at full bandwidth.
+    #     rank 0 sends 30 us to rank 1 and 20 us to rank 2, both ready at 10, latency 2
+    #     out of rank 0      [10 ... 40) [40 ... 60)
+    #     into rank 1        [10 ... 40)                 there at 42
+    #     into rank 2                    [40 ... 60)     there at 62; later if its link in is busy at 40
     arrives = num_nodes + num_messages
     events = [(durations[node], node) for node, count in enumerate(waits) if count == 0]
     heapq.heapify(events)

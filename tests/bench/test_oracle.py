@@ -21,6 +21,7 @@ from gpp_benchmarks._oracle import (
 )
 from gpp_benchmarks._oracle_costs import oracle_plan, step_us
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.plan import validate
 from gpp_plugin.plan.components import Component, decompose
 from gpp_plugin.plan.costs import CostModel
 from gpp_plugin.plan.judge import judge_us
@@ -48,6 +49,14 @@ def test_oracles_import_nothing_of_the_planners(module) -> None:
     ]
     own = {pair for pair in found if pair[0].startswith("gpp_plugin")}
     assert {pair for pair in own if not pair[0].startswith(KNOWN_PACKAGES)} <= INPUT_TYPES
+
+
+def test_the_validator_of_plans_knows_neither_planners_nor_simulators() -> None:
+    tree = ast.parse(Path(validate.__file__).read_text())
+    found = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name for name in found if name.startswith("gpp_plugin")} == {
+        name for name in found if name.startswith(("gpp_plugin.ir.", "gpp_plugin.errors"))
+    }
 
 
 def some_plans(seed: int, count: int) -> list[tuple[PlanRequest, PipelinePlan, PipelinePlan, CostModel]]:

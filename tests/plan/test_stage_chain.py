@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 
 import numpy as np
 import pytest
 
+from gpp_plugin.bench._memory_oracle import with_saved_tensors
+from gpp_plugin.bench._oracle import random_dag, random_request
 from gpp_plugin.ir.block_graph import SavedTensor
 from gpp_plugin.ir.profile import SharedStorage
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.costs import CostModel
+from gpp_plugin.plan.fitting import StageFitter
+from gpp_plugin.plan.graph_tensors import GraphTensors
 from gpp_plugin.plan.operator_chain import OperatorChain, PipelineShape
 from gpp_plugin.plan.recompute_menu import Segments, segment_costs
-from gpp_plugin.plan.stage_chain import GraphTensors, StageChain
+from gpp_plugin.plan.stage_chain import StageChain
 from tests.plan.graphs import make_cluster, make_graph, make_profile
 
 
@@ -98,3 +103,25 @@ def test_menus_cover_the_stage_without_its_surroundings(rows: tuple[int, ...]) -
         assert (level.starts >= start).all() and (level.stops <= stop).all()
         assert (level.starts[1:] >= level.stops[:-1]).all()
     assert chain.crossing[0] == chain.crossing[-1] == 0.0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_a_segment_drops_and_holds_is_the_same_by_block_by_stage_and_on_chains(seed: int) -> None:
+    """`GraphTensors.single_segments` for tables, `StageFitter` for candidates, `segment_costs` for plans."""
+    rng = random.Random(seed)
+    request = random_request(rng, random_dag(rng, 6), ranks=2, is_tight=False)
+    request = with_saved_tensors(rng, request, tightness=1.0)
+    request = dataclasses.replace(request, memory_optimization=("recompute",))
+    costs = CostModel(request.graph, request.profile, request.cluster)
+    fitter, local = StageFitter(request, costs), 2.0
+    everything = GraphTensors(costs)
+    dropped, held = everything.single_segments(local)
+    for count in (1, 2, 3, 6):
+        for rows in itertools.combinations(range(6), count):
+            chain = StageChain(everything, rows, local)
+            whole = segment_costs(chain, _segments(chain.whole))
+            found = fitter._segment(rows, local)
+            assert found.dropped == whole.dropped[0]
+            assert found.dropped - found.net == whole.held[0]
+            if count == 1:
+                assert dropped[rows[0]] == whole.dropped[0] and held[rows[0]] <= whole.held[0]

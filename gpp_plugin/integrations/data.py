@@ -6,7 +6,6 @@ does: one number a mini-batch, and the shapes themselves only when they are new.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,20 +22,25 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.batches import Batch, check_batch, collect_mini_batch, shape_key
 from gpp_plugin.runtime.meeting import Meeting
+from gpp_plugin.stage_graph.graph import RETURN_LOSS, StageGraph, takes_return_loss
 
 LOADING_TIMEOUT_S = 600.0
 """How long ranks wait for one that loads data; a failure they hear of at once."""
 
 
-def prepare_batch(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """Return the batch as the model is called with it.
+def prepare_batch(model: nn.Module | StageGraph, batch: Any) -> dict[str, Any]:
+    """Return the batch as the model is called with it; a graph's stages say themselves what they read of it.
 
     Contrastive models compute a loss only when asked to: ``return_loss=True`` is added where the
     model's forward takes it and the batch does not say, as HuggingFace's Trainer does.
     """
     prepared = dict(check_batch(batch))
-    if "return_loss" not in prepared and "return_loss" in inspect.signature(model.forward).parameters:
-        prepared["return_loss"] = True
+    if isinstance(model, StageGraph):
+        asks = any(stage.asks_for_loss for stage in model.stages)
+    else:
+        asks = takes_return_loss(model)
+    if asks and RETURN_LOSS not in prepared:
+        prepared[RETURN_LOSS] = True
     return prepared
 
 

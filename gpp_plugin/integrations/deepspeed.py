@@ -48,7 +48,7 @@ from gpp_plugin.integrations.stage_optimizer import FRAMEWORK, DeepSpeedOptimize
 from gpp_plugin.integrations.stock import make_stock_engine
 from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.plan.stock import STOCK
-from gpp_plugin.runtime.batches import Batch, check_batch
+from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.stage_graph.graph import StageGraph
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
     setting = _make_setting(ds_config, block, given)
     if sample is None:
         sample = sample_from_dataset(data, num_samples=setting.sizes.mini_batch, collate_fn=collate_fn)
-    sample = dict(check_batch(sample)) if isinstance(model, StageGraph) else prepare_batch(model, sample)
+    sample = prepare_batch(model, sample)
     count_samples(sample)  # a batch without a common number of samples is refused here, before any work
     _check_model(model, block)
     optimizer, groups = _optimizer_of(model, given)

@@ -37,7 +37,7 @@ from gpp_plugin.profile.analytic import default_sample_counts
 from gpp_plugin.profile.machine import describe_device
 from gpp_plugin.profile.split_cost import UNSPLITTABLE
 from gpp_plugin.runtime.agree import call_on_rank_zero, exchange
-from gpp_plugin.runtime.batches import Batch, check_batch
+from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.pipeline import Lane
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference, StageSource
@@ -83,10 +83,8 @@ class ModelSource:
         return self._job
 
     def prepare_batch(self, batch: Any) -> dict[str, Any]:
-        """Return a batch as the model is called with it; a graph's stages say themselves what they read."""
-        if isinstance(self._model, nn.Module):
-            return prepare_batch(self._model, batch)
-        return dict(check_batch(batch))
+        """Return a batch as the model is called with it."""
+        return prepare_batch(self._model, batch)
 
     # ---- planning ------------------------------------------------------------------------------
 

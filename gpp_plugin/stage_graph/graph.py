@@ -9,6 +9,7 @@ Tests: tests/stage_graph/test_bad_input.py
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -28,6 +29,10 @@ from gpp_plugin.stage_graph.written import (
     read_ranks,
     read_texts,
 )
+
+LOSS = "loss"
+RETURN_LOSS = "return_loss"
+"""Argument of HuggingFace's contrastive models, which compute a loss only when asked to."""
 
 Maker: TypeAlias = nn.Module | Callable[[StageContext], nn.Module] | Callable[[], nn.Module]
 """A stage's module, or what builds it on the stage's ranks only."""
@@ -63,9 +68,26 @@ class StageSpec:
     num_pieces: int | Literal["auto"] | None = None
 
     @property
+    def asks_for_loss(self) -> bool:
+        """Return whether it is captured and computes its loss, one of its outputs, only when asked to.
+
+        It is asked with ``return_loss=True``, unless its inputs name that themselves.
+        """
+        if self.num_pieces is None or not isinstance(self.make, nn.Module):
+            return False
+        is_given = any(keyword == RETURN_LOSS for keyword, _ in self.inputs)
+        yields = any(field == LOSS for field, _ in self.outputs)
+        return yields and not is_given and takes_return_loss(self.make)
+
+    @property
     def output_names(self) -> tuple[str, ...]:
         """Return the names of its outputs."""
         return tuple(name for _, name in self.outputs)
+
+
+def takes_return_loss(module: nn.Module) -> bool:
+    """Return whether a module is told whether to compute its loss."""
+    return RETURN_LOSS in inspect.signature(module.forward).parameters
 
 
 class StageGraph:

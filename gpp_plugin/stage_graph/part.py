@@ -33,8 +33,9 @@ from gpp_plugin.runtime.memory_policy import INSIDE, StageOperators
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 from gpp_plugin.runtime.stage_source import Reference, StageCode
 from gpp_plugin.stage_graph.call import loss_node, named_outputs
+from gpp_plugin.stage_graph.graph import LOSS
 from gpp_plugin.stage_graph.module import describe_tensors
-from gpp_plugin.stage_graph.resolve import LOSS, GraphStage, resolve_module
+from gpp_plugin.stage_graph.resolve import GraphStage, resolve_module
 from gpp_plugin.stage_graph.shapes import Shapes
 
 ARGUMENT = "argument_"

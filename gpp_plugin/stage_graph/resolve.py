@@ -21,11 +21,7 @@ import networkx as nx
 from torch import Tensor, nn
 
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.stage_graph.graph import StageGraph, StageSpec
-
-LOSS = "loss"
-RETURN_LOSS = "return_loss"
-"""Argument of HuggingFace's contrastive models, which compute a loss only when asked to."""
+from gpp_plugin.stage_graph.graph import LOSS, RETURN_LOSS, StageGraph, StageSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,17 +137,21 @@ def resolve(
     stages = []
     for position, spec in enumerate(specs):
         sources = [(keyword, _source(specs, position, text, batch_keys)) for keyword, text in spec.inputs]
+        read = [(keyword, text) for keyword, (is_edge, text) in sources if not is_edge]
         # a user's module is called with tensors only: its code is compiled for their shapes, not for values
         known = constants if spec.num_pieces is not None else {}
-        read = [(keyword, text) for keyword, (is_edge, text) in sources if not is_edge]
+        held = {keyword: known[text] for keyword, text in read if text in known}
+        if spec.asks_for_loss and (needs_loss or RETURN_LOSS in known):
+            held[RETURN_LOSS] = known.get(RETURN_LOSS, True)
+        outputs = _with_asked(spec, asked) if graph.is_one_capture else spec.outputs
         stages.append(
             GraphStage(
                 spec=spec,
                 batch_inputs=tuple((keyword, text) for keyword, text in read if text not in known),
                 received=tuple((keyword, text) for keyword, (is_edge, text) in sources if is_edge),
-                nodes=tuple((field, f"{spec.name}.{name}") for field, name in spec.outputs),
+                nodes=tuple((field, f"{spec.name}.{name}") for field, name in outputs),
                 losses=(),
-                constants=tuple((keyword, known[text]) for keyword, text in read if text in known),
+                constants=tuple(held.items()),
             )
         )
     # 2. what of it runs: in evaluation a stage without its labels falls away, and then whatever reads it
@@ -163,10 +163,7 @@ def resolve(
     _refuse_mixed_shards(stages)
     # 3. producers before consumers; then names, for now "stage.output" everywhere, so that checks read one form
     ordered = tuple(
-        _asked_for_loss(
-            dataclasses.replace(stage, losses=tuple(node for _, node in stage.nodes if node in losses)),
-            constants,
-        )
+        dataclasses.replace(stage, losses=tuple(node for _, node in stage.nodes if node in losses))
         for stage in _ordered(stages)
     )
     resolved = ResolvedGraph(name=graph.name, stages=ordered, ties=_joined(graph.ties))
@@ -211,16 +208,12 @@ def resolve_module(
     return ResolvedGraph(name=name, stages=(stage,), ties=())
 
 
-def _asked_for_loss(stage: GraphStage, constants: Mapping[str, Any]) -> GraphStage:
-    """Return a captured stage with ``return_loss=True`` where its module takes it, its loss is an output, and the
-    stage's inputs and the batch do not say otherwise: as `integrations.data.prepare_batch` does for a plain model.
+def _with_asked(spec: StageSpec, asked: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Return the outputs of a stage that is the whole model, with those that an evaluation asks for by the names that
+    the module has for them: nothing else can be meant.
     """
-    fields = {field for field, node in stage.nodes if node in stage.losses}
-    is_given = any(keyword == RETURN_LOSS for keyword, _ in stage.spec.inputs)
-    if not stage.is_captured or is_given or LOSS not in fields or RETURN_LOSS not in _parameters(stage):
-        return stage
-    value = (RETURN_LOSS, constants.get(RETURN_LOSS, True))
-    return dataclasses.replace(stage, constants=(*stage.constants, value))
+    names = [name.removeprefix(f"{spec.name}.") for name in asked]
+    return (*spec.outputs, *((name, name) for name in names if name not in spec.output_names))
 
 
 def _alone(stage: GraphStage, batch_keys: Collection[str], asked: Sequence[str]) -> GraphStage:
@@ -320,7 +313,8 @@ def _runnable(
 def _with_known(stage: GraphStage, batch_keys: Collection[str], losses: Collection[str]) -> GraphStage | None:
     """Return a stage without arguments that the batch lacks and without its losses, or None where it cannot run so."""
     missing = {keyword for keyword, key in stage.batch_inputs if key not in batch_keys}
-    if not missing:
+    is_asked = not stage.spec.asks_for_loss or dict(stage.constants).get(RETURN_LOSS)
+    if not missing and is_asked:
         return stage
     nodes = tuple((field, node) for field, node in stage.nodes if node not in losses)
     if not stage.is_captured or not nodes or not missing <= _optional_arguments(stage):

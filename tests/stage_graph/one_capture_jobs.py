@@ -10,6 +10,7 @@ from gpp_plugin.ir.serialize import dumps
 from gpp_plugin.runtime.pipeline import make_programs
 from tests.integrations.engine_jobs import B, config_of, steps
 from tests.models import build
+from tests.stage_graph.captured import caption_batch, make_language
 
 NUM_STEPS = 5
 NUM_RANKS = 4
@@ -111,3 +112,38 @@ def _train(way: str, changes: dict[str, Any], spelling: str, directory: str) -> 
 def files_of(directory: Path) -> dict[str, bytes]:
     """Return the files of an export."""
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def evaluate_named() -> dict[str, Any]:
+    """Return what evaluations of a part with names of its own answer, and those of the plain model, with and without
+    labels.
+    """
+    import deepspeed
+
+    found: dict[str, Any] = {}
+    for spelling in ("plain", "captured"):
+        model = make_language().float()
+        batch = {key: rows for key, rows in caption_batch().items() if key != "pixels"}
+        graph = gpp_plugin.StageGraph("named", losses=["text.error"])
+        graph.capture(
+            "text",
+            model,
+            inputs={"input_ids": "ids", "labels": "labels"},
+            outputs={"loss": "error", "logits": "scores"},
+            ranks=[0, 1],
+            stages=2,
+            reported=["scores"],
+        )
+        given: Any = graph
+        if spelling == "plain":
+            given, batch = model, {"input_ids": batch["ids"], "labels": batch["labels"]}
+        name = "scores" if spelling == "captured" else "logits"
+        wrapped = gpp_plugin.GraphPipelineModule(given, sample_batch=batch)
+        engine = deepspeed.initialize(model=wrapped, config=config_of(block={"stages": 2}))[0]
+        losses = steps(engine, [batch, batch])
+        loss, scores = engine.eval_batch(iter([batch]), return_logits=True, outputs=(name,))
+        unlabelled = engine.eval_batch(iter([batch]), compute_loss=False, outputs=(name,))
+        plain = engine.eval_batch(iter([batch]), compute_loss=False)  # the module's own name of it
+        found[spelling] = [losses, float(loss), scores, unlabelled, plain, sorted(engine.module.state_dict())]
+        engine.destroy()
+    return found

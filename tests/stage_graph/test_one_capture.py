@@ -71,6 +71,23 @@ def test_both_share_one_profile(answers: Answers, directory: Path) -> None:
     assert len(list((directory / "profiles").glob("*.json"))) == 2
 
 
+def test_outputs_and_inputs_under_names_of_the_user_s_own() -> None:
+    for answer in run_kept_ranks(one_capture_jobs.evaluate_named, 2):
+        for plain, captured in zip(answer["plain"], answer["captured"], strict=True):
+            same = torch.equal(plain, captured) if isinstance(plain, torch.Tensor) else plain == captured
+            assert same
+
+
+def test_a_loss_is_not_asked_for_where_none_is_wanted() -> None:
+    model, make_batch = build("clip")
+    keys = [key for key, value in make_batch(2).items() if isinstance(value, torch.Tensor)]
+    graph = as_graph(model, num_ranks=1)
+    resolved = resolve(graph, batch_keys=keys, num_ranks=1, needs_loss=False, asked=["image_embeds"])
+    assert resolved.whole is not None
+    assert (resolved.whole.constants, resolved.whole.losses) == ((), ())
+    assert resolved.whole.nodes == (("image_embeds", "image_embeds"),)
+
+
 def test_what_a_graph_of_one_captured_part_is_called_with() -> None:
     model, make_batch = build("clip")
     tensors = {key: value for key, value in make_batch(2).items() if isinstance(value, torch.Tensor)}

@@ -146,7 +146,7 @@ class _Trial:
         Raises:
             AssertionError: a tensor is not what its sender sent.
         """
-        posted: list[list[tuple[Message, tuple[Wire, ...], list[Tensor], Pending]]] = []
+        posted: list[list[tuple[Message, Sequence[Wire], list[Tensor], Pending]]] = []
         leaving: list[tuple[Pending, list[Tensor]]] = []
         for index, sends in enumerate(self._sends):
             self._transport.begin_exchange()
@@ -156,9 +156,9 @@ class _Trial:
                 rows = [rows_of(mini_batch, message, wire).to(self._device) for wire in wires]
                 leaving.append((post(rows), rows))
             self._transport.end_exchange()
-            for message, wires, buffers, pending in posted[index]:
+            for message, come, buffers, pending in posted[index]:
                 pending.wait()
-                for buffer, wire in zip(buffers, wires, strict=True):
+                for buffer, wire in zip(buffers, come, strict=True):
                     wanted = rows_of(mini_batch, message, wire)
                     assert torch.equal(buffer.cpu(), wanted), (
                         f"{message}: tensor {wire.name!r} did not arrive as sent"

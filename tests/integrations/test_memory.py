@@ -109,7 +109,7 @@ def test_a_rank_that_does_something_else_is_named_once() -> None:
     found = run_kept_ranks(memory_jobs.train_misinformed, 2, "two_branch", timeout_s=90)
     ((level, line),) = found[0]
     assert level == "WARNING" and found[1] == []
-    assert "stage 'loss' on rank 1 holds " in line and line.endswith("bytes where 1000000 are planned")
+    assert "head+loss' on rank 1 holds " in line and line.endswith("bytes where 1000000 are planned")
 
 
 def test_what_fits_nowhere_is_refused_before_the_first_step_on_every_rank() -> None:

@@ -137,6 +137,12 @@ def critical_path(plan: PipelinePlan, timeline: Timeline) -> tuple[Event, ...]:
     before it on its rank or a message. Of several at one time it takes the one nearest the sinks
     (AutoPipe, section III-C: the critical path closest to the last stage).
     """
+    # Backwards from the task that ends last, always to what it waited for longest. ``previous``: event -> the one
+    # before it on its rank; ``arrival``: (rank, edge, micro-batch, half) -> when the last message of those came. Two
+    # stages:
+    #
+    #     rank 0   F0  F1  .   .   B0  B0  .   B1  B1    rank 0's B1 waited until 7 for rank 1's, until 6 for its own B0;
+    #     rank 1   .   F0  B0  B0  F1  B1  B1            so the path is F0, then F0 B0 F1 B1 on rank 1, then that B1
     tasks = _tasks_by_rank(timeline)
     if not tasks:
         return ()
@@ -186,6 +192,8 @@ def _producers(
     plan: PipelinePlan, event: Event, found: Mapping[_TaskKey, list[Event]]
 ) -> Iterator[tuple[int, list[Event]]]:
     """Yield for each edge that feeds a task the tasks whose messages it waits for."""
+    # By samples, as messages are cut (`schedule.messages`): a forward on samples 4..7 of a producer whose ranks run 3
+    # each waits for its parts 1 and 2, that is part p = micro-batch p // degree on data position p % degree.
     if event.kind is EventKind.WEIGHT_GRADIENT:
         return
     stage = plan.stages[event.stage]

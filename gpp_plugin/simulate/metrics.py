@@ -141,7 +141,7 @@ def critical_path(plan: PipelinePlan, timeline: Timeline) -> tuple[Event, ...]:
     # before it on its rank; ``arrival``: (rank, edge, micro-batch, half) -> when the last message of those came. Two
     # stages:
     #
-    #     rank 0   F0  F1  .   .   B0  B0  .   B1  B1    rank 0's B1 waited until 7 for rank 1's, until 6 for its own B0;
+    #     rank 0   F0  F1  .   .   B0  B0  .   B1  B1    rank 0's B1 waited for rank 1's until 7, for its B0 until 6;
     #     rank 1   .   F0  B0  B0  F1  B1  B1            so the path is F0, then F0 B0 F1 B1 on rank 1, then that B1
     tasks = _tasks_by_rank(timeline)
     if not tasks:

@@ -223,6 +223,9 @@ class StageKeeper:
         Returns:
             For each received tensor that takes a gradient the leaf it arrives at, and the outputs.
         """
+        # Two micro-batches in flight, the first in halves: ``passes`` is {0: [half a, half b], 1: [whole]} until B0.
+        # A leaf of a received tensor that may leave the device is an empty stand-in (`enter_graph`); where it stays,
+        # the tensor itself is the leaf.
         policy = self._policies[half is not None]
         assert policy is not None, "a program with half forwards needs their code"
         counter, fixed = self._counter, (*parameters, *inputs)

@@ -1,7 +1,7 @@
 """One rank's part of an asynchronous pipeline: windows run one after the other, micro-batches stay in flight.
 
 Between two windows a rank keeps the autograd graphs of the micro-batches in flight (`compute`), their weights
-(`weight_versions`) and what it has received for later (`carry`). One `AutogradCompute` and one executor a program
+(`weight_versions`) and what it has received for later (`mailbox`). One `AutogradCompute` and one executor a program
 serve a shape; a batch of another shape needs an empty pipeline first. A `WindowRunner` runs the programs of one rank,
 in training and in a rehearsal: windows that repeat are one program, whose numbers are shifted.
 

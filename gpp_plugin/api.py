@@ -168,6 +168,9 @@ def make_request(
     loss_unit = options.get("loss_unit") or mini_batch
     if mini_batch < 1 or loss_unit < 1:
         raise ConfigError(f"mini_batch {mini_batch}, loss_unit {loss_unit}: give at least 1 sample")
+    # Costs are those of the first device for every rank: descriptions of mixed nodes differ in memory, which
+    # planners look up by rank. A library model brings its costs from a paper's dimensions; anything else is captured
+    # on one loss unit, and its costs follow from operator counts at 1, 2, 4 .. mini_batch samples.
     devices = _cluster(cluster, options.get("num_devices"))
     device = devices.devices[0]
     granularity = options.get("granularity")

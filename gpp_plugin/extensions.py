@@ -109,6 +109,9 @@ _LENT: dict[tuple[str, str], Any] = {}
 
 @functools.cache
 def _load(door: Door, name: str) -> Any:
+    # In this order: unknown, a clash with the plugin or between packages, then what can only be seen by importing it.
+    # A clash is an error where the name is used, not where packages are looked through: a stranger's "uniform"
+    # must stop the job that asks for "uniform", whose planner would be a guess, and no other one.
     offers = _offers(door.group).get(name, ())
     if not offers and name not in door.built_in:
         raise ExtensionError(
@@ -130,6 +133,7 @@ def _load(door: Door, name: str) -> Any:
         return pkgutil.resolve_name(door.built_in[name])
     ((_, value),) = offers
     advice = f"repair or uninstall the package, or use another {door.kind}"
+    # ``value`` is ``module:object``, as setuptools keeps it; with extras ("m:f [x]") it is no name and fails here
     try:
         found = pkgutil.resolve_name(value)
     except Exception as error:  # whatever a foreign module does when it is imported

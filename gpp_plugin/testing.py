@@ -94,6 +94,9 @@ def check_planner(planner: str | Planner) -> dict[str, PipelinePlan | None]:
 
 def planner_requests() -> Mapping[str, PlanRequest]:
     """Return small requests, each of another kind, by the name of the case; those called plain have an answer."""
+    # Sixteen samples a step, all of them one loss unless a case says otherwise. A chain has one way to be cut for
+    # every number of stages, branches have many; the memory of "little memory" holds half of the whole model's
+    # parameters, gradients and optimizer on a rank, so that one data-parallel stage never fits there.
     chain, branches = _chain(8), _branches(2, 3)
     tight = _request(chain, 4)
     most = sum(
@@ -208,6 +211,8 @@ def check_schedule(schedule: str | Schedule) -> dict[str, tuple[StageSchedule, .
 
 def schedule_plans(schedule: str) -> Mapping[str, PipelinePlan]:
     """Return small plans whose stages have ``schedule``, by the name of the case, with no in-flight counts yet."""
+    # Links are (producer, consumer) by stage; sizes are samples of a micro-batch, of twelve in a mini-batch: [2, 4, 6]
+    # run six, three and two micro-batches, and a task of the second reads rows of two tasks of the first.
     chain, branches = [(0, 1), (1, 2), (2, 3)], [(0, 1), (1, 4), (2, 3), (3, 4)]
     diamond = [(0, 1), (0, 2), (1, 3), (2, 3), (0, 3)]
     return {

@@ -17,6 +17,7 @@ from __future__ import annotations
 import datetime
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -115,6 +116,27 @@ def rows_of(mini_batch: int, message: Message, wire: Wire) -> Tensor:
     return torch.randint(-(2**60), 2**60, wire.shape, generator=generator, dtype=wire.dtype)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arriving:
+    """A message that is on its way into ``buffers``."""
+
+    message: Message
+    wires: Sequence[Wire]
+    buffers: Sequence[Tensor]
+    pending: Pending
+
+    def check(self, mini_batch: int) -> None:
+        """Wait for it and compare.
+
+        Raises:
+            AssertionError: a tensor is not what its sender sent.
+        """
+        self.pending.wait()
+        for buffer, wire in zip(self.buffers, self.wires, strict=True):
+            is_same = torch.equal(buffer.cpu(), rows_of(mini_batch, self.message, wire))
+            assert is_same, f"{self.message}: tensor {wire.name!r} did not arrive as it was sent"
+
+
 class _Trial:
     """This rank's messages: bound once, posted once a mini-batch."""
 
@@ -146,7 +168,7 @@ class _Trial:
         Raises:
             AssertionError: a tensor is not what its sender sent.
         """
-        posted: list[list[tuple[Message, Sequence[Wire], list[Tensor], Pending]]] = []
+        posted: list[list[_Arriving]] = []
         leaving: list[tuple[Pending, list[Tensor]]] = []
         for index, sends in enumerate(self._sends):
             self._transport.begin_exchange()
@@ -156,22 +178,15 @@ class _Trial:
                 rows = [rows_of(mini_batch, message, wire).to(self._device) for wire in wires]
                 leaving.append((post(rows), rows))
             self._transport.end_exchange()
-            for message, come, buffers, pending in posted[index]:
-                pending.wait()
-                for buffer, wire in zip(buffers, come, strict=True):
-                    wanted = rows_of(mini_batch, message, wire)
-                    assert torch.equal(buffer.cpu(), wanted), (
-                        f"{message}: tensor {wire.name!r} did not arrive as sent"
-                    )
+            for arrived in posted[index]:
+                arrived.check(mini_batch)
         for pending, _ in leaving:
             pending.wait()
             assert pending.is_done(), "a message that was waited for is not done"
 
-    def _posted(
-        self, message: Message, wires: Sequence[Wire], post: Post
-    ) -> tuple[Message, Sequence[Wire], list[Tensor], Pending]:
+    def _posted(self, message: Message, wires: Sequence[Wire], post: Post) -> _Arriving:
         buffers = [torch.empty(wire.shape, dtype=wire.dtype, device=self._device) for wire in wires]
-        return message, wires, buffers, post(buffers)
+        return _Arriving(message=message, wires=wires, buffers=buffers, pending=post(buffers))
 
 
 def main() -> None:

@@ -81,7 +81,6 @@ class _ProgramRun:
         reduce_us: Mapping[int, float],
         step_us: Mapping[int, float],
     ) -> None:
-<<<<<<< HEAD
         # Four kinds of events on the heap, by (time in us, step, order of pushing):
         #
         #   0  a task, reduction or step ends    -> the rank goes on to its next instruction
@@ -92,12 +91,6 @@ class _ProgramRun:
         # With rendezvous a message needs both ends posted, and both ranks wait for it. Rank 0 sends at 1 us a
         # message of 2 us that rank 1, busy until 4 us, receives: asynchronous, rank 0 goes on at 1 and rank 1
         # at 4; rendezvous, the message travels from 4 to 6 and both go on at 6.
-=======
-        # By rank: ``position`` of the instruction it is at, ``missing`` messages of it, when its links are free. By
-        # message: ``posted`` at how many ends (one is enough, or with rendezvous two, ``num_ends``), ``started``,
-        # ``arrived``. A send of 3 us on free links, posted at 5:  leave (1) at 5, enter (2) at 5, arrive (3) at 8;
-        # the number is its priority among events of one time.
->>>>>>> runtime
         self.events: list[Event] = []
         self._plan = plan
         self._programs = {program.rank: program for program in programs}

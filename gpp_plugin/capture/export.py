@@ -144,6 +144,7 @@ def _at_analysis_sizes(
     export: Callable[[Mapping[str, Any]], Traced], batch: Mapping[str, Any], traced: Traced
 ) -> tuple[Traced, Traced, Traced]:
     """Return the capture, and exports at n and 2n samples, n >= 2, small enough to try operators on."""
+    # a batch of one sample hides structure (axes of length 1 are squeezed, broadcast, contiguous), so never below two
     base = traced.num_samples if traced.num_samples in (2, 3, 4) else 2
     pair = []
     for count in (base, 2 * base):
@@ -244,6 +245,8 @@ def _op_graph(
 
 def _carried_over(reference: OpGraph, traced: Traced, notes: Mapping[str, Note]) -> OpGraph:
     """Return the reference's operators with the sizes and costs of another export."""
+    # what tracing at another shape cannot change stays (names, modules, layouts, couplings); what it can is taken from
+    # there: shapes, FLOPs, bytes
     samples = traced.num_samples
     nodes = []
     for old in reference.nodes:

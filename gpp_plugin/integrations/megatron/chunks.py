@@ -11,6 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.integrations.megatron.dropout import DropoutStreams
+from gpp_plugin.integrations.megatron.losses import mean_loss, vocab_parallel_cross_entropy
+from gpp_plugin.stage_graph.context import StageContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
@@ -18,12 +24,6 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.transformer_block import TransformerBlock
-from torch import Tensor, nn
-
-from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.megatron.dropout import DropoutStreams
-from gpp_plugin.integrations.megatron.losses import mean_loss, vocab_parallel_cross_entropy
-from gpp_plugin.stage_graph.context import StageContext
 
 
 class _Chunk:

@@ -250,6 +250,8 @@ def _with_written(parameters: Sequence[Parameter], traced: Traced) -> tuple[Para
 
 def _carried_over(reference: OpGraph, traced: Traced, notes: Mapping[str, Note]) -> OpGraph:
     """Return the reference's operators with the sizes and costs of another export."""
+    # what tracing at another shape cannot change stays (names, modules, layouts, couplings); what it can is taken from
+    # there: shapes, FLOPs, bytes
     samples = traced.num_samples
     nodes = []
     for old in reference.nodes:

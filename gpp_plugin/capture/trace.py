@@ -138,6 +138,8 @@ def export_model(
         CaptureError: the model cannot be exported; names the module, the line and the remedy.
     """
     _, constants = split_batch(batch)
+    # Names in the export are those of attributes: "model.layers.0.weight" for `wrapper.model`, whatever `call` does
+    # between the batch and the model, so that a plain model and a part under other names trace to one graph.
     # a part of a larger model is trained by what reads its outputs
     wrapper = LossWrapper(shadow.model, constants, outputs, needs_loss=training and not outputs, call=call)
     wrapper.training = training
@@ -215,6 +217,7 @@ def _explain(error: Exception, model: nn.Module) -> str:
 
 def _failing_line(error: Exception, model: nn.Module) -> str:
     """Return ``module.path (Class, file.py:12: source)`` of the innermost model frame on the stack."""
+    # the innermost frame of the user's code whose `self` is one of the model's modules says both path and line
     paths = {id(module): name for name, module in model.named_modules()}
     torch_root = os.path.dirname(torch.__file__)
     path, owner = "", type(model).__name__

@@ -91,6 +91,8 @@ class Prober:
         Raises:
             ConfigError: a module fails, or its outputs are not what the graph says.
         """
+        # Two numbers of samples tell how every output depends on them: (2, 5, 8) at 2 samples and (4, 5, 8) at 4 has
+        # its samples along axis 0; (10, 8) and (20, 8) has five rows a sample; (5, 8) twice is the same for all.
         counts = num_samples, 2 * num_samples
         inputs = input_specs(batch, num_samples)
         tensors: dict[str, TensorSpec] = {}
@@ -107,6 +109,7 @@ class Prober:
                 tensors.update(specs)
                 continue
             values.update(report.values)
+            # a loss is one number for its unit, so that its stage takes whole units whatever was seen of it
             is_coupled = report.mixes if stage.spec.coupled is None and not stage.losses else stage.is_coupled
             if is_coupled:
                 coupled.add(stage.name)
@@ -165,6 +168,8 @@ class Prober:
 
     def _tell(self, stage: GraphStage, run: Callable[[], _Report]) -> _Report:
         """Run a stage on its ranks and return what its first rank reports, on every rank."""
+        # a module's ranks run it together, as it may have collectives inside; a captured one is only traced, by one
+        # rank, and everyone builds the same names on what that rank tells
         first = stage.spec.ranks[0]
         is_mine = self._place.rank == first if stage.is_captured else self._place.rank in stage.spec.ranks
 
@@ -259,6 +264,8 @@ class Prober:
         values: Values,
     ) -> bool:
         """Return whether the first samples' rows differ when other samples are beside them, without dropout."""
+        # In evaluation mode, where dropout cannot make rows differ: rows 0..n-1 of a run on n samples against the same
+        # rows of one on 2n, which has others beside them. Attention over the batch, a norm over it, a mean: all differ.
         found = []
         with undisturbed(self._own.given, is_training=False, device=self._place.device):
             for count in counts:

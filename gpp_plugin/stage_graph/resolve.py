@@ -218,6 +218,8 @@ def _with_asked(spec: StageSpec, asked: Sequence[str]) -> tuple[tuple[str, str],
 
 def _alone(stage: GraphStage, batch_keys: Collection[str], asked: Sequence[str]) -> GraphStage:
     """Return a stage that is the whole model: its outputs by their own names, its inputs as the batch has them."""
+    # a capture numbers what it is called with; by the batch's order, as of a module given by itself, both spellings
+    # have one graph, and so one stored profile
     place = {key: i for i, key in enumerate(batch_keys)}
     own = stage.prefix
     return dataclasses.replace(
@@ -255,6 +257,8 @@ def _source(
     specs: tuple[StageSpec, ...], position: int, text: str, batch_keys: Collection[str]
 ) -> tuple[bool, str]:
     """Return whether an input is another stage's output, and the "stage.output" or batch key it is."""
+    # "vision.hidden" names its stage; "hidden" is looked for among the stages before, then in the batch, then among
+    # those behind, whose author wrote them down in another order: a batch key hides an output that comes later
     own = specs[position]
     head, _, output = text.rpartition(".")
     if head:
@@ -301,6 +305,7 @@ def _runnable(
     stages: list[GraphStage], batch_keys: Collection[str], losses: Collection[str]
 ) -> list[GraphStage]:
     """Return the stages that have all their inputs, or can do without."""
+    # a stage that falls away takes its readers with it, and they theirs, until nothing changes
     kept = [known for stage in stages if (known := _with_known(stage, batch_keys, losses)) is not None]
     while True:
         made = {node for stage in kept for _, node in stage.nodes}
@@ -400,6 +405,7 @@ def _ordered(stages: list[GraphStage]) -> list[GraphStage]:
 
 def _refuse_unused(graph: ResolvedGraph) -> None:
     """Every stage's outputs are read, reported or a loss, and every stage leads to a loss."""
+    # backwards from the losses: a stage leads to one where a stage that does reads it
     leads = {stage.name for stage in graph.stages if stage.losses}
     for stage in reversed(graph.stages):
         for _, node in stage.nodes:

@@ -15,11 +15,11 @@ from gpp_plugin.runtime.counting import StorageNumbers
 from gpp_plugin.stage_graph import costs
 from gpp_plugin.stage_graph.costs import Measuring
 from gpp_plugin.stage_graph.graph import StageGraph
-from gpp_plugin.stage_graph.identity import NotDescribed, describe_module
 from gpp_plugin.stage_graph.job import GraphJob
 from gpp_plugin.stage_graph.kept import Kept, module_memory, record_kept
 from gpp_plugin.stage_graph.resolve import resolve
 from gpp_plugin.stage_graph.split_trial import measure_split
+from gpp_plugin.stage_graph.stored import NotDescribed, describe_module
 from gpp_plugin.stage_graph.trial import ModuleTrial, Place
 from tests.stage_graph.graphs import Once
 from tests.stage_graph.recompute_jobs import WIDTH, Deep, Loss

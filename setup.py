@@ -83,6 +83,8 @@ setup(
     extras_require=EXTRAS,
     entry_points={
         "console_scripts": ["gpp=gpp_plugin.cli:main"],
-        "deepspeed.initialize": ["graph_pipeline=gpp_plugin.integrations.deepspeed:initialize_block"],
+        "deepspeed.initialize": [
+            "graph_pipeline=gpp_plugin.integrations.deepspeed.dispatch:initialize_block"
+        ],
     },
 )

@@ -15,16 +15,16 @@ from gpp_plugin.import_hook import register as _register
 __version__ = "0.1.0"
 
 _HOME_OF = {
-    "GraphPipelineEngine": "gpp_plugin.integrations.engine",
-    "GraphPipelineModule": "gpp_plugin.integrations.deepspeed",
-    "initialize": "gpp_plugin.integrations.deepspeed",
+    "GraphPipelineEngine": "gpp_plugin.engine.engine",
+    "GraphPipelineModule": "gpp_plugin.integrations.deepspeed.dispatch",
+    "initialize": "gpp_plugin.integrations.deepspeed.dispatch",
     "GraphPipelineConfig": "gpp_plugin.config",
     "read_config": "gpp_plugin.config",
     "PipelinePlan": "gpp_plugin.ir.plan",
     "Timeline": "gpp_plugin.ir.timeline",
     "GppError": "gpp_plugin.errors",
-    "StageGraph": "gpp_plugin.stage_graph.graph",
-    "StageContext": "gpp_plugin.stage_graph.context",
+    "StageGraph": "gpp_plugin.model.graph.stage_graph",
+    "StageContext": "gpp_plugin.model.graph.stage_context",
 }
 
 __all__ = [*sorted(_HOME_OF), "__version__"]

@@ -31,29 +31,29 @@ from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import load, save
 from gpp_plugin.ir.timeline import Timeline
-from gpp_plugin.library.graphs import MODELS
-from gpp_plugin.named_models import captured_model, config_path, huggingface_model, library_model
-from gpp_plugin.plan.clusters import read_cluster
+from gpp_plugin.library.named_models import captured_model, config_path, huggingface_model, library_model
+from gpp_plugin.library.paper_graphs import MODELS
+from gpp_plugin.plan.cluster_files import read_cluster
+from gpp_plugin.plan.costs.memory_breakdown import with_breakdown
 from gpp_plugin.plan.edge_transports import NATIVE, note_edge_transports
-from gpp_plugin.plan.memory_breakdown import with_breakdown
+from gpp_plugin.plan.make import StageDraft, build_plan
+from gpp_plugin.plan.plan_schedules import schedule_plan
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.schedules import schedule_plan
-from gpp_plugin.plan.stages import StageDraft, build_plan
-from gpp_plugin.plan.validate import validate_plan
-from gpp_plugin.rehearse.programs import make_programs, make_windows
+from gpp_plugin.plan.validate_plan import validate_plan
+from gpp_plugin.rehearse.saved_programs import make_programs, make_windows
 from gpp_plugin.report import timeline_text
 from gpp_plugin.report.plan_text import format_plan
-from gpp_plugin.schedule.async_1f1b import windows_of
 from gpp_plugin.schedule.names import is_schedule_name, planning_schedule, schedule_names
+from gpp_plugin.schedule.orders.async_1f1b import windows_of
 from gpp_plugin.schedule.windows import lengthened
-from gpp_plugin.simulate.asynchronous import AsyncPrediction, num_windows, simulate_windows
-from gpp_plugin.simulate.engine import simulate_plan
+from gpp_plugin.simulate.async_prediction import AsyncPrediction, num_windows, simulate_windows
+from gpp_plugin.simulate.predict import simulate_plan
 
 if TYPE_CHECKING:  # only a module and a rehearsal need torch
     from torch import nn  # noqa: TID251 - for its type only
 
-    from gpp_plugin.rehearse.run import Rehearsal
+    from gpp_plugin.rehearse.rehearsal import Rehearsal
 
 __all__ = [
     "PipelinePlan",
@@ -76,7 +76,7 @@ __all__ = [
 
 ClusterSource = Cluster | str | Path | dict[str, Any]
 """A cluster, or what describes one: the name of a description that comes with the package, a JSON file, its content
-(`plan.clusters`), or ``auto``: this machine."""
+(`plan.cluster_files`), or ``auto``: this machine."""
 
 
 class RequestOptions(TypedDict, total=False):
@@ -277,8 +277,8 @@ def rehearse(
         PlanError, ScheduleError: the plan does not hold what a rehearsal needs, or is unsafe.
         RuntimeFailure: a rank failed.
     """
-    from gpp_plugin.rehearse.run import rehearse_plan
-    from gpp_plugin.rehearse.settings import RehearsalSettings
+    from gpp_plugin.rehearse.rehearsal import rehearse_plan
+    from gpp_plugin.rehearse.rehearsal_settings import RehearsalSettings
 
     settings = RehearsalSettings(
         steps=steps, scale_time=scale_time, scale_bytes=scale_bytes, comm_timeout_s=timeout_s
@@ -377,6 +377,6 @@ def _module_and_batch(
             f"sample_batch: missing; a {type(model).__name__} is captured on a batch as it is trained on, a dict of "
             "tensors with the samples along axis 0"
         )
-    from gpp_plugin.capture.samples import resize_batch
+    from gpp_plugin.capture.sample_batches import resize_batch
 
     return model, resize_batch(batch, loss_unit)

@@ -41,37 +41,37 @@ class Command:
 COMMANDS = (
     Command(
         name="demo",
-        module="gpp_plugin.demo.run",
+        module="gpp_plugin.demo.demo_run",
         help="train a CLIP on handwritten digits on a graph of stages",
     ),
     Command(
         name="doctor",
-        module="gpp_plugin.doctor",
+        module="gpp_plugin.doctor.checks",
         help="check what is installed and which backends work, and say what to do",
     ),
     Command(
         name="plan",
-        module="gpp_plugin.commands.plan",
+        module="gpp_plugin.commands.plan_command",
         help="plan a model's stages for a cluster, without weights or devices",
     ),
     Command(
         name="simulate",
-        module="gpp_plugin.commands.simulate",
+        module="gpp_plugin.commands.simulate_command",
         help="predict the timeline of a plan",
     ),
     Command(
         name="rehearse",
-        module="gpp_plugin.commands.rehearse",
+        module="gpp_plugin.commands.rehearse_command",
         help="run a plan's processes and messages here, with delays in place of compute",
     ),
     Command(
         name="compare",
-        module="gpp_plugin.commands.compare",
+        module="gpp_plugin.commands.compare_command",
         help="train a model in one process, on stock DeepSpeed and on the graph, side by side",
     ),
     Command(
         name="report",
-        module="gpp_plugin.commands.report",
+        module="gpp_plugin.commands.report_command",
         help="show a plan or a timeline, or write it as a trace",
     ),
 )

@@ -13,8 +13,8 @@ through the same table (`gpp_plugin.extensions`)::
 
 A planner decides which blocks share a stage and which ranks hold it; a schedule in which order a stage runs its
 micro-batches; a transport how rows travel between two ranks. None decides more: whatever they answer is validated
-(`plan.validate`, `schedule.validate`) before a rank starts, so that a mistake is an error and never a hang or another
-loss. `gpp_plugin.testing` runs the same checks in the package's own tests.
+(`plan.validate_plan`, `schedule.checks.validate_programs`) before a rank starts, so that a mistake is an error and
+never a hang or another loss. `gpp_plugin.testing` runs the same checks in the package's own tests.
 
 `Schedule` and `TransportFactory` are classes to derive from: what a subclass leaves out has the usual answer.
 """
@@ -33,8 +33,8 @@ from gpp_plugin.plan.edge_transports import edge_name
 
 if TYPE_CHECKING:
     from gpp_plugin.plan.request import PlanRequest
-    from gpp_plugin.runtime.pending import Post
-    from gpp_plugin.runtime.wires import Wire
+    from gpp_plugin.runtime.messages.pending import Post
+    from gpp_plugin.runtime.messages.wires import Wire
 
 __all__ = [
     "Channel",
@@ -91,7 +91,7 @@ def planner_traits(
     Args:
         granularity: the blocks it works with where the user names none: ``layer``, ``sub_layer`` or ``node``.
         is_asynchronous: it plans mode ``async`` itself, weights of several ages included. The plan of any other
-            planner is made for mode ``sync`` and converted (`plan.asynchronous`).
+            planner is made for mode ``sync`` and converted (`plan.given.asynchronous_plan`).
     """
 
     def mark(function: _Function) -> _Function:

@@ -214,15 +214,15 @@ PLANNERS = Door(
     built_in=MappingProxyType(
         {
             "auto": "gpp_plugin.plan.auto:auto_plan",
-            "autopipe": "gpp_plugin.plan.autopipe:autopipe_plan",
-            "dapple": "gpp_plugin.plan.dapple:dapple_plan",
-            "dawnpiper": "gpp_plugin.plan.dawnpiper:dawnpiper_plan",
-            "graphpipe": "gpp_plugin.plan.graphpipe:graphpipe_plan",
-            "pipedream": "gpp_plugin.plan.pipedream:pipedream_plan",
-            "piper": "gpp_plugin.plan.piper:piper_plan",
-            "stock_1f1b": "gpp_plugin.plan.stock:stock_plan",
-            "uniform": "gpp_plugin.plan.uniform:uniform_plan",
-            "vpipe": "gpp_plugin.plan.vpipe:vpipe_plan",
+            "autopipe": "gpp_plugin.plan.baselines.autopipe:autopipe_plan",
+            "dapple": "gpp_plugin.plan.baselines.dapple:dapple_plan",
+            "dawnpiper": "gpp_plugin.plan.memory.dawnpiper:dawnpiper_plan",
+            "graphpipe": "gpp_plugin.plan.graphpipe.graphpipe:graphpipe_plan",
+            "pipedream": "gpp_plugin.plan.baselines.pipedream:pipedream_plan",
+            "piper": "gpp_plugin.plan.baselines.piper:piper_plan",
+            "stock_1f1b": "gpp_plugin.plan.baselines.stock_chain:stock_plan",
+            "uniform": "gpp_plugin.plan.baselines.uniform:uniform_plan",
+            "vpipe": "gpp_plugin.plan.baselines.vpipe:vpipe_plan",
         }
     ),
     wrong_shape=_wrong_planner,
@@ -233,10 +233,10 @@ SCHEDULES = Door(
     kind="schedule",
     built_in=MappingProxyType(
         {
-            "1f1b": "gpp_plugin.schedule.kfkb:ONE_F_ONE_B",
-            "gpipe": "gpp_plugin.schedule.gpipe:GPIPE",
-            "greedy": "gpp_plugin.schedule.greedy:GREEDY",
-            "zero_bubble": "gpp_plugin.schedule.zero_bubble:ZERO_BUBBLE",
+            "1f1b": "gpp_plugin.schedule.orders.kfkb:ONE_F_ONE_B",
+            "gpipe": "gpp_plugin.schedule.orders.gpipe:GPIPE",
+            "greedy": "gpp_plugin.schedule.orders.greedy:GREEDY",
+            "zero_bubble": "gpp_plugin.schedule.orders.zero_bubble:ZERO_BUBBLE",
         }
     ),
     wrong_shape=_wrong_schedule,
@@ -248,7 +248,7 @@ TRANSPORTS = Door(
     kind="transport",
     built_in=MappingProxyType(
         {
-            "native": "gpp_plugin.runtime.transport:NATIVE_TRANSPORT",
+            "native": "gpp_plugin.runtime.messages.transport:NATIVE_TRANSPORT",
             "megatron": "gpp_plugin.integrations.megatron.p2p:MEGATRON_TRANSPORT",
         }
     ),

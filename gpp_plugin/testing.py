@@ -14,7 +14,8 @@ In a package's own tests, in a few lines::
         gpp_plugin.testing.check_transport("relay")          # a name: three processes on this machine use it
 
 What is wrong is a `CheckFailed` (an AssertionError) that says in which case. The judges share no code with what they
-judge: plans are held against `plan.validate`, programs against `schedule.validate`, which recompute what they look at.
+judge: plans are held against `plan.validate_plan`, programs against `schedule.checks.validate_programs`, which
+recompute what they look at.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.schedule import StageSchedule, TaskKind
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.launch import run_ranks
-from gpp_plugin.library.analytic import AnalyticModel, assemble, linear, path_edges, profile_model
+from gpp_plugin.library.analytic_models import AnalyticModel, assemble, linear, path_edges, profile_model
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.rehearse.programs import make_programs, make_windows
+from gpp_plugin.rehearse.saved_programs import make_programs, make_windows
 from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.check import check_schedules
-from gpp_plugin.schedule.in_flight import plan_in_flight
+from gpp_plugin.schedule.checks.order_check import check_schedules
+from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.validate import validate_programs
-from gpp_plugin.simulate.engine import predict_iteration_us
+from gpp_plugin.schedule.orders.in_flight import plan_in_flight
+from gpp_plugin.simulate.predict import predict_iteration_us
 
 __all__ = [
     "CheckFailed",

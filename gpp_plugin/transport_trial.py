@@ -29,10 +29,10 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
 from gpp_plugin.launch import emit_event, end_rank
-from gpp_plugin.rehearse.programs import make_programs
-from gpp_plugin.runtime.pending import Pending, Post
-from gpp_plugin.runtime.pipeline import channels_of
-from gpp_plugin.runtime.wires import Wire, wires_of
+from gpp_plugin.rehearse.saved_programs import make_programs
+from gpp_plugin.runtime.lane import channels_of
+from gpp_plugin.runtime.messages.pending import Pending, Post
+from gpp_plugin.runtime.messages.wires import Wire, wires_of
 
 TIMEOUT_S = 60.0
 MINI_BATCHES = 2

@@ -181,7 +181,7 @@ def _drop_groups() -> None:
 def _join() -> None:
     import deepspeed
 
-    from gpp_plugin.integrations.stage_optimizer import without_shared_memory_op
+    from gpp_plugin.integrations.deepspeed.stage_optimizer import without_shared_memory_op
 
     with without_shared_memory_op():
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)

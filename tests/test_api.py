@@ -13,7 +13,7 @@ import gpp_plugin.api as api
 from gpp_plugin.cli import main
 from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible, ScheduleError
 from gpp_plugin.ir.serialize import load
-from gpp_plugin.plan.clusters import read_cluster
+from gpp_plugin.plan.cluster_files import read_cluster
 from tests.models import build
 
 SMALL = {

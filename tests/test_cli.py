@@ -11,7 +11,7 @@ from gpp_plugin.cli import COMMANDS, _make_parser, bench_names, main
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint, load, save
 from gpp_plugin.ir.timeline import Timeline
-from gpp_plugin.simulate.engine import simulate_plan
+from gpp_plugin.simulate.predict import simulate_plan
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.extensions import PLANNERS, SCHEDULES, TRANSPORTS
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import StageSchedule
+from gpp_plugin.plan.baselines.uniform import uniform_plan
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.uniform import uniform_plan
-from gpp_plugin.schedule.gpipe import gpipe_schedule
-from gpp_plugin.schedule.kfkb import kfkb_schedule
+from gpp_plugin.schedule.orders.gpipe import gpipe_schedule
+from gpp_plugin.schedule.orders.kfkb import kfkb_schedule
 from gpp_plugin.testing import CheckFailed, check_planner, check_schedule, check_transport, planner_requests
 
 MAY_BE_INFEASIBLE = {

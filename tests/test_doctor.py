@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from gpp_plugin import doctor
 from gpp_plugin.cli import main
-from gpp_plugin.doctor import Check, Package, Status, check_compiler, check_package, check_python
+from gpp_plugin.doctor import checks as doctor
+from gpp_plugin.doctor.checks import Check, Package, Status, check_compiler, check_package, check_python
 from gpp_plugin.errors import RuntimeFailure
 
 TORCH = Package(name="torch", least=(2, 11), tested=(2, 13))

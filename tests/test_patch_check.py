@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from gpp_plugin import patch_check
 from gpp_plugin.cli import main
-from gpp_plugin.errors import ConfigError
-from gpp_plugin.patch_check import (
+from gpp_plugin.doctor import patch_check
+from gpp_plugin.doctor.patch_check import (
     IMPORTED_AS,
     PATCH_DIR,
     Need,
@@ -24,6 +23,7 @@ from gpp_plugin.patch_check import (
     patches_for,
     read_patches,
 )
+from gpp_plugin.errors import ConfigError
 
 PATCHES = read_patches(PATCH_DIR)
 PACKAGES = sorted({patch.package for patch in PATCHES})

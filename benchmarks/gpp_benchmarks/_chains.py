@@ -19,22 +19,22 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 from torch.nn import functional as F
 
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.integrations.pipeline_peer import PipelinePeer
-from gpp_plugin.integrations.stage_engine import StageEngine
-from gpp_plugin.integrations.stage_groups import StageGroups
-from gpp_plugin.integrations.stage_optimizer import make_stage_engine
+from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.engine.stage_groups import StageGroups
+from gpp_plugin.integrations.deepspeed.pipeline_peer import PipelinePeer
+from gpp_plugin.integrations.deepspeed.stage_optimizer import make_stage_engine
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.op_graph import OpGraph
-from gpp_plugin.plan.explicit import explicit_plan
+from gpp_plugin.model.graph.captured_part import whole_part
+from gpp_plugin.plan.given.explicit import explicit_plan
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.profile.analytic import analytic_profile, default_sample_counts
-from gpp_plugin.runtime.pipeline import Lane, channels_of, make_programs
+from gpp_plugin.profile.analytic_costs import analytic_profile, default_sample_counts
+from gpp_plugin.runtime.lane import Lane, channels_of, make_programs
+from gpp_plugin.runtime.messages.transport import make_transport
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import make_reference
-from gpp_plugin.runtime.transport import make_transport
-from gpp_plugin.schedule.kfkb import one_f_one_b_schedule
-from gpp_plugin.stage_graph.part import whole_part
+from gpp_plugin.schedule.orders.kfkb import one_f_one_b_schedule
 
 TIMEOUT_S = 60.0
 LEARNING_RATE = 1e-4

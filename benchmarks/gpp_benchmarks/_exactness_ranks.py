@@ -31,8 +31,8 @@ from gpp_plugin.ir.program import Direction
 from gpp_plugin.launch import emit_event
 from gpp_plugin.runtime.compute import AutogradCompute
 from gpp_plugin.runtime.executor import StageExecutor
-from gpp_plugin.runtime.transport import GlooTransport
-from gpp_plugin.schedule.validate import validate_programs
+from gpp_plugin.runtime.messages.transport import GlooTransport
+from gpp_plugin.schedule.checks.validate_programs import validate_programs
 
 MINI_BATCHES = 3
 LEARNING_RATE = 0.02

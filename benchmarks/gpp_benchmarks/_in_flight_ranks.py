@@ -15,24 +15,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.capture.graph import CapturedGraph
 from gpp_plugin.compare.activations import PeakMemory
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.launch import emit_event
-from gpp_plugin.library.modules import FeedForward
-from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.explicit import explicit_plan
+from gpp_plugin.library.paper_modules import FeedForward
+from gpp_plugin.model.graph.captured_part import whole_part
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.given.explicit import explicit_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.profile.measure import profile_blocks
-from gpp_plugin.runtime.pipeline import Lane, channels_of, make_programs
+from gpp_plugin.runtime.lane import Lane, channels_of, make_programs
+from gpp_plugin.runtime.messages.transport import make_transport
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference, make_reference
-from gpp_plugin.runtime.transport import make_transport
-from gpp_plugin.schedule.in_flight import in_flight_from_source, plan_in_flight
-from gpp_plugin.stage_graph.part import whole_part
+from gpp_plugin.schedule.orders.in_flight import in_flight_from_source, plan_in_flight
 
 TIMEOUT_S = 60.0
 RULES: dict[str, Callable[[PipelinePlan], tuple[int, ...]]] = {

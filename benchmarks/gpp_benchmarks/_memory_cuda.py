@@ -73,8 +73,8 @@ def _rows(case: CudaCase) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Train two steps; rank 0 reports a row for each rank."""
-    from gpp_plugin.integrations.deepspeed import GraphPipelineModule, initialize
-    from gpp_plugin.integrations.hf_models import build_model_of, config_of, make_example_batch
+    from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule, initialize
+    from gpp_plugin.integrations.huggingface.hf_models import build_model_of, config_of, make_example_batch
 
     case = CudaCase(**json.loads(sys.argv[1]))
     device = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()  # the one `initialize` takes

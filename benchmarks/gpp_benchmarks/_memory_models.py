@@ -64,17 +64,21 @@ def operator_graph(model: str, cluster: Cluster) -> tuple[BlockGraph, Profile]:
         CaptureError: the installed transformers makes a model that cannot be captured.
     """
     if model not in HF_MODELS:
-        from gpp_plugin.library.analytic import profile_model
-        from gpp_plugin.library.graphs import build_model
+        from gpp_plugin.library.analytic_models import profile_model
+        from gpp_plugin.library.paper_graphs import build_model
 
         library_model = build_model(model)
         largest = 4 * max(SAMPLE_COUNTS)
         return library_model.graph, profile_model(library_model, cluster.devices[0], largest=largest)
     from gpp_plugin.capture.coarsen import coarsen
     from gpp_plugin.capture.export import capture_model
-    from gpp_plugin.integrations.hf_models import build_on_meta, make_example_batch, read_hf_config
-    from gpp_plugin.named_models import CONFIG_DIR
-    from gpp_plugin.profile.analytic import analytic_profile
+    from gpp_plugin.integrations.huggingface.hf_models import (
+        build_on_meta,
+        make_example_batch,
+        read_hf_config,
+    )
+    from gpp_plugin.library.named_models import CONFIG_DIR
+    from gpp_plugin.profile.analytic_costs import analytic_profile
 
     name, length = HF_MODELS[model]
     module = build_on_meta(read_hf_config(CONFIG_DIR / f"{name}.json"))

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from gpp_benchmarks._memory_pairs import CONFIGS, LEAST_SHARE, SHARES, MemoryCase
 from gpp_plugin.errors import PlanInfeasible
-from gpp_plugin.integrations.deepspeed import GraphPipelineModule, initialize
-from gpp_plugin.integrations.hf_models import build_model_of, config_of, make_example_batch
+from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule, initialize
+from gpp_plugin.integrations.huggingface.hf_models import build_model_of, config_of, make_example_batch
 from gpp_plugin.ir.memory_report import MemoryReport
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.launch import emit_event, end_rank
-from gpp_plugin.plan.memory_counts import expected_counts
+from gpp_plugin.plan.costs.kept_bytes import expected_counts
 
 VOCABULARY = 126
 """Ids are drawn below the special ones."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from gpp_benchmarks._chains import ChainRuntime, ChainSize, make_runtimes
 from gpp_plugin.errors import RuntimeFailure
-from gpp_plugin.integrations.pipeline_peer import join_ranks
+from gpp_plugin.integrations.deepspeed.pipeline_peer import join_ranks
 from gpp_plugin.launch import emit_event
 
 Sample = tuple[float, float, float]

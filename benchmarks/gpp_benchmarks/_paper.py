@@ -6,9 +6,9 @@ import contextlib
 import signal
 from collections.abc import Iterator
 
-from gpp_plugin.library.analytic import AnalyticModel, profile_model
-from gpp_plugin.library.graphs import build_model
-from gpp_plugin.plan.clusters import read_cluster
+from gpp_plugin.library.analytic_models import AnalyticModel, profile_model
+from gpp_plugin.library.paper_graphs import build_model
+from gpp_plugin.plan.cluster_files import read_cluster
 from gpp_plugin.plan.request import PlanRequest
 
 SAMPLES_PER_DEVICE = {"mmt": 16, "dlrm": 64, "candle_uno": 1024, "transformer": 16, "two_branch": 16}

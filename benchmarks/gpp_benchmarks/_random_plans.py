@@ -7,9 +7,9 @@ import random
 
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
-from gpp_plugin.schedule.in_flight import plan_in_flight
+from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.validate import validate_programs
+from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 
 
 def random_links(rng: random.Random, num_stages: int) -> list[tuple[int, int]]:

@@ -17,8 +17,8 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.schedule import StageSchedule
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
+from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.validate import validate_programs
 
 FAMILIES = ("1f1b", "gpipe", "kfkb", "greedy", "sliced", "zero_bubble", "mixed")
 

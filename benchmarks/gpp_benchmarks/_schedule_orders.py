@@ -11,11 +11,11 @@ from gpp_benchmarks._emulated_graphs import chain_links, emulated_plan
 from gpp_plugin.compare.contests import Contest, Outcome
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Timeline
-from gpp_plugin.rehearse.report import idle_over_planned
-from gpp_plugin.schedule.choose import choose_slicing
-from gpp_plugin.schedule.slicer import slice_warm_up
-from gpp_plugin.simulate.engine import simulate_plan
-from gpp_plugin.simulate.metrics import peak_in_flight, start_up_us
+from gpp_plugin.plan.choose_schedule import choose_slicing
+from gpp_plugin.rehearse.rehearsal_report import idle_over_planned
+from gpp_plugin.schedule.orders.slicer import slice_warm_up
+from gpp_plugin.simulate.predict import simulate_plan
+from gpp_plugin.simulate.timeline_metrics import peak_in_flight, start_up_us
 
 SLICED_RANKS = (2, 4, 8)
 DIAMOND = ((0, 1), (0, 2), (1, 3), (2, 3), (3, 4))

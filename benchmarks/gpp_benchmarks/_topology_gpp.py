@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from gpp_benchmarks._topology_models import DTYPE, Topology, TopologyStage, input_names, output_names
 from gpp_benchmarks._topology_peers import Step
 from gpp_plugin.config import BatchSizes, GraphPipelineConfig
-from gpp_plugin.integrations.model_source import ModelSource
-from gpp_plugin.integrations.preparation import Setting
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.runtime.pipeline import Lane, channels_of, make_programs
-from gpp_plugin.runtime.transport import make_transport
-from gpp_plugin.stage_graph.context import StageContext
-from gpp_plugin.stage_graph.graph import StageGraph
+from gpp_plugin.model.graph.stage_context import StageContext
+from gpp_plugin.model.graph.stage_graph import StageGraph
+from gpp_plugin.model.model_source import ModelSource
+from gpp_plugin.model.preparation import Setting
+from gpp_plugin.runtime.lane import Lane, channels_of, make_programs
+from gpp_plugin.runtime.messages.transport import make_transport
 
 TIMEOUT_S = 60.0
 

@@ -22,7 +22,7 @@ from gpp_benchmarks._topology_models import (
     output_names,
 )
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.pipeline_peer import PipelinePeer
+from gpp_plugin.integrations.deepspeed.pipeline_peer import PipelinePeer
 
 Step = Callable[[], dict[str, Tensor]]
 """Runs one mini-batch and returns the gradients of this rank's stage by name."""

@@ -25,7 +25,7 @@ from gpp_benchmarks._topology_models import (
     topologies,
 )
 from gpp_benchmarks._topology_peers import Step
-from gpp_plugin.integrations.pipeline_peer import join_ranks
+from gpp_plugin.integrations.deepspeed.pipeline_peer import join_ranks
 from gpp_plugin.launch import emit_event, end_rank
 
 STEPS = {

@@ -17,13 +17,13 @@ from typing import Any
 
 from gpp_benchmarks._paper import time_limit
 from gpp_plugin.errors import PlanError
-from gpp_plugin.library.analytic import profile_model
-from gpp_plugin.library.graphs import build_model
-from gpp_plugin.plan.autopipe import search_exact, search_heuristic, simulator_of
-from gpp_plugin.plan.batches import batch_rules
-from gpp_plugin.plan.chain import ChainCosts
-from gpp_plugin.plan.clusters import read_cluster
-from gpp_plugin.plan.costs import CostModel
+from gpp_plugin.library.analytic_models import profile_model
+from gpp_plugin.library.paper_graphs import build_model
+from gpp_plugin.plan.baselines.autopipe import search_exact, search_heuristic, simulator_of
+from gpp_plugin.plan.baselines.chain_costs import ChainCosts
+from gpp_plugin.plan.batch_rules import batch_rules
+from gpp_plugin.plan.cluster_files import read_cluster
+from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 

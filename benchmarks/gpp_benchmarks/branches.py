@@ -21,7 +21,7 @@ from gpp_benchmarks._emulated_graphs import bound_us, branch_links, emulated_pla
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import TaskKind
-from gpp_plugin.simulate.engine import predict_iteration_us
+from gpp_plugin.simulate.predict import predict_iteration_us
 
 SYSTEMS = ("gpp", "megatron")
 LARGEST_OVER_BOUND = 1.04

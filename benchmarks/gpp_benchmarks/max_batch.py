@@ -13,7 +13,7 @@ the granularity and the abilities its paper gives it:
     pipedream   layers balanced by time and communication; no memory optimization
     zero_2, zero_3   data parallelism over as many ranks, plain; no pipeline, not counted among the baselines
 
-Costs are derived (`profile.analytic`, `library.gemm`), in fp32 with TF32 products and Adam.
+Costs are derived (`profile.analytic_costs`, `library.gemm`), in fp32 with TF32 products and Adam.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.profile import Profile
-from gpp_plugin.plan.clusters import read_cluster
-from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.dawnpiper import partition_chain
-from gpp_plugin.plan.layer_chain import partition_gpipe, partition_pipedream
-from gpp_plugin.plan.linear import layer_bounds
-from gpp_plugin.plan.memory_chain import ChainPlan, OptimizerFactory, Partition
-from gpp_plugin.plan.operator_chain import OperatorChain
-from gpp_plugin.plan.vpipe import partition_vpipe
-from gpp_plugin.plan.zero_memory import zero_memory_bytes
+from gpp_plugin.plan.baselines.layer_chain import partition_gpipe, partition_pipedream
+from gpp_plugin.plan.baselines.vpipe import partition_vpipe
+from gpp_plugin.plan.baselines.zero_memory import zero_memory_bytes
+from gpp_plugin.plan.cluster_files import read_cluster
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.linear_order import layer_bounds
+from gpp_plugin.plan.memory.dawnpiper import partition_chain
+from gpp_plugin.plan.memory.memory_chain import ChainPlan, OptimizerFactory, Partition
+from gpp_plugin.plan.memory.operator_chain import OperatorChain
 
 PLANNERS: dict[str, tuple[Partition, dict[str, tuple[str, ...]]]] = {
     "dawnpiper": (partition_chain, {"none": (), "R": ("recompute",), "S+R": ("recompute", "swap")}),

@@ -25,10 +25,10 @@ from gpp_benchmarks._emulated_graphs import (
 )
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.rehearse.compare import measure_times, predict_from
-from gpp_plugin.rehearse.programs import scale_times
-from gpp_plugin.schedule.forward_only import forward_only_stages
-from gpp_plugin.simulate.engine import predict_iteration_us
+from gpp_plugin.rehearse.measured_times import measure_times, predict_from
+from gpp_plugin.rehearse.saved_programs import scale_times
+from gpp_plugin.schedule.orders.forward_only import forward_only_stages
+from gpp_plugin.simulate.predict import predict_iteration_us
 
 LIMIT = 0.05
 """Largest difference of a simulated from a measured iteration."""

@@ -137,7 +137,7 @@ def _race(
 
 
 def _race_rows(plan: PipelinePlan, times_ms: dict[str, list[float]]) -> list[dict[str, Any]]:
-    from gpp_plugin.simulate.engine import predict_iteration_us
+    from gpp_plugin.simulate.predict import predict_iteration_us
 
     stock = linear_plan(plan)
     simulated = {"gpp": predict_iteration_us(plan)}

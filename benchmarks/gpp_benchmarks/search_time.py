@@ -14,7 +14,7 @@ from typing import Any
 from gpp_benchmarks._oracle import bottleneck_us
 from gpp_benchmarks._paper import PAPER_DEVICES, PAPER_MODELS, paper_request, time_limit
 from gpp_plugin.errors import PlanError
-from gpp_plugin.plan.batches import batch_rules
+from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 

@@ -79,8 +79,8 @@ def _train(
 ) -> dict[str, Any]:
     import torch
 
-    from gpp_plugin.integrations.deepspeed import GraphPipelineModule, initialize
-    from gpp_plugin.integrations.hf_models import build_model_of, config_of, make_example_batch
+    from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule, initialize
+    from gpp_plugin.integrations.huggingface.hf_models import build_model_of, config_of, make_example_batch
 
     layers, hidden, length, _ = sizes
     torch.manual_seed(0)

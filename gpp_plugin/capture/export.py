@@ -13,16 +13,16 @@ import torch
 from torch import nn
 
 from gpp_plugin.capture.annotate import Note, annotate, module_path
+from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.clean import move_graph, written_arguments
-from gpp_plugin.capture.clusters import find_clusters
-from gpp_plugin.capture.graph import CapturedGraph
+from gpp_plugin.capture.inseparable import find_clusters
 from gpp_plugin.capture.keys import find_layer_lists
 from gpp_plugin.capture.layout_rules import Counted, Fixed, Rows
 from gpp_plugin.capture.layouts import Layouts, analyse_layouts, describe_coupling, is_random
 from gpp_plugin.capture.replicate import find_replicable
-from gpp_plugin.capture.samples import count_samples, resize_batch, rows_per_sample
+from gpp_plugin.capture.sample_batches import count_samples, resize_batch, rows_per_sample
 from gpp_plugin.capture.shadow import Shadow, dtype_name, make_shadow, tracing_device
-from gpp_plugin.capture.trace import Call, call_by_key
+from gpp_plugin.capture.torch_export import Call, call_by_key
 from gpp_plugin.capture.traced import Traced, align, structure_of, trace
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import Analysis

@@ -25,7 +25,7 @@ from torch import Tensor, fx
 
 from gpp_plugin.capture.annotate import module_path
 from gpp_plugin.capture.clean import written_arguments
-from gpp_plugin.capture.clusters import operator_sources, ordered_units
+from gpp_plugin.capture.inseparable import operator_sources, ordered_units
 from gpp_plugin.capture.layout_rules import Counted, Fixed, Operand, Rows, State, Whole, rule_layout
 from gpp_plugin.capture.traced import Traced
 from gpp_plugin.capture.trials import MixedSamples, Trials, are_equal, find_rows, shape_of, tensors_of

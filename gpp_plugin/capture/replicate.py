@@ -8,7 +8,7 @@ from torch import nn
 
 from gpp_plugin.capture.annotate import Note
 from gpp_plugin.capture.clean import written_arguments
-from gpp_plugin.capture.clusters import operator_sources, ordered_units
+from gpp_plugin.capture.inseparable import operator_sources, ordered_units
 from gpp_plugin.capture.layout_rules import Counted
 from gpp_plugin.capture.layouts import Layouts, is_random
 from gpp_plugin.capture.traced import Traced

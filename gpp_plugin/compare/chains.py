@@ -33,13 +33,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.megatron_peer import MegatronPeer, PeerModule
-from gpp_plugin.integrations.pipeline_peer import PipelinePeer, join_ranks
+from gpp_plugin.integrations.deepspeed.pipeline_peer import PipelinePeer, join_ranks
+from gpp_plugin.integrations.megatron.megatron_peer import MegatronPeer, PeerModule
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.launch import emit_event, run_ranks
-from gpp_plugin.rehearse.compute import wait_us
-from gpp_plugin.simulate.durations import Durations, duration_reader
+from gpp_plugin.rehearse.emulated_compute import wait_us
+from gpp_plugin.schedule.durations import Durations, duration_reader
 
 RUNTIMES = ("deepspeed", "torch_1f1b")
 

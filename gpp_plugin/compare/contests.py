@@ -29,14 +29,14 @@ from gpp_plugin.compare.chains import (
     time_iterations,
 )
 from gpp_plugin.compare.priority import check_priority, real_time
-from gpp_plugin.integrations.pipeline_peer import join_ranks
+from gpp_plugin.integrations.deepspeed.pipeline_peer import join_ranks
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.serialize import load, save
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.launch import emit_event, end_rank, run_ranks
-from gpp_plugin.rehearse.rank import RehearsalRank
-from gpp_plugin.rehearse.settings import RehearsalSettings
+from gpp_plugin.rehearse.rehearsal_rank import RehearsalRank
+from gpp_plugin.rehearse.rehearsal_settings import RehearsalSettings
 
 # The time limit of a run, in s: imports and connections take SECONDS_PER_RANK for each rank where ranks share
 # few cores; SLOWNESS is how much longer than planned a round may take before something must be stuck.

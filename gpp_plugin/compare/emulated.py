@@ -17,17 +17,17 @@ from typing import Any
 import torch
 
 from gpp_plugin.compare.chains import Chain
+from gpp_plugin.compare.compare_settings import GRAPH, STOCK, CompareSettings
+from gpp_plugin.compare.compared_models import BuiltModel, build_model
 from gpp_plugin.compare.contests import Contest, run_contests
-from gpp_plugin.compare.models import BuiltModel, build_model
-from gpp_plugin.compare.settings import GRAPH, STOCK, CompareSettings
 from gpp_plugin.config import read_config
 from gpp_plugin.errors import ConfigError, PlanError
-from gpp_plugin.integrations.deepspeed import setting_of
-from gpp_plugin.integrations.model_source import ModelSource
+from gpp_plugin.integrations.deepspeed.dispatch import setting_of
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.linearise import cut_bytes, linearise
-from gpp_plugin.rehearse.programs import scale_times
-from gpp_plugin.runtime.pipeline import Reference
+from gpp_plugin.model.model_source import ModelSource
+from gpp_plugin.plan.baselines.linearise import cut_bytes, linearise
+from gpp_plugin.rehearse.saved_programs import scale_times
+from gpp_plugin.runtime.lane import Reference
 
 Tell = Callable[[str], None]
 _PEER = "deepspeed"

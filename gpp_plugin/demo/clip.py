@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel
 
+from gpp_plugin.demo.demo_settings import DemoSettings
 from gpp_plugin.demo.digits import (
     DIGIT_NAMES,
     TEMPLATES,
@@ -16,7 +17,6 @@ from gpp_plugin.demo.digits import (
     WordTokenizer,
     mini_batches,
 )
-from gpp_plugin.demo.settings import DemoSettings
 
 HIDDEN = 64
 LAYERS = 4

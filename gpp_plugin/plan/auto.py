@@ -11,16 +11,16 @@ from collections.abc import Iterator, Sequence
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.batches import batch_rules
-from gpp_plugin.plan.branch_chains import refine_chains
-from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.fitting import StageFitter, fitter_for
-from gpp_plugin.plan.graphpipe import explain_graph, search_stages
-from gpp_plugin.plan.joined import best_judged, join_memory
-from gpp_plugin.plan.refine import Candidate, Refiner
+from gpp_plugin.plan.batch_rules import batch_rules
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.graphpipe.graphpipe import explain_graph, search_stages
+from gpp_plugin.plan.make import StageDraft
+from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
+from gpp_plugin.plan.memory.joined import best_judged, join_memory
+from gpp_plugin.plan.refine.branch_chains import refine_chains
+from gpp_plugin.plan.refine.refine import Candidate, Refiner
 from gpp_plugin.plan.registry import run_planner
 from gpp_plugin.plan.request import PlanRequest, unlimited
-from gpp_plugin.plan.stages import StageDraft
 
 logger = logging.getLogger(__name__)
 

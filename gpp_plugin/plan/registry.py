@@ -7,11 +7,11 @@ import dataclasses
 from gpp_plugin.errors import PlanError
 from gpp_plugin.extensions import PLANNERS, find_planner
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.asynchronous import to_asynchronous
-from gpp_plugin.plan.complete import complete_plan
+from gpp_plugin.plan.costs.complete import complete_plan
+from gpp_plugin.plan.given.asynchronous_plan import to_asynchronous
+from gpp_plugin.plan.given.tied_blocks import joined_request, parted
 from gpp_plugin.plan.request import PlanRequest, check_request
-from gpp_plugin.plan.tied_blocks import joined_request, parted
-from gpp_plugin.plan.validate import validate_plan
+from gpp_plugin.plan.validate_plan import validate_plan
 
 
 def make_plan(name: str, request: PlanRequest) -> PipelinePlan:

@@ -9,15 +9,15 @@ from typing import NoReturn
 
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan, Stage
-from gpp_plugin.plan.batches import BatchRules, batch_rules
-from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.degrees import DegreeChooser, choose_degrees
-from gpp_plugin.plan.estimate import estimate_plan_us
-from gpp_plugin.plan.fitting import StageFitter, fitter_for
-from gpp_plugin.plan.judge import judge_us
+from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.estimate import estimate_plan_us
+from gpp_plugin.plan.costs.judge import judge_us
+from gpp_plugin.plan.make import StageDraft, build_plan
+from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.nearest import HasPlan, nearest_that_fits
+from gpp_plugin.plan.refine.degrees import DegreeChooser, choose_degrees
 from gpp_plugin.plan.request import UNLIMITED, PlanRequest, rank_limit
-from gpp_plugin.plan.stages import StageDraft, build_plan
 
 
 def memory_excess(request: PlanRequest, plan: PipelinePlan) -> tuple[int, Stage, int]:

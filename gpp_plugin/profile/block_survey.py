@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpp_plugin.capture.graph import CapturedGraph
-from gpp_plugin.capture.samples import resize_batch
+from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.sample_batches import resize_batch
 from gpp_plugin.errors import GppError, ProfileError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.op_graph import Parameter
-from gpp_plugin.profile.code import BlockCode, block_codes
+from gpp_plugin.profile.block_code import BlockCode, block_codes
 from gpp_plugin.profile.held_storages import HeldStorages
 from gpp_plugin.profile.split_cost import CANNOT_SPLIT, NOT_MEASURED, SplitCost, measure_split_cost
 from gpp_plugin.profile.timing import Measurement, Operands, measure

@@ -25,22 +25,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpp_plugin.capture.graph import CapturedGraph
+from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.errors import ProfileError
 from gpp_plugin.ir.block_graph import Block, BlockGraph
 from gpp_plugin.ir.op_graph import OpGraph
 from gpp_plugin.ir.profile import BlockCost, Profile
 from gpp_plugin.ir.serialize import fingerprint
-from gpp_plugin.profile.analytic import (
+from gpp_plugin.profile.analytic_costs import (
     ADAM_STATE_BYTES,
     default_sample_counts,
     tied_costs,
     validate_sample_counts,
 )
 from gpp_plugin.profile.block_survey import BlockResult, BlockSurvey
+from gpp_plugin.profile.cost_store import CostStore
 from gpp_plugin.profile.held_storages import HeldStorages, fit_bytes, shared_storages
 from gpp_plugin.profile.machine import describe_device, processor_name
-from gpp_plugin.profile.store import CostStore
 
 logger = logging.getLogger(__name__)
 

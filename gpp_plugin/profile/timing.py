@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gpp_plugin.profile.memory import LiveBytes, SavedStorages, storage_key
+from gpp_plugin.profile.held_bytes import LiveBytes, SavedStorages, storage_key
 
 WARM_UPS = 2
 """Runs before the first one that counts: allocator, kernel choice, first gradient buffers."""

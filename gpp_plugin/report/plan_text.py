@@ -12,7 +12,7 @@ from gpp_plugin.ir.serialize import to_plain
 from gpp_plugin.plan.edge_transports import choose_edge_transports, edge_name
 from gpp_plugin.report.picture import draw_graph
 from gpp_plugin.report.units import format_bytes, format_ms, format_table, shorten_name
-from gpp_plugin.schedule.in_flight import in_flight_from_source
+from gpp_plugin.schedule.orders.in_flight import in_flight_from_source
 
 MOST_NAMED = 6
 """Stages named in one line; of the others only the number is told."""

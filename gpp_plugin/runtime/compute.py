@@ -20,7 +20,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Direction, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import TensorSpec
-from gpp_plugin.runtime.keeper import KeepAll, StageKeeper
+from gpp_plugin.runtime.memory.keeper import KeepAll, StageKeeper
 from gpp_plugin.runtime.split import BackwardSplitter, PendingWeights
 from gpp_plugin.runtime.stage_module import StageFunction
 from gpp_plugin.runtime.weight_versions import WeightVersions

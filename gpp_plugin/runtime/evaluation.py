@@ -17,7 +17,7 @@ from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.serialize import fingerprint
-from gpp_plugin.plan.stages import stage_edges
+from gpp_plugin.plan.make import stage_edges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

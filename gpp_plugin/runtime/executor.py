@@ -23,12 +23,12 @@ from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankPro
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.ir.timeline import Event, EventKind
-from gpp_plugin.runtime.assembly import compile_reading
 from gpp_plugin.runtime.compute import StageCompute, StageHooks
-from gpp_plugin.runtime.mailbox import Carry, Mailbox, WindowPlace
+from gpp_plugin.runtime.messages.assembly import compile_reading
+from gpp_plugin.runtime.messages.mailbox import Carry, Mailbox, WindowPlace
+from gpp_plugin.runtime.messages.routes import resolve_routes
+from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.recorder import Recorder
-from gpp_plugin.runtime.routes import resolve_routes
-from gpp_plugin.runtime.transport import Transport
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,8 +17,8 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Message
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.timeline import Event, EventKind, Timeline
-from gpp_plugin.runtime.meeting import Meeting
-from gpp_plugin.runtime.wires import Wire
+from gpp_plugin.runtime.messages.wires import Wire
+from gpp_plugin.runtime.ranks.meeting import Meeting
 
 
 class Recorder:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.capture.graph import CapturedGraph
+from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.errors import CaptureError
 
 

@@ -14,7 +14,7 @@ Buffers and frozen parameters have no versions.
 
 A stage's optimizer and its parameters move together from one place to another (`WeightPlaces`). Whatever updates
 parameters by way of `parameter.data` follows by itself (`ParameterPlaces`); an optimizer that knows their storage
-otherwise must be told (`integrations.zero_places`).
+otherwise must be told (`integrations.deepspeed.master_weights`).
 
 Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.3
 Tests: tests/runtime/test_weight_versions.py, tests/integrations/test_async.py

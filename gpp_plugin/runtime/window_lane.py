@@ -26,11 +26,11 @@ from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.compute import StageHooks
 from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
-from gpp_plugin.runtime.keeper import NextBackward, Turn
-from gpp_plugin.runtime.mailbox import Carry, WindowPlace
-from gpp_plugin.runtime.pipeline import Lane, _Compiled, _Prepared
+from gpp_plugin.runtime.lane import Lane, _Compiled, _Prepared
+from gpp_plugin.runtime.memory.keeper import NextBackward, Turn
+from gpp_plugin.runtime.messages.mailbox import Carry, WindowPlace
 from gpp_plugin.runtime.weight_versions import MakePlaces, WeightVersions
-from gpp_plugin.schedule.async_1f1b import Windows
+from gpp_plugin.schedule.orders.async_1f1b import Windows
 from gpp_plugin.schedule.windows import RankWindows
 
 MakeExecutor = Callable[[RankProgram, WindowPlace], StageExecutor]

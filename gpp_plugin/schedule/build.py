@@ -8,11 +8,11 @@ from gpp_plugin.errors import ScheduleError
 from gpp_plugin.extensions import SCHEDULES, find_schedule
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.schedule import StageSchedule
-from gpp_plugin.schedule.forward_only import forward_only_schedule
 from gpp_plugin.schedule.messages import check_divisibility
-from gpp_plugin.schedule.slicer import halve_forwards
-from gpp_plugin.schedule.stage_order import sinks_first
-from gpp_plugin.schedule.table_2 import compute_in_flight
+from gpp_plugin.schedule.orders.forward_only import forward_only_schedule
+from gpp_plugin.schedule.orders.slicer import halve_forwards
+from gpp_plugin.schedule.orders.stage_order import sinks_first
+from gpp_plugin.schedule.orders.table_2 import compute_in_flight
 
 
 def build_schedules(

@@ -32,12 +32,12 @@ from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
-from gpp_plugin.schedule.check import has_backwards
+from gpp_plugin.schedule.checks.order_check import has_backwards
+from gpp_plugin.schedule.checks.rendezvous import execute_serially
+from gpp_plugin.schedule.durations import Durations, nominal_durations, task_durations
+from gpp_plugin.schedule.event_loop import Transfers, message_transfers, run_task_graph
 from gpp_plugin.schedule.placement import Placement, place_messages, safe_placement
-from gpp_plugin.schedule.rendezvous import execute_serially
 from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph
-from gpp_plugin.simulate.durations import Durations, nominal_durations, task_durations
-from gpp_plugin.simulate.event_loop import Transfers, message_transfers, run_task_graph
 
 _REDUCE = Instruction(kind=InstructionKind.REDUCE_DATA)
 _UPDATE = (_REDUCE, Instruction(kind=InstructionKind.STEP))

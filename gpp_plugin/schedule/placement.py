@@ -28,8 +28,8 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from gpp_plugin.schedule.event_loop import TaskTimes
 from gpp_plugin.schedule.task_graph import TaskGraph
-from gpp_plugin.simulate.event_loop import TaskTimes
 
 Channel = tuple[int, bool, int, int]
 """Edge, whether it holds activations, sender, receiver."""

@@ -26,7 +26,7 @@ from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
-from gpp_plugin.schedule.check import (
+from gpp_plugin.schedule.checks.order_check import (
     check_gradient_edges,
     check_schedules,
     has_backwards,

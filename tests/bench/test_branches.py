@@ -9,7 +9,7 @@ from gpp_benchmarks._emulated_graphs import bound_us, branch_links, emulated_pla
 from gpp_benchmarks.branches import draw_times
 from gpp_plugin.cli import main
 from gpp_plugin.ir.schedule import TaskKind
-from gpp_plugin.simulate.engine import predict_iteration_us
+from gpp_plugin.simulate.predict import predict_iteration_us
 
 
 def three_branches(num_micro_batches):

@@ -10,8 +10,8 @@ from gpp_benchmarks._emulated_graphs import (
     linear_bytes,
     linear_plan,
 )
-from gpp_plugin.rehearse.settings import check_rehearsable
-from gpp_plugin.simulate.engine import predict_iteration_us
+from gpp_plugin.rehearse.rehearsal_settings import check_rehearsable
+from gpp_plugin.simulate.predict import predict_iteration_us
 
 JOINT = [*chain_links(3), *chain_links(3, 3), (2, 6), (5, 6)]
 T5 = [*chain_links(8), (3, 5), (3, 6), (3, 7)]

@@ -6,11 +6,11 @@ import pytest
 
 from gpp_benchmarks._memory_models import MODELS, PAPER, paper_batch
 from gpp_benchmarks.max_batch import PLANNERS, Cell, largest, summarize, zero_rows
-from gpp_plugin.library.analytic import profile_model
-from gpp_plugin.library.graphs import build_model
-from gpp_plugin.plan.clusters import read_cluster
-from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.memory_chain import ChainPlan
+from gpp_plugin.library.analytic_models import profile_model
+from gpp_plugin.library.paper_graphs import build_model
+from gpp_plugin.plan.cluster_files import read_cluster
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.memory.memory_chain import ChainPlan
 
 
 @pytest.mark.parametrize("start", [1, 3, 64])

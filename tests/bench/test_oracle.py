@@ -21,12 +21,12 @@ from gpp_benchmarks._oracle import (
 )
 from gpp_benchmarks._oracle_costs import oracle_plan, step_us
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan import validate
-from gpp_plugin.plan.components import Component, decompose
-from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.judge import judge_us
+from gpp_plugin.plan import validate_plan as validate
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.judge import judge_us
+from gpp_plugin.plan.graphpipe.components import Component, decompose
+from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.stages import StageDraft, build_plan
 
 ORACLES = (_oracle, _memory_oracle, _oracle_costs)
 INPUT_TYPES = {("gpp_plugin.plan.request", "PlanRequest")}

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.capture.graph import CapturedGraph
 from tests.models import build
 
 

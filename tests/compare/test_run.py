@@ -5,8 +5,8 @@ import json
 import pytest
 
 from gpp_plugin.cli import main
-from gpp_plugin.commands.compare import format_comparison, remarks, speed_ups
-from gpp_plugin.compare.run import ModeResult, result_rows
+from gpp_plugin.commands.compare_command import format_comparison, remarks, speed_ups
+from gpp_plugin.compare.compare_run import ModeResult, result_rows
 
 QUICK = ["--devices", "2", "--stages", "2", "--mini-batch", "4", "--loss-unit", "2", "--length", "8"]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpp_plugin.compare.settings import CompareSettings, default_config, settings_from_json
+from gpp_plugin.compare.compare_settings import CompareSettings, default_config, settings_from_json
 from gpp_plugin.errors import ConfigError
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from gpp_plugin.compare.single import SingleProcess
+from gpp_plugin.compare.single_process import SingleProcess
 from gpp_plugin.errors import ConfigError
 from tests.models import build
 from tests.reference import train_reference

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from gpp_plugin.demo.clip import make_clip, train_in_one_process, zero_shot_accuracy
+from gpp_plugin.demo.demo_settings import DemoSettings
 from gpp_plugin.demo.digits import TEMPLATES, WordTokenizer, load_digit_captions, mini_batches
-from gpp_plugin.demo.settings import DemoSettings
 
 
 @pytest.fixture(scope="module")

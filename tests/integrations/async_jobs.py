@@ -25,7 +25,7 @@ def async_config(*, mini_batch: int, unit: int, block: dict[str, Any], **changes
 
 def held_by_stages(engine: Any) -> list[tuple[tuple[str, ...], int]]:
     """Return, of every stage, its parameters' names and how many micro-batches it holds."""
-    from gpp_plugin.runtime.pipeline import held_tensors
+    from gpp_plugin.runtime.lane import held_tensors
 
     names = held_tensors(engine.plan, engine._reference)
     return [(own, stage.in_flight) for own, stage in zip(names, engine.plan.stages, strict=True)]
@@ -143,7 +143,7 @@ def train_from_dataset(config: dict[str, Any]) -> tuple[list[float], list[float]
     """Return losses of the engine's own loader, and of the same batches given by hand."""
     import deepspeed
 
-    from gpp_plugin.integrations.data import make_loader
+    from gpp_plugin.engine.feed import make_loader
 
     model, make_batch = build("two_branch")
     whole = make_batch(24, 0)
@@ -182,8 +182,8 @@ def train_with_memory(blocks: dict[str, dict[str, Any]], num_batches: int) -> di
     import torch
 
     from gpp_plugin.runtime.compute import AutogradCompute
-    from gpp_plugin.runtime.keeper import StageKeeper
-    from gpp_plugin.runtime.swap import SwappedStorage
+    from gpp_plugin.runtime.memory.keeper import StageKeeper
+    from gpp_plugin.runtime.memory.swap import SwappedStorage
 
     notable = {"bring": SwappedStorage, "backward": AutogradCompute, "end_backward": StageKeeper}
     answers = {}

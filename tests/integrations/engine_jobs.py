@@ -73,7 +73,7 @@ def train_with_everything(zero: int, directory: str) -> dict[str, Any]:
 
 def train_in_precision(precision: str) -> dict[str, Any]:
     """Mixed precision on T5 (tied embeddings) and CLIP."""
-    from gpp_plugin.integrations.materialize import resident_bytes
+    from gpp_plugin.model.weights.materialize import resident_bytes
 
     answers = {}
     for name in ("t5", "clip"):
@@ -176,7 +176,7 @@ def export(directory: str) -> dict[str, Any]:
 
 def train_from_meta(directory: str) -> dict[str, Any]:
     """A model built without weights: each rank holds its stage only, from files or initialised by seed."""
-    from gpp_plugin.integrations.materialize import resident_bytes
+    from gpp_plugin.model.weights.materialize import resident_bytes
 
     _, make_batch = build("t5")
     batches = [make_batch(B, seed) for seed in range(2)]

@@ -110,7 +110,7 @@ class PlainFramework:
 
 def train_without_deepspeed(mode: str, directory: str) -> dict[str, Any]:
     """Train with the plain framework in DeepSpeed's place; go back to a checkpoint half-way, and train on."""
-    from gpp_plugin.integrations import deepspeed as entry
+    from gpp_plugin.integrations.deepspeed import dispatch as entry
 
     made: list[PlainFramework] = []
 

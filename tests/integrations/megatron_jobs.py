@@ -19,8 +19,8 @@ from gpp_plugin.integrations.megatron import (
 )
 from gpp_plugin.integrations.megatron.dropout import DropoutStreams
 from gpp_plugin.integrations.megatron.stages import require_megatron
-from gpp_plugin.stage_graph.context import StageContext, make_context
-from gpp_plugin.stage_graph.graph import StageGraph
+from gpp_plugin.model.graph.stage_context import StageContext, make_context
+from gpp_plugin.model.graph.stage_graph import StageGraph
 
 LAYERS, HIDDEN, VOCAB, LENGTH, IMAGE = 4, 32, 64, 12, 63
 LANGUAGE = {"vocab_size": VOCAB, "max_sequence_length": 16}

@@ -11,7 +11,7 @@ from gpp_benchmarks._emulated_graphs import emulated_plan
 from gpp_plugin.errors import CommTimeout
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.ir.samples import SampleRange
-from gpp_plugin.runtime.wires import Wire
+from gpp_plugin.runtime.messages.wires import Wire
 from tests.integrations.engine_jobs import B, config_of, make_engine, steps
 from tests.models import build
 from tests.runtime.odd_models import build_odd
@@ -60,7 +60,7 @@ def wait_in_vain() -> str:
     from megatron.core.pipeline_parallel import p2p_communication  # noqa: F401 - seconds, not part of a wait
 
     from gpp_plugin.integrations.megatron.p2p import over_megatron
-    from gpp_plugin.runtime.transport import make_transport
+    from gpp_plugin.runtime.messages.transport import make_transport
 
     dist.barrier()
     plan = emulated_plan("pair", [(0, 1)], num_micro_batches=4)

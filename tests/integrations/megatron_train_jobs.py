@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.integrations.megatron import gather_full_state, gpt_stage
-from gpp_plugin.stage_graph.graph import StageGraph
+from gpp_plugin.model.graph.stage_graph import StageGraph
 from tests.integrations.megatron_jobs import (
     HIDDEN,
     IMAGE,

@@ -29,7 +29,7 @@ class _Lines(logging.Handler):
 def train_with(name: str, blocks: list[dict[str, Any]], dropout: float = 0.0) -> list[dict[str, Any]]:
     """Train two steps of a small model under each block; return losses, gradients and the memory report."""
     answers = []
-    log = logging.getLogger("gpp_plugin.integrations.memory")
+    log = logging.getLogger("gpp_plugin.engine.memory_watch")
     log.setLevel(logging.INFO)
     for block in blocks:
         lines = _Lines()
@@ -59,7 +59,7 @@ def train_with(name: str, blocks: list[dict[str, Any]], dropout: float = 0.0) ->
 def train_misinformed(name: str) -> list[tuple[str, str]]:
     """Train a step after the plan's figure for the last stage was changed; return what was logged."""
     lines = _Lines()
-    log = logging.getLogger("gpp_plugin.integrations.memory")
+    log = logging.getLogger("gpp_plugin.engine.memory_watch")
     log.addHandler(lines)
     model, make_batch = build(name)
     batch = make_batch(B, 0)

@@ -17,24 +17,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gpp_plugin.engine.checkpoint import load_checkpoint, save_checkpoint
+from gpp_plugin.engine.gradients import GradientStore
+from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, sequence_parallel
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.checkpoint import load_checkpoint, save_checkpoint
-from gpp_plugin.integrations.gradients import GradientStore
-from gpp_plugin.integrations.stage_engine import StageEngine
-from gpp_plugin.integrations.stage_groups import StageGroups, TiedParameter, sequence_parallel
-from gpp_plugin.integrations.stage_optimizer import make_stage_engine
+from gpp_plugin.integrations.deepspeed.stage_optimizer import make_stage_engine
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
 from gpp_plugin.runtime.compute import AutogradCompute, StageHooks, boundary_gradients
 from gpp_plugin.runtime.executor import StageExecutor
-from gpp_plugin.runtime.pipeline import channels_of
+from gpp_plugin.runtime.lane import channels_of
+from gpp_plugin.runtime.messages.transport import make_transport
 from gpp_plugin.runtime.stage_module import StageFunction
-from gpp_plugin.runtime.transport import make_transport
 from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.in_flight import plan_in_flight
+from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.validate import validate_programs
+from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 
 NUM_RANKS = 6
 MINI_BATCH = 8

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gpp_plugin.engine.checkpoint import load_checkpoint, save_checkpoint
+from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.engine.stage_groups import StageGroups
 from gpp_plugin.errors import CheckpointError
-from gpp_plugin.integrations.checkpoint import load_checkpoint, save_checkpoint
-from gpp_plugin.integrations.stage_engine import StageEngine
-from gpp_plugin.integrations.stage_groups import StageGroups
-from gpp_plugin.integrations.stage_optimizer import make_stage_engine
+from gpp_plugin.integrations.deepspeed.stage_optimizer import make_stage_engine
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import load
 from tests.integrations import toy

@@ -19,22 +19,22 @@ from tests.ranks import run_ranks
 from tests.reference import loss_of, units_of
 
 ENGINE = (
-    "gpp_plugin.integrations.async_steps",
-    "gpp_plugin.integrations.checkpoint",
-    "gpp_plugin.integrations.data",
-    "gpp_plugin.integrations.engine",
-    "gpp_plugin.integrations.engine_files",
-    "gpp_plugin.integrations.evaluation",
-    "gpp_plugin.integrations.gradients",
-    "gpp_plugin.integrations.memory",
-    "gpp_plugin.integrations.metrics",
-    "gpp_plugin.integrations.partitioned_gradients",
-    "gpp_plugin.integrations.setting",
-    "gpp_plugin.integrations.stage_engine",
-    "gpp_plugin.integrations.stage_groups",
-    "gpp_plugin.integrations.stage_step",
-    "gpp_plugin.integrations.surface",
-    "gpp_plugin.integrations.training_steps",
+    "gpp_plugin.engine.async_steps",
+    "gpp_plugin.engine.checkpoint",
+    "gpp_plugin.engine.feed",
+    "gpp_plugin.engine.engine",
+    "gpp_plugin.engine.engine_files",
+    "gpp_plugin.engine.evaluator",
+    "gpp_plugin.engine.gradients",
+    "gpp_plugin.engine.memory_watch",
+    "gpp_plugin.engine.metrics",
+    "gpp_plugin.engine.partitioned_gradients",
+    "gpp_plugin.engine.setting",
+    "gpp_plugin.engine.stage_engine",
+    "gpp_plugin.engine.stage_groups",
+    "gpp_plugin.engine.stage_step",
+    "gpp_plugin.engine.surface",
+    "gpp_plugin.engine.training_steps",
 )
 FRAMEWORKS = ("deepspeed", "transformers", "megatron")
 

@@ -12,7 +12,7 @@ from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.profile import BlockCost
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.profile.analytic import analytic_profile
+from gpp_plugin.profile.analytic_costs import analytic_profile
 from gpp_plugin.profile.measure import profile_blocks
 from tests.integrations import frozen_jobs
 from tests.models import build

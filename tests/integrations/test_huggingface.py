@@ -14,8 +14,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from gpp_plugin.errors import CheckpointError
-from gpp_plugin.integrations.huggingface import checkpoint_keys, saved_names, tied_names
-from gpp_plugin.integrations.pretrained_files import save_pretrained
+from gpp_plugin.integrations.huggingface.hf_weights import checkpoint_keys, saved_names, tied_names
+from gpp_plugin.integrations.huggingface.pretrained_files import save_pretrained
 from tests.models import build
 from tests.ranks import run_kept_ranks
 
@@ -244,7 +244,7 @@ def test_keys_of_older_checkpoints_are_renamed() -> None:
 
 
 def test_a_models_own_checkpointing_is_noticed_without_a_warning_of_its_own() -> None:
-    from gpp_plugin.integrations.deepspeed import _checkpoints_activations
+    from gpp_plugin.integrations.deepspeed.dispatch import _checkpoints_activations
 
     model, _ = build("gpt2")
     assert not _checkpoints_activations(model)

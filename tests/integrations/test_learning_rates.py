@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.learning_rates import LearningRates, StageParameterGroups
+from gpp_plugin.integrations.deepspeed.learning_rates import LearningRates, StageParameterGroups
 
 
 def make_parameters(*names: str) -> dict[str, nn.Parameter]:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gpp_plugin.errors import CheckpointError
-from gpp_plugin.integrations.materialize import (
+from gpp_plugin.model.weights.materialize import (
     derive_seed,
     materialize_parameters,
     release_parameters,

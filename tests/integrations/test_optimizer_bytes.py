@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpp_plugin.integrations.optimizer_bytes import STATE_TENSORS, OptimizerBytes, optimizer_bytes
+from gpp_plugin.integrations.deepspeed.optimizer_bytes import STATE_TENSORS, OptimizerBytes, optimizer_bytes
 from tests.integrations import memory_jobs
 from tests.ranks import run_kept_ranks
 

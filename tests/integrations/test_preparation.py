@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from gpp_plugin.capture import traced
-from gpp_plugin.capture.samples import count_samples
+from gpp_plugin.capture.sample_batches import count_samples
 from gpp_plugin.config import read_config
-from gpp_plugin.integrations.deepspeed import setting_of
-from gpp_plugin.integrations.model_source import ModelSource
+from gpp_plugin.integrations.deepspeed.dispatch import setting_of
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import load
+from gpp_plugin.model.model_source import ModelSource
 from tests.integrations.engine_jobs import B, U, config_of
 from tests.models import build
 

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.engine.stage_groups import StageGroups
+from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.errors import ConfigError, RuntimeFailure
-from gpp_plugin.integrations.stage_engine import StageEngine
-from gpp_plugin.integrations.stage_groups import StageGroups
-from gpp_plugin.integrations.stage_optimizer import make_stage_engine
-from gpp_plugin.integrations.stage_step import StepResult
+from gpp_plugin.integrations.deepspeed.stage_optimizer import make_stage_engine
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from tests.integrations import toy
 from tests.ranks import run_kept_ranks
@@ -478,7 +478,7 @@ def train_perceptron(config: dict[str, Any]) -> dict[str, Any]:
     A tied weight's gradient has two parts; the part of each stage comes from detaching the other use.
     """
     rank = dist.get_rank()
-    from gpp_plugin.integrations.stage_groups import TiedParameter
+    from gpp_plugin.engine.stage_groups import TiedParameter
 
     plan = TIED_PLAN
     index = plan.stage_of_rank(rank)

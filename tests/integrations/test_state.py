@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpp_plugin.integrations.evaluation import MAX_GRAPHS, MAX_LANES
+from gpp_plugin.engine.evaluator import MAX_GRAPHS, MAX_LANES
 from tests.integrations import state_jobs as jobs
 from tests.integrations.engine_jobs import U
 from tests.ranks import run_kept_ranks

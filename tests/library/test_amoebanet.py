@@ -3,7 +3,7 @@
 import pytest
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.library.graphs import build_model
+from gpp_plugin.library.paper_graphs import build_model
 
 
 def test_sizes_are_those_of_the_published_networks():

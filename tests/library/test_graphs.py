@@ -3,10 +3,10 @@
 import pytest
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.library.analytic import profile_model
+from gpp_plugin.library.analytic_models import profile_model
 from gpp_plugin.library.gemm import gemm_us
-from gpp_plugin.library.graphs import MODELS, build_model
-from gpp_plugin.plan.clusters import read_cluster
+from gpp_plugin.library.paper_graphs import MODELS, build_model
+from gpp_plugin.plan.cluster_files import read_cluster
 
 V100 = read_cluster("summit").devices[0]
 

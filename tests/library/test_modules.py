@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gpp_plugin.library.graphs import build_model
-from gpp_plugin.library.modules import MODULES, make_batch
+from gpp_plugin.library.paper_graphs import build_model
+from gpp_plugin.library.paper_modules import MODULES, make_batch
 
 SMALL = {
     "mmt": {"branches": 2, "layers": 2, "hidden": 16, "heads": 2, "inner": 32},

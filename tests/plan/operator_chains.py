@@ -10,8 +10,8 @@ from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.profile import BlockCost, Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
-from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.memory_chain import OptimizerFactory
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.memory.memory_chain import OptimizerFactory
 from tests.plan.graphs import make_cluster
 
 Key = tuple[float, float]

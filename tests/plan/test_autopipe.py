@@ -7,11 +7,11 @@ import pytest
 
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
-from gpp_plugin.library.analytic import profile_model
-from gpp_plugin.library.graphs import build_model
-from gpp_plugin.plan.autopipe import ChainSimulator, balance_blocks, search_exact, search_heuristic
-from gpp_plugin.plan.clusters import read_cluster
-from gpp_plugin.simulate.engine import predict_iteration_us
+from gpp_plugin.library.analytic_models import profile_model
+from gpp_plugin.library.paper_graphs import build_model
+from gpp_plugin.plan.baselines.autopipe import ChainSimulator, balance_blocks, search_exact, search_heuristic
+from gpp_plugin.plan.cluster_files import read_cluster
+from gpp_plugin.simulate.predict import predict_iteration_us
 
 
 def test_equal_stages_take_the_closed_form():

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from gpp_plugin.cli import main
-from gpp_plugin.plan.clusters import CLUSTER_DIR
+from gpp_plugin.plan.cluster_files import CLUSTER_DIR
 
 SUMMIT = json.loads((CLUSTER_DIR / "summit.json").read_text())
 

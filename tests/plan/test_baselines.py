@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from gpp_plugin.errors import PlanInfeasible
-from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.piper import list_downsets
+from gpp_plugin.plan.baselines.piper import list_downsets
+from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.registry import make_plan
 from tests.plan.graphs import branches, chain, diamond, make_cluster, make_profile, make_request
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from gpp_plugin.plan.batches import batch_rules
-from gpp_plugin.plan.branch_chains import master_chain, refine_chains
-from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.refine import Candidate, Refiner
-from gpp_plugin.plan.stages import StageDraft
+from gpp_plugin.plan.batch_rules import batch_rules
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.make import StageDraft
+from gpp_plugin.plan.refine.branch_chains import master_chain, refine_chains
+from gpp_plugin.plan.refine.refine import Candidate, Refiner
 from tests.plan.graphs import make_graph, make_profile, make_request
 
 

@@ -9,9 +9,9 @@ import random
 import numpy as np
 import pytest
 
-from gpp_plugin.plan.capuchin import StageOptimizer
-from gpp_plugin.plan.operator_chain import PipelineShape
-from gpp_plugin.plan.recompute_menu import (
+from gpp_plugin.plan.memory.capuchin import StageOptimizer
+from gpp_plugin.plan.memory.operator_chain import PipelineShape
+from gpp_plugin.plan.memory.recompute_menu import (
     LevelSums,
     Segments,
     find_segments,
@@ -145,7 +145,7 @@ def brute_force_segments(chain, price: float, cap: float) -> float:
 
 
 def test_the_menu_has_the_best_segments_at_every_price():
-    from gpp_plugin.plan import recompute_menu
+    from gpp_plugin.plan.memory import recompute_menu
 
     for seed in range(5):
         graph, profile = random_chain(random.Random(seed), 14)

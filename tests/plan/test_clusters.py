@@ -6,7 +6,7 @@ import json
 import pytest
 
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.plan.clusters import cluster_names, read_cluster
+from gpp_plugin.plan.cluster_files import cluster_names, read_cluster
 
 GOOD = {
     "name": "two nodes",

@@ -12,7 +12,7 @@ import pytest
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import dumps, loads
-from gpp_plugin.plan.dawnpiper import BinaryPartition, partition_chain
+from gpp_plugin.plan.memory.dawnpiper import BinaryPartition, partition_chain
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 from tests.plan.graphs import chain, make_cluster, make_request
@@ -116,7 +116,7 @@ def test_plans_carry_what_makes_them_fit_and_pass_the_evaluator(mode, ways):
 
 
 def test_a_plan_that_says_otherwise_is_refused():
-    from gpp_plugin.plan.validate import validate_plan
+    from gpp_plugin.plan.validate_plan import validate_plan
 
     request = tight_request(memory_optimization=BOTH)
     plan = make_plan("dawnpiper", request)
@@ -174,7 +174,7 @@ def test_a_saved_plan_is_refused_where_the_run_does_less():
     """A run that neither swaps nor recomputes, or is synchronous, must not take it silently."""
     import json
 
-    from gpp_plugin.plan.explicit import explicit_plan
+    from gpp_plugin.plan.given.explicit import explicit_plan
 
     request = tight_request(memory_optimization=BOTH)
     spec = json.loads(dumps(make_plan("dawnpiper", request)))

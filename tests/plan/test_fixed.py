@@ -8,9 +8,9 @@ import pytest
 
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.profile import KeptStorage, ModuleMemory
-from gpp_plugin.plan.fixed import FixedStage, fixed_plan
+from gpp_plugin.plan.given.fixed_stages import FixedStage, fixed_plan
+from gpp_plugin.plan.plan_schedules import schedule_plan
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.schedules import schedule_plan
 from tests.plan.graphs import chain, make_cluster, make_graph, make_profile, make_request
 
 STAGES = [FixedStage(name=str(i), blocks=(str(i),), ranks=(i,)) for i in range(4)]

@@ -12,13 +12,13 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import BlockCost, Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
-from gpp_plugin.plan.explicit import explicit_plan
-from gpp_plugin.plan.full_recompute import recompute_fully
-from gpp_plugin.plan.memory_advice import memory_advice
-from gpp_plugin.plan.memory_breakdown import with_breakdown
-from gpp_plugin.plan.memory_counts import differences, expected_counts
+from gpp_plugin.plan.costs.kept_bytes import differences, expected_counts
+from gpp_plugin.plan.costs.memory_breakdown import with_breakdown
+from gpp_plugin.plan.given.explicit import explicit_plan
+from gpp_plugin.plan.memory.full_recompute import recompute_fully
+from gpp_plugin.plan.memory.memory_advice import memory_advice
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.validate import validate_plan
+from gpp_plugin.plan.validate_plan import validate_plan
 from tests.plan.graphs import make_cluster
 
 KEPT, RESULT = 100, 4

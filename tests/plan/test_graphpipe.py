@@ -6,15 +6,15 @@ import networkx as nx
 import pytest
 
 from gpp_plugin.errors import PlanInfeasible
-from gpp_plugin.plan.batches import batch_rules
-from gpp_plugin.plan.components import decompose
-from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.estimate import estimate_plan_us
-from gpp_plugin.plan.graphpipe import make_search
-from gpp_plugin.plan.intervals import build_series
+from gpp_plugin.plan.baselines.sequential import as_sequential
+from gpp_plugin.plan.batch_rules import batch_rules
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.estimate import estimate_plan_us
+from gpp_plugin.plan.graphpipe.components import decompose
+from gpp_plugin.plan.graphpipe.graphpipe import make_search
+from gpp_plugin.plan.graphpipe.intervals import build_series
+from gpp_plugin.plan.graphpipe.reconstruction import read_groups
 from gpp_plugin.plan.registry import make_plan
-from gpp_plugin.plan.sequential import as_sequential
-from gpp_plugin.plan.stage_groups import read_groups
 from tests.plan.graphs import (
     branches,
     chain,

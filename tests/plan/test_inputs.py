@@ -10,12 +10,12 @@ from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.extensions import PLANNERS
 from gpp_plugin.ir.profile import InputCost
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
-from gpp_plugin.plan.batches import batch_rules
-from gpp_plugin.plan.chain import ChainCosts
-from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.inputs import with_inputs
-from gpp_plugin.plan.memory_breakdown import memory_breakdown
-from gpp_plugin.plan.operator_chain import OperatorChain
+from gpp_plugin.plan.baselines.chain_costs import ChainCosts
+from gpp_plugin.plan.batch_rules import batch_rules
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.input_rows import with_inputs
+from gpp_plugin.plan.costs.memory_breakdown import memory_breakdown
+from gpp_plugin.plan.memory.operator_chain import OperatorChain
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 from tests.plan.graphs import chain, make_profile, make_request

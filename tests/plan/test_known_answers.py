@@ -6,11 +6,11 @@ import functools
 import pytest
 
 from gpp_benchmarks._paper import paper_request
-from gpp_plugin.plan.costs import CostModel, ring_us
-from gpp_plugin.plan.estimate import estimate_plan_us
-from gpp_plugin.plan.judge import judge_us
+from gpp_plugin.plan.costs.cost_model import CostModel, ring_us
+from gpp_plugin.plan.costs.estimate import estimate_plan_us
+from gpp_plugin.plan.costs.judge import judge_us
+from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.registry import make_plan
-from gpp_plugin.plan.stages import StageDraft, build_plan
 from tests.plan.graphs import chain, make_cluster, make_profile, make_request
 
 

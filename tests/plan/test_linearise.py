@@ -3,7 +3,7 @@
 import dataclasses
 
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.plan.linearise import ChainStage, Cut, cut_bytes, linearise
+from gpp_plugin.plan.baselines.linearise import ChainStage, Cut, cut_bytes, linearise
 from gpp_plugin.plan.registry import make_plan
 from tests.plan.graphs import make_graph, make_request
 

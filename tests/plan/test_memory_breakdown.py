@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpp_plugin.plan.memory_breakdown import memory_breakdown
+from gpp_plugin.plan.costs.memory_breakdown import memory_breakdown
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 from tests.plan.graphs import make_cluster

@@ -7,7 +7,12 @@ import random
 
 import pytest
 
-from gpp_plugin.plan.memory_cuts import allowed_cuts, compute_balanced_cut, cut_interval, memory_balanced_cuts
+from gpp_plugin.plan.memory.memory_cuts import (
+    allowed_cuts,
+    compute_balanced_cut,
+    cut_interval,
+    memory_balanced_cuts,
+)
 from tests.plan.graphs import make_cluster
 from tests.plan.operator_chains import factory, operator_chain, random_chain
 

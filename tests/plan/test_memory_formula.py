@@ -7,18 +7,18 @@ import dataclasses
 import pytest
 
 from gpp_plugin.ir.profile import InputCost
-from gpp_plugin.plan.batches import batch_rules
-from gpp_plugin.plan.chain import ChainCosts
-from gpp_plugin.plan.components import Component
-from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.graph_tensors import GraphTensors
-from gpp_plugin.plan.intervals import build_series
-from gpp_plugin.plan.memory_breakdown import memory_breakdown
-from gpp_plugin.plan.operator_chain import OperatorChain, PipelineShape
-from gpp_plugin.plan.stage_chain import StageChain
-from gpp_plugin.plan.stage_shapes import series_shapes
-from gpp_plugin.plan.stages import StageDraft, build_plan
-from gpp_plugin.plan.validate import _stage_bytes
+from gpp_plugin.plan.baselines.chain_costs import ChainCosts
+from gpp_plugin.plan.batch_rules import batch_rules
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.memory_breakdown import memory_breakdown
+from gpp_plugin.plan.graphpipe.components import Component
+from gpp_plugin.plan.graphpipe.intervals import build_series
+from gpp_plugin.plan.graphpipe.stage_shapes import series_shapes
+from gpp_plugin.plan.make import StageDraft, build_plan
+from gpp_plugin.plan.memory.graph_tensors import GraphTensors
+from gpp_plugin.plan.memory.operator_chain import OperatorChain, PipelineShape
+from gpp_plugin.plan.memory.stage_chain import StageChain
+from gpp_plugin.plan.validate_plan import _stage_bytes
 from tests.plan.graphs import chain, make_cluster, make_profile, make_request
 
 NUM, SIZE = 5, 4

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from gpp_plugin.ir.profile import KeptStorage, ModuleMemory
-from gpp_plugin.plan.capuchin import StageChoice, StageOptimizer
-from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.fitting import StageFitter
-from gpp_plugin.plan.module_memory import ModuleChain, recompute_modules
-from gpp_plugin.plan.operator_chain import PipelineShape
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.make import StageDraft, build_plan
+from gpp_plugin.plan.memory.capuchin import StageChoice, StageOptimizer
+from gpp_plugin.plan.memory.fitting import StageFitter
+from gpp_plugin.plan.memory.module_memory import ModuleChain, recompute_modules
+from gpp_plugin.plan.memory.operator_chain import PipelineShape
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.stages import StageDraft, build_plan
 from tests.plan.graphs import chain, make_cluster, make_profile, make_request
 
 SIZES = (400, 100, 300, 200)

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from gpp_plugin.errors import PlanError, PlanInfeasible
+from gpp_plugin.plan.plan_schedules import schedule_plan
 from gpp_plugin.plan.registry import make_plan
-from gpp_plugin.plan.schedules import schedule_plan
-from gpp_plugin.plan.validate import validate_plan
+from gpp_plugin.plan.validate_plan import validate_plan
 from gpp_plugin.schedule.names import schedule_label, schedule_names
 from tests.plan.graphs import GB, branches, chain, make_profile, make_request
 
@@ -95,7 +95,7 @@ def test_an_unknown_name_is_refused():
 
 def test_a_plan_of_very_many_tasks_keeps_its_schedule_and_says_so(monkeypatch):
     plan, request = planned(chain(8))
-    monkeypatch.setattr("gpp_plugin.plan.schedules.MAX_RANK_TASKS", 100)
+    monkeypatch.setattr("gpp_plugin.plan.plan_schedules.MAX_RANK_TASKS", 100)
     kept = schedule_plan(plan, request, schedule="auto")
     assert kept.stages == plan.stages and "too many to try schedules" in kept.notes[-1]
     assert {s.schedule for s in schedule_plan(plan, request, schedule="gpipe").stages} == {"gpipe"}

@@ -8,18 +8,18 @@ import random
 
 import numpy as np
 import pytest
-from gpp_plugin.bench._memory_oracle import with_saved_tensors
-from gpp_plugin.bench._oracle import random_dag, random_request
+from gpp_benchmarks._memory_oracle import with_saved_tensors
+from gpp_benchmarks._oracle import random_dag, random_request
 
 from gpp_plugin.ir.block_graph import SavedTensor
 from gpp_plugin.ir.profile import SharedStorage
 from gpp_plugin.ir.serialize import fingerprint
-from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.fitting import StageFitter
-from gpp_plugin.plan.graph_tensors import GraphTensors
-from gpp_plugin.plan.operator_chain import OperatorChain, PipelineShape
-from gpp_plugin.plan.recompute_menu import Segments, segment_costs
-from gpp_plugin.plan.stage_chain import StageChain
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.memory.fitting import StageFitter
+from gpp_plugin.plan.memory.graph_tensors import GraphTensors
+from gpp_plugin.plan.memory.operator_chain import OperatorChain, PipelineShape
+from gpp_plugin.plan.memory.recompute_menu import Segments, segment_costs
+from gpp_plugin.plan.memory.stage_chain import StageChain
 from tests.plan.graphs import make_cluster, make_graph, make_profile
 
 

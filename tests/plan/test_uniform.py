@@ -4,7 +4,7 @@ import pytest
 
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.extensions import PLANNERS
-from gpp_plugin.plan.linear import linear_order, split_by_layers, split_by_weight
+from gpp_plugin.plan.linear_order import linear_order, split_by_layers, split_by_weight
 from gpp_plugin.plan.registry import make_plan
 from tests.plan.graphs import branches, chain, clip, make_request
 

@@ -11,14 +11,14 @@ import pytest
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
-from gpp_plugin.plan.capuchin import StageOptimizer
-from gpp_plugin.plan.dawnpiper import partition_chain
-from gpp_plugin.plan.layer_chain import partition_gpipe, partition_pipedream
-from gpp_plugin.plan.linear import layer_bounds
-from gpp_plugin.plan.memory_chain import ChainPlan
+from gpp_plugin.plan.baselines.layer_chain import partition_gpipe, partition_pipedream
+from gpp_plugin.plan.baselines.vpipe import LayerOptimizer, partition_vpipe
+from gpp_plugin.plan.baselines.zero_memory import zero_memory_bytes
+from gpp_plugin.plan.linear_order import layer_bounds
+from gpp_plugin.plan.memory.capuchin import StageOptimizer
+from gpp_plugin.plan.memory.dawnpiper import partition_chain
+from gpp_plugin.plan.memory.memory_chain import ChainPlan
 from gpp_plugin.plan.registry import make_plan
-from gpp_plugin.plan.vpipe import LayerOptimizer, partition_vpipe
-from gpp_plugin.plan.zero_memory import zero_memory_bytes
 from tests.plan.graphs import make_cluster, make_request
 from tests.plan.operator_chains import best_partition, factory, operator_chain
 

@@ -3,10 +3,10 @@
 import pytest
 
 from gpp_plugin.extensions import PLANNERS
-from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.memory_breakdown import memory_breakdown
+from gpp_plugin.plan.baselines.stock_chain import STOCK
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.memory_breakdown import memory_breakdown
 from gpp_plugin.plan.registry import make_plan
-from gpp_plugin.plan.stock import STOCK
 from tests.plan.graphs import GB, chain, make_cluster, make_profile, make_request
 from tests.plan.operator_chains import operator_chain
 

@@ -16,7 +16,7 @@ from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
 from gpp_plugin.ir.cluster import Device
 from gpp_plugin.ir.op_graph import OpGraph
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
-from gpp_plugin.profile.analytic import analytic_profile, default_sample_counts, roofline_us
+from gpp_plugin.profile.analytic_costs import analytic_profile, default_sample_counts, roofline_us
 
 COMPUTE_BOUND = Device(
     name="matrix machine",
@@ -183,7 +183,5 @@ def test_roofline_takes_the_slower_side() -> None:
 
 
 def test_planners_can_import_it_without_torch() -> None:
-    code = (
-        "import sys, gpp_plugin.profile.analytic, gpp_plugin.profile.store; sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys, gpp_plugin.profile.analytic_costs, gpp_plugin.profile.cost_store; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -14,20 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model, recapture, resize_batch
-from gpp_plugin.capture.graph import CapturedGraph
 from gpp_plugin.errors import ProfileError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
-from gpp_plugin.plan.costs import CostModel
-from gpp_plugin.plan.graph_tensors import GraphTensors
-from gpp_plugin.plan.stage_chain import StageChain
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.memory.graph_tensors import GraphTensors
+from gpp_plugin.plan.memory.stage_chain import StageChain
 from gpp_plugin.profile import timing
-from gpp_plugin.profile.code import signature_of
+from gpp_plugin.profile.block_code import signature_of
+from gpp_plugin.profile.held_bytes import LiveBytes, SavedStorages
 from gpp_plugin.profile.measure import profile_blocks
-from gpp_plugin.profile.memory import LiveBytes, SavedStorages
 from gpp_plugin.runtime.stage_module import build_stage_function
 from tests.models import MODELS, build
 

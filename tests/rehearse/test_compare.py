@@ -7,9 +7,9 @@ import pytest
 from gpp_benchmarks._emulated_graphs import branch_links, chain_links, emulated_plan, with_in_flight
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.schedule import TaskKind
-from gpp_plugin.rehearse.compare import fit_link, measure_times, predict_from
-from gpp_plugin.schedule.forward_only import forward_only_stages
-from gpp_plugin.simulate.engine import simulate_plan
+from gpp_plugin.rehearse.measured_times import fit_link, measure_times, predict_from
+from gpp_plugin.schedule.orders.forward_only import forward_only_stages
+from gpp_plugin.simulate.predict import simulate_plan
 
 F, B = TaskKind.FORWARD, TaskKind.BACKWARD
 DEVICE = Device(name="d", memory_bytes=0, flops_per_s=1.0, memory_bytes_per_s=1.0)

@@ -10,17 +10,17 @@ from gpp_plugin.cli import main
 from gpp_plugin.ir.serialize import fingerprint, load, save
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec
 from gpp_plugin.ir.timeline import EventKind, Timeline
-from gpp_plugin.rehearse.compare import predict_from
-from gpp_plugin.rehearse.programs import make_programs
-from gpp_plugin.rehearse.rank import RehearsalRank
-from gpp_plugin.rehearse.settings import RehearsalSettings
-from gpp_plugin.schedule.async_1f1b import asynchronous_in_flight, windows_of
+from gpp_plugin.rehearse.measured_times import predict_from
+from gpp_plugin.rehearse.rehearsal_rank import RehearsalRank
+from gpp_plugin.rehearse.rehearsal_settings import RehearsalSettings
+from gpp_plugin.rehearse.saved_programs import make_programs
 from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.forward_only import forward_only_stages
+from gpp_plugin.schedule.orders.async_1f1b import asynchronous_in_flight, windows_of
+from gpp_plugin.schedule.orders.forward_only import forward_only_stages
 from gpp_plugin.schedule.windows import lengthened, window_schedules
-from gpp_plugin.simulate.asynchronous import measured_steady_us, num_windows
-from gpp_plugin.simulate.engine import predict_iteration_us, simulate_plan
-from gpp_plugin.simulate.metrics import peak_in_flight
+from gpp_plugin.simulate.async_prediction import measured_steady_us, num_windows
+from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
+from gpp_plugin.simulate.timeline_metrics import peak_in_flight
 from tests.ranks import run_kept_ranks
 
 FORWARD_US, BACKWARD_US = 1000.0, 2000.0

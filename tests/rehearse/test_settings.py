@@ -10,15 +10,15 @@ from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.ir.plan import StageEdge
 from gpp_plugin.ir.serialize import save
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
-from gpp_plugin.rehearse.programs import scale_times
-from gpp_plugin.rehearse.settings import (
+from gpp_plugin.rehearse.rehearsal_settings import (
     RehearsalSettings,
     check_memory,
     check_rehearsable,
     message_memory_bytes,
     scale_tensors,
 )
-from gpp_plugin.schedule.forward_only import forward_only_stages
+from gpp_plugin.rehearse.saved_programs import scale_times
+from gpp_plugin.schedule.orders.forward_only import forward_only_stages
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_plan_that_cannot_be_rehearsed_is_named_with_its_file(plan, tmp_path, 
 
 
 def test_what_gpp_plan_saves_holds_what_a_rehearsal_needs(tmp_path, capsys):
-    from gpp_plugin.rehearse.settings import load_plan
+    from gpp_plugin.rehearse.rehearsal_settings import load_plan
 
     path = tmp_path / "plan.json"
     assert main(["plan", "mmt", "--devices", "8", "--cluster", "summit", "--out", str(path)]) == 0

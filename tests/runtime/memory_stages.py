@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.capture.graph import CapturedGraph
 from gpp_plugin.ir.block_graph import BlockGraph, SavedTensor
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
 from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.runtime.compute import AutogradCompute, BoundaryGradients
-from gpp_plugin.runtime.memory_policy import StageOperators
-from gpp_plugin.runtime.planned_keeper import make_keeper
+from gpp_plugin.runtime.memory.memory_policy import StageOperators
+from gpp_plugin.runtime.memory.planned_keeper import make_keeper
+from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
-from gpp_plugin.runtime.swap import SwapLink
 from tests.models import build
 
 SAMPLES = 2

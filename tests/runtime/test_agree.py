@@ -7,7 +7,7 @@ import datetime
 import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout, ConfigError
-from gpp_plugin.runtime.agree import exchange, tell
+from gpp_plugin.runtime.ranks.agree import exchange, tell
 from tests.ranks import run_kept_ranks
 
 STAGES = ("start", "start", "deep", "end")

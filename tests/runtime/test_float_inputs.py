@@ -14,7 +14,7 @@ from gpp_plugin.ir.memory_plan import MemoryPlan
 from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import Stage
 from gpp_plugin.ir.tensors import TensorSpec
-from gpp_plugin.library import modules
+from gpp_plugin.library import paper_modules as modules
 from gpp_plugin.profile.measure import profile_blocks
 from gpp_plugin.runtime.batches import slice_batch
 from tests.models import build

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout
-from gpp_plugin.runtime.meeting import Meeting
+from gpp_plugin.runtime.ranks.meeting import Meeting
 from tests.ranks import run_kept_ranks
 
 WAYS: dict[str, Callable[[Meeting], object]] = {

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from gpp_plugin.capture.export import capture_model
 from gpp_plugin.errors import PlanError, RuntimeFailure
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment
-from gpp_plugin.runtime.recipe import Drop, MovingPass
-from gpp_plugin.runtime.recompute import Replay
+from gpp_plugin.runtime.memory.recipe import Drop, MovingPass
+from gpp_plugin.runtime.memory.recompute import Replay
 from tests.runtime.memory_stages import (
     SAMPLES,
     TestStage,
@@ -205,8 +205,8 @@ def test_a_stage_without_a_plan_uses_no_hooks(monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError("hooks cost time")
 
     stage = make_stage("gpt2", granularity="layer", dropout=0.1)
-    monkeypatch.setattr("gpp_plugin.runtime.keeper.saved_tensors_hooks", fail)
-    monkeypatch.setattr("gpp_plugin.runtime.recompute.saved_tensors_hooks", fail)
+    monkeypatch.setattr("gpp_plugin.runtime.memory.keeper.saved_tensors_hooks", fail)
+    monkeypatch.setattr("gpp_plugin.runtime.memory.recompute.saved_tensors_hooks", fail)
     trainer = Trainer(stage)
     trainer.train()
     with pytest.raises(AssertionError, match="hooks cost time"):

@@ -3,7 +3,7 @@
 import os
 import socket
 
-from gpp_plugin.runtime.sockets import BUFFER_BYTES, widen_open_sockets, widened_sockets
+from gpp_plugin.runtime.messages.sockets import BUFFER_BYTES, widen_open_sockets, widened_sockets
 
 
 def connect():

@@ -27,9 +27,9 @@ from gpp_plugin.runtime.compute import AutogradCompute, HalfForwards, boundary_g
 from gpp_plugin.runtime.executor import StageExecutor
 from gpp_plugin.runtime.stage_module import StageFunction
 from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.in_flight import plan_in_flight
+from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.validate import validate_programs
+from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 from tests.schedule.plans import make_plan
 
 Channel: TypeAlias = "queue.Queue[tuple[list[Tensor], threading.Event]]"

@@ -10,8 +10,8 @@ from torch import Tensor
 from gpp_plugin.errors import CommTimeout
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.ir.samples import SampleRange
-from gpp_plugin.runtime.transport import PACKED_BYTES, Transport, has_queue_for_each, make_transport
-from gpp_plugin.runtime.wires import Wire
+from gpp_plugin.runtime.messages.transport import PACKED_BYTES, Transport, has_queue_for_each, make_transport
+from gpp_plugin.runtime.messages.wires import Wire
 from tests.ranks import run_kept_ranks
 
 NAMES = ("vision -> loss", "text -> loss")

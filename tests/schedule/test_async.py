@@ -9,9 +9,14 @@ from gpp_benchmarks._random_plans import forward_only_of, random_plan
 from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.program import InstructionKind
 from gpp_plugin.ir.schedule import Task, TaskKind
-from gpp_plugin.runtime.keeper import backwards_after
-from gpp_plugin.schedule.async_1f1b import Windows, asynchronous_in_flight, check_asynchronous, windows_of
-from gpp_plugin.schedule.validate_windows import validate_windows
+from gpp_plugin.runtime.memory.keeper import backwards_after
+from gpp_plugin.schedule.checks.validate_windows import validate_windows
+from gpp_plugin.schedule.orders.async_1f1b import (
+    Windows,
+    asynchronous_in_flight,
+    check_asynchronous,
+    windows_of,
+)
 from gpp_plugin.schedule.windows import lower_windows
 from tests.schedule.plans import chain_plan, simple_plan
 

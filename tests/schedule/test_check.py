@@ -6,7 +6,7 @@ import pytest
 
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.schedule import StageSchedule, parse_task
-from gpp_plugin.schedule.check import check_schedules
+from gpp_plugin.schedule.checks.order_check import check_schedules
 from tests.schedule.plans import simple_plan
 
 PLAN = simple_plan([2], [], mini_batch=4)

@@ -5,13 +5,13 @@ import pytest
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.plan.choose_schedule import USUAL_SCHEDULES, candidate_schedules, choose_schedule
 from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.choose import USUAL_SCHEDULES, candidate_schedules, choose_schedule
+from gpp_plugin.schedule.checks.validate_programs import validate_programs
+from gpp_plugin.schedule.durations import with_split_costs
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.validate import validate_programs
-from gpp_plugin.simulate.durations import with_split_costs
-from gpp_plugin.simulate.engine import predict_iteration_us, simulate_plan
-from gpp_plugin.simulate.metrics import peak_in_flight
+from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
+from gpp_plugin.simulate.timeline_metrics import peak_in_flight
 from tests.schedule.plans import chain_plan, simple_plan
 from tests.simulate.test_engine import cluster_of
 

@@ -7,10 +7,10 @@ from gpp_benchmarks._random_plans import random_plan
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.greedy import greedy_schedule
+from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.validate import validate_programs
-from gpp_plugin.simulate.engine import simulate_plan
+from gpp_plugin.schedule.orders.greedy import greedy_schedule
+from gpp_plugin.simulate.predict import simulate_plan
 from tests.schedule.plans import chain_plan, make_plan, simple_plan, with_in_flight
 from tests.simulate.test_engine import times_of
 

@@ -7,10 +7,10 @@ from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import Stage, StageEdge
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
-from gpp_plugin.schedule.in_flight import compute_in_flight, in_flight_from_source, plan_in_flight
-from gpp_plugin.schedule.kfkb import kfkb_schedule
+from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.validate import validate_programs
+from gpp_plugin.schedule.orders.in_flight import compute_in_flight, in_flight_from_source, plan_in_flight
+from gpp_plugin.schedule.orders.kfkb import kfkb_schedule
 from tests.schedule.plans import make_plan, simple_plan
 
 

@@ -9,9 +9,9 @@ from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.plan import Stage, StageEdge
 from gpp_plugin.ir.program import Direction, InstructionKind
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
+from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.messages import activation_message, edge_overlaps
-from gpp_plugin.schedule.validate import validate_programs
 from tests.schedule.plans import chain_plan, make_plan, simple_plan
 
 

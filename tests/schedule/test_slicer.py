@@ -6,14 +6,14 @@ import pytest
 from gpp_benchmarks._random_schedules import check_schedule_draw
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.program import Direction
+from gpp_plugin.plan.choose_schedule import choose_schedule, choose_slicing
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
-from gpp_plugin.schedule.choose import choose_schedule, choose_slicing
+from gpp_plugin.schedule.checks.validate_programs import validate_programs
+from gpp_plugin.schedule.durations import with_split_costs
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.slicer import count_sliced, longest_start_up, slice_warm_up
-from gpp_plugin.schedule.validate import validate_programs
-from gpp_plugin.simulate.durations import with_split_costs
-from gpp_plugin.simulate.engine import predict_iteration_us, simulate_plan
-from gpp_plugin.simulate.metrics import peak_in_flight, start_up_us
+from gpp_plugin.schedule.orders.slicer import count_sliced, longest_start_up, slice_warm_up
+from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
+from gpp_plugin.simulate.timeline_metrics import peak_in_flight, start_up_us
 from tests.schedule.plans import simple_plan
 from tests.simulate.test_engine import cluster_of
 

@@ -12,13 +12,13 @@ from gpp_plugin.ir.program import Direction, Instruction
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.serialize import dumps, from_plain, loads, to_plain
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
+from gpp_plugin.schedule.checks.validate_programs import validate_programs
+from gpp_plugin.schedule.checks.validate_windows import validate_windows
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.messages import tensor_pairs
-from gpp_plugin.schedule.validate import validate_programs
-from gpp_plugin.schedule.validate_windows import validate_windows
 from gpp_plugin.schedule.windows import lower_windows
-from gpp_plugin.simulate.engine import predict_iteration_us, simulate_plan, simulate_programs
-from gpp_plugin.simulate.metrics import critical_path
+from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan, simulate_programs
+from gpp_plugin.simulate.timeline_metrics import critical_path
 from tests.schedule.plans import make_plan
 from tests.schedule.test_async import random_async_plan
 

@@ -11,9 +11,9 @@ from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.program import Instruction, InstructionKind
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.grid import format_grid
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.validate import validate_programs
 from tests.schedule.plans import chain_plan, simple_plan
 
 PLAN = simple_plan([1, 2, 1, 4], [(0, 1), (0, 2), (1, 3), (2, 3)], mini_batch=8)

@@ -9,11 +9,11 @@ from gpp_benchmarks._random_schedules import check_schedule_draw
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.checks.validate_programs import validate_programs
+from gpp_plugin.schedule.durations import with_split_costs
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.validate import validate_programs
-from gpp_plugin.simulate.durations import with_split_costs
-from gpp_plugin.simulate.engine import predict_iteration_us, simulate_plan
-from gpp_plugin.simulate.metrics import peak_in_flight
+from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
+from gpp_plugin.simulate.timeline_metrics import peak_in_flight
 from tests.schedule.plans import chain_plan, simple_plan
 
 DIAMOND = [(0, 1), (0, 2), (1, 3), (2, 3), (3, 4)]

@@ -11,8 +11,8 @@ from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.plan import Stage, StageEdge
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.timeline import EventKind
-from gpp_plugin.simulate.durations import with_split_costs
-from gpp_plugin.simulate.engine import predict_iteration_us, simulate_plan
+from gpp_plugin.schedule.durations import with_split_costs
+from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
 from tests.schedule.plans import chain_plan, make_plan, simple_plan, with_in_flight
 from tests.simulate.reference import label, reference_times
 

@@ -8,8 +8,8 @@ from gpp_benchmarks._random_schedules import random_draw
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import StageEdge
 from gpp_plugin.ir.timeline import Timeline
-from gpp_plugin.simulate.engine import simulate_plan
-from gpp_plugin.simulate.metrics import (
+from gpp_plugin.simulate.predict import simulate_plan
+from gpp_plugin.simulate.timeline_metrics import (
     StageMemory,
     critical_path,
     in_flight_over_time,

@@ -8,7 +8,7 @@ from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.timeline import EventKind
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.simulate.engine import simulate_plan, simulate_programs
+from gpp_plugin.simulate.predict import simulate_plan, simulate_programs
 from tests.schedule.plans import chain_plan
 from tests.simulate.test_engine import cluster_of, times_of
 

@@ -69,11 +69,11 @@ def run_in_double(
     graph: Any, batch: dict[str, Tensor], mini_batch: int, block: dict[str, Any], *, count: bool = False
 ) -> dict[str, Any]:
     from gpp_plugin.config import BatchSizes, GraphPipelineConfig
-    from gpp_plugin.integrations.model_source import ModelSource
-    from gpp_plugin.integrations.preparation import Setting
-    from gpp_plugin.plan.memory_counts import differences
-    from gpp_plugin.runtime.pipeline import Lane, channels_of, make_programs, tied_stages
-    from gpp_plugin.runtime.transport import make_transport
+    from gpp_plugin.model.model_source import ModelSource
+    from gpp_plugin.model.preparation import Setting
+    from gpp_plugin.plan.costs.kept_bytes import differences
+    from gpp_plugin.runtime.lane import Lane, channels_of, make_programs, tied_stages
+    from gpp_plugin.runtime.messages.transport import make_transport
 
     rank, device = dist.get_rank(), torch.device("cpu")
     setting = Setting(
@@ -329,7 +329,7 @@ def train_given_modules() -> dict[str, Any]:
     import deepspeed
 
     import gpp_plugin
-    from gpp_plugin.integrations.materialize import resident_bytes
+    from gpp_plugin.model.weights.materialize import resident_bytes
     from tests.stage_graph.graphs import GRAPHS, make
 
     modules = {given.name: make(given.kind, given.name) for given in GRAPHS["chain"]}

@@ -7,7 +7,7 @@ from typing import Any
 
 import gpp_plugin
 from gpp_plugin.ir.serialize import dumps
-from gpp_plugin.runtime.pipeline import make_programs
+from gpp_plugin.runtime.lane import make_programs
 from tests.integrations.engine_jobs import B, config_of, steps
 from tests.models import build
 from tests.stage_graph.captured import caption_batch, make_language
@@ -36,8 +36,8 @@ def train_demo(spelling: str, profiles: str) -> list[float]:
     import deepspeed
 
     from gpp_plugin.demo.clip import make_clip
+    from gpp_plugin.demo.demo_settings import DemoSettings
     from gpp_plugin.demo.digits import load_digit_captions, mini_batches
-    from gpp_plugin.demo.settings import DemoSettings
 
     settings = DemoSettings(num_ranks=1, stages=1)
     config = settings.ds_config()

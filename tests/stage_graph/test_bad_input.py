@@ -11,8 +11,8 @@ from torch import nn
 from gpp_plugin import StageGraph
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.op_graph import Parameter
-from gpp_plugin.stage_graph.module import check_replicas, describe_tensors
-from gpp_plugin.stage_graph.resolve import resolve
+from gpp_plugin.model.graph.given_module import check_replicas, describe_tensors
+from gpp_plugin.model.graph.resolve import resolve
 from tests.ranks import run_kept_ranks
 from tests.stage_graph import jobs
 

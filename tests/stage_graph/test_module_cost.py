@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gpp_plugin.model.graph import stage_costs as costs
+from gpp_plugin.model.graph.graph_job import GraphJob
+from gpp_plugin.model.graph.kept import Kept, module_memory, record_kept
+from gpp_plugin.model.graph.module_trial import ModuleTrial, Place
+from gpp_plugin.model.graph.resolve import resolve
+from gpp_plugin.model.graph.split_trial import measure_split
+from gpp_plugin.model.graph.stage_costs import Measuring
+from gpp_plugin.model.graph.stage_graph import StageGraph
+from gpp_plugin.model.graph.stored_profiles import NotDescribed, describe_module
 from gpp_plugin.profile.split_cost import CANNOT_SPLIT, UNSPLITTABLE
-from gpp_plugin.runtime.counting import StorageNumbers
-from gpp_plugin.stage_graph import costs
-from gpp_plugin.stage_graph.costs import Measuring
-from gpp_plugin.stage_graph.graph import StageGraph
-from gpp_plugin.stage_graph.job import GraphJob
-from gpp_plugin.stage_graph.kept import Kept, module_memory, record_kept
-from gpp_plugin.stage_graph.resolve import resolve
-from gpp_plugin.stage_graph.split_trial import measure_split
-from gpp_plugin.stage_graph.stored import NotDescribed, describe_module
-from gpp_plugin.stage_graph.trial import ModuleTrial, Place
+from gpp_plugin.runtime.memory.counting import StorageNumbers
 from tests.stage_graph.graphs import Once
 from tests.stage_graph.recompute_jobs import WIDTH, Deep, Loss
 

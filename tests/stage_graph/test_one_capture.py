@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from gpp_plugin.stage_graph.graph import StageGraph
-from gpp_plugin.stage_graph.resolve import resolve
+from gpp_plugin.model.graph.resolve import resolve
+from gpp_plugin.model.graph.stage_graph import StageGraph
 from tests.models import build
 from tests.ranks import run_kept_ranks
 from tests.stage_graph import one_capture_jobs

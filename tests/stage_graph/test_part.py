@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from gpp_plugin import StageGraph
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
-from gpp_plugin.stage_graph.describe import describe_graph
-from gpp_plugin.stage_graph.module import check_ties, tied_names
-from gpp_plugin.stage_graph.part import CapturedPart, PartView
-from gpp_plugin.stage_graph.resolve import ResolvedGraph, resolve
-from gpp_plugin.stage_graph.shapes import Shapes
-from gpp_plugin.stage_graph.trial import input_specs
+from gpp_plugin.model.graph.captured_part import CapturedPart, PartView
+from gpp_plugin.model.graph.describe_graph import describe_graph
+from gpp_plugin.model.graph.given_module import check_ties, tied_names
+from gpp_plugin.model.graph.graph_shapes import Shapes
+from gpp_plugin.model.graph.module_trial import input_specs
+from gpp_plugin.model.graph.resolve import ResolvedGraph, resolve
 
 WIDTH, UNIT = 4, 2
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.megatron.dropout import DropoutStreams
-from gpp_plugin.stage_graph.context import StageContext
+from gpp_plugin.model.graph.stage_context import StageContext
 
 
 class _Chunk:

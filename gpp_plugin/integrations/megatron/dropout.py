@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout
-from gpp_plugin.stage_graph.context import StageContext
+from gpp_plugin.model.graph.stage_context import StageContext
 
 _SEEDS = 1 << 48
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.stage_graph.context import StageContext
+from gpp_plugin.model.graph.stage_context import StageContext
 
 
 def collect_groups(context: StageContext) -> Any:

@@ -33,10 +33,10 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.plan.edge_transports import MEGATRON, choose_edge_transports, edge_name
-from gpp_plugin.runtime.pending import MessagePlace, Pending, Post, Posted
-from gpp_plugin.runtime.sockets import widen_open_sockets, widened_sockets
-from gpp_plugin.runtime.transport import NATIVE_TRANSPORT, NcclTransport
-from gpp_plugin.runtime.wires import Wire
+from gpp_plugin.runtime.messages.pending import MessagePlace, Pending, Post, Posted
+from gpp_plugin.runtime.messages.sockets import widen_open_sockets, widened_sockets
+from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT, NcclTransport
+from gpp_plugin.runtime.messages.wires import Wire
 
 Pair = tuple[int, int]
 """The ranks of an edge, the lower one first."""

@@ -32,7 +32,7 @@ from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.megatron import cpu
 from gpp_plugin.integrations.megatron.groups import collect_groups
 from gpp_plugin.integrations.megatron.weights import load_full_state
-from gpp_plugin.stage_graph.context import StageContext
+from gpp_plugin.model.graph.stage_context import StageContext
 
 State = Mapping[str, Tensor]
 

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gpp_plugin.engine.stage_groups import is_shard
 from gpp_plugin.errors import CheckpointError
-from gpp_plugin.integrations.stage_groups import is_shard
-from gpp_plugin.stage_graph.context import StageContext
+from gpp_plugin.model.graph.stage_context import StageContext
 
 _LAYER = re.compile(r"^((?:decoder\.)?layers\.)(\d+)\.")
 _WORDS, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"

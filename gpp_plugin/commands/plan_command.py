@@ -1,0 +1,208 @@
+"""`gpp plan`: makes a plan for a model, without its weights, on a cluster that need not be there."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from gpp_plugin.api import format_plan, make_request, plan_for, save
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.extensions import PLANNERS, TRANSPORTS
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.serialize import fingerprint, to_plain
+from gpp_plugin.library.named_models import config_names
+from gpp_plugin.library.paper_graphs import MODELS
+from gpp_plugin.plan.cluster_files import cluster_names
+from gpp_plugin.plan.edge_transports import NATIVE
+from gpp_plugin.plan.memory.memory_advice import memory_advice
+from gpp_plugin.report.plan_text import edge_rows, format_breakdown, format_edges, stage_rows
+from gpp_plugin.schedule.names import is_schedule_name, schedule_names
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `gpp plan`."""
+    # A flat list of options, one `add_argument` each in the order of --help, and long for that reason alone;
+    # what they mean together is checked in `run` and by the planners.
+    models = ", ".join(MODELS)
+    clusters = ", ".join(cluster_names())
+    parser.add_argument(
+        "model",
+        help="a HuggingFace config.json or its directory, a configuration that comes with gpp "
+        f"({', '.join(config_names())}), or a library model ({models})",
+    )
+    parser.add_argument("--devices", type=int, help="ranks to plan for (those of the cluster)")
+    parser.add_argument(
+        "--cluster",
+        default="dgx_h100",
+        help=f"a file, one of {clusters}, or auto: this machine (%(default)s)",
+    )
+    parser.add_argument(
+        "--planner", default="auto", help=f"one of {', '.join(PLANNERS.names())} (%(default)s)"
+    )
+    parser.add_argument("--mini-batch", type=int, default=64, help="samples of one step (%(default)s)")
+    parser.add_argument("--loss-unit", type=int, help="samples of one loss (the mini-batch)")
+    parser.add_argument("--micro-batch", type=int, help="samples every stage takes at a time")
+    parser.add_argument("--stages", type=int, help="exactly that many stages")
+    parser.add_argument("--data-parallel", type=int, help="ranks of every stage")
+    parser.add_argument(
+        "--schedule", default="auto", help=f"one of {', '.join(schedule_names())} (%(default)s)"
+    )
+    parser.add_argument(
+        "--slicing",
+        type=_slicing,
+        default="auto",
+        help="run the first forwards in halves: auto, where that is shorter; on; off; or a number of micro-batches "
+        "(%(default)s)",
+    )
+    parser.add_argument(
+        "--mode",
+        choices=["sync", "async"],
+        default="sync",
+        help="one update a mini-batch, or one a micro-batch with stashed weights (%(default)s)",
+    )
+    parser.add_argument(
+        "--vertical-sync",
+        action="store_true",
+        help="with --mode async: a micro-batch uses weights of the same age on every stage",
+    )
+    parser.add_argument(
+        "--memory",
+        nargs="+",
+        choices=["recompute", "swap"],
+        default=[],
+        help="what auto, graphpipe, dawnpiper and vpipe may use to fit",
+    )
+    parser.add_argument(
+        "--p2p",
+        choices=TRANSPORTS.names(),
+        default="native",
+        help="what carries messages: our transport; megatron-core's P2PCommunicator on the edges that it can "
+        "carry, which are shown; or that of another package (%(default)s)",
+    )
+    parser.add_argument("--memory-report", action="store_true", help="show what fills each stage's memory")
+    parser.add_argument("--zero", type=int, choices=[0, 1, 2], default=0, help="ZeRO stage (%(default)s)")
+    parser.add_argument(
+        "--granularity",
+        choices=["layer", "sub_layer", "node"],
+        help="size of a block (layer; node, single operators, for planner dawnpiper)",
+    )
+    parser.add_argument(
+        "--length", type=int, default=512, help="tokens of a text, for a HuggingFace model (%(default)s)"
+    )
+    parser.add_argument(
+        "--size",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a dimension of a library model, e.g. --size branches=8; may be repeated",
+    )
+    parser.add_argument("--out", type=Path, help="write the plan there")
+    parser.add_argument("--width", type=int, default=100, help="columns of the picture (%(default)s)")
+
+
+def _slicing(text: str) -> str | int:
+    if text in ("auto", "on", "off"):
+        return text
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not valid; give auto, on, off or a number of at least 1")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Print the plan and what it is predicted to cost.
+
+    Raises:
+        ConfigError: an option is wrong.
+        PlanError: no plan meets the options.
+    """
+    # The order in which a job plans too, so that a plan made here is the one that training would make
+    # from the same costs: partition (planner), then order and slices (schedule_plan), then transports,
+    # then what fills memory.
+    #
+    #   model --capture or library--> graph, profile --planner--> stages --schedule--> plan --> text, file
+    #
+    # A HuggingFace model is built on the meta device and its costs are analytic, of the cluster's first
+    # device: no weights, no such device, and about the time of one export.
+    if not is_schedule_name(args.schedule):
+        raise ConfigError(
+            f"--schedule: no schedule {args.schedule!r}; give one of {', '.join(schedule_names())}"
+        )
+    if args.cluster == "auto" and args.devices is not None and args.devices < 1:
+        raise ConfigError(f"--devices {args.devices}: give at least 1")
+    unit = args.loss_unit or args.mini_batch
+    if args.mini_batch < 1 or unit < 1:
+        raise ConfigError(f"--mini-batch {args.mini_batch}, --loss-unit {unit}: give at least 1 sample")
+    if args.size and args.model not in MODELS:
+        raise ConfigError("--size: is for library models; edit the HuggingFace configuration instead")
+    request = make_request(
+        args.model,
+        args.cluster,
+        planner=args.planner,
+        schedule=args.schedule,
+        num_devices=args.devices,
+        sizes=_sizes(args.size),
+        length=args.length,
+        granularity=args.granularity,
+        mini_batch=args.mini_batch,
+        loss_unit=unit,
+        micro_batch_sizes=args.micro_batch or None,
+        stages=args.stages,
+        data_parallel=args.data_parallel,
+        memory=args.memory,
+        zero_stage=args.zero,
+        mode=args.mode,
+        vertical_sync=args.vertical_sync,
+    )
+    start = time.perf_counter()
+    plan = plan_for(request, planner=args.planner, schedule=args.schedule, slicing=args.slicing, p2p=args.p2p)
+    seconds = time.perf_counter() - start
+    print(format_plan(plan, width=args.width))
+    if args.p2p != NATIVE and plan.edges:
+        print(f"\n{format_edges(plan, args.p2p)}")
+    parts = plan.memory
+    if args.memory_report:
+        print(f"\n{format_breakdown(parts)}")
+        for line in memory_advice(plan, zero_stage=args.zero, allowed=request.memory_optimization):
+            print(line)
+    # 64 samples in 80,000 us are 800 a second.
+    throughput = plan.mini_batch / plan.iteration_us * 1e6 if plan.iteration_us else 0.0
+    print(
+        f"\n{len(request.graph.blocks)} blocks planned on {request.cluster.name} in {seconds:.2f} s; costs: "
+        f"{request.profile.source}, of {request.profile.device}; {throughput:.1f} samples/s predicted"
+    )
+    if args.out is not None:
+        save(plan, args.out)
+        print(f"plan written to {args.out}")
+    return {
+        "rows": stage_rows(plan),
+        "edges": edge_rows(plan, args.p2p),
+        **_figures(plan),
+        "seconds": seconds,
+        "samples_per_s": throughput,
+        "memory": [{**to_plain(part), "total": part.total} for part in parts],
+    }
+
+
+def _figures(plan: PipelinePlan) -> dict[str, Any]:
+    return {
+        "model": plan.model,
+        "planner": plan.planner,
+        "plan": fingerprint(plan),
+        "num_stages": len(plan.stages),
+        "depth": plan.depth,
+        "num_ranks": plan.num_ranks,
+        "iteration_us": plan.iteration_us,
+    }
+
+
+def _sizes(texts: list[str]) -> dict[str, int | str]:
+    sizes: dict[str, int | str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not value:
+            raise ConfigError(f"--size: {text!r} is not NAME=VALUE, e.g. branches=8")
+        # Numbers as numbers, the rest as text (granularity=sub_layer); `build_model` knows which it wants.
+        sizes[name] = int(value) if value.isdecimal() else value
+    return sizes

@@ -1,0 +1,68 @@
+"""`gpp rehearse`: runs a plan's processes and messages on this machine with delays in place of compute."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from gpp_plugin.api import rehearse, save
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.rehearse.rehearsal_settings import load_plan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `gpp rehearse`."""
+    parser.add_argument("plan", type=Path, help="a plan, as gpp plan --out writes it")
+    parser.add_argument("--steps", type=int, default=5, help="mini-batches to measure (%(default)s)")
+    parser.add_argument(
+        "--scale-time", type=float, default=1.0, metavar="X", help="multiply every duration (%(default)s)"
+    )
+    parser.add_argument(
+        "--scale-bytes",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="multiply the size of messages and of reduced gradients (%(default)s)",
+    )
+    parser.add_argument(
+        "--trace-path", metavar="OUT", help="write the mini-batch of median length as a trace for Perfetto"
+    )
+    parser.add_argument("--out", type=Path, help="write its timeline there")
+    parser.add_argument(
+        "--timeout", type=float, metavar="S", help="longest wait for a message, in seconds (by the plan)"
+    )
+    parser.add_argument("--width", type=int, default=100, help="columns of the picture (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Rehearse the plan, and print what was measured beside what the simulator says.
+
+    Raises:
+        GppError: an option or the plan is wrong, or a rank failed.
+    """
+    if args.width < 1:
+        raise ConfigError(f"--width: {args.width} is not valid; give at least 1")
+    # The plan is read and checked before torch is loaded: a wrong file is refused at once, not after seconds.
+    plan = load_plan(args.plan)
+
+    from gpp_plugin.rehearse.rehearsal_report import format_rehearsal, rehearsal_figures, stage_rows
+    from gpp_plugin.report.chrome_trace import write_trace
+
+    # Progress goes out line by line (flush): a rehearsal takes minutes, often into a pipe or a log.
+    rehearsal = rehearse(
+        plan,
+        steps=args.steps,
+        scale_time=args.scale_time,
+        scale_bytes=args.scale_bytes,
+        timeout_s=args.timeout,
+        tell=lambda text: print(text, flush=True),
+    )
+    print(f"\n{format_rehearsal(rehearsal, width=args.width)}")
+    if args.out is not None:
+        save(rehearsal.median_timeline, args.out)
+        print(f"timeline written to {args.out}")
+    if args.trace_path:
+        write_trace(rehearsal.median_timeline, rehearsal.plan, args.trace_path, step=0)
+        print(f"trace written to {args.trace_path}; open it in Perfetto")
+    return {"rows": stage_rows(rehearsal), **rehearsal_figures(rehearsal)}

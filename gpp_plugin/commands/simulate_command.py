@@ -1,0 +1,72 @@
+"""`gpp simulate`: predicts the timeline of a plan, task by task and message by message."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from gpp_plugin.api import format_timeline, load_plan, save, simulate, simulate_async
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.serialize import to_plain
+from gpp_plugin.plan.cluster_files import cluster_names
+from gpp_plugin.report.summary import summarize_timeline
+from gpp_plugin.report.units import format_ms
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `gpp simulate`."""
+    parser.add_argument("plan", type=Path, help="a plan, as gpp plan writes it")
+    parser.add_argument(
+        "--cluster",
+        help=f"links messages take: a file, or one of {', '.join(cluster_names())} (they take no time)",
+    )
+    parser.add_argument("--out", type=Path, help="write the timeline there")
+    parser.add_argument("--width", type=int, default=100, help="columns of the picture (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Print the predicted timeline.
+
+    Raises:
+        GppError: the plan cannot be read, has no predicted times, or its schedule is unsafe.
+    """
+    if args.width < 1:
+        raise ConfigError(f"--width: {args.width} is not valid; give at least 1")
+    plan = load_plan(args.plan)
+    # All zeros would simulate to an empty picture; a plan written by hand may lack times.
+    if not any(stage.forward_us for stage in plan.stages):
+        raise ConfigError(f"{args.plan}: its stages have no forward_us; make the plan with gpp plan")
+    if plan.mode == "async":
+        return _run_async(plan, args)
+    timeline = simulate(plan, args.cluster)
+    print(format_timeline(timeline, plan, width=args.width))
+    if args.out is not None:
+        save(timeline, args.out)
+        print(f"timeline written to {args.out}")
+    summary = dataclasses.asdict(summarize_timeline(timeline, plan))
+    return {"rows": [to_plain(event) for event in timeline.events], "summary": summary}
+
+
+def _run_async(plan: PipelinePlan, args: argparse.Namespace) -> dict[str, Any]:
+    """Print some mini-batches of an asynchronous plan, from an empty pipeline to an empty one."""
+    found = simulate_async(plan, args.cluster)
+    print(format_timeline(found.timeline, plan, width=args.width))
+    # All zeros would simulate to an empty picture; a plan written by hand may lack times.
+    print(
+        f"{found.num_windows} mini-batches of an asynchronous plan: {format_ms(found.steady_us)} ms each while the "
+        f"pipeline is full, {format_ms(found.fill_us)} ms to fill it, {format_ms(found.drain_us)} ms to drain it"
+    )
+    if args.out is not None:
+        save(found.timeline, args.out)
+        print(f"timeline written to {args.out}")
+    summary = dataclasses.asdict(summarize_timeline(found.timeline, found.plan))
+    figures = {
+        "num_windows": found.num_windows,
+        "steady_us": found.steady_us,
+        "fill_us": found.fill_us,
+        "drain_us": found.drain_us,
+    }
+    return {"rows": [to_plain(event) for event in found.timeline.events], "summary": {**summary, **figures}}

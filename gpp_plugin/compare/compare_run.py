@@ -1,0 +1,210 @@
+"""Runs the modes of a comparison in turns: their processes are all there at once, and one of them works at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from gpp_plugin.compare.compare_settings import SINGLE, CompareSettings
+from gpp_plugin.errors import ConfigError, RuntimeFailure
+from gpp_plugin.launch import run_ranks
+
+Tell = Callable[[str], None]
+
+BUBBLE_STEPS = 3
+"""Steps after the timed ones whose timelines are recorded; the median of their bubbles counts."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ModeResult:
+    """What one mode came to.
+
+    Args:
+        refused: why the mode cannot run this; everything else is empty then.
+        startup_s: from starting its processes until the first step could begin.
+        bubble: idle share of the ranks' time between first and last task; None for a single process.
+        peak_bytes_by_rank: as ``memory_measure`` says; ``parameter_bytes_by_rank``: parameters and buffers.
+    """
+
+    mode: str
+    num_ranks: int
+    refused: str | None = None
+    startup_s: float = 0.0
+    facts: dict[str, Any] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    times_ms: list[float] = field(default_factory=list)
+    bubble: float | None = None
+    peak_bytes_by_rank: list[int] = field(default_factory=list)
+    parameter_bytes_by_rank: list[int] = field(default_factory=list)
+    memory_measure: str = ""
+
+    @property
+    def iteration_ms(self) -> float:
+        """Return the median time of a step."""
+        return statistics.median(self.times_ms)
+
+
+class _Job:
+    """The processes of one mode, asked one thing at a time."""
+
+    def __init__(self, mode: str, settings: CompareSettings, folder: Path) -> None:
+        self.result = ModeResult(mode=mode, num_ranks=1 if mode == SINGLE else settings.num_ranks)
+        path = folder / f"{mode}.fifo"
+        os.mkfifo(path)
+        # open for reading as well: does not wait for a reader, and commands written early are kept
+        self._commands = os.open(path, os.O_RDWR)
+        self._events = run_ranks(
+            "gpp_plugin.compare.compare_rank",
+            [str(folder / "settings.json"), mode, str(path)],
+            num_ranks=self.result.num_ranks,
+            timeout_s=settings.timeout_s,
+        )
+
+    def __enter__(self) -> _Job:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def start(self) -> None:
+        """Start the processes and wait until they can take a step, or say why not.
+
+        Raises:
+            ConfigError: there is no such model.
+        """
+        begin = time.perf_counter()
+        event = self._answer()
+        if "failed" in event:
+            raise ConfigError(event["failed"])
+        self.result.startup_s = time.perf_counter() - begin
+        self.result.refused = event.pop("refused", None)
+        self.result.facts = event
+        if self.result.refused is not None:
+            self.end()
+
+    def step(self, step: int, measure: str = "time") -> dict[str, Any]:
+        """Take one step on all processes of the mode."""
+        os.write(self._commands, (json.dumps({"step": step, "measure": measure}) + "\n").encode())
+        return self._answer()
+
+    def end(self) -> None:
+        """End the processes."""
+        self._events.close()  # type: ignore[attr-defined]  # a generator
+        if self._commands >= 0:
+            os.close(self._commands)
+            self._commands = -1
+
+    def _answer(self) -> dict[str, Any]:
+        try:
+            return next(self._events)
+        except StopIteration:
+            raise RuntimeFailure(f"mode {self.result.mode}: its processes ended without an answer") from None
+        except RuntimeFailure as error:
+            raise RuntimeFailure(f"mode {self.result.mode}: {error}") from error
+
+
+def compare_modes(settings: CompareSettings, *, tell: Tell) -> list[ModeResult]:
+    """Train in every mode, in turns on the same batches, and return what each came to.
+
+    Args:
+        tell: gets lines of progress.
+
+    Raises:
+        ConfigError: there is no such model, or no mode can run it.
+        RuntimeFailure: a process failed; the message ends with what it said last.
+    """
+    with tempfile.TemporaryDirectory(prefix="gpp_compare_") as name, ExitStack() as stack:
+        folder = Path(name)
+        (folder / "settings.json").write_text(settings.to_json(), encoding="utf-8")
+        # All modes' processes are there at once and take turns, so that each step of every mode meets
+        # the machine in the same state; those that wait sleep in a read. They start one after the
+        # other, since they profile while they start.
+        #
+        #   single   | start |  .   |   .   | s0 |    |    | s1 |    |    |
+        #   stock    |       | start|   .   |    | s0 |    |    | s1 |    |
+        #   graph    |       |      | start |    |    | s0 |    |    | s1 |
+        jobs = []
+        for mode in settings.modes:
+            job = stack.enter_context(_Job(mode, settings, folder))
+            tell(f"{mode}: starting {job.result.num_ranks} process{'es' * (job.result.num_ranks > 1)}")
+            job.start()
+            jobs.append(job)
+            tell(f"{mode}: {_state(job.result)}")
+        working = [job for job in jobs if job.result.refused is None]
+        if not working:
+            raise ConfigError(f"no mode can run this; {jobs[0].result.mode}: {jobs[0].result.refused}")
+        _take_steps(working, settings, tell)
+        return [job.result for job in jobs]
+
+
+def _take_steps(jobs: list[_Job], settings: CompareSettings, tell: Tell) -> None:
+    timed = settings.warm_up + settings.steps
+    for step in range(timed):
+        for job in jobs:
+            answer = job.step(step)
+            job.result.losses.append(answer["loss"])
+            if step >= settings.warm_up:
+                job.result.times_ms.append(answer["ms"])
+        if step < settings.warm_up or (step + 1 - settings.warm_up) % max(1, settings.steps // 5) == 0:
+            times = ", ".join(f"{job.result.mode} {job.result.losses[-1]:.4f}" for job in jobs)
+            tell(f"step {step + 1} of {timed}: loss {times}")
+    # Bubbles and memory last, since timelines and saved-tensor hooks slow the steps in which they are taken.
+    for job in jobs:
+        bubbles = [job.step(timed + i, "bubble")["bubble"] for i in range(BUBBLE_STEPS)]
+        job.result.bubble = statistics.median(bubbles) if None not in bubbles else None
+        answer = job.step(timed + BUBBLE_STEPS, "memory")
+        job.result.peak_bytes_by_rank = answer["peak_bytes_by_rank"]
+        job.result.parameter_bytes_by_rank = answer["parameter_bytes_by_rank"]
+        job.result.memory_measure = answer["memory_measure"]
+
+
+def _state(result: ModeResult) -> str:
+    if result.refused is not None:
+        return f"cannot run this: {result.refused}"
+    stages = result.facts.get("stages", 1)
+    return f"ready after {result.startup_s:.1f} s, {stages} stage{'s' * (stages > 1)}"
+
+
+def loss_difference(result: ModeResult, reference: ModeResult) -> float:
+    """Return the largest relative difference of a step's loss."""
+    pairs = zip(result.losses, reference.losses, strict=True)
+    return max(abs(loss - wanted) / max(abs(wanted), 1e-12) for loss, wanted in pairs)
+
+
+def result_rows(results: list[ModeResult]) -> list[dict[str, Any]]:
+    """Return one row a mode; losses are held against those of the first mode that ran."""
+    ran = [result for result in results if result.refused is None]
+    rows = []
+    for result in results:
+        row: dict[str, Any] = {"mode": result.mode, "ranks": result.num_ranks}
+        if result.refused is not None:
+            rows.append({**row, "refused": result.refused})
+            continue
+        row.update(
+            stages=result.facts.get("stages"),
+            depth=result.facts.get("depth", 1),
+            micro_batches=result.facts.get("micro_batches", []),
+            iteration_ms=result.iteration_ms,
+            startup_s=result.startup_s,
+            bubble=result.bubble,
+            peak_bytes=max(result.peak_bytes_by_rank),
+            peak_bytes_by_rank=result.peak_bytes_by_rank,
+            parameter_bytes_by_rank=result.parameter_bytes_by_rank,
+            memory_measure=result.memory_measure,
+            max_loss_difference=None if result is ran[0] else loss_difference(result, ran[0]),
+            losses=result.losses,
+            notes=result.facts.get("notes", []),
+        )
+        rows.append(row)
+    return rows

@@ -1,0 +1,112 @@
+"""What `gpp compare` runs: the model, the DeepSpeed configuration, the modes, how long."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpp_plugin.config import batch_arithmetic, check_ranks, read_config
+from gpp_plugin.errors import ConfigError
+
+SINGLE, STOCK, GRAPH = "single", "stock", "graph"
+MODES = (SINGLE, STOCK, GRAPH)
+"""One plain process; DeepSpeed's `PipelineEngine` on the linearised model; the graph of stages."""
+
+_GRAPH_ONLY = ("plan", "schedule", "trace_path", "slicing", "memory")
+"""Keys of the block that say how the graph runs, and nothing of a chain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareSettings:
+    """One comparison; every process of it reads the same values.
+
+    Args:
+        model: what the user named (`compare.compared_models.build_model`).
+        sizes: dimensions of a library model.
+        length: tokens of a text, where batches are made up.
+        ds_config: the DeepSpeed configuration with its ``graph_pipeline`` block.
+        num_ranks: processes of a pipeline.
+        warm_up, steps: rounds before, and rounds that count.
+        seed: of weights and batches.
+        timeout_s: for the whole comparison.
+    """
+
+    model: str
+    ds_config: dict[str, Any]
+    num_ranks: int
+    modes: tuple[str, ...] = MODES
+    sizes: dict[str, int] = field(default_factory=dict)
+    length: int = 32
+    warm_up: int = 2
+    steps: int = 10
+    seed: int = 0
+    timeout_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.modes) - set(MODES))
+        if unknown or not self.modes or len(set(self.modes)) < len(self.modes):
+            raise ConfigError(
+                f"modes: {', '.join(self.modes) or 'none'}; give some of {', '.join(MODES)}, once each"
+            )
+        for name, value, least in (
+            ("devices", self.num_ranks, 1),
+            ("steps", self.steps, 1),
+            ("warm-up", self.warm_up, 0),
+            ("length", self.length, 1),
+        ):
+            if value < least:
+                raise ConfigError(f"{name}: {value} is not valid; give at least {least}")
+        _ = self.mini_batch, self.loss_unit  # refused here, before any process starts
+        block = read_config(self.ds_config)
+        if block is not None and self.modes != (SINGLE,):
+            check_ranks(block, self.num_ranks)
+
+    @property
+    def mini_batch(self) -> int:
+        """Return the samples of one step."""
+        return batch_arithmetic(self.ds_config, self.num_ranks).mini_batch
+
+    @property
+    def loss_unit(self) -> int:
+        """Return the samples of one loss."""
+        return batch_arithmetic(self.ds_config, self.num_ranks).loss_unit
+
+    def config_of(self, mode: str, profile_dir: str) -> dict[str, Any]:
+        """Return the DeepSpeed configuration of a mode: the user's, with one key changed for stock.
+
+        Args:
+            profile_dir: where it keeps measured costs; each mode its own, so that each measures them itself.
+        """
+        config = copy.deepcopy(self.ds_config)
+        block = dict(config.get("graph_pipeline") or {})
+        if mode == STOCK:
+            # The rest of the block (micro-batch sizes, cluster, time limits) holds for a chain as well.
+            block = {key: value for key, value in block.items() if key not in _GRAPH_ONLY}
+            block["planner"] = "stock_1f1b"
+        config["graph_pipeline"] = {**block, "enabled": True, "profile_dir": profile_dir}
+        return config
+
+    def to_json(self) -> str:
+        """Return the settings as text for another process."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+def settings_from_json(text: str) -> CompareSettings:
+    """Return what `CompareSettings.to_json` wrote."""
+    plain: dict[str, Any] = json.loads(text)
+    return CompareSettings(**{**plain, "modes": tuple(plain["modes"])})
+
+
+def default_config(*, mini_batch: int, loss_unit: int, block: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the DeepSpeed configuration of a comparison whose user gives none."""
+    return {
+        "train_batch_size": mini_batch,
+        "train_micro_batch_size_per_gpu": loss_unit,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+        "steps_per_print": 0,
+        "graph_pipeline": dict(block),
+    }

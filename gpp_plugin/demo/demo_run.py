@@ -1,0 +1,284 @@
+"""`gpp demo`: trains the digits on a graph of stages, shows it, and compares it with a single process."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from gpp_plugin.demo.demo_settings import DemoSettings
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.serialize import load
+from gpp_plugin.ir.timeline import Timeline
+from gpp_plugin.launch import run_ranks
+from gpp_plugin.report import format_plan, format_timeline
+from gpp_plugin.report.summary import forward_overlap_us, forward_overlaps_us
+
+COMPARED_STEPS = 20
+"""Steps over which equality is stated: later on, rounding of any two runs grows apart by itself."""
+
+PLAIN_LINES = 10
+"""Progress lines where the output is no terminal."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TowerOverlap:
+    """The vision and the text stage whose forwards share most time, in microseconds of one step."""
+
+    vision: str
+    text: str
+    overlap_us: float
+    same_micro_batch_us: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `gpp demo`."""
+    default = DemoSettings()
+    parser.add_argument("--steps", type=int, default=default.steps, help="optimizer steps (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=default.num_ranks, help="processes (%(default)s)")
+    parser.add_argument("--stages", type=int, default=default.stages, help="stages they form (%(default)s)")
+    parser.add_argument("--seed", type=int, default=default.seed, help="of weights and batches (%(default)s)")
+    parser.add_argument(
+        "--mode",
+        choices=("sync", "async"),
+        default=default.mode,
+        help="one step of all stages a mini-batch, or each stage alone with stale gradients (%(default)s)",
+    )
+    parser.add_argument("--out", type=Path, help="keep plan, timeline, trace and trained model there")
+    parser.add_argument(
+        "--timeout", type=float, default=900.0, help="seconds after which to give up (%(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Run the demo and print what it shows; return its figures.
+
+    Raises:
+        GppError: an option is impossible or a rank failed.
+    """
+    for name in ("steps", "ranks", "stages"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name}: {getattr(args, name)} is not valid; give at least 1")
+    settings = DemoSettings.in_mode(
+        args.mode, steps=args.steps, num_ranks=args.ranks, stages=args.stages, seed=args.seed
+    )
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        return _run_in(args.out, settings, args.timeout)
+    with tempfile.TemporaryDirectory(prefix="gpp_demo_") as folder:
+        return _run_in(Path(folder), settings, args.timeout)
+
+
+def _run_in(folder: Path, settings: DemoSettings, timeout_s: float) -> dict[str, Any]:
+    start = time.perf_counter()
+    print(
+        f"Training a CLIP on scikit-learn's digits: {settings.num_ranks} ranks on this machine, "
+        f"{settings.steps} steps of {settings.mini_batch} image-caption pairs\n",
+        flush=True,
+    )
+    # The folder holds what the ranks leave to this process, which has no engine: plan.json (before the first
+    # step), timeline.json and model/ (after the last).
+    losses, train_seconds = _train(folder, settings, timeout_s)
+    plan = load(PipelinePlan, folder / "plan.json")
+    timeline = load(Timeline, folder / "timeline.json")
+    print(f"\nOne step as it ran, the median of the last ones:\n{format_timeline(timeline, plan)}")
+    overlap = find_tower_overlap(timeline, plan)
+    if overlap is not None:
+        print(
+            f"stages {overlap.vision} and {overlap.text} ran forwards at the same time for "
+            f"{overlap.overlap_us / 1000:.1f} ms, {overlap.same_micro_batch_us / 1000:.1f} ms of it on the "
+            "same micro-batch"
+        )
+    accuracy = _accuracy(folder)
+    if settings.mode == "async":
+        return _end_async(plan, losses, accuracy, time.perf_counter() - start, train_seconds)
+    # Behind the pipelined run, never beside it: two trainings on the same cores would slow each other, and
+    # the times printed are those of one.
+    reference = _reference_losses(settings)
+    first, everything = _differences(losses, reference)
+    seconds = time.perf_counter() - start
+    compared = min(COMPARED_STEPS, settings.steps)
+    print(
+        f"\nzero-shot accuracy on held-out digits: {100 * accuracy:.1f} %\n"
+        f"largest relative difference to single-process training: {first:.1e} in the losses of the first "
+        f"{compared} steps, {everything:.1e} in all {settings.steps}\n"
+        f"{seconds:.0f} s in all, {train_seconds:.0f} s of them training "
+        f"({1000 * train_seconds / settings.steps:.0f} ms a step)"
+    )
+    return {
+        "rows": [
+            {"step": step, "loss": loss, "reference_loss": other}
+            for step, (loss, other) in enumerate(zip(losses, reference, strict=True), start=1)
+        ],
+        "accuracy": accuracy,
+        "seconds": seconds,
+        "train_seconds": train_seconds,
+        "max_relative_difference": first,
+        "compared_steps": compared,
+        "max_relative_difference_all_steps": everything,
+        "num_stages": len(plan.stages),
+        "depth": plan.depth,
+        "overlap": None if overlap is None else dataclasses.asdict(overlap),
+    }
+
+
+def _train(folder: Path, settings: DemoSettings, timeout_s: float) -> tuple[list[float], float]:
+    """Run the ranks and show their progress; return the losses and the seconds of the training loop."""
+    losses: list[float] = []
+    # Seconds of training count from the plan to the last step, so that imports and profiling are not in them:
+    #
+    #   start     "the ranks are up"     plan            step 1 ... step n        model saved
+    #   |---- imports ----|---- profile ----|---- train_seconds ----------|
+    start = plan_time = time.perf_counter()
+    events = run_ranks(
+        "gpp_plugin.demo.demo_worker",
+        [json.dumps(dataclasses.asdict(settings)), str(folder)],
+        num_ranks=settings.num_ranks,
+        timeout_s=timeout_s,
+    )
+    end_time = plan_time
+    with _Progress(settings.steps) as progress:
+        for event in events:
+            if event["event"] == "phase":
+                progress.show(f"{time.perf_counter() - start:.0f} s: {event['text']}")
+            elif event["event"] == "plan":
+                plan_time = time.perf_counter()
+                text = format_plan(load(PipelinePlan, folder / "plan.json"))
+                progress.show(f"{plan_time - start:.0f} s: the plan\n\n{text}\n")
+            elif event["event"] == "step":
+                losses.append(event["loss"])
+                progress.advance(event["step"], event["loss"])
+                end_time = time.perf_counter()
+    return losses, end_time - plan_time
+
+
+def _end_async(
+    plan: PipelinePlan, losses: list[float], accuracy: float, seconds: float, train_seconds: float
+) -> dict[str, Any]:
+    """Print and return the figures of mode async; a single process has no stale gradients to compare with."""
+    print(
+        f"\nzero-shot accuracy on held-out digits: {100 * accuracy:.1f} %\n"
+        f"{seconds:.0f} s in all, {train_seconds:.0f} s of them training "
+        f"({1000 * train_seconds / len(losses):.0f} ms a mini-batch)"
+    )
+    return {
+        "rows": [{"step": step, "loss": loss} for step, loss in enumerate(losses, start=1)],
+        "accuracy": accuracy,
+        "seconds": seconds,
+        "train_seconds": train_seconds,
+        "num_stages": len(plan.stages),
+        "depth": plan.depth,
+    }
+
+
+def _accuracy(folder: Path) -> float:
+    """Return the accuracy of the saved model."""
+    import torch
+    from transformers import CLIPModel
+    from transformers.utils import logging as transformers_logging
+
+    from gpp_plugin.demo.clip import zero_shot_accuracy
+    from gpp_plugin.demo.digits import load_digit_captions
+
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(1)  # as each rank has; with operators this small, more only wait for each other
+    model = CLIPModel.from_pretrained(folder / "model")
+    return zero_shot_accuracy(model, load_digit_captions().held_out)
+
+
+def _reference_losses(settings: DemoSettings) -> list[float]:
+    """Return the losses of training in one process."""
+    from gpp_plugin.demo.clip import train_in_one_process
+    from gpp_plugin.demo.digits import load_digit_captions
+
+    data = load_digit_captions()
+    print("\nThe same training in one process, to compare with:", flush=True)
+    reference: list[float] = []
+    with _Progress(settings.steps) as progress:
+        for step, loss in enumerate(train_in_one_process(data, settings, settings.steps), start=1):
+            reference.append(loss)
+            progress.advance(step, loss)
+    return reference
+
+
+def _differences(losses: list[float], reference: list[float]) -> tuple[float, float]:
+    """Return the largest relative difference of losses over the first steps, and over all."""
+    each = [abs(ours - theirs) / abs(theirs) for ours, theirs in zip(losses, reference, strict=True)]
+    return max(each[:COMPARED_STEPS]), max(each)
+
+
+def find_tower_overlap(timeline: Timeline, plan: PipelinePlan) -> TowerOverlap | None:
+    """Return the vision and text stage that overlap most; None where one stage holds both towers."""
+    vision = _tower_stages(plan, "vision_model")
+    text = _tower_stages(plan, "text_model")
+    found = [
+        TowerOverlap(
+            vision=plan.stages[v].name,
+            text=plan.stages[t].name,
+            overlap_us=forward_overlap_us(timeline, [v, t]),
+            same_micro_batch_us=sum(forward_overlaps_us(timeline, [v, t]).values()),
+        )
+        for v in vision
+        for t in text
+    ]
+    # The same micro-batch in both towers at once is what a chain can never do; other overlaps it has too.
+    return max(found, key=lambda o: (o.same_micro_batch_us, o.overlap_us), default=None)
+
+
+def _tower_stages(plan: PipelinePlan, tower: str) -> list[int]:
+    """Return the stages that hold blocks of one tower and none of the other."""
+    other = {"vision_model": "text_model", "text_model": "vision_model"}[tower]
+    return [
+        index
+        for index, stage in enumerate(plan.stages)
+        if any(block.startswith(tower) for block in stage.blocks)
+        and not any(block.startswith(other) for block in stage.blocks)
+    ]
+
+
+class _Progress:
+    """A bar with the loss on a terminal; a few plain lines elsewhere."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> _Progress:
+        if sys.stdout.isatty():
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+            self._bar = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("loss {task.fields[loss]}"),
+                TimeElapsedColumn(),
+            )
+            self._task = self._bar.add_task("", total=self._steps, loss="-")
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, text: str) -> None:
+        """Print above the bar."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, flush=True)
+
+    def advance(self, step: int, loss: float) -> None:
+        """Show that a step is done."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, loss=f"{loss:.4f}")
+        elif step == 1 or step % max(1, self._steps // PLAIN_LINES) == 0 or step == self._steps:
+            print(f"  step {step:4d} of {self._steps}  loss {loss:.4f}", flush=True)

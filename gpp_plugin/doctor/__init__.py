@@ -1,0 +1,1 @@
+"""What `gpp doctor` checks: installed packages, devices, backends, patches."""

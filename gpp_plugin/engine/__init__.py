@@ -1,0 +1,1 @@
+"""`train_batch` and what it holds; no framework inside."""

@@ -1,0 +1,433 @@
+"""`GraphPipelineEngine`: DeepSpeed's pipeline engine, for a graph of stages.
+
+It has the public surface of `deepspeed.runtime.pipe.engine.PipelineEngine`; what differs is said where
+it does. It is put together of parts, each of which is told what it needs:
+
+    steps          what a call of `train_batch` does: `SynchronousSteps`, or `AsynchronousSteps` in mode async
+    runner         runs a lane on a mini-batch, and ends the job when one fails on its way
+    lane           this rank's program, its stage's code by shape, its messages
+    stage_engine   gradients, optimizer and counters of this rank's stage
+    data, feed     mini-batches
+    files          checkpoints, exports, state dicts
+    evaluator      `eval_batch`
+    metrics        what users see of training
+    memory         what ranks hold, against the plan
+
+Neither this file nor a part knows a framework: what of one is needed is a `Framework` and a `EngineModel`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.engine.async_steps import AsynchronousSteps
+from gpp_plugin.engine.engine_files import PipelineFiles
+from gpp_plugin.engine.evaluator import Evaluator
+from gpp_plugin.engine.feed import (
+    LOADING_TIMEOUT_S,
+    Feed,
+    TrainingData,
+    inputs_read,
+    make_loader,
+    ranks_that_read,
+)
+from gpp_plugin.engine.memory_watch import MemoryWatch
+from gpp_plugin.engine.metrics import Metrics, keep_timeline
+from gpp_plugin.engine.setting import EngineModel, Framework, Setting
+from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, tied_parameters
+from gpp_plugin.engine.surface import PipelineSurface
+from gpp_plugin.engine.training_steps import (
+    LaneMaker,
+    MiniBatchRunner,
+    StepHooks,
+    StepStrategy,
+    SynchronousSteps,
+    TrainedCall,
+)
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.extensions import find_transport
+from gpp_plugin.ir.memory_report import MemoryReport
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.timeline import Timeline
+from gpp_plugin.plan.edge_transports import note_edge_transports
+from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.runtime.lane import Lane, tied_stages
+from gpp_plugin.runtime.ranks.meeting import Meeting
+from gpp_plugin.runtime.recorder import Clock, start_clock
+from gpp_plugin.runtime.stage_module import StageModule
+from gpp_plugin.runtime.stage_source import Reference
+from gpp_plugin.runtime.window_lane import WindowLane
+
+EXPORT_TIMEOUT_S = 600.0
+"""How long ranks wait, at least, for one that writes its part of an export."""
+
+
+class GraphPipelineEngine(PipelineSurface):
+    """Trains a model as a graph of pipeline stages; made by `deepspeed.initialize`.
+
+    Args:
+        source: the user's model, or graph of stages; after construction it keeps only this rank's stage.
+        framework: makes what updates the stage's weights, writes to monitors, and carries messages otherwise.
+        ds_config: the whole DeepSpeed configuration as a dict.
+        config: its checked ``graph_pipeline`` block.
+        setting: ranks, device, precision and batch sizes.
+        sample_batch: what the model is captured and profiled with.
+        training_data: a dataset that the engine loads itself, collated by ``collate_fn``.
+
+    Raises:
+        GppError: model, configuration or data do not fit; the same on every rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: EngineModel,
+        framework: Framework,
+        ds_config: Mapping[str, Any],
+        config: GraphPipelineConfig,
+        setting: Setting,
+        sample_batch: Batch,
+        training_data: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self.config = config
+        self.last_timeline: Timeline | None = None
+        self.record_timelines = config.trace_path is not None
+        self._setting = setting
+        self._source = source
+        self._is_destroyed = False
+        find_transport(config.p2p).check(str(setting.device))
+        # What follows is in the order of the ranks' meetings: each call is collective, and needs the one before.
+        reference, plan = source.prepare_plan(sample_batch)
+        plan = note_edge_transports(plan, config.p2p)
+        self._lanes = LaneMaker(source=source, config=config, setting=setting)
+        self._lane = self._make_lane(reference, plan)
+        module = self._lanes.make_module(self._lane, sample_batch)
+        tied = tied_parameters(tied_stages(plan, reference))
+        name = plan.stages[self._lane.stage_index].name
+        self._wait_s = max(config.comm_timeout_s, LOADING_TIMEOUT_S)
+        self._meeting = Meeting(
+            group=setting.group, who=f"rank {setting.rank}, stage {name!r}", timeout_s=self._wait_s
+        )
+        self._groups = StageGroups.create(plan, tied, timeout_s=config.comm_timeout_s)
+        stage = self._make_stage(module, tied, framework)
+        source.share_weights(module)
+        self._make_data(reference, sample_batch, training_data, collate_fn)
+        monitor = framework.make_monitor() if setting.rank == 0 else None
+        self._metrics = Metrics(ds_config, setting, reference, plan, monitor=monitor)
+        self._join(stage, module, reference, sample_batch)
+        files = PipelineFiles(
+            module=module,
+            stage=stage,
+            steps=self._steps,
+            source=source,
+            parameters=reference.analysis.op_graph.parameters,
+            setting=setting,
+            meeting=self._meeting,
+            timeout_s=max(config.comm_timeout_s, EXPORT_TIMEOUT_S),
+        )
+        super().__init__(
+            reference=reference, module=module, stage_engine=stage, files=files, ds_config=ds_config
+        )
+
+    # ---- construction --------------------------------------------------------------------------
+
+    def _make_lane(self, reference: Reference, plan: PipelinePlan) -> Lane:
+        """Return this rank's lane of training; collective."""
+        if self.config.mode == "async":
+            # Where weights lie is the optimizer's to say, which is made for a module, which is made for this lane.
+            return self._lanes.make_windows(
+                reference, plan, make_places=lambda parameters: self.stage_engine.weight_places(parameters)
+            )
+        lane = self._lanes.make(reference, plan)
+        assert lane is not None, "every rank is in a stage of the training plan"
+        return lane
+
+    def _make_stage(
+        self, module: StageModule, tied: Sequence[TiedParameter], framework: Framework
+    ) -> StageEngine:
+        """Return what trains this rank's stage; collective."""
+        return StageEngine(
+            module=module,
+            plan=self._lane.plan,
+            rank=self._setting.rank,
+            groups=self._groups,
+            tied=tied,
+            make_optimizer=framework.make_optimizer,
+            framework=framework.name,
+            device=self._setting.device,
+            steps_alone=self.config.mode == "async",
+        )
+
+    def _make_data(
+        self,
+        reference: Reference,
+        sample_batch: Batch,
+        training_data: Any,
+        collate_fn: Callable[[list[Any]], Any] | None,
+    ) -> None:
+        """Make what gives this rank its mini-batches: the ranks that read none learn shapes from one that does."""
+        plan = self._lane.plan
+        reading = ranks_that_read(plan, reference.block_graph)
+        self._feed = Feed(
+            prepare=self._source.prepare_batch,
+            mini_batch=plan.mini_batch,
+            reads_inputs=self._setting.rank in reading,
+            source=min(reading),
+            group=self._setting.group,
+            keys=sample_batch,
+            timeout_s=self._wait_s,
+            loads_ahead=self.config.mode == "async",
+        )
+        loader = None
+        if training_data is not None:
+            loader = make_loader(
+                training_data, mini_batch=plan.mini_batch, collate_fn=collate_fn, seed=self.config.seed
+            )
+        self._data = TrainingData(self._feed, loader)
+
+    def _join(
+        self, stage: StageEngine, module: StageModule, reference: Reference, sample_batch: Batch
+    ) -> None:
+        """Let the lane run on the stage, and make what runs it: for training, for evaluation, with what is counted."""
+        plan, setting = self._lane.plan, self._setting
+        self._memory = MemoryWatch(
+            plan,
+            config=self.config,
+            setting=setting,
+            sample_batch=sample_batch,
+            reads=inputs_read(plan, reference.block_graph, stage.stage_index),
+            meeting=self._meeting,
+        )
+        self._runner = MiniBatchRunner(stage, self._memory, has_peers=setting.group is not None)
+        self._hooks = StepHooks(stage, self._memory)
+        self._lane.bind(module, self._hooks)
+        self._evaluator = Evaluator(
+            source=self._source,
+            setting=setting,
+            plan=plan,
+            reference=reference,
+            module=module,
+            make_lane=self._lanes.make,
+            run=self._runner.run,
+            meeting=self._meeting,
+        )
+        self._steps = self._make_steps(stage)
+
+    def _make_steps(self, stage: StageEngine) -> StepStrategy:
+        """Return what a call of `train_batch` does: a mode is nothing but this, its lane, and its stages' rule."""
+        if isinstance(self._lane, WindowLane):
+            return AsynchronousSteps(
+                self._lane,
+                stage,
+                self._runner,
+                metrics=self._metrics,
+                setting=self._setting,
+                reads_inputs=self._feed.reads_inputs,
+                timeout_s=self._wait_s,
+            )
+        return SynchronousSteps(
+            self._lane,
+            stage,
+            self._runner,
+            meeting=self._meeting,
+            reads_inputs=self._feed.reads_inputs,
+            has_peers=self._setting.group is not None,
+        )
+
+    # ---- training ------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Train on ``train_batch_size`` samples and return the mean loss.
+
+        One optimizer step of all stages. In mode async the samples enter the pipeline, which is full when this
+        returns: each micro-batch of them is one update of every stage, and the learning-rate schedule advances once.
+
+        Args:
+            data_iter: batches whose samples sum to ``train_batch_size``, the same stream on every rank;
+                the engine's own loader (``training_data``) if None.
+
+        Returns:
+            The mean loss of the mini-batch, a scalar on this rank's device, the same on every rank. In mode async of
+            the losses that came out meanwhile, which lag behind what enters by the micro-batches in flight.
+
+        Raises:
+            ConfigError: there is no optimizer, no data, or its keys or sizes do not fit.
+            StopIteration: ``data_iter`` had ended already.
+            CommTimeout, RuntimeFailure: a rank failed (names rank, stage, edge and micro-batch), or was given other
+                data; in mode async that is found out in the next call.
+        """
+        # Nothing is sent before this rank knows that it can go on, that there is an optimizer, and that data came.
+        start = time.perf_counter()
+        self._runner.refuse_after_failure()
+        self.stage_engine.require_optimizer()
+        batch = self._data.next(data_iter)
+        clock = start_clock(self._meeting) if self.record_timelines else None
+        self._source.meet(self._reference, batch)
+        self.module.train()
+        call = self._steps.train(batch, record=clock is not None)
+        self._last_step = call.step
+        if clock is not None:
+            self._keep_timeline(call, clock)
+        self._metrics.after_step(
+            loss=call.loss,
+            step=call.step,
+            global_steps=self.global_steps,
+            global_samples=self.global_samples,
+            seconds=time.perf_counter() - start,
+        )
+        return torch.tensor(call.loss, dtype=torch.float32, device=self.device)
+
+    def _keep_timeline(self, call: TrainedCall, clock: Clock) -> None:
+        """Gather what happened when; ``clock`` was started with the mini-batch."""
+        self.last_timeline = keep_timeline(
+            call.events,
+            clock,
+            plan=self.plan,
+            meeting=self._meeting,
+            path=self.config.trace_path,
+            step=self.global_steps,
+        )
+
+    def flush(self) -> Tensor | None:
+        """Finish the micro-batches in flight, so that every stage has made all its updates; collective.
+
+        Returns:
+            The mean of the losses that no `train_batch` has returned, the same on every rank; None if there are none,
+            as always but in mode async.
+        """
+        loss = self._steps.flush()
+        return None if loss is None else torch.tensor(loss, dtype=torch.float32, device=self.device)
+
+    @property
+    def staleness(self) -> dict[str, int]:
+        """Return, by stage, how many updates lie between the weights of a gradient and the update it makes.
+
+        None lie there but in mode async. There this is what it is while the pipeline is full; after a `flush` the
+        first micro-batches see less.
+        """
+        return self._steps.staleness
+
+    # ---- evaluation ----------------------------------------------------------------------------
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+        outputs: Sequence[str] = ("logits",),
+    ) -> Any:
+        """Evaluate one batch from ``data_iter`` (of any size) and return its mean loss.
+
+        Dropout is off and no gradient is kept. The loss is the mean over loss units, a smaller last one
+        weighted by its samples; every rank gets it. What is under way is finished first.
+
+        Args:
+            return_logits: also return the named ``outputs`` of the model, samples in order, on every rank.
+            compute_loss: False evaluates without labels and returns the outputs only.
+
+        Returns:
+            The loss; with ``return_logits`` the pair of loss and outputs (one tensor, or a dict where
+            several were asked for); with ``compute_loss=False`` the outputs.
+        """
+        self._steps.drain()
+        # The other arguments of DeepSpeed's have one value that means something here.
+        if reduce_output not in ("avg", None) or num_micro_batches is not None or not bcast_loss:
+            raise ConfigError(
+                "eval_batch: only reduce_output='avg', bcast_loss=True and num_micro_batches=None are supported; "
+                "the mean loss is returned on every rank and the batch decides how many micro-batches run"
+            )
+        batch = self._feed.take(data_iter)
+        wanted = tuple(outputs) if return_logits or not compute_loss else ()
+        if not compute_loss:
+            batch = {key: value for key, value in batch.items() if key not in ("labels", "return_loss")}
+        loss, found = self._evaluator.evaluate(batch, outputs=wanted, needs_loss=compute_loss)
+        value = torch.tensor(loss, dtype=torch.float32, device=self.device)
+        if not wanted:
+            return value
+        answer = found[wanted[0]] if len(wanted) == 1 else found
+        return (value, answer) if compute_loss else answer
+
+    # ---- data ----------------------------------------------------------------------------------
+
+    @property
+    def training_dataloader(self) -> Any:
+        """Return what `train_batch` reads when it is called without data; None where there is nothing."""
+        return self._data.loader
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Use ``loader`` (the same batches on every rank) when `train_batch` is called without data."""
+        self._data.use_loader(loader)
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Apply ``fn`` to every batch that is taken from an iterator; it returns a dict of tensors."""
+        self._feed.batch_fn = fn
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Use ``iterator`` when `train_batch` is called without data."""
+        self._data.use_iterator(iterator)
+
+    # ---- gradients -----------------------------------------------------------------------------
+
+    def retain_gradients(self, retain: bool = True) -> None:
+        """Keep each step's gradients for `gradients`; costs a copy of this stage's gradients.
+
+        Call it on every rank: under ZeRO 1 and 2 the ranks of a stage gather them together.
+        """
+        self._hooks.keeps_gradients = retain
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the last step's unscaled, unclipped fp32 gradients of this stage's parameters, whole ones.
+
+        Raises:
+            ConfigError: `retain_gradients` was not called before the step.
+        """
+        if self._hooks.gradients is None:
+            raise ConfigError("gradients are not kept; call engine.retain_gradients() before train_batch()")
+        return self._hooks.gradients
+
+    # ---- memory --------------------------------------------------------------------------------
+
+    def memory_report(self) -> MemoryReport:
+        """Return predicted and measured memory of every rank, what fills it, and what to change to fit; collective.
+
+        Measured is what the first mini-batch of the sample batch's shape held (on CUDA, the allocator's peak since
+        construction). `report.memory_text.format_memory_report` makes a table of it.
+        """
+        return self._memory.report(self.stage_engine)
+
+    # ---- the end -------------------------------------------------------------------------------
+
+    def destroy(self) -> None:
+        """Let go of process groups, transports and optimizer; the engine trains no more; collective.
+
+        In mode async the pipeline is emptied first. A process that ends anyway need not call it. One that makes
+        another engine should: every group has threads that wake up a hundred times a second.
+        """
+        if self._is_destroyed:
+            return
+        if self._runner.failure is None:
+            self._steps.flush()
+        self._is_destroyed = True
+        self._runner.failure = "its engine was destroyed"
+        group = self._setting.group
+        self._meeting.meet("the end")  # what others still send arrives before its group goes
+        self._evaluator.close()
+        self._lane.close()
+        self.stage_engine.close()
+        self._groups.close()
+        self._source.close()
+        if group is not None:
+            dist.destroy_process_group(group)

@@ -1,0 +1,186 @@
+"""What `GraphPipelineEngine` writes and reads: checkpoints, HuggingFace files, state dicts.
+
+Each of them is of the model between two mini-batches: what is under way is finished first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gpp_plugin.engine import checkpoint
+from gpp_plugin.engine.setting import EngineModel, Setting
+from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.engine.training_steps import StepStrategy
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.ir.op_graph import Parameter
+from gpp_plugin.runtime.ranks.meeting import Meeting
+from gpp_plugin.runtime.stage_module import StageModule
+
+EXPORT_NAMES = ("model.safetensors", "pytorch_model.bin")
+
+
+class PipelineFiles:
+    """The model's files and states; every method is collective over all ranks.
+
+    Args:
+        module: this rank's stage; ``stage`` trains it.
+        steps: drains the pipeline.
+        source: writes exports, as the user's model has them.
+        parameters: of the whole model.
+        timeout_s: how long ranks wait for one that writes an export.
+    """
+
+    def __init__(
+        self,
+        *,
+        module: StageModule,
+        stage: StageEngine,
+        steps: StepStrategy,
+        source: EngineModel,
+        parameters: Sequence[Parameter],
+        setting: Setting,
+        meeting: Meeting,
+        timeout_s: float,
+    ) -> None:
+        self._module = module
+        self._stage = stage
+        self._steps = steps
+        self._source = source
+        self._parameters = parameters
+        self._setting = setting
+        self._meeting = meeting
+        self._timeout_s = timeout_s
+
+    def save(
+        self,
+        directory: str | Path,
+        tag: str | None,
+        client_state: Mapping[str, Any] | None,
+        save_latest: bool,
+    ) -> None:
+        """Write a checkpoint of all stages to ``directory/tag``; ``latest`` is written last."""
+        # Drained first, then named: what was under way counts as done in the tag's number of steps.
+        self._steps.drain()
+        checkpoint.save_checkpoint(
+            self._stage,
+            directory,
+            tag or f"global_step{self._stage.global_steps}",
+            client_state=dict(client_state or {}),
+            save_latest=save_latest,
+        )
+
+    def load(
+        self, directory: str | Path, tag: str | None, *, optimizer: bool, scheduler: bool, weights_only: bool
+    ) -> tuple[str, dict[str, Any]]:
+        """Read a checkpoint written on the same plan; return the directory read and the client state.
+
+        Raises:
+            CheckpointError: it is missing, torn, or of another plan.
+        """
+        self._steps.drain()
+        loaded = checkpoint.load_checkpoint(
+            self._stage,
+            directory,
+            tag,
+            load_optimizer=optimizer,
+            load_scheduler=scheduler,
+            weights_only=weights_only,
+        )
+        return str(loaded.directory), loaded.client_state
+
+    def export(self, directory: str | Path) -> None:
+        """Write sharded safetensors under HuggingFace names, one shard a stage, no gather."""
+        self._steps.drain()
+        self._source.save_pretrained(
+            directory,
+            state=dict(self._module.state_dict()),
+            plan=self._stage.plan,
+            group=self._setting.group,
+            timeout_s=self._timeout_s,
+        )
+
+    def export_as(self, directory: str | Path, filename: str) -> None:
+        """Write what `export` does, where ``filename`` is one that users of DeepSpeed pass."""
+        if filename not in EXPORT_NAMES:
+            raise ConfigError(f"save_16bit_model writes model-*.safetensors, not {filename}")
+        self.export(directory)
+
+    def gather(self) -> dict[str, Tensor] | None:
+        """Return the whole model's state dict on rank 0 (CPU tensors), None elsewhere.
+
+        Raises:
+            ConfigError: a stage is tensor-parallel: no rank knows how its shards make a whole.
+        """
+        self._steps.drain()
+        shared_out = [stage.name for stage in self._stage.plan.stages if stage.tensor > 1]
+        if shared_out:
+            raise ConfigError(
+                f"gather_state_dict: the tensor ranks of stage {shared_out[0]!r} hold shards of its weights; use "
+                "save_pretrained(), which writes a file a tensor rank, or save_checkpoint()"
+            )
+        is_first = self._stage.stage.ranks[0] == self._setting.rank  # its replicas hold the same
+        return gather_state_dict(
+            dict(self._module.state_dict()) if is_first else {},
+            parameters=self._parameters,
+            meeting=self._meeting,
+        )
+
+    def stage_state(self, *, without_frozen: bool) -> dict[str, Tensor]:
+        """Return this stage's parameters and persistent buffers under their HuggingFace names."""
+        self._steps.drain()
+        state = dict(self._module.state_dict())
+        if without_frozen:
+            for name, parameter in self._module.named_parameters():
+                if not parameter.requires_grad:
+                    state.pop(name)
+        return state
+
+    def load_stage_state(self, state: Mapping[str, Tensor], *, strict: bool) -> None:
+        """Take this stage's tensors from a state dict of the whole model or of the stage.
+
+        Raises:
+            ConfigError: ``strict``, and a tensor of the stage is missing.
+        """
+        self._steps.drain()
+        own = self._module.state_dict()
+        missing = sorted(own.keys() - state.keys())
+        if strict and missing:
+            raise ConfigError(
+                f"load_module_state_dict: the state lacks {missing[0]!r} and {len(missing) - 1} more of stage "
+                f"{self._stage.stage.name}; give the whole model's state, or strict=False"
+            )
+        # Of a whole model's state a stage takes its own part. Masters are made anew of what was loaded: the next step
+        # would write the old weights back.
+        self._module.load_state_dict({n: v for n, v in state.items() if n in own}, strict=False)
+        self._stage.refresh_masters()
+
+
+def gather_state_dict(
+    state: Mapping[str, Tensor], *, parameters: Sequence[Parameter], meeting: Meeting
+) -> dict[str, Tensor] | None:
+    """Return the whole model's state dict on rank 0 (CPU tensors), None elsewhere; collective.
+
+    Args:
+        state: what this rank brings of it.
+        parameters: of the model; tied ones are returned under all their names.
+        meeting: of all ranks.
+
+    Raises:
+        CommTimeout: a rank did not come.
+    """
+    own = {name: value.detach().cpu() for name, value in state.items() if isinstance(value, Tensor)}
+    gathered = meeting.gather_on_first(own, "the whole model's weights")
+    if gathered is None:
+        return None
+    whole: dict[str, Tensor] = {}
+    for part in gathered:
+        whole.update(part)
+    # Stages know a tied parameter by its first name; a state dict has it under all of them, as HuggingFace's does.
+    for parameter in parameters:
+        if parameter.name in whole:
+            whole.update(dict.fromkeys(parameter.aliases, whole[parameter.name]))
+    return whole

@@ -1,0 +1,189 @@
+"""`eval_batch`: batches of any size on the training plan's stages, in the model's evaluation mode.
+
+A batch's keys and constants decide which graph is captured; its size decides which plans run it
+(`runtime.evaluation`). Both are kept, the last few of them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpp_plugin.capture.export import count_samples
+from gpp_plugin.engine.setting import EngineModel, Setting
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.tensors import LayoutKind
+from gpp_plugin.runtime.batches import Batch, take_samples
+from gpp_plugin.runtime.evaluation import evaluation_plan, split_evaluation
+from gpp_plugin.runtime.executor import MiniBatchResult
+from gpp_plugin.runtime.lane import Lane, Reference, held_tensors
+from gpp_plugin.runtime.ranks.meeting import Meeting
+from gpp_plugin.runtime.stage_module import StageModule
+
+MAX_GRAPHS = 4
+MAX_LANES = 8
+"""Plans of different sizes that are kept: whole batches, and the parts of a smaller last one."""
+
+_GraphKey = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Graph:
+    """The model captured for evaluation with one set of keys, and the training plan's stages on it."""
+
+    reference: Reference
+    plan: PipelinePlan
+
+
+class Evaluator:
+    """Evaluates batches on the stages of a training plan; every method is collective over all ranks.
+
+    Args:
+        source: the model as the user gave it.
+        plan, reference: of training.
+        module: this stage's parameters.
+        make_lane: returns this rank's lane for a plan, or None where the plan leaves it idle; collective.
+        run: runs a lane on a batch.
+        meeting: of all ranks; those that a plan leaves idle wait here for the others.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: EngineModel,
+        setting: Setting,
+        plan: PipelinePlan,
+        reference: Reference,
+        module: StageModule,
+        make_lane: Callable[[Reference, PipelinePlan], Lane | None],
+        run: Callable[[Lane, Batch], MiniBatchResult],
+        meeting: Meeting,
+    ) -> None:
+        self._source = source
+        self._setting = setting
+        self._meeting = meeting
+        self._plan = plan
+        self._reference = reference
+        self._module = module
+        self._make_lane = make_lane
+        self._run = run
+        self._graphs: OrderedDict[_GraphKey, _Graph] = OrderedDict()
+        self._lanes: OrderedDict[tuple[_GraphKey, int, int], Lane | None] = OrderedDict()
+
+    @torch.no_grad()
+    def evaluate(
+        self, batch: Batch, *, outputs: tuple[str, ...], needs_loss: bool
+    ) -> tuple[float, dict[str, Tensor]]:
+        """Return the mean loss of the batch and the named outputs of all its samples, on every rank.
+
+        Raises:
+            ConfigError: ``needs_loss``, and the model returns none for such a batch.
+            CommTimeout: a rank did not finish.
+        """
+        self._module.eval()
+        num_samples = count_samples(batch)
+        key = (outputs, *((name, _constant(batch[name])) for name in sorted(batch)))
+        graph = self._graph(key, batch, outputs)
+        if needs_loss and graph.reference.analysis.op_graph.loss is None:
+            raise ConfigError(
+                f"eval_batch: the model returns no loss for a batch of {sorted(batch)}; give labels, or pass "
+                "compute_loss=False"
+            )
+        self._source.meet(graph.reference, batch)
+        total = 0.0
+        collected: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in outputs}
+        # Training's micro-batches do not divide any batch: with ones of 8 and a loss unit of 4, 21 samples run as 16, 4
+        # and 1. Each part has a plan, and so a lane, of its own; ranks that a part leaves idle go on to the next.
+        for part in split_evaluation(graph.plan, num_samples):
+            rows = take_samples(batch, part.first_sample, part.plan.mini_batch, num_samples)
+            lane = self._lane(key, graph.reference, part.plan, rows)
+            if lane is None:
+                continue
+            result = self._run(lane, rows)
+            total += sum(float(loss) * count for loss, count in result.losses)
+            for name, pieces in result.outputs.items():
+                collected[name] += [(part.first_sample + first, piece) for first, piece in pieces]
+        # Losses come weighted by their samples: the sum over parts and ranks is over all samples.
+        whole = self._meeting.sum(torch.tensor([total], dtype=torch.float64), "the loss of an evaluation")
+        return float(whole) / num_samples, self._gather(collected, graph.reference)
+
+    def close(self) -> None:
+        """Let go of all lanes; collective over all ranks."""
+        while self._lanes:
+            _close(self._lanes.popitem()[1])
+
+    def _graph(self, key: _GraphKey, batch: Batch, outputs: tuple[str, ...]) -> _Graph:
+        found = self._graphs.get(key)
+        if found is not None:
+            self._graphs.move_to_end(key)
+            return found
+        reference = self._source.analyse(batch, outputs)
+        parameters = {p.name for p in reference.analysis.op_graph.parameters if not p.is_buffer}
+        held = [parameters.intersection(names) for names in held_tensors(self._plan, self._reference)]
+        # Evaluation may read what training skips: blocks that no stage has go where their parameters are held.
+        plan = evaluation_plan(self._plan, reference.block_graph, parameters=parameters, held=held)
+        if len(self._graphs) >= MAX_GRAPHS:
+            oldest, _ = self._graphs.popitem(last=False)
+            for lane_key in [other for other in self._lanes if other[0] == oldest]:
+                _close(self._lanes.pop(lane_key))
+        self._graphs[key] = _Graph(reference=reference, plan=plan)
+        return self._graphs[key]
+
+    def _lane(self, key: _GraphKey, reference: Reference, plan: PipelinePlan, batch: Batch) -> Lane | None:
+        lane_key = (key, plan.mini_batch, plan.loss_unit)
+        if lane_key in self._lanes:
+            self._lanes.move_to_end(lane_key)
+            return self._lanes[lane_key]
+        # The one used longest ago goes: its transport is closed, which its ranks do together, as they made it.
+        if len(self._lanes) >= MAX_LANES:
+            _close(self._lanes.popitem(last=False)[1])
+        lane = self._make_lane(reference, plan)
+        if lane is not None:
+            self._source.complete_module(self._module, lane.prepare(batch).tensors)
+            lane.bind(self._module, None)
+        self._lanes[lane_key] = lane
+        return lane
+
+    def _gather(
+        self, collected: Mapping[str, list[tuple[int, Tensor]]], reference: Reference
+    ) -> dict[str, Tensor]:
+        """Return the named outputs of all samples on every rank, in the order of samples.
+
+        Those with a batch axis are joined along it; what is the same for every sample is returned once; what
+        each loss unit has one of is joined along axis 0, or stacked where it has no axes.
+        """
+        if not collected:
+            return {}
+        # Each rank brings pieces with the number of their first sample; sorted by it they are the batch again.
+        own = {name: [(first, piece.cpu()) for first, piece in pieces] for name, pieces in collected.items()}
+        slots = self._meeting.gather(own, "the outputs of an evaluation")
+        layouts = {node.name: node.output.layout for node in reference.analysis.op_graph.nodes if node.output}
+        joined = {}
+        for name in collected:
+            layout = layouts[reference.analysis.op_graph.outputs[name]]
+            pieces = sorted((pair for slot in slots for pair in slot[name]), key=lambda pair: pair[0])
+            tensors = [piece for _, piece in pieces]
+            if layout.kind is LayoutKind.UNIFORM:
+                whole = tensors[0]
+            elif layout.kind is LayoutKind.BATCH:
+                whole = torch.cat(tensors, dim=layout.axis)
+            else:
+                whole = torch.cat(tensors) if tensors[0].ndim else torch.stack(tensors)
+            joined[name] = whole.to(self._setting.device)
+        return joined
+
+
+def _constant(value: Any) -> str | None:
+    """Return what the captured graph depends on beyond a batch's keys: its entries that are no tensors."""
+    return None if isinstance(value, Tensor) else repr(value)
+
+
+def _close(lane: Lane | None) -> None:
+    if lane is not None:
+        lane.close()

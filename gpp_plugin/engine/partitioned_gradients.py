@@ -1,0 +1,326 @@
+"""Gradients under ZeRO 1 and 2: after a reduction each rank keeps the sums of its own partition only.
+
+    ZeRO 1   whole gradients of a rank add up over the mini-batch; one reduce-scatter at its end
+    ZeRO 2   whole gradients live from a backward to the reduction behind it; partitions add up
+
+Bytes one rank holds for N parameters on d ranks, gradients of g bytes an element, sums of s bytes (g = s, or
+bf16 with fp32 sums):
+
+                                ZeRO 0          ZeRO 1          ZeRO 2
+    between two micro-batches   s N             s N             s N / d
+    while a backward ends       s N (+ g N)     s N (+ g N)     s N / d + g N
+    while it steps              s N             s N / d         s N / d
+
+So ZeRO 2 does not lower what one backward makes; it lowers what is held beside the activations of the
+micro-batches in flight, which is where a pipeline stage has its peak. ZeRO 3 would gather parameters inside
+every forward and backward, that is inside tasks, where the program could not order it and the stage's code (one
+function over all its parameters) has no place for it; a stage with fewer blocks has the same effect.
+
+The parameters of one optimizer group stand one after the other in a flat buffer, which is padded and cut into
+equal partitions, one a rank of the stage:
+
+    flat        | embed            | norm | layer.weight          | bias | pad |
+    partition   | rank 0             | rank 1             | rank 2             |
+
+Source: ZeRO (Rajbhandari et al., SC 2020, section 5; arXiv 1910.02054).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpp_plugin.engine.gradients import GradientStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpan:
+    """Where a parameter stands: ``num_elements`` from element ``first`` of the flat buffer on."""
+
+    name: str
+    first: int
+    num_elements: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Some elements of a parameter, and where they are in what was asked for.
+
+    Args:
+        start: first element in the flattened parameter.
+        offset: first element in the window.
+
+    Example: ``weight`` stands on elements 10 to 30 of the flat buffer, and a window of 8 elements begins at 26. The
+    window's part of it is its elements 16 to 20: start 16, offset 0, 4 elements.
+    """
+
+    name: str
+    start: int
+    offset: int
+    num_elements: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatGroup:
+    """One flat buffer: its parameters in order, and the elements of each rank's partition."""
+
+    spans: tuple[ParameterSpan, ...]
+    partition_size: int
+
+    def segments(self, first: int, num_elements: int) -> Iterator[Segment]:
+        """Yield the parts of parameters in a window of the flat buffer, in order."""
+        return segments_of(self.spans, first, num_elements)
+
+
+def segments_of(spans: Sequence[ParameterSpan], first: int, num_elements: int) -> Iterator[Segment]:
+    """Yield the parts of ``spans`` that lie in a window of ``num_elements`` elements from ``first`` on."""
+    for span in spans:
+        begin, end = max(span.first, first), min(span.first + span.num_elements, first + num_elements)
+        if begin < end:
+            yield Segment(
+                name=span.name, start=begin - span.first, offset=begin - first, num_elements=end - begin
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Window:
+    """Elements ``start`` to ``start + width`` of every rank's partition; ``segments`` by rank."""
+
+    start: int
+    width: int
+    segments: tuple[tuple[Segment, ...], ...]
+
+
+class PartitionedGradients:
+    """Gradients of a stage's trained parameters, scaled by the loss scale, partitioned when they are reduced.
+
+    Args:
+        parameters: trained parameters by name, in the same order on every rank of the stage.
+        layout: how they lie in the ranks' partitions.
+        dtype: type in which gradients are added up.
+        group: the stage's ranks; this one is number ``position`` of ``degree``.
+        communication_dtype: type on the wire; None: ``dtype``.
+        bucket_elements: most elements sent at once.
+        is_reduced_often: the program reduces behind each backward (ZeRO 2), so that micro-batches are added up
+            in the partitions. Those between two reductions are added up by autograd in the parameters' type.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        layout: Sequence[FlatGroup],
+        *,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+        position: int,
+        degree: int,
+        communication_dtype: torch.dtype | None,
+        bucket_elements: int,
+        is_reduced_often: bool,
+    ) -> None:
+        self.parameters = dict(parameters)
+        self._layout = tuple(layout)
+        self._dtype = dtype
+        self._wire_dtype = communication_dtype or dtype
+        self._group = group
+        self._position = position
+        self._degree = degree
+        self._is_gloo = degree > 1 and dist.get_backend(group) == "gloo"
+        self._bucket_elements = bucket_elements
+        self._whole = GradientStore(
+            parameters, dtype=None if is_reduced_often else dtype, bucket_elements=bucket_elements
+        )
+        self._partitions: list[Tensor] | None = None
+        self._reached: set[str] = set()
+        self._device = next(iter(self.parameters.values())).device
+        self._windows = [self._windows_of(flat) for flat in self._layout]
+
+    def _windows_of(self, flat: FlatGroup) -> list[_Window]:
+        """Cut a rank's partition into windows: together, those of all ranks are one message."""
+        # A message holds one window of each rank's partition, so that a bucket of 100 elements on 4 ranks moves 25 of
+        # every partition: partitions of 60 elements go as windows 0-24, 25-49 and 50-59.
+        width = max(1, min(flat.partition_size, self._bucket_elements // self._degree))
+        windows = []
+        for start in range(0, flat.partition_size, width):
+            own = min(width, flat.partition_size - start)
+            windows.append(
+                _Window(
+                    start=start,
+                    width=own,
+                    segments=tuple(
+                        tuple(flat.segments(rank * flat.partition_size + start, own))
+                        for rank in range(self._degree)
+                    ),
+                )
+            )
+        return windows
+
+    def accumulate(self) -> None:
+        """Take up what autograd left in ``parameter.grad``, where whole gradients are added up in another type."""
+        self._whole.accumulate()
+
+    def is_empty(self) -> bool:
+        """Return whether no loss reached any parameter on this rank."""
+        return not self._reached and self._whole.is_empty()
+
+    def held_bytes(self) -> int:
+        """Return the bytes of all gradients held now."""
+        parts = self._partitions or []
+        return self._whole.held_bytes() + sum(part.numel() * part.element_size() for part in parts)
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        self._whole.clear()
+        self._partitions = None
+        self._reached.clear()
+
+    @property
+    def partitions(self) -> list[Tensor]:
+        """Return this rank's partition of each flat group, zero where no loss reached."""
+        if self._partitions is None:
+            self._partitions = [
+                torch.zeros(flat.partition_size, dtype=self._dtype, device=self._device)
+                for flat in self._layout
+            ]
+        return self._partitions
+
+    @torch.no_grad()
+    def reduce_data(self) -> None:
+        """Sum what has come together since the last call over the stage's ranks, into the partitions; collective."""
+        self._reached.update(name for name in self.parameters if self._whole.get(name) is not None)
+        for windows, partition in zip(self._windows, self.partitions, strict=True):
+            for window in windows:
+                partition.narrow(0, window.start, window.width).add_(self._reduce_window(window))
+        self._whole.clear()
+
+    def _reduce_window(self, window: _Window) -> Tensor:
+        """Return the sums over the stage's ranks of the window of this rank's partition."""
+        # parts [rank of the stage, element of the window]: row r is what this rank's gradients have of rank r's
+        # partition, elements start to start + width of it. A reduce-scatter sums row r of all ranks on rank r.
+        parts = torch.zeros(self._degree, window.width, dtype=self._wire_dtype, device=self._device)
+        for part, segments in zip(parts, window.segments, strict=True):
+            for segment in segments:
+                gradient = self._whole.get(segment.name)
+                if gradient is not None:
+                    piece = gradient.reshape(-1).narrow(0, segment.start, segment.num_elements)
+                    part.narrow(0, segment.offset, segment.num_elements).copy_(piece)
+        if self._degree == 1:
+            return parts[0]
+        if self._is_gloo:  # its reduce-scatter is an all-reduce of a copy
+            dist.all_reduce(parts, group=self._group)
+            return parts[self._position]
+        sums = torch.empty(window.width, dtype=self._wire_dtype, device=self._device)
+        _reduce_scatter(sums, parts.view(-1), self._group)
+        return sums
+
+    def reduce_tied(self, names: Sequence[str], *, group: dist.ProcessGroup | int) -> None:
+        """Sum the gradients of ``names`` over the ranks of several stages; collective over them.
+
+        Every rank brings its own part of them, after its stage's last reduction, so nothing is counted twice.
+        """
+        self._sum_parts(names, group)
+
+    def sum_tensor(self, names: Sequence[str], *, group: dist.ProcessGroup | int) -> None:
+        """Sum the gradients of ``names`` over the tensor ranks of a data position; collective over them.
+
+        Those have the same part of each, after the stage's last reduction.
+        """
+        self._sum_parts(names, group)
+
+    @torch.no_grad()
+    def _sum_parts(self, names: Sequence[str], group: dist.ProcessGroup | int) -> None:
+        # The parameters of ``names`` are laid out one after the other anew, in the same order on every rank, and sent
+        # window by window: each rank writes what it has of the window, zeros elsewhere. Example, names of 6 and 4
+        # elements, windows of 5: elements 0-4 of the first, then its last and 0-3 of the second. Stages have their own
+        # degrees, so that a rank's part in one of them tells nothing of the parts in the other.
+        spans, first = [], 0
+        for name in names:
+            count = self.parameters[name].numel()
+            spans.append(ParameterSpan(name=name, first=first, num_elements=count))
+            first += count
+        for start in range(0, first, self._bucket_elements):
+            width = min(self._bucket_elements, first - start)
+            window = torch.zeros(width, dtype=self._dtype, device=self._device)
+            own = [
+                (window.narrow(0, segment.offset + part.offset, part.num_elements), held)
+                for segment in segments_of(spans, start, width)
+                for part, held in self._own_parts(segment)
+            ]
+            for piece, held in own:
+                piece.copy_(held)
+            dist.all_reduce(window, group=group)
+            for piece, held in own:
+                held.copy_(piece)
+
+    def _own_parts(self, segment: Segment) -> Iterator[tuple[Segment, Tensor]]:
+        """Yield the parts of a segment that lie in this rank's partitions, with their sums."""
+        for part, held in self._fragments((segment.name,)):
+            begin = max(part.start, segment.start)
+            end = min(part.start + part.num_elements, segment.start + segment.num_elements)
+            if begin < end:
+                own = Segment(
+                    name=segment.name,
+                    start=begin,
+                    offset=begin - segment.start,
+                    num_elements=end - begin,
+                )
+                yield own, held.narrow(0, begin - part.start, end - begin)
+
+    def _fragments(self, names: Iterable[str]) -> Iterator[tuple[Segment, Tensor]]:
+        """Yield the parts of parameters in this rank's partitions, with views of their sums."""
+        wanted = set(names)
+        for flat, partition in zip(self._layout, self.partitions, strict=True):
+            for part in flat.segments(self._position * flat.partition_size, flat.partition_size):
+                if part.name in wanted:
+                    yield part, partition.narrow(0, part.offset, part.num_elements)
+
+    @torch.no_grad()
+    def squared_norm(self, *, without: Iterable[str], precision: torch.dtype) -> Tensor:
+        """Return this rank's share of the squared L2 norm; the shares of the stage's ranks add up to all.
+
+        Args:
+            without: parameters that another stage counts.
+        """
+        names = self.parameters.keys() - set(without)
+        norms = [torch.linalg.vector_norm(held, dtype=precision) for _, held in self._fragments(names)]
+        if not norms:
+            return torch.zeros((), dtype=precision, device=self._device)
+        return torch.stack(norms).square().sum()
+
+    def norms(self, names: Sequence[str]) -> Tensor:
+        """Return the L2 norm of this rank's part of each gradient of ``names``, in double precision on the host."""
+        squares = dict.fromkeys(names, 0.0)
+        for part, held in self._fragments(names):
+            squares[part.name] += float(held.float().square().sum())
+        return torch.tensor([squares[name] for name in names], dtype=torch.float64).sqrt()
+
+    @torch.no_grad()
+    def gather(self) -> dict[str, Tensor]:
+        """Return whole gradients by name, fp32, without those that no loss reached; collective over the stage."""
+        reached = torch.tensor(
+            [float(name in self._reached) for name in self.parameters], device=self._device
+        )
+        self._all_reduce(reached)
+        gathered = {}
+        for (name, parameter), is_reached in zip(self.parameters.items(), reached.tolist(), strict=True):
+            whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=self._device)
+            for part, held in self._fragments((name,)):
+                whole.narrow(0, part.start, part.num_elements).copy_(held)
+            self._all_reduce(whole)
+            if is_reached:
+                gathered[name] = whole.view(parameter.shape)
+        return gathered
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        if self._degree > 1:
+            dist.all_reduce(tensor, group=self._group)
+
+
+def _reduce_scatter(sums: Tensor, window: Tensor, group: dist.ProcessGroup) -> None:
+    # torch 2.13 renamed it, and warns of the old name
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    call(sums, window, group=group)

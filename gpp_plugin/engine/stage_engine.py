@@ -1,0 +1,375 @@
+"""One stage's training state on one rank: its module, gradients, optimizer, counters, and the rule of its steps.
+
+    runtime, per micro-batch     backward; accumulate()
+    runtime, once per mini-batch reduce_data(); reduce_tied()
+    step()                       as the rule has it: by all stages together, or by this one alone (`stage_step`)
+
+A `WeightUpdater` updates the weights; which framework's it is this module does not know. The stage's gradient norm is
+a part of the graph's, so that norm, clipping and overflow are the engine's and not the framework's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpp_plugin.engine.gradients import GradientStore, StageGradients
+from gpp_plugin.engine.partitioned_gradients import PartitionedGradients
+from gpp_plugin.engine.setting import StageReplica, StepCounters, WeightUpdater
+from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, duplicates, make_replicas_equal
+from gpp_plugin.engine.stage_step import (
+    GradientReductions,
+    StageUpdate,
+    StepAlone,
+    StepResult,
+    StepRule,
+    StepTogether,
+)
+from gpp_plugin.errors import CheckpointError, ConfigError, GppError
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.runtime.ranks.agree import exchange
+from gpp_plugin.runtime.weight_versions import WeightPlaces
+
+
+class StageEngine:
+    """Owns the training state of one rank's stage.
+
+    Construction, `step` and `parameter_state` are collective: over all ranks, the ranks of the rule, the stage's ranks.
+
+    Args:
+        module: the stage's module, parameters under their HuggingFace names; moved to ``device``, cast to the
+            configured type, and made equal on the stage's ranks.
+        plan: the plan in force.
+        rank: this global rank.
+        groups: the process groups of ``plan`` and ``tied``.
+        tied: the parameters that several stages hold, the same list on every rank.
+        make_optimizer: from the module, when it is where it will be, what updates its weights.
+        framework: its name, for errors.
+        device: where the module lives.
+        steps_alone: the stage steps after each of its micro-batches, whatever the others do (mode async).
+
+    Raises:
+        ConfigError: the configuration asks for what a stage cannot do, or the framework refuses it on any rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        module: nn.Module,
+        plan: PipelinePlan,
+        rank: int,
+        groups: StageGroups,
+        tied: Sequence[TiedParameter] = (),
+        make_optimizer: Callable[[nn.Module, StageReplica], WeightUpdater],
+        framework: str = "",
+        device: torch.device | str = "cpu",
+        steps_alone: bool = False,
+    ) -> None:
+        self.module = module
+        self.plan = plan
+        self.rank = rank
+        self.groups = groups
+        self.device = torch.device(device)
+        self.stage_index = plan.stage_of_rank(rank)
+        self.stage = plan.stages[self.stage_index]
+        self.tensor_position = self.stage.position(rank)[1]
+        self._data_ranks = tuple(sorted(self.stage.data_ranks(self.tensor_position)))
+        self.position = self._data_ranks.index(rank)  # in the data-parallel group
+        self.tied = tuple(tie for tie in tied if self.stage_index in tie.stages)
+        self._framework = framework
+        self._counters = StepCounters()
+        self._agree(functools.partial(self._build, make_optimizer, steps_alone), "construction")
+
+    # ---- construction ------------------------------------------------------------------------------------
+
+    def _build(
+        self, make_optimizer: Callable[[nn.Module, StageReplica], WeightUpdater], steps_alone: bool
+    ) -> None:
+        missing = [tie.name for tie in self.tied if tie.name not in self._parameters_by_all_names()]
+        if missing:
+            raise ConfigError(f"stage {self.stage.name!r} lacks its tied parameters {missing}")
+        self.module.to(self.device)
+        # Before the optimizer is made: masters are copies of these bits, and a cast rounds them.
+        make_replicas_equal(
+            self.module, plan=self.plan, stage=self.stage_index, groups=self.groups, tied=self.tied
+        )
+        replica = StageReplica(
+            rank=self.rank,
+            data_ranks=self._data_ranks,
+            data_group=self.groups.data[self.stage_index],
+            single_group=self.groups.single,
+            mini_batch=self.plan.mini_batch,
+            device=self.device,
+        )
+        self._updater = make_optimizer(self.module, replica)
+        self.config = self._updater.config
+        self.dtype: torch.dtype = getattr(torch, self.config.dtype)
+        self.gradients: StageGradients = self._make_gradients()
+        self._reductions = GradientReductions(
+            self.gradients,
+            stage=self.stage,
+            stage_index=self.stage_index,
+            groups=self.groups,
+            tied=self.tied,
+            device=self.device,
+        )
+        self._rule = self._make_rule(steps_alone)
+
+    def _parameters_by_all_names(self) -> dict[str, nn.Parameter]:
+        return dict(self.module.named_parameters(remove_duplicate=False))
+
+    def _make_gradients(self) -> StageGradients:
+        wire = self.config.communication_dtype
+        common: dict[str, Any] = {
+            "dtype": getattr(torch, self.config.accumulation_dtype),
+            "group": self.groups.data[self.stage_index],
+            "position": self.position,
+            "degree": self.stage.degree,
+            "communication_dtype": None if wire is None else getattr(torch, wire),
+            "bucket_elements": self.config.bucket_elements,
+        }
+        if not self.is_partitioned:
+            return GradientStore(self._updater.trained, **common)
+        return PartitionedGradients(
+            self._updater.trained,
+            self._updater.layout,
+            is_reduced_often=self.config.zero_stage >= 2,
+            **common,
+        )
+
+    def _make_rule(self, steps_alone: bool) -> StepRule:
+        """Return the rule of the stage's steps: by itself after each micro-batch, or with all others."""
+        foreign = set(self._foreign_ties())
+        if self.tensor_position > 0:
+            foreign.update(duplicates(self.gradients.parameters))
+        update = StageUpdate(
+            self.gradients,
+            self._reductions,
+            self._updater,
+            self._counters,
+            group=self.groups.stage[self.stage_index] if steps_alone else self.groups.world,
+            foreign=foreign,
+            # Alone, only the tensor ranks take part in the check; together, all ranks raise where one of them would.
+            compare=self._reductions.compare_duplicates if steps_alone else self._compare_duplicates,
+            clear=self.zero_grad,
+            device=self.device,
+            samples=self.plan.mini_batch,
+        )
+        return StepAlone(update) if steps_alone else StepTogether(update)
+
+    def _compare_duplicates(self) -> None:
+        """Refuse, on all ranks, tensor ranks of any stage that have unlike gradients of what they hold alike."""
+        if any(stage.tensor > 1 for stage in self.plan.stages):
+            self._agree(self._reductions.compare_duplicates, "the first step")
+
+    def _foreign_ties(self) -> set[str]:
+        """Return the parameters of the stage that another one owns: it counts and saves them."""
+        return {tie.name for tie in self.tied if tie.owner != self.stage_index}
+
+    def _agree(self, action: Callable[[], None], what: str) -> None:
+        """Run ``action`` and fail on every rank if it fails on any, so that none waits for a dead one."""
+
+        def attempt() -> None:
+            try:
+                action()
+            except GppError:
+                raise
+            except Exception as error:  # whatever the framework or the user's factory raises
+                framework = f", {self._framework}" if self._framework else ""
+                raise ConfigError(
+                    f"{what} failed on rank {self.rank} (stage {self.stage.name!r}{framework}): "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+
+        # On the default group, whose timeout is the job's: a rank may be compiling an optimizer meanwhile.
+        exchange(attempt, what=what, group=dist.group.WORLD)
+
+    # ---- one mini-batch ----------------------------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the factor on every loss of this mini-batch; the same on every rank."""
+        return self._updater.loss_scale
+
+    def accumulate(self) -> None:
+        """Add a micro-batch's gradients to the mini-batch's, where they are held in another type."""
+        self._reductions.accumulate()
+
+    def reduce_data(self) -> None:
+        """Sum the gradients over the stage's ranks; collective over them.
+
+        Once a mini-batch, after its last backward; under ZeRO 2 as often as the program says.
+        """
+        self._reductions.reduce_data()
+
+    def reduce_tied(self) -> None:
+        """Sum tied parameters' gradients over their stages, after `reduce_data`; collective over those stages."""
+        self._reductions.reduce_tied()
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Return the mini-batch's gradients, fp32 and unscaled, between reduction and step.
+
+        Parameters that no loss reached are left out. With tensor parallelism, and under ZeRO 1 and 2, collective
+        over the stage's ranks.
+        """
+        self._reductions.sum_tensor()
+        return {name: gradient.div_(self.loss_scale) for name, gradient in self.gradients.gather().items()}
+
+    def step(self) -> StepResult:
+        """Take a step as the rule has it; collective over the ranks that step together.
+
+        Raises:
+            RuntimeFailure: gradients were not reduced, or the loss scale cannot sink any further.
+            ConfigError: tensor ranks have unlike gradients of what they hold alike; seen at the first step.
+        """
+        return self._rule.step()
+
+    def end_mini_batch(self) -> StepResult:
+        """Return what the mini-batch's steps did; where the stage steps alone, advance schedule and counters."""
+        return self._rule.end_mini_batch()
+
+    def zero_grad(self) -> None:
+        """Forget the mini-batch's gradients."""
+        self._reductions.clear()
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    @property
+    def global_steps(self) -> int:
+        """Return the optimizer steps so far, skipped ones among them."""
+        return self._counters.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Return the samples trained on so far."""
+        return self._counters.global_samples
+
+    @property
+    def skipped_steps(self) -> int:
+        """Return the steps that overflow prevented."""
+        return self._counters.skipped_steps
+
+    # ---- optimizer and weights -----------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> Any:
+        """Return the stage's optimizer; one over placeholders where the stage trains nothing."""
+        return self._updater.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """Return the stage's learning-rate scheduler, if any."""
+        return self._updater.lr_scheduler
+
+    def require_optimizer(self) -> None:
+        """Refuse to train where the job has no optimizer.
+
+        Raises:
+            ConfigError: says what to add.
+        """
+        self._updater.require()
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether the optimizer steps any parameter of the stage."""
+        return bool(self._updater.trained)
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Return whether optimizer state and masters are partitioned over the stage's ranks (ZeRO 1 and 2)."""
+        return bool(self._updater.layout)
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """Return the releases that a checkpoint's manifest names."""
+        return self._updater.versions
+
+    def weight_places(self, parameters: Sequence[nn.Parameter]) -> WeightPlaces:
+        """Return where these trained parameters may lie."""
+        return self._updater.places(parameters)
+
+    def weight_tensors(self) -> tuple[Tensor, ...]:
+        """Return parameters and buffers of the module."""
+        return (*self.module.parameters(), *self.module.buffers())
+
+    def optimizer_tensors(self) -> list[Tensor]:
+        """Return masters and optimizer state; parameters that are their own masters are among them."""
+        return self._updater.own_tensors()
+
+    def parameter_state(self) -> dict[str, Tensor]:
+        """Return the stage's parameters as fp32 copies, the masters where there are any.
+
+        Collective over the stage's ranks under ZeRO 1 and 2.
+        """
+        state: dict[str, Tensor] = {}
+        for name, parameter in self.module.named_parameters():
+            if name in self._updater.trained:
+                state[name] = self._updater.master(name)
+            else:
+                state[name] = parameter.detach().float().clone()
+        return state
+
+    def refresh_masters(self) -> None:
+        """Take master weights anew after the module's parameters were written from outside."""
+        self._updater.refresh_masters()
+
+    def close(self) -> None:
+        """Let go of what the framework holds; the stage steps no more."""
+        self._updater.close()
+
+    # ---- state, as checkpoint files hold it ----------------------------------------------------------------
+
+    def model_state(self) -> dict[str, Tensor]:
+        """Return copies of parameters and persistent buffers in host memory, each tie only on its owner."""
+        foreign = self._foreign_ties()
+        return {
+            name: tensor.detach().to("cpu", copy=True)
+            for name, tensor in self._saved_tensors().items()
+            if name not in foreign
+        }
+
+    @torch.no_grad()
+    def load_model_state(self, state: Mapping[str, Tensor]) -> None:
+        """Write parameters and persistent buffers; masters follow with `load_optimizer_state` or `refresh_masters`.
+
+        Raises:
+            CheckpointError: a name or shape does not fit.
+        """
+        tensors = self._saved_tensors()
+        wrong = sorted(set(tensors) ^ set(state)) or sorted(
+            name for name, tensor in tensors.items() if tensor.shape != state[name].shape
+        )
+        if wrong:
+            raise CheckpointError(
+                f"stage {self.stage.name!r}: {wrong} differ in name or shape from the checkpoint's"
+            )
+        for name, tensor in tensors.items():
+            tensor.copy_(state[name])
+
+    def _saved_tensors(self) -> dict[str, Tensor]:
+        persistent = set(self.module.state_dict(keep_vars=True))
+        tensors: dict[str, Tensor] = dict(self.module.named_parameters())
+        tensors.update((name, b) for name, b in self.module.named_buffers() if name in persistent)
+        return tensors
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """Return the state of optimizer and masters, this rank's part under ZeRO 1 and 2; None if untrained."""
+        return self._updater.state_dict()
+
+    def load_optimizer_state(self, state: dict[str, Any] | None) -> None:
+        """Restore what `optimizer_state` returned on this rank."""
+        self._updater.load_state_dict(state)
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return schedule, loss scaler and counters: the same on every rank."""
+        return {**self._updater.shared_state(), "counters": self._counters.as_dict()}
+
+    def load_shared_state(self, state: Mapping[str, Any], *, load_scheduler: bool = True) -> None:
+        """Restore what `shared_state` returned, the schedule if ``load_scheduler``."""
+        self._updater.load_shared_state(state, load_scheduler=load_scheduler)
+        self._counters.load(state["counters"])

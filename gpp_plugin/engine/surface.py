@@ -1,0 +1,316 @@
+"""The small part of `PipelineEngine`'s public surface: what it answers, hands on, and refuses.
+
+Kept apart from the engine's work so that the names DeepSpeed's users call are in one place. Nothing here runs
+anything: `GraphPipelineEngine` adds what does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from gpp_plugin.engine.engine_files import PipelineFiles
+from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.engine.stage_step import StepResult
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.runtime.stage_module import StageModule
+from gpp_plugin.runtime.stage_source import Reference
+
+logger = logging.getLogger(__name__)
+
+
+class PipelineSurface:
+    """What DeepSpeed's pipeline engine is asked, answered from the stage, the configuration and the files.
+
+    Args:
+        reference: the model that the stage's plan is on.
+        module: this rank's stage; ``stage_engine`` trains it.
+        files: what writes and reads the model.
+        ds_config: the whole DeepSpeed configuration.
+    """
+
+    def __init__(
+        self,
+        *,
+        reference: Reference,
+        module: StageModule,
+        stage_engine: StageEngine,
+        files: PipelineFiles,
+        ds_config: Mapping[str, Any],
+    ) -> None:
+        self.plan: PipelinePlan = stage_engine.plan
+        self.module = module
+        self.stage_engine = stage_engine
+        self.global_rank = stage_engine.rank
+        self.device = stage_engine.device
+        self._files = files
+        self._reference = reference
+        self._ds_config = dict(ds_config)
+        self._last_step: StepResult | None = None
+
+    @property
+    def global_steps(self) -> int:
+        """Return the optimizer steps so far, skipped ones among them."""
+        return self.stage_engine.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Return the samples trained on so far."""
+        return self.stage_engine.global_samples
+
+    @property
+    def skipped_steps(self) -> int:
+        """Return the steps that overflow prevented."""
+        return self.stage_engine.skipped_steps
+
+    def is_first_stage(self) -> bool:
+        """Return whether this rank's stage has no predecessor in the stage graph."""
+        return not any(edge.dst == self.stage_engine.stage_index for edge in self.plan.edges)
+
+    def is_last_stage(self) -> bool:
+        """Return whether this rank's stage yields the loss."""
+        # By blocks and not by name or number: a graph may yield losses in several stages, and none need be the last.
+        losses = self._reference.block_graph.loss_blocks
+        return not set(losses).isdisjoint(self.plan.stages[self.stage_engine.stage_index].blocks)
+
+    @property
+    def stage_name(self) -> str:
+        """Return the name of this rank's stage."""
+        return self.plan.stages[self.stage_engine.stage_index].name
+
+    @property
+    def stage_id(self) -> int:
+        """Return the index of this rank's stage in ``plan.make``."""
+        return self.stage_engine.stage_index
+
+    @property
+    def optimizer(self) -> Any:
+        """Return the stage's optimizer; one over placeholders where the stage trains nothing."""
+        return self.stage_engine.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """Return the stage's learning-rate scheduler, if any."""
+        return self.stage_engine.lr_scheduler
+
+    def train_batch_size(self) -> int:
+        """Return the samples of one optimizer step (B)."""
+        return self.plan.mini_batch
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples one rank computes one loss on (u)."""
+        return self.plan.loss_unit
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the losses of one step: ``train_batch_size`` / ``train_micro_batch_size_per_gpu``."""
+        return self.plan.mini_batch // self.plan.loss_unit
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return True: every `train_batch` ends with a step."""
+        return True
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group of this stage."""
+        optimizer = self.stage_engine.optimizer
+        return [group["lr"] for group in optimizer.param_groups] if optimizer is not None else []
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the whole model's gradient in the last step, before clipping."""
+        return None if self._last_step is None else self._last_step.grad_norm
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the loss scale in force."""
+        return self.stage_engine.loss_scale
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """Return the index of this rank's stage in ``plan.make``."""
+        return self.stage_id
+
+    def get_additional_losses(self) -> None:
+        """Return None: the model's loss is the only one."""
+
+    def mem_status(self, msg: str, print_rank: int = -1) -> None:
+        """Log the memory this rank's device holds, on ``print_rank`` (-1: every rank)."""
+        if print_rank in (-1, self.global_rank):
+            # What torch's allocator gave out; on the CPU nobody counts.
+            held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+            logger.info("%s: rank %d holds %.1f MiB on its device", msg, self.global_rank, held / 2**20)
+
+    def log_for_device(self, *msg: Any) -> None:
+        """Log a line with this rank and its stage in front."""
+        logger.info("[rank %d stage %s] %s", self.global_rank, self.stage_name, " ".join(map(str, msg)))
+
+    def tput_log(self, *msg: Any) -> None:
+        """Log a line on rank 0."""
+        if self.global_rank == 0:
+            logger.info("%s", " ".join(map(str, msg)))
+
+    # What DeepSpeed's users call for its chain of layers, and a graph of stages knows by itself, has no effect.
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Do nothing: masks are inputs or operators of the graph like any other."""
+
+    def reset_activation_shape(self) -> None:
+        """Do nothing: a new shape is noticed by itself."""
+
+    # What would change what a plan was made for, or run a part of a mini-batch, is refused with what to call instead.
+
+    def set_train_batch_size(self, train_batch_size: int) -> NoReturn:
+        """Refuse: the plan is made for one mini-batch."""
+        raise ConfigError(
+            f"set_train_batch_size({train_batch_size}): the plan is made for {self.plan.mini_batch} samples; set "
+            "train_batch_size in the JSON and start anew from a checkpoint"
+        )
+
+    def train(self, mode: bool = True) -> None:
+        """Do nothing: `train_batch` trains and `eval_batch` evaluates, whatever was called before."""
+
+    def eval(self) -> None:
+        """Do nothing: `eval_batch` evaluates."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: a graph of stages runs whole mini-batches."""
+        raise ConfigError(
+            "engine.forward() does not exist for a pipeline; call train_batch() or eval_batch()"
+        )
+
+    __call__ = forward
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: `train_batch` runs forward and backward."""
+        raise ConfigError("engine.backward() does not exist for a pipeline; train_batch() runs it")
+
+    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: `train_batch` steps the optimizer."""
+        raise ConfigError("engine.step() does not exist for a pipeline; train_batch() steps the optimizer")
+
+    def no_sync(self) -> NoReturn:
+        """Refuse: the program says when gradients are reduced."""
+        raise ConfigError(
+            "engine.no_sync() does not exist for a pipeline; gradients are reduced once a train_batch()"
+        )
+
+    # ---- files and states: collective over all ranks, what is under way is finished first -----------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+    ) -> bool:
+        """Write a checkpoint of all stages to ``save_dir/tag``; collective. ``latest`` is written last."""
+        self._files.save(save_dir, tag, client_state, save_latest)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str, dict[str, Any]]:
+        """Read a checkpoint written on the same plan; collective.
+
+        Args:
+            load_module_only: only the weights: no optimizer, schedule, loss scale, counters or random states.
+
+        Returns:
+            The directory read and the client state.
+
+        Raises:
+            CheckpointError: it is missing, torn, or of another plan.
+        """
+        return self._files.load(
+            load_dir,
+            tag,
+            optimizer=load_optimizer_states,
+            scheduler=load_lr_scheduler_states,
+            weights_only=load_module_only,
+        )
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Write sharded safetensors under HuggingFace names, one shard a stage; collective, no gather."""
+        self._files.export(save_directory)
+
+    def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> bool:
+        """Write the model for inference as `save_pretrained` does; the file names are HuggingFace's."""
+        self._files.export_as(save_dir, save_filename)
+        return True
+
+    def gather_state_dict(self) -> dict[str, Tensor] | None:
+        """Return the whole model's state dict on rank 0 (CPU tensors), None elsewhere; collective.
+
+        Needs the whole model's bytes in rank 0's memory; `save_pretrained` does not.
+
+        Raises:
+            ConfigError: a stage is tensor-parallel: no rank knows how its shards make a whole.
+        """
+        return self._files.gather()
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        """Return this stage's parameters and persistent buffers under their HuggingFace names.
+
+        Collective in mode async, where the pipeline is emptied first.
+        """
+        return self._files.stage_state(without_frozen=exclude_frozen_parameters)
+
+    def load_module_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Take this stage's tensors from a state dict of the whole model or of the stage.
+
+        Collective in mode async, where the pipeline is emptied first.
+
+        Raises:
+            ConfigError: ``strict``, and a tensor of the stage is missing.
+        """
+        self._files.load_stage_state(state_dict, strict=strict)
+
+    # Blocks that the configuration lacks, or has as null, mean DeepSpeed's defaults.
+    # ---- what the configuration says, as DeepSpeed's engine answers it ---------------------------
+
+    def zero_optimization_stage(self) -> int:
+        """Return the ZeRO stage within each stage's data-parallel group."""
+        return int((self._ds_config.get("zero_optimization") or {}).get("stage", 0))
+
+    def zero_optimization(self) -> bool:
+        """Return whether a ZeRO stage above 0 is on."""
+        return self.zero_optimization_stage() > 0
+
+    def gradient_clipping(self) -> float:
+        """Return the largest global gradient norm; 0 does not clip."""
+        return float(self._ds_config.get("gradient_clipping") or 0.0)
+
+    def fp16_enabled(self) -> bool:
+        """Return whether parameters are fp16."""
+        return self.stage_engine.dtype == torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        """Return whether parameters are bf16."""
+        return self.stage_engine.dtype == torch.bfloat16
+
+    def steps_per_print(self) -> int | None:
+        """Return how many steps lie between two lines of the step log."""
+        steps: int | None = self._ds_config.get("steps_per_print", 10)
+        return steps
+
+    def wall_clock_breakdown(self) -> bool:
+        """Return whether step times are logged."""
+        return bool(self._ds_config.get("wall_clock_breakdown", False))
+
+    def optimizer_name(self) -> str | None:
+        """Return the type of the JSON's optimizer block."""
+        name: str | None = (self._ds_config.get("optimizer") or {}).get("type")
+        return name
+
+    def scheduler_name(self) -> str | None:
+        """Return the type of the JSON's scheduler block."""
+        name: str | None = (self._ds_config.get("scheduler") or {}).get("type")
+        return name

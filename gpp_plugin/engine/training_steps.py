@@ -1,0 +1,360 @@
+"""What one call of `train_batch` does on a rank: which lane runs, how often stages step, when a failure ends the job.
+
+    LaneMaker          programs of all ranks for a plan, the transport of their messages, this rank's lane
+    MiniBatchRunner    runs a lane; after a mini-batch that failed on its way nothing more runs
+    SynchronousSteps   a mini-batch from its first forward to the one step of all stages
+    (mode async)       `async_steps.AsynchronousSteps`: windows of a pipeline that stays full
+
+The engine holds one strategy of steps (`StepStrategy`) and knows no difference between them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.doors import Channel, Transport, TransportRequest
+from gpp_plugin.engine.memory_watch import MemoryWatch
+from gpp_plugin.engine.setting import EngineModel, Setting
+from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.engine.stage_step import StepResult
+from gpp_plugin.errors import CaptureError, ConfigError, PlanError, RuntimeFailure
+from gpp_plugin.extensions import find_transport
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.timeline import Event
+from gpp_plugin.plan.given.tied_blocks import UNTIE
+from gpp_plugin.runtime.batches import Batch, batch_checksum
+from gpp_plugin.runtime.executor import MiniBatchResult
+from gpp_plugin.runtime.lane import Lane, channels_of, make_programs, tied_stages
+from gpp_plugin.runtime.ranks.agree import exchange
+from gpp_plugin.runtime.ranks.meeting import Meeting
+from gpp_plugin.runtime.stage_module import StageModule
+from gpp_plugin.runtime.stage_source import Reference
+from gpp_plugin.runtime.weight_versions import MakePlaces
+from gpp_plugin.runtime.window_lane import WindowLane
+from gpp_plugin.schedule.checks.validate_windows import validate_windows
+from gpp_plugin.schedule.orders.forward_only import forward_only_stages
+from gpp_plugin.schedule.windows import lower_windows
+
+# ---- lanes --------------------------------------------------------------------------------------------------
+
+
+class LaneMaker:
+    """Makes this rank's lanes: for training, and for each size of an evaluation. Every method is collective.
+
+    Args:
+        source: the model, whose stages give lanes their code.
+        framework: makes the transport where messages do not go over our own.
+    """
+
+    def __init__(self, *, source: EngineModel, config: GraphPipelineConfig, setting: Setting) -> None:
+        self._source = source
+        self._config = config
+        self._setting = setting
+
+    def make(self, reference: Reference, plan: PipelinePlan) -> Lane | None:
+        """Return this rank's lane for a plan, or None where the plan leaves the rank idle."""
+        programs = make_programs(plan, reference, reduce_each_backward=self._setting.zero_stage >= 2)
+        # Transports are made by all ranks, also by those that the plan leaves idle: a process group is made so.
+        transport = self._make_transport(plan, reference, channels_of(programs))
+        for program in programs:
+            if program.rank == self._setting.rank:
+                return Lane(
+                    source=self._source.stages,
+                    reference=reference,
+                    plan=plan,
+                    program=program,
+                    transport=transport,
+                    device=self._setting.device,
+                    dtype=self._setting.dtype,
+                )
+        return None
+
+    def make_windows(
+        self, reference: Reference, plan: PipelinePlan, *, make_places: MakePlaces
+    ) -> WindowLane:
+        """Return this rank's lane of a pipeline that stays full (mode async).
+
+        Args:
+            make_places: where the stage's trained weights may lie; asked when the lane is bound.
+
+        Raises:
+            PlanError: a parameter is on two stages, or several stages yield losses.
+        """
+        _check_stages_step_alone(plan, reference)
+        # A stage that trains nothing, and sends no gradients on, has forwards only; its windows lack the backwards.
+        frozen = forward_only_stages(plan)
+        programs = lower_windows(plan, forward_only_stages=frozen)
+        validate_windows(plan, programs, forward_only_stages=frozen)
+        return WindowLane(
+            programs=programs.of_rank(self._setting.rank),
+            make_places=make_places,
+            source=self._source.stages,
+            reference=reference,
+            plan=plan,
+            transport=self._make_transport(plan, reference, channels_of(programs.all)),
+            device=self._setting.device,
+            dtype=self._setting.dtype,
+        )
+
+    def make_module(self, lane: Lane, sample_batch: Batch) -> StageModule:
+        """Return this rank's stage when every rank has made its own: groups made after it wait no longer than messages.
+
+        Raises:
+            GppError: a rank could not; the same on every rank.
+        """
+        plan = lane.plan
+        made: list[StageModule] = []
+
+        def make() -> None:  # a module cannot be sent: every rank keeps its own and tells only that it has it
+            made.append(self._source.make_module(lane, sample_batch))
+
+        stages = [plan.stages[plan.stage_of_rank(rank)].name for rank in range(plan.num_ranks)]
+        exchange(make, what="making the stages' modules", group=self._setting.group, stages=stages)
+        return made[0]
+
+    def _make_transport(
+        self, plan: PipelinePlan, reference: Reference, channels: Collection[Channel]
+    ) -> Transport | None:
+        """Return what moves the messages of a plan's programs, or None where there are none."""
+        if not channels:
+            return None
+        request = TransportRequest(
+            plan=plan,
+            specs=reference.block_graph.tensors,
+            channels=frozenset(channels),
+            device=str(self._setting.device),
+            timeout_s=self._config.comm_timeout_s,
+        )
+        return find_transport(self._config.p2p).make(request)
+
+
+def _check_stages_step_alone(plan: PipelinePlan, reference: Reference) -> None:
+    """Refuse stages that cannot step alone.
+
+    Raises:
+        PlanError: a parameter is on two stages, or several stages yield losses.
+    """
+    for name, stages in tied_stages(plan, reference).items():
+        names = " and ".join(repr(plan.stages[index].name) for index in stages)
+        raise PlanError(
+            f"mode async: parameter {name!r} is on the stages {names}, which step at different times; {UNTIE}, or put "
+            "the blocks that share it, and all between them, into one stage"
+        )
+    if len(plan.losses) > 1:
+        raise PlanError(
+            f"mode async: stages {list(plan.losses)} yield losses and only one may: a micro-batch has one loss to "
+            'tell; add them up in one stage, or set mode to "sync"'
+        )
+
+
+# ---- running them -------------------------------------------------------------------------------------------
+
+
+def failure_after(step: int, error: BaseException) -> str:
+    """Return what ended a job, for whoever calls the engine again; an interrupt has no text of its own."""
+    return f"the mini-batch after step {step} failed ({str(error) or type(error).__name__})"
+
+
+class StepHooks:
+    """What a program calls on the optimizer side of its stage; looks at the gradients before each step.
+
+    Its first three calls are the stage's own, bound once: a program makes one of them for every micro-batch.
+    """
+
+    def __init__(self, stage: StageEngine, memory: MemoryWatch) -> None:
+        self._stage = stage
+        self._memory = memory
+        self.accumulate = stage.accumulate
+        self.reduce_data = stage.reduce_data
+        self.reduce_tied = stage.reduce_tied
+        self.keeps_gradients = False
+        self.gradients: dict[str, Tensor] | None = None
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the factor on every loss of this mini-batch."""
+        return self._stage.loss_scale
+
+    def step(self) -> StepResult:
+        """Keep the gradients where the user asked, and step; collective over the ranks that step together."""
+        self._memory.note_gradients(self._stage.gradients)
+        if self.keeps_gradients:
+            self.gradients = self._stage.full_gradients()
+        return self._stage.step()
+
+
+class MiniBatchRunner:
+    """Runs lanes on mini-batches; a failure that leaves messages under way ends the job.
+
+    Args:
+        stage: whose gradients a failed mini-batch leaves behind.
+        memory: counts one mini-batch of training.
+        has_peers: there are other ranks, whose messages may still arrive after a failure here.
+    """
+
+    def __init__(self, stage: StageEngine, memory: MemoryWatch, *, has_peers: bool) -> None:
+        self._stage = stage
+        self._memory = memory
+        self._has_peers = has_peers
+        self.failure: str | None = None
+
+    def refuse_after_failure(self) -> None:
+        """Refuse to go on where an earlier mini-batch failed on its way.
+
+        Raises:
+            RuntimeFailure: says which, and what to do.
+        """
+        if self.failure is not None:
+            raise RuntimeFailure(f"this job cannot go on: {self.failure}; start it anew from a checkpoint")
+
+    def run(self, lane: Lane, batch: Batch, *, record: bool = False, count: bool = False) -> MiniBatchResult:
+        """Run one mini-batch, and leave nothing of it behind if it fails.
+
+        Args:
+            record, count: as of `Lane.run`.
+
+        Raises:
+            RuntimeFailure: an earlier mini-batch failed on its way, so that messages of it may still arrive.
+        """
+        self.refuse_after_failure()
+        try:
+            return lane.run(batch, record=record, count=count)
+        except BaseException as error:
+            self._stage.zero_grad()
+            # What capture or configuration refuse is refused before the first message, by every rank alike.
+            if self._has_peers and not isinstance(error, (CaptureError, ConfigError)):
+                self.failure = failure_after(self._stage.global_steps, error)
+            raise
+
+    def train(self, lane: Lane, batch: Batch, *, record: bool) -> MiniBatchResult:
+        """Run one mini-batch of training, counted if it is the one to compare with the plan."""
+        counts = self._memory.is_due(batch)
+        result = self.run(lane, batch, record=record, count=counts)
+        # In mode async the first windows fill the pipeline; counting goes on until as much is held as ever will be.
+        if counts and lane.has_peaked:
+            self._memory.compare(result.memory, batch)
+        return result
+
+    @contextlib.contextmanager
+    def ending_on_failure(self) -> Iterator[None]:
+        """Let nothing more run after a failure that other ranks do not share."""
+        try:
+            yield
+        except BaseException as error:
+            self._stage.zero_grad()
+            self.failure = failure_after(self._stage.global_steps, error)
+            raise
+
+
+# ---- strategies of steps ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedCall:
+    """What one call of `train_batch` brought: the mean loss, the last step, and what happened when, if recorded."""
+
+    loss: float
+    step: StepResult
+    events: Sequence[Event]
+
+
+class StepStrategy(Protocol):
+    """How training goes from one mini-batch to the next; every method is collective over all ranks."""
+
+    @property
+    def staleness(self) -> dict[str, int]:
+        """Return, by stage, how many updates lie between the weights of a gradient and the update it makes."""
+
+    def train(self, batch: Batch, *, record: bool) -> TrainedCall:
+        """Train on one mini-batch.
+
+        Raises:
+            CommTimeout, RuntimeFailure: a rank failed, or was given other data.
+        """
+
+    def drain(self) -> None:
+        """Finish what is under way; the model is then what a synchronous view of it would be."""
+
+    def flush(self) -> float | None:
+        """Drain; return the mean of the losses that no call has returned, None if there are none."""
+
+
+class SynchronousSteps:
+    """A mini-batch from its first forward to the one step of all stages; nothing is under way between calls.
+
+    Args:
+        meeting: of all ranks.
+        reads_inputs: this rank is given the mini-batch itself, and not its shape only.
+        has_peers: there are other ranks to agree with.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        stage: StageEngine,
+        runner: MiniBatchRunner,
+        *,
+        meeting: Meeting,
+        reads_inputs: bool,
+        has_peers: bool,
+    ) -> None:
+        self._lane = lane
+        self._stage = stage
+        self._runner = runner
+        self._meeting = meeting
+        self._reads_inputs = reads_inputs
+        self._has_peers = has_peers
+
+    @property
+    def staleness(self) -> dict[str, int]:
+        """Return 0 for every stage that trains: a step is made with gradients of the weights that it updates."""
+        plan = self._lane.plan
+        frozen = forward_only_stages(plan)
+        return {stage.name: 0 for index, stage in enumerate(plan.stages) if index not in frozen}
+
+    def train(self, batch: Batch, *, record: bool) -> TrainedCall:
+        """Run one mini-batch and its step; the loss is the mini-batch's own."""
+        result = self._runner.train(self._lane, batch, record=record)
+        loss = self._agree_on_loss(result, batch)
+        return TrainedCall(loss=loss, step=self._stage.end_mini_batch(), events=result.events)
+
+    def drain(self) -> None:
+        """Do nothing: nothing is under way."""
+
+    def flush(self) -> None:
+        """Return None: every call has returned its loss."""
+
+    def _agree_on_loss(self, result: MiniBatchResult, batch: Batch) -> float:
+        """Return the mean loss on every rank, and refuse ranks that were given different data.
+
+        One sum over all ranks answers both. Each of the n ranks that read inputs brings the checksum c of its batch:
+        with S = sum of c and Q = sum of c squared, n Q = S S exactly where all checksums are equal (Cauchy and
+        Schwarz). Checksums 5, 5, 5: 3 * 75 = 15 * 15; checksums 5, 5, 6: 3 * 86 > 16 * 16.
+        """
+        mine = sum(float(loss) * count for loss, count in result.losses) / self._lane.plan.mini_batch
+        if not self._has_peers:
+            return mine
+        step = self._stage.global_steps
+        reads = self._reads_inputs
+        checksum = float(batch_checksum(batch)) if reads else 0.0
+        own = torch.tensor([mine, checksum, checksum * checksum, float(reads)], dtype=torch.float64)
+        facts = self._meeting.sum(own, f"the loss of step {step}")
+        loss, total, squares, readers = facts.tolist()
+        if squares * readers != total * total:
+            raise different_data(step, checksum=int(checksum), rank=self._stage.rank)
+        return float(loss)
+
+
+def different_data(step: int, *, checksum: int, rank: int) -> RuntimeFailure:
+    """Return the error of ranks that were given different mini-batches."""
+    return RuntimeFailure(
+        f"step {step}: the ranks were given different mini-batches (checksum {checksum} on rank {rank}); give every "
+        "rank the same stream of batches: no DistributedSampler, the same shuffle seed everywhere"
+    )

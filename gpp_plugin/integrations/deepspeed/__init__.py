@@ -1,0 +1,1 @@
+"""DeepSpeed: configuration, optimizer step, ZeRO, checkpoints, its own pipeline as the peer."""

@@ -1,0 +1,429 @@
+"""What `deepspeed.initialize` does with a `graph_pipeline` block: makes a `GraphPipelineEngine`.
+
+The wrapper is set by `gpp_plugin.import_hook`, which `gpp_plugin` gives this module's `dispatch`. Callers that bound
+the function before gpp_plugin was imported (``from deepspeed import initialize``) import gpp_plugin first, or use
+`gpp_plugin.initialize`.
+
+    deepspeed.initialize(...) ─► dispatch ─┬─ no enabled block ─► DeepSpeed's own
+                                           ├─ planner stock     ─► DeepSpeed's PipelineEngine on our capture
+                                           └─ else              ─► GraphPipelineEngine with `DeepSpeedFramework`
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.monitor.config import get_monitor_config
+from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.runtime.pipe.module import PipelineModule
+from torch import nn
+
+from gpp_plugin.capture.export import count_samples
+from gpp_plugin.config import (
+    BLOCK,
+    GraphPipelineConfig,
+    batch_arithmetic,
+    check_ranks,
+    load_deepspeed_json,
+    read_config,
+)
+from gpp_plugin.engine.engine import GraphPipelineEngine
+from gpp_plugin.engine.feed import prepare_batch, sample_from_dataset
+from gpp_plugin.engine.setting import Monitor, Setting, StageReplica
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.import_hook import original_initialize
+from gpp_plugin.integrations.deepspeed.optimizer_bytes import optimizer_bytes
+from gpp_plugin.integrations.deepspeed.stage_config import derive_stage_config
+from gpp_plugin.integrations.deepspeed.stage_optimizer import (
+    FRAMEWORK,
+    DeepSpeedOptimizer,
+    without_shared_memory_op,
+)
+from gpp_plugin.integrations.deepspeed.stock_training import make_stock_engine
+from gpp_plugin.model.graph.stage_graph import StageGraph
+from gpp_plugin.model.model_source import ModelSource
+from gpp_plugin.plan.baselines.stock_chain import STOCK
+from gpp_plugin.plan.edge_transports import NATIVE
+from gpp_plugin.runtime.batches import Batch
+
+logger = logging.getLogger(__name__)
+
+
+class GraphPipelineModule(nn.Module):
+    """A model with the sample batch it is captured with, as `PipelineModule` is in stock DeepSpeed.
+
+    Args:
+        model: any module whose output has a loss, or a graph of stages.
+        sample_batch: one batch as the model will get them; any number of samples.
+        config: the DeepSpeed configuration, where `deepspeed.initialize` is not given one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | StageGraph,
+        *,
+        sample_batch: Mapping[str, Any],
+        config: Mapping[str, Any] | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.sample_batch = dict(sample_batch)
+        self.config = config
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model itself (before training; afterwards it holds only this rank's stage)."""
+        if isinstance(self.model, StageGraph):
+            raise ConfigError(f"stage graph {self.model.name!r} is not called; use engine.train_batch()")
+        return self.model(*args, **kwargs)
+
+
+def dispatch(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Answer a call of `deepspeed.initialize`: ours if its configuration has an enabled block.
+
+    Args:
+        original: DeepSpeed's own function, called unchanged where there is no block.
+
+    Raises:
+        ConfigError: the block, or what is passed with it, is wrong.
+    """
+    # By name, as DeepSpeed would take them: users pass some of them by position.
+    given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+    ds_config = _find_config(given)
+    block = read_config(ds_config) if ds_config is not None else None
+    if block is not None:
+        return _initialize(load_deepspeed_json(ds_config), block, given)
+    if isinstance(given.get("model"), (GraphPipelineModule, StageGraph)):
+        raise ConfigError(
+            f"{type(given['model']).__name__} needs an enabled graph_pipeline block in the DeepSpeed configuration"
+        )
+    return original(*args, **kwargs)
+
+
+def initialize_block(**given: Any) -> Any:
+    """Answer a DeepSpeed that knows packages' blocks by entry point (patches/deepspeed-0.19.8/0001).
+
+    Args:
+        given: the arguments of `deepspeed.initialize`; ``config`` is a dictionary.
+
+    Returns:
+        What `deepspeed.initialize` returns, or None where the block is not enabled.
+    """
+    block = read_config(given["config"])
+    return None if block is None else _initialize(load_deepspeed_json(given["config"]), block, given)
+
+
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    """`deepspeed.initialize` as the hook has it, whatever was imported first."""
+    return dispatch(original_initialize(deepspeed), args, kwargs)
+
+
+def _find_config(given: Mapping[str, Any]) -> Any:
+    # In DeepSpeed's own order: the argument, its old name, the command line's; last what a wrapped model brings.
+    for key in ("config", "config_params"):
+        if given.get(key) is not None:
+            return given[key]
+    from_args = getattr(given.get("args"), "deepspeed_config", None)
+    if from_args is not None:
+        return from_args
+    model = given.get("model")
+    return model.config if isinstance(model, GraphPipelineModule) else None
+
+
+def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Mapping[str, Any]) -> Any:
+    model = given.get("model")
+    if not isinstance(model, (nn.Module, StageGraph)):
+        raise ConfigError(f"deepspeed.initialize: model is a {type(model).__name__}, not a torch.nn.Module")
+    if isinstance(model, PipelineModule):
+        raise ConfigError(
+            "graph_pipeline: the model is a stock PipelineModule, already cut into layers; pass the plain model, "
+            "or remove the graph_pipeline block"
+        )
+    for key in ("mpu", "mesh_param"):
+        if given.get(key) is not None:
+            raise ConfigError(
+                f"deepspeed.initialize: {key} cannot be combined with graph_pipeline; remove it"
+            )
+    sample: Batch | None = None
+    if isinstance(model, GraphPipelineModule):
+        sample = model.sample_batch
+        model = model.model
+    data, collate_fn = given.get("training_data"), given.get("collate_fn")
+    if sample is None and data is None:
+        raise ConfigError(
+            "graph_pipeline: capture needs a sample batch; pass training_data, or wrap the model: "
+            "gpp_plugin.GraphPipelineModule(model, sample_batch=batch)"
+        )
+    # From here on the ranks are joined.
+    setting = _make_setting(ds_config, block, given)
+    if sample is None:
+        sample = sample_from_dataset(data, num_samples=setting.sizes.mini_batch, collate_fn=collate_fn)
+    sample = prepare_batch(model, sample)
+    count_samples(sample)  # a batch without a common number of samples is refused here, before any work
+    _check_model(model, block)
+    optimizer, groups = _optimizer_of(model, given)
+    if block.mode == "async":
+        check_asynchronous_config(ds_config, block)
+    # The engine knows neither DeepSpeed nor where weights come from: it is given what answers for both.
+    framework = DeepSpeedFramework(
+        ds_config, optimizer=optimizer, lr_scheduler=_scheduler_of(given), parameter_groups=groups
+    )
+    common: dict[str, Any] = {
+        "ds_config": ds_config,
+        "config": block,
+        "setting": setting,
+        "sample_batch": sample,
+        "training_data": data,
+        "collate_fn": collate_fn,
+    }
+    engine: Any
+    if block.planner == STOCK:
+        assert not isinstance(model, StageGraph), "refused above"
+        engine = make_stock_engine(model=model, **framework.optimizer_options, **common)
+    else:
+        source = ModelSource(model, config=block, setting=setting)
+        engine = GraphPipelineEngine(source=source, framework=framework, **common)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _check_model(model: nn.Module | StageGraph, block: GraphPipelineConfig) -> None:
+    """Refuse a planner that cannot cut such a model; warn of checkpointing that has no effect."""
+    if isinstance(model, StageGraph) and block.planner == STOCK:
+        raise ConfigError(
+            f"graph_pipeline.planner: {STOCK!r} cuts a captured model into a chain; a stage graph's stages are given: "
+            "remove the key"
+        )
+    if _checkpoints_activations(model):
+        logger.warning(
+            "gradient checkpointing of %s has no effect under graph_pipeline; graph_pipeline.memory.recompute is what "
+            'does it: "auto" where a plan needs it to fit, "full" for every layer',
+            type(model).__name__,
+        )
+
+
+def check_asynchronous_config(ds_config: Mapping[str, Any], config: GraphPipelineConfig) -> None:
+    """Refuse what cannot be combined with mode async, before anything is captured.
+
+    Raises:
+        ConfigError: names the key and what to do.
+    """
+    where = f"{BLOCK}.mode: async"
+    if config.p2p != NATIVE:
+        raise ConfigError(f"{where} sends over our own transport only; remove {BLOCK}.p2p")
+    if config.planner == STOCK:
+        raise ConfigError(
+            f"{where} cannot run planner {STOCK}, DeepSpeed's synchronous pipeline; choose another"
+        )
+    # Sizes do not matter to what is asked here, the precision.
+    derived = derive_stage_config(ds_config, mini_batch=1, degree=1, device_type="cpu")
+    if derived.dtype == "float16":
+        raise ConfigError(
+            f"{where} cannot agree on a loss scale between stages that step alone; use bf16 or fp32"
+        )
+
+
+class DeepSpeedFramework:
+    """What the engine asks of a framework (`setting.Framework`), as a DeepSpeed configuration has it.
+
+    Args:
+        ds_config: the whole configuration.
+        optimizer, lr_scheduler, parameter_groups: of `DeepSpeedOptimizer`, given in the call and not in the JSON.
+    """
+
+    name = FRAMEWORK
+
+    def __init__(
+        self,
+        ds_config: Mapping[str, Any],
+        *,
+        optimizer: Callable[..., Any] | None = None,
+        lr_scheduler: Callable[..., Any] | None = None,
+        parameter_groups: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._ds_config = ds_config
+        self.optimizer_options: dict[str, Any] = {
+            "optimizer": optimizer,
+            "lr_scheduler": lr_scheduler,
+            "parameter_groups": parameter_groups,
+        }
+
+    def make_optimizer(self, module: nn.Module, replica: StageReplica) -> DeepSpeedOptimizer:
+        """Return a stage's optimizer, with a stock engine behind it where the stage trains anything."""
+        return DeepSpeedOptimizer(module, replica, config=self._ds_config, **self.optimizer_options)
+
+    def make_monitor(self) -> Monitor:
+        """Return DeepSpeed's monitors: TensorBoard, CSV, Weights & Biases, Comet."""
+        return MonitorMaster(get_monitor_config(dict(self._ds_config)))
+
+
+def _make_setting(
+    ds_config: Mapping[str, Any], block: GraphPipelineConfig, given: Mapping[str, Any]
+) -> Setting:
+    _init_distributed(given)
+    num_ranks = dist.get_world_size()
+    check_ranks(block, num_ranks)
+    # Small agreements go over gloo whatever moves activations: they must not queue behind those on a device.
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cuda":
+        local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    group = dist.new_group(backend="gloo") if num_ranks > 1 else None
+    return setting_of(
+        ds_config,
+        rank=dist.get_rank(),
+        num_ranks=num_ranks,
+        device=device,
+        group=group,
+        optimizer=given.get("optimizer"),
+    )
+
+
+def setting_of(
+    ds_config: Mapping[str, Any],
+    *,
+    rank: int,
+    num_ranks: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    optimizer: Any = None,
+) -> Setting:
+    """Return what a DeepSpeed configuration makes a job of ``num_ranks`` ranks run in.
+
+    Args:
+        group: a CPU group of all ranks; None where one process plans alone.
+        optimizer: the user's own, or what makes it; None: the configuration's.
+
+    Raises:
+        ConfigError: sizes do not divide, or a key asks for what stages cannot do.
+    """
+    # Degrees are not known yet: dtype, ZeRO stage and optimizer are the same for any.
+    sizes = batch_arithmetic(ds_config, num_ranks)
+    stage = derive_stage_config(ds_config, mini_batch=sizes.mini_batch, degree=1, device_type=device.type)
+    held = optimizer_bytes(
+        ds_config,
+        optimizer,
+        dtype=stage.dtype,
+        accumulation_dtype=stage.accumulation_dtype,
+        zero_stage=stage.zero_stage,
+        device_type=device.type,
+    )
+    if held.assumed and rank == 0:
+        logger.warning("%s", held.assumed)
+    return Setting(
+        rank=rank,
+        num_ranks=num_ranks,
+        device=device,
+        dtype=getattr(torch, stage.dtype),
+        sizes=sizes,
+        zero_stage=stage.zero_stage,
+        optimizer_bytes=held.total,
+        group=group,
+    )
+
+
+def _init_distributed(given: Mapping[str, Any]) -> None:
+    """Join the ranks the launcher started; a script started by itself is a job of one rank."""
+    if not dist.is_initialized() and "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
+    # With Intel's package installed DeepSpeed takes ccl on the CPU; our transport is proved on gloo.
+    backend = get_accelerator().communication_backend_name()
+    if get_accelerator().device_name() == "cpu":
+        backend = "gloo"
+    elif int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():
+        backend = "gloo"  # ranks that share one device: NCCL cannot serve two of them
+    with without_shared_memory_op():
+        deepspeed.init_distributed(dist_backend=backend, dist_init_required=given.get("dist_init_required"))
+
+
+def _checkpoints_activations(model: Any) -> bool:
+    """Return whether a HuggingFace model's own checkpointing is on; releases differ in what they call it."""
+    name = "is_activation_checkpointing"
+    return bool(getattr(model, name if hasattr(type(model), name) else "is_gradient_checkpointing", False))
+
+
+def _optimizer_of(
+    model: nn.Module | StageGraph, given: Mapping[str, Any]
+) -> tuple[Callable[..., Any] | None, list[dict[str, Any]] | None]:
+    """Return a constructor for each stage's optimizer and the parameter groups by name.
+
+    Raises:
+        ConfigError: a group names a tensor that is no parameter of the model.
+    """
+    optimizer = given.get("optimizer")
+    groups = given.get("model_parameters")
+    make: Callable[..., Any] | None = None
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if optimizer.state:
+            raise ConfigError(
+                "deepspeed.initialize: the optimizer has taken steps already; pass a fresh one or a callable "
+                "(parameters -> optimizer), or load a checkpoint"
+            )
+        # An optimizer of the whole model is taken as a recipe: its class and options make one for each stage.
+        kind, defaults = type(optimizer), dict(optimizer.defaults)
+        allowed = inspect.signature(kind.__init__).parameters
+        options = {key: value for key, value in defaults.items() if key in allowed}
+        groups = optimizer.param_groups if groups is None else groups
+
+        def rebuild(parameters: Any) -> Any:
+            return kind(parameters, **options)
+
+        make = rebuild
+    elif callable(optimizer):
+        make = optimizer
+    elif optimizer is not None:
+        raise ConfigError(
+            f"deepspeed.initialize: optimizer is a {type(optimizer).__name__}; pass a torch optimizer, a callable "
+            "(parameters -> optimizer), or an optimizer block in the JSON"
+        )
+    return make, _named_groups(model, groups) if groups is not None else None
+
+
+def _named_groups(model: nn.Module | StageGraph, groups: Any) -> list[dict[str, Any]]:
+    # By identity, so that groups made from any of a parameter's names mean the parameter.
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        names.setdefault(id(parameter), name)
+    listed = list(groups)
+    if not all(isinstance(group, Mapping) for group in listed):
+        listed = [{"params": listed}]
+    named = []
+    for position, group in enumerate(listed):
+        members = group["params"]
+        tensors = [members] if isinstance(members, torch.Tensor) else list(members)
+        # One tensor, a list of them, or of (name, tensor) as `named_parameters` gives.
+        tensors = [item[1] if isinstance(item, tuple) else item for item in tensors]
+        foreign = [index for index, tensor in enumerate(tensors) if id(tensor) not in names]
+        if foreign:
+            raise ConfigError(
+                f"model_parameters: group {position} has {len(foreign)} tensors that are no parameters of the model "
+                f"(first at position {foreign[0]}); build the groups from model.named_parameters() of this model"
+            )
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        named.append({"params": [names[id(tensor)] for tensor in tensors], **options})
+    return named
+
+
+def _scheduler_of(given: Mapping[str, Any]) -> Callable[..., Any] | None:
+    scheduler = given.get("lr_scheduler")
+    if scheduler is None or (callable(scheduler) and not hasattr(scheduler, "step")):
+        return scheduler
+    raise ConfigError(
+        f"deepspeed.initialize: lr_scheduler is a {type(scheduler).__name__}, bound to an optimizer of the whole "
+        "model; pass a callable (optimizer -> scheduler), or a scheduler block in the JSON"
+    )

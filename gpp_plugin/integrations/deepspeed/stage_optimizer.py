@@ -1,0 +1,405 @@
+"""DeepSpeed as the optimizer of one stage: a stock `DeepSpeedEngine` behind it, its masters, schedule, loss scale.
+
+The stock engine is built on the stage's own groups. It builds the optimizer, casts the module, and partitions state
+under ZeRO 1 and 2. Its forward, backward and step are not used: the stage's norm is a part of the graph's, and a step
+is taken by all stages or by none (`stage_step`). A stage that trains nothing has none; it is cast as that would.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor, nn
+
+from gpp_plugin.engine.gradients import GradientStore, StageGradients
+from gpp_plugin.engine.partitioned_gradients import FlatGroup, PartitionedGradients
+from gpp_plugin.engine.setting import StageReplica, StepCounters
+from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.integrations.deepspeed.learning_rates import (
+    LearningRates,
+    LossScale,
+    OptimizerFactory,
+    SchedulerFactory,
+    StageParameterGroups,
+)
+from gpp_plugin.integrations.deepspeed.master_weights import MasterWeights, require_attributes
+from gpp_plugin.integrations.deepspeed.stage_config import NO_OPTIMIZER, StageConfig, derive_stage_config
+from gpp_plugin.runtime.weight_versions import ParameterPlaces, WeightPlaces
+
+logger = logging.getLogger(__name__)
+
+FRAMEWORK = f"DeepSpeed {deepspeed.__version__}"
+
+
+def make_stage_engine(
+    *,
+    config: Mapping[str, Any],
+    optimizer: OptimizerFactory | None = None,
+    lr_scheduler: SchedulerFactory | None = None,
+    parameter_groups: Sequence[Mapping[str, Any]] | None = None,
+    **stage: Any,
+) -> StageEngine:
+    """Return a stage whose weights DeepSpeed updates; collective over all ranks.
+
+    Args:
+        config, optimizer, lr_scheduler, parameter_groups: of `DeepSpeedOptimizer`.
+        stage: of `StageEngine`.
+    """
+    make_optimizer = functools.partial(
+        DeepSpeedOptimizer,
+        config=config,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        parameter_groups=parameter_groups,
+    )
+    return StageEngine(make_optimizer=make_optimizer, framework=FRAMEWORK, **stage)
+
+
+class DeepSpeedOptimizer:
+    """What updates one stage's weights (`setting.WeightUpdater`), as DeepSpeed's configuration has it.
+
+    Args:
+        module: the stage's, its replicas equal; cast to the configured type.
+        config: the user's DeepSpeed JSON, with numbers where it may say ``auto``.
+        optimizer: makes the optimizer from parameters or groups; None: the configuration's block.
+        lr_scheduler: makes the scheduler from an optimizer; None: the configuration's block.
+        parameter_groups: groups of the whole model, ``{"params": [names], **options}``; None: one group.
+
+    Raises:
+        ConfigError: the configuration asks for what a stage cannot do, or what DeepSpeed lacks here.
+    """
+
+    versions: Mapping[str, str] = {"deepspeed": deepspeed.__version__}
+
+    def __init__(
+        self,
+        module: nn.Module,
+        replica: StageReplica,
+        *,
+        config: Mapping[str, Any],
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+        parameter_groups: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.config: StageConfig = derive_stage_config(
+            config,
+            mini_batch=replica.mini_batch,
+            degree=len(replica.data_ranks),
+            device_type=replica.device.type,
+        )
+        self._dtype: torch.dtype = getattr(torch, self.config.dtype)
+        self._prepare_surroundings(replica)
+        # Parameters without elements (an embedding of size 0, a shard that fell to nobody) break flat buffers.
+        trainable = {
+            name: p
+            for name, p in module.named_parameters(remove_duplicate=False)
+            if p.requires_grad and p.numel() > 0
+        }
+        groups = StageParameterGroups(trainable, parameter_groups)
+        # Every rank schedules all groups of the model, also where its stage trains none of them: rates in logs and
+        # checkpoints are then the same everywhere.
+        self._rates = LearningRates(
+            groups,
+            optimizer=optimizer,
+            optimizer_block=config.get("optimizer"),
+            scheduler=lr_scheduler,
+            scheduler_block=config.get("scheduler"),
+        )
+        self._has_optimizer = optimizer is not None or bool(config.get("optimizer"))
+        # Given groups say what is trained, in their order; what they leave out rests. Without groups all of it is.
+        names = groups.names() if groups.given else list(dict(module.named_parameters()))
+        self.trained: dict[str, nn.Parameter] = (
+            {name: trainable[name] for name in names if name in trainable} if self._has_optimizer else {}
+        )
+        self._engine: DeepSpeedEngine | None = None
+        self._masters: MasterWeights | None = None
+        if self.trained:
+            self._build_engine(module, replica, optimizer, groups.optimizer_input(trainable))
+        else:
+            _cast(module, self._dtype)
+        self.layout: tuple[FlatGroup, ...] = () if self._masters is None else self._masters.layout
+        self.norm_precision = torch.float64 if get_accelerator().is_fp64_supported() else torch.float32
+        self._scale = LossScale(config, self._dtype)
+        self._publish_loss_scale()
+        self._rates.publish(self._inner_optimizer)
+
+    def _prepare_surroundings(self, replica: StageReplica) -> None:
+        """Check what DeepSpeed needs around it, set what it reads, and tell the user what was changed."""
+        device = replica.device
+        if not deepspeed.comm.is_initialized():
+            raise ConfigError("deepspeed.comm is not initialised; call deepspeed.init_distributed() first")
+        if self._dtype == torch.float16 and not get_accelerator().is_fp16_supported():
+            raise ConfigError(f"fp16.enabled: this device ({device.type}) computes no fp16; use bf16")
+        os.environ.setdefault("LOCAL_RANK", str(replica.rank if device.index is None else device.index))
+        if replica.rank == 0:
+            for note in self.config.notes:
+                logger.info("%s", note)
+
+    def _build_engine(
+        self,
+        module: nn.Module,
+        replica: StageReplica,
+        optimizer: OptimizerFactory | None,
+        optimizer_input: list[Any],
+    ) -> None:
+        data_group = replica.data_group
+        assert isinstance(data_group, dist.ProcessGroup), "this rank is in its stage's group"
+        self._engine = _make_inner_engine(
+            module,
+            optimizer=optimizer,
+            parameters=optimizer_input,
+            mpu=_StageMpu(replica, data_group),
+            settings=self.config.deepspeed,
+        )
+        self._masters = MasterWeights(self._engine.optimizer, self.trained, data_group=data_group)
+
+    # ---- stepping ------------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> Any:
+        """Return DeepSpeed's optimizer; the mirror over placeholders where the stage trains nothing."""
+        return self._rates.mirror if self._engine is None else self._engine.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """Return the learning-rate scheduler, if any."""
+        return self._rates.scheduler
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the factor on every loss of this mini-batch; the same on every rank."""
+        return self._scale.value
+
+    def require(self) -> None:
+        """Refuse to train where the job has no optimizer.
+
+        Raises:
+            ConfigError: says what to add.
+        """
+        if not self._has_optimizer:
+            raise ConfigError(NO_OPTIMIZER)
+
+    def apply(self, gradients: StageGradients, *, coefficient: float) -> None:
+        """Step the masters with ``coefficient`` times the gradients and publish them to the parameters."""
+        # Partitions lie as DeepSpeed's masters do, so that they are stepped as they are; whole gradients are cut up by
+        # the masters' fragments.
+        if isinstance(gradients, PartitionedGradients):
+            assert self._masters is not None, "partitions are of masters"
+            self._masters.step_partitions(gradients.partitions, coefficient=coefficient)
+        elif self._masters is not None:
+            assert isinstance(gradients, GradientStore)
+            held = {name: gradients.get(name) for name in gradients.parameters}
+            self._masters.step(held, coefficient=coefficient)
+
+    def advance_rates(self) -> None:
+        """Advance the learning-rate schedule by one step."""
+        self._rates.step()
+        self._rates.publish(self._inner_optimizer)
+
+    def rates(self) -> tuple[float, ...]:
+        """Return the learning rate of every parameter group of the model."""
+        return self._rates.current(self._inner_optimizer)
+
+    def count(self, counters: StepCounters, *, overflow: bool) -> None:
+        """Let the stock engine know what was counted, and choose the loss scale of the next mini-batch.
+
+        Raises:
+            RuntimeFailure: it cannot sink any further.
+        """
+        # Users, and DeepSpeed's own helpers, read these of the stock engine; nothing of ours does.
+        if self._engine is not None:
+            self._engine.global_steps = counters.global_steps
+            self._engine.global_samples = counters.global_samples
+            self._engine.skipped_steps = counters.skipped_steps
+        self._scale.update(overflow, step=counters.global_steps)
+        self._publish_loss_scale()
+
+    def _publish_loss_scale(self) -> None:
+        if self._dtype == torch.float16 and self._masters is not None:
+            self._masters.publish_loss_scale(self.loss_scale)
+
+    @property
+    def _inner_optimizer(self) -> torch.optim.Optimizer | None:
+        return None if self._masters is None else self._masters.optimizer
+
+    # ---- weights and state -----------------------------------------------------------------------------------
+
+    def places(self, parameters: Sequence[nn.Parameter]) -> WeightPlaces:
+        """Return where these trained parameters may lie."""
+        return ParameterPlaces(parameters) if self._masters is None else self._masters.places(parameters)
+
+    def master(self, name: str) -> Tensor:
+        """Return an fp32 copy of a trained parameter's master; collective over the stage's ranks under ZeRO 1 and 2."""
+        assert self._masters is not None, f"{name} is trained"
+        return self._masters.full(name)
+
+    def refresh_masters(self) -> None:
+        """Take master weights anew after the parameters were written from outside."""
+        if self._masters is not None:
+            self._masters.refresh()
+
+    def own_tensors(self) -> list[Tensor]:
+        """Return what the inner optimizer steps and its state; of Adam two tensors of each parameter's size."""
+        optimizer = self._inner_optimizer
+        if optimizer is None:
+            return []
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
+        return [*stepped, *state]
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return DeepSpeed's state of optimizer and masters, this rank's part under ZeRO 1 and 2; None if untrained."""
+        return None if self._masters is None else self._masters.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Restore what `state_dict` returned on this rank."""
+        if self._masters is not None and state is not None:
+            self._masters.load_state_dict(state)
+            self._publish_loss_scale()
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return the state of schedule and loss scaler: the same on every rank."""
+        return {"learning_rates": self._rates.state_dict(), "loss_scaler": self._scale.state_dict()}
+
+    def load_shared_state(self, state: Mapping[str, Any], *, load_scheduler: bool) -> None:
+        """Restore what `shared_state` returned, the schedule if ``load_scheduler``."""
+        if load_scheduler:
+            self._rates.load_state_dict(state["learning_rates"])
+            self._rates.publish(self._inner_optimizer)
+        self._scale.load_state_dict(state["loss_scaler"])
+        self._publish_loss_scale()
+
+    def close(self) -> None:
+        """Let the stock engine go."""
+        if self._engine is not None:
+            self._engine.destroy()
+
+
+# ---- what of DeepSpeed is used as it is ----------------------------------------------------------------------
+
+
+class _InnerEngine(DeepSpeedEngine):
+    """The stock engine, but for its broadcast, which fails on parameters without dimensions."""
+
+    def _broadcast_model(self) -> None:
+        """Leave it to the stage, which has already made its replicas equal."""
+
+
+def _make_inner_engine(
+    module: nn.Module,
+    *,
+    optimizer: OptimizerFactory | None,
+    parameters: list[Any],
+    mpu: _StageMpu,
+    settings: Mapping[str, Any],
+) -> DeepSpeedEngine:
+    """Return an engine that builds the optimizer, casts the module and partitions state; nothing else of it is used.
+
+    Args:
+        optimizer: makes the optimizer; None: the block in ``settings``.
+        parameters: what the optimizer is made from: parameters, or groups of them.
+        settings: the stage's DeepSpeed configuration.
+    """
+    require_attributes(DeepSpeedEngine, "_broadcast_model")
+    engine = _InnerEngine(
+        args=None,
+        model=module,
+        optimizer=optimizer,
+        model_parameters=parameters,
+        mpu=mpu,
+        config=settings,
+        config_class=DeepSpeedConfig(settings, mpu),
+        dont_change_device=True,
+    )
+    require_attributes(engine, "module_forward_pre_hook", "module_forward_post_hook")
+    # Its timers and counters belong to its own forward; the runtime calls the module many times a step.
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+    return engine
+
+
+class _StageMpu:
+    """The model-parallel unit DeepSpeed asks about its groups: data-parallel inside one stage, else alone.
+
+    Every method is DeepSpeed's: it asks by these names and takes a missing one for a model-parallel size of 1.
+    """
+
+    def __init__(self, replica: StageReplica, data_group: dist.ProcessGroup) -> None:
+        self._ranks = list(replica.data_ranks)
+        self._rank = replica.rank
+        self._data_group = data_group
+        self._single_group = replica.single_group
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """Return the data-parallel group of this rank's tensor position."""
+        return self._data_group
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """Return the global ranks of that group."""
+        return self._ranks
+
+    def get_data_parallel_world_size(self) -> int:
+        """Return the stage's degree."""
+        return len(self._ranks)
+
+    def get_data_parallel_rank(self) -> int:
+        """Return this rank's position in the data-parallel group."""
+        return dist.get_group_rank(self._data_group, self._rank)
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        """Return the group of this rank alone: norm and overflow are the graph's, tensor ranks included."""
+        return self._single_group
+
+    def get_model_parallel_world_size(self) -> int:
+        """Return 1."""
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        """Return 0."""
+        return 0
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_pipeline_model_parallel_group = get_model_parallel_group
+    get_pipeline_model_parallel_world_size = get_model_parallel_world_size
+    get_pipeline_model_parallel_rank = get_model_parallel_rank
+
+
+@torch.no_grad()
+def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast a stage that no DeepSpeedEngine casts, as that would: parameters, not buffers."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+@contextmanager
+def without_shared_memory_op() -> Iterator[None]:
+    """Let `deepspeed.init_distributed` skip its CPU all-reduce operator within the block.
+
+    DeepSpeed compiles it with the C++ compiler when it joins the ranks, about a minute the first time on a
+    machine, and uses it only for `inference_all_reduce`.
+    """
+    compatible = deepspeed.ops.__compatible_ops__
+    before = compatible.get("deepspeed_shm_comm")
+    compatible["deepspeed_shm_comm"] = False
+    try:
+        yield
+    finally:
+        if before is None:
+            del compatible["deepspeed_shm_comm"]
+        else:
+            compatible["deepspeed_shm_comm"] = before

@@ -1,0 +1,363 @@
+"""DeepSpeed's `PipelineEngine` for a captured chain: dict batches in, the stage's code by shape, a timeline out.
+
+Two things of DeepSpeed's engine are changed. Batches are dicts of a whole mini-batch, the same stream on every rank;
+and received tensors that no gradient reaches get one of zeros, where DeepSpeed fails on an assertion.
+
+Source: DeepSpeed 0.19.8, its PipelineEngine
+Tests: tests/integrations/test_stock.py, tests/integrations/test_stock_layer.py, tests/plan/test_stock.py,
+    tests/plan/test_linearise.py
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe import schedule as ds_schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor, nn
+
+from gpp_plugin.capture.coarsen import coarsen
+from gpp_plugin.capture.export import count_samples, recapture, resize_batch
+from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.engine.feed import LOADING_TIMEOUT_S, Feed, prepare_batch, repeat
+from gpp_plugin.engine.metrics import keep_timeline
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.integrations.deepspeed.stage_config import NO_OPTIMIZER
+from gpp_plugin.integrations.deepspeed.stock_layer import ChainCode, ChainLayer
+from gpp_plugin.integrations.huggingface import pretrained_files
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.tensors import TensorSpec
+from gpp_plugin.ir.timeline import Event, EventKind, Timeline
+from gpp_plugin.model.model_source import ModelSource
+from gpp_plugin.model.preparation import Setting, materialize_for
+from gpp_plugin.plan.baselines.linearise import ChainStage, linearise
+from gpp_plugin.plan.baselines.stock_chain import STOCK
+from gpp_plugin.runtime.batches import Batch, shape_key, slice_batch
+from gpp_plugin.runtime.evaluation import evaluation_plan
+from gpp_plugin.runtime.lane import MAX_SHAPES, Reference, held_tensors
+from gpp_plugin.runtime.ranks.meeting import Meeting
+from gpp_plugin.runtime.recorder import start_clock
+from gpp_plugin.runtime.stage_module import build_stage_function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainSource:
+    """Where captures and parameters come from.
+
+    Args:
+        planned: the model as it was planned, which evaluation captures.
+    """
+
+    model: nn.Module
+    planned: ModelSource
+    config: GraphPipelineConfig
+    setting: Setting
+
+    def materialise(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return real tensors for these parameters and buffers."""
+        return materialize_for(self.model, names, setting=self.setting, config=self.config)
+
+
+class ChainLane:
+    """This rank's stage of the chain in one mode, training or evaluation: its code by shape.
+
+    ``used`` are the names of what any stage reads.
+    """
+
+    def __init__(self, source: ChainSource, reference: Reference, plan: PipelinePlan) -> None:
+        self.source, self.reference, self.plan = source, reference, plan
+        self.stage_index = plan.stage_of_rank(source.setting.rank)
+        self.chain: tuple[ChainStage, ...] = linearise(plan, reference.block_graph)
+        self.used = {name for block in reference.block_graph.blocks for name in block.parameters}
+        self._codes: dict[tuple[Any, ...], ChainCode] = {}
+
+    def code_for(self, batch: Batch) -> ChainCode:
+        """Return the stage's code for batches of this shape; captured when it is new."""
+        key = shape_key(batch, count_samples(batch))
+        if key not in self._codes:
+            # Dictionaries keep the order of insertion: the oldest shape goes first.
+            while len(self._codes) >= MAX_SHAPES:
+                del self._codes[next(iter(self._codes))]
+            self._codes[key] = self._make_code(batch)
+        return self._codes[key]
+
+    def _make_code(self, batch: Batch) -> ChainCode:
+        # Captured at one loss unit, which is what each rank of a chain computes at a time.
+        unit = resize_batch(batch, self.plan.loss_unit)
+        captured = recapture(self.source.model, self.reference.analysis, unit)
+        graph = coarsen(captured, granularity=self.reference.granularity)
+        blocks = {block.name: block for block in graph.blocks}
+        nodes = [n for name in self.plan.stages[self.stage_index].blocks for n in blocks[name].nodes]
+        chain, loss = self.chain[self.stage_index], str(captured.op_graph.loss)
+        outputs = chain.makes if chain.after is not None else (loss,)
+        specs: dict[str, TensorSpec] = {spec.name: spec for spec in captured.op_graph.inputs}
+        specs.update(graph.tensors)
+        return ChainCode(
+            chain=chain, function=build_stage_function(captured, nodes, outputs), specs=specs, loss=loss
+        )
+
+    def carried(self) -> tuple[str, ...]:
+        """Return what crosses cuts without a gradient: batch keys and node names."""
+        cuts = [stage.after for stage in self.chain if stage.after is not None]
+        return tuple(sorted({name for cut in cuts for name in (*cut.inputs, *cut.constant)}))
+
+    def micro_batches(self, batch: Batch, code: ChainCode, count: int) -> list[tuple[Tensor, ...]]:
+        """Return what this rank loads of each micro-batch."""
+        setting = self.source.setting
+        return slice_batch(
+            batch,
+            code.chain.loads,
+            stage=self.plan.stages[self.stage_index],
+            rank=setting.rank,
+            num_micro_batches=count,
+            specs=code.specs,
+            device=setting.device,
+            dtype=setting.dtype,
+        )
+
+
+class Handed:
+    """What DeepSpeed's engine iterates over: one micro-batch's inputs to the first stage, or past DeepSpeed's
+    labels to the last stage's layer, which runs next.
+    """
+
+    def __init__(self, layer: ChainLayer, micro_batches: Sequence[tuple[Tensor, ...]]) -> None:
+        self._layer, self._rest = layer, iter(micro_batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> tuple[tuple[Tensor, ...], tuple[()]]:
+        # The last stage needs inputs of its own (labels), and DeepSpeed would give them to the loss function,
+        # which the captured graph does not have: the loss is inside it. So they go to the layer by the side,
+        # and DeepSpeed sees an empty tuple of labels. Its engine takes a micro-batch right before the forward
+        # that uses it, so the layer's ``own_inputs`` are always those of the forward that comes next:
+        #
+        #   stage 0   next() -> (ids,)        forward(ids)          sends
+        #   stage 1   receives                next() -> own_inputs  forward(received) reads own_inputs
+        self._layer.own_inputs = next(self._rest)
+        return self._layer.own_inputs, ()
+
+
+class StockPipelineEngine(PipelineEngine):
+    """DeepSpeed's `PipelineEngine` for batches that are dicts; made by `stock.make_stock_engine`.
+
+    ``plan`` is the chain in force, ``carried`` names what travels between its stages as the bits of floats. With
+    ``record_timelines`` each `train_batch` leaves ``last_timeline`` on rank 0.
+    """
+
+    plan: PipelinePlan
+    carried: tuple[str, ...]
+
+    def attach(
+        self, lane: ChainLane, layer: ChainLayer, *, spare: Mapping[str, Tensor], sample_batch: Batch
+    ) -> None:
+        """Take what DeepSpeed's constructor knows nothing of.
+
+        Args:
+            spare: parameters that training does not use, for exports.
+        """
+        setting = lane.source.setting
+        self.plan = lane.plan
+        self.carried = lane.carried()
+        self._lane, self._layer, self._spare = lane, layer, dict(spare)
+        self._evaluation: dict[tuple[str, ...], ChainLane] = {}
+        self._code = lane.code_for(sample_batch)
+        self._batches: Iterator[Any] | None = None
+        self.record_timelines = lane.source.config.trace_path is not None
+        self.last_timeline: Timeline | None = None
+        self._events: list[Event] | None = None
+        self._owns_loader = False
+        timeout_s = max(lane.source.config.comm_timeout_s, LOADING_TIMEOUT_S)
+        self._meeting = Meeting(
+            group=setting.group,
+            who=f"rank {setting.rank}, stage {lane.plan.stages[lane.stage_index].name!r}",
+            timeout_s=timeout_s,
+        )
+        self._feed = Feed(
+            prepare=functools.partial(prepare_batch, lane.source.model),
+            mini_batch=lane.plan.mini_batch,
+            reads_inputs=self.is_first_stage() or self.is_last_stage(),
+            source=0,
+            group=setting.group,
+            keys=sample_batch,
+            timeout_s=timeout_s,
+        )
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Run one optimizer step on ``train_batch_size`` samples, as `GraphPipelineEngine.train_batch`."""
+        if self.optimizer is None:
+            raise ConfigError(NO_OPTIMIZER)
+        batch = self._feed.mini_batch(data_iter, self._batches, is_own=self._owns_loader)
+        code = self._use(self._lane, batch)
+        self.set_dataiterator(Handed(self._layer, self._lane.micro_batches(batch, code, self.micro_batches)))
+        # DeepSpeed has no timeline; `_timed` wraps the instructions of its schedule. The clock
+        # agrees over ranks first.
+        clock = start_clock(self._meeting) if self.record_timelines else None
+        self._events = [] if clock is not None else None
+        loss: Tensor = super().train_batch()
+        if clock is not None:
+            source = self._lane.source
+            self.last_timeline = keep_timeline(
+                self._events or [],
+                clock,
+                plan=self.plan,
+                meeting=self._meeting,
+                path=source.config.trace_path,
+                step=self.global_steps,
+            )
+        return loss
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Evaluate one batch from ``data_iter`` and return its mean loss.
+
+        Raises:
+            ConfigError: outputs are asked for, or DeepSpeed's micro-batches do not divide the batch.
+        """
+        if return_logits or not compute_loss or reduce_output != "avg" or num_micro_batches is not None:
+            raise ConfigError(
+                f"eval_batch: {STOCK} evaluates the mean loss only; use another planner for the model's outputs"
+            )
+        batch = self._feed.take(data_iter)
+        samples = count_samples(batch)
+        size = self.plan.stages[0].micro_batch_size
+        if samples % size:
+            raise ConfigError(
+                f"eval_batch: DeepSpeed's micro-batches of {size} samples do not divide the {samples} of the batch; "
+                f"drop {samples % size} samples or use another planner"
+            )
+        lane = self._evaluation_lane(batch)
+        code = self._use(lane, batch)
+        count = samples // size
+        handed = Handed(self._layer, lane.micro_batches(batch, code, count))
+        return super().eval_batch(handed, bcast_loss=bcast_loss, num_micro_batches=count)
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Use ``loader`` (the same batches on every rank) when `train_batch` is called without data."""
+        self._owns_loader = loader is self.training_dataloader
+        self._batches = repeat(loader)
+
+    def set_dataiterator(self, iterator: Any) -> None:
+        """Use ``iterator`` when `train_batch` is called without data."""
+        if iterator is None or isinstance(iterator, Handed):  # from DeepSpeed's own loop
+            self.data_iterator = iterator
+        else:
+            self._batches, self._owns_loader = iterator, False
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Apply ``fn`` to every batch that is taken from an iterator; it returns a dict of tensors."""
+        self._feed.batch_fn = fn
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Write the model as HuggingFace files, as `GraphPipelineEngine.save_pretrained` does."""
+        # The layer computes with one-dimensional scalars, as DeepSpeed needs them; `named_values` turns them back.
+        persistent = {p.name for p in self._lane.reference.analysis.op_graph.parameters if p.is_persistent}
+        state = {n: t.detach() for n, t in self._layer.named_values().items() if n in persistent}
+        setting = self._lane.source.setting
+        pretrained_files.save_pretrained(
+            save_directory,
+            model=self._lane.source.model,
+            state={**state, **self._spare},
+            stage_index=self.stage_id,
+            num_stages=self.num_stages,
+            is_writer=self.plan.stages[self.stage_id].ranks[0] == self.global_rank,
+            group=setting.group,
+        )
+
+    def _use(self, lane: ChainLane, batch: Batch) -> ChainCode:
+        """Let the layer run at this batch's shape; DeepSpeed exchanges shapes anew where it has changed."""
+        code = lane.code_for(batch)
+        # DeepSpeed exchanges shapes once and keeps them (``first_output_send``, ``grad_layer``);
+        # another shape needs that anew on all ranks, which see the same stream of batches and so come
+        # here in the same step.
+        if code is not self._code:
+            # A new shape runs on what is bound already; only an evaluation's code may read more.
+            missing = [name for name in code.function.tensors if name not in self._layer.tensors]
+            if missing:  # what only evaluation reads (a mask's buffer, say)
+                self._layer.bind({**self._layer.tensors, **lane.source.materialise(missing)})
+            self._layer.use(code)
+            self.reset_activation_shape()
+            self._code = code
+        return code
+
+    def _evaluation_lane(self, batch: Batch) -> ChainLane:
+        # By keys: labels or none decide which graph is captured. Sizes do not, a loss unit is what is captured.
+        key = tuple(sorted(batch))
+        if key not in self._evaluation:
+            source, training = self._lane.source, self._lane.reference
+            reference = source.planned.analyse(batch, ())
+            if reference.analysis.op_graph.loss is None:
+                raise ConfigError(
+                    f"eval_batch: the model returns no loss for a batch of {sorted(batch)}; give labels"
+                )
+            parameters = {p.name for p in reference.analysis.op_graph.parameters if not p.is_buffer}
+            held = [parameters.intersection(names) for names in held_tensors(self.plan, training)]
+            plan = evaluation_plan(self.plan, reference.block_graph, parameters=parameters, held=held)
+            self._evaluation[key] = ChainLane(source, reference, plan)
+        return self._evaluation[key]
+
+    def _exec_send_grads(self, buffer_id: int) -> None:
+        """Send zeros for received tensors that no gradient reached; DeepSpeed asserts there is one."""
+        # What only later stages read, or a frozen part made, has no gradient here; its sender waits for one.
+        inputs = self.pipe_buffers["inputs"][buffer_id]
+        # DeepSpeed 0.19 asserts ``grad is not None`` for every floating input; a branch that the loss
+        # does not use has none.
+        for tensor in inputs:
+            if tensor.grad is None:
+                tensor.grad = torch.zeros_like(tensor)
+        super()._exec_send_grads(buffer_id)
+
+    def _note(self, kind: EventKind, start_us: float) -> None:
+        if self._events is not None:
+            is_task = kind in (EventKind.FORWARD, EventKind.BACKWARD)
+            self._events.append(
+                Event(
+                    rank=self.global_rank,
+                    stage=self.stage_id,
+                    kind=kind,
+                    start_us=start_us,
+                    end_us=_now_us(),
+                    # Its schedule runs both kinds in order of micro-batches, so their number so far is
+                    # the number of this one.
+                    micro_batch=sum(e.kind is kind for e in self._events) if is_task else -1,
+                )
+            )
+
+    @staticmethod
+    def _timed(kind: EventKind, execute: Callable[..., None]) -> Callable[..., None]:
+        def run(self: StockPipelineEngine, **arguments: Any) -> None:
+            start = _now_us()
+            execute(self, **arguments)
+            self._note(kind, start)
+
+        return run
+
+    # DeepSpeed looks instructions up in this table of its class: the one place to change what a
+    # schedule's step does.
+    _INSTRUCTION_MAP = {
+        **PipelineEngine._INSTRUCTION_MAP,
+        ds_schedule.SendGrad: _exec_send_grads,
+        ds_schedule.ForwardPass: _timed(EventKind.FORWARD, PipelineEngine._exec_forward_pass),
+        ds_schedule.BackwardPass: _timed(EventKind.BACKWARD, PipelineEngine._exec_backward_pass),
+        ds_schedule.ReduceTiedGrads: _timed(EventKind.REDUCE, PipelineEngine._exec_reduce_tied_grads),
+        ds_schedule.ReduceGrads: _timed(EventKind.REDUCE, PipelineEngine._exec_reduce_grads),
+        ds_schedule.OptimizerStep: _timed(EventKind.STEP, PipelineEngine._exec_optimizer_step),
+    }
+
+
+def _now_us() -> float:
+    return time.perf_counter_ns() / 1e3

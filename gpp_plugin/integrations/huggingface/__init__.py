@@ -1,0 +1,1 @@
+"""HuggingFace: models from a configuration, initialisers, names in checkpoints."""

@@ -1,0 +1,299 @@
+"""The whole model's weights, out of what each stage holds, as HuggingFace files; no rank gathers them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpp_plugin.errors import CheckpointError
+from gpp_plugin.integrations.huggingface.hf_weights import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    is_pretrained_model,
+    saved_names,
+    tied_names,
+)
+from gpp_plugin.ir.serialize import write_text_whole
+from gpp_plugin.runtime.ranks.meeting import Meeting
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Sizes = dict[str, tuple[int, str]]
+"""First name -> (bytes, dtype)."""
+
+
+# Five phases; behind each that may fail all ranks agree that none has, so that all return or all raise:
+#
+#   1  each writer   sizes of what it holds               -> everyone knows who holds what
+#   2  everyone      who writes which tensor (computed alike, no messages)
+#   3  first writer  an empty staging directory beside the target
+#   4  writers       a shard each; the first one the configuration
+#   5  first writer  index, rename into place
+#
+# Three stages, the embedding tied to the head of the last: stage 0 writes it, stage 2 does not, and the
+# index has it under the name that HuggingFace saves.
+def save_pretrained(
+    directory: str | Path,
+    *,
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    stage_index: int,
+    num_stages: int,
+    is_writer: bool,
+    group: dist.ProcessGroup | None = None,
+    timeout: float = 600.0,
+) -> None:
+    """Write the model as HuggingFace files, one shard a stage, without gathering weights.
+
+    Every rank of ``group`` calls this; one rank of each stage writes ``model-0000i-of-0000N.safetensors``; the first
+    of them adds config, generation config and, last, the index. A tensor that several stages pass is written by the
+    first of these stages, under the name HuggingFace saves it. All files are written beside ``directory`` and moved
+    into it when every rank has succeeded; where the directory exists already, its index is removed before the shards
+    are replaced and the new one put in after, so that a torn save cannot be loaded.
+
+    Args:
+        model: gives names, ties and config; its weights are not read and may be on the meta device.
+        state: this stage's parameters and buffers by name; not read where ``is_writer`` is false.
+        is_writer: True on exactly one rank of each stage.
+        group: a group whose backend handles CPU tensors (gloo); None for a single process.
+        timeout: seconds to wait for the slowest rank.
+
+    Raises:
+        CheckpointError: a rank failed to write, or the stages do not hold all of the model; on every rank.
+        CommTimeout: a rank did not answer in time.
+    """
+    who = f"rank {dist.get_rank()}, stage {stage_index}" if group is not None else "the process"
+    meeting = Meeting(group=group, who=who, timeout_s=timeout)
+    target = Path(directory)
+    staging = target.parent / f".{target.name}.saving"
+    # Four agreements, each of which fails on all ranks if one rank failed; an old export is touched in the last only:
+    #
+    #     1 sizes of every stage's tensors -> who writes what    2 the directory beside is there
+    #     3 every shard is written                               4 index out, shards in, new index in
+    sizes: Sizes = {}
+    problem: str | None = None
+    if is_writer:
+        sizes, problem = _attempt(lambda: _saved_sizes(model, state), sizes)
+    everyone = _agree(problem, meeting, (stage_index if is_writer else None, sizes))
+    shards = _assign_shards(model, [entry for entry in everyone if entry[0] is not None], num_stages)
+    is_first = is_writer and stage_index == min(shards)
+    _, problem = _attempt(lambda: _prepare_directory(staging, target) if is_first else None, None)
+    _agree(problem, meeting)
+    own = shards.get(stage_index) if is_writer else None
+    all_sizes = [sizes for _, sizes in everyone] if is_first else None
+    nothing: dict[str, int] = {}
+    written, problem = _attempt(lambda: _write_stage(staging, model, state, own, all_sizes), nothing)
+    try:
+        # Whatever fails here or on another rank, the target is untouched until `_commit`, and
+        # nothing is left beside it.
+        maps = _agree(problem, meeting, (stage_index, written))
+        _, problem = _attempt(
+            lambda: _commit(staging, target, _index(model, maps, shards)) if is_first else None, None
+        )
+        _agree(problem, meeting)
+    finally:
+        if is_first:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def _saved_sizes(model: nn.Module, state: Mapping[str, Tensor]) -> Sizes:
+    names = tied_names(model)
+    unknown = sorted(set(state) - set(names))
+    if unknown:
+        raise CheckpointError(f"the stage's state has {unknown[:3]}, which {type(model).__name__} has not")
+    transient = _not_saved(model)
+    sizes: Sizes = {}
+    for name, tensor in state.items():
+        if tensor.is_meta:
+            raise CheckpointError(f"{name!r} is on the meta device; materialise the stage before saving")
+        if name not in transient:
+            sizes[names[name]] = (
+                tensor.numel() * tensor.element_size(),
+                str(tensor.dtype).removeprefix("torch."),
+            )
+    return sizes
+
+
+def _not_saved(model: nn.Module) -> set[str]:
+    """Return names the state dict leaves out: non-persistent buffers, and keys HuggingFace ignores."""
+    kept = set(model.state_dict(keep_vars=True))
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    return (names - kept) | ignored
+
+
+def _assign_shards(
+    model: nn.Module, writers: Sequence[tuple[int, Sizes]], num_stages: int
+) -> dict[int, tuple[str, set[str]]]:
+    """Return stage -> (file name, first names it writes); each tensor goes to the first stage that holds it.
+
+    Every rank computes the same from the same answers, and so raises the same.
+    """
+    # E.g. stages 0 {wte, h.0}, 1 {h.1}, 2 {wte, ln_f}: 0 -> 00001-of-00003 {wte, h.0}, 1 -> 00002 {h.1}, 2 ->
+    # 00003 {ln_f}. A stage whose tensors are all taken writes no file, and the numbers do not count it.
+    stages = sorted(stage for stage, _ in writers)
+    if stages != list(range(num_stages)):
+        raise CheckpointError(
+            f"stages {stages} write the model, of {num_stages} stages; pass is_writer=True on exactly one rank of each"
+        )
+    owned: dict[int, set[str]] = {}
+    taken: set[str] = set()
+    for stage, sizes in sorted(writers, key=lambda writer: writer[0]):
+        if set(sizes) - taken:
+            owned[stage] = set(sizes) - taken
+        taken |= set(sizes)
+    transient = _not_saved(model)
+    missing = sorted({first for name, first in tied_names(model).items() if name not in transient} - taken)
+    if missing:
+        raise CheckpointError(
+            f"no stage holds {len(missing)} tensors of the model: {missing[:4]}; pass every stage's whole state"
+        )
+    return {
+        stage: (f"model-{i:05d}-of-{len(owned):05d}.safetensors", names)
+        for i, (stage, names) in enumerate(owned.items(), start=1)
+    }
+
+
+def _commonest_dtype(everyone: Iterable[Sizes]) -> str:
+    # By bytes, not by tensors: float32 norms in a bf16 model are many and small.
+    totals: dict[str, int] = {}
+    for sizes in everyone:
+        for num_bytes, dtype in sizes.values():
+            if "float" in dtype:
+                totals[dtype] = totals.get(dtype, 0) + num_bytes
+    return max(totals, key=totals.__getitem__, default="float32")
+
+
+def _prepare_directory(staging: Path, target: Path) -> None:
+    if target.exists() and not target.is_dir():
+        raise NotADirectoryError(f"{target} is a file; give a directory")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+
+
+def _write_stage(
+    staging: Path,
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    own: tuple[str, set[str]] | None,
+    all_sizes: Sequence[Sizes] | None,
+) -> dict[str, int]:
+    """Write what this rank writes of the model, and return saved name -> bytes of its shard.
+
+    Args:
+        own: file and first names of this stage's shard; None where another rank writes it, or there is nothing in it.
+        all_sizes: of every stage, on the rank that writes the configs; None on the others.
+    """
+    if all_sizes is not None:
+        _write_configs(staging, model, _commonest_dtype(all_sizes))
+    if own is None:
+        return {}
+    name, owned = own
+    return _write_shard(staging / name, model, state, owned)
+
+
+def _write_shard(
+    path: Path, model: nn.Module, state: Mapping[str, Tensor], owned: set[str]
+) -> dict[str, int]:
+    """Write this stage's tensors and return saved name -> bytes."""
+    from safetensors.torch import save_file
+
+    first, saved = tied_names(model), saved_names(model)
+    # transformers 5 may hold a checkpoint's tensors joined (experts, query-key-value); files keep the
+    # original ones, which ``from_pretrained`` of any release reads.
+    tensors = {saved[first[name]]: _packed(tensor) for name, tensor in state.items() if first[name] in owned}
+    if is_pretrained_model(model):
+        from transformers.core_model_loading import revert_weight_conversion
+
+        tensors = {name: _packed(tensor) for name, tensor in revert_weight_conversion(model, tensors).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    return {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """Return the tensor on the CPU in storage of its own size (parameters may be views of a flat buffer)."""
+    packed = tensor.detach().to("cpu").contiguous()
+    needed = packed.numel() * packed.element_size()
+    return packed.clone() if packed.untyped_storage().nbytes() != needed else packed
+
+
+def _write_configs(staging: Path, model: nn.Module, dtype: str) -> None:
+    if not is_pretrained_model(model):
+        logger.warning(
+            "%s is not a transformers PreTrainedModel: the files hold its weights under their module paths, without "
+            "a config; read them with safetensors and load_state_dict",
+            type(model).__name__,
+        )
+        return
+    any_model: Any = model
+    config = copy.deepcopy(any_model.config)
+    config.dtype = dtype
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(staging)
+    if any_model.can_generate() and any_model.generation_config is not None:
+        any_model.generation_config.save_pretrained(staging)
+
+
+def _index(
+    model: nn.Module, maps: Sequence[tuple[int, dict[str, int]]], shards: Mapping[int, tuple[str, set[str]]]
+) -> str:
+    weight_map = {name: shards[stage][0] for stage, written in maps for name in written}
+    metadata = {"total_size": sum(size for _, written in maps for size in written.values())}
+    note = {} if is_pretrained_model(model) else {"note": "weights by module path; no transformers config"}
+    return (
+        json.dumps({"metadata": {**metadata, **note}, "weight_map": weight_map}, indent=2, sort_keys=True)
+        + "\n"
+    )
+
+
+def _commit(staging: Path, target: Path, index: str) -> None:
+    if not target.exists():
+        write_text_whole(staging / INDEX_NAME, index)
+        staging.rename(target)
+        return
+    # An index names the shards of one save. Without it the directory is no model, so the order is:
+    #
+    #   old index | remove index | replace shards | new index
+    #   loads old |        cannot be loaded       | loads new
+    #
+    # Shards of the old save that the new one does not have (more stages then) would only waste space.
+    new = {path.name for path in staging.iterdir()}
+    (target / INDEX_NAME).unlink(missing_ok=True)
+    (target / SINGLE_NAME).unlink(missing_ok=True)
+    for stale in target.glob("model-*-of-*.safetensors"):
+        if stale.name not in new:
+            stale.unlink()
+    for name in sorted(new):
+        (staging / name).replace(target / name)
+    write_text_whole(target / INDEX_NAME, index)
+    staging.rmdir()
+
+
+def _attempt(action: Callable[[], T], otherwise: T) -> tuple[T, str | None]:
+    """Return (result, None), or (``otherwise``, what went wrong)."""
+    try:
+        return action(), None
+    except Exception as error:  # the other ranks must hear of it, whatever it is
+        return otherwise, str(error) if isinstance(
+            error, CheckpointError
+        ) else f"{type(error).__name__}: {error}"
+
+
+def _agree(problem: str | None, meeting: Meeting, payload: Any = None) -> list[Any]:
+    """Return every rank's payload, or raise on all ranks if one has a problem."""
+    answers = meeting.gather((problem, payload), "saving the model")
+    failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text is not None]
+    if failures:
+        raise CheckpointError("the model was not saved; " + "; ".join(dict.fromkeys(failures)))
+    return [value for _, value in answers]

@@ -1,0 +1,1 @@
+"""Stage graphs: how they are written down, tried, profiled, called."""

@@ -1,0 +1,483 @@
+"""A captured part: an ordinary module, traced and cut into stages, as a whole model or one part of a stage graph.
+
+A plain model is the part that is alone: its operators, blocks and tensors are known under the module's own names.
+In a larger graph they get names of that graph: an output the user's name of it ("vision.hidden"), another tensor
+"vision:<operator>", a block, a parameter or a buffer the module's name of it behind the stage's ("vision.layers.0").
+
+Source: this project
+Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests/stage_graph/test_mixed.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.coarsen import coarsen
+from gpp_plugin.capture.export import capture_model, recapture
+from gpp_plugin.capture.sample_batches import count_samples, resize_batch
+from gpp_plugin.errors import CaptureError, ConfigError
+from gpp_plugin.ir.analysis import Analysis
+from gpp_plugin.ir.block_graph import Block, BlockGraph, SavedTensor
+from gpp_plugin.ir.op_graph import OpGraph, Parameter
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.tensors import TensorSpec
+from gpp_plugin.model.graph.given_module import describe_tensors
+from gpp_plugin.model.graph.graph_shapes import Shapes
+from gpp_plugin.model.graph.resolve import GraphStage, resolve_module
+from gpp_plugin.model.graph.stage_call import loss_node, named_outputs
+from gpp_plugin.model.graph.stage_graph import LOSS
+from gpp_plugin.runtime.batches import Batch, shape_key
+from gpp_plugin.runtime.memory.memory_policy import INSIDE, StageOperators
+from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
+from gpp_plugin.runtime.stage_source import Reference, StageCode
+
+ARGUMENT = "argument_"
+"""In front of received arguments' names while tracing: torch.fx renames those that are Python's own (``input``)."""
+
+
+def owner_of_block(block: str) -> str:
+    """Return the stage, as the user gave it, that a block of a graph of several stages is of."""
+    return block.partition(".")[0].partition("#")[0]
+
+
+def _arguments(stage: GraphStage) -> dict[str, str]:
+    """Return keyword -> what is traced for it; each tensor once, however many keywords it is given for.
+
+    An entry of the batch is traced under its key. What other stages make has the name of the first keyword for it:
+    ``left=vision.hidden, right=vision.hidden, mask=mask`` is
+    ``{"left": "argument_left", "right": "argument_left", "mask": "mask"}``.
+    """
+    first: dict[str, str] = {}
+    received = {keyword: first.setdefault(node, ARGUMENT + keyword) for keyword, node in stage.received}
+    return {**dict(stage.batch_inputs), **received}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartView:
+    """A captured part in one mode, under the names of the whole graph.
+
+    Args:
+        blocks: as planners know it.
+        loss: what its loss is called, if it yields one.
+        outputs: "stage.output", and what its loss is called -> its spec.
+        received_saved: what it keeps of what other stages make, made by no block here.
+        names: operator or received tensor -> what it is called in the whole graph.
+        local_blocks: block of the whole graph -> the capture's own name of it.
+    """
+
+    analysis: Analysis
+    blocks: BlockGraph
+    loss: str | None
+    outputs: Mapping[str, TensorSpec]
+    received_saved: tuple[SavedTensor, ...]
+    names: Mapping[str, str]
+    local_blocks: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a part of a larger graph must know to make code: what tracing it found out, and the graph's tensors."""
+
+    analysis: Analysis
+    shapes: Shapes
+
+
+class CapturedPart:
+    """Traces a stage's module; nothing of it runs but what its generated code does.
+
+    One that is alone is a `StageSource`: of itself it knows all there is.
+
+    Args:
+        dtype: what floating parameters become before tracing; None leaves them.
+        granularity: size of the blocks.
+        called: "stage.parameter" of a parameter tied to another stage's -> what it is called on every stage.
+    """
+
+    def __init__(
+        self,
+        stage: GraphStage,
+        *,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        granularity: str,
+        called: Mapping[str, str],
+    ) -> None:
+        assert isinstance(stage.spec.make, nn.Module), "what is captured is a module"
+        self.stage = stage
+        self.model: nn.Module = stage.spec.make
+        self._dtype = dtype
+        self._device = device
+        self.granularity = granularity
+        self._called = called
+        self._kept: tuple[tuple[object, ...], CapturedGraph] | None = None
+
+    @property
+    def called(self) -> dict[str, str]:
+        """Return its parameters that other stages have too, as "<stage>.<name>" -> what the graph calls them."""
+        if not self._called:
+            return {}
+        own = self.stage.prefix
+        return {
+            p.name: self._called[name]
+            for p in self.tensors()
+            for name in (p.name, *p.aliases)
+            if name in self._called and name.startswith(own)
+        }
+
+    def tensors(self) -> tuple[Parameter, ...]:
+        """Return its parameters and buffers under "<stage>.<name>", as they will train."""
+        dtype = str(self._dtype).removeprefix("torch.")
+        return tuple(
+            p
+            if p.is_buffer or not p.dtype.startswith(("float", "bfloat"))
+            else dataclasses.replace(p, dtype=dtype)
+            for p in describe_tensors(self.stage.name, self.model)
+        )
+
+    # ---- tracing -------------------------------------------------------------------------------
+
+    def capture(self, arguments: Batch, *, is_training: bool) -> CapturedGraph:
+        """Trace the module for `arguments`; in training, keep that for the stage that runs at these shapes first.
+
+        Raises:
+            CaptureError: it cannot be exported; names module, line and remedy.
+        """
+        names = _arguments(self.stage)
+        try:
+            captured = capture_model(
+                self.model,
+                arguments,
+                training=is_training,
+                outputs=self._outputs(),
+                received={
+                    names[keyword]: arguments[names[keyword]].requires_grad
+                    for keyword, _ in self.stage.received
+                },
+                dtype=self._dtype,
+                device=self._device,
+                call=self._call,
+            )
+        except CaptureError as error:
+            if self.stage.is_alone:
+                raise
+            raise CaptureError(f"stage {self.stage.name!r}: {error}") from error
+        if is_training:
+            self._kept = (_shapes(arguments), captured)
+        return captured
+
+    def capture_again(self, analysis: Analysis, arguments: Batch) -> CapturedGraph:
+        """Return the module traced at another shape; what is kept, where it is that."""
+        return self._known(analysis, arguments) or recapture(self.model, analysis, arguments, call=self._call)
+
+    def _known(self, analysis: Analysis, arguments: Batch) -> CapturedGraph | None:
+        kept = self._kept
+        is_known = kept is not None and kept[0] == _shapes(arguments) and kept[1].analysis == analysis
+        return kept[1] if kept is not None and is_known else None
+
+    def _outputs(self) -> list[str]:
+        """Return what is traced beside the loss: what others may read, or, with no others, what is asked for."""
+        if self.stage.is_alone:
+            return list(self.stage.asked)
+        return [node for _, node in self.stage.nodes if (node,) != self.stage.losses]
+
+    def _call(self, module: nn.Module, given: Mapping[str, Any]) -> Any:
+        """Call the module with what is traced, and return its loss and its outputs by their names in the graph."""
+        arguments = {keyword: given[name] for keyword, name in _arguments(self.stage).items()}
+        arguments |= {keyword: given[keyword] for keyword, _ in self.stage.constants}
+        returned: Any = module(**arguments)
+        if not self.stage.nodes:
+            return returned
+        if not isinstance(returned, (Tensor, Mapping, tuple, list)):
+            returned = {field: getattr(returned, field, None) for field, _ in self.stage.nodes}
+        found = named_outputs(self.stage.name, self.stage.nodes, returned)
+        if self.stage.losses:
+            first, *others = (found[node] for node in self.stage.losses)
+            found[LOSS] = sum(others, start=first)  # one loss is traced as it is: no sum with a zero
+        return found
+
+    def arguments(self, batch: Batch, shapes: Mapping[str, TensorSpec], num_samples: int) -> dict[str, Any]:
+        """Return what is traced at ``num_samples`` samples: rows of the batch, constants, empty received tensors.
+
+        Args:
+            shapes: of what other stages make.
+        """
+        rows = resize_batch(batch, num_samples)
+        names = _arguments(self.stage)
+        found: dict[str, Any] = {key: rows[key] for _, key in self.stage.batch_inputs}
+        for keyword, node in self.stage.received:
+            spec = shapes[node]
+            empty = torch.empty(spec.shape_for(num_samples), dtype=getattr(torch, spec.dtype), device="meta")
+            found[names[keyword]] = empty.requires_grad_(spec.requires_grad)
+        if not self.stage.nodes:  # called with the batch as it is: a later one may have other constants
+            return found | {key: batch.get(key, value) for key, value in self.stage.constants}
+        return found | dict(self.stage.constants)
+
+    def as_traced(self, arguments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what the module is called with, by keyword, under the names it is traced by."""
+        return {name: arguments[keyword] for keyword, name in _arguments(self.stage).items()}
+
+    # ---- names ---------------------------------------------------------------------------------
+
+    def local_graph(self, captured: CapturedGraph | Analysis) -> BlockGraph:
+        """Return a capture's blocks under its own names."""
+        return coarsen(captured, granularity=self.granularity)
+
+    def view(self, captured: CapturedGraph | Analysis) -> PartView:
+        """Return a capture as the whole graph sees it.
+
+        Raises:
+            ConfigError: an output is no operator's result, or two are the same.
+        """
+        local = self.local_graph(captured)
+        return (
+            self._view_alone(captured, local) if self.stage.is_alone else self._view_within(captured, local)
+        )
+
+    def _view_alone(self, captured: CapturedGraph | Analysis, local: BlockGraph) -> PartView:
+        """Return a capture as it is: the whole graph is this part."""
+        op_graph = captured.op_graph
+        return PartView(
+            analysis=captured if isinstance(captured, Analysis) else captured.analysis,
+            blocks=local,
+            loss=op_graph.loss,
+            outputs={},
+            received_saved=(),
+            names={node.name: node.name for node in op_graph.nodes},
+            local_blocks={block.name: block.name for block in local.blocks},
+        )
+
+    def _view_within(self, captured: CapturedGraph | Analysis, local: BlockGraph) -> PartView:
+        """Return a capture under the names of a graph of several stages.
+
+        With the stage "vision", whose output "last_hidden_state" is the graph's "hidden": operator ``add_3`` is
+        "vision:add_3", but "vision.hidden" where it makes that output; block "layers.0" is "vision.layers.0".
+        """
+        op_graph = captured.op_graph
+        # three kinds of names, each with a map from the capture's: operators and received tensors, blocks, parameters
+        names = self._names(op_graph, local)
+        called = {b.name: f"{self.stage.prefix}{b.name}" for b in local.blocks}
+        parameters = self.parameter_names(op_graph)
+
+        def renamed(spec: TensorSpec) -> TensorSpec:
+            return dataclasses.replace(spec, name=names[spec.name])
+
+        # what leaves the part: other stages read its outputs by the user's names, whatever operator makes them
+        by_name = {node.name: node for node in op_graph.nodes}
+        outputs = {}
+        for node in (*op_graph.outputs.values(), *([op_graph.loss] if op_graph.loss else [])):
+            spec = by_name[node].output
+            assert spec is not None, "outputs are tensors"
+            outputs[names[node]] = renamed(spec)
+        # what it keeps for backward has no maker here where it was received: the whole graph then finds one storage
+        # kept on both sides of an edge, which counts once (`describe._saved`)
+        saved = [_renamed_saved(tensor, called, names) for tensor in local.saved]
+        blocks = BlockGraph(
+            model=self.stage.name,
+            num_samples=local.num_samples,
+            blocks=tuple(_renamed_block(block, called, names, parameters) for block in local.blocks),
+            edges=tuple(
+                dataclasses.replace(
+                    edge,
+                    src=called[edge.src],
+                    dst=called[edge.dst],
+                    tensors=tuple(names[n] for n in edge.tensors),
+                )
+                for edge in local.edges
+            ),
+            tensors={names[name]: renamed(spec) for name, spec in local.tensors.items()},
+            loss_block=None if local.loss_block is None else called[local.loss_block],
+            tied={parameters[name]: tuple(called[b] for b in by) for name, by in local.tied.items()},
+            saved=tuple(tensor for tensor in saved if tensor.made_by),
+        )
+        return PartView(
+            analysis=captured if isinstance(captured, Analysis) else captured.analysis,
+            blocks=blocks,
+            loss=None if op_graph.loss is None else names[op_graph.loss],
+            outputs=outputs,
+            received_saved=tuple(tensor for tensor in saved if not tensor.made_by),
+            names=names,
+            local_blocks={new: old for old, new in called.items()},
+        )
+
+    def parameters(self, op_graph: OpGraph) -> tuple[Parameter, ...]:
+        """Return a capture's parameters and buffers under "<stage>.<name>"."""
+        prefix = self.stage.prefix
+        return tuple(
+            dataclasses.replace(p, name=prefix + p.name, aliases=tuple(prefix + alias for alias in p.aliases))
+            for p in op_graph.parameters
+        )
+
+    def parameter_names(self, op_graph: OpGraph) -> dict[str, str]:
+        """Return parameter or buffer, as the capture calls it -> what it is called in the graph."""
+        prefix, called = self.stage.prefix, self._called
+        own = {p.name: [prefix + name for name in (p.name, *p.aliases)] for p in op_graph.parameters}
+        return {
+            name: next((called[n] for n in names if n in called), names[0]) for name, names in own.items()
+        }
+
+    def _names(self, op_graph: OpGraph, local: BlockGraph) -> dict[str, str]:
+        """Return operator or received tensor -> what a graph of several stages calls it."""
+        placed = {node for block in local.blocks for node in block.nodes}
+        arguments = _arguments(self.stage)
+        names = {node.name: f"{self.stage.name}:{node.name}" for node in op_graph.nodes}
+        names |= {arguments[keyword]: node for keyword, node in self.stage.received}
+        taken: dict[str, str] = {}
+        results = dict(op_graph.outputs)
+        if op_graph.loss is not None:
+            results[str(loss_node(self.stage))] = op_graph.loss
+        for output, node in results.items():
+            if node not in placed:
+                raise ConfigError(
+                    f"stage {self.stage.name!r}: output {output!r} is no result of its layers (an input, a parameter, "
+                    "or made of inputs alone); read it from the batch where it is needed"
+                )
+            if node in taken:
+                raise ConfigError(
+                    f"stage {self.stage.name!r}: outputs {taken[node]!r} and {output!r} are the same tensor; name one"
+                )
+            taken[node] = names[node] = output
+        return names
+
+    # ---- code ----------------------------------------------------------------------------------
+
+    def stage_code(
+        self,
+        reference: Reference,
+        plan: PipelinePlan,
+        stage: int,
+        batch: Batch,
+        num_samples: int,
+        *,
+        within: Surroundings | None = None,
+    ) -> StageCode:
+        """Trace the module at ``num_samples`` samples and return the code of a stage of its blocks.
+
+        Args:
+            reference: of the whole graph, in the mode the code is for.
+            within: of a part of a larger graph.
+
+        Raises:
+            CaptureError: the module's structure depends on its input shapes.
+        """
+        # alone, the reference is the part's own; within a graph it speaks of stages and their outputs only
+        analysis = reference.analysis if within is None else within.analysis
+        known: Mapping[str, TensorSpec] = {} if within is None else within.shapes.tensors
+        captured = self.capture_again(analysis, self.arguments(batch, known, num_samples))
+        self._kept = None  # one stage runs here, and keeps its code
+        view = self.view(captured)
+        nodes = self._nodes_of(plan, stage, view, captured)
+        # graph's name -> the capture's, of all that this stage computes; its outputs are among them, in the order
+        # in which the runtime hands them on: what edges carry, the loss, what an evaluation asks for
+        made = {view.names[node]: node for of_block in nodes.values() for node in of_block}
+        sent = [n for e in plan.edges if e.src == stage for n in (*e.batch_tensors, *e.whole_tensors)]
+        named = {n: node for n, node in reference.analysis.op_graph.outputs.items() if node in made}
+        losses = [view.loss] if view.loss is not None and view.loss in made else []
+        outputs = tuple(dict.fromkeys([*sent, *losses, *named.values()]))
+        function = build_stage_function(captured, list(made.values()), [made[name] for name in outputs])
+        op_graph = captured.op_graph
+        return StageCode(
+            function=self._in_graph(function, view.names, op_graph, outputs),
+            tensors={**known, **view.blocks.tensors, **view.outputs},
+            inputs={spec.name: spec for spec in op_graph.inputs} if within is None else within.shapes.inputs,
+            loss=losses[0] if losses else None,
+            outputs=named,
+            operators=_operators(op_graph, nodes, view.names, reference.block_graph.saved),
+        )
+
+    def _nodes_of(
+        self, plan: PipelinePlan, stage: int, view: PartView, captured: CapturedGraph
+    ) -> dict[str, tuple[str, ...]]:
+        """Return a stage's blocks -> their operators, as the capture calls them.
+
+        Raises:
+            CaptureError: the graph lacks one of the stage's blocks.
+        """
+        blocks = plan.stages[stage].blocks
+        missing = [name for name in blocks if name not in view.local_blocks]
+        if missing:
+            raise CaptureError(
+                f"stage {plan.stages[stage].name}: blocks {missing[:3]} are gone from the graph captured at "
+                f"{captured.op_graph.num_samples} samples; the model's structure depends on its input shapes"
+            )
+        local = {new: old for old, new in view.names.items()}
+        by_name = {block.name: block for block in view.blocks.blocks}
+        return {name: tuple(local[node] for node in by_name[name].nodes) for name in blocks}
+
+    def _in_graph(
+        self, function: StageFunction, names: Mapping[str, str], op_graph: OpGraph, outputs: tuple[str, ...]
+    ) -> StageFunction:
+        """Return code with everything under the whole graph's names; batch keys have theirs."""
+        parameters = self.parameter_names(op_graph)
+        return dataclasses.replace(
+            function,
+            tensors=tuple(parameters[name] for name in function.tensors),
+            received=tuple(names[name] for name in function.received),
+            outputs=outputs,
+        )
+
+
+def whole_part(model: nn.Module, batch: Batch, *, granularity: str = "layer") -> CapturedPart:
+    """Return a plain model as the part that is all there is: the `StageSource` of a reference captured elsewhere."""
+    resolved = resolve_module(model, batch, num_ranks=1)
+    return CapturedPart(
+        resolved.stages[0], dtype=None, device=torch.device("cpu"), granularity=granularity, called={}
+    )
+
+
+def _shapes(batch: Batch) -> tuple[object, ...]:
+    count = count_samples(batch)
+    return (count, *shape_key(batch, count))
+
+
+def _operators(
+    op_graph: OpGraph,
+    blocks: Mapping[str, Sequence[str]],
+    names: Mapping[str, str],
+    saved: Iterable[SavedTensor],
+) -> StageOperators:
+    """Return what a stage of a captured part is made of.
+
+    Args:
+        blocks: of the stage -> their operators, as the capture calls them.
+        names: as of `PartView`.
+        saved: of the whole graph: what another stage keeps too has the name that its maker gives it.
+    """
+    root = {name: tensor.name for tensor in saved for name in (tensor.name, *tensor.views)}
+    received = {name: root.get(names[name], names[name]) for name in op_graph.received}
+    storage_of = {
+        node.name: received.get(node.storage, node.storage) for node in op_graph.nodes if node.storage
+    }
+    return StageOperators(
+        blocks={block: tuple(nodes) for block, nodes in blocks.items()},
+        storage_of={**storage_of, **received},
+        local={names[node.name]: node.name for node in op_graph.nodes},
+    )
+
+
+def _renamed_block(
+    block: Block, called: Mapping[str, str], names: Mapping[str, str], parameters: Mapping[str, str]
+) -> Block:
+    return dataclasses.replace(
+        block,
+        name=called[block.name],
+        nodes=tuple(names[node] for node in block.nodes),
+        parameters=tuple(parameters[name] for name in block.parameters),
+    )
+
+
+def _renamed_saved(tensor: SavedTensor, called: Mapping[str, str], names: Mapping[str, str]) -> SavedTensor:
+    operator = tensor.name.removesuffix(INSIDE)
+    return dataclasses.replace(
+        tensor,
+        name=names[operator] + tensor.name.removeprefix(operator),
+        made_by=called.get(tensor.made_by, ""),
+        kept_by=tuple(called[block] for block in tensor.kept_by),
+        views=tuple(names[name] for name in tensor.views),
+    )

@@ -1,0 +1,243 @@
+"""A stage graph as the planner and the runtime know models: blocks, their tensors, parameters, inputs, the loss.
+
+Source: this project
+Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests/stage_graph/test_mixed.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.ir.analysis import Analysis
+from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, SavedTensor
+from gpp_plugin.ir.op_graph import OpGraph, OpNode, Parameter
+from gpp_plugin.model.graph.captured_part import ARGUMENT, PartView
+from gpp_plugin.model.graph.graph_shapes import Shapes
+from gpp_plugin.model.graph.resolve import GraphStage, ResolvedGraph
+from gpp_plugin.model.graph.stage_call import loss_node
+from gpp_plugin.runtime.stage_source import Reference
+
+Tensors = Mapping[str, Sequence[Parameter]]
+"""Stage -> its parameters and buffers, each under the stage's own name of it."""
+
+
+def describe_graph(
+    graph: ResolvedGraph,
+    shapes: Shapes,
+    tensors: Tensors,
+    called: Mapping[str, str],
+    *,
+    coupled: frozenset[str],
+    views: Mapping[str, PartView],
+    is_training: bool,
+    outputs: Sequence[str] = (),
+) -> Reference:
+    """Return what the engine goes by: one block a stage, and the blocks of captured parts.
+
+    Args:
+        called: "stage.parameter" of a tied parameter -> what it is called on every stage.
+        coupled: stages that compute on whole loss units.
+        views: captured parts.
+        outputs: names asked for in evaluation; those that the graph lacks are left out.
+    """
+    # Example: "vision" captured and cut by layers, "end" a user's module that reads vision.hidden and yields the loss.
+    #   operators  vision.hidden, end.loss           one a stage's output: what evaluation and edges speak of
+    #   blocks     vision.layers.0, vision.layers.1, end
+    #   edges      vision.layers.0 -> vision.layers.1 (the part's own), vision.layers.1 -> end (vision.hidden)
+    parameters, holders = merged_parameters(tensors, called)
+    read = {key for stage in graph.stages for _, key in stage.batch_inputs}
+    losses = [stage for stage in graph.stages if stage.losses]
+    yielding = [
+        str(views[stage.name].blocks.loss_block) if stage.is_captured else stage.name for stage in losses
+    ]
+    op_graph = OpGraph(
+        model=graph.name,
+        num_samples=shapes.num_samples,
+        inputs=tuple(spec for key, spec in shapes.inputs.items() if key in read),
+        parameters=parameters,
+        nodes=tuple(_node(stage, node, shapes) for stage in graph.stages for _, node in stage.nodes),
+        loss=loss_node(losses[0]) if losses else None,
+        outputs={name: node for name in outputs if (node := _output(graph, name)) is not None},
+        couplings=tuple(f"stage {name}" for name in sorted(coupled)),
+    )
+    blocks = BlockGraph(
+        model=graph.name,
+        num_samples=shapes.num_samples,
+        blocks=tuple(
+            block
+            for stage in graph.stages
+            for block in (
+                _part_blocks(stage, views[stage.name])
+                if stage.is_captured
+                else [_block(stage, holders[stage.name], stage.name in coupled)]
+            )
+        ),
+        edges=(*(edge for view in views.values() for edge in view.blocks.edges), *_edges(graph, views)),
+        tensors={
+            **{name: spec for view in views.values() for name, spec in view.blocks.tensors.items()},
+            **{node: shapes.tensors[node] for stage in graph.stages for _, node in stage.received},
+        },
+        loss_block=yielding[0] if yielding else None,
+        # ties within a part are the capture's own; those between stages bring the reading blocks of all of them
+        tied={
+            **{name: blocks for view in views.values() for name, blocks in view.blocks.tied.items()},
+            **{
+                p.name: tuple(
+                    block
+                    for stage, held in holders.items()
+                    if any(h.name == p.name for h in held)
+                    for block in _holding(stage, p.name, views, is_training=is_training)
+                )
+                for p in parameters
+                if p.aliases and _num_holders(p.name, holders) > 1
+            },
+        },
+        saved=_saved(graph, views),
+        more_losses=tuple(yielding[1:]),
+    )
+    analysis = Analysis(op_graph=op_graph, nodes=(), is_training=is_training)
+    return Reference(analysis=analysis, block_graph=blocks, granularity="stage")
+
+
+def merged_parameters(
+    tensors: Tensors, called: Mapping[str, str]
+) -> tuple[tuple[Parameter, ...], dict[str, list[Parameter]]]:
+    """Return every parameter once, and what each stage holds, tied ones under the name of the first stage's."""
+    merged: dict[str, Parameter] = {}
+    holders: dict[str, list[Parameter]] = {}
+    for stage, held in tensors.items():
+        holders[stage] = []
+        for own in held:
+            name = next((called[n] for n in (own.name, *own.aliases) if n in called), own.name)
+            names = dict.fromkeys((*_names(merged.get(name)), own.name, *own.aliases))
+            known = merged.get(name, own)
+            merged[name] = _renamed(known, name, [n for n in names if n != name], own.requires_grad)
+            holders[stage].append(_renamed(own, name, (), own.requires_grad))
+    return tuple(merged.values()), holders
+
+
+def _names(parameter: Parameter | None) -> tuple[str, ...]:
+    return () if parameter is None else (parameter.name, *parameter.aliases)
+
+
+def _renamed(parameter: Parameter, name: str, aliases: Sequence[str], requires_grad: bool) -> Parameter:
+    return Parameter(
+        name=name,
+        shape=parameter.shape,
+        dtype=parameter.dtype,
+        bytes=parameter.bytes,
+        requires_grad=parameter.requires_grad or requires_grad,
+        aliases=tuple(aliases),
+        is_buffer=parameter.is_buffer,
+        is_persistent=parameter.is_persistent,
+    )
+
+
+def _num_holders(name: str, holders: Mapping[str, Sequence[Parameter]]) -> int:
+    return sum(any(p.name == name for p in held) for held in holders.values())
+
+
+def _holding(
+    stage: str, parameter: str, views: Mapping[str, PartView], *, is_training: bool
+) -> Sequence[str]:
+    """Return the blocks of a stage that has a parameter which read it.
+
+    Raises:
+        ConfigError: in training, none of a captured part does.
+    """
+    if stage not in views:
+        return (stage,)
+    found = [block.name for block in views[stage].blocks.blocks if parameter in block.parameters]
+    if is_training and not found:
+        raise ConfigError(
+            f"graph.tie: no layer of captured stage {stage!r} reads its parameter that is called {parameter!r}; leave "
+            "it out of the tie, or pass what makes the module read it"
+        )
+    return found
+
+
+def _saved(graph: ResolvedGraph, views: Mapping[str, PartView]) -> tuple[SavedTensor, ...]:
+    """Return what captured parts keep for backward, each storage once; what other stages keep is known elsewhere."""
+    found = {tensor.name: tensor for view in views.values() for tensor in view.blocks.saved}
+    root = {view: tensor.name for tensor in found.values() for view in tensor.views}
+    for view in views.values():
+        for tensor in view.received_saved:
+            name = root.get(tensor.name, tensor.name)
+            maker = graph.stage(tensor.name.rpartition(".")[0])
+            block = _maker(views[maker.name], tensor.name) if maker.is_captured else maker.name
+            known = found.get(name, dataclasses.replace(tensor, made_by=block, kept_by=(), views=()))
+            found[name] = dataclasses.replace(
+                known, kept_by=(*known.kept_by, *tensor.kept_by), views=(*known.views, *tensor.views)
+            )
+    return tuple(found.values())
+
+
+def _node(stage: GraphStage, node: str, shapes: Shapes) -> OpNode:
+    inputs = (*(source for _, source in stage.received), *(key for _, key in stage.batch_inputs))
+    return OpNode(
+        name=node,
+        target=f"stage {stage.name}",
+        inputs=tuple(dict.fromkeys(inputs)),
+        module=stage.name,
+        output=shapes.tensors[node],
+    )
+
+
+def _block(stage: GraphStage, held: Sequence[Parameter], is_coupled: bool) -> Block:
+    trained = [p for p in held if p.requires_grad and not p.is_buffer]
+    return Block(
+        name=stage.name,
+        nodes=tuple(node for _, node in stage.nodes),
+        parameters=tuple(p.name for p in held),
+        inputs=tuple(dict.fromkeys(key for _, key in stage.batch_inputs)),
+        parameter_bytes=sum(p.bytes for p in held),
+        trainable_bytes=sum(p.bytes for p in trained),
+        is_coupled=is_coupled,
+        is_trainable=bool(trained),
+    )
+
+
+def _part_blocks(stage: GraphStage, view: PartView) -> list[Block]:
+    """Return a captured part's blocks, whose inputs are entries of the batch: the others have edges."""
+    keys = {key for _, key in stage.batch_inputs}
+    return [
+        dataclasses.replace(block, inputs=tuple(name for name in block.inputs if name in keys))
+        for block in view.blocks.blocks
+    ]
+
+
+def _edges(graph: ResolvedGraph, views: Mapping[str, PartView]) -> tuple[BlockEdge, ...]:
+    """Return an edge for each pair of blocks and way in which their tensor ranks hold what passes between them."""
+    between: dict[tuple[str, str, int | None, int | None], dict[str, None]] = {}
+    for stage in graph.stages:
+        kept = dict(stage.spec.sharded_inputs)
+        for keyword, node in stage.received:
+            stage_name, _, output = node.rpartition(".")
+            maker = graph.stage(stage_name)
+            made = dict(maker.spec.sharded_outputs)
+            src = _maker(views[maker.name], node) if maker.is_captured else maker.name
+            for dst in _readers(views[stage.name], ARGUMENT + keyword) if stage.is_captured else [stage.name]:
+                between.setdefault((src, dst, made.get(output), kept.get(keyword)), {})[node] = None
+    return tuple(
+        BlockEdge(src=src, dst=dst, tensors=tuple(nodes), src_shard_axis=src_axis, dst_shard_axis=dst_axis)
+        for (src, dst, src_axis, dst_axis), nodes in between.items()
+    )
+
+
+def _maker(view: PartView, node: str) -> str:
+    """Return the block of a captured part that makes an output."""
+    return next(block.name for block in view.blocks.blocks if node in block.nodes)
+
+
+def _readers(view: PartView, argument: str) -> list[str]:
+    """Return the blocks of a captured part that read an argument."""
+    return [block.name for block in view.blocks.blocks if argument in block.inputs]
+
+
+def _output(graph: ResolvedGraph, name: str) -> str | None:
+    """Return the one output of that name ("logits" or "stage.logits"), if there is one."""
+    nodes = [node for stage in graph.stages for _, node in stage.nodes]
+    found = [node for node in nodes if name in (node, node.rpartition(".")[2])]
+    return found[0] if len(found) == 1 else None

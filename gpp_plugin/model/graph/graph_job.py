@@ -1,0 +1,358 @@
+"""One rank's part of a model: its module, what all stages make of which shapes, and the code of its stage.
+
+The engine uses it through `model.model_source`; it needs no DeepSpeed itself.
+
+Source: this project
+Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests/stage_graph/test_mixed.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from gpp_plugin.capture.sample_batches import count_samples
+from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.analysis import Analysis
+from gpp_plugin.ir.op_graph import Parameter
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.model.graph.captured_part import CapturedPart, PartView, Surroundings, owner_of_block
+from gpp_plugin.model.graph.describe_graph import describe_graph, merged_parameters
+from gpp_plugin.model.graph.given_module import (
+    GivenModule,
+    check_replicas,
+    check_ties,
+    describe_tensors,
+    make_module,
+    tied_names,
+)
+from gpp_plugin.model.graph.graph_shapes import Shapes
+from gpp_plugin.model.graph.module_trial import Place
+from gpp_plugin.model.graph.probe import Prober, Survey
+from gpp_plugin.model.graph.resolve import GraphStage, ResolvedGraph, resolve, resolve_module
+from gpp_plugin.model.graph.stage_call import IDLE, loss_node, stage_function
+from gpp_plugin.model.graph.stage_context import StageContext, make_context
+from gpp_plugin.model.graph.stage_costs import Measuring, StageCosts, measure_stages
+from gpp_plugin.model.graph.stage_graph import StageGraph
+from gpp_plugin.runtime.batches import Batch, shape_key
+from gpp_plugin.runtime.ranks.agree import exchange
+from gpp_plugin.runtime.stage_source import Reference, StageCode, make_reference
+
+_Pairs = tuple[tuple[str, str], ...]
+_PartKey = tuple[str, _Pairs, _Pairs, tuple[str, ...], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Met:
+    """What is known of batches of some keys and shapes in one mode.
+
+    Args:
+        parts: captured part -> as it is called for them, and what tracing it so found out.
+    """
+
+    shapes: Shapes
+    parts: Mapping[str, tuple[CapturedPart, Analysis]]
+
+
+class GraphJob:
+    """Builds and looks over a model on all ranks together; a `StageSource` for this rank's lanes.
+
+    Construction and every method but `stage_code` are collective over all ranks.
+
+    A plain model is a graph of one captured part, which is traced on rank 0 alone and told to the others; nothing
+    is built, nothing runs, and new shapes need no meeting, as no rank waits for what another makes of them.
+
+    Args:
+        graph: stages that the user made, or a plain model.
+        sample_batch: like those to come; its tensors are the graph's possible inputs.
+        loss_unit: samples of one loss.
+        timeout_s: how long ranks of a stage wait for each other.
+        granularity: size of the blocks of captured parts.
+        seed: what factories draw weights from, with their stage's name.
+
+    Raises:
+        ConfigError: the graph is wrong, a factory fails, or a module does not do what the graph says.
+        CaptureError: a captured module cannot be exported.
+    """
+
+    def __init__(
+        self,
+        graph: StageGraph | nn.Module,
+        sample_batch: Batch,
+        *,
+        place: Place,
+        num_ranks: int,
+        loss_unit: int,
+        seed: int,
+        timeout_s: float,
+        granularity: str = "layer",
+    ) -> None:
+        self._given = graph
+        self._num_ranks = num_ranks
+        self._loss_unit = loss_unit
+        self._sample = sample_batch
+        self._granularity = granularity
+        # 1. what reads what, the same on every rank without asking others
+        self.resolved: ResolvedGraph = self._resolve(sample_batch)
+        self.whole: GraphStage | None = self.resolved.whole
+        if self.whole is None:
+            stages = tuple(self.resolved.stage_of_rank(rank).name for rank in range(num_ranks))
+            place = dataclasses.replace(place, stages=stages)
+        self._place = place
+        self._stage = self.resolved.stage_of_rank(place.rank)
+        self._called = tied_names(self.resolved)
+        # 2. this rank's stage; of a plain model nothing is built, and no process groups are made
+        self._context: StageContext | None = None
+        self._parts: dict[_PartKey, CapturedPart] = {}
+        self._tensors: dict[str, tuple[Parameter, ...]] = {}
+        self._own: GivenModule | CapturedPart = (
+            self._build(seed, timeout_s) if self.whole is None else self._part(self.whole)
+        )
+        # 3. one look at every stage, in topological order: captured ones are traced, others run
+        self._survey: Survey = Prober(self.resolved, self._own, place).survey(sample_batch, loss_unit)
+        # what a module registers later (a cache of masks) is none of what lanes bind
+        self._names = frozenset(self._own.named_tensors() if isinstance(self._own, GivenModule) else ())
+        for name, analysis in self._survey.analyses.items():
+            self._tensors[name] = self._part(self.resolved.stage(name)).parameters(analysis.op_graph)
+        # 4. what came of it, by the mode and the shapes it is true of
+        self._known: dict[tuple[Any, ...], _Met] = {}
+        self._current: dict[bool, _Met] = {}
+        self._analyses: dict[tuple[bool, _PartKey], Analysis] = {}
+        self._remember(
+            self.resolved, sample_batch, self._survey.shapes, self._survey.analyses, is_training=True
+        )
+
+    def _resolve(self, batch: Batch, *, needs_loss: bool = True, asked: Sequence[str] = ()) -> ResolvedGraph:
+        """Return the graph for batches of these keys.
+
+        Args:
+            asked: outputs that an evaluation asks for.
+        """
+        if isinstance(self._given, nn.Module):
+            return resolve_module(self._given, batch, num_ranks=self._num_ranks, asked=asked)
+        return resolve(
+            self._given,
+            batch_keys=[key for key, value in batch.items() if isinstance(value, Tensor)],
+            num_ranks=self._num_ranks,
+            needs_loss=needs_loss,
+            constants={key: value for key, value in batch.items() if not isinstance(value, Tensor)},
+            asked=asked,
+        )
+
+    def _build(self, seed: int, timeout_s: float) -> GivenModule | CapturedPart:
+        """Make this rank's stage of a graph, and see that what all ranks made fits together."""
+        place = self._place
+        self._context = context = make_context(
+            [stage.spec for stage in self.resolved.stages],
+            rank=place.rank,
+            device=place.device,
+            dtype=place.dtype,
+            timeout_s=timeout_s,
+        )
+        made: list[nn.Module] = []
+
+        def build() -> tuple[Parameter, ...]:
+            if self._stage.is_captured:
+                return self._part(self._stage).tensors()
+            made.append(make_module(self._stage, context, seed=_seed(seed, self._stage.name)))
+            return describe_tensors(self._stage.name, made[0])
+
+        tensors = exchange(build, what="building stages", group=place.group, stages=place.stages)
+        check_replicas(self.resolved, tensors)
+        self._tensors = {stage.name: tensors[stage.spec.ranks[0]] for stage in self.resolved.stages}
+        check_ties(self.resolved, self._tensors)
+        if self._stage.is_captured:
+            return self._part(self._stage)
+        own = {n: c for n, c in self._called.items() if n.partition(".")[0] == self._stage.name}
+        return GivenModule(self._stage.name, made[0], tied=own)
+
+    @property
+    def own(self) -> GivenModule | CapturedPart:
+        """Return this rank's stage: its module, or the captured part that it runs some of."""
+        return self._own
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Return the parameters and buffers of all stages, tied ones once."""
+        return merged_parameters(self._tensors, self._called)[0]
+
+    def close(self) -> None:
+        """Let go of the groups that factories were given; no stage runs any more."""
+        if self._context is not None:
+            self._context.close()
+
+    def views(self, *, is_training: bool) -> dict[str, PartView]:
+        """Return the captured parts as the whole graph sees them, for the batch that was met last in this mode."""
+        return {name: part.view(found) for name, (part, found) in self._current[is_training].parts.items()}
+
+    def reference(self) -> Reference:
+        """Return the graph in training, as planner and engine know models."""
+        if self.whole is not None:
+            return make_reference(self._survey.analyses[self.whole.name], self._granularity)
+        return describe_graph(
+            self.resolved,
+            self._survey.shapes,
+            self._tensors,
+            self._called,
+            coupled=self._survey.coupled,
+            views=self.views(is_training=True),
+            is_training=True,
+        )
+
+    def measure(self, counts: Mapping[str, Sequence[int]], measuring: Measuring) -> StageCosts:
+        """Return what the stages cost; as for `measure_stages`."""
+        return measure_stages(
+            self.resolved,
+            self._own,
+            self._place,
+            self._sample,
+            self._survey,
+            counts=counts,
+            measuring=measuring,
+        )
+
+    @property
+    def coupled(self) -> frozenset[str]:
+        """Return the stages that compute on whole loss units."""
+        return self._survey.coupled
+
+    def evaluation(self, batch: Batch, outputs: Sequence[str]) -> Reference:
+        """Return the graph in evaluation, without the stages that lack an input and what reads them."""
+        resolved = self._resolve(batch, needs_loss=False, asked=outputs)
+        if resolved.whole is not None:
+            _, analyses = Prober(resolved, self._part(resolved.whole), self._place).shapes_at(
+                batch, self._loss_unit, {}, is_training=False, analyses={}
+            )
+            return make_reference(analyses[resolved.whole.name], self._granularity)
+        self._meet(resolved, batch, is_training=False)
+        return describe_graph(
+            resolved,
+            self._current[False].shapes,
+            {stage.name: self._tensors[stage.name] for stage in resolved.stages},
+            self._called,
+            coupled=self._survey.coupled,
+            views=self.views(is_training=False),
+            is_training=False,
+            outputs=outputs,
+        )
+
+    def meet(self, batch: Batch, *, is_training: bool) -> None:
+        """Learn the shapes that come of a batch like this one, unless they are known."""
+        if self.whole is None:
+            resolved = self.resolved if is_training else self._resolve(batch, needs_loss=False)
+            self._meet(resolved, batch, is_training=is_training)
+
+    def _meet(self, resolved: ResolvedGraph, batch: Batch, *, is_training: bool) -> None:
+        key = (is_training, *shape_key(batch, count_samples(batch)))
+        if key not in self._known:
+            captured = [stage for stage in resolved.stages if stage.is_captured]
+            known = {stage.name: self._analyses.get((is_training, _key(stage))) for stage in captured}
+            own = self._own
+            if isinstance(own, CapturedPart) and resolved.has(self._stage.name):
+                own = self._part(resolved.stage(self._stage.name))
+            shapes, analyses = Prober(resolved, own, self._place).shapes_at(
+                batch,
+                self._loss_unit,
+                self._survey.shapes.tensors,
+                is_training=is_training,
+                analyses={name: analysis for name, analysis in known.items() if analysis is not None},
+            )
+            self._remember(resolved, batch, shapes, analyses, is_training=is_training)
+        self._current[is_training] = self._known[key]
+
+    def _remember(
+        self,
+        resolved: ResolvedGraph,
+        batch: Batch,
+        shapes: Shapes,
+        analyses: Mapping[str, Analysis],
+        *,
+        is_training: bool,
+    ) -> None:
+        parts = {}
+        for name, analysis in analyses.items():
+            stage = resolved.stage(name)
+            # a later one, at another shape, has the same structure
+            first = self._analyses.setdefault((is_training, _key(stage)), analysis)
+            parts[name] = self._part(stage), first
+        met = _Met(shapes=shapes, parts=parts)
+        self._known[(is_training, *shape_key(batch, count_samples(batch)))] = met
+        self._current[is_training] = met
+
+    def _part(self, stage: GraphStage) -> CapturedPart:
+        """Return a captured part that is called with what this stage reads."""
+        key = _key(stage)
+        if key not in self._parts:
+            self._parts[key] = CapturedPart(
+                stage,
+                dtype=self._place.dtype,
+                device=self._place.device,
+                granularity=self._granularity,
+                called=self._called,
+            )
+        return self._parts[key]
+
+    def _evaluated(self, reference: Reference, batch: Batch) -> GraphStage:
+        """Return the whole model as evaluation traced it for batches of these keys."""
+        asked = tuple(reference.analysis.op_graph.outputs)
+        stage = self._resolve(batch, needs_loss=False, asked=asked).whole
+        assert stage is not None, "it has blocks"
+        return stage
+
+    def stage_code(
+        self, reference: Reference, plan: PipelinePlan, stage: int, batch: Batch, num_samples: int
+    ) -> StageCode:
+        """Return this rank's stage as code, at the shapes that were met last in this mode.
+
+        Raises:
+            PlanError: the plan has this rank in another stage.
+        """
+        is_training = reference.analysis.is_training
+        own, blocks = self._stage.name, plan.stages[stage].blocks
+        # a plain model: the reference is the capture itself, and evaluation has one of its own (no labels, outputs)
+        if self.whole is not None and (is_training or reference.block_graph.blocks):
+            part = self._part(self.whole if is_training else self._evaluated(reference, batch))
+            return part.stage_code(reference, plan, stage, batch, num_samples)
+        met = self._current[is_training]
+        shapes = met.shapes
+        if any(owner_of_block(block) != own for block in blocks):
+            raise PlanError(
+                f"rank {self._place.rank} runs stage {own!r}, and the plan has it in {plan.stages[stage].name!r}"
+            )
+        if not blocks:  # it lacks an input, in evaluation
+            return StageCode(
+                function=IDLE, tensors=shapes.tensors, inputs=shapes.inputs, loss=None, outputs={}
+            )
+        if isinstance(self._own, CapturedPart):
+            part, analysis = met.parts[own]
+            around = Surroundings(analysis=analysis, shapes=shapes)
+            return part.stage_code(reference, plan, stage, batch, num_samples, within=around)
+        # a user's module: its code is a call of it, and it returns what edges carry, the loss, what is asked for
+        sent = [n for e in plan.edges if e.src == stage for n in (*e.batch_tensors, *e.whole_tensors)]
+        op_graph = reference.analysis.op_graph
+        named = {name: node for name, node in op_graph.outputs.items() if node.rpartition(".")[0] == own}
+        loss = loss_node(self._stage)
+        outputs = dict.fromkeys([*sent, *([] if loss is None else [loss]), *named.values()])
+        tensors = {n: t for n, t in self._own.named_tensors().items() if n in self._names}
+        return StageCode(
+            function=stage_function(self._stage, self._own.given, tuple(outputs), tensors=tensors),
+            tensors=shapes.tensors,
+            inputs=shapes.inputs,
+            loss=loss,
+            outputs=named,
+        )
+
+
+def _key(stage: GraphStage) -> _PartKey:
+    """Return what a captured part is traced for: evaluation may lack labels, and ask for outputs."""
+    return stage.name, stage.batch_inputs, stage.nodes, stage.asked, repr(stage.constants)
+
+
+def _seed(seed: int, name: str) -> int:
+    """Return the seed of a stage's factory: 63 bits of a hash of the job's and the stage's name."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1

@@ -1,0 +1,173 @@
+"""What a stage that is the user's own module costs: timed on its ranks, all in step.
+
+The number of runs is fixed: ranks that compute one stage together meet in its collectives.
+
+Source: this project
+Tests: tests/stage_graph/test_module_cost.py
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.ir.profile import BlockCost, Profile
+from gpp_plugin.model.graph.given_module import GivenModule
+from gpp_plugin.model.graph.kept import Kept, line, module_memory, record_kept
+from gpp_plugin.model.graph.module_trial import ModuleTrial, Place, stage_arguments
+from gpp_plugin.model.graph.probe import Survey
+from gpp_plugin.model.graph.resolve import GraphStage
+from gpp_plugin.model.graph.split_trial import measure_split
+from gpp_plugin.profile.held_bytes import LiveBytes
+from gpp_plugin.profile.split_cost import NOT_MEASURED
+from gpp_plugin.profile.timing import Stopwatch
+from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.runtime.memory.counting import storage_id
+
+logger = logging.getLogger(__name__)
+
+WARM_UPS, REPEATS = 1, 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """One number of samples: median times, what is kept for backward, the peak above it.
+
+    Args:
+        given_bytes: of all received tensors and buffers.
+    """
+
+    forward_us: float
+    backward_us: float
+    kept: list[Kept]
+    given_bytes: int
+    transient_bytes: int
+
+
+def measure_module(
+    stage: GraphStage,
+    own: GivenModule,
+    place: Place,
+    batch: Batch,
+    survey: Survey,
+    *,
+    counts: Sequence[int],
+    optimizer_bytes: float,
+    with_split: bool,
+) -> Profile:
+    """Return the cost of a module as a profile of one block; collective over the stage's ranks.
+
+    Args:
+        counts: numbers of samples to time it at, increasing; those that it cannot do are left out, but for the last.
+        optimizer_bytes: optimizer state for each trained parameter.
+        with_split: time backwards in two parts too, at the largest number of samples.
+
+    Raises:
+        ConfigError: the module fails at its largest number of samples.
+    """
+
+    def trial(count: int) -> ModuleTrial:
+        arguments = stage_arguments(
+            stage, batch, count, place, tensors=survey.shapes.tensors, values=survey.values, largest=count
+        )
+        return ModuleTrial(stage=stage, module=own.given, device=place.device, arguments=arguments)
+
+    runs: dict[int, _Run] = {}
+    for count in counts:
+        try:
+            runs[count] = _time(trial(count))
+        except ConfigError as error:
+            if count == counts[-1]:
+                raise
+            logger.info("%d samples at a time are not possible: %s", count, error)
+    split = measure_split(trial(counts[-1])) if with_split else NOT_MEASURED
+    done = sorted(runs)
+    parameters = list(own.given.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    per_sample, fixed = line([(n, sum(k.num_bytes for k in runs[n].kept)) for n in done])
+    cost = BlockCost(
+        block=stage.name,
+        samples=tuple(done),
+        forward_us=tuple(runs[n].forward_us for n in done),
+        backward_us=tuple(runs[n].backward_us for n in done),
+        saved_bytes_per_sample=per_sample,
+        saved_bytes_fixed=fixed,
+        parameter_bytes=sum(_bytes(p) for p in parameters) + sum(_bytes(b) for b in own.given.buffers()),
+        gradient_bytes=sum(_bytes(p) for p in trained),
+        optimizer_bytes=round(sum(p.numel() for p in trained) * optimizer_bytes),
+        transient_bytes_per_sample=runs[done[-1]].transient_bytes / done[-1],
+        split_factor=split.factor,
+        input_share=split.input_share,
+    )
+    memory = module_memory(
+        stage.name, {n: runs[n].kept for n in done}, {n: runs[n].given_bytes for n in done}
+    )
+    return Profile(graph="", device="", source="measured", costs=(cost,), modules=(memory,))
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _run_backward(roots: Sequence[Tensor]) -> None:
+    if roots:
+        torch.autograd.backward(list(roots), [torch.ones_like(root) for root in roots])
+
+
+def _time(trial: ModuleTrial) -> _Run:
+    stage, module, arguments = trial.stage, trial.module, trial.arguments
+    received = [arguments[keyword] for keyword, _ in stage.received]
+    laps: list[tuple[float, float]] = []
+    with trial.undisturbed():
+        for attempt in range(WARM_UPS + REPEATS):
+            watch = Stopwatch(trial.device)
+            roots, _ = trial.forward()
+            watch.mark()
+            _run_backward(roots)
+            watch.mark()
+            forward_us, backward_us = watch.laps_us()
+            if attempt >= WARM_UPS:
+                laps.append((forward_us, backward_us if roots else 0.0))
+        del roots
+        rows = [arguments[keyword] for keyword, _ in stage.batch_inputs]
+        kept = record_kept(
+            trial.forward,
+            fixed=(*module.parameters(), *module.buffers(), *rows),
+            received=received,
+            device=trial.device,
+        )
+        transient = _peak(trial)
+    own_storages = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in received}
+    return _Run(
+        forward_us=statistics.median(lap[0] for lap in laps),
+        backward_us=statistics.median(lap[1] for lap in laps),
+        kept=kept,
+        given_bytes=sum(own_storages.values()) + sum(_bytes(buffer) for buffer in module.buffers()),
+        transient_bytes=transient,
+    )
+
+
+def _peak(trial: ModuleTrial) -> int:
+    """Return the peak of forward and backward above what is held in between."""
+    device, module = trial.device, trial.module
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        roots, _ = trial.forward()
+        held, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        _run_backward(roots)
+        return max(0, max(peak, torch.cuda.max_memory_allocated(device)) - held)
+    counter = LiveBytes()
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    counter.ignore((*module.parameters(), *module.buffers(), *trial.arguments.values(), *grads))
+    with counter:
+        roots, _ = trial.forward()
+        held = counter.live_bytes
+        _run_backward(roots)
+    return max(0, counter.peak_bytes - held)

@@ -1,0 +1,189 @@
+"""A trial run of a stage's module: what it is called with where nothing is real yet, and what is undone after.
+
+Source: this project
+Tests: tests/stage_graph/test_equality.py, tests/stage_graph/test_engine.py
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpp_plugin.capture.sample_batches import resize_batch, rows_per_sample
+from gpp_plugin.errors import ConfigError, GppError, first_line
+from gpp_plugin.ir.tensors import UNIFORM, LayoutKind, TensorSpec, batch_layout
+from gpp_plugin.model.graph.resolve import GraphStage
+from gpp_plugin.model.graph.stage_call import named_outputs
+from gpp_plugin.runtime.batches import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where this rank computes.
+
+    Args:
+        group: a CPU group of all ranks; None for a single rank.
+        dtype: floating batch entries are cast to it.
+        stages: the stage of each rank, for messages.
+    """
+
+    rank: int
+    device: torch.device
+    dtype: torch.dtype
+    group: dist.ProcessGroup | None
+    stages: tuple[str, ...] = ()
+
+
+Values = dict[tuple[str, int], Tensor]
+"""(output, number of samples) -> its values, of outputs that are not floating-point."""
+
+
+def call_stage(stage: GraphStage, module: nn.Module, arguments: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Call a stage's module and return its outputs by "stage.output".
+
+    Raises:
+        ConfigError: it fails, or returns something else; names the stage, what it was given, and the edges.
+    """
+    try:
+        returned = module(**arguments)
+    except GppError:
+        raise
+    except Exception as error:  # whatever it is: every rank must hear of it
+        edges = dict(stage.received)
+        given = ", ".join(
+            f"{name} {list(t.shape)} {str(t.dtype).removeprefix('torch.')}"
+            + (f" (edge {edges[name]} -> {stage.name})" if name in edges else "")
+            for name, t in arguments.items()
+        )
+        raise ConfigError(
+            f"stage {stage.name!r}: its module fails on {given or 'no inputs'}: {type(error).__name__}: "
+            f"{first_line(error)}"
+        ) from error
+    return named_outputs(stage.name, stage.nodes, returned)
+
+
+def stage_arguments(
+    stage: GraphStage,
+    batch: Batch,
+    num_samples: int,
+    place: Place,
+    *,
+    tensors: Mapping[str, TensorSpec],
+    values: Values,
+    largest: int,
+) -> dict[str, Tensor]:
+    """Return inputs for a run of a stage: rows of the batch, integers of other stages, random numbers.
+
+    Args:
+        tensors: specs of what earlier stages make.
+        largest: the largest number of samples of these runs: the first samples are the same at every number.
+    """
+    rows = resize_batch(batch, num_samples)
+    arguments: dict[str, Tensor] = {}
+    for keyword, key in stage.batch_inputs:
+        tensor = rows[key]
+        wanted = place.dtype if tensor.is_floating_point() else tensor.dtype
+        arguments[keyword] = tensor.to(device=place.device, dtype=wanted, copy=True).contiguous()
+    for keyword, node in stage.received:
+        spec = tensors[node]
+        if (node, num_samples) in values:
+            arguments[keyword] = own_shard(values[node, num_samples], stage, keyword, place.rank).to(
+                place.device
+            )
+            continue
+        made = _random(spec, largest)
+        if spec.layout.kind is LayoutKind.BATCH:
+            made = made.narrow(spec.layout.axis, 0, num_samples * spec.layout.rows_per_sample).contiguous()
+        made = own_shard(made, stage, keyword, place.rank)
+        arguments[keyword] = made.to(place.device).requires_grad_(spec.requires_grad)
+    return {keyword: arguments[keyword] for keyword, _ in stage.spec.inputs if keyword in arguments}
+
+
+def own_shard(tensor: Tensor, stage: GraphStage, keyword: str, rank: int) -> Tensor:
+    """Return what ``rank`` has of an argument: the whole, or its shard where tensor ranks share it out.
+
+    Raises:
+        ConfigError: the axis does not exist, or the tensor ranks do not divide it.
+    """
+    axis = dict(stage.spec.sharded_inputs).get(keyword)
+    if axis is None:
+        return tensor
+    size = stage.spec.tensor
+    if axis >= tensor.dim() or tensor.shape[axis] % size:
+        raise ConfigError(
+            f"stage {stage.name!r}: {size} tensor ranks cannot share out input {keyword!r} {list(tensor.shape)} along "
+            f"axis {axis}; change sharded_inputs, tensor, or the length"
+        )
+    return tensor.chunk(size, dim=axis)[stage.spec.ranks.index(rank) % size].contiguous()
+
+
+def _random(spec: TensorSpec, num_samples: int) -> Tensor:
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    generator = torch.Generator().manual_seed(zlib.crc32(spec.name.encode()))
+    shape = spec.shape_for(num_samples)
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def input_specs(batch: Batch, num_samples: int) -> dict[str, TensorSpec]:
+    """Return the specs of a batch's tensors at ``num_samples`` samples."""
+    rows = rows_per_sample(batch)
+    resized = resize_batch(batch, num_samples)
+    return {
+        key: TensorSpec(
+            name=key,
+            dtype=str(resized[key].dtype).removeprefix("torch."),
+            shape=tuple(resized[key].shape),
+            num_samples=num_samples,
+            layout=batch_layout(0, count) if count else UNIFORM,
+        )
+        for key, count in rows.items()
+    }
+
+
+@contextmanager
+def undisturbed(module: nn.Module, *, is_training: bool, device: torch.device) -> Iterator[None]:
+    """Run a module in one mode and leave buffers, gradients, mode and random states as they were."""
+    modes = {part: part.training for part in module.modules()}
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    module.train(is_training)
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                if name in buffers and buffers[name].shape == buffer.shape:  # else a cache that has grown
+                    buffer.copy_(buffers[name])
+        for parameter in module.parameters():
+            parameter.grad = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleTrial:
+    """A stage's module and what it is called with, at one number of samples."""
+
+    stage: GraphStage
+    module: nn.Module
+    device: torch.device
+    arguments: Mapping[str, Tensor]
+
+    def forward(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Run a forward; return what its backward starts from, and the received tensors that take a gradient."""
+        fresh = {name: t.detach().requires_grad_(t.requires_grad) for name, t in self.arguments.items()}
+        outputs = call_stage(self.stage, self.module, fresh)
+        roots = [tensor for tensor in outputs.values() if tensor.requires_grad]
+        return roots, [tensor for tensor in fresh.values() if tensor.requires_grad]
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Train within and leave the module as it is."""
+        return undisturbed(self.module, is_training=True, device=self.device)

@@ -1,0 +1,325 @@
+"""`StageGraph`: named stages, their inputs and outputs, and the ranks that run them, as the user writes them down.
+
+What is wrong with one stage alone is refused by `StageGraph.stage`; what is wrong with all of them together,
+by `gpp_plugin.model.graph.resolve`, before anything is built.
+
+Source: this project
+Tests: tests/stage_graph/test_bad_input.py
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from torch import nn
+
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.model.graph.stage_context import StageContext
+from gpp_plugin.model.graph.written_stages import (
+    Names,
+    read_axes,
+    read_count,
+    read_coupled,
+    read_layouts,
+    read_name,
+    read_pairs,
+    read_ranks,
+    read_texts,
+)
+
+LOSS = "loss"
+RETURN_LOSS = "return_loss"
+"""Argument of HuggingFace's contrastive models, which compute a loss only when asked to."""
+
+Maker: TypeAlias = nn.Module | Callable[[StageContext], nn.Module] | Callable[[], nn.Module]
+"""A stage's module, or what builds it on the stage's ranks only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpec:
+    """One stage as it was written down.
+
+    Args:
+        inputs: (keyword the module is called with, where it comes from: a batch key, an output, "stage.output").
+        outputs: (field of what the module returns, name of the output).
+        ranks: its grid row by row: data position d, tensor position t is ``ranks[d * tensor + t]``.
+        layouts: output -> batch axis, or "uniform"; others are found out by trying two sample counts.
+        sharded_inputs, sharded_outputs: arguments and outputs of which each tensor rank has an equal shard ->
+            the axis they are cut along.
+        reported: outputs that no stage need read: what `eval_batch` may return.
+        num_pieces: stages the module is captured and cut into; None: it is run as it is.
+    """
+
+    name: str
+    make: Maker
+    inputs: tuple[tuple[str, str], ...]
+    outputs: tuple[tuple[str, str], ...]
+    ranks: tuple[int, ...]
+    tensor: int = 1
+    micro_batch_size: int | None = None
+    coupled: bool | None = None
+    layouts: tuple[tuple[str, int | str], ...] = ()
+    sharded_inputs: tuple[tuple[str, int], ...] = ()
+    sharded_outputs: tuple[tuple[str, int], ...] = ()
+    reported: tuple[str, ...] = ()
+    num_pieces: int | Literal["auto"] | None = None
+
+    @property
+    def asks_for_loss(self) -> bool:
+        """Return whether it is captured and computes its loss, one of its outputs, only when asked to.
+
+        It is asked with ``return_loss=True``, unless its inputs name that themselves.
+        """
+        if self.num_pieces is None or not isinstance(self.make, nn.Module):
+            return False
+        is_given = any(keyword == RETURN_LOSS for keyword, _ in self.inputs)
+        yields = any(field == LOSS for field, _ in self.outputs)
+        return yields and not is_given and takes_return_loss(self.make)
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Return the names of its outputs."""
+        return tuple(name for _, name in self.outputs)
+
+
+def takes_return_loss(module: nn.Module) -> bool:
+    """Return whether a module is told whether to compute its loss."""
+    return RETURN_LOSS in inspect.signature(module.forward).parameters
+
+
+class StageGraph:
+    """A model given as a graph of stages, passed to `deepspeed.initialize` in place of a module.
+
+    Args:
+        name: for plans and reports.
+        losses: outputs that are losses, ``"loss"`` or ``"stage.loss"``; several are added up. By default every
+            output that is called ``loss``.
+
+    >>> graph = StageGraph(name="two")
+    >>> graph.stage("body", nn.Linear(4, 4), inputs={"input": "x"}, outputs=["hidden"], ranks=[0])
+    >>> graph.stage("head", nn.Linear(4, 1), inputs={"input": "hidden"}, outputs=["loss"], ranks=[1])
+    >>> [stage.name for stage in graph.stages]
+    ['body', 'head']
+    """
+
+    def __init__(self, name: str = "graph", *, losses: Sequence[str] | None = None) -> None:
+        if isinstance(losses, str):
+            raise ConfigError(
+                f"stage graph {name!r}: losses is the text {losses!r}; give a list: [{losses!r}]"
+            )
+        self.name = str(name)
+        self.losses = None if losses is None else tuple(losses)
+        self._stages: dict[str, StageSpec] = {}
+        self._ties: list[tuple[str, ...]] = []
+
+    @property
+    def stages(self) -> tuple[StageSpec, ...]:
+        """Return the stages in the order they were given."""
+        return tuple(self._stages.values())
+
+    @property
+    def ties(self) -> tuple[tuple[str, ...], ...]:
+        """Return the groups of parameters that are one, as "stage.parameter"."""
+        return tuple(self._ties)
+
+    @property
+    def is_one_capture(self) -> bool:
+        """Return whether it is one captured module and nothing else: a plain model, and treated as one.
+
+        Then nothing has its stage's name in front: blocks, parameters and files are called as the module calls them.
+        """
+        return len(self._stages) == 1 and not self._ties and self.stages[0].num_pieces is not None
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of stages that were given as modules, as the graph calls them, for optimizer groups.
+
+        That is "stage.parameter"; or what the module calls it, where it is the whole model.
+        """
+        for stage in self.stages:
+            if isinstance(stage.make, nn.Module):
+                prefix = "" if self.is_one_capture else f"{stage.name}."
+                for name, parameter in stage.make.named_parameters():
+                    yield f"{prefix}{name}", parameter
+
+    def stage(
+        self,
+        name: str,
+        module: Maker,
+        *,
+        inputs: Names,
+        outputs: Names,
+        ranks: Sequence[int],
+        tensor: int = 1,
+        micro_batch_size: int | None = None,
+        coupled: bool | None = None,
+        layouts: Mapping[str, int | str] | None = None,
+        sharded_inputs: Mapping[str, int] | None = None,
+        sharded_outputs: Mapping[str, int] | None = None,
+        reported: Sequence[str] = (),
+    ) -> None:
+        """Add a stage; its module is called ``module(**inputs)`` and returns a tensor, a tuple or a dict.
+
+        Args:
+            module: a module, or a factory that is called on the stage's ranks only, with a `StageContext` if it takes
+                an argument. Where a factory has a method ``check(stage, tensor)``, that is called now, and may refuse
+                the grid; one with ``shards(inputs, outputs)`` says what of those is sharded if ``tensor`` is more
+                than 1.
+            inputs: names of earlier outputs ("embeds" or "vision.embeds") and batch keys; a dict maps the
+                module's own argument names to them.
+            outputs: names of what it returns, in order, or by key where it returns a dict; a dict maps the
+                module's own keys to names.
+            ranks: global ranks, ``tensor`` of them a data position: data-parallel over the rest.
+            micro_batch_size: samples the whole stage takes at a time; None leaves it to the planner.
+            coupled: whether it mixes samples and computes on whole loss units; None: where it yields a loss, or is
+                seen to mix them when it is tried.
+            layouts: output -> its batch axis, or "uniform" for what is the same for every sample; what is not
+                named is found out by running the stage at two sample counts.
+            sharded_inputs, sharded_outputs: arguments and outputs of which each tensor rank has an equal part along
+                an axis (sequence parallelism), by the argument's and the output's name; others are whole on each.
+            reported: outputs that no stage need read, for ``eval_batch(return_logits=True, outputs=...)``.
+
+        Raises:
+            ConfigError: names repeat, ranks are taken or do not form a grid, or an option names no output.
+        """
+        # Each reader refuses its own mistakes in one line that names the stage. Names given as a list stand for both
+        # sides: inputs=["ids"] is {"ids": "ids"}; outputs likewise.
+        arguments = read_pairs(read_name(name), "inputs", inputs, is_input=True)
+        made = read_pairs(name, "outputs", outputs, is_input=False)
+        shards = None if isinstance(module, nn.Module) else getattr(module, "shards", None)
+        if sharded_inputs is None and sharded_outputs is None and tensor != 1 and shards is not None:
+            sharded_inputs, sharded_outputs = shards([key for key, _ in arguments], [o for _, o in made])
+        self._add(
+            StageSpec(
+                name=name,
+                make=module,
+                inputs=arguments,
+                outputs=made,
+                ranks=read_ranks(name, ranks),
+                tensor=read_count(name, "tensor", tensor),
+                micro_batch_size=None
+                if micro_batch_size is None
+                else read_count(name, "micro_batch_size", micro_batch_size),
+                coupled=read_coupled(name, coupled),
+                layouts=read_layouts(name, layouts),
+                sharded_inputs=read_axes(name, "sharded_inputs", sharded_inputs),
+                sharded_outputs=read_axes(name, "sharded_outputs", sharded_outputs),
+                reported=read_texts(name, "reported", reported),
+            )
+        )
+
+    def capture(
+        self,
+        name: str,
+        module: nn.Module,
+        *,
+        inputs: Names,
+        outputs: Names,
+        ranks: Sequence[int],
+        stages: int | Literal["auto"] = "auto",
+        micro_batch_size: int | None = None,
+        reported: Sequence[str] = (),
+    ) -> None:
+        """Add an ordinary module that is traced, and cut by the planner into stages of its ranks.
+
+        A graph of one captured module and nothing else is that plain model: same plan, same checkpoints.
+
+        Args:
+            module: a (HuggingFace) module; it may be on the meta device.
+            inputs: as for `stage`; entries of the batch that are no tensors are constants of the capture
+                (``return_loss=True``, which a contrastive model is given anyway where its loss is an output).
+            outputs: fields of its output, such as ``{"last_hidden_state": "image_hidden"}``, or names as they are; a
+                loss may be among them. `eval_batch` without labels needs none that its ``forward`` has defaults for.
+            stages: exactly that many stages, or as many as are quickest.
+
+        Raises:
+            ConfigError: as for `stage`.
+        """
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"stage {name!r}: capture takes a module, found {type(module).__name__}")
+        # no grid: a captured stage's ranks are data-parallel within the pieces that the planner makes of it
+        pieces = stages if stages == "auto" else read_count(name, "stages", stages)
+        self._add(
+            StageSpec(
+                name=name,
+                make=module,
+                inputs=read_pairs(read_name(name), "inputs", inputs, is_input=True),
+                outputs=read_pairs(name, "outputs", outputs, is_input=False),
+                ranks=read_ranks(name, ranks),
+                micro_batch_size=None
+                if micro_batch_size is None
+                else read_count(name, "micro_batch_size", micro_batch_size),
+                reported=read_texts(name, "reported", reported),
+                num_pieces=pieces,
+            )
+        )
+
+    def tie(self, *parameters: str) -> None:
+        """Make parameters of different stages one: ``graph.tie("language.embedding.weight", "loss.head.weight")``.
+
+        Raises:
+            ConfigError: fewer than two are named, or a name's stage does not exist.
+        """
+        wrong = [name for name in parameters if not isinstance(name, str)]
+        if wrong:
+            raise ConfigError(
+                f"graph.tie: {wrong[0]!r} is no text; give each parameter as an argument of its own"
+            )
+        if len(set(parameters)) < 2:
+            raise ConfigError(f"graph.tie: {parameters} are no two parameters; name two or more")
+        for parameter in parameters:
+            stage = parameter.partition(".")[0]
+            if stage not in self._stages or "." not in parameter:
+                raise ConfigError(
+                    f'graph.tie: {parameter!r} is not "stage.parameter"; the stages are {", ".join(self._stages)}'
+                )
+        self._ties.append(tuple(dict.fromkeys(parameters)))
+
+    def _add(self, stage: StageSpec) -> None:
+        if stage.name in self._stages:
+            raise ConfigError(f"stage {stage.name!r}: there is one of this name already; give each its own")
+        if hasattr(nn.Module, stage.name):
+            raise ConfigError(
+                f"stage {stage.name!r}: torch modules have an attribute of this name; choose another"
+            )
+        if not isinstance(stage.make, nn.Module) and not callable(stage.make):
+            raise ConfigError(
+                f"stage {stage.name!r}: its module is a {type(stage.make).__name__}; give a torch module, or a "
+                "function of a StageContext that makes one"
+            )
+        if len(stage.ranks) % stage.tensor:
+            raise ConfigError(
+                f"stage {stage.name!r}: its {len(stage.ranks)} ranks {list(stage.ranks)} are no multiple of "
+                f"tensor={stage.tensor}; list tensor ranks for each data position"
+            )
+        # ranks [4, 5, 6, 7] with tensor=2 are data positions (4, 5) and (6, 7)
+        rows = [list(stage.ranks[i : i + stage.tensor]) for i in range(0, len(stage.ranks), stage.tensor)]
+        if any(row != sorted(row) for row in rows):
+            raise ConfigError(
+                f"stage {stage.name!r}: its tensor-parallel ranks {rows} do not ascend, as process groups number them; "
+                "list each data position's ranks in ascending order"
+            )
+        for other in self._stages.values():
+            both = sorted(set(other.ranks) & set(stage.ranks))
+            if both:
+                raise ConfigError(
+                    f"stage {stage.name!r}: rank {both[0]} is a rank of stage {other.name!r} already; a rank runs one "
+                    "stage"
+                )
+        arguments = [keyword for keyword, _ in stage.inputs]
+        for what, names, known, are in (
+            ("layouts", [n for n, _ in stage.layouts], stage.output_names, "outputs"),
+            ("sharded_outputs", [n for n, _ in stage.sharded_outputs], stage.output_names, "outputs"),
+            ("sharded_inputs", [n for n, _ in stage.sharded_inputs], arguments, "inputs"),
+            ("reported", list(stage.reported), stage.output_names, "outputs"),
+        ):
+            unknown = [name for name in names if name not in known]
+            if unknown:
+                raise ConfigError(
+                    f"stage {stage.name!r}: {what} names {unknown[0]!r}; its {are} are {', '.join(known)}"
+                )
+        if not isinstance(stage.make, nn.Module) and hasattr(stage.make, "check"):
+            stage.make.check(stage.name, stage.tensor)
+        self._stages[stage.name] = stage

@@ -1,0 +1,453 @@
+"""A model in the form its user gave it, as the engine knows models: `ModelSource`.
+
+A plain module is a stage graph of one captured part (`gpp_plugin.model.graph.graph_job`); beyond this class the engine,
+evaluation and checkpoints know no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.engine.feed import prepare_batch
+from gpp_plugin.errors import ConfigError, PlanError
+from gpp_plugin.extensions import find_schedule
+from gpp_plugin.integrations.huggingface import pretrained_files
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.model.graph.captured_part import CapturedPart, owner_of_block
+from gpp_plugin.model.graph.given_module import GivenModule
+from gpp_plugin.model.graph.graph_job import GraphJob
+from gpp_plugin.model.graph.module_trial import Place
+from gpp_plugin.model.graph.resolve import GraphStage
+from gpp_plugin.model.graph.stage_costs import Measuring, StageCosts
+from gpp_plugin.model.graph.stage_graph import StageGraph
+from gpp_plugin.model.preparation import (
+    PREPARATION_TIMEOUT_S,
+    Setting,
+    check_files,
+    cut_part,
+    plan_profiled,
+    with_batch,
+)
+from gpp_plugin.model.weights.given_export import save_stages
+from gpp_plugin.model.weights.materialize import release_parameters
+from gpp_plugin.model.weights.module_holder import ModuleHolder
+from gpp_plugin.plan.given.fixed_stages import FixedStage
+from gpp_plugin.plan.given.tied_blocks import join_tied_blocks
+from gpp_plugin.profile.analytic_costs import default_sample_counts
+from gpp_plugin.profile.machine import describe_device
+from gpp_plugin.profile.split_cost import UNSPLITTABLE
+from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.runtime.lane import Lane
+from gpp_plugin.runtime.ranks.agree import call_on_rank_zero, exchange
+from gpp_plugin.runtime.stage_module import StageModule
+from gpp_plugin.runtime.stage_source import Reference, StageSource
+from gpp_plugin.schedule.names import may_split_backward
+
+
+class ModelSource:
+    """What the engine asks of the model it is given: a plain module, or a graph of stages.
+
+    Args:
+        model: of captured modules, `make_module` leaves the parameters of this rank's stage only.
+
+    Raises:
+        ConfigError: the configuration contradicts a stage graph.
+    """
+
+    def __init__(
+        self, model: nn.Module | StageGraph, *, config: GraphPipelineConfig, setting: Setting
+    ) -> None:
+        if isinstance(model, StageGraph):
+            _check_config(model, config)
+        self._model = model
+        self._config = _with_stage(model, config)
+        self._setting = setting
+        self._made: GraphJob | None = None
+        self._holder: ModuleHolder | None = None
+
+    @property
+    def _job(self) -> GraphJob:
+        assert self._made is not None, "prepare_plan comes first"
+        return self._made
+
+    @property
+    def stages(self) -> StageSource:
+        """Return this rank's own stage as the source of its lanes' code."""
+        return self._job
+
+    def prepare_batch(self, batch: Any) -> dict[str, Any]:
+        """Return a batch as the model is called with it."""
+        return prepare_batch(self._model, batch)
+
+    # ---- planning ------------------------------------------------------------------------------
+
+    def prepare_plan(self, sample_batch: Batch) -> tuple[Reference, PipelinePlan]:
+        """Agree on what the model is and on a plan for it; collective over all ranks.
+
+        Captured parts are traced and profiled on their first rank, which of a plain model is rank 0, others are
+        built, run and timed on their own ranks; rank 0 plans.
+
+        Raises:
+            CaptureError: a module cannot be exported.
+            ConfigError: graph, modules and configuration do not fit together.
+            PlanError, PlanInfeasible: no plan meets the configuration.
+        """
+        setting, config = self._setting, self._config
+        self._check_files()
+        place = Place(rank=setting.rank, device=setting.device, dtype=setting.dtype, group=setting.group)
+        self._made = job = GraphJob(
+            self._model,
+            sample_batch,
+            place=place,
+            num_ranks=setting.num_ranks,
+            loss_unit=setting.sizes.loss_unit,
+            seed=config.seed,
+            timeout_s=config.comm_timeout_s,
+            granularity=config.granularity,
+        )
+        # From here a plain model and a graph differ in one thing: the planner's answer is the plan, or it cuts the
+        # parts, and the stages that come of it and the user's are planned together.
+        reference = job.reference()
+        if job.whole is not None and config.mode == "async" and config.plan is None:
+            _check_ties(reference, config)  # before minutes of measuring
+        counts = self._sample_counts(job)
+        costs = job.measure(counts, self._measuring())
+        # the smallest number of samples that every stage can do
+        least = max(
+            (
+                cost.samples[0]
+                for stage, blocks in costs.by_stage.items()
+                for cost in blocks
+                if cost.samples[0] > counts[stage][0]
+            ),
+            default=1,
+        )
+
+        def make_plan() -> PipelinePlan:
+            graph = reference.block_graph
+            device = describe_device(setting.device, torch.get_num_threads())
+            profile = costs.profile(graph, device=device)
+            plan = plan_profiled(
+                graph,
+                with_batch(profile, graph, reference.analysis.op_graph, setting),
+                config=config,
+                setting=setting,
+                smallest_local_batch=least,
+                fixed=None if job.whole is not None else self._pieces(job, costs, device=device, least=least),
+            )
+            _refuse_split(plan, costs)
+            return plan
+
+        plan = call_on_rank_zero(
+            make_plan, PipelinePlan, what="plan", group=setting.group, timeout_s=PREPARATION_TIMEOUT_S
+        )
+        return reference, plan
+
+    def _check_files(self) -> None:
+        """Refuse now, on all ranks, what would fail after the first step; rank 0 looks."""
+
+        def look() -> None:
+            if self._setting.rank == 0:
+                modules = [self._model] if isinstance(self._model, nn.Module) else _captured(self._model)
+                check_files(modules, self._config)
+
+        exchange(look, what="a look at the files", group=self._setting.group)
+
+    def _measuring(self) -> Measuring:
+        # a profile is of use in both modes: in mode async, too, the parts of a backward are timed
+        may_split = may_split_backward(self._config.schedule) and self._setting.num_ranks > 1
+        return Measuring(
+            optimizer_bytes=self._setting.optimizer_bytes,
+            cache_dir=self._config.profile_dir,
+            with_split=may_split,
+        )
+
+    def _sample_counts(self, job: GraphJob) -> dict[str, Sequence[int]]:
+        """Return at which numbers of samples each stage is timed: what its micro-batches may be.
+
+        With units of 8 samples in mini-batches of 64: a captured part at 1, 4, 8 and 32, since into how many stages
+        and on how many ranks each follows from the costs; a user's module at 4 and 8, and at what it is given.
+        """
+        sizes = self._setting.sizes
+        unit = sizes.loss_unit
+        # with one loss a mini-batch the planner chooses
+        is_searched = self._config.micro_batch_sizes == "search" or unit == sizes.mini_batch
+        searched = sorted({*default_sample_counts(unit), min(sizes.mini_batch, 4 * unit)})
+        counts: dict[str, Sequence[int]] = {}
+        for stage in job.resolved.stages:
+            if stage.is_captured:
+                counts[stage.name] = searched
+                continue
+            size = stage.spec.micro_batch_size or self._size_asked_for(stage.name)
+            local = None if size is None else max(size * stage.spec.tensor // len(stage.spec.ranks), 1)
+            if stage.name in job.coupled:
+                counts[stage.name] = (unit,)
+            elif is_searched:
+                counts[stage.name] = searched
+            else:
+                counts[stage.name] = sorted({max(unit // 2, 1), unit, local or unit})
+        return counts
+
+    def _size_asked_for(self, stage: str) -> int | None:
+        """Return the micro-batch size that the configuration gives a stage, if it does."""
+        sizes = self._config.micro_batch_sizes
+        asked = sizes.get(stage) if isinstance(sizes, dict) else sizes
+        return (
+            self._setting.sizes.mini_batch if asked == "full" else asked if isinstance(asked, int) else None
+        )
+
+    def _pieces(self, job: GraphJob, costs: StageCosts, *, device: str, least: int) -> list[FixedStage]:
+        """Return the stages of a graph: users' modules as they are, captured parts as the planner cuts them."""
+        views = job.views(is_training=True)
+        found: list[FixedStage] = []
+        for stage in job.resolved.stages:
+            spec = stage.spec
+            if not stage.is_captured:
+                found.append(
+                    FixedStage(
+                        name=stage.name,
+                        blocks=(stage.name,),
+                        ranks=spec.ranks,
+                        tensor=spec.tensor,
+                        micro_batch_size=spec.micro_batch_size,
+                    )
+                )
+                continue
+            graph = views[stage.name].blocks
+            found += cut_part(
+                graph,
+                costs.profile(graph, device=device, stage=stage.name),
+                name=stage.name,
+                ranks=spec.ranks,
+                num_stages=spec.num_pieces if isinstance(spec.num_pieces, int) else None,
+                micro_batch_size=spec.micro_batch_size,
+                config=self._config,
+                setting=self._setting,
+                smallest_local_batch=least,
+            )
+        return found
+
+    # ---- running -------------------------------------------------------------------------------
+
+    def analyse(self, batch: Batch, outputs: Sequence[str]) -> Reference:
+        """Agree on the model in evaluation, for batches of these keys; collective over all ranks.
+
+        Raises:
+            CaptureError: a module cannot be exported.
+            ConfigError: an output asked for is none of a stage that runs.
+        """
+        reference = self._job.evaluation(batch, outputs)
+        missing = [name for name in outputs if name not in reference.analysis.op_graph.outputs]
+        if missing:
+            made = [node.name for node in reference.analysis.op_graph.nodes]
+            raise ConfigError(
+                f"eval_batch: no one output is called {missing[0]!r} for a batch of {sorted(batch)}; outputs are "
+                f"{', '.join(made)}"
+            )
+        return reference
+
+    def meet(self, reference: Reference, batch: Batch) -> None:
+        """Learn the shapes that come of a batch like this one before a lane runs it.
+
+        Collective over all ranks, but of a plain model: each rank captures its new shapes alone.
+        """
+        self._job.meet(batch, is_training=reference.analysis.is_training)
+
+    def make_module(self, lane: Lane, sample_batch: Batch) -> StageModule:
+        """Return this rank's stage and let go of what other ranks run."""
+        own = self._job.own
+        for spec in self._model.stages if isinstance(self._model, StageGraph) else ():
+            if isinstance(spec.make, nn.Module) and self._setting.rank not in spec.ranks:
+                release_parameters(spec.make)
+        if isinstance(own, GivenModule):
+            lane.prepare(sample_batch)
+            return own
+        self._holder = ModuleHolder(
+            own.model,
+            config=self._config,
+            setting=self._setting,
+            prefix=own.stage.prefix,
+            called=own.called,
+        )
+        return self._holder.make_module(lane.reference, _names_held(own, lane, sample_batch))
+
+    def complete_module(self, module: StageModule, names: Iterable[str]) -> None:
+        """Give a captured stage what only evaluation reads (a mask's buffer, say); a user's has what it reads."""
+        if self._holder is not None:
+            self._holder.complete_module(module, names)
+
+    def share_weights(self, module: StageModule) -> None:
+        """Let a captured module see the weights that training changes; another stage is the user's own module."""
+        if self._holder is not None:
+            self._holder.share_weights(module)
+
+    def save_pretrained(
+        self,
+        directory: str | Path,
+        *,
+        state: Mapping[str, Tensor],
+        plan: PipelinePlan,
+        group: dist.ProcessGroup | None,
+        timeout_s: float,
+    ) -> None:
+        """Write the weights for use without this package; collective over all ranks.
+
+        Of a plain model sharded safetensors under HuggingFace names, one shard a stage; of a graph a file a stage,
+        under its module's own names.
+
+        Args:
+            state: this rank's stage.
+
+        Raises:
+            CheckpointError: a rank could not write.
+        """
+        rank, whole = self._setting.rank, self._job.whole
+        if whole is None:
+            # tied parameters have one name in the graph, and in files each stage's own
+            known = {p.name: p.aliases for p in self._job.parameters}
+            named = {n: tensor for name, tensor in state.items() for n in (name, *known.get(name, ()))}
+            own = self._job.resolved.stage_of_rank(rank).name
+            save_stages(directory, name=own, state=named, plan=plan, rank=rank, group=group)
+            return
+        stage = plan.stage_of_rank(rank)
+        writes = plan.stages[stage].ranks[0] == rank
+        pretrained_files.save_pretrained(
+            directory,
+            model=_module_of(whole),
+            state=state if writes else {},
+            stage_index=stage,
+            num_stages=len(plan.stages),
+            is_writer=writes,
+            group=group,
+            timeout=timeout_s,
+        )
+
+    def close(self) -> None:
+        """Let go of the groups of stages' contexts; the model trains no more."""
+        self._job.close()
+
+
+def _module_of(stage: GraphStage) -> nn.Module:
+    assert isinstance(stage.spec.make, nn.Module), "what is captured is a module"
+    return stage.spec.make
+
+
+def _captured(graph: StageGraph) -> list[nn.Module]:
+    """Return the modules of a graph that are captured."""
+    return [s.make for s in graph.stages if s.num_pieces is not None and isinstance(s.make, nn.Module)]
+
+
+def _with_stage(model: nn.Module | StageGraph, config: GraphPipelineConfig) -> GraphPipelineConfig:
+    """Return the configuration with what a graph's one captured stage says of itself."""
+    if isinstance(model, nn.Module) or not model.is_one_capture:
+        return config
+    (spec,) = model.stages
+    changes: dict[str, Any] = {}
+    if isinstance(spec.num_pieces, int):
+        changes["stages"] = spec.num_pieces
+    if spec.micro_batch_size is not None and config.micro_batch_sizes == "auto":
+        changes["micro_batch_sizes"] = spec.micro_batch_size
+    return config.model_copy(update=changes)
+
+
+def _check_ties(reference: Reference, config: GraphPipelineConfig) -> None:
+    """Refuse more stages than blocks that share no trained parameter (mode async)."""
+    if isinstance(config.stages, int):
+        parameters = reference.analysis.op_graph.parameters
+        trained = {p.name for p in parameters if p.requires_grad}
+        join_tied_blocks(reference.block_graph, trained).check_stages(config.stages)
+
+
+def _names_held(part: CapturedPart, lane: Lane, sample_batch: Batch) -> tuple[str, ...]:
+    """Return what this rank's stage of a captured part holds.
+
+    What no block of the part reads must still be in files: it rests on the part's last stage.
+    """
+    graph, op_graph = lane.reference.block_graph, lane.reference.analysis.op_graph
+    own = set(lane.plan.stages[lane.stage_index].blocks)
+    names = [*lane.prepare(sample_batch).tensors]
+    names += [n for block in graph.blocks if block.name in own for n in block.parameters]
+    is_alone, name = part.stage.is_alone, part.stage.name
+    mine = {block.name for block in graph.blocks if is_alone or owner_of_block(block.name) == name}
+    last = max(i for i, stage in enumerate(lane.plan.stages) if not mine.isdisjoint(stage.blocks))
+    if last == lane.stage_index:
+        used = {n for block in graph.blocks for n in block.parameters}
+        names += [
+            p.name
+            for p in op_graph.parameters
+            if p.name.startswith(part.stage.prefix)
+            and p.name not in used
+            and (p.is_persistent or not p.is_buffer)
+        ]
+    return tuple(dict.fromkeys(names))
+
+
+def _refuse_split(plan: PipelinePlan, costs: StageCosts) -> None:
+    """Refuse a schedule that makes backwards in two parts where a stage's cannot be.
+
+    Raises:
+        PlanError: names the stage.
+    """
+    whole = {
+        cost.block for own in costs.by_stage.values() for cost in own if cost.split_factor >= UNSPLITTABLE
+    }
+    for stage in plan.stages:
+        if find_schedule(stage.schedule).splits_backward and not whole.isdisjoint(stage.blocks):
+            raise PlanError(
+                f"stage {stage.name!r}: its backward cannot be made in two parts (it fails, or its gradients are "
+                f'others then), which schedule "{stage.schedule}" asks for; use "auto"'
+            )
+
+
+def _check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
+    """Refuse keys of the block that speak of a captured model.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    # of a graph of one capture all keys hold that hold of a plain model, unless the capture says otherwise itself
+    number = len(graph.stages)
+    is_plain = graph.is_one_capture
+    pieces = graph.stages[0].num_pieces if is_plain else None
+    is_given = all(stage.num_pieces is None for stage in graph.stages)
+    for key, value, wrong, fix in (
+        (
+            "planner",
+            config.planner,
+            is_given and config.planner != "auto",
+            "its stages are given; remove the key",
+        ),
+        (
+            "stages",
+            config.stages,
+            config.stages not in ("auto", number if is_given else "auto")
+            and not (is_plain and pieces in ("auto", config.stages)),
+            f"it has {pieces if is_plain else number}; remove the key",
+        ),
+        (
+            "weights",
+            config.weights,
+            config.weights is not None and not is_plain,
+            "factories make its weights; remove the key",
+        ),
+        (
+            "data_parallel",
+            config.data_parallel,
+            not is_plain and _is_other_degree(graph, config),
+            "its ranks are given; remove the key",
+        ),
+    ):
+        if wrong:
+            raise ConfigError(f"graph_pipeline.{key}: {value!r} with stage graph {graph.name!r}: {fix}")
+
+
+def _is_other_degree(graph: StageGraph, config: GraphPipelineConfig) -> bool:
+    degrees = {len(stage.ranks) // stage.tensor for stage in graph.stages}
+    return config.data_parallel != "auto" and degrees != {config.data_parallel}

@@ -1,0 +1,345 @@
+"""From a profiled model and the configuration to a plan: what the keys of the block ask planners for, and together."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.engine.setting import Setting
+from gpp_plugin.errors import ConfigError, PlanError
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.cluster import Cluster
+from gpp_plugin.ir.op_graph import OpGraph
+from gpp_plugin.ir.plan import LOSS_KEY, PipelinePlan
+from gpp_plugin.ir.profile import Profile
+from gpp_plugin.model.weights.materialize import materialize_parameters
+from gpp_plugin.plan.batch_rules import blocks_under, coupled_blocks
+from gpp_plugin.plan.cluster_files import read_cluster
+from gpp_plugin.plan.costs.input_rows import with_inputs
+from gpp_plugin.plan.costs.memory_breakdown import with_breakdown
+from gpp_plugin.plan.given.explicit import explicit_plan
+from gpp_plugin.plan.given.fixed_stages import FixedStage, fixed_plan
+from gpp_plugin.plan.given.stage_sizes import names_a_stage, resize_stages, stage_sizes
+from gpp_plugin.plan.memory.full_recompute import recompute_fully
+from gpp_plugin.plan.plan_schedules import schedule_plan
+from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.profile.machine import read_machine
+from gpp_plugin.schedule.names import planning_schedule, schedule_label
+
+logger = logging.getLogger(__name__)
+
+PREPARATION_TIMEOUT_S = 1800.0
+
+
+def with_batch(profile: Profile, graph: BlockGraph, model: OpGraph, setting: Setting) -> Profile:
+    """Return a profile that knows this job's mini-batches."""
+    dtype = str(setting.dtype).removeprefix("torch.")
+    return with_inputs(profile, graph, model.inputs, mini_batch=setting.sizes.mini_batch, dtype=dtype)
+
+
+def plan_profiled(
+    graph: BlockGraph,
+    profile: Profile,
+    *,
+    config: GraphPipelineConfig,
+    setting: Setting,
+    smallest_local_batch: int,
+    fixed: Sequence[FixedStage] | None = None,
+) -> PipelinePlan:
+    """Return the plan the configuration asks for.
+
+    Args:
+        fixed: stages that are given; None leaves them to the planner.
+
+    Raises:
+        ConfigError: keys of the block contradict each other.
+        PlanError, PlanInfeasible: no plan meets the configuration.
+    """
+    # Three ways to stages, then one way on: a plan that is given, stages that are given, or the planner's.
+    # What the configuration says of the rest (sizes by stage, schedule, slices, recompute) is laid over any of them,
+    # but for a saved plan, which has it all and is only checked against it.
+    spec = None if config.plan is None else _read_plan(config.plan)
+    modules, stages = _wanted_sizes(graph, config, setting.sizes.mini_batch, spec)
+    request = plan_request(
+        graph, config, setting, profile, modules, smallest_local_batch=smallest_local_batch
+    )
+    if spec is not None:
+        plan = explicit_plan(spec, request)
+        _check_agreement(plan, config, spec)
+    elif fixed is not None:
+        plan = fixed_plan(fixed, request)
+    else:
+        plan = make_plan(config.planner, request)
+    if spec is not None and _is_saved(spec):
+        _check_sizes(plan, graph, modules, stages)
+    elif stages:
+        try:
+            plan = resize_stages(plan, request, stages)
+        except PlanError as error:
+            raise ConfigError(f"graph_pipeline.micro_batch_sizes: {error}") from error
+    if spec is None or not _names_its_order(spec):
+        plan = schedule_plan(plan, request, schedule=config.schedule, slicing=config.slicing)
+    else:
+        _check_slices(plan, config)
+    if config.memory.recompute == "full":
+        plan = recompute_fully(plan, request)
+    for note in plan.notes:
+        logger.info("plan: %s", note)
+    return with_breakdown(plan, request)
+
+
+def cut_part(
+    graph: BlockGraph,
+    profile: Profile,
+    *,
+    name: str,
+    ranks: Sequence[int],
+    num_stages: int | None,
+    micro_batch_size: int | None,
+    config: GraphPipelineConfig,
+    setting: Setting,
+    smallest_local_batch: int,
+) -> list[FixedStage]:
+    """Return the stages that a planner cuts a captured part into, on its own ranks.
+
+    What they swap and recompute follows when the whole graph says how many micro-batches they hold.
+
+    Args:
+        num_stages: exactly that many; None leaves it to the planner.
+
+    Raises:
+        PlanError, PlanInfeasible: the part cannot be cut so.
+    """
+    # Example: the part "tower" on ranks 2, 3, 5 of six, in two stages. The planner is asked about ranks 0..2 of a
+    # cluster of those three devices; what it puts on its ranks (0, 1) and (2,) lies on (2, 3) and (5,).
+    blocks = tuple(block.name for block in graph.blocks)
+    if num_stages == 1 or (num_stages is None and len(ranks) == 1):
+        return [FixedStage(name=name, blocks=blocks, ranks=tuple(ranks), micro_batch_size=micro_batch_size)]
+    request = plan_request(
+        graph,
+        config,
+        setting,
+        profile,
+        {} if micro_batch_size is None else {"*": micro_batch_size},
+        smallest_local_batch=smallest_local_batch,
+    )
+    request = dataclasses.replace(
+        request,
+        num_ranks=len(ranks),
+        num_stages=num_stages,
+        data_parallel=None,
+        cluster=dataclasses.replace(
+            request.cluster, devices=tuple(request.cluster.devices[rank] for rank in ranks)
+        ),
+    )
+    plan = make_plan(config.planner, request)
+    return [
+        FixedStage(
+            name=name,
+            is_piece=len(plan.stages) > 1,
+            blocks=stage.blocks,
+            ranks=tuple(ranks[rank] for rank in stage.ranks),
+            micro_batch_size=micro_batch_size,
+        )
+        for stage in plan.stages
+    ]
+
+
+def check_files(modules: Iterable[nn.Module], config: GraphPipelineConfig) -> None:
+    """Refuse now what would fail only after the first step, or not be read at all.
+
+    Args:
+        modules: those that are captured, whose weights may be files.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    is_meta = any(p.is_meta for module in modules for p in module.parameters())
+    if config.weights is not None and not is_meta:
+        raise ConfigError(
+            f"graph_pipeline.weights: {config.weights!r} would not be read, the model has weights; remove the key, or "
+            "build the model under torch.device('meta')"
+        )
+    if config.trace_path is not None:
+        folder = Path(config.trace_path.replace("{step}", "1")).absolute().parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"graph_pipeline.trace_path: {folder} cannot be made ({error.strerror}); name a file in a "
+                "directory that can be written"
+            ) from error
+        if not os.access(folder, os.W_OK):
+            raise ConfigError(
+                f"graph_pipeline.trace_path: {folder} cannot be written; name another directory"
+            )
+
+
+def _check_agreement(plan: PipelinePlan, config: GraphPipelineConfig, spec: Mapping[str, Any]) -> None:
+    """Refuse a given plan that other keys of the block contradict: only one of them could hold."""
+    degrees = sorted({stage.degree for stage in plan.stages})
+    labels = sorted({schedule_label(stage) for stage in plan.stages})
+    for key, asked, has in (
+        ("stages", config.stages, [len(plan.stages)]),
+        ("data_parallel", config.data_parallel, degrees),
+        ("schedule", config.schedule, labels),
+    ):
+        if key == "schedule" and not _names_its_order(spec):
+            continue  # it is given its schedule afterwards
+        if asked == "kfkb" and all(stage.schedule == "1f1b" and stage.k > 1 for stage in plan.stages):
+            continue
+        if asked != "auto" and has != [asked]:
+            shown = " and ".join(str(value) for value in has)
+            raise ConfigError(
+                f"graph_pipeline.{key}: {asked} is asked for, graph_pipeline.plan has {shown}; remove one of them"
+            )
+
+
+def _check_sizes(
+    plan: PipelinePlan, graph: BlockGraph, modules: Mapping[str, int], stages: Mapping[str, int]
+) -> None:
+    """Refuse a saved plan that ``micro_batch_sizes`` contradicts."""
+    coupled = coupled_blocks(graph)
+    under = {key: set(blocks_under(graph, key)) for key in modules if key != "*"}
+    try:
+        named = stage_sizes(plan, graph, stages)
+    except PlanError as error:
+        raise ConfigError(f"graph_pipeline.micro_batch_sizes: {error}") from error
+    for stage in plan.stages:
+        asked = {size for key, size in modules.items() if not under.get(key, set()).isdisjoint(stage.blocks)}
+        asked |= {size for index, size in named.items() if plan.stages[index] is stage}
+        if not asked and "*" in modules and coupled.isdisjoint(stage.blocks):
+            asked = {modules["*"]}
+        for size in sorted(asked - {stage.micro_batch_size}):
+            raise ConfigError(
+                f"graph_pipeline.micro_batch_sizes: {size} is asked for stage {stage.name!r}, graph_pipeline.plan has "
+                f"{stage.micro_batch_size}; remove one of them"
+            )
+
+
+def _check_slices(plan: PipelinePlan, config: GraphPipelineConfig) -> None:
+    """Refuse slices of a given plan that ``slicing`` contradicts."""
+    sliced = max(stage.num_sliced for stage in plan.stages)
+    asked = config.slicing
+    if asked == "auto" or (asked == "on" and sliced) or asked in ({sliced} if sliced else {"off"}):
+        return
+    has = f"slices {sliced} micro-batches" if sliced else "slices nothing"
+    raise ConfigError(f"graph_pipeline.slicing: {asked}, and graph_pipeline.plan {has}; remove one of them")
+
+
+def _is_saved(spec: Mapping[str, Any]) -> bool:
+    """Return whether a given plan is a `PipelinePlan` that was saved, not a list of modules per stage."""
+    return not isinstance(spec.get("stages"), list)
+
+
+def _names_its_order(spec: Mapping[str, Any]) -> bool:
+    """Return whether a given plan says how its stages order their tasks: a saved one, or one with a ``k``."""
+    return _is_saved(spec) or any("k" in stage for stage in spec["stages"])
+
+
+def _read_plan(plan: str | dict[str, Any]) -> dict[str, Any]:
+    if isinstance(plan, dict):
+        return plan
+    try:
+        loaded = json.loads(Path(plan).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"graph_pipeline.plan: {plan} cannot be read as JSON: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"graph_pipeline.plan: {plan} holds a {type(loaded).__name__}, not an object")
+    return loaded
+
+
+def plan_request(
+    graph: BlockGraph,
+    config: GraphPipelineConfig,
+    setting: Setting,
+    profile: Profile,
+    micro_batch_sizes: dict[str, int],
+    *,
+    smallest_local_batch: int,
+) -> PlanRequest:
+    """Return what the configuration asks a planner for."""
+    mini_batch = setting.sizes.mini_batch
+    limit = config.memory.limit_gb
+    # in mode async every micro-batch is a step: its size is the user's, never a planner's
+    is_async = config.mode == "async"
+    return PlanRequest(
+        graph=graph,
+        profile=profile,
+        cluster=_cluster(config, setting),
+        num_ranks=setting.num_ranks,
+        mini_batch=mini_batch,
+        loss_unit=setting.sizes.loss_unit,
+        num_stages=config.stages if isinstance(config.stages, int) else None,
+        micro_batch_sizes=micro_batch_sizes or ({"*": setting.sizes.loss_unit} if is_async else None),
+        schedule=planning_schedule(config.schedule),
+        memory_limit_bytes=int(limit * 1e9) if isinstance(limit, (int, float)) else None,
+        data_parallel=config.data_parallel if isinstance(config.data_parallel, int) else None,
+        zero_stage=setting.zero_stage,
+        mode=config.mode,
+        # with one loss a mini-batch there is nothing to pipeline unless the other stages take less
+        keep_units=not is_async
+        and config.micro_batch_sizes != "search"
+        and setting.sizes.loss_unit < mini_batch,
+        smallest_local_batch=smallest_local_batch,
+        memory_optimization=config.memory.optimization,
+        vertical_sync=config.vertical_sync,
+    )
+
+
+def _wanted_sizes(
+    graph: BlockGraph, config: GraphPipelineConfig, mini_batch: int, spec: Mapping[str, Any] | None
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the micro-batch sizes asked for by module (or for all, ``*``), and by the name of a stage.
+
+    Stages are named in a plan by hand, or after what they hold (``vision_model.0-1``).
+
+    Raises:
+        ConfigError: a key names nothing in the model.
+    """
+    sizes = config.micro_batch_sizes
+    if isinstance(sizes, int):
+        return {"*": sizes}, {}
+    by_hand = spec["stages"] if spec is not None and not _is_saved(spec) else []
+    named = {stage.get("name") for stage in by_hand if isinstance(stage, dict)} - {LOSS_KEY}
+    modules: dict[str, int] = {}
+    stages: dict[str, int] = {}
+    for key, wanted in sizes.items() if isinstance(sizes, dict) else ():
+        size = mini_batch if wanted == "full" else int(wanted)
+        try:
+            (stages if key in named or names_a_stage(graph, key) else modules)[key] = size
+        except PlanError as error:
+            raise ConfigError(f"graph_pipeline.micro_batch_sizes.{key}: {error}") from error
+    return modules, stages
+
+
+def _cluster(config: GraphPipelineConfig, setting: Setting) -> Cluster:
+    """Return the cluster described in the configuration, or this machine for every rank."""
+    if config.cluster != "auto":
+        return read_cluster(config.cluster, num_devices=setting.num_ranks)
+    return read_machine(
+        setting.num_ranks, sharing=local_ranks(setting.num_ranks), device_type=setting.device.type
+    )
+
+
+def local_ranks(num_ranks: int) -> int:
+    """Return how many ranks share this machine, as the launcher says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+
+
+def materialize_for(
+    model: nn.Module, names: Iterable[str], *, setting: Setting, config: GraphPipelineConfig
+) -> dict[str, Tensor]:
+    """Return real tensors of these parameters and buffers, where and as this job computes with them."""
+    return materialize_parameters(
+        model, names, device=setting.device, dtype=setting.dtype, seed=config.seed, weights=config.weights
+    )

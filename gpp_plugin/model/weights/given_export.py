@@ -1,0 +1,78 @@
+"""Weights of a stage graph for use without this package: a safetensors file a stage, under its module's own names.
+
+<dir>/vision.safetensors                              `vision.load_state_dict(load_file(...))`
+<dir>/language-tensor-0.safetensors, -tensor-1...     each tensor rank's shards
+<dir>/tower.0-1.safetensors, tower.2-3.safetensors    a captured part in two stages
+
+Characters of a stage's name that are not safe in one are escaped: ``tower.3%2Bhead%2Bloss.safetensors``.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from gpp_plugin.errors import CheckpointError
+from gpp_plugin.ir.file_names import escape_name
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.runtime.ranks.agree import exchange
+
+
+def save_stages(
+    directory: str | Path,
+    *,
+    name: str,
+    state: Mapping[str, Tensor],
+    plan: PipelinePlan,
+    rank: int,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Write every stage's weights; collective over all ranks.
+
+    Args:
+        name: of this rank's stage as the user gave it: what the names of its tensors begin with.
+        state: this rank's stage.
+
+    Raises:
+        CheckpointError: a rank could not write; on every rank.
+    """
+    stage = plan.stages[plan.stage_of_rank(rank)]
+    data, tensor = stage.position(rank)
+    suffix = "" if stage.tensor == 1 else f"-tensor-{tensor}"
+
+    def write() -> None:
+        if data:
+            return
+        own = {
+            key.removeprefix(f"{name}."): value.detach().cpu().contiguous().clone()
+            for key, value in state.items()
+            if key.startswith(f"{name}.")
+        }
+        try:
+            _write_whole(Path(directory) / f"{escape_name(stage.name)}{suffix}.safetensors", own)
+        except OSError as error:
+            raise CheckpointError(
+                f"rank {rank} cannot write stage {stage.name!r} to {directory}: {error}"
+            ) from error
+
+    names = [plan.stages[plan.stage_of_rank(r)].name for r in range(plan.num_ranks)]
+    exchange(write, what="save_pretrained", group=group, stages=names)
+
+
+def _write_whole(path: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(handle)
+    try:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,402 @@
+"""Real tensors for the parameters one rank needs, and none for the others.
+
+A model with real weights gives its own tensors. A model on the meta device gets them from a safetensors directory,
+read tensor by tensor, or from its own initialisers: each parameter is made alone, everything else staying on the
+meta device, under a random seed derived from (seed, first name of the parameter). So a value depends on neither
+rank nor partition; replicas and ties agree bit by bit, and no rank makes a weight that it does not hold. (It differs
+from what one `torch.manual_seed` before the constructor gives, where every value depends on all drawn before.)
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpp_plugin.errors import CheckpointError
+from gpp_plugin.integrations.huggingface.hf_weights import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    checkpoint_keys,
+    declared_ties,
+    initialisers,
+    rebuild_constants,
+    tied_names,
+)
+
+Finish = Callable[[str, Tensor], Tensor]
+"""Moves and casts the tensor of a first name."""
+
+
+def materialize_parameters(
+    model: nn.Module,
+    names: Iterable[str],
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    weights: str | Path | None = None,
+) -> dict[str, Tensor]:
+    """Return real tensors for the given parameters and buffers.
+
+    A tensor asked for under several tied names is made once and returned under each of them. The model is left as
+    it was; its own tensors are returned without a copy where they are real and already of that device and dtype.
+
+    Args:
+        names: HuggingFace names of parameters and buffers.
+        dtype: of floating-point parameters; that of the model's if None. Buffers keep their dtype.
+        seed: of the initialisers, for parameters on the meta device.
+        weights: a safetensors file, or a directory with one or with shards and an index; it takes precedence over
+            initialisers for parameters and persistent buffers on the meta device.
+
+    Raises:
+        CheckpointError: a name is not the model's, not in ``weights``, of another shape there, or has no initialiser.
+    """
+    # From names to tensors by way of homes, the first name of each tensor, so that a tie is made once:
+    #
+    #   wanted   lm_head.weight, wte.weight, ln_f.bias      first   lm_head.weight -> wte.weight, ...
+    #   groups   wte.weight: [wte.weight, lm_head.weight]   ln_f.bias: [ln_f.bias]
+    #   made     wte.weight, ln_f.bias                      each from the first source that has it:
+    #
+    # files, where given, for what a state dict has; then initialisers; then the model's own tensors. A group
+    # is on meta only if all its names are: one real tensor among tied ones is the value of all.
+    wanted = list(names)
+    first = tied_names(model)
+    unknown = [name for name in wanted if name not in first]
+    if unknown:
+        raise CheckpointError(f"{type(model).__name__} has no {unknown[0]!r}{_nearest(unknown[0], first)}")
+    tensors = _tensors_of(model)
+    parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    groups: dict[str, list[str]] = {}
+    for name, home in first.items():
+        groups.setdefault(home, []).append(name)
+    on_meta = dict.fromkeys(
+        first[name] for name in wanted if all(tensors[n].is_meta for n in groups[first[name]])
+    )
+
+    def finish(home: str, tensor: Tensor) -> Tensor:
+        """Move one tensor to where it will live as soon as it is made, so that only one is ever held twice."""
+        casts = dtype is not None and home in parameter_names and tensor.is_floating_point()
+        return tensor.to(device=device, dtype=dtype if casts else None)
+
+    made: dict[str, Tensor] = {}
+    if on_meta and weights is not None:
+        # Buffers outside the state dict (rotary frequencies) are in no file; the constructor sets them.
+        persistent = set(model.state_dict(keep_vars=True))
+        from_files = {home: groups[home] for home in on_meta if persistent.intersection(groups[home])}
+        made.update(_read_weights(model, weights, from_files, tensors, finish))
+    made.update(_initialise(model, [home for home in on_meta if home not in made], groups, seed, finish))
+    for home in dict.fromkeys(first[name] for name in wanted):
+        if home not in made:
+            real = next(tensors[name] for name in groups[home] if not tensors[name].is_meta)
+            made[home] = finish(home, real.detach())
+    return {name: made[first[name]] for name in wanted}
+
+
+def release_parameters(model: nn.Module, keep: Iterable[str] = ()) -> int:
+    """Replace parameters and buffers outside ``keep`` by tensors on the meta device and return the bytes let go.
+
+    A tied tensor stays where any of its names is kept; ties, ``requires_grad`` and attributes of parameters stay.
+    Memory is freed when nothing else refers to the old tensors (an optimizer made before, a list of parameters).
+    """
+    first = tied_names(model)
+    kept = {first.get(name, name) for name in keep}
+    replaced: dict[int, Tensor] = {}
+    released: dict[int, int] = {}
+    for owner, leaf, tensor, name in _slots(model):
+        if first[name] in kept or tensor.is_meta:
+            continue
+        released[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        # One meta tensor for one real one, wherever it is used: ties stay ties.
+        if id(tensor) not in replaced:
+            replaced[id(tensor)] = _meta_like(tensor)
+        _set(owner, leaf, replaced[id(tensor)])
+    return sum(released.values())
+
+
+def resident_bytes(model: nn.Module) -> int:
+    """Return the bytes of all real parameters and buffers of a module, shared storages once."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for _, _, tensor, _ in _slots(model)
+        if not tensor.is_meta
+    }
+    return sum(storages.values())
+
+
+# ---- reading and replacing a module's tensors ---------------------------------------------------------------
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor for _, _, tensor, name in _slots(model)}
+
+
+def _slots(model: nn.Module) -> list[tuple[nn.Module, str, Tensor, str]]:
+    """Return (owner, leaf, tensor, name) of every place that holds a parameter or buffer."""
+    found = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        for table in (module._parameters, module._buffers):
+            for leaf, tensor in table.items():
+                if tensor is not None:
+                    found.append((module, leaf, tensor, f"{path}.{leaf}" if path else leaf))
+    return found
+
+
+def _set(owner: nn.Module, leaf: str, tensor: Tensor) -> None:
+    if leaf in owner._parameters:
+        assert isinstance(tensor, nn.Parameter)
+        owner._parameters[leaf] = tensor
+    else:
+        owner._buffers[leaf] = tensor
+
+
+def _meta_like(tensor: Tensor) -> Tensor:
+    return _like(tensor, torch.empty_like(tensor, device="meta"))
+
+
+def _like(tensor: Tensor, value: Tensor) -> Tensor:
+    """Return ``value`` as a parameter or buffer that takes the place of ``tensor``."""
+    if not isinstance(tensor, nn.Parameter):
+        return value
+    parameter = nn.Parameter(value, requires_grad=False)
+    parameter.requires_grad_(tensor.requires_grad)
+    parameter.__dict__.update({k: v for k, v in tensor.__dict__.items() if k != "_is_hf_initialized"})
+    return parameter
+
+
+# ---- initialisers -------------------------------------------------------------------------------------------
+
+
+def _initialise(
+    model: nn.Module, homes: list[str], groups: dict[str, list[str]], seed: int, finish: Finish
+) -> dict[str, Tensor]:
+    if not homes:
+        return {}
+    sources = set(declared_ties(model).values())
+    made: dict[str, Tensor] = {}
+    constants: _Constants = _Constants(model, seed)
+    # Everything is on meta but the one tensor in question, so an initialiser that sets a whole module costs
+    # nothing for the rest of it, and draws for that tensor start at its own seed whatever else a rank makes.
+    with _nothing_real(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        slots: dict[str, list[tuple[nn.Module, str, Tensor]]] = {}
+        for owner, leaf, tensor, name in _slots(model):
+            slots.setdefault(name, []).append((owner, leaf, tensor))
+        for home in homes:
+            # Of tied names the declared source, which HuggingFace initialises: the
+            # embedding, say, not the head.
+            name = next((n for n in groups[home] if n in sources), home)
+            places = [slot for alias in groups[home] for slot in slots[alias]]
+            made[home] = finish(home, _initialise_one(model, name, home, places, seed, constants))
+    return made
+
+
+class _Constants:
+    """The model rebuilt with the values its constructor sets, when first asked for."""
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self._model, self._seed = model, seed
+        self._values: dict[str, Tensor] | None = None
+
+    def find(self, name: str) -> Tensor | None:
+        if self._values is None:
+            rebuilt = rebuild_constants(self._model, derive_seed(self._seed, "constructor"))
+            self._values = {} if rebuilt is None else _tensors_of(rebuilt)
+        value = self._values.get(name)
+        return None if value is None or value.is_meta else value.detach()
+
+
+def derive_seed(seed: int, name: str) -> int:
+    """Return the seed of the parameter called ``name``: 63 bits of a hash of both."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _initialise_one(
+    model: nn.Module,
+    name: str,
+    home: str,
+    places: list[tuple[nn.Module, str, Tensor]],
+    seed: int,
+    constants: _Constants,
+) -> Tensor:
+    """Return the value the model's initialisers give ``name``.
+
+    What they leave unset shows, and takes the value the model's constructor gives: floating tensors start as NaN,
+    others are initialised twice from different values.
+    """
+    # How "nothing sets it" is found out, without knowing the initialiser. CLIP's logit_scale, say: started
+    # as NaN, still NaN after all initialisers, so its value is the constructor's. LayerNorm's weight:
+    # ones, no NaN, done. Integers have no NaN: what comes out of zeros and of ones is equal only if
+    # something set every element.
+    like = places[0][2]
+    # Drawn in float32 and rounded, so that a bf16 model is the fp32 model rounded: the same
+    # seed, the same model.
+    dtype = like.dtype if not _is_low_precision(like.dtype) else torch.float32
+    own_seed = derive_seed(seed, home)
+
+    def run(start: Tensor) -> tuple[Tensor, list[str]]:
+        return _run_initialisers(model, name, start, places, own_seed)
+
+    if dtype.is_floating_point or dtype.is_complex:
+        value, tried = run(torch.full(like.shape, float("nan"), dtype=dtype))
+        is_set = not bool(value.isnan().any())
+    else:
+        value, tried = run(torch.zeros(like.shape, dtype=dtype))
+        is_set = torch.equal(value, run(torch.ones(like.shape, dtype=dtype))[0])
+    if not is_set:
+        start = constants.find(name)
+        if start is None or start.shape != like.shape:
+            raise CheckpointError(
+                f"{type(model).__name__} is on the meta device and nothing sets {name!r} "
+                f"({_tried(tried)}); build the model with real weights, pass a safetensors directory, or give "
+                "the module that owns it a reset_parameters() method"
+            )
+        # Initialisers once more, on top of the constructor's value: they may set a part of it (a
+        # padding row of zeros).
+        value, _ = run(start.to(dtype, copy=True))
+    return value.to(like.dtype)
+
+
+def _tried(calls: list[str]) -> str:
+    return "tried " + ", ".join(dict.fromkeys(calls)) if calls else "its module has no initialiser"
+
+
+def _is_low_precision(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and torch.finfo(dtype).bits < 32
+
+
+def _run_initialisers(
+    model: nn.Module, name: str, start: Tensor, places: list[tuple[nn.Module, str, Tensor]], seed: int
+) -> tuple[Tensor, list[str]]:
+    """Return what becomes of ``start`` in the place of ``name``, and which initialisers were called."""
+    tried = []
+    standing = _like(places[0][2], start)
+    for owner, leaf, _ in places:
+        _set(owner, leaf, standing)
+    try:
+        # Seeded once, before all of them: an ancestor's initialiser draws on where the owner's
+        # stopped, in every run alike.
+        torch.manual_seed(seed)
+        for what, call in initialisers(model, name):
+            tried.append(what)
+            try:
+                call()
+            except Exception as error:  # an initialiser that reads other weights finds them on meta
+                raise CheckpointError(
+                    f"{what} cannot set {name!r} alone, with the other weights on the meta device: {error}; build the "
+                    "model with real weights or pass a safetensors directory"
+                ) from error
+        value = model.get_submodule(name.rpartition(".")[0])
+        return getattr(value, name.rpartition(".")[2]).detach(), tried
+    finally:
+        for owner, leaf, tensor in places:
+            _set(owner, leaf, tensor)
+
+
+@contextmanager
+def _nothing_real(model: nn.Module) -> Iterator[None]:
+    """Keep the model's real tensors out of reach of initialisers, which would set them anew."""
+    replaced: dict[int, Tensor] = {}
+    before = [(owner, leaf, tensor) for owner, leaf, tensor, _ in _slots(model)]
+    try:
+        for owner, leaf, tensor in before:
+            if id(tensor) not in replaced:
+                replaced[id(tensor)] = _meta_like(tensor)
+            _set(owner, leaf, replaced[id(tensor)])
+        yield
+    finally:
+        for owner, leaf, tensor in before:
+            _set(owner, leaf, tensor)
+
+
+# ---- safetensors --------------------------------------------------------------------------------------------
+
+
+def _read_weights(
+    model: nn.Module,
+    weights: str | Path,
+    groups: dict[str, list[str]],
+    tensors: dict[str, Tensor],
+    finish: Finish,
+) -> dict[str, Tensor]:
+    """Read one tensor for each group of tied names, lazily."""
+    from safetensors import safe_open
+
+    files = _files_of(Path(weights))
+    keys, converted = checkpoint_keys(model, files)
+    # File by file, tensor by tensor: a shard is mapped once, and no more than one tensor is in memory twice.
+    by_file: dict[Path, list[tuple[str, str]]] = {}
+    for home, names in groups.items():
+        key = next((keys[name] for name in names if name in keys), None)
+        if key is None:
+            clash = next((converted[name] for name in names if name in converted), None)
+            if clash is not None:
+                raise CheckpointError(
+                    f"{weights}: {home!r} is made from {clash!r} by a conversion; load the model with from_pretrained "
+                    "once, save it with save_original_format=False and pass that directory"
+                )
+            raise CheckpointError(f"{weights} has no {home!r}{_nearest(home, keys)}")
+        by_file.setdefault(files[key], []).append((home, key))
+    made: dict[str, Tensor] = {}
+    for path, entries in by_file.items():
+        with safe_open(path, framework="pt", device="cpu") as reader:
+            for home, key in entries:
+                value: Tensor = reader.get_tensor(key)
+                if value.shape != tensors[home].shape:
+                    raise CheckpointError(
+                        f"{path}: {key!r} has shape {tuple(value.shape)}, the model wants {tuple(tensors[home].shape)}"
+                    )
+                made[home] = finish(home, value.to(tensors[home].dtype))
+    return made
+
+
+def _files_of(path: Path) -> dict[str, Path]:
+    """Return key -> file for a safetensors file, or a directory with one file or an index."""
+    from safetensors import safe_open
+
+    if path.is_dir():
+        index = path / INDEX_NAME
+        if index.exists():
+            return _indexed_files(index)
+        singles = (
+            [path / SINGLE_NAME] if (path / SINGLE_NAME).exists() else sorted(path.glob("*.safetensors"))
+        )
+        if len(singles) != 1:
+            raise CheckpointError(
+                f"{path} holds neither {INDEX_NAME} nor {SINGLE_NAME} nor one *.safetensors file; give a directory "
+                "that save_pretrained wrote"
+            )
+        path = singles[0]
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist; give a safetensors file or a directory of them")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as reader:
+            return dict.fromkeys(reader.keys(), path)
+    except Exception as error:  # safetensors raises its own type, not exported everywhere
+        raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
+
+
+def _indexed_files(index: Path) -> dict[str, Path]:
+    try:
+        content: Any = json.loads(index.read_text(encoding="utf-8"))
+        files = {str(key): index.parent / str(name) for key, name in content["weight_map"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from error
+    absent = sorted({path.name for path in files.values() if not path.exists()})
+    if absent:
+        raise CheckpointError(
+            f"{index} names files that are not there: {absent[:3]}; the checkpoint is incomplete"
+        )
+    return files
+
+
+def _nearest(name: str, candidates: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(candidates), n=3, cutoff=0.5)
+    return f"; the nearest names are {close}" if close else ""

@@ -1,0 +1,96 @@
+"""Takes what one stage holds out of the user's module, under the names that the graph has for it.
+
+Source: this project
+Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests/stage_graph/test_mixed.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from torch import Tensor, nn
+
+from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.model.preparation import Setting, materialize_for
+from gpp_plugin.model.weights.materialize import release_parameters
+from gpp_plugin.runtime.lane import Reference
+from gpp_plugin.runtime.stage_module import StageModule
+
+
+class ModuleHolder:
+    """A captured module and the one of its stages that this rank runs.
+
+    Args:
+        prefix: what the graph puts before the module's own names; a part of a stage graph has its name there.
+        called: names of the module with the prefix, of parameters that other stages have too -> what the graph calls
+            them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        config: GraphPipelineConfig,
+        setting: Setting,
+        prefix: str = "",
+        called: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self._module = module
+        self._config = config
+        self._setting = setting
+        self._prefix = prefix
+        own = {name: name.removeprefix(prefix) for name in called}
+        self._called = {own[name]: called[name] for name in called}
+        self._own = {called[name]: own[name] for name in called}
+
+    def make_module(self, reference: Reference, names: Iterable[str]) -> StageModule:
+        """Return a stage of these parameters and buffers; the user's module keeps those only, and its buffers."""
+        names = tuple(names)
+        known = {p.name: p for p in reference.analysis.op_graph.parameters}
+        used = {name for block in reference.block_graph.blocks for name in block.parameters}
+        tensors = self._materialize(names)
+        theirs = dict(self._module.named_parameters())
+        # what was cast is a copy: the module keeps only what the stage shares with it
+        local = {self._local(name): tensor for name, tensor in tensors.items()}
+        shared = {name for name, tensor in local.items() if name in theirs and _is_same(theirs[name], tensor)}
+        buffers = {self._local(n) for n, p in known.items() if p.is_buffer and n.startswith(self._prefix)}
+        release_parameters(self._module, keep=shared | buffers)
+        return StageModule(
+            tensors=tensors,
+            parameters=[name for name in names if not known[name].is_buffer],
+            frozen=frozenset(n for n in names if not known[n].requires_grad or n not in used),
+            persistent=frozenset(n for n in names if known[n].is_persistent),
+        )
+
+    def complete_module(self, module: StageModule, names: Iterable[str]) -> None:
+        """Give the stage those tensors of ``names`` that only evaluation reads."""
+        held = module.named_tensors()
+        missing = [name for name in names if name not in held]
+        if missing:
+            module.add_buffers(self._materialize(missing))
+
+    def share_weights(self, module: StageModule) -> None:
+        """Let the user's module see the stage's weights where they are of one type; ZeRO has moved them.
+
+        Otherwise the module would hold the first weights beside them all the time.
+        """
+        stage = dict(module.named_parameters(remove_duplicate=False))
+        for name, tensor in self._module.named_parameters(remove_duplicate=False):
+            held = stage.get(self._called.get(name, self._prefix + name))
+            if held is not None and not tensor.is_meta and tensor.dtype == held.dtype:
+                tensor.data = held.data
+
+    def _materialize(self, names: Iterable[str]) -> dict[str, Tensor]:
+        local = {self._local(name): name for name in names}
+        tensors = materialize_for(self._module, local, setting=self._setting, config=self._config)
+        return {local[name]: tensor for name, tensor in tensors.items()}
+
+    def _local(self, name: str) -> str:
+        """Return what the module calls a tensor of the graph."""
+        return self._own.get(name, name.removeprefix(self._prefix))
+
+
+def _is_same(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same memory."""
+    return not tensor.is_meta and tensor.data_ptr() == other.data_ptr()

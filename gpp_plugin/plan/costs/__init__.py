@@ -1,0 +1,1 @@
+"""The one definition of what stages and plans cost: time, memory, communication."""

@@ -1,0 +1,273 @@
+"""What any stage of one graph takes and needs: times, memory, communication, from a profile and a cluster.
+
+What a stage needs is `memory_formula`, what it takes per sample `time_formula`; here the blocks' costs are summed up
+and put into them. Arrays are by block, in the order of the graph.
+
+Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.3
+Tests: tests/plan/test_inputs.py, tests/profile/test_measure.py, tests/plan/test_asynchronous.py,
+    tests/plan/test_memory_breakdown.py
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.cluster import Cluster, Link
+from gpp_plugin.ir.plan import PipelinePlan, StageEdge
+from gpp_plugin.ir.profile import Profile
+from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.plan.costs.memory_formula import held_bytes, peak_bytes, stashed_bytes, unreduced_bytes
+from gpp_plugin.plan.costs.time_formula import num_reductions
+
+Floats = npt.NDArray[np.float64]
+
+
+class CostModel:
+    """Costs of any group of blocks of one graph on one cluster.
+
+    A stage of degree d and micro-batch size b computes b/d samples a rank. Its memory on one rank is `memory_formula`.
+
+    Args:
+        zero_stage: 1 shares the optimizer state over the stage's ranks, 2 the gradients as well: what one
+            backward makes is whole until it is reduced behind it.
+
+    Raises:
+        PlanError: the profile lacks a block of the graph.
+    """
+
+    def __init__(self, graph: BlockGraph, profile: Profile, cluster: Cluster, *, zero_stage: int = 0) -> None:
+        costs = profile.by_block()
+        missing = [block.name for block in graph.blocks if block.name not in costs]
+        if missing:
+            raise PlanError(f"the profile has no costs of {missing[:3]}; profile this graph again")
+        self.graph = graph
+        self.cluster = cluster
+        self.zero_stage = zero_stage
+        self.index = {block.name: i for i, block in enumerate(graph.blocks)}
+        self._costs = [costs[block.name] for block in graph.blocks]
+        self.saved_per_sample = np.array([c.saved_bytes_per_sample for c in self._costs], dtype=float)
+        self.saved_fixed = np.array([c.saved_bytes_fixed for c in self._costs], dtype=float)
+        self.transient_per_sample = np.array([c.transient_bytes_per_sample for c in self._costs], dtype=float)
+        self.parameter_bytes = np.array([c.parameter_bytes for c in self._costs], dtype=float)
+        self.gradient_bytes = np.array([c.gradient_bytes for c in self._costs], dtype=float)
+        self.optimizer_bytes = np.array([c.optimizer_bytes for c in self._costs], dtype=float)
+        self.block_edges = [
+            (self.index[edge.src], self.index[edge.dst], dict.fromkeys(edge.tensors)) for edge in graph.edges
+        ]
+        # A block's gradients hold the tied one: it is no larger than the least of them.
+        tied = [
+            (frozenset(names), min(self.gradient_bytes[self.indices(names)])) for names in graph.tied.values()
+        ]
+        self._tied = [(blocks, float(num_bytes)) for blocks, num_bytes in tied if num_bytes > 0]
+        self.edge_cache: dict[tuple[int, int, tuple[str, ...]], StageEdge] = {}
+        self._times: dict[float, tuple[Floats, Floats]] = {}
+        self._static = np.stack(
+            [
+                self.parameter_bytes,
+                self.gradient_bytes,
+                self.optimizer_bytes,
+                self.saved_per_sample,
+                self.saved_fixed,
+            ]
+        )
+        self._profile = profile
+        self.shared = [
+            ([self.index[name] for name in storage.blocks], storage.bytes_per_sample, storage.bytes_fixed)
+            for storage in profile.shared
+        ]
+        self.inputs = [
+            ([self.index[name] for name in entry.blocks], float(entry.bytes), entry.is_shared_out)
+            for entry in profile.inputs
+        ]
+        self._group_bytes: dict[tuple[int, ...], tuple[float, ...]] = {}
+        self._group_times: dict[tuple[tuple[int, ...], float], tuple[float, float]] = {}
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the graph."""
+        return fingerprint(self.graph)
+
+    def block_times(self, local: float) -> tuple[Floats, Floats]:
+        """Return forward and backward microseconds of every block for ``local`` samples a rank."""
+        if local not in self._times:
+            forward = np.array([c.forward_us_for(local) for c in self._costs], dtype=float)
+            backward = np.array([c.backward_us_for(local) for c in self._costs], dtype=float)
+            self._times[local] = forward, backward
+        return self._times[local]
+
+    def saved_growth(self, local: float) -> Floats:
+        """Return by block the bytes saved at ``local`` samples over those at the samples the graph's sizes refer to.
+
+        What a block saves beside the graph's `SavedTensor`s (masks, which every stage makes itself) grows alike.
+        """
+        saved = self.saved_per_sample * local + self.saved_fixed
+        known = self.saved_per_sample * self.graph.num_samples + self.saved_fixed
+        return np.divide(saved, known, out=np.zeros_like(saved), where=known > 0)
+
+    def indices(self, blocks: Iterable[str]) -> list[int]:
+        """Return the positions of blocks in the graph."""
+        return [self.index[name] for name in blocks]
+
+    def stage_times(self, blocks: Sequence[int], local: float) -> tuple[float, float]:
+        """Return forward and backward microseconds of one micro-batch of ``local`` samples a rank."""
+        key = tuple(blocks), local
+        found = self._group_times.get(key)
+        if found is None:
+            forward, backward = self.block_times(local)
+            rows = list(blocks)
+            found = self._group_times[key] = float(forward[rows].sum()), float(backward[rows].sum())
+        return found
+
+    def split_times(self, blocks: Sequence[int], local: float) -> tuple[float, float]:
+        """Return microseconds of the input gradient and of the weight gradient of one micro-batch, made apart."""
+        backward = self.block_times(local)[1]
+        first = second = 0.0
+        for block in blocks:
+            cost = self._costs[block]
+            both = float(backward[block]) * cost.split_factor
+            first += both * cost.input_share
+            second += both * (1.0 - cost.input_share)
+        return first, second
+
+    def input_bytes_of(self, count: Callable[[Floats], Floats], degree: int) -> Floats:
+        """Return what a rank holds of the mini-batch, for many stages at once.
+
+        Args:
+            count: returns by stage the sum of values [block] over its blocks.
+        """
+        held: Floats = np.zeros(())
+        for readers, num_bytes, is_shared_out in self.inputs:
+            flags = np.zeros(len(self.index))
+            flags[readers] = 1.0
+            held = held + np.where(count(flags) > 0.5, num_bytes / (degree if is_shared_out else 1), 0.0)
+        return held
+
+    def num_reductions(self, num_micro_batches: int) -> float:
+        """Return how many all-reduces of its gradients a stage's reductions in one mini-batch are worth."""
+        return num_reductions(num_micro_batches, self.zero_stage)
+
+    def cost_key(self, block: int) -> tuple[object, ...]:
+        """Return everything the profile says of a block but its name: equal keys, equal costs."""
+        c = self._costs[block]
+        return (
+            c.samples,
+            c.forward_us,
+            c.backward_us,
+            c.saved_bytes_per_sample,
+            c.saved_bytes_fixed,
+            c.parameter_bytes,
+            c.gradient_bytes,
+            c.optimizer_bytes,
+            c.transient_bytes_per_sample,
+        )
+
+    def stage_memory(
+        self, blocks: Sequence[int], *, degree: int, local: float, in_flight: int, is_optimized: bool = False
+    ) -> int:
+        """Return the bytes one rank of the stage needs at its peak.
+
+        Args:
+            is_optimized: what is saved may be swapped or recomputed, and so leaves no room for whole gradients
+                (`unreduced_bytes`); what swapping and recomputing saves is the caller's to subtract.
+        """
+        parameter, gradient, optimizer, saved, saved_fixed, transient = self._bytes_of(blocks)
+        zero = self.zero_stage
+        held = held_bytes(parameter, gradient, optimizer, degree=degree, zero_stage=zero)
+        if self.inputs:
+            held += self._profile.input_bytes((self._costs[row].block for row in blocks), degree)
+        each = saved * local + saved_fixed
+        held += unreduced_bytes(gradient, 0.0 if is_optimized else each, degree=degree, zero_stage=zero)
+        return int(round(peak_bytes(held, each, in_flight, transient=transient * local)))
+
+    def group_gradient_bytes(self, blocks: Sequence[int]) -> float:
+        """Return the bytes of the blocks' gradients."""
+        return self._bytes_of(blocks)[1]
+
+    def group_saved_bytes(self, blocks: Sequence[int], local: float) -> float:
+        """Return the bytes that one micro-batch of ``local`` samples keeps for backward."""
+        _, _, _, per_sample, fixed, _ = self._bytes_of(blocks)
+        return per_sample * local + fixed
+
+    def stashed_bytes(self, blocks: Sequence[int], num_versions: int) -> int:
+        """Return the bytes of older versions of the blocks' weights: of those that are trained (asynchronous mode)."""
+        return int(stashed_bytes(round(self.group_gradient_bytes(blocks)), num_versions))
+
+    def _bytes_of(self, blocks: Sequence[int]) -> tuple[float, ...]:
+        """Return sums of parameters, gradients, optimizer, saved a sample, saved; the largest transient."""
+        key = tuple(blocks)
+        found = self._group_bytes.get(key)
+        if found is None:
+            rows = list(blocks)
+            *held, per_sample, fixed = self._static[:, rows].sum(axis=1).tolist()
+            if self._profile.shared or self._profile.tied:
+                names = {self._costs[row].block for row in rows}
+                more, more_fixed = self._profile.kept_with_others(names)
+                per_sample, fixed = per_sample + more, fixed + more_fixed
+                again = self._profile.counted_again(names)
+                held = [total - twice for total, twice in zip(held, again, strict=True)]
+            found = (*held, per_sample, fixed, float(self.transient_per_sample[rows].max(initial=0.0)))
+            self._group_bytes[key] = found
+        return found
+
+    def all_reduce_us(self, gradient_bytes: float, ranks: Sequence[int]) -> float:
+        """Return microseconds of a ring all-reduce (or reduce-scatter and all-gather) of gradients."""
+        degree = len(ranks)
+        if degree == 1 or gradient_bytes <= 0:
+            return 0.0
+        return ring_us(gradient_bytes, degree, group_link(self.cluster, ranks))
+
+    def stage_all_reduce_us(
+        self, blocks: Sequence[int], ranks: Sequence[int], num_micro_batches: int
+    ) -> float:
+        """Return microseconds a stage spends on reducing gradients in one mini-batch."""
+        return self.num_reductions(num_micro_batches) * self.all_reduce_us(
+            self.group_gradient_bytes(blocks), ranks
+        )
+
+    def reduce_times(self, plan: PipelinePlan) -> dict[int, float]:
+        """Return by stage the microseconds of its gradient reductions in one step: its own, then tied ones.
+
+        The gradient of a parameter that several stages hold is summed over all their ranks at the end.
+        """
+        times = {
+            i: self.stage_all_reduce_us(
+                self.indices(stage.blocks), stage.data_ranks(0), plan.num_micro_batches(i)
+            )
+            for i, stage in enumerate(plan.stages)
+        }
+        for blocks, num_bytes in self._tied:
+            holders = [i for i, stage in enumerate(plan.stages) if not blocks.isdisjoint(stage.blocks)]
+            if len(holders) > 1:
+                shared = self.all_reduce_us(
+                    num_bytes, [r for i in holders for r in plan.stages[i].data_ranks(0)]
+                )
+                for i in holders:
+                    times[i] += shared
+        return times
+
+
+def ring_us(num_bytes: float, degree: int, link: Link) -> float:
+    """Return microseconds of a ring all-reduce over ``degree`` ranks joined by ``link``."""
+    if degree <= 1:
+        return 0.0
+    steps = 2 * (degree - 1)
+    return float(steps * (link.latency_us + link.occupied_us(num_bytes / degree)))
+
+
+def group_link(cluster: Cluster, ranks: Sequence[int]) -> Link:
+    """Return the innermost level of the network whose groups hold all ``ranks``."""
+    return cluster.link_between(min(ranks), max(ranks))
+
+
+def link_for_span(cluster: Cluster, num_ranks: int) -> Link:
+    """Return the level that joins ``num_ranks`` aligned consecutive ranks."""
+    for link in cluster.links:
+        if num_ranks <= link.span:
+            return link
+    return cluster.links[-1]

@@ -1,0 +1,187 @@
+"""A quick prediction of one step's time, for ranking many candidate plans.
+
+It plays every task of every stage in its order; the ranks of a stage run in lockstep. Messages take turns
+at the sender's port and at the receiver's, in the order of the tasks that need them: close to what
+`simulate` computes rank by rank and message by message, at a fraction of the cost.
+
+That makes it another algorithm than the event loop, not a copy: it needs no clock common to all stages. A stage runs
+on until a message is missing, then the next one does, in any order; each has a clock of its own. What it plays with
+is the same: `stage_task_us`, `Link.occupied_us`, `CostModel.reduce_times`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.schedule.durations import stage_task_us
+from gpp_plugin.schedule.orders.kfkb import kfkb_schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTiming:
+    """What the prediction needs of a stage; times of one micro-batch, reduction once a step."""
+
+    micro_batch_size: int
+    in_flight: int
+    k: int
+    forward_us: float
+    backward_us: float
+    reduce_us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeTiming:
+    """Messages of an edge; ``out`` the time they hold the sender's port, ``in`` the receiver's.
+
+    Args:
+        latency_us: from leaving to arriving.
+        forward_out_us, forward_in_us: activations of one micro-batch of the sender, of the receiver.
+        backward_out_us, backward_in_us: gradients, likewise (the edge's consumer sends).
+        has_gradient: the producer waits for gradients.
+    """
+
+    src: int
+    dst: int
+    latency_us: float = 0.0
+    forward_out_us: float = 0.0
+    forward_in_us: float = 0.0
+    backward_out_us: float = 0.0
+    backward_in_us: float = 0.0
+    has_gradient: bool = True
+
+
+@functools.lru_cache(maxsize=4096)
+def task_order(num_micro_batches: int, in_flight: int, k: int) -> tuple[int, ...]:
+    """Return the kFkB order as numbers: m is the forward of micro-batch m, ~m its backward.
+
+    >>> task_order(4, 2, 1)
+    (0, 1, -1, 2, -2, 3, -3, -4)
+    """
+    schedule = kfkb_schedule(0, num_micro_batches, k=k, num_in_flight=in_flight)
+    return tuple(t.micro_batch if t.kind is TaskKind.FORWARD else ~t.micro_batch for t in schedule.tasks)
+
+
+_Feed = tuple[int, list[float], float, float]
+"""(micro-batch size of the sender, when each of its messages has left, time at the port, latency)."""
+
+
+def estimate_us(mini_batch: int, stages: Sequence[StageTiming], edges: Sequence[EdgeTiming]) -> float:
+    """Return microseconds from the first forward to the last reduction; inf where it would stop."""
+    sizes = [s.micro_batch_size for s in stages]
+    orders = [task_order(mini_batch // s.micro_batch_size, s.in_flight, s.k) for s in stages]
+    # By stage and direction: what a task waits for, and what its messages are added to.
+    feeds: tuple[list[list[_Feed]], list[list[_Feed]]] = ([[] for _ in stages], [[] for _ in stages])
+    sends: tuple[list[list[tuple[list[float], float]]], ...] = ([[] for _ in stages], [[] for _ in stages])
+    neighbours: list[list[int]] = [[] for _ in stages]
+    for edge in edges:
+        sent: list[float] = []
+        feeds[0][edge.dst].append((sizes[edge.src], sent, edge.forward_in_us, edge.latency_us))
+        sends[0][edge.src].append((sent, edge.forward_out_us))
+        if edge.has_gradient:
+            returned: list[float] = []
+            feeds[1][edge.src].append((sizes[edge.dst], returned, edge.backward_in_us, edge.latency_us))
+            sends[1][edge.dst].append((returned, edge.backward_out_us))
+        neighbours[edge.src].append(edge.dst)
+        neighbours[edge.dst].append(edge.src)
+    # A stage runs on from ``heads``, its next task, until a message has not been sent yet; whoever it fed or freed is
+    # looked at again. Times only ever depend on messages that are there, so the order of looking does not matter.
+    # Message m of an edge is the sender's m-th micro-batch: a consumer of other sizes takes the first one that
+    # reaches its last sample (sender 2, consumer 3 samples: its task 1 ends at sample 6, message 2).
+    heads = [0] * len(stages)
+    clocks = [0.0] * len(stages)
+    out_free = [0.0] * len(stages)
+    in_free = [0.0] * len(stages)
+    waiting = list(range(len(stages)))
+    while waiting:
+        s = waiting.pop()
+        order, size = orders[s], sizes[s]
+        begun = head = heads[s]
+        last = len(order)
+        stage_feeds, stage_sends = (feeds[0][s], feeds[1][s]), (sends[0][s], sends[1][s])
+        durations = stages[s].forward_us, stages[s].backward_us
+        clock, in_port, out_port = clocks[s], in_free[s], out_free[s]
+        while head < last:
+            task = order[head]
+            way, end = (0, (task + 1) * size) if task >= 0 else (1, -task * size)
+            if stage_feeds[way]:
+                left = _departures(stage_feeds[way], end)
+                if left is None:
+                    break
+                for departure, hold, latency in left:
+                    in_port += hold
+                    if departure > in_port:
+                        in_port = departure
+                    if in_port + latency > clock:
+                        clock = in_port + latency
+            clock += durations[way]
+            for messages, hold in stage_sends[way]:
+                out_port = (out_port if out_port > clock else clock) + hold
+                messages.append(out_port)
+            head += 1
+        heads[s], clocks[s], in_free[s], out_free[s] = head, clock, in_port, out_port
+        if head > begun:
+            waiting.extend(other for other in neighbours[s] if heads[other] < len(orders[other]))
+    if any(head < len(order) for head, order in zip(heads, orders, strict=True)):
+        return float("inf")
+    return max(clock + stage.reduce_us for clock, stage in zip(clocks, stages, strict=True))
+
+
+def _departures(feeds: Sequence[_Feed], end: int) -> list[tuple[float, float, float]] | None:
+    """Return when the messages up to sample ``end`` left, earliest first; None where one has not yet."""
+    if len(feeds) == 1:
+        size, sent, hold, latency = feeds[0]
+        need = -(-end // size) - 1
+        return [(sent[need], hold, latency)] if len(sent) > need else None
+    left = []
+    for size, sent, hold, latency in feeds:
+        need = -(-end // size) - 1
+        if len(sent) <= need:
+            return None
+        left.append((sent[need], hold, latency))
+    left.sort()
+    return left
+
+
+def estimate_plan_us(plan: PipelinePlan, costs: CostModel) -> float:
+    """Return the predicted microseconds of one step of a whole plan."""
+    reduces = costs.reduce_times(plan)
+    stages = [
+        StageTiming(
+            micro_batch_size=stage.micro_batch_size,
+            in_flight=stage.in_flight,
+            k=stage.k,
+            forward_us=stage_task_us(stage, TaskKind.FORWARD),
+            backward_us=stage_task_us(stage, TaskKind.BACKWARD),
+            reduce_us=reduces[i],
+        )
+        for i, stage in enumerate(plan.stages)
+    ]
+    edges = [_edge_timing(edge, plan.stages[edge.src], plan.stages[edge.dst], costs) for edge in plan.edges]
+    return estimate_us(plan.mini_batch, stages, edges)
+
+
+def _edge_timing(edge: StageEdge, src: Stage, dst: Stage, costs: CostModel) -> EdgeTiming:
+    low, high = sorted((src, dst), key=lambda stage: stage.ranks[0])
+    link = costs.cluster.link_between(low.ranks[0], high.ranks[-1])
+
+    def hold(per_sample: float, fixed: float, stage: Stage) -> float:
+        return float(link.occupied_us(per_sample * stage.local_batch_size + fixed))
+
+    sample, whole = edge.bytes_per_sample, edge.bytes_fixed
+    grad_sample, grad_whole = edge.gradient_bytes_per_sample, edge.gradient_bytes_fixed
+    is_silent = sample + whole == 0
+    return EdgeTiming(
+        src=edge.src,
+        dst=edge.dst,
+        latency_us=0.0 if is_silent else link.latency_us,
+        forward_out_us=hold(sample, whole, src),
+        forward_in_us=hold(sample, whole, dst),
+        backward_out_us=hold(grad_sample, grad_whole, dst),
+        backward_in_us=hold(grad_sample, grad_whole, src),
+        has_gradient=bool(edge.gradient_tensors),
+    )

@@ -1,0 +1,1 @@
+"""Plans whose stages somebody gave, and plans made asynchronous."""

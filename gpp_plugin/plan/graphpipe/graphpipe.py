@@ -1,0 +1,471 @@
+"""GraphPipe's partitioner: a graph of stages, degrees and micro-batch sizes (section 5, Algorithm 1).
+
+Source: Jeon et al., "GraphPipe: Improving Performance and Scalability of DNN Training with Graph Pipeline
+Parallelism", ASPLOS 2025 (arXiv 2406.17145).
+
+    graphpipe_plan                   the planner
+      1 search_stages                partitions judged by a quick prediction, the best of them refined
+        2 find_partitions            for every micro-batch size: the frontier of (time a sample, depth)
+          3 fewest_devices           the recursion of Algorithm 1 (`stage_search`): devices by depth, within a time
+
+Legend: t is the bottleneck time a sample (the paper's TPS), B the mini-batch, b the micro-batch size,
+level the in-flight of a stage in micro-batches (depth from the sink).
+
+Deviations, each with its reason:
+
+- Devices are the value of the DP and (level, t) its bounds (`stage_search`): the paper's c_f and c_b
+  cannot both mean what Algorithm 2 and the top-level call say.
+- t is bisected over the finite set of stage times, so that the result is exact.
+- The whole frontier of (t, depth) is kept and ranked by (B + (depth - 1) b) t, then by prediction: the
+  bottleneck alone ignores bubbles.
+- Branches are grouped by bin packing (the paper leaves ParallelDecompose open), a join's or fork's
+  stage may own parts of branches, and `refine` moves blocks across branches.
+- Ranks left over by the DP are shared out (`degrees`): a plan uses all ranks.
+
+Source: GraphPipe (arXiv 2406.17145), section 5, Algorithm 1
+Tests: tests/plan/test_graphpipe.py, tests/plan/test_quality.py, tests/plan/test_known_answers.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import networkx as nx
+import numpy as np
+
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
+from gpp_plugin.plan.costs.cost_model import CostModel, Floats, link_for_span, ring_us
+from gpp_plugin.plan.costs.time_formula import full_pipeline_us, pipelined_samples
+from gpp_plugin.plan.graphpipe.components import decompose
+from gpp_plugin.plan.graphpipe.intervals import Series, build_series
+from gpp_plugin.plan.graphpipe.reconstruction import read_groups
+from gpp_plugin.plan.graphpipe.stage_search import StageSearch
+from gpp_plugin.plan.graphpipe.stage_shapes import StageShapes
+from gpp_plugin.plan.graphpipe.stage_table import TableMaker
+from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for, levels_to_fit
+from gpp_plugin.plan.memory.joined import best_judged, join_memory
+from gpp_plugin.plan.refine.refine import Candidate, Refiner
+from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.selection import explain_infeasible
+
+SLACK = 1.06
+"""Partitions that may end within this factor of the best step known are looked at: refinement gains as much."""
+OPTIMISM = 2.2
+"""First only plans within this factor of perfectly shared work are searched; then those that may beat the
+best found, or all."""
+RAMP = 0.35
+"""Stages on the way to a sink take at least this part of the bottleneck's time, so many levels more cost at
+least that; few plans have much lighter stages in their depth."""
+REFINE_BUDGET = 20
+"""Simulated tasks, times the cube of the ranks, up to ``MAX_BUDGET``: at most a tenth of a second."""
+MAX_BUDGET = 40_000
+NUM_REFINED_TIGHT = 6
+
+Groups = tuple[tuple[str, ...], ...]
+Judge = Callable[[Groups, int], float]
+"""Predicts the microseconds of a step of these stages at a micro-batch size; inf where they are no plan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """A point of the frontier: stages that meet a time with a depth, at one micro-batch size.
+
+    Args:
+        score: predicted step, or (B + (depth - 1) b) t where nothing is predicted.
+    """
+
+    groups: Groups
+    micro_batch_size: int
+    us_per_sample: float
+    levels: int
+    score: float
+
+
+@dataclass(slots=True)
+class _Incumbent:
+    """The best step known while the frontiers are walked."""
+
+    us: float
+
+
+def graphpipe_plan(request: PlanRequest) -> PipelinePlan:
+    """Partition the model into a graph of stages, each with the memory optimization it runs with.
+
+    `search_stages` refines what `find_partitions` finds, which asks `StageSearch.fewest_devices`, the recursion.
+
+    Raises:
+        PlanInfeasible: no plan fits; the message names stage, need, limit and the nearest request that fits.
+    """
+    costs, rules = _costs_and_rules(request)
+    candidates = search_stages(request, costs, rules, budget=_budget(request))[:1]
+    plan, nearest = _with_memory(request, costs, rules, candidates)
+    if plan is None:
+        explain_graph(request, nearest)
+    return plan
+
+
+def _costs_and_rules(request: PlanRequest) -> tuple[CostModel, BatchRules]:
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    return costs, batch_rules(request)
+
+
+def _budget(request: PlanRequest) -> int:
+    return min(REFINE_BUDGET * request.num_ranks**3, MAX_BUDGET)
+
+
+def _with_memory(
+    request: PlanRequest, costs: CostModel, rules: BatchRules, candidates: list[Candidate]
+) -> tuple[PipelinePlan | None, list[Candidate]]:
+    """Return the quickest plan, stages that are made to fit among it, and all candidates; None where none fits."""
+
+    def search(asked: PlanRequest, fitter: StageFitter | None) -> list[Candidate]:
+        # Where memory is short there is more to weigh, and more to win.
+        if fitter is None:
+            return search_stages(asked, costs, rules, budget=_budget(request))
+        return search_stages(
+            asked, costs, rules, budget=MAX_BUDGET, num_refined=NUM_REFINED_TIGHT, fitter=fitter
+        )
+
+    fitter = fitter_for(request, costs)
+    if fitter is not None:
+        refiner = Refiner(request, costs, rules, budget=MAX_BUDGET, fitter=fitter)
+        candidates = [*candidates, *join_memory(request, costs, candidates, search, refiner)]
+    plan = best_judged(request, costs, candidates, fitter, planner="graphpipe")
+    return plan, sorted(candidates, key=lambda candidate: candidate.score)
+
+
+def _has_plan(request: PlanRequest) -> bool:
+    costs, rules = _costs_and_rules(request)
+    candidates = search_stages(request, costs, rules, budget=_budget(request))[:1]
+    return _with_memory(request, costs, rules, candidates)[0] is not None
+
+
+def explain_graph(request: PlanRequest, nearest: Sequence[Candidate]) -> NoReturn:
+    """Say why there is no plan, and what would have one.
+
+    Raises:
+        PlanInfeasible: always.
+    """
+    costs, rules = _costs_and_rules(request)
+    names = [block.name for block in request.graph.blocks]
+    found = [[draft.blocks for draft in candidate.drafts] for candidate in nearest[:3]]
+    explain_infeasible(
+        request,
+        costs,
+        rules,
+        [*found, [[name] for name in names], [names]],
+        tried=[candidate.drafts for candidate in nearest],
+        fitter=fitter_for(request, costs),
+        has_plan=_has_plan,
+    )
+
+
+def search_stages(
+    request: PlanRequest,
+    costs: CostModel,
+    rules: BatchRules,
+    *,
+    budget: int,
+    num_refined: int = 2,
+    is_thorough: bool = False,
+    fitter: StageFitter | None = None,
+) -> list[Candidate]:
+    """Return candidates, best first: the frontier's partitions with all ranks shared out, then refined.
+
+    Args:
+        budget: tasks that may be predicted in the refinement.
+        num_refined: how many of the best are refined.
+        is_thorough: also start from plans for every number of stages.
+        fitter: makes stages fit that do not; None: such stages are left out.
+    """
+    refiner = Refiner(request, costs, rules, budget=budget, fitter=fitter)
+    counts = _stage_counts(request)
+    candidates: list[Candidate] = []
+    if counts is None:
+
+        def predict(groups: Groups, wish: int) -> float:
+            best = float("inf")
+            for slack in (1.0, 0.0):  # micro-batches in excess hide communication; they need memory
+                found = refiner.candidate(groups, wish, slack=slack)
+                if found is not None:
+                    candidates.append(found)
+                    if found.score[0] == 0:
+                        best = min(best, found.score[1])
+                        if fitter is None:
+                            break
+            return best
+
+        find_partitions(request, costs, rules, predict, fitter=fitter)
+        refiner.budget = budget
+    if is_thorough or not any(candidate.score[0] == 0 for candidate in candidates):
+        candidates.extend(_with_counts(request, costs, rules, refiner, counts))
+    candidates.sort(key=lambda candidate: candidate.score)
+    if not candidates or candidates[0].score[0] > 0:
+        refiner.budget = max(budget, MAX_BUDGET)  # a plan that fits is worth more than a quick answer
+    refined = []
+    for candidate in candidates[:num_refined]:
+        if refiner.budget <= 0:
+            refined.append(candidate)
+            continue
+        refined.append(refiner.improve(candidate))
+        balanced = refiner.balance(candidate)
+        if balanced is not candidate:
+            refined.append(refiner.improve(balanced))
+    return sorted([*refined, *candidates[num_refined:]], key=lambda candidate: candidate.score)
+
+
+def _stage_counts(request: PlanRequest) -> list[int] | None:
+    """Return the numbers of stages that the request leaves open, or None where it leaves all."""
+    if request.num_stages is not None:
+        return [request.num_stages]
+    if request.data_parallel is not None:
+        return [request.num_ranks // request.data_parallel]
+    return None
+
+
+def _with_counts(
+    request: PlanRequest,
+    costs: CostModel,
+    rules: BatchRules,
+    refiner: Refiner,
+    counts: Sequence[int] | None,
+) -> Iterator[Candidate]:
+    """Yield candidates with given numbers of stages: planned on that many ranks, one a stage."""
+    largest = min(request.num_ranks, len(request.graph.blocks))
+    # Any number may be the one whose degrees add up or whose stages fit: powers of two, then all ranks.
+    open_counts = sorted({1 << n for n in range(largest.bit_length())} | {largest, (largest + 1) // 2})
+    sizes = sorted(rules.wishes(), key=lambda size: _lower_bound(request, costs, rules, size))
+    for count in counts if counts is not None else open_counts:
+        if count > len(request.graph.blocks):
+            continue
+        smaller = dataclasses.replace(
+            request,
+            num_ranks=count,
+            data_parallel=1,
+            num_stages=None,
+            micro_batch_sizes=None,
+            loss_unit=request.loss_unit,
+        )
+        partitions = find_partitions(smaller, costs, batch_rules(smaller), fitter=refiner.fitter)
+        groupings = {partition.groups for partition in sorted(partitions, key=lambda p: p.score)[:6]}
+        groupings.add((tuple(block.name for block in request.graph.blocks),))
+        for groups in sorted(groupings):
+            masks = refiner.reshape(groups, count)
+            for wish in sizes if masks is not None else ():
+                assert masks is not None
+                found = refiner.with_masks(masks, wish)
+                if found is not None:
+                    yield found
+
+
+def find_partitions(
+    request: PlanRequest,
+    costs: CostModel,
+    rules: BatchRules,
+    predict: Judge | None = None,
+    fitter: StageFitter | None = None,
+) -> list[Partition]:
+    """Return the frontiers of (time a sample, depth) over all micro-batch sizes that may win.
+
+    Args:
+        predict: judges each point as it is found, so that what cannot beat it is not searched.
+        fitter: as for `search_stages`.
+    """
+    names = [block.name for block in request.graph.blocks]
+    dependencies = nx.relabel_nodes(request.graph.dependencies(), {name: i for i, name in enumerate(names)})
+    root = build_series(request.graph, costs, rules, decompose(dependencies))
+    longest = int(nx.dag_longest_path_length(dependencies, weight=None, default_weight=1)) + 1
+    bounds = {wish: _lower_bound(request, costs, rules, wish) for wish in rules.wishes()}
+    ramp = 1.0 if predict is None else RAMP
+    shapes: dict[int, StageShapes] = {}
+    searches: dict[tuple[int, int], StageSearch] = {}
+    found: dict[tuple[Groups, int], Partition] = {}
+    best = _Incumbent(us=min(bounds.values()) * OPTIMISM / SLACK)
+    optimism = 1
+    # First only what perfectly shared work would do within OPTIMISM of the best bound is searched. If nothing as good
+    # turns up, the limit is raised to what was found or by the same factor again, then lifted.
+    while True:
+        limit = best.us
+        # Sizes likely to win first: what they reach limits the search of the others.
+        for wish in sorted(bounds, key=lambda wish: bounds[wish] * (1 + wish / request.mini_batch)):
+            if bounds[wish] > best.us * SLACK:
+                continue
+            deepest = _deepest(request, wish, bounds[wish], best.us, longest, ramp)
+            if (wish, deepest) not in searches:
+                searches[wish, deepest] = make_search(
+                    request, costs, rules, root, wish, deepest, shapes, fitter
+                )
+            search = searches[wish, deepest]
+            walk = _frontier(request, search, wish, best, bounds[wish], ramp)
+            point = next(walk)
+            while point is not None:
+                if point.levels is None:  # it asks what stages of at most t us a sample need
+                    point = walk.send(search.fewest_devices(point.t))
+                    continue
+                groups = tuple(tuple(names[i] for i in sorted(g)) for g in read_groups(search, point.levels))
+                if (groups, wish) not in found:
+                    us = point.score if predict is None else predict(groups, wish)
+                    best.us = min(best.us, us)
+                    found[groups, wish] = Partition(
+                        groups=groups,
+                        micro_batch_size=wish,
+                        us_per_sample=point.t,
+                        levels=point.levels,
+                        score=us,
+                    )
+                point = next(walk)
+        best.us = min((partition.score for partition in found.values()), default=float("inf"))
+        if best.us <= limit * SLACK or limit == float("inf"):
+            return [partition for partition in found.values() if partition.score <= best.us * SLACK]
+        best.us = min(best.us, limit * OPTIMISM if optimism < 2 else float("inf"))
+        optimism += 1
+
+
+def _deepest(
+    request: PlanRequest, wish: int, bound_us: float, best_us: float, longest: int, ramp: float
+) -> int:
+    """Return the most levels with which perfectly shared work might still end within the best step known."""
+    if bound_us <= 0 or best_us == float("inf"):
+        return longest
+    spare = (best_us * SLACK / bound_us - 1) * request.mini_batch / (ramp * wish)
+    return min(longest, 1 + int(spare))
+
+
+def _lower_bound(request: PlanRequest, costs: CostModel, rules: BatchRules, wish: int) -> float:
+    """Return a time no plan at this micro-batch size goes below: all work, shared out perfectly."""
+    is_fixed = np.array(
+        [block.name in rules.coupled or block.name in rules.fixed for block in request.graph.blocks]
+    )
+    unit = np.add(*costs.block_times(request.loss_unit))[is_fixed] / request.loss_unit
+    sizes = {wish, wish / min(wish, request.num_ranks)}
+    free = min(float((np.add(*costs.block_times(local))[~is_fixed] / local).sum()) for local in sizes)
+    # What the user fixes may be quicker than at one loss unit: no bound from it.
+    total = free + (float(unit.sum()) if not rules.fixed else 0.0)
+    return total * request.mini_batch / request.num_ranks
+
+
+def make_search(
+    request: PlanRequest,
+    costs: CostModel,
+    rules: BatchRules,
+    root: Series,
+    wish: int,
+    longest: int,
+    shapes: dict[int, StageShapes] | None = None,
+    fitter: StageFitter | None = None,
+) -> StageSearch:
+    """Return the search at one micro-batch size.
+
+    Args:
+        longest: most stages on a path.
+        shapes: kept from one micro-batch size of the same tree to the next (`TableMaker`).
+        fitter: as for `search_stages`.
+    """
+    cluster = request.cluster
+    degrees = rules.degrees()
+    limit = float(max(device.memory_bytes for device in cluster.devices[: request.num_ranks]))
+    if request.memory_limit_bytes is not None:
+        limit = min(limit, request.memory_limit_bytes)
+    # Levels count micro-batches of ``wish`` samples, one a stage on the longest path. A stage that takes more samples
+    # at a time (it mixes them, or the user fixes its size) holds up its predecessors by that many more: with 64
+    # samples after stages of 8, two of its own are 16 levels beside those of the path.
+    largest = max([request.loss_unit * degrees[-1] if rules.coupled else 1, *rules.fixed.values()])
+    extra = -(-2 * min(largest, request.mini_batch) // wish) if largest > wish else 0
+    top = min(longest, request.num_ranks) + min(extra, request.mini_batch // wish + 1, 2 * longest + 16)
+    maker = TableMaker(
+        request.graph,
+        costs,
+        rules,
+        wish=wish,
+        memory_limit=limit,
+        link_us_per_byte=link_for_span(cluster, request.num_ranks).occupied_us(1.0),
+        is_gpipe=request.schedule == "gpipe",
+        reduce_us_per_byte=[ring_us(1e9, d, link_for_span(cluster, d)) / 1e9 for d in degrees],
+        degrees=degrees,
+        shapes={} if shapes is None else shapes,
+        fitter=fitter,
+        levels=levels_to_fit(top) if fitter is not None else (),
+    )
+    return StageSearch(root, maker, top)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Point:
+    """A question, without levels: what do stages of at most ``t`` us a sample need? Else a point of the frontier.
+
+    Args:
+        score: (B + (levels - 1) b) t, the time of a pipeline all of whose stages take t.
+    """
+
+    t: float
+    levels: int | None = None
+    score: float = 0.0
+
+
+def _frontier(
+    request: PlanRequest, search: StageSearch, wish: int, best: _Incumbent, bound_us: float, ramp: float
+) -> Generator[_Point | None, Floats, None]:
+    """Yield points of ever shallower solutions that may be among the best, then None for ever.
+
+    Between them it yields questions, whose answer is sent to it: [level] the fewest devices (`fewest_devices`).
+
+    The frontier falls: the fewer levels, the more time. For ``cap`` levels at most it is bisected over the sorted
+    times of all stages, so the result is exact:
+
+        levels allowed (cap)   6        5        4   3
+        times                  10 11 12 14 15 18 20 31      us a sample
+        fits the ranks         -  -  x  x  x  x  x  x       with at most 6 levels: t = 12 is the first point, and
+                                                            takes 5; the next asks for at most 4, from 14 on
+
+    Args:
+        best: the caller lowers it between two points.
+        bound_us: a step is never shorter.
+        ramp: part of the bottleneck's time that every level costs (`RAMP`).
+    """
+    times = search.times()
+    ranks, mini_batch = request.num_ranks, request.mini_batch
+    asked: tuple[int, int | None] = -1, None
+
+    def levels_at(index: int) -> Generator[_Point, Floats, int | None]:
+        """Return the fewest levels at which the ranks suffice for times up to that one, or None."""
+        nonlocal asked
+        if asked[0] != index:
+            fewest = yield _Point(t=float(times[index]))
+            allowed = (fewest <= ranks).nonzero()[0]
+            asked = index, int(allowed[0]) if allowed.size else None
+        return asked[1]
+
+    def last_within(levels: int) -> int:
+        """Return the last time with which so many levels may still be among the best."""
+        slowest = best.us * SLACK / pipelined_samples(mini_batch, wish, levels, ramp)
+        return int(times.searchsorted(slowest, side="right")) - 1
+
+    low = int(times.searchsorted(bound_us * (1 - 1e-9) / mini_batch))
+    fewest = (yield from levels_at(last_within(1))) if last_within(1) >= low else None
+    cap = search.max_level
+    while fewest is not None and cap >= fewest:
+        high = last_within(cap)
+        levels = (yield from levels_at(high)) if high >= low else None
+        if levels is None or levels > cap:
+            low = max(low, high + 1)
+            cap -= max(1, cap // 6)
+            continue
+        while low < high:
+            middle = (low + high) // 2
+            found = yield from levels_at(middle)
+            if found is not None and found <= cap:
+                high = middle
+            else:
+                low = middle + 1
+        levels = yield from levels_at(high)
+        assert levels is not None
+        t = float(times[high])
+        yield _Point(t=t, levels=levels, score=full_pipeline_us(mini_batch, wish, levels, t))
+        # Of deep solutions only some depths are kept: neighbours differ by less than the prediction errs.
+        cap = levels - max(1, levels // 6)
+    while True:
+        yield None

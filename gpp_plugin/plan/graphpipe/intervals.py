@@ -1,0 +1,308 @@
+"""Every stage the GraphPipe search may form: intervals of a series, with absorbed branches.
+
+A series component has items 0..n-1 (blocks, or parallel components). A stage is an interval of items.
+It may also own a join: then it begins with the tails of branches of the parallel item just before its
+first item; or a fork: then it ends with the heads of branches of the parallel item after its last.
+*Rows* are the ways a stage can begin, *columns* the ways it can end; every cost is a matrix over them
+(`stage_table`).
+
+Source: GraphPipe (arXiv 2406.17145), section 5, Algorithm 1
+Tests: tests/plan/test_graphpipe.py, tests/plan/test_quality.py, tests/plan/test_known_answers.py
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.tensors import LayoutKind
+from gpp_plugin.plan.batch_rules import BatchRules
+from gpp_plugin.plan.costs.cost_model import CostModel, Floats
+from gpp_plugin.plan.graphpipe.components import Component
+
+Ints = npt.NDArray[np.int64]
+Leavings = dict[int, tuple[Ints, Ints, dict[int, tuple[Ints, Ints, Ints]]]]
+"""By position: virtual rows or columns, the states they leave over, by kind (which, counts, cuts) of parts."""
+
+MAX_PARTIAL_ITEMS = 12
+"""Longest branch whose parts may join another stage; longer ones are left to the refinement."""
+MAX_STATES = 512
+"""Most ways to choose branches of a parallel item that are enumerated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absorbed:
+    """Branches, or parts of them, of the parallel item at ``position`` that a stage takes in.
+
+    Args:
+        kind, count, cut: ``count`` branches of that kind, from item ``cut`` on (a tail) or up to it
+            (a head); kind -1 where only whole branches are taken.
+        whole: whole branches of every kind.
+    """
+
+    position: int
+    kind: int
+    count: int
+    cut: int
+    whole: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How states of counted branches fill bins; states are numbered as in `Branches.states`.
+
+    Args:
+        layers: states by first kind and its count, in an order in which values can be computed: the kind,
+            the states, and what each is with one branch of that kind less.
+        taken, left: [bin, state] what of the bin a state has, and the state left then.
+        larger: by kind, for every state the one with a branch more of that kind (itself: there is none).
+        has_kind: [kind, state] whether the state has branches of the kind.
+    """
+
+    layers: list[tuple[int, Ints, Ints]]
+    taken: Ints
+    left: Ints
+    larger: list[Ints]
+    has_kind: npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class Branches:
+    """A parallel item: its kinds of structurally equal branches and the states of taking some.
+
+    Args:
+        kinds: one series table a kind; ``instances`` the components of each kind.
+        states: every way to count branches of each kind; the last is all of them.
+        packing: made by `packing` when first asked for.
+    """
+
+    component: Component
+    kinds: list[Series]
+    instances: list[list[Component]]
+    states: list[tuple[int, ...]]
+    packing: Packing | None = None
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Return the number of branches of each kind."""
+        return tuple(len(members) for members in self.instances)
+
+
+@dataclass(slots=True)
+class Series:
+    """A series component with its rows and columns (real ones first).
+
+    Args:
+        row_start: first item of the interval of each row; ``column_end`` the item after its last.
+        row_extra, column_extra: what a virtual row or column absorbs; None for real ones.
+        row_blocks, column_blocks: the absorbed blocks, of representatives of their kinds.
+        leavings: of the virtual rows and of the virtual columns; made by `packing`.
+    """
+
+    component: Component
+    items: tuple[Component, ...]
+    branches: dict[int, Branches]
+    row_start: list[int]
+    column_end: list[int]
+    row_extra: list[Absorbed | None]
+    column_extra: list[Absorbed | None]
+    row_blocks: list[tuple[int, ...]]
+    column_blocks: list[tuple[int, ...]]
+    bytes_through: Floats
+    leavings: tuple[Leavings, Leavings] | None = None
+
+    @property
+    def num_items(self) -> int:
+        """Return the number of items."""
+        return len(self.items)
+
+
+def build_series(
+    graph: BlockGraph,
+    costs: CostModel,
+    rules: BatchRules,
+    component: Component,
+    *,
+    has_absorption: bool = True,
+) -> Series:
+    """Return the table of a component; equal branches share one table.
+
+    A parallel component or a single block is a series of one item.
+
+    Args:
+        has_absorption: False leaves purely series-parallel plans: no stage owns part of a branch.
+    """
+    items = component.children if component.kind == "series" else (component,)
+    signatures = _block_signatures(graph, costs, rules)
+    return _build(graph, items, component, signatures, {}, has_absorption)
+
+
+def _build(
+    graph: BlockGraph,
+    items: tuple[Component, ...],
+    component: Component,
+    signatures: Sequence[int],
+    known: dict[object, Series],
+    has_absorption: bool,
+) -> Series:
+    branches = {
+        i: _build_branches(graph, item, signatures, known, has_absorption)
+        for i, item in enumerate(items)
+        if item.kind == "parallel"
+    }
+    num = len(items)
+    series = Series(
+        component=component,
+        items=items,
+        branches=branches,
+        row_start=list(range(num)),
+        column_end=list(range(1, num + 1)),
+        row_extra=[None] * num,
+        column_extra=[None] * num,
+        row_blocks=[()] * num,
+        column_blocks=[()] * num,
+        bytes_through=_interval_bytes(graph, items),
+    )
+    for position, parallel in branches.items() if has_absorption else ():
+        if position + 1 < num:
+            for extra, blocks in _absorptions(parallel, position, is_tail=True):
+                series.row_start.append(position + 1)
+                series.row_extra.append(extra)
+                series.row_blocks.append(blocks)
+        if position > 0:
+            for extra, blocks in _absorptions(parallel, position, is_tail=False):
+                series.column_end.append(position)
+                series.column_extra.append(extra)
+                series.column_blocks.append(blocks)
+    return series
+
+
+def _build_branches(
+    graph: BlockGraph,
+    item: Component,
+    signatures: Sequence[int],
+    known: dict[object, Series],
+    has_absorption: bool,
+) -> Branches:
+    grouped: dict[object, list[Component]] = {}
+    for child in item.children:
+        grouped.setdefault(_signature(child, signatures), []).append(child)
+    kinds = []
+    for signature, members in grouped.items():
+        if signature not in known:
+            children = members[0].children if members[0].kind == "series" else (members[0],)
+            known[signature] = _build(graph, children, members[0], signatures, known, has_absorption)
+        kinds.append(known[signature])
+    counts = [len(members) for members in grouped.values()]
+    # A kind met elsewhere keeps its first table; its own members come first here all the same.
+    instances = [list(members) for members in grouped.values()]
+    total = int(np.prod([count + 1 for count in counts]))
+    if total <= MAX_STATES:
+        states = list(itertools.product(*(range(count + 1) for count in counts)))
+    else:
+        states = [tuple([0] * len(counts)), tuple(counts)]
+    return Branches(component=item, kinds=kinds, instances=instances, states=states)
+
+
+def _absorptions(
+    parallel: Branches, position: int, *, is_tail: bool
+) -> list[tuple[Absorbed, tuple[int, ...]]]:
+    """List what a stage next to a parallel item may take in of it, without taking all of it."""
+    counts = parallel.counts
+    found: dict[Absorbed, tuple[int, ...]] = {}
+    full = tuple(counts)
+    empty = tuple([0] * len(counts))
+    states = set(parallel.states)
+    for whole in parallel.states:
+        if whole not in (empty, full):
+            extra = Absorbed(position=position, kind=-1, count=0, cut=0, whole=whole)
+            found[extra] = whole_blocks(parallel, whole)
+    for kind, series in enumerate(parallel.kinds):
+        if not 1 < series.num_items <= MAX_PARTIAL_ITEMS:
+            continue
+        for cut, count in itertools.product(range(1, series.num_items), sorted({1, 2, counts[kind]})):
+            if count > counts[kind]:
+                continue
+            others = tuple(0 if k == kind else c for k, c in enumerate(counts))
+            for whole in {empty, others}:
+                taken = tuple(w + count * (k == kind) for k, w in enumerate(whole))
+                if whole not in states or tuple(np.subtract(counts, taken)) not in states:
+                    continue  # the branches were too many to count: only none or all can be left over
+                part = series.items[cut:] if is_tail else series.items[:cut]
+                own = [block for item in part for block in item.blocks]
+                extra = Absorbed(position=position, kind=kind, count=count, cut=cut, whole=whole)
+                # Blocks of the representative stand for every branch: repeated once for each.
+                found[extra] = (*(own * count), *whole_blocks(parallel, whole))
+    return list(found.items())
+
+
+def whole_blocks(parallel: Branches, whole: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the blocks of so many whole branches of each kind, those of representatives repeated."""
+    return tuple(
+        block for kind, count in enumerate(whole) for block in parallel.kinds[kind].component.blocks * count
+    )
+
+
+def _signature(component: Component, signatures: Sequence[int]) -> object:
+    if component.kind == "block":
+        return signatures[component.blocks[0]]
+    return component.kind, tuple(_signature(child, signatures) for child in component.children)
+
+
+def _block_signatures(graph: BlockGraph, costs: CostModel, rules: BatchRules) -> list[int]:
+    """Number the blocks so that those with equal costs, outputs and constraints have equal numbers."""
+    outputs: dict[str, set[str]] = {}
+    for edge in graph.edges:
+        outputs.setdefault(edge.src, set()).update(edge.tensors)
+    numbers: dict[object, int] = {}
+    result = []
+    for i, block in enumerate(graph.blocks):
+        sizes = sorted(graph.tensors[t].bytes_for(graph.num_samples) for t in outputs.get(block.name, ()))
+        key = (
+            costs.cost_key(i),
+            tuple(sizes),
+            block.name in rules.coupled,
+            rules.fixed.get(block.name),
+            block.name == graph.loss_block,
+        )
+        result.append(numbers.setdefault(key, len(numbers)))
+    return result
+
+
+def _interval_bytes(graph: BlockGraph, items: tuple[Component, ...]) -> Floats:
+    """Return [start, stop]: forward bytes a sample that enter or leave the interval of items."""
+    num = len(items)
+    place = {block: i for i, item in enumerate(items) for block in item.blocks}
+    first = min(place)
+    names = [block.name for block in graph.blocks]
+    index = {name: i for i, name in enumerate(names)}
+    makers: dict[str, int] = {}
+    readers: dict[str, list[int]] = {}
+    for edge in graph.edges:
+        src, dst = index[edge.src], index[edge.dst]
+        if src not in place and dst not in place:
+            continue
+        for tensor in edge.tensors:
+            makers[tensor] = place.get(src, -1)
+            readers.setdefault(tensor, []).append(place.get(dst, num if dst > first else -1))
+    result = np.zeros((num + 1, num + 1))
+    for tensor, maker in makers.items():
+        spec = graph.tensors[tensor]
+        if spec.layout.kind is not LayoutKind.BATCH:
+            continue
+        size = spec.bytes_for(spec.num_samples) / spec.num_samples
+        at = sorted(set(readers[tensor]))
+        last = at[-1]
+        if maker >= 0 and last > maker:  # leaves every interval that holds the maker and ends by ``last``
+            result[: maker + 1, maker + 1 : last + 1] += size
+        inside = [r for r in at if 0 <= r < num and r > maker]
+        previous = maker
+        for reader in inside:  # enters every interval that begins after the maker and holds a reader
+            result[previous + 1 : reader + 1, reader + 1 :] += size
+            previous = reader
+    return result

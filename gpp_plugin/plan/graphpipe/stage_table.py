@@ -1,0 +1,260 @@
+"""Costs of every stage of a series, for one micro-batch size: matrices over rows and columns (`intervals`).
+
+Source: this project
+Tests: tests/plan/test_joined.py, tests/plan/test_stage_chain.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.plan.batch_rules import BatchRules
+from gpp_plugin.plan.costs.cost_model import CostModel, Floats
+from gpp_plugin.plan.costs.time_formula import us_per_sample
+from gpp_plugin.plan.graphpipe.intervals import Branches, Series
+from gpp_plugin.plan.graphpipe.stage_shapes import NO_LIMIT, Bools, StageShapes, bin_shapes, series_shapes
+from gpp_plugin.plan.memory.fitting import StageFitter
+from gpp_plugin.plan.memory.savings import least_added_us
+
+
+@dataclass(slots=True)
+class _Variant:
+    """[row, column] of one variant of a `StageTable`."""
+
+    degree: int
+    fitted_level: int
+    us: Floats
+    level: npt.NDArray[np.int64]
+    first_step: npt.NDArray[np.int64]
+    step: npt.NDArray[np.int64]
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], degree: int, fitted_level: int) -> _Variant:
+        """Return a variant without stages."""
+        return cls(
+            degree=degree,
+            fitted_level=fitted_level,
+            us=np.full(shape, np.inf),
+            level=np.zeros(shape, dtype=np.int64),
+            first_step=np.ones(shape, dtype=np.int64),
+            step=np.ones(shape, dtype=np.int64),
+        )
+
+    def fill(self, mask: Bools, us: Floats, levels: Floats, size: int, wish: int) -> None:
+        """Enter the stages of ``mask``, of micro-batches of ``size``."""
+        np.copyto(self.us, us, where=mask)
+        np.copyto(self.level, levels, where=mask, casting="unsafe")
+        if size > wish:
+            self.first_step[mask] = -(-size // wish)
+            self.step[mask] = -(-2 * size // wish) - 1
+
+
+@dataclass(slots=True)
+class StageTable:
+    """Costs of every stage of one series at one micro-batch size, by variant, row and column.
+
+    A variant is a degree, and where stages may be made to fit (`fitting`) a level up to which they are.
+
+    Args:
+        degrees: of each variant, not decreasing.
+        fitted_level: by variant, the level up to which stages are made to fit; 0: stages as they are.
+        us_per_sample: time; inf where there is no such stage.
+        max_level: the greatest level (stages to the sink, in units of the micro-batch size) at which
+            its in-flight micro-batches still fit; ``no_limit`` where all do.
+        first_step, step: levels a stage adds after a sink and after another stage.
+    """
+
+    degrees: Floats
+    fitted_level: npt.NDArray[np.int64]
+    us_per_sample: Floats
+    max_level: npt.NDArray[np.int64]
+    first_step: npt.NDArray[np.int64]
+    step: npt.NDArray[np.int64]
+    _parts: dict[int, StageTable] = dataclasses.field(default_factory=dict)
+    _steps: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+    @property
+    def steps(self) -> list[tuple[int, int]]:
+        """Return the pairs of first step and step that there are, in order."""
+        if not self._steps:
+            if self.step.max(initial=1) > 1 or self.first_step.max(initial=1) > 1:
+                exists = np.isfinite(self.us_per_sample)
+                pairs = np.stack([self.first_step[exists], self.step[exists]], axis=1)
+                self._steps = sorted({(int(a), int(b)) for a, b in np.unique(pairs, axis=0)})
+            self._steps = self._steps or [(1, 1)]
+        return self._steps
+
+    def part(self, level: int) -> int:
+        """Return the least level at or above ``level`` that stages are made to fit at; 0 where none is."""
+        at_least = self.fitted_level[self.fitted_level >= level]
+        return int(at_least.min(initial=NO_LIMIT)) % NO_LIMIT
+
+    def of_part(self, fitted_level: int) -> StageTable:
+        """Return the variants that matter there: stages as they are, and those made to fit no further than needed."""
+        if fitted_level not in self._parts:
+            rows = np.flatnonzero((self.fitted_level == 0) | (self.fitted_level == fitted_level))
+            self._parts[fitted_level] = StageTable(
+                degrees=self.degrees[rows],
+                fitted_level=self.fitted_level[rows],
+                us_per_sample=self.us_per_sample[rows],
+                max_level=self.max_level[rows],
+                first_step=self.first_step[rows],
+                step=self.step[rows],
+            )
+        return self._parts[fitted_level]
+
+
+class TableMaker:
+    """Makes the tables of one micro-batch size (``wish``) for all series of a tree.
+
+    Args:
+        shapes: of the tree's series and parallel items by id; filled as they are met, and shared by the
+            makers of one tree's micro-batch sizes.
+        fitter: makes stages fit that do not, at the least cost; None: such stages are left out.
+        levels: up to which that is worked out, increasing.
+    """
+
+    def __init__(
+        self,
+        graph: BlockGraph,
+        costs: CostModel,
+        rules: BatchRules,
+        *,
+        wish: int,
+        memory_limit: float,
+        link_us_per_byte: float,
+        is_gpipe: bool,
+        reduce_us_per_byte: Sequence[float],
+        degrees: Sequence[int],
+        shapes: dict[int, StageShapes],
+        fitter: StageFitter | None = None,
+        levels: Sequence[int] = (),
+    ) -> None:
+        self.fitter, self.levels = fitter, levels
+        self.costs, self.rules, self.wish, self.shapes = costs, rules, wish, shapes
+        self.memory_limit, self.link_us_per_byte, self.is_gpipe = memory_limit, link_us_per_byte, is_gpipe
+        self.degrees, self.reduce_us_per_byte = list(degrees), list(reduce_us_per_byte)
+        names = [block.name for block in graph.blocks]
+        self.coupled = np.array([name in rules.coupled for name in names], dtype=float)
+        self.fixed_sizes = sorted(set(rules.fixed.values()))
+        self.fixed = [
+            np.array([rules.fixed.get(name) == size for name in names], dtype=float)
+            for size in self.fixed_sizes
+        ]
+
+    def table(self, series: Series) -> StageTable:
+        """Return the table of a series' intervals."""
+        if id(series) not in self.shapes:
+            self.shapes[id(series)] = series_shapes(series, self.costs)
+        return self._make(self.shapes[id(series)])
+
+    def bins(self, parallel: Branches) -> StageTable:
+        """Return the table of stages that hold whole branches: one row, one column a state."""
+        if id(parallel) not in self.shapes:
+            self.shapes[id(parallel)] = bin_shapes(parallel, self.costs)
+        return self._make(self.shapes[id(parallel)])
+
+    def _make(self, shapes: StageShapes) -> StageTable:
+        classes = self._classes(shapes)
+        variants = [v for i in range(len(self.degrees)) for v in self._variants(shapes, i, classes)]
+        table = StageTable(
+            degrees=np.array([v.degree for v in variants], dtype=float),
+            fitted_level=np.array([v.fitted_level for v in variants], dtype=np.int64),
+            us_per_sample=np.stack([v.us for v in variants]),
+            max_level=np.stack([v.level for v in variants]),
+            first_step=np.stack([v.first_step for v in variants]),
+            step=np.stack([v.step for v in variants]),
+        )
+        table.us_per_sample[table.max_level == 0] = np.inf
+        return table
+
+    def _variants(
+        self, shapes: StageShapes, i: int, classes: dict[tuple[bool, int | None], Bools]
+    ) -> Iterator[_Variant]:
+        """Yield the stages of one degree as they are, then those made to fit, level by level."""
+        degree = self.degrees[i]
+        plain = _Variant.empty(shapes.valid.shape, degree, 0)
+        sizes = {key: self._size(*key, degree) for key in classes}
+        for key, mask in classes.items():
+            size = sizes[key]
+            if size is not None:
+                us, count = self._times(shapes, i, size), self._counts(shapes, size, degree)
+                levels = np.maximum(np.floor(count * (size / self.wish)), 1)
+                levels = np.where((count < 1) | self.is_gpipe, 0, levels)
+                levels = np.where(count >= self.rules.mini_batch // size, NO_LIMIT, levels)
+                plain.fill(mask, us, levels, size, self.wish)
+        yield plain
+        if self.fitter is None or (plain.level >= self.levels[-1]).all():
+            return
+        for level in self.levels[-1:] if self.is_gpipe else self.levels:
+            made = _Variant.empty(shapes.valid.shape, degree, level)
+            for key, mask in classes.items():
+                size = sizes[key]
+                if size is not None:
+                    us, levels = self._fitted(shapes, i, size, level)
+                    made.fill(mask & (plain.level < level), us, levels, size, self.wish)
+            if np.isfinite(made.us).any():
+                yield made
+
+    def _times(self, shapes: StageShapes, i: int, size: int, added_us: Floats | float = 0.0) -> Floats:
+        """Return [row, column] microseconds a sample at the micro-batch size ``size`` of the stage."""
+        degree = self.degrees[i]
+        link = shapes.through * (2 * self.link_us_per_byte / degree)
+        # Under ZeRO 2 the search takes every reduce-scatter for a whole all-reduce, about twice of what
+        # `num_reductions` counts and plans are judged by: that leans it to larger micro-batches, which with little
+        # memory have led to plans that are up to a tenth quicker (mmt on 8 ranks).
+        reduces = self.rules.mini_batch // size if self.costs.zero_stage >= 2 else 1
+        reduction = shapes.gradient * (self.reduce_us_per_byte[i] * reduces / self.rules.mini_batch)
+        found: Floats = us_per_sample(
+            shapes.times(size / degree) + added_us, size, reduce_us=reduction, link_us=link
+        )
+        return found
+
+    def _counts(self, shapes: StageShapes, size: int, degree: int) -> Floats:
+        return shapes.micro_batches_that_fit(size / degree, degree, self.memory_limit)
+
+    def _fitted(self, shapes: StageShapes, i: int, size: int, level: int) -> tuple[Floats, Floats]:
+        """Return [row, column] times of stages made to fit at ``level``, and the level up to which they do."""
+        assert self.fitter is not None
+        degree = self.degrees[i]
+        local, most = size / degree, self.rules.mini_batch // size
+        count = most if self.is_gpipe else min(-(-level * self.wish // size), most)
+        room, each = shapes.room(local, degree, self.memory_limit)
+        in_turn = self.fitter.is_in_turn(count)
+        added = np.min(
+            [
+                least_added_us(count * each - room, count, savings, self.fitter.host, in_turn)
+                for savings in shapes.savings(self.fitter, local)
+            ],
+            axis=0,
+        )
+        us = self._times(shapes, i, size, added)
+        levels = np.where(np.isfinite(us), NO_LIMIT if count == most else level, 0)
+        return us, levels.astype(float)
+
+    def _classes(self, shapes: StageShapes) -> dict[tuple[bool, int | None], Bools]:
+        valid = shapes.valid
+        coupled = shapes.total(self.coupled) > 0.5
+        fixed = [shapes.total(flags) > 0.5 for flags in self.fixed]
+        conflict = sum(flags.astype(int) for flags in fixed) > 1 if fixed else np.zeros_like(valid)
+        free = ~np.any(fixed, axis=0) if fixed else np.ones_like(valid)
+        classes: dict[tuple[bool, int | None], Bools] = {}
+        for is_coupled in (False, True):
+            base = valid & (coupled == is_coupled) & ~conflict
+            classes[is_coupled, None] = base & free
+            for size, flags in zip(self.fixed_sizes, fixed, strict=True):
+                classes[is_coupled, size] = base & flags
+        return {key: mask for key, mask in classes.items() if mask.any()}
+
+    def _size(self, is_coupled: bool, fixed: int | None, degree: int) -> int | None:
+        unit = self.rules.loss_unit * degree if is_coupled else None
+        size = fixed if fixed is not None else unit if unit is not None else self.wish
+        if (unit is not None and size != unit) or size % degree or self.rules.mini_batch % size:
+            return None
+        return size

@@ -1,0 +1,284 @@
+"""The one way from groups of blocks to a PipelinePlan: order, names, ranks, edges, in-flight, costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+
+from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.tensors import LayoutKind
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.stage_names import name_stages
+from gpp_plugin.schedule.orders.in_flight import plan_in_flight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageDraft:
+    """A stage as a planner decides it, before names and ranks.
+
+    Args:
+        blocks: names, in any order.
+        degree: number of data-parallel ranks.
+        name: given by the user, or None.
+        ranks: given by the user, or None: consecutive ranks in stage order.
+        extra_in_flight: micro-batches held beyond what Table 2 asks for, to hide communication.
+        tensor: tensor-parallel size; the stage has ``degree`` x ``tensor`` ranks.
+    """
+
+    blocks: tuple[str, ...]
+    degree: int
+    micro_batch_size: int
+    k: int = 1
+    name: str | None = None
+    ranks: tuple[int, ...] | None = None
+    extra_in_flight: int = 0
+    tensor: int = 1
+
+
+def build_plan(
+    request: PlanRequest,
+    drafts: Sequence[StageDraft],
+    *,
+    planner: str,
+    notes: Sequence[str] = (),
+    costs: CostModel | None = None,
+    is_named: bool = True,
+) -> PipelinePlan:
+    """Return the plan of these stages, with its in-flight counts and predicted costs.
+
+    Args:
+        is_named: False leaves out the names, for candidates that are only compared.
+
+    Raises:
+        PlanError: the stages depend on each other in a circle, or two have the same name.
+    """
+    graph = request.graph
+    if costs is None:
+        costs = CostModel(graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    position = costs.index
+    order = order_stages(graph, [draft.blocks for draft in drafts], costs=costs)
+    ordered = []
+    for i in order:
+        blocks = tuple(sorted(drafts[i].blocks, key=position.__getitem__))
+        is_sorted = blocks == drafts[i].blocks
+        ordered.append(drafts[i] if is_sorted else dataclasses.replace(drafts[i], blocks=blocks))
+    names = (
+        name_stages(graph, [d.blocks for d in ordered], [d.name for d in ordered])
+        if is_named
+        else [str(i) for i in range(len(ordered))]
+    )
+    stages = []
+    for draft, name, group in zip(ordered, names, assign_ranks(ordered), strict=True):
+        forward, backward = costs.stage_times(
+            costs.indices(draft.blocks), draft.micro_batch_size / draft.degree
+        )
+        stages.append(
+            Stage(
+                name=name,
+                blocks=draft.blocks,
+                ranks=group,
+                micro_batch_size=draft.micro_batch_size,
+                in_flight=1,
+                schedule=request.schedule,
+                k=draft.k,
+                forward_us=forward,
+                backward_us=backward,
+                tensor=draft.tensor,
+            )
+        )
+    yielding = tuple(stage.name for stage in stages if not set(graph.loss_blocks).isdisjoint(stage.blocks))
+    plan = PipelinePlan(
+        model=graph.model,
+        graph=costs.fingerprint,
+        planner=planner,
+        mini_batch=request.mini_batch,
+        loss_unit=request.loss_unit,
+        stages=tuple(stages),
+        edges=stage_edges(graph, [stage.blocks for stage in stages], costs=costs),
+        notes=tuple(notes),
+        losses=yielding,
+    )
+    plan = with_in_flight(plan, costs, extra=[draft.extra_in_flight for draft in ordered])
+    is_mixed = len({device.memory_bytes for device in request.cluster.devices[: request.num_ranks]}) > 1
+    return place_by_memory(plan, costs) if is_mixed and all(d.ranks is None for d in drafts) else plan
+
+
+def place_by_memory(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
+    """Return the plan with the stages that need most on the devices that have most, where ranks differ.
+
+    The consecutive placement is kept where it fits: neighbours stay neighbours.
+    """
+    devices = costs.cluster.devices
+    fits = all(
+        stage.memory_bytes <= devices[rank].memory_bytes for stage in plan.stages for rank in stage.ranks
+    )
+    if fits:
+        return plan
+    free = sorted(range(plan.num_ranks), key=lambda rank: (-devices[rank].memory_bytes, rank))
+    placed: dict[int, tuple[int, ...]] = {}
+    for i in sorted(range(len(plan.stages)), key=lambda i: -plan.stages[i].memory_bytes):
+        degree = plan.stages[i].degree
+        placed[i], free = tuple(sorted(free[:degree])), free[degree:]
+    stages = tuple(dataclasses.replace(stage, ranks=placed[i]) for i, stage in enumerate(plan.stages))
+    return dataclasses.replace(plan, stages=stages)
+
+
+def with_in_flight(plan: PipelinePlan, costs: CostModel, *, extra: Sequence[int] = ()) -> PipelinePlan:
+    """Return the plan with in-flight counts from its sinks and the memory they lead to.
+
+    Args:
+        extra: by stage, micro-batches to hold beyond those counts.
+    """
+    counts = list(plan_in_flight(plan))
+    for i, more in enumerate(extra):
+        counts[i] = min(counts[i] + more, plan.num_micro_batches(i))
+    stages = []
+    for stage, count in zip(plan.stages, counts, strict=True):
+        memory = costs.stage_memory(
+            costs.indices(stage.blocks), degree=stage.degree, local=stage.local_batch_size, in_flight=count
+        )
+        # Thousands of candidates pass here: `dataclasses.replace` would take several times as long.
+        stages.append(
+            Stage(
+                name=stage.name,
+                blocks=stage.blocks,
+                ranks=stage.ranks,
+                micro_batch_size=stage.micro_batch_size,
+                in_flight=count,
+                schedule=stage.schedule,
+                k=stage.k,
+                forward_us=stage.forward_us,
+                backward_us=stage.backward_us,
+                memory_bytes=memory,
+                tensor=stage.tensor,
+            )
+        )
+    return dataclasses.replace(plan, stages=tuple(stages))
+
+
+def stage_edges(
+    graph: BlockGraph, groups: Sequence[Sequence[str]], *, costs: CostModel | None = None
+) -> tuple[StageEdge, ...]:
+    """Return the edges between groups of blocks: every tensor once per pair of stages.
+
+    One edge a pair, or, where tensor ranks hold some of its tensors as shards, one for each way they are held.
+
+    Args:
+        costs: of the same graph; remembers edges from call to call.
+    """
+    stage_of = {block: i for i, blocks in enumerate(groups) for block in blocks}
+    between: dict[tuple[int, int, _Axes], dict[str, None]] = {}
+    for edge in graph.edges:
+        src, dst = stage_of[edge.src], stage_of[edge.dst]
+        if src != dst:
+            axes = (edge.src_shard_axis, edge.dst_shard_axis)
+            between.setdefault((src, dst, axes), {}).update(dict.fromkeys(edge.tensors))
+    known = costs.edge_cache if costs is not None else {}
+    edges = []
+    for src, dst, axes in sorted(between, key=lambda k: (k[0], k[1], [-1 if a is None else a for a in k[2]])):
+        tensors = tuple(between[src, dst, axes])
+        key = src, dst, tensors
+        if key not in known:
+            # Stages change their numbers more often than what passes between them changes.
+            same = known.get((0, 0, tensors))
+            if same is None:
+                same = known[0, 0, tensors] = _edge_of(graph, tensors)
+            known[key] = dataclasses.replace(
+                same, src=src, dst=dst, src_shard_axis=axes[0], dst_shard_axis=axes[1]
+            )
+        edges.append(known[key])
+    return tuple(edges)
+
+
+_Axes = tuple[int | None, int | None]
+"""Shard axis at the producer and at the consumer."""
+
+
+def _edge_of(graph: BlockGraph, names: tuple[str, ...]) -> StageEdge:
+    specs = [graph.tensors[name] for name in names]
+    batch = [spec for spec in specs if spec.layout.kind is LayoutKind.BATCH]
+    whole = [spec for spec in specs if spec.layout.kind is not LayoutKind.BATCH]
+    return StageEdge(
+        src=0,
+        dst=0,
+        batch_tensors=tuple(spec.name for spec in batch),
+        whole_tensors=tuple(spec.name for spec in whole),
+        gradient_tensors=tuple(spec.name for spec in specs if spec.requires_grad),
+        bytes_per_sample=sum(s.bytes_for(s.num_samples) / s.num_samples for s in batch),
+        bytes_fixed=float(sum(s.bytes_for(s.num_samples) for s in whole)),
+        gradient_bytes_per_sample=sum(
+            s.bytes_for(s.num_samples) / s.num_samples for s in batch if s.requires_grad
+        ),
+        gradient_bytes_fixed=float(sum(s.bytes_for(s.num_samples) for s in whole if s.requires_grad)),
+    )
+
+
+def order_stages(
+    graph: BlockGraph, groups: Sequence[Sequence[str]], *, costs: CostModel | None = None
+) -> list[int]:
+    """Return a topological order of the groups, branch after branch.
+
+    After a stage come its successors where they are ready, so that a branch is finished before the
+    next one begins and neighbours in the order are neighbours in the graph.
+
+    Raises:
+        PlanError: a block is in no group, in two, or the groups depend on each other in a circle.
+    """
+    position = costs.index if costs is not None else {block.name: i for i, block in enumerate(graph.blocks)}
+    stage_of: dict[str, int] = {}
+    for i, blocks in enumerate(groups):
+        for block in blocks:
+            if block not in position:
+                raise PlanError(f"stage {i} names block {block!r}, which the model does not have")
+            if block in stage_of:
+                raise PlanError(f"block {block!r} is in two stages ({stage_of[block]} and {i}); keep one")
+            stage_of[block] = i
+    missing = [name for name in position if name not in stage_of]
+    if missing:
+        raise PlanError(f"{len(missing)} blocks are in no stage: {missing[:3]}; add them to one")
+    first = [min(position[block] for block in blocks) for blocks in groups]
+    successors: list[set[int]] = [set() for _ in groups]
+    waiting = [0] * len(groups)
+    for edge in graph.edges:
+        src, dst = stage_of[edge.src], stage_of[edge.dst]
+        if src != dst and dst not in successors[src]:
+            successors[src].add(dst)
+            waiting[dst] += 1
+    ready = sorted((s for s, count in enumerate(waiting) if count == 0), key=first.__getitem__, reverse=True)
+    order: list[int] = []
+    while ready:
+        stage = ready.pop()
+        order.append(stage)
+        freed = []
+        for successor in successors[stage]:
+            waiting[successor] -= 1
+            if waiting[successor] == 0:
+                freed.append(successor)
+        ready.extend(sorted(freed, key=first.__getitem__, reverse=True))
+    if len(order) < len(groups):
+        quotient = nx.DiGraph((a, b) for a, out in enumerate(successors) for b in out)
+        circle = [groups[edge[0]][0] for edge in nx.find_cycle(quotient)]
+        raise PlanError(
+            f"the stages of {' -> '.join([*circle, circle[0]])} depend on each other in a circle; "
+            "move the blocks between them into one stage"
+        )
+    return order
+
+
+def assign_ranks(drafts: Sequence[StageDraft]) -> list[tuple[int, ...]]:
+    """Return each stage's ranks: the given ones, or the next free ones in stage order."""
+    taken = {rank for draft in drafts if draft.ranks is not None for rank in draft.ranks}
+    total = sum(draft.degree * draft.tensor for draft in drafts)
+    free = iter(rank for rank in range(total) if rank not in taken)
+    return [
+        draft.ranks
+        if draft.ranks is not None
+        else tuple(next(free) for _ in range(draft.degree * draft.tensor))
+        for draft in drafts
+    ]

@@ -1,0 +1,386 @@
+"""Swap or recompute, tensor by tensor, so that a stage fits at the least cost (Capuchin, ASPLOS 2020).
+
+Capuchin's model, which DawnPiper (section 4.3) applies to each stage:
+
+    FreeTime  from a tensor's last use in the forward to its first in the backward, less both transfers;
+              tensors with the most are swapped first, until the transfers no longer hide behind compute
+    MSPS      memory saved per second of running a tensor's operators again; then whichever of the two
+              costs less is taken
+
+Here, for a stage with forward f, backward b (recomputation r included) and c micro-batches in flight, of
+which s bytes each wait in host memory behind a link of W bytes/s each way:
+
+    hidden    s/W <= f + b where forwards and backwards take turns; else s/W <= f and s/W <= b - each
+              way its own phase (GPipe's schedule, one micro-batch in flight)
+    memory    held + c (saved - dropped - s) + largest segment made again + two swapped tensors (one in
+              use, one on its way) + transient
+
+What to recompute comes from the menu of `recompute_menu`: every level has a price in bytes a microsecond,
+which is a bound on the MSPS of its segments. `StageOptimizer.estimate` mixes two neighbouring levels and
+fills the link, in closed form, for thousands of stages a search looks at; `optimize` makes the choice
+tensor by tensor for the stages of a plan.
+
+Deviations: levels are tried from all prices, rather than swapping first whatever hides, because a stage
+that must recompute anyway can save its transfers for what is dear to recompute; the result is never worse.
+
+Source: Capuchin (ASPLOS 2020, doi 10.1145/3373376.3378505), as in DawnPiper (arXiv 2505.05856), section 4.3
+Tests: tests/plan/test_capuchin.py
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
+from gpp_plugin.plan.costs.cost_model import Floats
+from gpp_plugin.plan.memory.graph_tensors import Ints
+from gpp_plugin.plan.memory.operator_chain import PipelineShape, TensorChain
+from gpp_plugin.plan.memory.recompute_menu import (
+    LevelSums,
+    SegmentCosts,
+    Segments,
+    dropped_tensors,
+    members,
+    segment_costs,
+    whole_stage,
+)
+from gpp_plugin.plan.memory.savings import HostLink, Savings, added_us, lacking_bytes, nearest_to_fitting
+
+Interval = tuple[int, int]
+NUM_MIXTURES = 4
+"""Pairs of levels that `optimize` weighs exactly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageChoice:
+    """A stage that fits, or how far it is from that.
+
+    Args:
+        excess_bytes: by how much it exceeds its device; 0 where it fits.
+        us: forward, backward and what memory optimization adds, of one micro-batch.
+        memory: None where nothing is swapped or recomputed.
+    """
+
+    excess_bytes: float
+    us: float
+    memory_bytes: float
+    memory: MemoryPlan | None = None
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """Return what choices are compared by: fitting first, then time."""
+        return self.excess_bytes, self.us
+
+
+class StageOptimizer:
+    """What any stage of one chain costs to fit.
+
+    Args:
+        chain: at the number of samples a rank computes.
+        menu: of the same graph, at any number of samples; used if ``recompute``.
+        recompute, swap: what may be done.
+        is_cautious: under ZeRO 2 look for what to swap and recompute as if nothing of what a micro-batch keeps made
+            room for its whole gradients (`unreduced_bytes`); else as if all of it did. What is found is weighed with
+            what it leaves, so that a choice that fits does fit.
+    """
+
+    def __init__(
+        self,
+        chain: TensorChain,
+        shape: PipelineShape,
+        *,
+        menu: Sequence[Segments] = (),
+        recompute: bool = False,
+        swap: bool = False,
+        is_cautious: bool = True,
+    ) -> None:
+        self.chain, self.shape, self._is_cautious = chain, shape, is_cautious
+        self.can_recompute, self.can_swap = recompute, swap
+        self.host = HostLink(bytes_per_us=shape.host_bytes_per_s / 1e6)
+        self._used_link = self.host if swap else HostLink(bytes_per_us=0.0)
+        none = Segments(starts=np.zeros(0, dtype=np.int64), stops=np.zeros(0, dtype=np.int64))
+        self._levels = [none, *(menu if recompute else ())]
+        costs = [segment_costs(chain, level) for level in self._levels]
+        self._sums = LevelSums(chain, self._levels, costs)
+        self._known: dict[tuple[int, int, int], tuple[float, float]] = {}
+
+    def estimate(self, stage: int, start: int, stop: int) -> tuple[float, float]:
+        """Return (bytes too many, microseconds) of stage ``stage`` holding [start, stop)."""
+        key = stage, start, stop
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._estimate(stage, start, stop)
+        return found
+
+    def _estimate(self, stage: int, start: int, stop: int) -> tuple[float, float]:
+        chain, shape = self.chain, self.shape
+        compute_us = chain.stage_us(start, stop)
+        excess = chain.memory_bytes(start, stop, stage, shape) - shape.limits[stage]
+        if excess <= 0 or not (self.can_swap or len(self._levels) > 1):
+            return max(excess, 0.0), compute_us
+        excess, s = self.excess_before(stage, start, stop), self._savings(stage, start, stop)
+        in_flight, in_turn = shape.in_flight(stage), shape.is_in_turn(stage)
+        needs = lacking_bytes(excess, in_flight, s)
+        us = min(
+            _cheapest_mixture(s.again_us, needs, s.work),
+            float(added_us(excess, in_flight, s, self._used_link, in_turn).min()),
+        )
+        if self.can_swap:
+            hidden = in_flight * self.host.hidden_bytes(s.forward_us, s.backward_us + s.again_us, in_turn)
+            us = min(us, _cheapest_mixture(s.again_us, needs + 2 * s.left - hidden, s.work))
+        nearest = nearest_to_fitting(excess, in_flight, s, self._used_link)
+        return (0.0, compute_us + us) if us < np.inf else (max(nearest, 1.0), compute_us)
+
+    def excess_before(self, stage: int, start: int, stop: int) -> float:
+        """Return the bytes too many of a stage that swaps or recomputes, before what that saves."""
+        need = self.chain.memory_bytes(start, stop, stage, self.shape, is_optimized=self._is_cautious)
+        return need - self.shape.limits[stage]
+
+    def excess_to_swap(self, stage: int, start: int, stop: int, found: StageChoice) -> float:
+        """Return the bytes that swapping has to free beside what a choice that does not fit recomputes."""
+        less = found.memory.recomputed_bytes if found.memory is not None else 0.0
+        room = self.chain.room_for_gradients(start, stop, less) if self._is_cautious else 0.0
+        return found.excess_bytes + room
+
+    def _savings(self, stage: int, start: int, stop: int) -> Savings:
+        """Return what every level comes to, and last, where recomputing is allowed, the stage as one segment.
+
+        What a level drops is not told apart from what it drops less what it holds instead: arrays [level] from prefix
+        sums, which are taken for every stage that is looked at.
+        """
+        chain = self.chain
+        time, net = self._sums.time_us(start, stop), self._sums.net_bytes(start, stop)
+        work = self._sums.work_bytes(start, stop)
+        if self.can_recompute:
+            dropped, held, again_us = whole_stage(chain, start, stop)
+            time, net = np.append(time, again_us), np.append(net, max(dropped - held, 0.0))
+            work = np.append(work, dropped)
+        forward_us = chain.forward[stop] - chain.forward[start]
+        largest = chain.largest_saved(start, stop)
+        return Savings(
+            net=net,
+            dropped=net,
+            work=work,
+            again_us=time,
+            kept=chain.tensor_bytes[stop] - chain.tensor_bytes[start],
+            largest=largest,
+            left=largest,
+            forward_us=forward_us,
+            backward_us=chain.stage_us(start, stop) - forward_us,
+        )
+
+    def optimize(self, stage: int, start: int, stop: int) -> StageChoice:
+        """Return the cheapest choice found that fits, tensor by tensor, or the one nearest to fitting."""
+        best = self.weigh(stage, start, stop)
+        if best.excess_bytes <= 0:
+            return best
+        inside = [self._inside(level, start, stop) for level in range(len(self._levels))]
+        if self.can_recompute:
+            inside.append([(start, stop)])
+        for level in inside:
+            best = min(best, self.fitted(stage, start, stop, level), key=lambda c: c.key)
+        for low, high in self._mixtures(stage, start, stop):
+            best = min(
+                best, self._best_split(stage, start, stop, inside[low], inside[high]), key=lambda c: c.key
+            )
+        return best
+
+    def _inside(self, level: int, start: int, stop: int) -> list[Interval]:
+        segments = self._levels[level]
+        begins = np.maximum(segments.starts, start)
+        ends = np.minimum(segments.stops, stop)
+        kept = begins < ends
+        return list(zip(begins[kept].tolist(), ends[kept].tolist(), strict=True))
+
+    def _mixtures(self, stage: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the most promising pairs of levels, the one that does not fit first."""
+        s, in_flight = self._savings(stage, start, stop), self.shape.in_flight(stage)
+        time, needs = s.again_us, lacking_bytes(self.excess_before(stage, start, stop), in_flight, s)
+        if self.can_swap:
+            in_turn = self.shape.is_in_turn(stage)
+            needs = needs - in_flight * self.host.hidden_bytes(s.forward_us, s.backward_us + time, in_turn)
+        scored = []
+        for low, high in itertools.permutations(range(len(time)), 2):
+            if time[low] < time[high] and needs[low] > max(needs[high], 0.0):
+                share = min(needs[low] / (needs[low] - needs[high]), 1.0)
+                us = float(time[low] + share * (time[high] - time[low]))
+                scored.append((needs[high] > 0, us, low, high))
+        return [(low, high) for _, _, low, high in sorted(scored)[:NUM_MIXTURES]]
+
+    def _best_split(
+        self, stage: int, start: int, stop: int, low: list[Interval], high: list[Interval]
+    ) -> StageChoice:
+        """Return the cheapest choice with the segments of one level up to a place and of another after it."""
+        places = sorted({start, *(end for _, end in high)})
+        first, last = 0, len(places) - 1
+        best: StageChoice | None = None
+        while first <= last:
+            middle = (first + last) // 2
+            place = places[middle]
+            mixed = [s for s in high if s[1] <= place] + [s for s in low if s[0] >= place]
+            found = self.fitted(stage, start, stop, mixed)
+            if best is None or found.key < best.key:
+                best = found
+            is_enough = found.excess_bytes <= 0 and (found.memory is None or found.memory.swap_us <= 0)
+            if is_enough:
+                last = middle - 1
+            else:
+                first = middle + 1
+        assert best is not None
+        return best
+
+    def fitted(self, stage: int, start: int, stop: int, segments: Sequence[Interval]) -> StageChoice:
+        """Return the choice with these segments and as few swapped tensors as make it fit."""
+        found = self.weigh(stage, start, stop, segments=segments)
+        if found.excess_bytes <= 0 or not self.can_swap:
+            return found
+        candidates = self.swap_candidates(stage, start, stop, segments)
+        if not len(candidates):
+            return found
+        sizes = self.chain.tensors.bytes[candidates]
+        in_flight = self.shape.in_flight(stage)
+        freed = in_flight * np.cumsum(sizes) - 2 * np.maximum.accumulate(sizes)
+        excess = self.excess_to_swap(stage, start, stop, found)
+        enough = np.flatnonzero(freed >= excess)
+        count = int(enough[0]) + 1 if len(enough) else int(freed.argmax()) + 1
+        chosen = _thinned(candidates[:count], sizes[:count], float(freed[count - 1] - excess), in_flight)
+        return self.weigh(stage, start, stop, segments=segments, swapped=chosen)
+
+    def swap_candidates(self, stage: int, start: int, stop: int, segments: Sequence[Interval]) -> Ints:
+        """Return the tensors that are kept, the one with the most FreeTime first."""
+        tensors = self.chain.tensors
+        kept = (tensors.charged >= start) & (tensors.charged < stop) & (tensors.bytes > 0)
+        member = members(self.chain, segments)
+        kept &= ~dropped_tensors(self.chain, member)
+        rows = np.flatnonzero(kept)
+        free = self.free_us(stage, start, stop, rows)
+        return rows[np.argsort(-free, kind="stable")]
+
+    def free_us(self, stage: int, start: int, stop: int, rows: Ints) -> Floats:
+        """Return Capuchin's FreeTime of tensors kept by a stage."""
+        chain, shape = self.chain, self.shape
+        after = np.minimum(chain.tensors.last[rows] + 1, stop)
+        gap = chain.forward[stop] - chain.forward[after] + chain.backward[stop] - chain.backward[after]
+        others = (shape.in_flight(stage) - 1) * chain.stage_us(start, stop)
+        if shape.schedule == "gpipe" and shape.mode == "sync":
+            others /= 2  # on the average: the last forward's backward comes last, all forwards before
+        return gap + others - 2 * chain.tensors.bytes[rows] / self.host.bytes_per_us
+
+    def weigh(
+        self,
+        stage: int,
+        start: int,
+        stop: int,
+        *,
+        segments: Sequence[Interval] = (),
+        swapped: Ints | None = None,
+        buffer_bytes: float | None = None,
+    ) -> StageChoice:
+        """Return what a stage costs with these segments run again and these tensors swapped.
+
+        Args:
+            buffer_bytes: held for tensors in use and on their way; two of the largest swapped if None.
+        """
+        chain, shape = self.chain, self.shape
+        in_flight = shape.in_flight(stage)
+        compute_us = chain.stage_us(start, stop)
+        rows = np.zeros(0, dtype=np.int64) if swapped is None else swapped
+        recomputed = self._recomputed(segments)
+        sizes = chain.tensors.bytes[rows]
+        if buffer_bytes is None:
+            buffer_bytes = 2 * float(sizes.max(initial=0.0))
+        working = max((s.bytes for s in recomputed), default=0) + buffer_bytes
+        recompute_us = sum(s.recompute_us for s in recomputed)
+        forward_us = chain.forward[stop] - chain.forward[start]
+        free = self.free_us(stage, start, stop, rows)
+        swap_us = float(
+            self.host.exposed_us(
+                sizes.sum(), forward_us, compute_us - forward_us + recompute_us, shape.is_in_turn(stage)
+            )
+        ) + float(np.maximum(-free, 0.0).sum())
+        memory = None
+        if recomputed or len(rows):
+            memory = MemoryPlan(
+                swapped=tuple(
+                    SwappedTensor(name=chain.tensors.names[t], bytes=round(size), free_us=float(us))
+                    for t, size, us in zip(rows.tolist(), sizes.tolist(), free.tolist(), strict=True)
+                ),
+                recomputed=recomputed,
+                working_bytes=round(working),
+                swap_us=swap_us,
+            )
+        less = sum(s.bytes - s.held_bytes for s in recomputed) + float(sizes.sum())
+        # `memory_formula` with s less what leaves: linear in it, but for what makes room for whole gradients.
+        need = chain.memory_bytes(start, stop, stage, shape, is_optimized=True) - in_flight * less + working
+        need -= chain.room_for_gradients(start, stop, less)
+        return StageChoice(
+            excess_bytes=max(need - shape.limits[stage], 0.0),
+            us=compute_us + recompute_us + swap_us,
+            memory_bytes=need,
+            memory=memory,
+        )
+
+    def _recomputed(self, segments: Sequence[Interval]) -> tuple[RecomputedSegment, ...]:
+        if not segments:
+            return ()
+        chain = self.chain
+        ordered = sorted(segments)
+        asked = Segments(
+            starts=np.array([s for s, _ in ordered], dtype=np.int64),
+            stops=np.array([s for _, s in ordered], dtype=np.int64),
+        )
+        costs: SegmentCosts = segment_costs(chain, asked, together=True)
+        member = members(chain, ordered)
+        tensors = chain.tensors
+        owner = np.where(member[tensors.made] == member[tensors.last], member[tensors.made], -1)
+        names: list[list[str]] = [[] for _ in ordered]
+        for t in np.flatnonzero(owner >= 0).tolist():
+            names[owner[t]].append(tensors.names[t])
+        return tuple(
+            RecomputedSegment(
+                blocks=tuple(chain.names[begin:end]),
+                tensors=tuple(names[i]),
+                bytes=round(costs.dropped[i]),
+                held_bytes=round(costs.held[i]),
+                recompute_us=float(costs.time_us[i]),
+            )
+            for i, (begin, end) in enumerate(ordered)
+        )
+
+
+def _cheapest_mixture(time: Floats, needs: Floats, work: Floats) -> float:
+    """Return the least time of one level, or of two mixed so that they just fit; inf where none fits.
+
+    Args:
+        needs: bytes each level lacks with its own ``work``; negative: fits. A mixture has the larger work.
+    """
+    fits = needs <= 0
+    if not fits.any():
+        return float("inf")
+    best = float(time[fits].min())
+    if fits.all():
+        return best
+    tempting = ~fits & (time < best)
+    if not tempting.any():
+        return best
+    low, high = time[tempting][:, None], time[fits][None, :]
+    more_work = work[fits][None, :] - work[tempting][:, None]
+    lacking = needs[tempting][:, None] + np.maximum(more_work, 0.0)
+    spare = -needs[fits][None, :] - np.maximum(-more_work, 0.0)
+    share = lacking / np.maximum(lacking + spare, 1e-9)
+    mixed = np.where((low < high) & (share <= 1.0) & (spare >= 0.0), low + share * (high - low), np.inf)
+    return min(best, float(mixed.min()))
+
+
+def _thinned(rows: Ints, sizes: Floats, spare_bytes: float, in_flight: int) -> Ints:
+    """Return the tensors without those that need not go after all, the ones with least FreeTime first."""
+    kept = np.ones(len(rows), dtype=bool)
+    for i in range(len(rows) - 1, -1, -1):
+        if in_flight * sizes[i] <= spare_bytes:
+            kept[i] = False
+            spare_bytes -= in_flight * float(sizes[i])
+    return rows[kept]

@@ -1,0 +1,381 @@
+"""What it costs a stage of a graph to fit its device: the least time of recomputing and swapping (joined planning).
+
+A planner that asks "time plus least cost of fitting" of every stage it considers weighs memory optimization
+against another partition, more stages and smaller micro-batches. Three answers, each dearer than the one before:
+
+    `least_added_us`            in closed form, as arrays, for all stages of a search's tables (`savings`)
+    `StageFitter.estimate`      one stage, for thousands of candidates: segments of equal length run again,
+                                those that save most per microsecond first, and the rest is swapped
+    `StageFitter.choose`        one stage of a plan, tensor by tensor (`capuchin`; a user's module: `module_memory`)
+
+How many micro-batches a stage holds follows from the graph of stages, not from its place in a chain.
+
+Source: this project
+Tests: tests/plan/test_joined.py, tests/plan/test_stage_chain.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.memory.capuchin import StageChoice, StageOptimizer
+from gpp_plugin.plan.memory.graph_tensors import GraphTensors
+from gpp_plugin.plan.memory.module_memory import ModuleChain, choose_for_module
+from gpp_plugin.plan.memory.operator_chain import PipelineShape
+from gpp_plugin.plan.memory.savings import HostLink, Savings, added_us, is_in_turn, nearest_to_fitting
+from gpp_plugin.plan.memory.stage_chain import LENGTHS, StageChain, WholeStage
+from gpp_plugin.plan.request import PlanRequest, rank_limit
+
+FEW = 8
+"""Blocks of a stage up to which the best segments are looked for in an estimate."""
+NUM_ESTIMATES = 4
+"""Of the estimates of a stage, those that are worked out tensor by tensor."""
+SHARES = (0.7, 0.4)
+"""Of all that a stage can drop, what one segment may work with."""
+
+Rows = tuple[int, ...]
+
+
+class _Segment(NamedTuple):
+    """Some blocks of one micro-batch as one segment, as of `Savings`."""
+
+    net: float
+    dropped: float
+    again_us: float
+    kept: float
+    largest: float
+    left: float
+
+    @property
+    def worth(self) -> float:
+        """Return Capuchin's memory saved per second."""
+        return self.net / max(self.again_us, 1e-9)
+
+
+class StageFitter:
+    """Fits stages of one request's graph to their devices; what it has worked out is kept.
+
+    Args:
+        request: its ``memory_optimization`` says what may be done; nothing: no stage is changed.
+    """
+
+    def __init__(self, request: PlanRequest, costs: CostModel) -> None:
+        self.request, self.costs = request, costs
+        self.can_recompute = "recompute" in request.memory_optimization
+        self.can_swap = "swap" in request.memory_optimization
+        devices = request.cluster.devices[: request.num_ranks]
+        self._host_bytes_per_s = min(device.host_bytes_per_s for device in devices)
+        self.host = HostLink(bytes_per_us=self._host_bytes_per_s / 1e6 if self.can_swap else 0.0)
+        self.everything = GraphTensors(costs)
+        self._per_block: dict[float, Savings] = {}
+        self._segments: dict[tuple[Rows, float], _Segment] = {}
+        self._again_by: dict[tuple[Rows, float], list[tuple[Rows, ...]]] = {}
+        self._steps: dict[tuple[Rows, float], Savings] = {}
+        self._estimates: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._choices: dict[tuple[object, ...], StageChoice] = {}
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether there is anything to swap or recompute."""
+        is_known = bool(self.everything.names or self.request.profile.modules)
+        return is_known and (self.can_recompute or self.can_swap)
+
+    def is_in_turn(self, in_flight: Any) -> Any:
+        """Return whether forwards and backwards of a stage take turns."""
+        return is_in_turn(self.request.schedule, in_flight)
+
+    def per_block(self, local: float) -> Savings:
+        """Return what every block of the graph could save, run again by itself."""
+        found = self._per_block.get(local)
+        if found is None:
+            dropped, held = self.everything.single_segments(local)
+            sizes = self.everything.sizes(local)
+            kept, largest, left = np.zeros((3, len(dropped)))
+            for t, keepers in enumerate(self.everything.keepers):
+                kept[keepers[0]] += sizes[t]
+                largest[keepers[0]] = max(largest[keepers[0]], sizes[t])
+                if len(self.everything.users[t]) > 1:
+                    left[keepers[0]] = max(left[keepers[0]], sizes[t])
+            forward, backward = self.costs.block_times(local)
+            net = dropped - held
+            is_worth = (net > 0) & self.can_recompute
+            found = self._per_block[local] = Savings(
+                net=np.where(is_worth, net, 0.0),
+                dropped=np.where(is_worth, dropped, 0.0),
+                work=np.where(is_worth, dropped, 0.0),
+                again_us=np.where(is_worth, forward, 0.0),
+                kept=kept,
+                largest=largest,
+                left=np.where(is_worth, left, largest),
+                forward_us=forward,
+                backward_us=backward,
+            )
+        return found
+
+    def estimate(
+        self, rows: Rows, *, degree: int, local: float, in_flight: int, limit: int
+    ) -> tuple[float, float]:
+        """Return (bytes too many, microseconds added to a backward) of a stage; (0, 0) where it fits as it is."""
+        plain = self.costs.stage_memory(rows, degree=degree, local=local, in_flight=in_flight)
+        if plain <= limit or not self.is_active:
+            return max(float(plain - limit), 0.0), 0.0
+        key = rows, degree, local, in_flight, limit
+        found = self._estimates.get(key)
+        if found is None:
+            excess = self._optimized_excess(rows, degree, local, in_flight, limit)
+            found = self._estimates[key] = self._estimate(rows, local, in_flight, excess)
+        return found
+
+    def _optimized_excess(self, rows: Rows, degree: int, local: float, in_flight: int, limit: int) -> float:
+        """Return the bytes too many of a stage that swaps or recomputes, before what that saves."""
+        need = self.costs.stage_memory(
+            rows, degree=degree, local=local, in_flight=in_flight, is_optimized=True
+        )
+        return float(need - limit)
+
+    def _estimate(self, rows: Rows, local: float, in_flight: int, excess: float) -> tuple[float, float]:
+        steps = self._steps_of(rows, local)
+        in_turn = self.is_in_turn(in_flight)
+        us = float(added_us(excess, in_flight, steps, self.host, in_turn).min())
+        if us < np.inf:
+            return 0.0, us
+        return max(nearest_to_fitting(excess, in_flight, steps, self.host), 1.0), 0.0
+
+    def _steps_of(self, rows: Rows, local: float) -> Savings:
+        """Return a stage's ways to run again: by segments of equal length, more and more of them, or as one."""
+        found = self._steps.get((rows, local))
+        if found is None:
+            found = self._steps[rows, local] = self._make_steps(rows, local)
+        return found
+
+    def _make_steps(self, rows: Rows, local: float) -> Savings:
+        # ``choices`` are [net, dropped, work, again, left] by step: nothing, then for every segmentation its segments
+        # that save anything, the one with most bytes a microsecond first, one more each step, then the stage as one.
+        # Of blocks a, b, c in segments {a}, {b}, {c} of worth 1, 3, 2 the steps are {b}, {b, c}, {b, c, a}: net,
+        # dropped and again add up, the work is the largest so far.
+        whole = self._segment(rows, local)
+        forward, backward = self.costs.stage_times(rows, local)
+        choices = [np.array([[0.0], [0.0], [0.0], [0.0], [whole.largest]])]
+        again_by: list[tuple[Rows, ...]] = [()]
+        for cuts in self._segmentations(rows, local, whole.dropped) if self.can_recompute else ():
+            covered = set(itertools.chain(*cuts))
+            rest = [self._segment((row,), local).largest for row in rows if row not in covered]
+            found = [self._segment(cut, local) for cut in cuts]
+            ranked = sorted(
+                ((part, cut) for part, cut in zip(found, cuts, strict=True) if part.net > 0),
+                key=lambda pair: -pair[0].worth,
+            )
+            if not ranked:
+                continue
+            parts = [part for part, _ in ranked]
+            again_by += itertools.accumulate(((cut,) for _, cut in ranked), operator.add)
+            sums = np.array([(p.net, p.again_us, p.dropped) for p in parts]).T
+            # The largest tensor left to swap is only known to be smaller once every segment runs again.
+            left = np.full(len(parts), whole.largest)
+            left[-1] = max(*rest, *(p.left if p.net > 0 else p.largest for p in found), 0.0)
+            net, again, dropped = np.cumsum(sums, axis=1)
+            choices.append(np.stack([net, dropped, np.maximum.accumulate(sums[2]), again, left]))
+        if self.can_recompute:
+            choices.append(
+                np.array([[whole.net], [whole.dropped], [whole.dropped], [whole.again_us], [whole.left]])
+            )
+            again_by.append((rows,))
+        self._again_by[rows, local] = again_by
+        net, dropped, work, again, left = np.concatenate(choices, axis=1)
+        return Savings(
+            net=net,
+            dropped=dropped,
+            work=work,
+            again_us=again,
+            kept=whole.kept,
+            largest=whole.largest,
+            left=left,
+            forward_us=forward,
+            backward_us=backward,
+        )
+
+    def _segmentations(self, rows: Rows, local: float, dropped: float) -> Iterator[list[Rows]]:
+        """Yield ways to cut a stage into segments: equal ones, and for few blocks those that save most."""
+        for length in LENGTHS:
+            if length > 1 and length >= len(rows):
+                break
+            yield [rows[i : i + length] for i in range(0, len(rows), length)]
+        for share in SHARES if 2 < len(rows) <= FEW else ():
+            best: list[tuple[float, list[Rows]]] = [(0.0, [])]
+            for stop in range(1, len(rows) + 1):
+                best.append(best[-1])
+                for start in range(stop):
+                    part = self._segment(rows[start:stop], local)
+                    if part.dropped <= share * dropped and best[start][0] + part.net > best[stop][0]:
+                        best[stop] = best[start][0] + part.net, [*best[start][1], rows[start:stop]]
+            yield best[-1][1]
+
+    def _segment(self, rows: Rows, local: float) -> _Segment:
+        """Return what these blocks save where they run again as one segment."""
+        found = self._segments.get((rows, local))
+        if found is not None:
+            return found
+        tensors = self.everything
+        sizes, results = tensors.sizes(local), tensors.result_sizes(local)
+        inside = set(rows)
+        numbers = dict.fromkeys(t for row in rows for t in tensors.kept_in[row])
+        kept = largest = left = dropped = held = 0.0
+        for t in numbers:
+            size = float(sizes[t])
+            kept, largest = kept + size, max(largest, size)
+            if tensors.users[t] <= inside:
+                dropped += size
+            else:
+                left = max(left, size)
+        for r in dict.fromkeys(r for row in rows for r in tensors.entering[row]):
+            if tensors.results[r][1] not in inside and tensors.result_tensor[r] not in numbers:
+                held += float(results[r])
+        found = self._segments[rows, local] = _Segment(
+            net=dropped - held,
+            dropped=dropped,
+            again_us=self.costs.stage_times(rows, local)[0],
+            kept=kept,
+            largest=largest,
+            left=left,
+        )
+        return found
+
+    def choose(self, rows: Rows, *, degree: int, local: float, in_flight: int, limit: int) -> StageChoice:
+        """Return the cheapest memory optimization found that makes a stage fit, or the nearest to fitting."""
+        key = rows, degree, local, in_flight, limit
+        found = self._choices.get(key)
+        if found is None:
+            module = self.request.profile.module([self.costs.graph.blocks[row].name for row in rows])
+            if module is not None:
+                chain = ModuleChain(self.costs, module, rows[0], local, degree=degree)
+                shape = self._shape(chain, in_flight, limit)
+                ways = {"recompute": self.can_recompute, "swap": self.can_swap}
+                found = choose_for_module(module, chain, shape, **ways)
+            else:
+                found = self._choose_blocks(rows, degree, local, in_flight, limit)
+            self._choices[key] = found
+        return found
+
+    def _choose_blocks(
+        self, rows: Rows, degree: int, local: float, in_flight: int, limit: int
+    ) -> StageChoice:
+        chain = StageChain(self.everything, rows, local, degree=degree)
+        optimizer = StageOptimizer(
+            chain,
+            self._shape(chain, in_flight, limit),
+            menu=chain.menu() if self.can_recompute else (),
+            recompute=self.can_recompute,
+            swap=self.can_swap,
+        )
+        choices = [optimizer.optimize(0, *chain.whole)]
+        if choices[0].memory is not None:
+            excess = self._optimized_excess(rows, degree, local, in_flight, limit)
+            choices += [
+                optimizer.fitted(0, *chain.whole, segments)
+                for segments in self._best_segments(rows, local, in_flight, excess)
+            ]
+        return min(choices, key=lambda choice: choice.key)
+
+    def _shape(self, chain: WholeStage, in_flight: int, limit: int) -> PipelineShape:
+        """Return the place of one stage, whose plan has whole bytes: rounding must not make it exceed its limit."""
+        tensors = chain.tensors
+        is_whole = np.abs(tensors.bytes - np.rint(tensors.bytes)).max(initial=0.0) < 1e-6
+        margin = 0 if is_whole else in_flight * (len(tensors.names) // 2 + 1)
+        return PipelineShape(
+            num_stages=1,
+            num_micro_batches=in_flight,
+            limits=(limit - margin,),
+            host_bytes_per_s=self._host_bytes_per_s,
+            schedule=self.request.schedule,
+            counts=(in_flight,),
+        )
+
+    def _best_segments(
+        self, rows: Rows, local: float, in_flight: int, excess: float
+    ) -> list[list[tuple[int, int]]]:
+        """Return the segments of the best estimates, as intervals of the stage's chain."""
+        steps = self._steps_of(rows, local)
+        us = added_us(excess, in_flight, steps, self.host, self.is_in_turn(in_flight))
+        place = {row: i for i, row in enumerate(rows, 1)}
+        return [
+            sorted((place[cut[0]], place[cut[-1]] + 1) for cut in self._again_by[rows, local][i])
+            for i in np.argsort(us, kind="stable")[:NUM_ESTIMATES].tolist()
+        ]
+
+    def estimated(self, plan: PipelinePlan) -> PipelinePlan:
+        """Return a candidate with what it costs each stage to fit, roughly, and without saying how."""
+        return self._with_stages(plan, self._estimated)
+
+    def fitted(self, plan: PipelinePlan) -> PipelinePlan:
+        """Return the plan whose stages that do not fit have a memory plan, or are as near to fitting as they get."""
+        return self._with_stages(plan, self.fitted_stage)
+
+    def _with_stages(self, plan: PipelinePlan, change: Callable[[Stage], Stage]) -> PipelinePlan:
+        if not self.is_active:
+            return plan
+        return dataclasses.replace(plan, stages=tuple(change(stage) for stage in plan.stages))
+
+    def _limit(self, stage: Stage) -> int:
+        return min(rank_limit(self.request, rank) for rank in stage.ranks)
+
+    def _place(self, stage: Stage, limit: int) -> dict[str, Any]:
+        return {
+            "rows": tuple(self.costs.indices(stage.blocks)),
+            "degree": stage.degree,
+            "local": stage.local_batch_size,
+            "in_flight": stage.in_flight,
+            "limit": limit,
+        }
+
+    def _estimated(self, stage: Stage) -> Stage:
+        limit = self._limit(stage)
+        if stage.memory_bytes <= limit:
+            return stage
+        excess, us = self.estimate(**self._place(stage, limit))
+        return dataclasses.replace(
+            stage, backward_us=stage.backward_us + us, memory_bytes=limit + round(excess)
+        )
+
+    def fitted_stage(self, stage: Stage, *, stashed_bytes: int = 0) -> Stage:
+        """Return a stage without memory plan with one that makes it fit, if it does not as it is.
+
+        Args:
+            stashed_bytes: of its ``memory_bytes``, older versions of its weights (asynchronous mode).
+        """
+        limit = self._limit(stage)
+        if stage.memory_bytes <= limit:
+            return stage
+        choice = self.choose(**self._place(stage, limit - stashed_bytes))
+        added = choice.memory.added_us if choice.memory is not None else 0.0
+        return dataclasses.replace(
+            stage,
+            backward_us=stage.backward_us + added,
+            memory_bytes=round(choice.memory_bytes) + stashed_bytes,
+            memory=choice.memory,
+        )
+
+
+def fitter_for(request: PlanRequest, costs: CostModel) -> StageFitter | None:
+    """Return a fitter where the request allows memory optimization and the graph's tensors are known."""
+    fitter = StageFitter(request, costs) if request.memory_optimization else None
+    return fitter if fitter is not None and fitter.is_active else None
+
+
+def levels_to_fit(top: int) -> Sequence[int]:
+    """Return the levels at which fitting is worked out: all small ones, fewer of the large ones.
+
+    >>> levels_to_fit(20)
+    [1, 2, 3, 4, 6, 8, 12, 16, 20]
+    """
+    found = [1, 2, 3]
+    while found[-1] < top:
+        found.append(found[-2] * 2)
+    return sorted({level for level in found if level < top} | {top})

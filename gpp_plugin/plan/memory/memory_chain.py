@@ -1,0 +1,298 @@
+"""From a partition of operators with its memory optimization to a PipelinePlan, for any planner of the kind.
+
+Source: DawnPiper (arXiv 2505.05856), section 4, Algorithm 1
+Tests: tests/plan/test_dawnpiper.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from gpp_plugin.errors import PlanInfeasible
+from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.judge import judge_us
+from gpp_plugin.plan.make import StageDraft, build_plan
+from gpp_plugin.plan.memory.capuchin import StageChoice, StageOptimizer
+from gpp_plugin.plan.memory.operator_chain import OperatorChain, PipelineShape
+from gpp_plugin.plan.memory.recompute_menu import Segments, find_segments
+from gpp_plugin.plan.nearest import limit_gb
+from gpp_plugin.plan.request import PlanRequest, rank_limit
+
+BOTH = ("recompute", "swap")
+MOST_STAGES_TRIED = 4
+"""Times the stages asked for, when an infeasible request is told how many would do."""
+LIMIT_STEP = 1.02
+"""By which a limit grows until it is one that a plan is found for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainPlan:
+    """The stages of one micro-batch size.
+
+    Args:
+        cuts: where each stage begins, and the number of blocks: one more than there are stages.
+    """
+
+    cuts: tuple[int, ...]
+    stages: tuple[StageChoice, ...]
+    local: float
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """Return the most bytes a stage has too many, and the time of the longest."""
+        return max(s.excess_bytes for s in self.stages), max(s.us for s in self.stages)
+
+    @property
+    def fits(self) -> bool:
+        """Return whether every stage fits its device."""
+        return self.key[0] <= 0
+
+    @property
+    def us_per_sample(self) -> float:
+        """Return the time of the longest stage for one sample."""
+        return self.key[1] / self.local
+
+
+Partition = Callable[[StageOptimizer], ChainPlan]
+
+
+def optimized(optimizer: StageOptimizer, cuts: Sequence[int]) -> ChainPlan:
+    """Return the stages between these cuts, each with the memory optimization that makes it fit."""
+    return ChainPlan(
+        cuts=tuple(cuts),
+        stages=tuple(
+            optimizer.optimize(stage, begin, end)
+            for stage, (begin, end) in enumerate(zip(cuts, cuts[1:], strict=False))
+        ),
+        local=optimizer.chain.local,
+    )
+
+
+class OptimizerFactory:
+    """Optimizers of one model on one cluster at any number of samples; they share the menu of segments.
+
+    Args:
+        memory_optimization: ``recompute``, ``swap``, both or neither.
+        degree: ranks of every stage.
+    """
+
+    def __init__(
+        self,
+        costs: CostModel,
+        *,
+        limits: Sequence[int],
+        mode: str = "sync",
+        schedule: str = "1f1b",
+        memory_optimization: Sequence[str] = (),
+        degree: int = 1,
+        vertical_sync: bool = False,
+    ) -> None:
+        self._costs, self._degree = costs, degree
+        self._ways = tuple(memory_optimization)
+        self._menu: list[Segments] | None = None
+        self._shape = PipelineShape(
+            num_stages=len(limits),
+            num_micro_batches=1,
+            limits=tuple(limits),
+            host_bytes_per_s=min(device.host_bytes_per_s for device in costs.cluster.devices),
+            link_bytes_per_s=min(link.bytes_per_s for link in costs.cluster.links),
+            mode=mode,
+            schedule=schedule,
+            vertical_sync=vertical_sync,
+        )
+
+    def at(self, local: float, num_micro_batches: int, *, is_cautious: bool = False) -> StageOptimizer:
+        """Return what stages cost at ``local`` samples a rank."""
+        chain = OperatorChain(self._costs, local, degree=self._degree)
+        if "recompute" in self._ways and self._menu is None:
+            self._menu = find_segments(chain)
+        shape = dataclasses.replace(self._shape, num_micro_batches=num_micro_batches)
+        return StageOptimizer(
+            chain,
+            shape,
+            menu=self._menu or (),
+            recompute="recompute" in self._ways,
+            swap="swap" in self._ways,
+            is_cautious=is_cautious,
+        )
+
+    def best(self, partition: Partition, local: float, num_micro_batches: int) -> ChainPlan:
+        """Return what ``partition`` makes at ``local`` samples a rank, and cautiously where that does not fit."""
+        found = partition(self.at(local, num_micro_batches))
+        if found.fits or self._costs.zero_stage < 2 or self._degree == 1:
+            return found
+        other = partition(self.at(local, num_micro_batches, is_cautious=True))
+        return min(found, other, key=lambda plan: plan.key)
+
+
+def plan_chain(request: PlanRequest, partition: Partition, *, planner: str) -> PipelinePlan:
+    """Return the quickest plan that ``partition`` makes over the micro-batch sizes the request allows.
+
+    Every stage has one micro-batch size and one degree. An asynchronous plan takes as many micro-batches
+    times its longest stage; a synchronous one is simulated.
+
+    Raises:
+        PlanInfeasible: none fits; the message has the bytes missing and the nearest request that fits.
+    """
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    rules = batch_rules(request)
+    num_stages, degree = _stages_and_degree(request)
+    limits = _limits(request, num_stages, degree)
+    factory = OptimizerFactory(
+        costs,
+        limits=limits,
+        mode=request.mode,
+        schedule=request.schedule,
+        memory_optimization=request.memory_optimization,
+        degree=degree,
+        vertical_sync=request.vertical_sync,
+    )
+    # A chain has one degree and one micro-batch size, so that sizes are tried one by one. What fits is compared by its
+    # simulated step: the partition's own measure, the longest stage, does not know how long the pipeline takes to fill.
+    best: PipelinePlan | None = None
+    nearest: tuple[ChainPlan, int] | None = None
+    sizes = [size for size in rules.wishes() if _is_possible(request, rules, size, degree)]
+    for size in sizes:
+        found = factory.best(partition, size / degree, request.mini_batch // size)
+        if not found.fits:
+            if nearest is None or found.key < nearest[0].key:
+                nearest = found, size
+            continue
+        plan = _to_plan(request, costs, found, size, degree, planner)
+        if best is None or plan.iteration_us < best.iteration_us:
+            best = plan
+    if best is not None:
+        return best
+    if nearest is None:
+        raise PlanInfeasible(
+            f"{planner}: {degree} ranks a stage share no micro-batch of {request.mini_batch} samples with loss units "
+            f"of {request.loss_unit}; change micro_batch_sizes, data_parallel or train_micro_batch_size_per_gpu"
+        )
+    _explain(request, costs, partition, nearest[0], nearest[1], limits, degree)
+
+
+def _stages_and_degree(request: PlanRequest) -> tuple[int, int]:
+    if request.data_parallel is not None:
+        return request.num_ranks // request.data_parallel, request.data_parallel
+    num_stages = request.num_stages or min(request.num_ranks, len(request.graph.blocks))
+    if request.num_ranks % num_stages:
+        raise PlanInfeasible(
+            f"{request.num_ranks} ranks do not share out evenly to {num_stages} stages of a chain; choose a divisor"
+        )
+    return num_stages, request.num_ranks // num_stages
+
+
+def _limits(request: PlanRequest, num_stages: int, degree: int) -> list[int]:
+    """Return the least memory of the consecutive ranks of every stage."""
+    return [
+        min(rank_limit(request, rank) for rank in range(i * degree, (i + 1) * degree))
+        for i in range(num_stages)
+    ]
+
+
+def _is_possible(request: PlanRequest, rules: BatchRules, size: int, degree: int) -> bool:
+    """Return whether every stage may run micro-batches of ``size``: all have one size here."""
+    groups: list[list[str]] = [[name] for name in (*sorted(rules.coupled)[:1], *rules.fixed)]
+    groups.append([request.graph.blocks[0].name])
+    return all(rules.micro_batch_size(group, degree, size) == size for group in groups)
+
+
+def _to_plan(
+    request: PlanRequest, costs: CostModel, found: ChainPlan, size: int, degree: int, planner: str
+) -> PipelinePlan:
+    names = [block.name for block in request.graph.blocks]
+    groups = [tuple(names[a:b]) for a, b in zip(found.cuts, found.cuts[1:], strict=False)]
+    ranks = [tuple(range(i * degree, (i + 1) * degree)) for i in range(len(groups))]
+    drafts = [
+        StageDraft(blocks=group, degree=degree, micro_batch_size=size, ranks=place)
+        for group, place in zip(groups, ranks, strict=True)
+    ]
+    plan = build_plan(request, drafts, planner=planner, costs=costs)
+    of_blocks = {group: i for i, group in enumerate(groups)}
+    stages = []
+    for stage in plan.stages:
+        place = of_blocks[stage.blocks]
+        stages.append(_with_choice(stage, found.stages[place], len(groups) - place, request.mode))
+    plan = dataclasses.replace(
+        plan, stages=tuple(stages), mode=request.mode, vertical_sync=request.vertical_sync
+    )
+    return dataclasses.replace(plan, iteration_us=judge_us(plan, costs))
+
+
+def _with_choice(stage: Stage, choice: StageChoice, in_flight: int, mode: str) -> Stage:
+    added = choice.memory.added_us if choice.memory is not None else 0.0
+    return dataclasses.replace(
+        stage,
+        backward_us=stage.backward_us + added,
+        in_flight=in_flight if mode == "async" else stage.in_flight,
+        memory_bytes=round(choice.memory_bytes),
+        memory=choice.memory,
+    )
+
+
+def _explain(
+    request: PlanRequest,
+    costs: CostModel,
+    partition: Partition,
+    found: ChainPlan,
+    size: int,
+    limits: Sequence[int],
+    degree: int,
+) -> NoReturn:
+    lacking = ", ".join(
+        f"stage {i} {choice.memory_bytes:.0f} of {limit} ({choice.excess_bytes:.0f} too many)"
+        for i, (choice, limit) in enumerate(zip(found.stages, limits, strict=True))
+        if choice.excess_bytes > 0
+    )
+    used = " and ".join(request.memory_optimization) or "no memory optimization"
+    raise PlanInfeasible(
+        f"no plan of {len(limits)} stages fits with {used}, the nearest with micro-batches of {size}: bytes needed a "
+        f"rank: {lacking}; {_what_fits(request, costs, partition, found, size, limits, degree)}"
+    )
+
+
+def _what_fits(
+    request: PlanRequest,
+    costs: CostModel,
+    partition: Partition,
+    found: ChainPlan,
+    size: int,
+    limits: Sequence[int],
+    degree: int,
+) -> str:
+    """Return the nearest changes that fit: more ways to save memory, or more stages; or more memory."""
+
+    def has_plan(ways: Sequence[str], num_stages: int, limit: int) -> bool:
+        factory = OptimizerFactory(
+            costs,
+            limits=[limit] * num_stages,
+            mode=request.mode,
+            schedule=request.schedule,
+            memory_optimization=ways,
+            degree=degree,
+            vertical_sync=request.vertical_sync,
+        )
+        return factory.best(partition, size / degree, request.mini_batch // size).fits
+
+    # In this order, since each costs the user less than the next: another way to save memory, more ranks, more memory.
+    # The number of stages is bisected between one that is known not to do and one that does.
+    ways, least = request.memory_optimization, min(limits)
+    enough = round(max(stage.memory_bytes for stage in found.stages)) + 1
+    while not has_plan(ways, len(limits), enough):
+        enough = round(enough * LIMIT_STEP)
+    memory = f"with {enough} bytes a rank (memory.limit_gb {limit_gb(enough)})"
+    for more in (("recompute",), ("swap",), BOTH):
+        if set(more) > set(ways) and has_plan(more, len(limits), least):
+            return f"it fits with {' and '.join(more)}, or {memory}"
+    low, high = len(limits), min(MOST_STAGES_TRIED * len(limits), len(request.graph.blocks))
+    if not has_plan(ways, high, least):
+        return f"it does not fit in {high} stages either; it does {memory}"
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if has_plan(ways, middle, least) else (middle, high)
+    return f"it fits on {high * degree} ranks in {high} stages, or {memory}"

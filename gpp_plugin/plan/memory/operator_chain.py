@@ -1,0 +1,289 @@
+"""Costs of every interval of a model's operators in execution order, for planners of memory.
+
+A stage is an interval [start, stop) of the blocks of the graph, which are single operators. What it takes
+follows `CostModel`, as prefix sums:
+
+    time    forward + backward of its operators, for one micro-batch
+    memory  `memory_formula` of differences of prefix sums; the largest transient from a sparse table
+
+`PipelineShape` has what depends on the stage's place: micro-batches in flight, and versions of the weights.
+In a synchronous pipeline only activations grow with what is in flight; in PipeDream's asynchronous one every
+micro-batch in flight has weights of its own, the newest of which are the current ones (DawnPiper, B.1,
+multiplies the optimizer's state as well, which no implementation does).
+
+Source: DawnPiper (arXiv 2505.05856), section 4, Algorithm 1
+Tests: tests/plan/test_dawnpiper.py
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from dataclasses import dataclass
+
+import numpy as np
+
+from gpp_plugin.plan.costs.cost_model import CostModel, Floats
+from gpp_plugin.plan.costs.memory_formula import held_bytes, peak_bytes, stashed_bytes, unreduced_bytes
+from gpp_plugin.plan.memory.graph_tensors import (
+    GraphTensors,
+    Ints,
+    SavedTensors,
+    UnsavedResults,
+    chain_results,
+    chain_tensors,
+)
+from gpp_plugin.plan.memory.savings import is_in_turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineShape:
+    """What the place of a stage in a chain of stages decides.
+
+    Args:
+        num_micro_batches: of a mini-batch; an asynchronous pipeline never runs dry, and does not look at it.
+        mode: ``sync`` or ``async``; schedule: ``1f1b`` or ``gpipe``; vertical_sync: as of `PipelinePlan`.
+        limits: bytes that one rank of each stage may use.
+        host_bytes_per_s: of one rank's link to host memory, each way.
+        link_bytes_per_s: of the slowest link between stages.
+        counts: micro-batches that each stage holds, where that follows from a graph of stages and not from its
+            place in a chain.
+    """
+
+    num_stages: int
+    num_micro_batches: int
+    limits: tuple[int, ...]
+    host_bytes_per_s: float
+    link_bytes_per_s: float = float("inf")
+    mode: str = "sync"
+    schedule: str = "1f1b"
+    counts: tuple[int, ...] = ()
+    vertical_sync: bool = False
+
+    def in_flight(self, stage: int) -> int:
+        """Return the micro-batches that stage ``stage`` holds."""
+        if self.counts:
+            return self.counts[stage]
+        if self.mode == "async":
+            return self.num_stages - stage
+        if self.schedule == "gpipe":
+            return self.num_micro_batches
+        return min(self.num_stages - stage, self.num_micro_batches)
+
+    def versions(self, stage: int) -> int:
+        """Return the versions of its weights that stage ``stage`` holds, the current one included."""
+        if self.mode == "sync":
+            return 1
+        return self.num_stages - (0 if self.vertical_sync else stage)
+
+    def is_in_turn(self, stage: int) -> bool:
+        """Return whether forwards and backwards of a stage take turns."""
+        return bool(is_in_turn(self.schedule, self.in_flight(stage)))
+
+
+class RangeMax:
+    """The largest of any interval of rows, column by column, in constant time (sparse table)."""
+
+    def __init__(self, values: Floats) -> None:
+        self._levels = [values]
+        width = 1
+        while 2 * width <= len(values):
+            last = self._levels[-1]
+            self._levels.append(np.maximum(last[:-width], last[width:]))
+            width *= 2
+
+    def __call__(self, start: int, stop: int) -> Floats:
+        """Return the largest of rows [start, stop), which must not be empty."""
+        level = (stop - start).bit_length() - 1
+        values = self._levels[level]
+        return np.maximum(values[start], values[stop - (1 << level)])
+
+
+class TensorChain:
+    """Operators, or blocks, in the order in which they run, with what they take and keep: what can be fitted.
+
+    Positions are of operators; cut position i lies before operator i, so that prefix sums have one entry more. Who
+    makes one sets ``costs``, ``local``, ``names``, times, ``tensors``, ``unsaved`` and ``crossing``.
+
+    Args:
+        local: samples that one rank computes at a time.
+        crossing: by cut position, the bytes of all results that cross it, each once.
+    """
+
+    costs: CostModel
+    local: float
+    names: list[str]
+    tensors: SavedTensors
+    unsaved: UnsavedResults
+    crossing: Floats
+
+    def set_times(self, forward_us: Floats, backward_us: Floats) -> None:
+        """Set the times of every operator, and with them how many there are."""
+        self.num_blocks = len(forward_us)
+        self.forward_us, self.backward_us = forward_us, backward_us
+        self.forward = _prefix(forward_us)
+        self.backward = _prefix(backward_us)
+        self.time = _prefix(forward_us + backward_us)
+
+    def set_tensor_sums(self) -> None:
+        """Sum up the saved tensors by where they are charged."""
+        largest = np.zeros(self.num_blocks)
+        np.maximum.at(largest, self.tensors.charged, self.tensors.bytes)
+        self._largest_saved = _largest_of(largest)
+        self.tensor_bytes = _prefix(sum_by(self.tensors.charged, self.tensors.bytes, self.num_blocks))
+
+    def largest_saved(self, start: int, stop: int) -> float:
+        """Return the bytes of the largest tensor kept."""
+        return _between(self._largest_saved, start, stop)
+
+    def stage_us(self, start: int, stop: int) -> float:
+        """Return forward and backward microseconds of one micro-batch."""
+        return float(self.time[stop] - self.time[start])
+
+    def memory_bytes(
+        self, start: int, stop: int, stage: int, shape: PipelineShape, *, is_optimized: bool = False
+    ) -> float:
+        """Return the peak of stage ``stage`` before what memory optimization saves of it (`memory_formula`).
+
+        Args:
+            is_optimized: as of `CostModel.stage_memory`.
+        """
+        raise NotImplementedError
+
+    def room_for_gradients(self, start: int, stop: int, less: float) -> float:
+        """Return what one micro-batch still keeps that makes room for its whole gradients; 0 below ZeRO 2.
+
+        So much less than `memory_bytes` says for ``is_optimized`` does a stage need.
+
+        Args:
+            less: bytes of it that are swapped or recomputed.
+        """
+        raise NotImplementedError
+
+
+class OperatorChain(TensorChain):
+    """One graph at one number of samples a rank.
+
+    Args:
+        local: samples that one rank computes at a time.
+        degree: ranks of a stage, among which ZeRO shares out what is held.
+    """
+
+    def __init__(self, costs: CostModel, local: float, *, degree: int = 1) -> None:
+        graph = costs.graph
+        self.costs, self.local = costs, local
+        self.names = [block.name for block in graph.blocks]
+        self.set_times(*costs.block_times(local))
+        saved = costs.saved_per_sample * local + costs.saved_fixed
+        self.saved = _prefix(saved)
+        self._shared = [
+            (sorted(places), per_sample * local + fixed) for places, per_sample, fixed in costs.shared
+        ]
+        self._copied: dict[int, tuple[list[int], list[float]]] = {}
+        self._inputs = [
+            (sorted(readers), num_bytes / (degree if is_shared_out else 1))
+            for readers, num_bytes, is_shared_out in costs.inputs
+        ]
+        self.parameters, self.trained = _prefix(costs.parameter_bytes), _prefix(costs.gradient_bytes)
+        self._degree, self._zero_stage = degree, costs.zero_stage
+        parts = costs.parameter_bytes, costs.gradient_bytes, costs.optimizer_bytes
+        self.held = _prefix(held_bytes(*parts, degree=degree, zero_stage=costs.zero_stage))
+        self._sums = self.held.tolist(), self.trained.tolist(), self.saved.tolist()
+        self._transient = _largest_of(costs.transient_per_sample * local)
+        everything = GraphTensors(costs)
+        place = {row: row for row in range(self.num_blocks)}
+        self.tensors = chain_tensors(everything, range(len(everything.names)), everything.sizes(local), place)
+        numbers, sizes = range(len(everything.results)), everything.result_sizes(local)
+        self.unsaved, self.crossing = chain_results(everything, numbers, sizes, place, self.num_blocks)
+        self.set_tensor_sums()
+
+    def transient(self, start: int, stop: int) -> float:
+        """Return the most that one operator holds while it runs."""
+        return _between(self._transient, start, stop)
+
+    def held_bytes(self, start: int, stop: int, versions: int) -> float:
+        """Return the bytes of weights, gradients, optimizer state and the mini-batch."""
+        stash = stashed_bytes(self.trained[stop] - self.trained[start], versions)
+        return float(self.held[stop] - self.held[start] + stash) + self._input_bytes(start, stop)
+
+    def _input_bytes(self, start: int, stop: int) -> float:
+        """Return what a rank holds of the mini-batch."""
+        return sum(
+            num_bytes
+            for places, num_bytes in self._inputs
+            if bisect_left(places, start) < bisect_left(places, stop)
+        )
+
+    def saved_bytes(self, start: int, stop: int) -> float:
+        """Return the bytes kept for backward by one micro-batch, copies of what earlier stages keep included."""
+        return float(self.saved[stop] - self.saved[start]) + (
+            self._copies(start, stop) if self._shared else 0.0
+        )
+
+    def _copies(self, start: int, stop: int) -> float:
+        """Return the bytes that are charged to an operator before ``start`` and kept in [start, stop) too."""
+        found = self._copied.get(start)
+        if found is None:
+            again = sorted(
+                (places[bisect_left(places, start)], num_bytes)
+                for places, num_bytes in self._shared
+                if places[0] < start <= places[-1]
+            )
+            sums = [0.0, *itertools.accumulate(num_bytes for _, num_bytes in again)]
+            found = self._copied[start] = [place for place, _ in again], sums
+        places, sums = found
+        return sums[bisect_left(places, stop)]
+
+    def memory_bytes(
+        self, start: int, stop: int, stage: int, shape: PipelineShape, *, is_optimized: bool = False
+    ) -> float:
+        """Return the peak, from prefix sums."""
+        prefixes = self._sums  # lists, and few calls: millions of stages are looked at
+        held, gradient, kept = [sums[stop] - sums[start] for sums in prefixes]
+        versions = shape.versions(stage)
+        if self._shared:
+            kept += self._copies(start, stop)
+        if versions > 1:
+            held += stashed_bytes(gradient, versions)
+        if self._inputs:
+            held += self._input_bytes(start, stop)
+        if self._zero_stage >= 2:
+            room = 0.0 if is_optimized else kept
+            held += float(unreduced_bytes(gradient, room, degree=self._degree, zero_stage=self._zero_stage))
+        transient = _between(self._transient, start, stop)
+        return float(peak_bytes(held, kept, shape.in_flight(stage), transient=transient))
+
+    def room_for_gradients(self, start: int, stop: int, less: float) -> float:
+        """Return the room, from prefix sums."""
+        if self._zero_stage < 2 or self._degree == 1:
+            return 0.0
+        gradient = float(self.trained[stop] - self.trained[start])
+        return min(gradient, max(self.saved_bytes(start, stop) - less, 0.0))
+
+
+def _largest_of(values: Floats) -> list[list[float]]:
+    """Return the rows of a sparse table as lists: single numbers are quicker without numpy."""
+    rows = [values.tolist()]
+    width = 1
+    while 2 * width <= len(values):
+        last = rows[-1]
+        rows.append([max(a, b) for a, b in zip(last, last[width:], strict=False)])
+        width *= 2
+    return rows
+
+
+def _between(rows: list[list[float]], start: int, stop: int) -> float:
+    if stop <= start:
+        return 0.0
+    level = (stop - start).bit_length() - 1
+    row = rows[level]
+    return max(row[start], row[stop - (1 << level)])
+
+
+def sum_by(places: Ints, values: Floats, length: int) -> Floats:
+    """Return the sums of the values at each place."""
+    return np.bincount(places, weights=values, minlength=length).astype(np.float64)
+
+
+def _prefix(values: Floats) -> Floats:
+    return np.concatenate([[0.0], np.cumsum(values)])

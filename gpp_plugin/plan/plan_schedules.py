@@ -1,0 +1,200 @@
+"""The schedule a plan runs: the one the user names, for every stage, or the shortest in simulation.
+
+Planners choose stages under 1F1B (or GPipe, which holds more); here the finished plan's stages are given their
+schedule and in-flight counts, within the memory its ranks have.
+
+Source: this project
+Tests: tests/plan/test_schedules.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from gpp_plugin.errors import PlanError, PlanInfeasible
+from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.plan.baselines.stock_chain import STOCK
+from gpp_plugin.plan.batch_rules import coupled_blocks
+from gpp_plugin.plan.choose_schedule import GAIN, USUAL_SCHEDULES, choose_schedule, choose_slicing
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.judge import MAX_RANK_TASKS
+from gpp_plugin.plan.request import PlanRequest, rank_limit
+from gpp_plugin.plan.selection import memory_excess
+from gpp_plugin.schedule.names import is_schedule_name, k_of, schedule_label, schedule_names
+from gpp_plugin.schedule.orders.forward_only import forward_only_stages
+from gpp_plugin.schedule.orders.in_flight import plan_in_flight
+
+LARGEST_K = 8
+
+SPLIT_GAIN = 0.02
+"""What zero bubble must gain where the user did not ask for it: split costs are measured to a few percent."""
+
+
+def schedule_plan(
+    plan: PipelinePlan, request: PlanRequest, *, schedule: str = "auto", slicing: str | int = "auto"
+) -> PipelinePlan:
+    """Return ``plan`` under the schedule called ``schedule``, with its in-flight counts, slices and memory.
+
+    Plans whose memory optimisation or mode counts on their order and DeepSpeed's own stay as they are, and so do
+    plans of too many tasks to simulate one by one, unless another schedule is asked for.
+
+    Args:
+        slicing: as for `choose_slicing`: ``auto`` runs the first forwards in halves where that is shorter.
+
+    Raises:
+        PlanError: there is no such schedule, or the plan must keep another one.
+        PlanInfeasible: ranks lack the memory for what it holds.
+    """
+    if not is_schedule_name(schedule):
+        raise PlanError(f"no schedule {schedule!r}; give one of {', '.join(schedule_names())}")
+    tasks = sum(2 * plan.num_micro_batches(i) * stage.degree for i, stage in enumerate(plan.stages))
+    is_fixed = plan.planner == STOCK or plan.mode == "async" or any(s.memory is not None for s in plan.stages)
+    labels = {schedule_label(stage) for stage in plan.stages}
+    if is_fixed and schedule not in ("auto", *labels):
+        runs = f"planner {plan.planner!r} made its plan for {' and '.join(sorted(labels))}"
+        fix = 'use "auto", or another planner'
+        if plan.mode == "async":
+            runs, fix = "mode async runs 1f1b", 'use "auto"'
+        raise PlanError(f"schedule {schedule!r}: {runs}; {fix}")
+    if is_fixed:
+        return plan
+    if tasks > MAX_RANK_TASKS and schedule in ("auto", *labels):
+        note = f"{tasks} tasks are too many to try schedules and slices on; it keeps {' and '.join(sorted(labels))}"
+        return dataclasses.replace(plan, notes=(*plan.notes, note))
+    chooser = _Chooser(plan, request, slicing)
+    if schedule == "auto":
+        return chooser.shortest()
+    if schedule == "kfkb":
+        most = max(plan.num_micro_batches(i) for i in range(len(plan.stages)))
+        return chooser.best_k(range(2, max(2, min(LARGEST_K, most)) + 1))
+    k = k_of(schedule)
+    if k is None:
+        return chooser.among((schedule,))
+    return chooser.planned() if labels == {schedule} else chooser.best_k([k])
+
+
+class _Chooser:
+    """Tries schedules on one plan: times of parts of tasks from the profile, memory of its ranks."""
+
+    def __init__(self, plan: PipelinePlan, request: PlanRequest, slicing: str | int) -> None:
+        self._request = request
+        self._costs = costs = CostModel(
+            request.graph, request.profile, request.cluster, zero_stage=request.zero_stage
+        )
+        self._plan = plan = _with_part_times(plan, costs)
+        self._slicing = slicing
+        coupled = coupled_blocks(request.graph)
+        self._surroundings: dict[str, Any] = {
+            "cluster": request.cluster,
+            "whole_stages": [
+                i
+                for i, stage in enumerate(plan.stages)
+                if not coupled.isdisjoint(stage.blocks)
+                or stage.local_batch_size < 2 * request.smallest_local_batch
+            ],
+            "forward_only_stages": forward_only_stages(plan),
+            "reduce_us": costs.reduce_times(plan),
+        }
+        self._most_in_flight = [self._most(i) for i in range(len(plan.stages))]
+
+    def planned(self) -> PipelinePlan:
+        """Return the plan with the counts its planner chose, perhaps more than Table 2's to hide messages."""
+        return choose_slicing(self._plan, slicing=self._slicing, **self._surroundings)
+
+    def among(self, schedules: Sequence[str]) -> PipelinePlan:
+        """Return the plan under the quickest of ``schedules`` that fits."""
+        try:
+            chosen = choose_schedule(
+                self._plan,
+                schedules=schedules,
+                slicing=self._slicing,
+                most_in_flight=self._most_in_flight,
+                **self._surroundings,
+            )
+        except PlanError as error:
+            raise PlanInfeasible(str(error)) from error
+        return self._with_memory(chosen)
+
+    def shortest(self) -> PipelinePlan:
+        """Return the plan as planned, or under the usual schedule that is shorter.
+
+        Zero bubble is tried where it was measured what splitting backwards costs, and must win by more than that
+        measurement may be off.
+        """
+        best = self.planned()
+        if len(self._plan.stages) == 1:
+            return best
+        chosen = self.among(USUAL_SCHEDULES)
+        if chosen.iteration_us < best.iteration_us * (1.0 - GAIN):
+            best = chosen
+        if any(cost.split_factor != 1.0 for cost in self._request.profile.costs):
+            with contextlib.suppress(PlanInfeasible):  # it may hold more than the usual ones
+                chosen = self.among(("zero_bubble",))
+                if chosen.iteration_us < best.iteration_us * (1.0 - SPLIT_GAIN):
+                    best = chosen
+        return best
+
+    def best_k(self, ks: Iterable[int]) -> PipelinePlan:
+        """Return the plan under the kFkB of the shortest step among those that fit."""
+        candidates = [self._with_memory(_under_k(self._plan, k)) for k in ks]
+        fitting = [c for c in candidates if memory_excess(self._request, c)[0] <= 0]
+        if not fitting:
+            self._explain(candidates[0])
+        timed = [choose_slicing(c, slicing=self._slicing, **self._surroundings) for c in fitting]
+        return min(timed, key=lambda candidate: candidate.iteration_us)
+
+    def _most(self, index: int) -> int:
+        """Return how many micro-batches of a stage its ranks' memory holds, at most all of them."""
+        stage = self._plan.stages[index]
+        limit = min(rank_limit(self._request, rank) for rank in stage.ranks)
+        none, one = (self._memory(stage, in_flight) for in_flight in (0, 1))
+        count = self._plan.num_micro_batches(index)
+        return count if one <= none else min(count, max((limit - none) // (one - none), 0))
+
+    def _memory(self, stage: Stage, in_flight: int) -> int:
+        blocks = self._costs.indices(stage.blocks)
+        return self._costs.stage_memory(
+            blocks, degree=stage.degree, local=stage.local_batch_size, in_flight=in_flight
+        )
+
+    def _with_memory(self, plan: PipelinePlan) -> PipelinePlan:
+        stages = tuple(
+            dataclasses.replace(stage, memory_bytes=self._memory(stage, stage.in_flight))
+            for stage in plan.stages
+        )
+        return dataclasses.replace(plan, stages=stages)
+
+    def _explain(self, plan: PipelinePlan) -> NoReturn:
+        _, stage, rank = memory_excess(self._request, plan)
+        raise PlanInfeasible(
+            f"stage {stage.name!r} holds {stage.in_flight} micro-batches under {schedule_label(stage)} and needs "
+            f"{stage.memory_bytes} bytes, rank {rank} has {rank_limit(self._request, rank)}; use 1f1b, or lower "
+            "micro_batch_sizes"
+        )
+
+
+def _with_part_times(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
+    """Return the plan with what half a forward and a backward in two parts take, as the profile says."""
+    stages = []
+    for stage in plan.stages:
+        blocks, local = costs.indices(stage.blocks), stage.local_batch_size
+        input_us, weight_us = costs.split_times(blocks, local)
+        stages.append(
+            dataclasses.replace(
+                stage,
+                half_forward_us=costs.stage_times(blocks, local / 2)[0],
+                input_gradient_us=input_us,
+                weight_gradient_us=weight_us,
+            )
+        )
+    return dataclasses.replace(plan, stages=tuple(stages))
+
+
+def _under_k(plan: PipelinePlan, k: int) -> PipelinePlan:
+    stages = tuple(dataclasses.replace(stage, schedule="1f1b", k=k, num_sliced=0) for stage in plan.stages)
+    counts = plan_in_flight(dataclasses.replace(plan, stages=stages))
+    stages = tuple(dataclasses.replace(s, in_flight=n) for s, n in zip(stages, counts, strict=True))
+    return dataclasses.replace(plan, stages=stages)

@@ -1,0 +1,1 @@
+"""Moves that improve a set of stages, and how many ranks each stage gets."""

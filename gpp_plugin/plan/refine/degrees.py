@@ -1,0 +1,270 @@
+"""How many ranks each of a given set of stages gets: exact, all ranks used, smallest bottleneck."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from gpp_plugin.plan.batch_rules import BatchRules
+from gpp_plugin.plan.costs.cost_model import CostModel, Floats, link_for_span, ring_us
+from gpp_plugin.plan.costs.time_formula import us_per_sample
+from gpp_plugin.plan.make import StageDraft
+from gpp_plugin.plan.memory.fitting import StageFitter
+from gpp_plugin.plan.refine.block_sets import BlockSets, Mask
+from gpp_plugin.plan.request import PlanRequest
+
+
+class Option(NamedTuple):
+    """A degree of a stage, and what it costs: times of one micro-batch on a rank, and of a sample in all."""
+
+    degree: int
+    micro_batch_size: int
+    us_per_sample: float
+    forward_us: float
+    backward_us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizing:
+    """Degrees and micro-batch sizes of all stages that are alike in coupling and fixed sizes.
+
+    Args:
+        forward_us, backward_us: [degree, block] of one micro-batch.
+        reduce_us, reduce_us_per_byte: [degree] of one sample's share of the gradients' reduction.
+    """
+
+    degrees: list[int]
+    sizes: list[int]
+    forward_us: Floats
+    backward_us: Floats
+    samples: Floats
+    reduce_us: Floats
+    reduce_us_per_byte: Floats
+
+
+class DegreeChooser:
+    """Shares the ranks out among stages: exactly all of them, smallest bottleneck time per sample.
+
+    Bisection over the finite set of stage times; whether the degrees can add up to the number of
+    ranks is a subset-sum over bit sets. Costs of a stage are kept from call to call.
+
+    Args:
+        fitter: makes stages fit that do not, which takes time; None: such stages are left out.
+    """
+
+    def __init__(
+        self,
+        request: PlanRequest,
+        costs: CostModel,
+        rules: BatchRules,
+        sets: BlockSets | None = None,
+        fitter: StageFitter | None = None,
+    ) -> None:
+        self.request, self.costs, self.rules, self.fitter = request, costs, rules, fitter
+        self.sets = BlockSets(costs) if sets is None else sets
+        limits = [device.memory_bytes for device in request.cluster.devices[: request.num_ranks]]
+        if request.memory_limit_bytes is not None:
+            limits = [min(limit, request.memory_limit_bytes) for limit in limits]
+        self.limits = limits
+        self._limit = max(limits)
+        self._coupled = self.sets.mask_of(sorted(rules.coupled))
+        self._fixed = {
+            size: self.sets.mask_of([name for name, fixed in rules.fixed.items() if fixed == size])
+            for size in sorted(set(rules.fixed.values()))
+        }
+        self._sizings: dict[tuple[int, bool, tuple[int, ...]], _Sizing] = {}
+        self._options: dict[tuple[Mask, int, int], list[Option]] = {}
+        self._timed: dict[tuple[Mask, int], list[Option]] = {}
+        self._least: dict[tuple[Mask, int], tuple[float, float]] = {}
+        self._sizes: dict[tuple[Mask, int], list[int]] = {}
+        self._wishes = rules.wishes()
+
+    def choose(
+        self,
+        masks: Sequence[Mask],
+        wish: int,
+        *,
+        ignore_memory: bool = False,
+        limit_us: float = float("inf"),
+    ) -> list[Option] | None:
+        """Return one option a stage, or None where no choice uses all ranks within memory and time.
+
+        Args:
+            wish: micro-batch size of every stage that neither coupling nor the user fixes.
+            limit_us: most microseconds a sample of any stage.
+        """
+        if ignore_memory:
+            options = [self._timed_options(mask, wish) for mask in masks]
+        else:
+            heights = self.sets.heights(masks)
+            options = [
+                self._stage_options(mask, wish, height) for mask, height in zip(masks, heights, strict=True)
+            ]
+        return _share_out(options, self.request.num_ranks, limit_us) if all(options) else None
+
+    def drafts(self, masks: Sequence[Mask], options: Sequence[Option]) -> list[StageDraft]:
+        """Return the drafts of stages with these options."""
+        return [
+            StageDraft(
+                blocks=self.sets.blocks(mask), degree=option.degree, micro_batch_size=option.micro_batch_size
+            )
+            for mask, option in zip(masks, options, strict=True)
+        ]
+
+    def least_shares(self, mask: Mask, wish: int) -> tuple[float, float]:
+        """Return the least microseconds a sample of a stage, and the least times its ranks; inf if none."""
+        found = self._least.get((mask, wish))
+        if found is None:
+            options = self._timed_options(mask, wish)
+            slowest = min((option.us_per_sample for option in options), default=float("inf"))
+            work = min((o.us_per_sample * o.degree for o in options), default=float("inf"))
+            found = self._least[mask, wish] = slowest, work
+        return found
+
+    def sizes(self, mask: Mask, degree: int) -> list[int]:
+        """Return the micro-batch sizes a stage of that degree may have."""
+        found = self._sizes.get((mask, degree))
+        if found is None:
+            blocks = self.sets.blocks(mask)
+            sizes = {self.rules.micro_batch_size(blocks, degree, wish) for wish in self._wishes}
+            found = self._sizes[mask, degree] = sorted(size for size in sizes if size is not None)
+        return found
+
+    def excess_of(self, memory_bytes: int, ranks: Sequence[int]) -> int:
+        """Return by how many bytes a stage exceeds the smallest of its ranks (negative: it fits)."""
+        return memory_bytes - min(self.limits[rank] for rank in ranks)
+
+    def _stage_options(self, mask: Mask, wish: int, height: int) -> list[Option]:
+        """Return the degrees with which a stage at that height fits its ranks."""
+        found = self._options.get((mask, wish, height))
+        if found is None:
+            request, rows = self.request, self.sets.rows(mask)
+            found = []
+            for option in self._timed_options(mask, wish):
+                num = request.mini_batch // option.micro_batch_size
+                local = option.micro_batch_size // option.degree
+                in_flight = num if request.schedule == "gpipe" else min(num, height)
+                memory = self.costs.stage_memory(rows, degree=option.degree, local=local, in_flight=in_flight)
+                if memory <= self._limit:
+                    found.append(option)
+                elif self.fitter is not None:
+                    excess, added_us = self.fitter.estimate(
+                        rows, degree=option.degree, local=local, in_flight=in_flight, limit=self._limit
+                    )
+                    if excess <= 0:
+                        found.append(
+                            option._replace(
+                                us_per_sample=option.us_per_sample + added_us / option.micro_batch_size,
+                                backward_us=option.backward_us + added_us,
+                            )
+                        )
+            self._options[mask, wish, height] = found
+        return found
+
+    def _timed_options(self, mask: Mask, wish: int) -> list[Option]:
+        """Return every degree of a stage with its time, whatever memory it needs."""
+        found = self._timed.get((mask, wish))
+        if found is not None:
+            return found
+        fixed = tuple(size for size, blocks in self._fixed.items() if blocks & mask)
+        key = wish, bool(self._coupled & mask), fixed
+        sizing = self._sizings.get(key)
+        if sizing is None:
+            sizing = self._sizings[key] = self._make_sizing(mask, wish)
+        rows = np.array(self.sets.rows(mask))
+        gradient = self.costs.group_gradient_bytes(self.sets.rows(mask))
+        forward, backward = sizing.forward_us[:, rows].sum(axis=1), sizing.backward_us[:, rows].sum(axis=1)
+        us = us_per_sample(forward + backward, sizing.samples)
+        if gradient > 0:
+            us += sizing.reduce_us + gradient * sizing.reduce_us_per_byte
+        found = self._timed[mask, wish] = list(
+            map(Option, sizing.degrees, sizing.sizes, us.tolist(), forward.tolist(), backward.tolist())
+        )
+        return found
+
+    def _make_sizing(self, mask: Mask, wish: int) -> _Sizing:
+        request, costs, blocks = self.request, self.costs, self.sets.blocks(mask)
+        found = [
+            (degree, size)
+            for degree in self.rules.degrees()
+            if (size := self.rules.micro_batch_size(blocks, degree, wish)) is not None
+        ]
+        times = [costs.block_times(size // degree) for degree, size in found]
+        shape = (len(found), len(costs.index))
+        links = [link_for_span(request.cluster, degree) for degree, _ in found]
+        # An all-reduce is latency and bytes: the first is what one without bytes takes.
+        latency = [ring_us(0.0, d, link) for (d, _), link in zip(found, links, strict=True)]
+        whole = [ring_us(1e9, d, link) for (d, _), link in zip(found, links, strict=True)]
+        steps = np.array([costs.num_reductions(request.mini_batch // size) for _, size in found])
+        return _Sizing(
+            degrees=[degree for degree, _ in found],
+            sizes=[size for _, size in found],
+            forward_us=np.array([forward for forward, _ in times]).reshape(shape),
+            backward_us=np.array([backward for _, backward in times]).reshape(shape),
+            samples=np.array([size for _, size in found], dtype=float),
+            reduce_us=np.array(latency) * steps / request.mini_batch,
+            reduce_us_per_byte=(np.array(whole) - np.array(latency)) / 1e9 * steps / request.mini_batch,
+        )
+
+
+def choose_degrees(
+    request: PlanRequest,
+    costs: CostModel,
+    rules: BatchRules,
+    groups: Sequence[Sequence[str]],
+    wish: int,
+    *,
+    ignore_memory: bool = False,
+) -> list[StageDraft] | None:
+    """Return one draft a group of blocks, or None where no choice uses all ranks within memory."""
+    chooser = DegreeChooser(request, costs, rules)
+    masks = [chooser.sets.mask_of(group) for group in groups]
+    options = chooser.choose(masks, wish, ignore_memory=ignore_memory)
+    return None if options is None else chooser.drafts(masks, options)
+
+
+def _share_out(options: Sequence[Sequence[Option]], num_ranks: int, limit_us: float) -> list[Option] | None:
+    floor = max(min(option.us_per_sample for option in stage) for stage in options)
+    times = sorted(
+        {o.us_per_sample for stage in options for o in stage if floor <= o.us_per_sample <= limit_us}
+    )
+    if not times or not _reachable(options, times[-1], num_ranks):
+        return None
+    low, high = 0, len(times) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _reachable(options, times[middle], num_ranks):
+            high = middle
+        else:
+            low = middle + 1
+    prefixes = _reachable(options, times[low], num_ranks)
+    chosen: list[Option] = []
+    total = num_ranks
+    for i in range(len(options) - 1, -1, -1):
+        fitting = [
+            option
+            for option in options[i]
+            if option.us_per_sample <= times[low]
+            and option.degree <= total
+            and prefixes[i] >> (total - option.degree) & 1
+        ]
+        best = min(fitting, key=lambda option: option.us_per_sample)
+        chosen.append(best)
+        total -= best.degree
+    return chosen[::-1]
+
+
+def _reachable(options: Sequence[Sequence[Option]], limit: float, num_ranks: int) -> list[int]:
+    """Return after each stage the bit set of rank totals, or [] where ``num_ranks`` is not one."""
+    mask = (1 << (num_ranks + 1)) - 1
+    prefixes = [1]
+    for stage in options:
+        sums = 0
+        for option in stage:
+            if option.us_per_sample <= limit:
+                sums |= prefixes[-1] << option.degree
+        prefixes.append(sums & mask)
+    return prefixes if prefixes[-1] >> num_ranks & 1 else []

@@ -1,0 +1,119 @@
+"""Which partitions of the blocks into stages are one move away: blocks moved or swapped, stages merged or cut.
+
+Source: this project
+Tests: tests/plan/test_quality.py
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+from gpp_plugin.plan.refine.block_sets import BlockSets, Mask
+
+MAX_CROSS_BLOCKS = 40
+"""Up to so many blocks a block may move to any stage; beyond, to stages next to it."""
+
+
+def regroupings(sets: BlockSets, masks: list[Mask], order: Sequence[int]) -> Iterator[list[Mask]]:
+    """Yield partitions with a boundary block moved, then with a stage cut, then with two merged.
+
+    Args:
+        order: stages, those to be relieved first.
+    """
+    for i in order:
+        yield from boundary_moves(sets, masks, i)
+    for i in order:
+        rest = masks[:i] + masks[i + 1 :]
+        for part in cuts(sets, masks[i]):
+            yield [*rest, part, masks[i] & ~part]
+    for i in order[::-1]:
+        for j in range(i + 1, len(masks)):
+            merged = _merged(masks, i, j)
+            if sets.is_acyclic(merged):
+                yield merged
+
+
+def boundary_moves(sets: BlockSets, masks: list[Mask], i: int) -> Iterator[list[Mask]]:
+    """Yield what results when a boundary block of stage ``i`` moves to another stage."""
+    own = masks[i]
+    if own & (own - 1) == 0:
+        return
+    is_small = len(sets.names) <= MAX_CROSS_BLOCKS
+    for block in sets.boundary(own):
+        near = sets.before[block] | sets.after[block]
+        for j, other in enumerate(masks):
+            if j == i or not (is_small or near & other):
+                continue
+            changed = list(masks)
+            changed[i] = own & ~(1 << block)
+            changed[j] = other | 1 << block
+            if sets.is_acyclic(changed):
+                yield changed
+
+
+def swaps(sets: BlockSets, masks: list[Mask]) -> Iterator[list[Mask]]:
+    """Yield what results when two boundary blocks of different stages change places."""
+    if len(sets.names) > MAX_CROSS_BLOCKS:
+        return
+    edge_blocks = [sets.boundary(mask) for mask in masks]
+    for i, j in itertools.combinations(range(len(masks)), 2):
+        for a, b in itertools.product(edge_blocks[i], edge_blocks[j]):
+            changed = list(masks)
+            changed[i] = masks[i] & ~(1 << a) | 1 << b
+            changed[j] = masks[j] & ~(1 << b) | 1 << a
+            if sets.is_acyclic(changed):
+                yield changed
+
+
+def merged_and_cut(sets: BlockSets, masks: list[Mask], order: Sequence[int]) -> Iterator[list[Mask]]:
+    """Yield what results when two stages are merged and another is cut, their number kept.
+
+    Args:
+        order: stages, those to be merged first.
+    """
+    for i in order:
+        for j in order:
+            merged = _merged(masks, i, j) if i < j else []
+            if not merged or not sets.is_acyclic(merged):
+                continue
+            for k, mask in enumerate(merged):
+                for part in cuts(sets, mask):
+                    yield [*merged[:k], *merged[k + 1 :], part, mask & ~part]
+
+
+def cuts(sets: BlockSets, mask: Mask) -> list[Mask]:
+    """Return what may be cut off a stage."""
+    return sets.cuts(mask, most_blocks=MAX_CROSS_BLOCKS)
+
+
+def reshape(
+    sets: BlockSets, masks: Sequence[Mask], count: int, weight: Callable[[Mask], float]
+) -> list[Mask] | None:
+    """Cut the heaviest stages evenly, or merge the lightest, until there are ``count``; None: impossible."""
+    masks = list(masks)
+    while len(masks) < count:
+        for i in sorted(range(len(masks)), key=lambda i: -weight(masks[i])):
+            mask = masks[i]
+            options = [(max(weight(part), weight(mask & ~part)), part) for part in cuts(sets, mask)]
+            if options:
+                break
+        else:
+            return None
+        part = min(options)[1]
+        masks = [*masks[:i], *masks[i + 1 :], part, mask & ~part]
+    while len(masks) > count:
+        pairs = [
+            (weight(masks[i] | masks[j]), i, j)
+            for i, j in itertools.combinations(range(len(masks)), 2)
+            if sets.is_acyclic(_merged(masks, i, j))
+        ]
+        if not pairs:
+            return None
+        _, i, j = min(pairs)
+        masks = _merged(masks, i, j)
+    return masks
+
+
+def _merged(masks: Sequence[Mask], i: int, j: int) -> list[Mask]:
+    return [mask for n, mask in enumerate(masks) if n not in (i, j)] + [masks[i] | masks[j]]

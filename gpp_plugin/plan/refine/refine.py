@@ -1,0 +1,331 @@
+"""Improves a set of stages by moves that the series-parallel search does not know.
+
+Moves: a boundary block to another stage (also across branches), two stages merged, one cut in two,
+another micro-batch size or k for one stage, ranks from one stage to another. Every candidate is built
+and predicted whole; the first that is better is taken. A plan that needs too much memory is worth
+less than any that fits, the less the more it exceeds, so the moves also lead to feasible plans.
+
+Source: this project
+Tests: tests/plan/test_quality.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from gpp_plugin.plan.batch_rules import BatchRules
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.estimate import estimate_plan_us
+from gpp_plugin.plan.costs.time_formula import us_per_sample
+from gpp_plugin.plan.make import StageDraft, build_plan
+from gpp_plugin.plan.memory.fitting import StageFitter
+from gpp_plugin.plan.refine import moves
+from gpp_plugin.plan.refine.block_sets import BlockSets, Mask
+from gpp_plugin.plan.refine.degrees import DegreeChooser
+from gpp_plugin.plan.request import PlanRequest
+
+SLACKS = (0.0, 0.5, 1.0)
+
+Score = tuple[float, float, float]
+NOT_WORTH: Score = (float("inf"),) * 3
+"""The score of what was found unable to win without being predicted."""
+
+HOPELESS = 1.2
+"""Stages whose busiest computes longer than this many times the best step are not predicted."""
+OVERHEAD = 200
+"""Simulated tasks that cost as much as building a candidate does; ``GLANCE`` as looking at one's bound."""
+GLANCE = 40
+ROUNDING = 1e-9
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """Stages as bit sets of block positions, with what is decided about them, and their score.
+
+    Args:
+        wish: the micro-batch size stages have unless something fixes it.
+        slack: micro-batches held in excess of Table 2 for each stage on the way to a sink; Table 2
+            takes communication to be free, and where it is not every hop on a round trip delays the
+            next micro-batch unless another one is there to work on.
+        score: (bytes too many, predicted microseconds, unevenness); smaller is better.
+    """
+
+    masks: tuple[Mask, ...]
+    wish: int
+    drafts: tuple[StageDraft, ...]
+    score: Score
+    slack: float = 0.0
+
+
+class Refiner:
+    """Searches around given stages, within a budget of simulated tasks.
+
+    Args:
+        budget: tasks (forward or backward of one micro-batch on one stage) to predict in all.
+        fitter: what a stage costs to fit where it does not; None: it then needs too much.
+    """
+
+    def __init__(
+        self,
+        request: PlanRequest,
+        costs: CostModel,
+        rules: BatchRules,
+        *,
+        budget: int,
+        fitter: StageFitter | None = None,
+    ) -> None:
+        self.request, self.costs, self.rules, self.fitter = request, costs, rules, fitter
+        self.num_stages = request.num_stages
+        self.budget = budget
+        self.sets = BlockSets(costs)
+        self.chooser = DegreeChooser(request, costs, rules, self.sets, fitter)
+        self._seen: dict[object, Score] = {}
+        self._best_us = float("inf")
+        self._cutoff_us = float("inf")
+
+    # ---- candidates -------------------------------------------------------------------------------
+
+    def candidate(
+        self, groups: Sequence[Sequence[str]], wish: int, *, slack: float = 0.0
+    ) -> Candidate | None:
+        """Return the candidate of these groups of blocks, or None where ranks cannot be shared out."""
+        return self.with_masks([self.sets.mask_of(group) for group in groups], wish, slack)
+
+    def from_drafts(self, drafts: Sequence[StageDraft], wish: int) -> Candidate:
+        """Return the candidate of complete drafts."""
+        masks = tuple(self.sets.mask_of(draft.blocks) for draft in drafts)
+        return Candidate(masks=masks, wish=wish, drafts=tuple(drafts), score=self._score(drafts))
+
+    def with_masks(self, masks: Sequence[Mask], wish: int, slack: float = 0.0) -> Candidate | None:
+        """Return the candidate of these stages, or None where it is no plan, cannot win or was met before."""
+        if self.num_stages is not None and len(masks) != self.num_stages:
+            return None
+        key = (self.sets.shape_of(masks), wish, slack)
+        if key in self._seen:
+            return None
+        self.budget -= GLANCE
+        drafts = self._drafts(masks, wish)
+        if drafts is None:
+            self._seen[key] = NOT_WORTH
+            return None
+        if slack > 0:
+            drafts = self._with_slack(masks, drafts, slack)
+        score = self._score(drafts)
+        self._seen[key] = score
+        return Candidate(masks=tuple(masks), wish=wish, drafts=tuple(drafts), score=score, slack=slack)
+
+    def _drafts(self, masks: Sequence[Mask], wish: int) -> list[StageDraft] | None:
+        """Return the stages with all ranks shared out; None where that is impossible or takes too long."""
+        limit = min(HOPELESS * self._best_us, self._cutoff_us)
+        limit_us = limit / self.request.mini_batch * (1 + ROUNDING)
+        work = 0.0
+        for mask in masks:
+            slowest, least = self.chooser.least_shares(mask, wish)
+            work += least
+            if slowest > limit_us or work > limit_us * self.request.num_ranks:
+                return None
+        options = self.chooser.choose(masks, wish, limit_us=limit_us)
+        if options is None and self._cutoff_us == float("inf"):
+            # No plan that fits is known yet: one that needs too much memory leads the way.
+            options = self.chooser.choose(masks, wish, ignore_memory=True, limit_us=limit_us)
+        if options is None:
+            return None
+        times = []
+        for o in options:
+            computing = (o.forward_us + o.backward_us) / o.micro_batch_size
+            reducing = (o.us_per_sample - computing) * self.request.mini_batch
+            times.append((o.forward_us, o.backward_us, o.micro_batch_size, reducing))
+        return None if self._least_us(masks, times) > limit else self.chooser.drafts(masks, options)
+
+    def _with_slack(
+        self, masks: Sequence[Mask], drafts: Sequence[StageDraft], slack: float
+    ) -> list[StageDraft]:
+        return [
+            dataclasses.replace(draft, extra_in_flight=math.ceil((height - 1) * slack))
+            for draft, height in zip(drafts, self.sets.heights(masks), strict=True)
+        ]
+
+    def _score(self, drafts: Sequence[StageDraft]) -> Score:
+        plan = build_plan(self.request, drafts, planner="", costs=self.costs, is_named=False)
+        if self.fitter is not None:
+            plan = self.fitter.estimated(plan)
+        self.budget -= OVERHEAD + 2 * sum(plan.num_micro_batches(i) for i in range(len(plan.stages)))
+        times = [(s.forward_us + s.backward_us) / s.micro_batch_size for s in plan.stages]
+        excess = sum(max(0, self.chooser.excess_of(stage.memory_bytes, stage.ranks)) for stage in plan.stages)
+        us = estimate_plan_us(plan, self.costs)
+        if excess == 0:
+            self._best_us = min(self._best_us, us)
+        return float(excess), us, sum(t * t for t in times)
+
+    def _least_us(self, masks: Sequence[Mask], times: Sequence[tuple[float, float, int, float]]) -> float:
+        """Return a time no step of these stages is shorter than, messages taken to be free.
+
+        A stage begins after a forward of every stage on a path to it, and its gradients then pass
+        through a backward of each.
+
+        Args:
+            times: by stage, forward and backward of a micro-batch, its size, and the gradients' reduction.
+        """
+        heights = self.sets.heights(masks)
+        forwards, both = [0.0] * len(masks), [0.0] * len(masks)
+        least = 0.0
+        for a in sorted(range(len(masks)), key=lambda i: -heights[i]):
+            forward, backward, size, reducing = times[a]
+            work = (forward + backward) * (self.request.mini_batch // size)
+            # Gradients are reduced while those of the stages before it still pass through them.
+            least = max(least, both[a] + work, forwards[a] + work + reducing)
+            readers, returning = self.sets.outputs(masks[a])
+            for b, mask in enumerate(masks) if readers else ():
+                if mask & readers:
+                    forwards[b] = max(forwards[b], forwards[a] + forward)
+                    both[b] = max(both[b], both[a] + forward + (backward if mask & returning else 0.0))
+        return least
+
+    # ---- search -----------------------------------------------------------------------------------
+
+    def improve(self, start: Candidate) -> Candidate:
+        """Return the best candidate reached from ``start`` by taking every move that improves."""
+        best = start
+        is_improved = True
+        while is_improved and self.budget > 0:
+            is_improved = False
+            # What cannot be quicker than a plan that fits need not be predicted.
+            self._cutoff_us = best.score[1] * (1 + ROUNDING) if best.score[0] == 0 else float("inf")
+            for found in self._neighbours(best):
+                if is_better(found.score, best.score):
+                    best, is_improved = found, True
+                    break
+                if self.budget <= 0:
+                    break
+        self._cutoff_us = float("inf")
+        return best
+
+    def balance(self, start: Candidate, *, rounds: int = 64) -> Candidate:
+        """Return the candidate reached by moves that even out the stages' times per sample, unpredicted.
+
+        The p-norm of the times falls with every move, so plateaus on which several stages are the
+        bottleneck (no single move shortens the step) are crossed.
+        """
+        masks, best = list(start.masks), self._unevenness(start.masks, start.wish)
+        for _ in range(rounds):
+            heaviest = max(range(len(masks)), key=lambda i: self._load(start.wish, masks[i]))
+            options = [
+                (self._unevenness(changed, start.wish), n, changed)
+                for n, changed in enumerate(moves.boundary_moves(self.sets, masks, heaviest))
+            ]
+            if not options or min(options)[0] >= best * (1 - 1e-12):
+                break
+            best, _, masks = min(options)
+        return self.with_masks(masks, start.wish, start.slack) or start
+
+    def _unevenness(self, masks: Sequence[Mask], wish: int) -> float:
+        options = self.chooser.choose(masks, wish)
+        if options is None:
+            return float("inf")
+        return sum(((o.forward_us + o.backward_us) / o.micro_batch_size) ** 8 for o in options)
+
+    def _load(self, wish: int, mask: Mask) -> float:
+        return sum(self.costs.stage_times(self.sets.rows(mask), wish))
+
+    def _us_per_sample(self, mask: Mask, draft: StageDraft) -> float:
+        local = draft.micro_batch_size / draft.degree
+        computing = sum(self.costs.stage_times(self.sets.rows(mask), local))
+        return float(us_per_sample(computing, draft.micro_batch_size))
+
+    def _neighbours(self, at: Candidate) -> Iterator[Candidate]:
+        """Yield the candidates one move away, the most promising kinds first."""
+        for slack in SLACKS:
+            if slack != at.slack:
+                found = self.with_masks(at.masks, at.wish, slack)
+                if found is not None:
+                    yield found
+        masks = list(at.masks)
+        times = [self._us_per_sample(mask, draft) for mask, draft in zip(masks, at.drafts, strict=True)]
+        slowest_first = sorted(range(len(masks)), key=lambda i: -times[i])
+        quickest_first = sorted(range(len(masks)), key=times.__getitem__)
+        yield from self._with_all(at, moves.regroupings(self.sets, masks, slowest_first))
+        wishes = self.rules.wishes()
+        place = wishes.index(at.wish) if at.wish in wishes else 0
+        for wish in [*wishes[place + 1 : place + 3], *wishes[max(place - 2, 0) : place][::-1]]:
+            found = self.with_masks(at.masks, wish, at.slack)
+            if found is not None:
+                yield found
+        for drafts in self._changed_drafts(at):
+            key = frozenset(drafts)
+            if key not in self._seen and self._least_of(at.masks, drafts) <= self._cutoff_us:
+                self._seen[key] = score = self._score(drafts)
+                yield dataclasses.replace(at, drafts=tuple(drafts), score=score)
+        yield from self._with_all(at, moves.swaps(self.sets, masks))
+        yield from self._with_all(at, moves.merged_and_cut(self.sets, masks, quickest_first))
+
+    def _with_all(self, at: Candidate, partitions: Iterator[list[Mask]]) -> Iterator[Candidate]:
+        for masks in partitions:
+            found = self.with_masks(masks, at.wish, at.slack)
+            if found is not None:
+                yield found
+
+    def _least_of(self, masks: Sequence[Mask], drafts: Sequence[StageDraft]) -> float:
+        times = []
+        for mask, draft in zip(masks, drafts, strict=True):
+            local = draft.micro_batch_size / draft.degree
+            times.append((*self.costs.stage_times(self.sets.rows(mask), local), draft.micro_batch_size, 0.0))
+        return self._least_us(masks, times)
+
+    def _changed_drafts(self, at: Candidate) -> Iterator[list[StageDraft]]:
+        """Yield other micro-batch sizes, k and degrees for the same stages."""
+        drafts = list(at.drafts)
+        for i, (mask, draft) in enumerate(zip(at.masks, drafts, strict=True)):
+            for size in self.chooser.sizes(mask, draft.degree):
+                if size != draft.micro_batch_size and 0.2 < size / draft.micro_batch_size < 5:
+                    yield [*drafts[:i], dataclasses.replace(draft, micro_batch_size=size), *drafts[i + 1 :]]
+            for k in (draft.k * 2, draft.k // 2):
+                if 1 <= k <= self.request.max_k:
+                    yield [*drafts[:i], dataclasses.replace(draft, k=k), *drafts[i + 1 :]]
+        if self.rules.data_parallel is None and len(drafts) <= 16:
+            yield from self._moved_ranks(at.masks, drafts)
+
+    def _moved_ranks(self, masks: Sequence[Mask], drafts: list[StageDraft]) -> Iterator[list[StageDraft]]:
+        degrees = self.rules.degrees()
+        for (i, giver), (j, taker) in itertools.permutations(enumerate(drafts), 2):
+            for less in degrees:
+                more = taker.degree + giver.degree - less
+                if less >= giver.degree or more not in degrees:
+                    continue
+                sizes = self.chooser.sizes(masks[i], less), self.chooser.sizes(masks[j], more)
+                if sizes[0] and sizes[1]:
+                    changed = list(drafts)
+                    changed[i] = _resized(giver, less, sizes[0])
+                    changed[j] = _resized(taker, more, sizes[1])
+                    yield changed
+
+    def reshape(self, groups: Sequence[Sequence[str]], count: int) -> list[Mask] | None:
+        """Cut the heaviest stages evenly, or merge the lightest, until there are ``count``."""
+        forward, backward = self.costs.block_times(self.request.mini_batch / max(self.request.num_ranks, 1))
+        weight = forward + backward
+        loads: dict[Mask, float] = {}
+
+        def load(mask: Mask) -> float:
+            if mask not in loads:
+                loads[mask] = float(weight[list(self.sets.rows(mask))].sum())
+            return loads[mask]
+
+        masks = [self.sets.mask_of(group) for group in groups]
+        return moves.reshape(self.sets, masks, count, load)
+
+
+def _resized(draft: StageDraft, degree: int, sizes: Sequence[int]) -> StageDraft:
+    size = min(sizes, key=lambda s: abs(s - draft.micro_batch_size))
+    return dataclasses.replace(draft, degree=degree, micro_batch_size=size)
+
+
+def is_better(score: Score, best: Score) -> bool:
+    """Return whether a score beats another: fewer bytes too many, then time, then evenness."""
+    if score[0] != best[0]:
+        return score[0] < best[0]
+    tolerance = 1e-9 * best[1]
+    if abs(score[1] - best[1]) > tolerance:
+        return score[1] < best[1]
+    return score[2] < best[2] * (1 - 1e-9)

@@ -1,0 +1,218 @@
+"""One rank of a rehearsed plan: the executor and transport of the runtime around an emulated stage.
+
+python -m gpp_plugin.rehearse.rehearsal_rank PLAN SETTINGS_JSON OUTPUT_DIRECTORY
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import RankProgram
+from gpp_plugin.ir.schedule import Task
+from gpp_plugin.ir.serialize import load, save
+from gpp_plugin.ir.tensors import TensorSpec
+from gpp_plugin.ir.timeline import Event, Timeline
+from gpp_plugin.launch import emit_event, end_rank
+from gpp_plugin.rehearse.emulated_compute import EmulatedCompute, EmulatedHooks
+from gpp_plugin.rehearse.rehearsal_settings import LEAST_COMM_TIMEOUT_S, RehearsalSettings, scale_tensors
+from gpp_plugin.rehearse.saved_programs import make_programs, make_windows
+from gpp_plugin.runtime.compute import boundary_gradients
+from gpp_plugin.runtime.executor import StageExecutor
+from gpp_plugin.runtime.lane import channels_of
+from gpp_plugin.runtime.messages.mailbox import WindowPlace
+from gpp_plugin.runtime.messages.transport import Transport, make_transport
+from gpp_plugin.runtime.ranks.meeting import Meeting
+from gpp_plugin.runtime.recorder import gather_timeline, start_clock
+from gpp_plugin.runtime.window_lane import WindowRunner
+from gpp_plugin.schedule.durations import Durations, duration_reader
+from gpp_plugin.simulate.async_prediction import num_windows
+
+CPU = torch.device("cpu")
+
+
+class RehearsalRank:
+    """This rank's part of a plan; made on all ranks of the plan together, which are those of the joined
+    process group.
+
+    Args:
+        plan: with times that are already scaled.
+        has_step: ranks agree with each other before the optimizer step, as they do on the gradients' norm.
+        durations: of single tasks, where the plan's times do not hold.
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        settings: RehearsalSettings,
+        *,
+        has_step: bool = True,
+        durations: Durations | None = None,
+    ) -> None:
+        # In this order on every rank, since making a group is a collective of all ranks, members or not:
+        #
+        #   data groups, tensor groups   a row of ranks each, stage by stage
+        #   transport                    one channel a pair of ranks and direction
+        #   norm groups                  mode async only
+        #
+        # Stages on ranks (0, 1), (2) and (3) have one data group, (0, 1): none is made for a single rank.
+        rank = dist.get_rank()
+        timeout_s = settings.comm_timeout_s or LEAST_COMM_TIMEOUT_S
+        windows = make_windows(plan, validate=False) if plan.mode == "async" else None
+        programs = make_programs(plan, validate=False) if windows is None else windows.all
+        specs = scale_tensors(plan, settings.scale_bytes)
+        data_group = _make_groups([s.data_ranks(t) for s in plan.stages for t in range(s.tensor)], timeout_s)
+        tensor_group = _make_groups(
+            [s.tensor_ranks(d) for s in plan.stages for d in range(s.degree)], timeout_s
+        )
+        transport = _make_transport(plan, programs, timeout_s)
+        own = None if windows is None else windows.of_rank(rank)
+        # Asynchronous programs differ by window; what a stage receives and sends is the same in
+        # the last, steady one.
+        program = programs[rank] if own is None else own.steps[-1]
+        index = program.stage
+        self._plan = plan
+        everyone = dist.group.WORLD if plan.num_ranks > 1 else None
+        self._meeting = Meeting(
+            group=everyone, who=f"rank {rank}, stage {plan.stages[index].name!r}", timeout_s=timeout_s
+        )
+        # the ranks that agree on a norm: all of them, or those of a stage that steps alone
+        agreeing = everyone if own is None else _make_groups([s.ranks for s in plan.stages], timeout_s)
+        compute = _make_compute(plan, program, specs, durations, tensor_group)
+        hooks = EmulatedHooks(
+            data_group=data_group,
+            gradient_bytes=plan.stages[index].gradient_bytes * settings.scale_bytes,
+            world_group=agreeing if has_step else None,
+        )
+
+        def make(program: RankProgram, window: WindowPlace | None = None) -> StageExecutor:
+            return StageExecutor(
+                plan=plan,
+                program=program,
+                compute=compute,
+                specs=specs,
+                transport=transport,
+                hooks=hooks,
+                device=CPU,
+                window=window,
+            )
+
+        # Model inputs are not rehearsed: no batch is loaded, so each micro-batch has an empty tuple of them.
+        self._inputs: list[tuple[Tensor, ...]] = [()] * plan.num_micro_batches(index)
+        self._windows = None if own is None else WindowRunner.make(own, make, mini_batch=plan.mini_batch)
+        self._executor = make(program) if own is None else None
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks; ``what`` is the occasion, for errors."""
+        self._meeting.meet(what)
+
+    def iterate(self) -> None:
+        """Run one mini-batch; of an asynchronous plan as many as fill the pipeline and some more, and empty it."""
+        self._run(record=False)
+
+    def run(self) -> Timeline | None:
+        """Do so again; return all ranks' timeline on the first one, None elsewhere."""
+        clock = start_clock(self._meeting)
+        events = self._run(record=True)
+        timeline = gather_timeline(events, clock, plan=self._plan, meeting=self._meeting)
+        return None if timeline is None else dataclasses.replace(timeline, source="rehearsed")
+
+    def _run(self, *, record: bool) -> list[Event]:
+        # A window's events number micro-batches from its own program; `_later` adds the shift since the
+        # pipeline was empty, so that all windows read as the one long mini-batch that they are simulated as:
+        #
+        #   window 1 (shift 0)   0F0 0F1 0B0        window 3 of programs that repeat from 2 on, M = 2: shift 2
+        #   window 2 (shift 0)   0F2 0B1 0F3 0B2    0F2 -> 0F4, 0B1 -> 0B3, 0F3 -> 0F5, 0B2 -> 0B4
+        if self._executor is not None:
+            return self._executor.run(self._inputs, record=record).events
+        runner = self._windows
+        assert runner is not None, "a plan is synchronous or asynchronous"
+        events: list[Event] = []
+        for _ in range(num_windows(runner.windows)):
+            found = runner.run(self._inputs, record=record).events
+            events += [_later(event, runner.shift) for event in found]
+        events += [_later(event, runner.shift) for event in runner.drain(record=record).events]
+        runner.empty()
+        return events
+
+
+def _make_compute(
+    plan: PipelinePlan,
+    program: RankProgram,
+    specs: Mapping[str, TensorSpec],
+    durations: Durations | None,
+    tensor_group: dist.ProcessGroup | None,
+) -> EmulatedCompute:
+    read = duration_reader(plan, durations)
+    return EmulatedCompute(
+        plan,
+        program.stage,
+        specs=specs,
+        gradients=boundary_gradients(program, plan, specs),
+        task_us=lambda kind, half, micro_batch: read(
+            Task(stage=program.stage, kind=kind, micro_batch=micro_batch, half=half), program.rank
+        ),
+        tensor_group=tensor_group,
+    )
+
+
+def _make_transport(plan: PipelinePlan, programs: Sequence[RankProgram], timeout_s: float) -> Transport:
+    return make_transport(
+        device=CPU,
+        channels=channels_of(programs),
+        names=[f"{plan.stages[e.src].name} -> {plan.stages[e.dst].name}" for e in plan.edges],
+        timeout_s=timeout_s,
+    )
+
+
+def _later(event: Event, micro_batches: int) -> Event:
+    """Return an event as it is numbered from an empty pipeline on."""
+    return dataclasses.replace(
+        event, micro_batch=event.micro_batch + (micro_batches if event.micro_batch >= 0 else 0)
+    )
+
+
+def _make_groups(rows: Sequence[tuple[int, ...]], timeout_s: float) -> dist.ProcessGroup | None:
+    """Make a gloo group of each row of ranks, by all ranks alike; return this rank's, None where it is alone in it."""
+    own = None
+    for row in rows:
+        if len(row) > 1:
+            group = dist.new_group(list(row), timeout=datetime.timedelta(seconds=timeout_s), backend="gloo")
+            own = group if dist.get_rank() in row else own
+    return own
+
+
+def main() -> None:
+    """Rehearse on this rank; rank 0 writes the timelines and reports."""
+    plan = load(PipelinePlan, sys.argv[1])
+    settings = RehearsalSettings(**json.loads(sys.argv[2]))
+    folder = Path(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", timeout=datetime.timedelta(seconds=settings.comm_timeout_s or LEAST_COMM_TIMEOUT_S)
+    )
+    is_first = dist.get_rank() == 0
+    rank = RehearsalRank(plan, settings)
+    if is_first:
+        emit_event(event="ready")
+    # Step -1 warms up: connections are made and buffers touched for the first time.
+    for step in range(-1, settings.steps):
+        timeline = rank.run()
+        if timeline is not None and step >= 0:
+            save(timeline, folder / f"timeline{step}.json")
+            emit_event(event="step", step=step, iteration_us=timeline.iteration_us)
+    rank.meet("the end of the rehearsal")
+    end_rank()
+
+
+if __name__ == "__main__":
+    main()

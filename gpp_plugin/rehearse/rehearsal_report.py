@@ -1,0 +1,209 @@
+"""What a rehearsal comes to, as text and as rows: times, idle shares, micro-batches held, the simulator's figures."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, Timeline
+from gpp_plugin.rehearse.rehearsal import Rehearsal
+from gpp_plugin.report.timeline_text import format_timeline
+from gpp_plugin.report.units import format_ms, format_table
+from gpp_plugin.schedule.durations import stage_task_us
+from gpp_plugin.simulate.timeline_metrics import peak_in_flight
+
+LARGEST_HOST_SHARE = 0.03
+"""Of a task's time: with more between two tasks, a rehearsal shows the machine and not the schedule."""
+
+
+def stage_rows(rehearsal: Rehearsal) -> list[dict[str, Any]]:
+    """Return one JSON object per stage: planned and measured task times, idle share, micro-batches held."""
+    plan = rehearsal.plan
+    held = [peak_in_flight(timeline) for timeline in rehearsal.timelines]
+    timeline = rehearsal.median_timeline
+    busy = timeline.busy_us()
+    rows = []
+    for index, stage in enumerate(plan.stages):
+        rows.append(
+            {
+                "stage": stage.name,
+                "ranks": list(stage.ranks),
+                "micro_batches": plan.num_micro_batches(index),
+                "forward_ms": stage.forward_us / 1e3,
+                "measured_forward_ms": _median_ms(rehearsal, index, [TaskKind.FORWARD]),
+                "backward_ms": stage.backward_us / 1e3,
+                "measured_backward_ms": _median_ms(rehearsal, index, [TaskKind.BACKWARD]),
+                "idle": 1.0
+                - statistics.fmean(busy.get(rank, 0.0) for rank in stage.ranks) / timeline.iteration_us,
+                "in_flight": stage.in_flight,
+                "measured_in_flight": max(peaks.get(rank, 0) for peaks in held for rank in stage.ranks),
+            }
+        )
+    return rows
+
+
+def rehearsal_figures(rehearsal: Rehearsal) -> dict[str, Any]:
+    """Return the figures of the whole pipeline as JSON types; times in ms where not said otherwise."""
+    times = [timeline.iteration_us / 1e3 for timeline in rehearsal.timelines]
+    measured = rehearsal.times
+    steady = {}
+    if rehearsal.plan.mode == "async":
+        found_us, planned_us = rehearsal.steady_us
+        steady = {"steady_ms": found_us / 1e3, "planned_steady_ms": planned_us / 1e3}
+    return {
+        **steady,
+        "plan": rehearsal.median_timeline.plan,
+        "num_ranks": rehearsal.plan.num_ranks,
+        "steps": rehearsal.settings.steps,
+        "scale_time": rehearsal.settings.scale_time,
+        "scale_bytes": rehearsal.settings.scale_bytes,
+        "iteration_ms": rehearsal.iteration_us / 1e3,
+        "fastest_ms": min(times),
+        "slowest_ms": max(times),
+        "planned_ms": rehearsal.planned_us / 1e3,
+        "simulated_ms": rehearsal.predicted_us / 1e3,
+        "difference": rehearsal.difference,
+        "bubble_ratio": statistics.median(t.bubble_ratio() for t in rehearsal.timelines),
+        "idle_over_planned": idle_over_planned(rehearsal.plan, rehearsal.timelines),
+        "overshoot_us": overshoot_us(rehearsal.plan, rehearsal.timelines),
+        "host_us": statistics.median(measured.host_us.values()),
+        "message_us": measured.message_us,
+        "reduce_ms": {
+            rehearsal.plan.stages[index].name: us / 1e3 for index, us in measured.reduce_us.items()
+        },
+    }
+
+
+def idle_over_planned(plan: PipelinePlan, timelines: Sequence[Timeline]) -> float:
+    """Return the idle time of all ranks over the compute that was planned, the median over mini-batches.
+
+    Idle is what a rank was not in a task between the first task's start and the last one's end, so that a
+    delay that lasts longer than asked counts as compute, not as idle.
+    """
+    # Rank-microseconds. Two ranks, 100 us from first start to last end, busy for 90 and 60: idle
+    # is 50. Over 140 planned (the delays overran by 10 in all) that is 0.36: what the pipeline
+    # costs a useful microsecond.
+    idle = []
+    for timeline in timelines:
+        busy = timeline.busy_us()
+        tasks = _task_events([timeline])
+        span = max(e.end_us for e in tasks) - min(e.start_us for e in tasks)
+        idle.append(len(busy) * span - sum(busy.values()))
+    return statistics.median(idle) / sum(_planned_us(plan, e) for e in _task_events(timelines[:1]))
+
+
+def overshoot_us(plan: PipelinePlan, timelines: Sequence[Timeline]) -> float:
+    """Return the median over tasks of how much longer a delay lasted than planned."""
+    return statistics.median(
+        event.end_us - event.start_us - _planned_us(plan, event) for event in _task_events(timelines)
+    )
+
+
+def format_rehearsal(rehearsal: Rehearsal, *, width: int = 100) -> str:
+    """Return the rehearsal as text: the median mini-batch's picture, a table of stages, the comparison.
+
+    Args:
+        width: columns of the picture's time axis.
+    """
+    # Three times of one mini-batch, from ideal to real, each explaining what the one before lacks:
+    #
+    #   planned     the plan's own task times, messages take none     what the planner hoped for
+    #   simulated   task times and message delays as measured         what the schedule makes of this machine
+    #   measured    the processes                                     also what neither knows
+    figures = rehearsal_figures(rehearsal)
+    header = ["stage", "ranks", "fwd ms", "measured", "bwd ms", "measured", "idle", "in flight", "measured"]
+    rows = [
+        [
+            row["stage"],
+            str(len(row["ranks"])),
+            format_ms(row["forward_ms"] * 1e3),
+            _format_optional(row["measured_forward_ms"]),
+            format_ms(row["backward_ms"] * 1e3),
+            _format_optional(row["measured_backward_ms"]),
+            f"{100 * row['idle']:.0f} %",
+            str(row["in_flight"]),
+            str(row["measured_in_flight"]),
+        ]
+        for row in stage_rows(rehearsal)
+    ]
+    lines = [
+        format_timeline(rehearsal.median_timeline, rehearsal.plan, width=width),
+        "",
+        format_table(header, rows),
+        "",
+        f"measured {figures['iteration_ms']:.1f} ms {_span(rehearsal)}, median of {figures['steps']} "
+        f"({figures['fastest_ms']:.1f} to {figures['slowest_ms']:.1f})",
+        f"planned {figures['planned_ms']:.1f} ms, simulated with the plan's times and messages that take none",
+        f"simulated {figures['simulated_ms']:.1f} ms with measured times: "
+        f"{100 * figures['difference']:+.1f} % of the measured",
+        f"bubble {100 * figures['bubble_ratio']:.1f} %; a task lasts {figures['overshoot_us']:.0f} us longer than "
+        f"planned, {figures['host_us']:.0f} us pass between two tasks, a message takes "
+        f"{figures['message_us']:.0f} us",
+    ]
+    if "steady_ms" in figures:
+        lines.append(
+            f"while the pipeline is full a mini-batch takes {figures['steady_ms']:.1f} ms, planned "
+            f"{figures['planned_steady_ms']:.1f}"
+        )
+    if figures["reduce_ms"]:
+        reduced = ", ".join(f"{name} {ms:.1f} ms" for name, ms in figures["reduce_ms"].items())
+        lines.append(f"gradients are reduced in: {reduced}")
+    return "\n".join([*lines, *_advice(rehearsal, figures)])
+
+
+def _span(rehearsal: Rehearsal) -> str:
+    count = rehearsal.num_windows
+    return (
+        "a mini-batch" if count == 1 else f"for {count} mini-batches, from an empty pipeline to an empty one"
+    )
+
+
+def _advice(rehearsal: Rehearsal, figures: dict[str, Any]) -> list[str]:
+    """Return what to change where this machine, rather than the schedule, makes the time."""
+    task_us = statistics.median(rehearsal.times.task_us.values())
+    slowest_reduction_us = max(rehearsal.times.reduce_us.values(), default=0.0)
+    # Two ways in which this machine speaks instead of the schedule; messages first, since scaling time
+    # would only hide them. Tasks of 1 ms with 60 us lost behind each are double LARGEST_HOST_SHARE:
+    # --scale-time 2 brings it to 3 %.
+    if figures["message_us"] > task_us or slowest_reduction_us > rehearsal.planned_us:
+        return [
+            "messages or reductions take longer than tasks: here they go through this machine's memory, not over "
+            "your links; a smaller --scale-bytes shows the schedule without them"
+        ]
+    lost_us = figures["host_us"] + figures["overshoot_us"]
+    if lost_us > LARGEST_HOST_SHARE * task_us:
+        wanted = math.ceil(lost_us / (LARGEST_HOST_SHARE * task_us) * rehearsal.settings.scale_time)
+        return [
+            f"tasks are short against this machine's {lost_us:.0f} us between them; "
+            f"--scale-time {wanted} shows the schedule"
+        ]
+    return []
+
+
+def _format_optional(ms: float | None) -> str:
+    return "-" if ms is None else format_ms(ms * 1e3)
+
+
+def _median_ms(rehearsal: Rehearsal, stage: int, kinds: Iterable[TaskKind]) -> float | None:
+    """Return the median time of a stage's whole tasks of these kinds; None where it has none."""
+    wanted = {EVENT_OF_TASK[kind] for kind in kinds}
+    found = [
+        event.end_us - event.start_us
+        for timeline in rehearsal.timelines
+        for event in timeline.events
+        if event.stage == stage and event.kind in wanted and event.half is None
+    ]
+    return statistics.median(found) / 1e3 if found else None
+
+
+def _task_events(timelines: Iterable[Timeline]) -> list[Event]:
+    return [event for timeline in timelines for event in timeline.events if event.task is not None]
+
+
+def _planned_us(plan: PipelinePlan, event: Event) -> float:
+    assert event.task is not None, "only tasks have planned times"
+    return stage_task_us(plan.stages[event.stage], event.task.kind, event.half)

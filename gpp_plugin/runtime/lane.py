@@ -1,0 +1,379 @@
+"""One rank's part of a pipeline: its stage's parameters, and executors compiled for each shape.
+
+A `Lane` is the pipeline in one mode, training or evaluation: a graph of blocks, the plan on it, this
+rank's program, and a bounded cache of executors, one for each shape of the batches. A `StageSource` gives the
+stage's code at a shape. The stage's parameters are shared by both lanes. Nothing here depends on DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpp_plugin.capture.sample_batches import count_samples
+from gpp_plugin.errors import CaptureError, PlanError
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import InstructionKind, RankProgram
+from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
+from gpp_plugin.runtime.batches import Batch, shape_key, slice_batch
+from gpp_plugin.runtime.compute import AutogradCompute, HalfForwards, StageHooks, boundary_gradients
+from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
+from gpp_plugin.runtime.memory.keeper import NextBackward, StageKeeper, backwards_after
+from gpp_plugin.runtime.memory.planned_keeper import make_keeper
+from gpp_plugin.runtime.memory.swap import SwapLink
+from gpp_plugin.runtime.messages.mailbox import WindowPlace
+from gpp_plugin.runtime.messages.transport import Channel, Transport
+from gpp_plugin.runtime.stage_module import StageFunction, StageModule
+from gpp_plugin.runtime.stage_source import Reference, StageCode, StageSource
+from gpp_plugin.runtime.weight_versions import WeightVersions
+from gpp_plugin.schedule.build import build_schedules, forward_schedules
+from gpp_plugin.schedule.checks.validate_programs import validate_programs
+from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.schedule.orders.forward_only import forward_only_stages
+
+logger = logging.getLogger(__name__)
+
+MAX_SHAPES = 16
+
+
+def tied_stages(plan: PipelinePlan, reference: Reference) -> dict[str, tuple[int, ...]]:
+    """Return the trainable parameters used on several stages, parameter name -> stage indices."""
+    trainable = {p.name for p in reference.analysis.op_graph.parameters if p.requires_grad}
+    stage_of = {block: index for index, stage in enumerate(plan.stages) for block in stage.blocks}
+    shared = {}
+    for name, blocks in reference.block_graph.tied.items():
+        stages = tuple(sorted({stage_of[block] for block in blocks}))
+        if len(stages) > 1 and name in trainable:
+            shared[name] = stages
+    return shared
+
+
+def held_tensors(plan: PipelinePlan, reference: Reference) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the parameters and buffers each stage holds.
+
+    What no block reads (a head that training does not use) must still be in exports: it rests on the last
+    stage.
+    """
+    blocks = {block.name: block for block in reference.block_graph.blocks}
+    used = {name for block in blocks.values() for name in block.parameters}
+    unused = [
+        p.name
+        for p in reference.analysis.op_graph.parameters
+        if p.name not in used and (p.is_persistent or not p.is_buffer)
+    ]
+    held = [[name for block in stage.blocks for name in blocks[block].parameters] for stage in plan.stages]
+    held[-1] += unused
+    return tuple(tuple(dict.fromkeys(names)) for names in held)
+
+
+def make_programs(
+    plan: PipelinePlan, reference: Reference, *, reduce_each_backward: bool = False
+) -> tuple[RankProgram, ...]:
+    """Schedule, lower and validate ``plan`` in the mode of ``reference``: the programs of all ranks.
+
+    Args:
+        reduce_each_backward: as for `lower_schedules`.
+
+    Raises:
+        PlanError: a stage whose operators couple samples is to run forwards in halves.
+        ScheduleError: the programs would deadlock, reorder messages or exceed their in-flight counts.
+    """
+    if not reference.analysis.is_training:
+        schedules = forward_schedules(plan)
+        programs = lower_schedules(plan, schedules, training=False)
+    else:
+        _refuse_coupled_halves(plan, reference.block_graph)
+        frozen = forward_only_stages(plan)
+        tied = {stage for stages in tied_stages(plan, reference).values() for stage in stages}
+        schedules = build_schedules(plan, forward_only_stages=frozen)
+        programs = lower_schedules(
+            plan,
+            schedules,
+            tied_stages=tuple(sorted(tied)),
+            forward_only_stages=frozen,
+            reduce_each_backward=reduce_each_backward,
+        )
+    validate_programs(plan, schedules, programs)
+    return programs
+
+
+def _refuse_coupled_halves(plan: PipelinePlan, block_graph: BlockGraph) -> None:
+    coupled = {block.name for block in block_graph.blocks if block.is_coupled}
+    for stage in plan.stages:
+        mixing = sorted(coupled & set(stage.blocks))
+        if stage.num_sliced and mixing:
+            raise PlanError(
+                f"stage {stage.name!r}: num_sliced is {stage.num_sliced}, but block {mixing[0]!r} mixes samples and "
+                f"computes whole loss units of {plan.loss_unit}; set num_sliced to 0"
+            )
+
+
+def channels_of(programs: Sequence[RankProgram]) -> set[Channel]:
+    """Return every channel that the programs of all ranks use."""
+    return {
+        message.channel
+        for program in programs
+        for instruction in program.instructions
+        if instruction.kind is InstructionKind.EXCHANGE
+        for message in (*instruction.sends, *instruction.receives)
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """A stage's code at its local batch, and at half of it where the program runs forwards in halves."""
+
+    code: StageCode
+    half: StageFunction | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Compiled:
+    """A stage ready to run at one shape; ``inputs`` are the model's inputs there, by batch key."""
+
+    executor: StageExecutor
+    compute: AutogradCompute
+    function: StageFunction
+    inputs: Mapping[str, TensorSpec]
+
+
+class Lane:
+    """This rank's pipeline in one mode.
+
+    Args:
+        source: gives the stage's code at each shape.
+        reference: what is known of the model in this mode, and its blocks.
+        plan: on ``reference.block_graph``.
+        program: this rank's.
+        module: the stage's parameters; None until `bind`.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: StageSource,
+        reference: Reference,
+        plan: PipelinePlan,
+        program: RankProgram,
+        transport: Transport | None,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.plan = plan
+        self.reference = reference
+        self.stage_index = program.stage
+        self._source = source
+        self._program = program
+        self._transport = transport
+        self._device = device
+        self._dtype = dtype
+        self._tensors: Mapping[str, Tensor] = {}
+        self._hooks: StageHooks | None = None
+        self._executors: OrderedDict[tuple[Any, ...], _Compiled] = OrderedDict()
+        self._prepared: tuple[tuple[Any, ...], _Prepared] | None = None
+        self._has_warned = False
+        self._host_link: SwapLink | None = None
+
+    @property
+    def is_training(self) -> bool:
+        """Return whether the lane was captured in training mode."""
+        return self.reference.analysis.is_training
+
+    def prepare(self, batch: Batch) -> StageFunction:
+        """Return the stage's code for batches like this one, before parameters are bound."""
+        key = shape_key(batch, count_samples(batch))
+        self._prepared = (key, self._prepare(batch))
+        return self._prepared[1].code.function
+
+    def bind(self, module: StageModule, hooks: StageHooks | None) -> None:
+        """Use these parameters and this optimizer side from now on; drops compiled executors."""
+        self._tensors = module.named_tensors()
+        self._hooks = hooks
+        self._executors.clear()
+
+    def close(self) -> None:
+        """Let go of the transport; the lane runs no more. Collective over the ranks of its messages."""
+        if self._transport is not None:
+            self._transport.close()
+
+    @property
+    def has_peaked(self) -> bool:
+        """Return whether the mini-batches run since counting began held the most that any hold."""
+        return True
+
+    def run(self, batch: Batch, *, record: bool = False, count: bool = False) -> MiniBatchResult:
+        """Run one mini-batch of ``plan.mini_batch`` samples; only this rank's rows are read.
+
+        Args:
+            record: whether to note the time of every task and message.
+            count: whether to count what is kept for backward (a few microseconds for each saved tensor).
+        """
+        compiled = self._executor_for(batch)
+        inputs = self._rows_of(batch, compiled)
+        if not count:
+            return compiled.executor.run(inputs, record=record)
+        compiled.compute.start_counting()
+        try:
+            result = compiled.executor.run(inputs, record=record)
+        finally:
+            counts = compiled.compute.stop_counting()
+        result.memory = counts
+        return result
+
+    def _rows_of(self, batch: Batch, compiled: _Compiled) -> list[tuple[Tensor, ...]]:
+        """Return the rows of the batch that this rank reads in each micro-batch."""
+        return slice_batch(
+            batch,
+            compiled.function.batch_inputs,
+            stage=self.plan.stages[self.stage_index],
+            rank=self._program.rank,
+            num_micro_batches=self.plan.num_micro_batches(self.stage_index),
+            specs=compiled.inputs,
+            device=self._device,
+            dtype=self._dtype,
+        )
+
+    def _executor_for(self, batch: Batch) -> _Compiled:
+        # Least recently used first: a hit moves to the end, and a new shape beyond `MAX_SHAPES` takes the first one's
+        # place.
+        key = shape_key(batch, self.plan.mini_batch)
+        found = self._executors.get(key)
+        if found is not None:
+            self._executors.move_to_end(key)
+            return found
+        if len(self._executors) >= MAX_SHAPES:
+            self._executors.popitem(last=False)
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "more than %d input shapes seen; each new one is captured again (about a second). "
+                    "Pad sequences to a few lengths (bucketing) to avoid it",
+                    MAX_SHAPES,
+                )
+        if self._prepared is not None and self._prepared[0] == key:
+            prepared = self._prepared[1]
+        else:
+            prepared = self._prepare(batch)
+        self._prepared = None
+        self._executors[key] = self._compile(prepared)
+        return self._executors[key]
+
+    def _prepare(self, batch: Batch) -> _Prepared:
+        local = self.plan.stages[self.stage_index].local_batch_size
+        code = self._code_at(batch, local)
+        half = None
+        if any(i.task is not None and i.task.half is not None for i in self._program.instructions):
+            half = self._code_at(batch, local // 2).function
+            self._check_half(code.function, half)
+        return _Prepared(code=code, half=half)
+
+    def _code_at(self, batch: Batch, num_samples: int) -> StageCode:
+        return self._source.stage_code(self.reference, self.plan, self.stage_index, batch, num_samples)
+
+    def _check_half(self, whole: StageFunction, half: StageFunction) -> None:
+        for what in ("tensors", "batch_inputs", "received", "outputs"):
+            if getattr(whole, what) != getattr(half, what):
+                stage = self.plan.stages[self.stage_index]
+                raise CaptureError(
+                    f"stage {stage.name}: its {what} differ between {stage.local_batch_size} samples and half of "
+                    "them; the model's structure depends on the number of samples: set num_sliced to 0"
+                )
+
+    def _compile(self, prepared: _Prepared) -> _Compiled:
+        code = prepared.code
+        compute = self._make_compute(prepared, self._hooks, step_samples=self.plan.mini_batch)
+        executor = self._make_executor(code, self._program, compute, self._hooks)
+        return _Compiled(executor=executor, compute=compute, function=code.function, inputs=code.inputs)
+
+    def _make_compute(
+        self,
+        prepared: _Prepared,
+        hooks: StageHooks | None,
+        *,
+        step_samples: int,
+        versions: WeightVersions | None = None,
+    ) -> AutogradCompute:
+        """Return what does the stage's tasks; the loss of a step is the mean over ``step_samples``."""
+        code = prepared.code
+        is_trained = any(
+            i.task is not None and i.task.kind is not TaskKind.FORWARD for i in self._program.instructions
+        )
+        return AutogradCompute(
+            function=code.function,
+            parameters=[self._tensors[name] for name in code.function.tensors],
+            gradients=boundary_gradients(self._program, self.plan, code.tensors),
+            hooks=hooks if is_trained else None,
+            loss=code.loss,
+            loss_share=self.plan.stages[self.stage_index].local_batch_size / step_samples,
+            halves=_halves(prepared),
+            keeper=self._make_keeper(prepared) if is_trained else None,
+            versions=versions,
+        )
+
+    def _make_keeper(self, prepared: _Prepared) -> StageKeeper | None:
+        """Return what executes the stage's memory plan, if it has one."""
+        stage, code = self.plan.stages[self.stage_index], prepared.code
+        if stage.memory is None:
+            return None
+        gradient_inputs = boundary_gradients(self._program, self.plan, code.tensors).inputs
+        if self._host_link is None:
+            self._host_link = SwapLink(self._device)
+        return make_keeper(
+            stage=stage.name,
+            plan=stage.memory,
+            blocks=stage.blocks,
+            operators=code.operators,
+            whole=code.function,
+            half=prepared.half,
+            gradient_inputs=gradient_inputs,
+            link=self._host_link,
+            next_backward=self._next_backward(),
+        )
+
+    def _next_backward(self) -> NextBackward:
+        return backwards_after(self._program).get
+
+    def _make_executor(
+        self,
+        code: StageCode,
+        program: RankProgram,
+        compute: AutogradCompute,
+        hooks: StageHooks | None,
+        window: WindowPlace | None = None,
+    ) -> StageExecutor:
+        return StageExecutor(
+            plan=self.plan,
+            program=program,
+            compute=compute,
+            specs=code.tensors,
+            transport=self._transport,
+            hooks=hooks,
+            device=self._device,
+            loss=code.loss,
+            named_outputs=code.outputs,
+            is_training=self.is_training,
+            window=window,
+        )
+
+
+def _halves(prepared: _Prepared) -> HalfForwards | None:
+    if prepared.half is None:
+        return None
+    code = prepared.code
+    return HalfForwards(
+        function=prepared.half,
+        input_axes=tuple(_batch_axis(code.inputs[key]) for key in prepared.half.batch_inputs),
+        axes={name: _batch_axis(spec) for name, spec in code.tensors.items()},
+    )
+
+
+def _batch_axis(spec: TensorSpec) -> int:
+    return spec.layout.axis if spec.layout.kind is LayoutKind.BATCH else -1

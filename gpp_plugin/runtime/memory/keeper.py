@@ -1,0 +1,327 @@
+"""Runs a stage's forwards under saved-tensor hooks: one shell for every memory plan, and a policy per saved tensor.
+
+    forward    begin ──► hooks on ──► the stage's code ──► hooks off ──► finish
+                                          │ each tensor that autograd saves
+                                          ▼
+                                        pack: keep it  │  move it to the host  │  drop it, to be made again
+    backward   prefetch ──► autograd asks for each tensor: unpack ──► end
+
+The shell knows micro-batches, their halves, what comes next and the counter. What happens to a saved tensor is decided
+by a `Pass`, one a forward, that the `SavePolicy` of the stage's code makes:
+
+    everything is kept (and counted)      `KeepAll`            here
+    captured code                         `CapturedPolicy`     by name in its first pass, by position in all others
+    a user's module that swaps            `SwapByNumber`       by the number of the tensor's storage
+    a user's module that runs again       `RunAgain`           dropped, but for what is there anyway
+
+A stage without a memory plan that is not counted has no keeper, and pays one comparison a task for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from gpp_plugin.errors import RuntimeFailure
+from gpp_plugin.ir.memory_report import MemoryCounts
+from gpp_plugin.ir.program import InstructionKind, RankProgram
+from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.runtime.memory.counting import MemoryCounter
+from gpp_plugin.runtime.memory.swap import SwapLink
+
+Turn = tuple[bool, int, int | None]
+"""A task: whether it is (the end of) a backward, its micro-batch, its half."""
+NextBackward = Callable[[Turn], int | None]
+
+# ---- what autograd holds in place of a saved tensor ------------------------------------------------
+
+Kept = tuple[Tensor, int]
+"""A saved tensor and its version, which autograd does not check where there are hooks."""
+
+
+class Handle(Protocol):
+    """Stands for a saved tensor that is not where it was."""
+
+    def get(self) -> Tensor:
+        """Return the tensor: back from the host, or made again."""
+
+
+Packed = Kept | Handle
+
+
+def pack_kept(tensor: Tensor) -> Kept:
+    """Return what stands for a saved tensor that stays where it is: not itself, or it would hold its own graph."""
+    return tensor.detach(), tensor._version
+
+
+def unpack(packed: Packed) -> Tensor:
+    """Return the tensor that autograd saved.
+
+    Raises:
+        RuntimeFailure: it was written meanwhile.
+    """
+    if not isinstance(packed, tuple):
+        return packed.get()
+    tensor, version = packed
+    if tensor._version != version:
+        raise RuntimeFailure(
+            f"a tensor of shape {tuple(tensor.shape)} was written in place after it was saved for backward (version "
+            f"{version}, now {tensor._version}): a buffer that the forward uses and updates allows one micro-batch "
+            "in flight"
+        )
+    return tensor
+
+
+# ---- policies ---------------------------------------------------------------------------------------
+
+
+class Pass:
+    """One forward of a stage's code, of a micro-batch or half of one, and what is kept of it until its backward.
+
+    It holds nothing that autograd or a plan could let go of earlier: arguments and outputs pass through.
+
+    Args:
+        counter: None where nothing is counted.
+    """
+
+    def __init__(self, *, micro_batch: int, counter: MemoryCounter | None) -> None:
+        self._micro_batch = micro_batch
+        self._counter = counter
+
+    def packer(self) -> Callable[[Tensor], Packed]:
+        """Return what takes each tensor that autograd saves, in order, and says what stands for it."""
+        return self.keep
+
+    def run(self, fixed: Sequence[Tensor], received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the code on parameters and the model's inputs, and on what other stages sent; return its outputs."""
+        raise NotImplementedError
+
+    def keep(self, tensor: Tensor) -> Packed:
+        """Leave a saved tensor where it is."""
+        self.count(tensor)
+        return pack_kept(tensor)
+
+    def count(self, tensor: Tensor) -> None:
+        """Count a tensor that stays on the device."""
+        if self._counter is not None:
+            self._counter.keep(self._micro_batch, tensor)
+
+    def finish(self) -> None:
+        """End the forward."""
+
+    def prefetch(self) -> None:
+        """Bring back what the backward needs first."""
+
+
+class SavePolicy(Protocol):
+    """Decides what becomes of the tensors that one stage's code saves at one shape.
+
+    Attributes:
+        frees_received: whether received tensors may be gone before the backward; autograd must then not hold them.
+    """
+
+    frees_received: bool
+
+    def begin(
+        self,
+        fixed: Sequence[Tensor],
+        received: Sequence[Tensor],
+        *,
+        micro_batch: int,
+        counter: MemoryCounter | None,
+    ) -> Pass:
+        """Return a forward that is about to run.
+
+        Args:
+            fixed: parameters and the model's inputs, which are there anyway.
+        """
+
+
+class KeepAll:
+    """Keeps what autograd keeps anyway, so that it is counted."""
+
+    frees_received = False
+
+    def __init__(self, call: Callable[..., tuple[Tensor, ...]]) -> None:
+        self._call = call
+
+    def begin(
+        self,
+        fixed: Sequence[Tensor],
+        received: Sequence[Tensor],
+        *,
+        micro_batch: int,
+        counter: MemoryCounter | None,
+    ) -> Pass:
+        """Return a forward that is about to run."""
+        return _KeepingPass(self._call, micro_batch=micro_batch, counter=counter)
+
+
+class _KeepingPass(Pass):
+    """A forward all of whose saved tensors stay."""
+
+    def __init__(
+        self, call: Callable[..., tuple[Tensor, ...]], *, micro_batch: int, counter: MemoryCounter | None
+    ) -> None:
+        super().__init__(micro_batch=micro_batch, counter=counter)
+        self._call = call
+
+    def run(self, fixed: Sequence[Tensor], received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the code."""
+        return self._call(*fixed, *received)
+
+
+# ---- the shell --------------------------------------------------------------------------------------
+
+
+class StageKeeper:
+    """Runs the forwards of a stage that swaps, recomputes or is counted, and gets ready for its backwards.
+
+    Args:
+        whole, half: the policy of the stage's code for a micro-batch, and of that for half of one.
+        leaves: positions of the received tensors that take a gradient.
+        constants: tensors that are there anyway beside parameters and inputs; they do not count.
+        link: what moves storages to the host, shared by all shapes of a lane; None where nothing is swapped.
+        next_backward: task -> the micro-batch whose backward comes right after it, if one does (`backwards_after`).
+    """
+
+    def __init__(
+        self,
+        *,
+        whole: SavePolicy,
+        half: SavePolicy | None,
+        leaves: Sequence[int],
+        constants: Sequence[Tensor],
+        link: SwapLink | None = None,
+        next_backward: NextBackward = lambda turn: None,
+    ) -> None:
+        self._policies = whole, half
+        self._leaves = tuple(leaves)
+        self._constants = tuple(constants)
+        self._link = link
+        self._next_backward = next_backward
+        self._passes: dict[int, list[Pass]] = {}
+        self._counter: MemoryCounter | None = None
+
+    def forward(
+        self,
+        micro_batch: int,
+        half: int | None,
+        parameters: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        received: Sequence[Tensor],
+    ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        """Run the stage's code.
+
+        Args:
+            half: 0 or 1 where ``inputs`` and ``received`` are half a micro-batch's.
+
+        Returns:
+            For each received tensor that takes a gradient the leaf it arrives at, and the outputs.
+        """
+        # Two micro-batches in flight, the first in halves: ``passes`` is {0: [half a, half b], 1: [whole]} until B0.
+        # A leaf of a received tensor that may leave the device is an empty stand-in (`enter_graph`); where it stays,
+        # the tensor itself is the leaf.
+        policy = self._policies[half is not None]
+        assert policy is not None, "a program with half forwards needs their code"
+        counter, fixed = self._counter, (*parameters, *inputs)
+        if counter is not None:
+            counter.begin(micro_batch, fixed)
+        entered = list(received)
+        leaves = []
+        for index in self._leaves:
+            if policy.frees_received:
+                leaf, entered[index] = enter_graph(entered[index])
+            else:
+                leaf = entered[index].requires_grad_(True)
+            leaves.append(leaf)
+        forward = policy.begin(fixed, entered, micro_batch=micro_batch, counter=counter)
+        with saved_tensors_hooks(forward.packer(), unpack):
+            outputs = forward.run(fixed, entered)
+        forward.finish()
+        if half:
+            self._passes[micro_batch].append(forward)
+        else:
+            self._passes[micro_batch] = [forward]
+        self._prefetch_after((False, micro_batch, half))
+        return leaves, outputs
+
+    def begin_backward(self, micro_batch: int) -> None:
+        """Bring back what the micro-batch's backward, which comes next, needs first: of its last half."""
+        # Where counting began in between, the forward ran without this keeper, and there is nothing to bring.
+        for forward in reversed(self._passes.get(micro_batch, ())):
+            forward.prefetch()
+
+    def end_backward(self, micro_batch: int) -> None:
+        """Let go of the micro-batch."""
+        self._passes.pop(micro_batch, None)
+        if self._counter is not None:
+            self._counter.end(micro_batch)
+        self._prefetch_after((True, micro_batch, None))
+
+    def _prefetch_after(self, turn: Turn) -> None:
+        """Bring back while the task before the backward ends what that backward needs first.
+
+        In 1F1B that is after each forward, and in the cool-down after each backward:
+
+            F0  F1  F2  B0  F3  B1  B2  B3
+                     └►0     └►1└►2 └►3         the arrows: who is prefetched there
+        """
+        micro_batch = self._next_backward(turn)
+        if micro_batch is not None and micro_batch in self._passes:
+            self.begin_backward(micro_batch)
+
+    def start_counting(self) -> None:
+        """Count what the forwards from now on keep."""
+        self._counter = MemoryCounter(self._constants)
+
+    def stop_counting(self) -> MemoryCounts | None:
+        """Count no longer, and return what was counted."""
+        counter, self._counter = self._counter, None
+        return counter.counts() if counter is not None else None
+
+    def clear(self) -> None:
+        """Forget all micro-batches: a mini-batch ended or failed."""
+        self._passes.clear()
+        if self._link is not None:
+            self._link.clear()
+
+
+def backwards_after(program: RankProgram) -> dict[Turn, int]:
+    """Return the tasks that a backward follows with no other task in between, and its micro-batch."""
+    tasks = [i.task for i in program.instructions if i.kind is InstructionKind.COMPUTE and i.task is not None]
+    return {
+        (task.kind is not TaskKind.FORWARD, task.micro_batch, task.half): following.micro_batch
+        for task, following in zip(tasks, tasks[1:], strict=False)
+        if following.kind in (TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT)
+        and task.kind is not TaskKind.INPUT_GRADIENT
+    }
+
+
+class _Entry(torch.autograd.Function):
+    """Makes a tensor a result of the leaf that stands for it."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, holder: list[Tensor]) -> Tensor:
+        """Return the tensor."""
+        return holder[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Return its gradient as the leaf's."""
+        return gradients[0], None
+
+
+def enter_graph(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (leaf, tensor that requires a gradient, which arrives at the leaf).
+
+    Autograd holds every leaf until the backward; this one has the shape of the tensor but not its memory, so that
+    a received tensor is free when nobody uses it, or while it waits on the host.
+    """
+    leaf = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape).requires_grad_(True)
+    entered: Tensor = _Entry.apply(leaf, [tensor.detach()])  # type: ignore[no-untyped-call]
+    return leaf, entered

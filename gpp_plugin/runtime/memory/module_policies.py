@@ -1,0 +1,291 @@
+"""Memory policies of code that is a user's module as it is: some of its storages are swapped, or all of it runs again.
+
+Nothing says what the operators inside are, so plans name a module's storages by number (`StorageNumbers`), in the order
+in which it first keeps them, and recompute it as one segment (Chen et al., 2016, arXiv:1604.06174).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.memory_plan import MemoryPlan
+from gpp_plugin.runtime.memory.counting import MemoryCounter, StorageNumbers, storage_id
+from gpp_plugin.runtime.memory.keeper import Packed, Pass, pack_kept
+from gpp_plugin.runtime.memory.recipe import Again, MovingPass, Swap, is_movable
+from gpp_plugin.runtime.memory.recompute import Held, RandomState, Replay, SecondForward
+from gpp_plugin.runtime.memory.segments import SegmentCode
+from gpp_plugin.runtime.memory.swap import ReturnQueue, SwapLink
+from gpp_plugin.runtime.stage_module import StageFunction
+
+# ---- swapped ----------------------------------------------------------------------------------------
+
+
+class SwapByNumber:
+    """Moves some storages of a module to the host.
+
+    Nothing is asked of the module but that it keeps the same ones each time, and even that only so that what is
+    planned is what leaves: a module that goes another way keeps or swaps other storages, and its gradients are the
+    same.
+
+    Args:
+        stage: its name, for messages.
+
+    Raises:
+        PlanError: the plan also recomputes, or names something else than storages of a module.
+    """
+
+    frees_received = True
+
+    def __init__(self, stage: str, plan: MemoryPlan, function: StageFunction, link: SwapLink) -> None:
+        assert function.given is not None
+        numbers = [tensor.name.rpartition(":")[2] for tensor in plan.swapped]
+        if plan.recomputed or not all(number.isdecimal() for number in numbers):
+            what = plan.swapped[0].name if plan.swapped else plan.recomputed[0].blocks[:3]
+            raise PlanError(
+                f"stage {stage!r} runs the user's own module as it is: it swaps some of what that keeps, or runs again "
+                f"as a whole, and its memory plan says {what!r}; plan again for this graph"
+            )
+        self._swapped = frozenset(map(int, numbers))
+        self._call = function.call
+        self._module = function.given
+        self._link = link
+
+    def begin(
+        self,
+        fixed: Sequence[Tensor],
+        received: Sequence[Tensor],
+        *,
+        micro_batch: int,
+        counter: MemoryCounter | None,
+    ) -> Pass:
+        """Return a forward that is about to run."""
+        return _NumberedPass(
+            self._call,
+            StorageNumbers((*fixed, *self._module.buffers())),
+            self._swapped,
+            micro_batch=micro_batch,
+            link=self._link,
+            counter=counter,
+        )
+
+
+class _NumberedPass(MovingPass):
+    """A forward whose saved tensors are known by the numbers of their storages."""
+
+    def __init__(
+        self,
+        call: Callable[..., tuple[Tensor, ...]],
+        numbers: StorageNumbers,
+        swapped: frozenset[int],
+        *,
+        micro_batch: int,
+        link: SwapLink,
+        counter: MemoryCounter | None,
+    ) -> None:
+        super().__init__(fixed=(), num_segments=0, micro_batch=micro_batch, link=link, counter=counter)
+        self._call = call
+        self._numbers = numbers
+        self._swapped = swapped
+
+    def run(self, fixed: Sequence[Tensor], received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the module."""
+        return self._call(*fixed, *received)
+
+    def packer(self) -> Callable[[Tensor], Packed]:
+        """Return what moves the planned storages and keeps the others."""
+        # What was written to after it left is another storage on the host. In ``made = layer(x); made.sin();
+        # made.mul_(3.0); made * made`` the storage of ``made`` is kept at versions 0 and 1: slots 0 and 1.
+        slots: dict[tuple[int, int], int] = {}
+        free = itertools.count()
+
+        def pack(tensor: Tensor) -> Packed:
+            number = self._numbers.number(tensor)
+            if number not in self._swapped or not is_movable(tensor, self._link.device):
+                return self.keep(tensor)
+            key = number, tensor._version
+            if key not in slots:
+                slots[key] = next(free)
+            return self.pack(tensor, 0, Swap(slots[key]))
+
+        return pack
+
+
+# ---- run again --------------------------------------------------------------------------------------
+
+
+class RunAgain:
+    """Runs a module again as a whole before its backward.
+
+    It is one segment: what its forward saved is dropped, but for what is there anyway. What it received, the random
+    state and the module's buffers as they were before the forward are kept instead. The second forward reads the
+    buffers that the first one read, and leaves them as it found them: statistics are updated once.
+
+    Args:
+        stage: its name, for messages.
+        blocks: all of the stage.
+
+    Raises:
+        PlanError: the plan swaps, or recomputes only some of the stage.
+    """
+
+    frees_received = False
+
+    def __init__(
+        self,
+        stage: str,
+        plan: MemoryPlan,
+        blocks: tuple[str, ...],
+        function: StageFunction,
+        device: torch.device,
+    ) -> None:
+        if plan.swapped or [segment.blocks for segment in plan.recomputed] != [blocks]:
+            raise PlanError(
+                f"stage {stage!r} runs the user's own module as it is: it can be recomputed as a whole, and then swaps "
+                "nothing; change its memory plan"
+            )
+        assert function.given is not None
+        self._call = function.call
+        self._module = function.given
+        self._device = device
+        self._queue = ReturnQueue()  # of nothing: what is kept for the second forward stays on the device
+
+    def begin(
+        self,
+        fixed: Sequence[Tensor],
+        received: Sequence[Tensor],
+        *,
+        micro_batch: int,
+        counter: MemoryCounter | None,
+    ) -> Pass:
+        """Return a forward that is about to run, with random state and buffers as they are now."""
+        buffers = _Buffers(self._module)
+        replay = Replay(
+            fixed=fixed, queue=self._queue, device=self._device, micro_batch=micro_batch, counter=counter
+        )
+        replay.states[0] = RandomState.take(self._device)
+        replay.held.update(
+            {f"received {i}": Held(t.detach(), t.requires_grad) for i, t in enumerate(received)}
+        )
+        forward = _DroppingPass(
+            self._call,
+            replay,
+            buffers,
+            there=frozenset(storage_id(t) for t in (*fixed, *received) if t.layout is torch.strided),
+            micro_batch=micro_batch,
+            counter=counter,
+        )
+        for tensor in (*received, *buffers.values):
+            forward.count(tensor)
+        return forward
+
+
+class _DroppingPass(Pass):
+    """A forward that keeps of what it saves only what is there anyway.
+
+    Args:
+        replay: makes the rest again.
+        there: storages of parameters, inputs and received tensors.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., tuple[Tensor, ...]],
+        replay: Replay,
+        buffers: _Buffers,
+        *,
+        there: frozenset[int],
+        micro_batch: int,
+        counter: MemoryCounter | None,
+    ) -> None:
+        super().__init__(micro_batch=micro_batch, counter=counter)
+        self._call = call
+        self._replay: Replay | None = replay
+        self._buffers: _Buffers | None = buffers
+        self._there = there
+        self._places: list[int | None] = []
+        self._num_fixed = 0
+
+    def packer(self) -> Callable[[Tensor], Packed]:
+        """Return what drops all but what is there anyway."""
+        # For every saved tensor its place, or None where it stays. Of a linear layer and a sigmoid behind it, which
+        # save (input, weight) and (result): ``[None, None, 2]``; the second forward saves as many, in the same order.
+        places, there, replay = self._places, self._there, self._replay
+        assert replay is not None
+
+        def pack(tensor: Tensor) -> Packed:
+            is_kept = tensor.layout is not torch.strided or storage_id(tensor) in there
+            places.append(None if is_kept else len(places))
+            return pack_kept(tensor) if is_kept else Again(replay, len(places) - 1)
+
+        return pack
+
+    def run(self, fixed: Sequence[Tensor], received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the module."""
+        self._num_fixed = len(fixed)
+        return self._call(*fixed, *received)
+
+    def finish(self) -> None:
+        """Say how to run again, and leave that to autograd: it goes with the last tensor that it makes."""
+        assert self._replay is not None and self._buffers is not None
+        received = tuple(self._replay.held)
+        self._replay.plan(_second_forward(self._call, self._buffers, self._num_fixed, received, self._places))
+        self._replay = self._buffers = None
+
+
+def _second_forward(
+    call: Callable[..., tuple[Tensor, ...]],
+    buffers: _Buffers,
+    num_fixed: int,
+    received: tuple[str, ...],
+    places: Sequence[int | None],
+) -> SecondForward:
+    fixed = {f"fixed {i}": i for i in range(num_fixed)}
+
+    def again(replay: Replay, *given: Tensor) -> None:
+        replay.restore(0)
+        with buffers.restored():
+            call(*given)
+
+    code = SegmentCode(
+        call=again, arguments=(*fixed, *received), scratch=frozenset(), nodes=frozenset(), is_random=True
+    )
+    return SecondForward(code=code, places=tuple(places), fixed=fixed)
+
+
+class _Buffers:
+    """A module's buffers as they are now.
+
+    All of them: operators update statistics without raising a tensor's version, so nothing tells which are written.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._found = {name: (buffer, buffer.detach().clone()) for name, buffer in module.named_buffers()}
+
+    @property
+    def values(self) -> list[Tensor]:
+        """Return what is held."""
+        return [value for _, value in self._found.values()]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Go back to them for a while."""
+        present = _Buffers(self._module)
+        self._put_back()
+        try:
+            yield
+        finally:
+            present._put_back()
+
+    def _put_back(self) -> None:
+        for name, (buffer, value) in self._found.items():
+            path, _, leaf = name.rpartition(".")
+            # through `data`, which leaves the version: others may have saved a buffer, and will find it unchanged
+            buffer.data.copy_(value)
+            self._module.get_submodule(path)._buffers[leaf] = buffer

@@ -1,0 +1,1 @@
+"""Messages between ranks: what each holds, where its rows come from, how it travels."""

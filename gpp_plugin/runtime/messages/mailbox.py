@@ -1,0 +1,292 @@
+"""The messages of one rank's program: receives posted ahead of their place, sends that are under way.
+
+An exchange posts its transfers; a task waits for the messages it reads, so that a message delays nothing but its
+reader. What a message holds (`wires`) and where its rows come from (`routes`) is resolved at compile time. In
+asynchronous mode a window takes over what the one before has posted, and leaves its own to the next one (`Carry`).
+
+Source: this project
+Tests: tests/runtime/test_tensor_grids.py, tests/runtime/test_traces.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gpp_plugin.ir.program import InstructionKind, Message, RankProgram
+from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.ir.timeline import EventKind
+from gpp_plugin.runtime.messages.assembly import Inbox, pack_parcel
+from gpp_plugin.runtime.messages.pending import Pending, Post
+from gpp_plugin.runtime.messages.routes import Parcel, Routes
+from gpp_plugin.runtime.messages.transport import Transport
+from gpp_plugin.runtime.recorder import Recorder
+from gpp_plugin.schedule.windows import shift_message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowPlace:
+    """Where a program stands among the windows of an asynchronous pipeline.
+
+    Args:
+        carried: messages received before it that it reads, or passes on.
+        first_micro_batch: that of its first forward; its inputs are counted from there.
+        is_trained: whether the stage runs backwards, in this window or another one.
+    """
+
+    carried: tuple[Message, ...]
+    first_micro_batch: int
+    is_trained: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Carry:
+    """What stays between two windows.
+
+    Args:
+        received: message -> its buffers and what completes them; not read yet.
+        sends: posted, perhaps not gone; ``sends_of`` those of a stage without backwards by micro-batch.
+        shift: how many micro-batches came before those that the window's program names.
+    """
+
+    received: dict[Message, tuple[list[Tensor], Pending]] = field(default_factory=dict)
+    sends: deque[Pending] = field(default_factory=deque)
+    sends_of: dict[int, list[Pending]] = field(default_factory=dict)
+    shift: int = 0
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self.received.clear()
+        self.sends.clear()
+        self.sends_of.clear()
+
+    def renumber(self, micro_batches: int, samples: int) -> None:
+        """Name what was received as a program does that counts so many micro-batches more."""
+        self.received = {
+            shift_message(message, micro_batches, samples): held for message, held in self.received.items()
+        }
+
+
+_BoundReceive = tuple[Post, tuple[tuple[tuple[int, ...], torch.dtype], ...]]
+"""What posts a receive, and the shapes and dtypes of its buffers."""
+
+
+class Mailbox:
+    """Posts and completes the messages of one program.
+
+    Args:
+        transport: where messages go; None when the plan has one rank.
+        device: where receive buffers lie.
+        carried: messages that windows before have posted; the first of ``routes.receives``.
+        in_flight: of the stage; bounds how many sends are under way.
+        is_trained: the stage runs backwards; where it does not, its sends are also kept by micro-batch.
+    """
+
+    def __init__(
+        self,
+        routes: Routes,
+        *,
+        program: RankProgram,
+        transport: Transport | None,
+        device: torch.device,
+        recorder: Recorder,
+        carried: tuple[Message, ...],
+        in_flight: int,
+        is_trained: bool,
+    ) -> None:
+        assert transport is not None or not routes.receives, "a program with messages needs a transport"
+        self._routes = routes
+        self._transport = transport
+        self._device = device
+        self._recorder = recorder
+        self._carried = carried
+        self._is_trained = is_trained
+        self._bound = _bind_receives(routes, transport)
+        exchanges = [i for i in program.instructions if i.kind is InstructionKind.EXCHANGE]
+        self._marks = self._posted_at([len(exchange.receives) for exchange in exchanges])
+        self._most_sends = _most_sends(program, in_flight=in_flight)
+        self._receives: list[Pending] = []
+        self._sends: deque[Pending] = deque()
+        self._sends_of: defaultdict[int, list[Pending]] = defaultdict(list)
+        self.inbox: Inbox = []
+        self.shift = 0
+        """How many micro-batches came before those that the program names."""
+
+    # ---- compile -------------------------------------------------------------------------------
+
+    def _posted_at(self, num_receives: Sequence[int]) -> list[int]:
+        """Return, for each exchange, how many receives are posted when it starts.
+
+        Receives are posted some exchanges ahead, and in batches: half of the depth may be used up before
+        more are posted, because a sender learns of a batch at once.
+
+        Args:
+            num_receives: of each exchange.
+        """
+        # ``ends[i]``: receives up to and including exchange i, carried ones first; a mark is never below it once the
+        # exchange starts. Of a depth of 4 with one small receive an exchange:
+        #
+        #     exchange   0  1  2  3  4  5  6  7
+        #     ends       1  2  3  4  5  6  7  8
+        #     marks      5  5  5  8  8  8  8  8     at 3 fewer than two ahead are posted: fill up to four ahead
+        #
+        # The next exchange's are posted whatever their size, so that a rank never waits for room to receive what it
+        # is about to need; beyond those bytes are bounded, as each posted buffer is device memory nobody reads yet.
+        # Depth 0 posts what the exchange itself receives, no more.
+        if self._transport is None:
+            return [0] * len(num_receives)
+        depth, limit = self._transport.prepost_depth, self._transport.prepost_bytes
+        num_carried = len(self._carried)
+        sizes = [sum(wire.num_bytes for wire in wires) for _, wires in self._routes.receives]
+        ends = [num_carried + end for end in itertools.accumulate(num_receives)]
+        marks: list[int] = []
+        posted = num_carried
+        for index, end in enumerate(ends):
+            if posted < ends[min(index + depth // 2, len(ends) - 1)]:
+                last = ends[min(index + 1, len(ends) - 1)] if depth else end
+                furthest = ends[min(index + depth, len(ends) - 1)]
+                ahead = 0
+                while last < furthest and (ahead := ahead + sizes[last]) <= limit:
+                    last += 1
+                posted = max(posted, last)
+            marks.append(posted)
+        return marks
+
+    def compile_exchange(self, index: int, made: dict[int, Sequence[Tensor]]) -> Callable[[], None]:
+        """Return what runs one exchange.
+
+        Args:
+            index: of the exchange among those of the program.
+            made: what tasks made, by slot; what nothing is sent from afterwards is taken out of it.
+        """
+        transport, mark, drops = self._transport, self._marks[index], self._routes.drops[index]
+        assert transport is not None, "a program with messages needs a transport"
+        begin, end = transport.begin_exchange, transport.end_exchange
+        bound = [
+            (transport.bind_send(message, [parcel.wire for parcel in parcels]), message, parcels)
+            for message, parcels in self._routes.sends[index]
+        ]
+
+        # Receives first, as others may be waiting to send; what is sent here was made before, so the order within an
+        # exchange is no matter of correctness.
+        def exchange() -> None:
+            begin()
+            if len(self.inbox) < mark:
+                self._post_receives(mark)
+            for post, message, parcels in bound:
+                self._send(post, message, parcels, made)
+            end()
+            for slot in drops:
+                del made[slot]
+            self._reap_sends()
+
+        return exchange
+
+    # ---- run -----------------------------------------------------------------------------------
+
+    def _post_receives(self, mark: int) -> None:
+        for post, buffers_of in self._bound[len(self.inbox) : mark]:
+            buffers = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in buffers_of]
+            self.inbox.append(buffers)
+            self._receives.append(post(buffers))
+
+    def complete(self, number: int) -> None:
+        """Wait for a message.
+
+        Raises:
+            CommTimeout: it did not come in time.
+        """
+        start = self._recorder.now()
+        self._receives[number].wait()
+        if self._recorder.is_on:
+            message, wires = self._routes.receives[number]
+            self._recorder.note_message(EventKind.RECEIVE, message, start, wires)
+
+    def _send(
+        self, post: Post, message: Message, parcels: Sequence[Parcel], made: dict[int, Sequence[Tensor]]
+    ) -> None:
+        start = self._recorder.now()
+        pending = post([pack_parcel(parcel, made) for parcel in parcels])
+        self._sends.append(pending)
+        if not self._is_trained:
+            self._sends_of[message.src_micro_batch + self.shift].append(pending)
+        if self._recorder.is_on:
+            self._recorder.note_message(EventKind.SEND, message, start, [parcel.wire for parcel in parcels])
+
+    def finish_sends(self) -> None:
+        """Wait until everything has been sent."""
+        while self._sends:
+            self._sends.popleft().wait()
+
+    def finish_sends_of(self, micro_batch: int) -> None:
+        """Wait until a micro-batch, counted without `shift`, has been sent by a stage without backwards."""
+        for pending in self._sends_of.pop(micro_batch + self.shift, ()):
+            pending.wait()
+
+    def _reap_sends(self) -> None:
+        """Let go of what has been sent.
+
+        gloo says that a send is done only to who waits for it. Those of long ago are waited for, lest what was sent
+        stays until the mini-batch ends; the program would finish even if every send were waited for at once.
+        """
+        pending = self._sends
+        while pending and (len(pending) > self._most_sends or pending[0].is_done()):
+            pending.popleft().wait()
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self._sends_of.clear()
+        self.inbox.clear()
+        self._receives.clear()
+        self._sends.clear()
+
+    # ---- windows -------------------------------------------------------------------------------
+
+    def take_over(self, carry: Carry) -> None:
+        """Go on with what the window before left."""
+        # What window 1 received for window 2 (a gradient of micro-batch 1, say) is named there as it was in window 1,
+        # and from the steady window on each program counts a window more: the runner has renamed it before
+        # (`renumber`).
+        self.shift = carry.shift
+        for message in self._carried:
+            buffers, pending = carry.received.pop(message)
+            self.inbox.append(buffers)
+            self._receives.append(pending)
+        assert not carry.received, "a window reads or passes on all that it is left"
+        self._sends.extend(carry.sends)
+        self._sends_of.update(carry.sends_of)
+        carry.clear()
+
+    def hand_over(self, carry: Carry) -> None:
+        """Leave what was received for later windows, and what has not been sent yet."""
+        is_read = {number for reads in self._routes.reads.values() for number in reads.waits}
+        for number, (message, _) in enumerate(self._routes.receives):
+            if number not in is_read:
+                carry.received[message] = self.inbox[number], self._receives[number]
+        carry.sends.extend(self._sends)
+        carry.sends_of.update(self._sends_of)
+
+
+def _bind_receives(routes: Routes, transport: Transport | None) -> list[_BoundReceive]:
+    return [
+        (transport.bind_receive(message, wires), tuple((wire.shape, wire.dtype) for wire in wires))
+        for message, wires in routes.receives
+        if transport is not None
+    ]
+
+
+def _most_sends(program: RankProgram, *, in_flight: int) -> int:
+    """Return how many sends may be under way: those of twice the micro-batches in flight."""
+    forwards = {
+        i.task.micro_batch
+        for i in program.instructions
+        if i.task is not None and i.task.kind is TaskKind.FORWARD
+    }
+    sends = sum(len(instruction.sends) for instruction in program.instructions)
+    return 2 * max(in_flight, 1) * math.ceil(sends / max(len(forwards), 1))

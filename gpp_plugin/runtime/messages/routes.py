@@ -1,0 +1,379 @@
+"""Where the rows of every task's tensors come from and go to, resolved once from a rank's program.
+
+Messages become numbers, tasks whose tensors are sent become slots, names become positions: the executor looks
+nothing up. A forward in two halves reads its rows out of messages that may hold both, and a message may
+be sent out of both; everything else is a special case of that. Pieces of one tensor are joined along its rows, or,
+where they are parts of shards as well, each is put in its place.
+
+Source: this project
+Tests: tests/runtime/test_tensor_grids.py
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgram
+from gpp_plugin.ir.samples import SampleRange
+from gpp_plugin.ir.schedule import Task, TaskKind
+from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
+from gpp_plugin.runtime.compute import StageCompute
+from gpp_plugin.runtime.messages.wires import Wire, WireCut, held_shape, wires_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One received part of a tensor.
+
+    Args:
+        number: of the message among all that the rank receives; ``position`` of the tensor within it.
+        first_row, num_rows: what is read of it; ``num_rows`` -1 for all.
+        is_last: nobody reads that tensor afterwards.
+        place: where it goes in the tensor that is read; empty where pieces lie one behind the other by rows.
+    """
+
+    number: int
+    position: int
+    first_row: int
+    num_rows: int
+    is_last: bool = False
+    place: tuple[WireCut, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """One tensor that a task reads: groups of pieces, joined along ``axis`` or placed, and then summed in order.
+
+    Args:
+        groups: empty where nothing comes: a tensor without elements, or a gradient that no consumer sends.
+        shape, dtype: of the tensor.
+    """
+
+    name: str
+    groups: tuple[tuple[Piece, ...], ...]
+    axis: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskReads:
+    """What a task waits for (numbers of messages nobody waited for before), and the tensors it reads."""
+
+    waits: tuple[int, ...] = ()
+    tensors: tuple[Reading, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSource:
+    """Rows of one tensor of a task: the task's slot, the tensor's position in what the task made."""
+
+    slot: int
+    position: int
+    first_row: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parcel:
+    """One tensor of a message to send; more than one source only where it holds rows of both halves."""
+
+    wire: Wire
+    sources: tuple[RowSource, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routes:
+    """All of a rank's routes.
+
+    Args:
+        receives: the messages in the order they are posted, with what they hold; carried ones first.
+        sends: for each exchange, its messages with their parcels.
+        drops: for each exchange, the slots that nothing is sent from afterwards.
+        reads: what each task with something to read reads.
+        slots: the tasks whose tensors are sent, and where they are kept.
+    """
+
+    receives: tuple[tuple[Message, tuple[Wire, ...]], ...]
+    sends: tuple[tuple[tuple[Message, tuple[Parcel, ...]], ...], ...]
+    drops: tuple[tuple[int, ...], ...]
+    reads: Mapping[Task, TaskReads]
+    slots: Mapping[Task, int]
+
+
+def resolve_routes(
+    program: RankProgram,
+    *,
+    plan: PipelinePlan,
+    boundary: StageCompute,
+    specs: Mapping[str, TensorSpec],
+    carried: Sequence[Message] = (),
+) -> Routes:
+    """Return the routes of one rank's program.
+
+    Args:
+        boundary: names the tensors that the stage reads and makes, and their order.
+        carried: messages whose receives an earlier program posted; they are numbered first.
+
+    Raises:
+        PlanError: an edge names a tensor that was not captured.
+    """
+    return _Resolver(program, plan, boundary, specs, carried).resolve()
+
+
+class _Resolver:
+    """Reads a program once; what it knows of it."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        plan: PipelinePlan,
+        boundary: StageCompute,
+        specs: Mapping[str, TensorSpec],
+        carried: Sequence[Message],
+    ) -> None:
+        # ``shard_axes``: (is it read here, tensor) -> the axis along which this stage's tensor ranks hold shards of
+        # it. ``makers``: (is it a forward, micro-batch) -> the tasks that make what is sent of it; two where it runs
+        # in halves.
+        self._program = program
+        self._plan = plan
+        self._boundary = boundary
+        self._specs = specs
+        self._stage = plan.stages[program.stage]
+        self._local = self._stage.local_batch_size
+        self._shard_axes: dict[tuple[bool, str], int | None] = {}
+        for edge in plan.edges:
+            for name in (*edge.batch_tensors, *edge.whole_tensors):
+                if edge.dst == program.stage:
+                    self._shard_axes[True, name] = edge.dst_shard_axis
+                if edge.src == program.stage:
+                    self._shard_axes[False, name] = edge.src_shard_axis
+        self._tasks = [i.task for i in program.instructions if i.task is not None]
+        self._exchanges = [i for i in program.instructions if i.kind is InstructionKind.EXCHANGE]
+        own = [message for exchange in self._exchanges for message in exchange.receives]
+        self._receives = [(message, self._wires(message)) for message in (*carried, *own)]
+        self._slots: dict[Task, int] = {}
+        self._makers: dict[tuple[bool, int], list[Task]] = defaultdict(list)
+        for task in self._tasks:
+            if task.kind is not TaskKind.WEIGHT_GRADIENT:
+                self._makers[task.kind is TaskKind.FORWARD, task.micro_batch].append(task)
+
+    def resolve(self) -> Routes:
+        sends = tuple(
+            tuple((message, self._parcels(message)) for message in exchange.sends)
+            for exchange in self._exchanges
+        )
+        return Routes(
+            receives=tuple(self._receives),
+            sends=sends,
+            drops=_drops(sends),
+            reads=self._reads(),
+            slots=self._slots,
+        )
+
+    def _wires(self, message: Message) -> tuple[Wire, ...]:
+        return wires_of(message, rank=self._program.rank, plan=self._plan, specs=self._specs)
+
+    # ---- what is sent ----------------------------------------------------------------------------
+
+    def _parcels(self, message: Message) -> tuple[Parcel, ...]:
+        is_activation = message.direction is Direction.ACTIVATION
+        makers = self._makers[is_activation, message.src_micro_batch]
+        names = self._boundary.outputs if is_activation else self._boundary.gradient_inputs
+        return tuple(
+            Parcel(wire=wire, sources=self._sources(wire, makers, names.index(wire.name)))
+            for wire in self._wires(message)
+        )
+
+    def _sources(self, wire: Wire, makers: Sequence[Task], position: int) -> tuple[RowSource, ...]:
+        # A message of rows 1..2 of a micro-batch of four samples whose forward runs in halves takes the last row of
+        # 0a (rows 0..1) and the first of 0b (rows 2..3):
+        #
+        #     [RowSource(slot of 0a, first_row=1, num_rows=1), RowSource(slot of 0b, first_row=0, num_rows=1)]
+        sources: list[RowSource] = []
+        for task in makers:
+            first, count = wire.first_row, wire.num_rows
+            if wire.axis >= 0:
+                start, end = self._rows(task, wire.name)
+                first, count = max(first, start) - start, min(first + count, end) - max(first, start)
+                if count <= 0:
+                    continue
+            elif sources:
+                continue  # the same for all samples: the first half's does for both
+            slot = self._slots.setdefault(task, len(self._slots))
+            sources.append(RowSource(slot=slot, position=position, first_row=first, num_rows=count))
+        assert sources, f"no task makes {wire.name}"
+        return tuple(sources)
+
+    def _rows(self, task: Task, name: str) -> tuple[int, int]:
+        """Return the rows of a tensor that a task has, within those of its micro-batch."""
+        rows = self._local * self._specs[name].layout.rows_per_sample
+        if task.half is None:
+            return 0, rows
+        return task.half * rows // 2, (task.half + 1) * rows // 2
+
+    # ---- what is read ----------------------------------------------------------------------------
+
+    def _reads(self) -> dict[Task, TaskReads]:
+        # Two passes over the tasks, as only the whole program says who reads a piece last, and that one lets go of
+        # it. Whoever reads a message first waits for it: halves 0a and 0b that both read message 4 wait as (4,) and
+        # ().
+        arrived = self._arrived()
+        groups: dict[Task, dict[str, list[list[Piece]]]] = {}
+        last_reader: dict[tuple[int, int], Task] = {}
+        for task in self._tasks:
+            groups[task] = {}
+            for name in self._names_read(task):
+                found = arrived.get((task.kind is TaskKind.FORWARD, task.micro_batch, name), [])
+                groups[task][name] = self._groups(task, name, found)
+                for piece in (piece for group in groups[task][name] for piece in group):
+                    last_reader[piece.number, piece.position] = task
+        reads = {}
+        is_awaited: set[int] = set()
+        for task, groups_of in groups.items():
+            tensors = tuple(
+                self._reading(task, name, pieces, last_reader) for name, pieces in groups_of.items()
+            )
+            numbers = dict.fromkeys(
+                p.number for reading in tensors for group in reading.groups for p in group
+            )
+            reads[task] = TaskReads(waits=tuple(n for n in numbers if n not in is_awaited), tensors=tensors)
+            is_awaited.update(numbers)
+        return reads
+
+    def _names_read(self, task: Task) -> tuple[str, ...]:
+        if task.kind is TaskKind.FORWARD:
+            return self._boundary.received
+        return () if task.kind is TaskKind.WEIGHT_GRADIENT else self._boundary.gradient_outputs
+
+    def _arrived(self) -> dict[tuple[bool, int, str], list[tuple[int, int]]]:
+        """Return (number, position) of what comes of a tensor for a micro-batch, in an order that is fixed."""
+        found: dict[tuple[bool, int, str], list[tuple[int, int]]] = defaultdict(list)
+        for number, (message, wires) in enumerate(self._receives):
+            is_activation = message.direction is Direction.ACTIVATION
+            for position, wire in enumerate(wires):
+                found[is_activation, message.dst_micro_batch, wire.name].append((number, position))
+        for pieces in found.values():
+            pieces.sort(key=lambda p: self._order(p[0]))
+        return found
+
+    def _order(self, number: int) -> tuple[int, SampleRange, int]:
+        message = self._receives[number][0]
+        return (message.edge, message.samples, message.src_rank)
+
+    def _groups(self, task: Task, name: str, arrived: Sequence[tuple[int, int]]) -> list[list[Piece]]:
+        """Return the pieces of a tensor: those of a group are joined, the groups added up."""
+        is_batch = self._specs[name].layout.kind is LayoutKind.BATCH
+        if task.kind is TaskKind.FORWARD:
+            joined = (
+                self._rows_of_half(task, name, arrived)
+                if is_batch
+                else _of_half(task, self._receives, arrived)
+            )
+            return [self._placed(task, name, joined)] if joined else []
+        # Gradients. Two consumers (edges 0 and 1), the second with micro-batches half the size, send for one tensor
+        # of four rows: ``[[rows 0..3 of edge 0], [rows 0..1, rows 2..3 of edge 1]]``; rows of a group are joined,
+        # groups added. A tensor without a batch axis is the same for every consumer micro-batch: their gradients add
+        # up.
+        by_source: dict[tuple[int, SampleRange | None], list[Piece]] = defaultdict(list)
+        for number, position in arrived:
+            message = self._receives[number][0]
+            by_source[message.edge, None if is_batch else message.samples].append(_whole(number, position))
+        order = sorted(by_source, key=lambda source: (source[0], source[1] or _NO_SAMPLES))
+        return [self._placed(task, name, by_source[source]) for source in order]
+
+    def _placed(self, task: Task, name: str, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return the pieces with their places, if they are unlike parts of shards and no join by rows will do."""
+        wires = [self._receives[piece.number][1][piece.position] for piece in pieces]
+        if len({wire.cuts for wire in wires}) == 1:
+            return list(pieces)
+        placed = []
+        for piece, wire in zip(pieces, wires, strict=True):
+            rows = wire.num_rows if piece.num_rows < 0 else piece.num_rows
+            start, end = self._rows(task, name)
+            first = wire.first_row + piece.first_row - start
+            own = (
+                () if wire.axis < 0 else (WireCut(axis=wire.axis, first=first, count=rows, size=end - start),)
+            )
+            placed.append(replace(piece, place=(*own, *wire.cuts)))
+        return placed
+
+    def _rows_of_half(self, task: Task, name: str, arrived: Sequence[tuple[int, int]]) -> list[Piece]:
+        start, end = self._rows(task, name)
+        pieces = []
+        for number, position in arrived:
+            wire = self._receives[number][1][position]
+            first, last = max(wire.first_row, start), min(wire.first_row + wire.num_rows, end)
+            if (first, last) == (wire.first_row, wire.first_row + wire.num_rows):
+                pieces.append(_whole(number, position))
+            elif first < last:
+                pieces.append(
+                    Piece(
+                        number=number,
+                        position=position,
+                        first_row=first - wire.first_row,
+                        num_rows=last - first,
+                    )
+                )
+        return pieces
+
+    def _reading(
+        self,
+        task: Task,
+        name: str,
+        groups: Sequence[Sequence[Piece]],
+        last_reader: Mapping[tuple[int, int], Task],
+    ) -> Reading:
+        spec = self._specs[name]
+        samples = self._local if task.half is None else self._local // 2
+        return Reading(
+            name=name,
+            groups=tuple(
+                tuple(replace(p, is_last=last_reader[p.number, p.position] == task) for p in group)
+                for group in groups
+            ),
+            axis=spec.layout.axis if spec.layout.kind is LayoutKind.BATCH else -1,
+            shape=held_shape(
+                spec, samples, self._stage, self._shard_axes.get((task.kind is TaskKind.FORWARD, name))
+            ),
+            dtype=getattr(torch, spec.dtype),
+        )
+
+
+_NO_SAMPLES = SampleRange(first_sample=-1, num_samples=0)
+
+
+def _whole(number: int, position: int) -> Piece:
+    return Piece(number=number, position=position, first_row=0, num_rows=-1)
+
+
+def _of_half(
+    task: Task,
+    receives: Sequence[tuple[Message, tuple[Wire, ...]]],
+    arrived: Sequence[tuple[int, int]],
+) -> list[Piece]:
+    """Return what holds a tensor without a batch axis: the half's own, or what came for the first."""
+    found = [pair for pair in arrived if receives[pair[0]][0].dst_half == task.half] or arrived
+    return [
+        _whole(*pair) for pair in found if receives[pair[0]][0].samples == receives[found[0][0]][0].samples
+    ]
+
+
+def _drops(sends: Sequence[Sequence[tuple[Message, tuple[Parcel, ...]]]]) -> tuple[tuple[int, ...], ...]:
+    """Return, for each exchange, the slots that it is the last to send from."""
+    last = {
+        source.slot: index
+        for index, exchange in enumerate(sends)
+        for _, parcels in exchange
+        for parcel in parcels
+        for source in parcel.sources
+    }
+    drops: list[list[int]] = [[] for _ in sends]
+    for slot, index in last.items():
+        drops[index].append(slot)
+    return tuple(map(tuple, drops))

@@ -1,0 +1,1 @@
+"""What all ranks do together outside of messages."""

@@ -1,0 +1,1 @@
+"""Proofs on task orders and on lowered programs, independent of how they were made."""

@@ -1,0 +1,268 @@
+"""Checks of `validate_programs` on messages: each rank's by themselves, and both ends of every channel.
+
+Source: this project
+Tests: tests/schedule/test_validate.py
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence, Set
+
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.program import Direction, Message, RankProgram
+from gpp_plugin.ir.samples import SampleRange
+from gpp_plugin.ir.schedule import Task, TaskKind
+from gpp_plugin.schedule.checks.checked_programs import CheckedPrograms, messages_of
+
+_TaskKey = tuple[Direction | None, int, int | None]
+"""What a task sends (None: nothing), its micro-batch and its half."""
+
+Due = tuple[SampleRange, bool]
+"""Samples of one message, and whether it holds the edge's tensors without a batch axis."""
+
+
+def check_messages(checked: CheckedPrograms, program: RankProgram) -> None:
+    """Every message is of this rank and of samples that both of its tasks hold."""
+    # Both ends of a message are checked at each of its ranks, so that a rank that never runs it says nothing wrong
+    # about the other. "act e0 r0.2>r1.2 [4..5]" must be of edge 0, from rank 0, whose micro-batch 2 holds samples 4
+    # and 5, to rank 1, whose micro-batch 2 does too.
+    for position, message, is_send in messages_of(program):
+        here = message.src_rank if is_send else message.dst_rank
+        if here != program.rank:
+            raise checked.fail(program.rank, position, f"{message} is not of this rank; lower anew")
+        if not 0 <= message.edge < len(checked.plan.edges):
+            raise checked.fail(
+                program.rank, position, f"{message}: the plan has {len(checked.plan.edges)} edges"
+            )
+        edge = checked.plan.edges[message.edge]
+        is_activation = message.direction is Direction.ACTIVATION
+        ends = (edge.src, edge.dst) if is_activation else (edge.dst, edge.src)
+        for stage, rank, micro_batch, half in zip(
+            ends,
+            (message.src_rank, message.dst_rank),
+            (message.src_micro_batch, message.dst_micro_batch),
+            (message.src_half, message.dst_half),
+            strict=True,
+        ):
+            owner = checked.plan.stages[stage]
+            if rank not in owner.ranks or not 0 <= micro_batch < checked.plan.num_micro_batches(stage):
+                raise checked.fail(program.rank, position, f"{message}: not a task of stage {owner.name!r}")
+            if (half is not None) != (is_activation and micro_batch in checked.halved[stage]):
+                raise checked.fail(
+                    program.rank,
+                    position,
+                    f"{message}: micro-batch {micro_batch} of stage {owner.name!r} does not run so; lower anew",
+                )
+            is_joined = half == 1 and stage == edge.src and micro_batch in checked.schedules[stage].joined
+            held = owner.samples(micro_batch, rank, None if is_joined else half)
+            if held.overlap(message.samples) != message.samples:
+                raise checked.fail(
+                    program.rank,
+                    position,
+                    f"{message} holds samples that micro-batch {micro_batch} of stage {owner.name!r} lacks",
+                )
+
+
+def check_readiness(checked: CheckedPrograms, program: RankProgram) -> None:
+    """What is sent has been made, what a task needs has been received, exactly once."""
+    # ``got`` is what has come for a task that has not run: a task takes its messages out, so what is left at the end
+    # was for a task that never ran, and what comes for one in ``done`` came too late.
+    done: set[_TaskKey] = set()
+    got: dict[_TaskKey, list[Message]] = defaultdict(list)
+    for position, instruction in enumerate(program.instructions):
+        if instruction.task is not None:
+            task = instruction.task
+            made = _key_of(task)
+            _check_inputs(checked, program, position, task, got.pop(made, []))
+            done.add(made)
+        for message in instruction.sends:
+            if (message.direction, message.src_micro_batch, message.src_half) not in done:
+                raise checked.fail(program.rank, position, f"sends {message} before the task that makes it")
+        for message in instruction.receives:
+            key = (message.direction, message.dst_micro_batch, message.dst_half)
+            if key in done:
+                raise checked.fail(program.rank, position, f"receives {message} after the task that needs it")
+            got[key].append(message)
+    if got:
+        messages = next(iter(got.values()))
+        raise checked.fail(
+            program.rank,
+            len(program.instructions) - 1,
+            f"receives {messages[0]} for a task that it never runs",
+        )
+
+
+def _check_inputs(
+    checked: CheckedPrograms, program: RankProgram, position: int, task: Task, got: list[Message]
+) -> None:
+    by_edge: dict[int, list[Message]] = defaultdict(list)
+    for message in got:
+        by_edge[message.edge].append(message)
+    samples = checked.plan.stages[program.stage].samples(task.micro_batch, program.rank, task.half)
+    is_forward = task.kind is TaskKind.FORWARD
+    edges = checked.in_edges[program.stage] if is_forward else checked.out_edges[program.stage]
+    for index in edges if task.kind is not TaskKind.WEIGHT_GRADIENT else ():
+        edge = checked.plan.edges[index]
+        messages = by_edge.pop(index, [])
+        if is_forward:
+            wanted = activations_due(checked.plan, edge, samples, task.half, checked.sent_in_halves[edge.src])
+        else:
+            wanted = gradients_due(checked.plan, edge, samples) if edge.dst in checked.trained else []
+        direction = Direction.ACTIVATION if is_forward else Direction.GRADIENT
+        brought = [(m, received_cells(checked.plan, m)) for m in messages]
+        for cell in needed_cells(checked.plan, index, direction, program.rank):
+            have = sorted((m.samples, m.has_whole_tensors) for m, cells in brought if cell in cells)
+            if have != wanted:
+                raise checked.fail(
+                    program.rank,
+                    position,
+                    f"{task} has received samples {_text_of(have)} over edge {index}, it needs {_text_of(wanted)} "
+                    "exactly once; lower anew",
+                )
+        for message, cells in brought:
+            if not cells:
+                raise checked.fail(program.rank, position, f"{task} has received {message}, unasked")
+    if by_edge:
+        raise checked.fail(
+            program.rank, position, f"{task} has received {next(iter(by_edge.values()))[0]}, unasked"
+        )
+
+
+def check_channels(checked: CheckedPrograms) -> None:
+    """What is sent on a channel is received on it, in the same order."""
+    sent: dict[object, list[Message]] = defaultdict(list)
+    received: dict[object, list[tuple[int, Message]]] = defaultdict(list)
+    for program in checked.programs.values():
+        for position, message, is_send in messages_of(program):
+            if is_send:
+                sent[message.channel].append(message)
+            else:
+                received[message.channel].append((position, message))
+    for channel, arrivals in received.items():
+        departures = sent.pop(channel, [])
+        for index, (position, message) in enumerate(arrivals):
+            other = departures[index] if index < len(departures) else None
+            if other != message:
+                found = f"the sender sends {other}" if other is not None else "nothing more is sent"
+                raise checked.fail(
+                    message.dst_rank,
+                    position,
+                    f"receives {message} as number {index} of its channel, but there {found}; use one order "
+                    "at both ends",
+                )
+        sent[channel] = departures[len(arrivals) :]
+    for departures in sent.values():
+        for message in departures:
+            program = checked.programs[message.src_rank]
+            position = next(i for i, m, is_send in messages_of(program) if is_send and m == message)
+            raise checked.fail(message.src_rank, position, f"sends {message}, which nobody receives")
+
+
+def _key_of(task: Task) -> _TaskKey:
+    """Return what a task makes or waits for, as messages name it."""
+    if task.kind is TaskKind.FORWARD:
+        return Direction.ACTIVATION, task.micro_batch, task.half
+    return (
+        None if task.kind is TaskKind.WEIGHT_GRADIENT else Direction.GRADIENT,
+        task.micro_batch,
+        None,
+    )
+
+
+def _text_of(pieces: Sequence[Due]) -> str:
+    return ", ".join(f"[{r.first_sample}..{r.end - 1}]{'+whole' * w}" for r, w in pieces) or "nothing"
+
+
+# What a task must have received over an edge, worked out from the samples alone: nothing here is shared with
+# `messages`, which cuts the samples for lowering.
+#
+#     producer, 3 samples a task   |0 1 2|3 4 5|6 7 8|...       forward on 4..7 needs [4..5] and [6..7]
+#     consumer, 4 samples a task   |0 1 2 3|4 5 6 7|...         backward on 3..5 needs [3..3] and [4..5]
+
+
+def activations_due(
+    plan: PipelinePlan, edge: StageEdge, samples: SampleRange, half: int | None, sent_in_halves: Set[int]
+) -> list[Due]:
+    """Return what a forward must receive: its samples cut where messages of the producer end.
+
+    Args:
+        samples, half: of the forward.
+        sent_in_halves: the producer's micro-batches whose halves are sent one by one.
+    """
+    stage = plan.stages[edge.src]
+    pieces = []
+    for piece in _cut(samples, stage.local_batch_size):
+        if piece.first_sample // stage.micro_batch_size in sent_in_halves:
+            pieces += _cut(piece, stage.local_batch_size // 2)
+        else:
+            pieces.append(piece)
+    has_whole = bool(edge.whole_tensors) and half != 1
+    due = [(piece, has_whole and piece.first_sample == samples.first_sample) for piece in pieces]
+    return due if edge.batch_tensors else [(piece, whole) for piece, whole in due if whole]
+
+
+def gradients_due(plan: PipelinePlan, edge: StageEdge, samples: SampleRange) -> list[Due]:
+    """Return what a backward must receive: a gradient for each message with one that its forward sent."""
+    consumed = plan.stages[edge.dst].local_batch_size
+    gradients = set(edge.gradient_tensors)
+    has_batch = not gradients.isdisjoint(edge.batch_tensors)
+    has_whole = not gradients.isdisjoint(edge.whole_tensors)
+    due = [(piece, has_whole and piece.first_sample % consumed == 0) for piece in _cut(samples, consumed)]
+    return due if has_batch else [(piece, whole) for piece, whole in due if whole]
+
+
+def _cut(samples: SampleRange, size: int) -> list[SampleRange]:
+    """Return ``samples`` cut at every multiple of ``size``."""
+    pieces = []
+    first = samples.first_sample
+    while first < samples.end:
+        end = min((first // size + 1) * size, samples.end)
+        pieces.append(SampleRange(first_sample=first, num_samples=end - first))
+        first = end
+    return pieces
+
+
+# Which part of a tensor a message brings to a tensor rank, and which parts that rank needs. A tensor that the
+# sender's row holds as shards is cut into cells along that axis: the shards themselves, or, where the receiver's row
+# has shards along the same axis, so many that both ends' shards are whole cells. A tensor that every sender has whole
+# is one cell.
+#
+#     2 senders, 3 receivers     cells      0 1 2 3 4 5
+#                                senders    0 0 0 1 1 1
+#                                receivers  0 0 1 1 2 2     receiver 1 gets cell 2 of sender 0 and cell 3 of sender 1
+
+
+def needed_cells(plan: PipelinePlan, edge_index: int, direction: Direction, rank: int) -> range:
+    """Return the cells that a receiving rank needs of each tensor that a message of an edge holds."""
+    (senders, sent_axis), (receivers, kept_axis), receiver = _ends(plan, edge_index, direction)
+    if sent_axis is None:
+        return range(1)
+    if sent_axis != kept_axis:
+        return range(senders)
+    position = receiver.position(rank)[1]
+    return range(position * senders, (position + 1) * senders)
+
+
+def received_cells(plan: PipelinePlan, message: Message) -> range:
+    """Return those of them that a message brings; none where its sender has nothing of them."""
+    (_, sent_axis), (receivers, kept_axis), _ = _ends(plan, message.edge, message.direction)
+    needed = needed_cells(plan, message.edge, message.direction, message.dst_rank)
+    if sent_axis is None:
+        return needed
+    edge = plan.edges[message.edge]
+    sender = plan.stages[edge.src if message.direction is Direction.ACTIVATION else edge.dst]
+    position = sender.position(message.src_rank)[1]
+    count = receivers if sent_axis == kept_axis else 1
+    return range(max(needed.start, position * count), min(needed.stop, (position + 1) * count))
+
+
+def _ends(
+    plan: PipelinePlan, edge_index: int, direction: Direction
+) -> tuple[tuple[int, int | None], tuple[int, int | None], Stage]:
+    """Return size and shard axis of the sender's row and of the receiver's, and the receiving stage."""
+    edge = plan.edges[edge_index]
+    src, dst = plan.stages[edge.src], plan.stages[edge.dst]
+    producer = (src.tensor, edge.src_shard_axis if src.tensor > 1 else None)
+    consumer = (dst.tensor, edge.dst_shard_axis if dst.tensor > 1 else None)
+    return (producer, consumer, dst) if direction is Direction.ACTIVATION else (consumer, producer, src)

@@ -1,0 +1,268 @@
+"""Proves that lowered programs are whole and cannot stop, independently of how they were made.
+
+What is proven for a plan, its schedules and the programs of all ranks:
+
+1. every rank runs exactly its stage's schedule, in order: each micro-batch's forward, whole or in two
+   halves, and its backward, whole or as input and later weight gradient;
+2. on every channel (edge, direction, sender, receiver) sends and receives are the same messages in
+   the same order;
+3. a message leaves after the task that makes it; before a task runs it has received the rows of
+   exactly its samples, each once, and each tensor without a batch axis once; the same for gradients; of
+   tensors that tensor ranks hold as shards, exactly what its rank needs, each part once;
+4. no stage holds more micro-batches than the plan's ``in_flight``, from the first forward to the whole
+   backward or the weight gradient;
+5. reductions and the step come last, in one order on all ranks; a stage may also reduce its data between
+   tasks, after a backward, at the same place on all its ranks (programs that step after each backward, as
+   asynchronous ones do, have a reduction and a step behind each, before the next task, and nowhere else);
+6. everything finishes when each rank executes its groups serially, in order, with rendezvous
+   messages: an exchange posts all its messages together and ends when all of them are posted at
+   their other ends; a reduction of data ends when all ranks of the stage have come to it, and a task,
+   which has the collectives of tensor parallelism inside, when all tensor ranks of its data position have.
+
+Source: this project
+Tests: tests/schedule/test_validate.py
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from gpp_plugin.errors import ScheduleError
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import InstructionKind, Message, RankProgram
+from gpp_plugin.ir.schedule import StageSchedule, TaskKind
+from gpp_plugin.schedule.checks.checked_programs import TAIL_ORDER, CheckedPrograms, messages_of
+from gpp_plugin.schedule.checks.rendezvous import Standstill, execute_serially
+from gpp_plugin.schedule.checks.validate_messages import check_channels, check_messages, check_readiness
+from gpp_plugin.schedule.grid import program_grid
+
+
+def validate_programs(
+    plan: PipelinePlan,
+    schedules: Sequence[StageSchedule],
+    programs: Sequence[RankProgram],
+    *,
+    steps_each_backward: bool = False,
+) -> None:
+    """Check the programs of all ranks together.
+
+    Args:
+        steps_each_backward: stages step after each backward, not once at the end.
+
+    Raises:
+        ScheduleError: what is wrong, with which values, the fix, and the grid with the bad cell marked.
+    """
+    checked = CheckedPrograms(plan, schedules, programs)
+    _check_ranks(checked, [program.rank for program in programs])
+    for program in checked.programs.values():
+        _check_tasks(checked, program)
+        check_messages(checked, program)
+        check_readiness(checked, program)
+        _check_in_flight(checked, program)
+        (_check_steps if steps_each_backward else _check_tail)(checked, program)
+    _check_collectives_agree(checked, steps_each_backward=steps_each_backward)
+    check_channels(checked)
+    _check_completion(checked)
+
+
+def _check_ranks(checked: CheckedPrograms, order: Sequence[int]) -> None:
+    expected = sorted(rank for stage in checked.plan.stages for rank in stage.ranks)
+    if order != expected:
+        raise ScheduleError(f"programs of ranks {order} for ranks {expected}; lower one for each, in order")
+    if sorted(checked.schedules) != list(range(len(checked.plan.stages))):
+        raise ScheduleError(
+            f"schedules of stages {sorted(checked.schedules)} for {len(checked.plan.stages)} stages; give one for each"
+        )
+    for rank, program in checked.programs.items():
+        stage = checked.plan.stage_of_rank(rank)
+        if program.stage != stage:
+            raise checked.fail(
+                rank, 0, f"its program is of stage {program.stage}; the plan puts it on {stage}"
+            )
+
+
+def _check_collectives_agree(checked: CheckedPrograms, *, steps_each_backward: bool) -> None:
+    """Collective instructions are on every rank that takes part, between the same tasks."""
+    places = {rank: _collectives(program) for rank, program in checked.programs.items()}
+    tails = {rank: tuple(kind for _, kind in found) for rank, found in places.items()}
+    for rank, found in places.items():
+        stage = checked.plan.stages[checked.programs[rank].stage]
+        first = places[stage.ranks[0]]
+        if found != first:
+            shown = [f"{kind.value} after {count} tasks" for count, kind in found]
+            wanted = [f"{kind.value} after {count} tasks" for count, kind in first]
+            raise checked.fail(
+                rank,
+                len(checked.programs[rank].instructions) - 1,
+                f"has {shown}, rank {stage.ranks[0]} of its stage {wanted}; they must agree",
+            )
+    if steps_each_backward:
+        return
+    steps = {rank: InstructionKind.STEP in tail for rank, tail in tails.items()}
+    if len(set(steps.values())) > 1:
+        rank = next(rank for rank, has_step in steps.items() if not has_step)
+        end = len(checked.programs[rank].instructions) - 1
+        raise checked.fail(
+            rank, end, "has no step while other ranks do; all ranks agree on norm and overflow"
+        )
+
+
+def _check_completion(checked: CheckedPrograms) -> None:
+    """Execute all programs serially with rendezvous; whoever still waits at the end is stuck."""
+    end = execute_serially(checked.plan, checked.programs)
+    if end.stuck:
+        _raise_deadlock(checked, end)
+
+
+def _raise_deadlock(checked: CheckedPrograms, end: Standstill) -> None:
+    waits_for: dict[int, tuple[int, Message | str]] = {}
+    for message, rank in end.posted.items():
+        waits_for[rank] = (message.dst_rank if rank == message.src_rank else message.src_rank, message)
+    for meeting, ranks in end.present.items():
+        late = next(rank for rank in meeting.ranks if rank not in ranks)
+        what = "a reduction" if meeting.what.task is None else f"their task {meeting.what}"
+        waits_for.update(dict.fromkeys(ranks, (late, what)))
+    rank = next(iter(end.stuck))
+    path: list[int] = []
+    while rank not in path:
+        path.append(rank)
+        rank = waits_for[rank][0]
+    circle = path[path.index(rank) :]
+    text = ", ".join(f"rank {r} waits for rank {waits_for[r][0]} at {waits_for[r][1]}" for r in circle)
+    marks = {r: end.stuck[r] for r in circle if r in end.stuck}
+    raise ScheduleError(
+        f"the programs stop under serial rendezvous execution: {text}; take one order of all messages\n"
+        + program_grid(checked.programs.values(), positions=marks)
+    )
+
+
+def _collectives(program: RankProgram) -> tuple[tuple[int, InstructionKind], ...]:
+    """Return (number of tasks before it, kind) of each collective instruction."""
+    found = []
+    num_tasks = 0
+    for instruction in program.instructions:
+        num_tasks += instruction.task is not None
+        if instruction.kind in TAIL_ORDER:
+            found.append((num_tasks, instruction.kind))
+    return tuple(found)
+
+
+def _check_tasks(checked: CheckedPrograms, program: RankProgram) -> None:
+    """The rank runs its stage's schedule, in order, and every micro-batch whole."""
+    schedule = checked.schedules[program.stage]
+    ran = [(i, x.task) for i, x in enumerate(program.instructions) if x.kind is InstructionKind.COMPUTE]
+    for (position, task), planned in zip(ran, schedule.tasks, strict=False):
+        if task != planned:
+            raise checked.fail(
+                program.rank, position, f"runs {task} where the schedule has {planned}; lower anew"
+            )
+    if len(ran) != len(schedule.tasks):
+        raise checked.fail(
+            program.rank,
+            len(program.instructions) - 1,
+            f"runs {len(ran)} tasks of the {len(schedule.tasks)} scheduled; lower anew",
+        )
+    # That the schedule was followed says nothing of the schedule, so the parts of each micro-batch are checked by
+    # themselves: after each task they must begin one of F B, F I W, Fa Fb B and Fa Fb I W (F and Fa Fb where nothing
+    # is trained), and at the end be whole. ``2F0a 2F0b 2B0 2F1`` leaves parts {0: [Fa, Fb, B], 1: [F]}: 1 is
+    # unfinished.
+    parts: dict[int, list[str]] = defaultdict(list)
+    for position, task in ran:
+        assert task is not None
+        parts[task.micro_batch].append(task.kind.value + ("" if task.half is None else "ab"[task.half]))
+        if not _may_follow(checked, program.stage, parts[task.micro_batch]):
+            run = ", ".join(parts[task.micro_batch][:-1]) or "nothing"
+            raise checked.fail(
+                program.rank,
+                position,
+                f"{task} comes after {run} of its micro-batch; run its forward once, whole or in two halves, "
+                "then its backward once, whole or as input and weight gradient",
+            )
+    ends = ("B", "W") if program.stage in checked.trained else ("F", "Fb")
+    count = checked.plan.num_micro_batches(program.stage)
+    lacking = [m for m in range(count) if not parts[m] or parts[m][-1] not in ends]
+    if lacking or len(parts) != count:
+        raise checked.fail(
+            program.rank,
+            len(program.instructions) - 1,
+            f"runs {len(parts)} micro-batches where {count} are due, unfinished {lacking[:4]}; "
+            "schedule each once",
+        )
+
+
+def _may_follow(checked: CheckedPrograms, stage: int, parts: list[str]) -> bool:
+    """Return whether these parts of one micro-batch, run in this order, begin a whole order."""
+    backwards = [["B"], ["I", "W"]] if stage in checked.trained else [[]]
+    orders = [[*forward, *backward] for forward in (["F"], ["Fa", "Fb"]) for backward in backwards]
+    return any(parts == order[: len(parts)] for order in orders)
+
+
+def _check_in_flight(checked: CheckedPrograms, program: RankProgram) -> None:
+    """Count what is held: until its backward, or in a forward-only stage until all of it is sent."""
+    # A stage that runs backwards holds a micro-batch from its first half to B or W. One that does not holds what it
+    # has not sent: ``unsent`` counts the messages left of each micro-batch.
+    stage = checked.plan.stages[program.stage]
+    limit = min(stage.in_flight, checked.schedules[program.stage].num_in_flight)
+    is_trained = program.stage in checked.trained
+    unsent: dict[int, int] = defaultdict(int)
+    if not is_trained:
+        for _, message, is_send in messages_of(program):
+            unsent[message.src_micro_batch] += is_send
+    held: set[int] = set()
+    for position, instruction in enumerate(program.instructions):
+        task = instruction.task
+        if task is not None:
+            if task.kind in (TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT):
+                held.discard(task.micro_batch)
+            elif is_trained or unsent[task.micro_batch]:
+                held.add(task.micro_batch)
+            if len(held) > limit:
+                raise checked.fail(
+                    program.rank,
+                    position,
+                    f"{task} holds {len(held)} micro-batches, in_flight allows {limit}; raise in_flight or "
+                    "run a backward first",
+                )
+        for message in instruction.sends if not is_trained else ():
+            unsent[message.src_micro_batch] -= 1
+            if not unsent[message.src_micro_batch]:
+                held.discard(message.src_micro_batch)
+
+
+def _check_tail(checked: CheckedPrograms, program: RankProgram) -> None:
+    """Reductions and the step come last, in one order; the stage may reduce its data between tasks too."""
+    kinds = [(i, x.kind) for i, x in enumerate(program.instructions) if x.kind in TAIL_ORDER]
+    last = max((i for i, x in enumerate(program.instructions) if x.kind not in TAIL_ORDER), default=-1)
+    early = [i for i, kind in kinds if i < last and kind is InstructionKind.REDUCE_DATA]
+    kinds = [(i, kind) for i, kind in kinds if i not in early]
+    expected = [kind for kind in TAIL_ORDER if any(kind is found for _, found in kinds)]
+    if [kind for _, kind in kinds] != expected or any(i < last for i, _ in kinds):
+        names = ", ".join(kind.value for _, kind in kinds)
+        raise checked.fail(
+            program.rank,
+            kinds[0][0],
+            f"ends with {names}; reductions and the step come last: "
+            f"{', '.join(kind.value for kind in TAIL_ORDER)}, each at most once",
+        )
+    if early and InstructionKind.REDUCE_DATA not in expected:
+        raise checked.fail(program.rank, early[-1], "reduces between tasks but not at its end; do both")
+    if early and program.stage not in checked.trained:
+        raise checked.fail(program.rank, early[0], "reduces without backwards; there are no gradients")
+
+
+def _check_steps(checked: CheckedPrograms, program: RankProgram) -> None:
+    """A reduction and a step follow each backward, behind its messages and before the next task."""
+    expected: list[InstructionKind] = []
+    for position, instruction in enumerate(program.instructions):
+        kind = instruction.kind
+        if kind in TAIL_ORDER and (not expected or kind is not expected.pop(0)):
+            raise checked.fail(
+                program.rank, position, f"{kind.value} does not belong there; a backward is due"
+            )
+        if kind is InstructionKind.COMPUTE and expected:
+            raise checked.fail(program.rank, position, f"runs {instruction} before {expected[0].value}")
+        if instruction.task is not None and instruction.task.kind is not TaskKind.FORWARD:
+            expected = [InstructionKind.REDUCE_DATA, InstructionKind.STEP]
+    if expected:
+        raise checked.fail(program.rank, len(program.instructions) - 1, f"ends without {expected[0].value}")

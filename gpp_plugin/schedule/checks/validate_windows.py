@@ -1,0 +1,101 @@
+"""Proves the programs of asynchronous windows: one behind the other, and each by itself.
+
+Windows that are run one after the other, and the drain after them, are one long program of a longer mini-batch: all
+that is proven for programs (`validate_programs`) is proven for that. The windows that repeat are run twice in it, the second
+time shifted. Besides, no window may need a later one:
+
+1. the messages of a window (or a drain) are sent and received in it;
+2. a window finishes by itself under serial rendezvous execution, whatever ranks do between two of them.
+
+Source: this project
+Tests: tests/schedule/test_async.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+from gpp_plugin.errors import ScheduleError
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import Instruction, RankProgram
+from gpp_plugin.schedule.checks.rendezvous import execute_serially
+from gpp_plugin.schedule.checks.validate_programs import validate_programs
+from gpp_plugin.schedule.grid import program_grid
+from gpp_plugin.schedule.windows import (
+    Programs,
+    WindowPrograms,
+    lengthened,
+    shift_message,
+    window_schedules,
+)
+
+
+def validate_windows(
+    plan: PipelinePlan, programs: WindowPrograms, *, forward_only_stages: Collection[int] = frozenset()
+) -> None:
+    """Check the programs of all windows and drains, of all ranks together.
+
+    Raises:
+        ScheduleError: what is wrong, with which values, and the grid with the bad cell marked.
+    """
+    for kind, parts in (("window", programs.steps), ("drain after window", programs.drains)):
+        for index, part in enumerate(parts):
+            _check_alone(plan, part, f"{kind} {index + 1}")
+    # Of two windows that differ: 1 and its drain; 1, 2 and the drain behind 2; 1, 2, 2 moved by one, and that drain
+    # moved too. A fourth window would be another 2 behind a 2, which the third run has proven.
+    count = len(programs.steps)
+    for last in range(1, count + 2):
+        shift = last - min(last, count)
+        run = [programs.steps[min(i, count - 1)] for i in range(last)]
+        shifts = [0] * (last - shift) + [1] * shift
+        joined = _join([*run, programs.drains[min(last, count) - 1]], [*shifts, shift], plan)
+        validate_programs(
+            lengthened(plan, last),
+            window_schedules(programs.windows, last, forward_only_stages),
+            joined,
+            steps_each_backward=True,
+        )
+
+
+def _check_alone(plan: PipelinePlan, programs: Programs, name: str) -> None:
+    sent = {m for program in programs for i in program.instructions for m in i.sends}
+    received = {m for program in programs for i in program.instructions for m in i.receives}
+    if sent != received:
+        message = next(iter(sent ^ received))
+        lacks = "receives" if message in sent else "sends"
+        raise ScheduleError(f"{name}: nobody {lacks} {message} in it; a window needs nothing of later ones")
+    end = execute_serially(plan, {program.rank: program for program in programs})
+    if end.stuck:
+        raise ScheduleError(
+            f"{name}: ranks {sorted(end.stuck)} stop under serial rendezvous execution\n"
+            + program_grid(programs, positions=end.stuck)
+        )
+
+
+def _join(parts: Sequence[Programs], shifts: Sequence[int], plan: PipelinePlan) -> Programs:
+    """Return one program a rank: the parts one after the other, each moved by so many windows."""
+    joined = []
+    for of_rank in zip(*parts, strict=True):
+        instructions = [
+            _moved(instruction, plan, shift)
+            for program, shift in zip(of_rank, shifts, strict=True)
+            for instruction in program.instructions
+        ]
+        joined.append(
+            RankProgram(rank=of_rank[0].rank, stage=of_rank[0].stage, instructions=tuple(instructions))
+        )
+    return tuple(joined)
+
+
+def _moved(instruction: Instruction, plan: PipelinePlan, num_windows: int) -> Instruction:
+    if not num_windows:
+        return instruction
+    count, samples = num_windows * plan.num_micro_batches(0), num_windows * plan.mini_batch
+    task = instruction.task
+    return dataclasses.replace(
+        instruction,
+        task=None if task is None else dataclasses.replace(task, micro_batch=task.micro_batch + count),
+        sends=tuple(shift_message(m, count, samples) for m in instruction.sends),
+        receives=tuple(shift_message(m, count, samples) for m in instruction.receives),
+    )

@@ -1,0 +1,376 @@
+"""Zero bubble on a DAG: split backwards, weight gradients where a stage would wait, never more in flight.
+
+This is ZB-H1 of Qi et al. for stage graphs: the input gradient (I) goes on to the stages before at once, the weight
+gradient (W) comes later, where there is nothing else to do or the memory of its micro-batch is needed. Three stages,
+four micro-batches, F = I = W and B = I + W, with the same 3, 2 and 1 micro-batches in flight:
+
+    1F1B         rank 0  F0  F1  F2  .   .   .   .   B0  B0  F3  B1  B1  .   B2  B2  .   B3  B3
+                 rank 1  .   F0  F1  .   .   B0  B0  F2  B1  B1  F3  B2  B2  .   B3  B3  .   .
+                 rank 2  .   .   F0  B0  B0  F1  B1  B1  F2  B2  B2  F3  B3  B3  .   .   .   .
+    zero bubble  rank 0  F0  F1  F2  .   .   B0  B0  F3  B1  B1  .   B2  B2  .   B3  B3
+                 rank 1  .   F0  F1  .   I0  W0  F2  I1  W1  F3  I2  W2  .   I3  W3  .
+                 rank 2  .   .   F0  I0  W0  F1  I1  W1  F2  I2  W2  F3  I3  W3  .   .
+
+Orders come from a simulation of all stages together (list scheduling): whenever a stage is free it takes an
+input gradient, else a forward, else a weight gradient, whichever can start; stages of other schedules keep
+their order. At most ``in_flight`` micro-batches are held, from forward to W. It cannot stop where 1F1B with
+those counts does not: what can run stays so until it is run, and 1F1B allows less at every point.
+
+Two choices are open, so that each is tried and the shortest simulation wins: whether a weight gradient goes
+before an input gradient when a forward waits only for memory, and whether a stage waits a little for what
+arrives soon rather than begin a weight gradient. 1F1B with W right behind I is tried too: but for what
+splitting costs, the result is never slower than 1F1B.
+
+Deviations: every stage has its own limit (ZB-H1 grants all stages that of the first); a stage that sends no
+gradient, as the first one, runs whole backwards, as nobody waits for its input gradient; messages take no
+time here, so that the order depends on the plan alone (`plan.choose_schedule` decides with the links whether it pays); the
+ranks of a stage move together, as in Table 2, so that counts below Table 2's (which the greedy schedule may
+find, seeing single ranks) can be too few and are refused.
+
+Source: Zero Bubble (arXiv 2401.10241), section 2
+Tests: tests/schedule/test_zero_bubble.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from gpp_plugin.doors import Schedule
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
+from gpp_plugin.schedule.checks.order_check import LAST_KINDS, has_backwards
+from gpp_plugin.schedule.durations import nominal_times, stage_task_us
+from gpp_plugin.schedule.messages import gradient_kinds
+from gpp_plugin.schedule.orders.kfkb import one_f_one_b_schedule
+
+_F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
+
+POLICIES = ((False, 0.0), (False, 0.5), (True, 0.0), (True, 0.5))
+"""(whether W goes first for a forward that waits for memory, most waiting before a W over its time)."""
+
+
+def zero_bubble_schedules(
+    plan: PipelinePlan, stages: Iterable[int], others: Mapping[int, StageSchedule]
+) -> dict[int, StageSchedule]:
+    """Return the orders of ``stages``, simulated together with the fixed orders of all other stages.
+
+    Args:
+        stages: indices; each holds at most its ``in_flight`` micro-batches.
+        others: schedules of all other stages, without halves.
+
+    Raises:
+        ValueError: with these ``in_flight`` no order can run.
+    """
+    # Five simulations: four of list scheduling, one for each pair of open choices, and 1F1B with W right behind I as
+    # a fixed order. The last one is tried last and must win by more than rounding, so ties keep the freer order; it
+    # is there because list scheduling is no optimum: what starts now may keep a stage busy when something better
+    # arrives.
+    wanted = sorted(stages)
+    timed = nominal_times(plan)
+    best: tuple[float, list[list[tuple[TaskKind, int]]]] | None = None
+    plain = {index: _split_1f1b(plan, index) for index in wanted}
+    runs = [
+        _ListRun(timed, wanted, others, is_weight_first=is_weight_first, patience=patience)
+        for is_weight_first, patience in POLICIES
+    ]
+    for run in [*runs, _ListRun(timed, (), {**others, **plain})]:
+        time = run.run()
+        if best is None or time < best[0] * (1.0 - 1e-9):
+            best = (time, run.orders)
+    assert best is not None
+    return {index: _schedule_of(index, best[1][index]) for index in wanted}
+
+
+def _sends_gradients(plan: PipelinePlan, stage: int) -> bool:
+    """Return whether other stages wait for a stage's input gradients, so that splitting its backward helps."""
+    return any(edge.dst == stage and edge.gradient_tensors for edge in plan.edges)
+
+
+def _split_1f1b(plan: PipelinePlan, stage: int) -> StageSchedule:
+    """Return 1F1B with each weight gradient right behind its input gradient."""
+    held = plan.stages[stage].in_flight
+    schedule = one_f_one_b_schedule(stage, plan.num_micro_batches(stage), num_in_flight=held)
+    if not _sends_gradients(plan, stage):
+        return schedule
+    tasks: list[Task] = []
+    for task in schedule.tasks:
+        kinds = (_F,) if task.kind is _F else (_I, _W)
+        tasks += (dataclasses.replace(task, kind=kind) for kind in kinds)
+    return dataclasses.replace(schedule, tasks=tuple(tasks))
+
+
+def _schedule_of(stage: int, order: list[tuple[TaskKind, int]]) -> StageSchedule:
+    held = most = 0
+    for kind, _ in order:
+        held += (kind is _F) - (kind in LAST_KINDS)
+        most = max(most, held)
+    tasks = tuple(Task(stage=stage, kind=kind, micro_batch=m) for kind, m in order)
+    return StageSchedule(stage=stage, tasks=tasks, num_in_flight=most)
+
+
+_Feed = tuple["_State", int]
+"""A stage, and the samples of which only the first one of each such group comes from it (1: all of them)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _State:
+    """One stage in the simulation: what it is, how far it is, what it runs.
+
+    Args:
+        order: fixed tasks; None where the simulation chooses.
+        limit: micro-batches it may hold.
+        inputs, gradients: what it receives activations and gradients from.
+        consumers: what must have taken its activations before it forgets them.
+        watchers: stages that may be able to go on when this one ends a task.
+        forwards, backwards, weights: ended so far; ``backwards`` counts B and I.
+        ends_us: of the running task; None while it waits.
+    """
+
+    index: int
+    size: int
+    count: int
+    limit: int
+    order: list[tuple[TaskKind, int]] | None
+    is_trained: bool
+    is_split: bool
+    times_us: dict[TaskKind, float]
+    inputs: list[_Feed]
+    gradients: list[_Feed]
+    consumers: list[_Feed]
+    watchers: list[_State]
+    forwards: int = 0
+    backwards: int = 0
+    weights: int = 0
+    next_in_order: int = 0
+    running: TaskKind | None = None
+    ends_us: float = 0.0
+
+
+class _ListRun:
+    """One simulation under one policy; `orders` are the tasks each stage ran."""
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        chosen: Iterable[int],
+        others: Mapping[int, StageSchedule],
+        *,
+        is_weight_first: bool = False,
+        patience: float = 0.0,
+    ) -> None:
+        # Each stage is a state machine that runs its forwards in order, its input gradients in order and its weight
+        # gradients in order; only which kind comes next is open. So three counts say how far it is, and whether a
+        # task may start is a comparison of counts with those of the stages that feed it (`_has_inputs`,
+        # `_has_gradients`):
+        #
+        #     stage 0  forwards 3, backwards 1        stage 1's F2 needs ``forwards >= 3`` of stage 0: it may start
+        #     stage 1  forwards 2, backwards 1        stage 0's I1 needs ``backwards >= 2`` of stage 1: it waits
+        #
+        # (with equal micro-batches; else both sides are multiplied to samples).
+        self.orders: list[list[tuple[TaskKind, int]]] = [[] for _ in plan.stages]
+        self._plan = plan
+        self._is_weight_first = is_weight_first
+        self._patience = patience
+        free = set(chosen)
+        self._states = [
+            _State(
+                index=index,
+                size=stage.micro_batch_size,
+                count=plan.num_micro_batches(index),
+                limit=stage.in_flight if index in free else others[index].num_in_flight,
+                order=None if index in free else [(t.kind, t.micro_batch) for t in others[index].tasks],
+                is_trained=index in free or has_backwards(others[index]),
+                is_split=_sends_gradients(plan, index),
+                times_us={kind: stage_task_us(stage, kind) for kind in TaskKind},
+                inputs=[],
+                gradients=[],
+                consumers=[],
+                watchers=[],
+            )
+            for index, stage in enumerate(plan.stages)
+        ]
+        for edge in plan.edges:
+            src, dst = self._states[edge.src], self._states[edge.dst]
+            # Tensors without a batch axis come with the consumer's first sample only.
+            local = plan.stages[edge.dst].local_batch_size
+            group = 1 if edge.batch_tensors else local
+            dst.inputs.append((src, group))
+            src.consumers.append((dst, group))
+            has_batch, has_whole = gradient_kinds(edge)
+            if (has_batch or has_whole) and src.is_trained and dst.is_trained:
+                src.gradients.append((dst, 1 if has_batch else local))
+            src.watchers.append(dst)
+            dst.watchers.append(src)
+
+    def run(self) -> float:
+        """Run all tasks and return when the last one ends.
+
+        Raises:
+            ValueError: it stops.
+        """
+        # Time goes from one end of a task to the next. All tasks that end at one time end before any stage chooses,
+        # so the choice does not depend on the order of stages; only those that something ended for choose again.
+        now = 0.0
+        events: list[tuple[float, int]] = []
+        free = self._states
+        while True:
+            for state in free:
+                if state.running is None:
+                    kind = self._next_task(state, now)
+                    if kind is not None:
+                        self._start(state, kind, now)
+                        heapq.heappush(events, (state.ends_us, state.index))
+            if not events:
+                break
+            now = events[0][0]
+            touched: dict[int, _State] = {}
+            while events and events[0][0] == now:
+                state = self._states[heapq.heappop(events)[1]]
+                self._end(state)
+                touched[state.index] = state
+                touched.update((other.index, other) for other in state.watchers)
+            free = [touched[index] for index in sorted(touched)]
+        stuck = [s for s in self._states if s.forwards < s.count or (s.is_trained and s.backwards < s.count)]
+        if stuck:
+            names = ", ".join(f"{self._plan.stages[s.index].name!r} (now {s.limit})" for s in stuck)
+            raise ValueError(f"no order can run with these in_flight; raise in_flight of {names}")
+        return now
+
+    def _start(self, state: _State, kind: TaskKind, now: float) -> None:
+        done = state.forwards if kind is _F else state.weights if kind is _W else state.backwards
+        self.orders[state.index].append((kind, done))
+        state.running = kind
+        state.ends_us = now + state.times_us[kind]
+
+    def _end(self, state: _State) -> None:
+        if state.running is _F:
+            state.forwards += 1
+        elif state.running is _W:
+            state.weights += 1
+        else:
+            state.backwards += 1
+            if state.running is _B:
+                state.weights += 1
+        state.running = None
+
+    def _next_task(self, state: _State, now: float) -> TaskKind | None:
+        """Return what a free stage begins now, if anything."""
+        if state.order is not None:
+            return self._next_in_order(state)
+        # The rule, in order: I, because the stage before waits for it; F, because the stage behind does; W, because
+        # nobody waits for it, where the stage would idle. A W lets go of the micro-batch's memory, so a stage that is
+        # full and has a forward waiting must run one:
+        #
+        #     limit 2   F0  F1  I0  (F2 is here, 2 held)  W0  F2  I1  ...
+        #
+        # With patience a stage that could only run W waits instead, if an I or F will be there before so much of W's
+        # time has passed: the W would delay what the others wait for.
+        may_forward, may_backward = _has_inputs(state), _has_gradients(state)
+        is_full = state.forwards - state.weights >= state.limit
+        if not state.is_split:  # nobody waits for its backwards
+            if may_forward and not is_full:
+                return _F
+            return _B if may_backward else None
+        has_weight = state.weights < state.backwards
+        if has_weight and is_full and may_forward and self._is_weight_first:
+            return _W
+        if may_backward:
+            return _I
+        if may_forward and not is_full:
+            return _F
+        if has_weight and (
+            (is_full and may_forward)
+            or self._arrival_us(state, is_full=is_full) - now >= self._patience * state.times_us[_W]
+        ):
+            return _W
+        return None
+
+    def _next_in_order(self, state: _State) -> TaskKind | None:
+        assert state.order is not None
+        if state.next_in_order == len(state.order):
+            return None
+        kind = state.order[state.next_in_order][0]
+        if kind is _F:
+            can_run = _has_inputs(state) and (state.is_trained or _is_let_go(state))
+        else:
+            can_run = kind is _W or _has_gradients(state)
+        if not can_run:
+            return None
+        state.next_in_order += 1
+        return kind
+
+    def _arrival_us(self, state: _State, *, is_full: bool) -> float:
+        """Return when running tasks of other stages let a forward or an input gradient start; inf if none does."""
+        arrival = float("inf")
+        if not is_full and state.forwards < state.count:
+            arrival = _ready_us(state.inputs, (state.forwards + 1) * state.size, is_forward=True)
+        if state.backwards < state.forwards:
+            end = (state.backwards + 1) * state.size
+            arrival = min(arrival, _ready_us(state.gradients, end, is_forward=False))
+        return arrival
+
+
+def _has_inputs(state: _State) -> bool:
+    if state.forwards >= state.count:
+        return False
+    end = (state.forwards + 1) * state.size
+    return all(other.forwards * other.size >= _needed(end, group) for other, group in state.inputs)
+
+
+def _has_gradients(state: _State) -> bool:
+    if state.backwards >= state.forwards:
+        return False
+    end = (state.backwards + 1) * state.size
+    return all(other.backwards * other.size >= _needed(end, group) for other, group in state.gradients)
+
+
+def _is_let_go(state: _State) -> bool:
+    """Return whether consumers have taken what a stage without backwards must let go of before its next forward."""
+    end = (state.forwards - state.limit + 1) * state.size
+    return end <= 0 or all(
+        other.forwards * other.size >= _needed(end, group) for other, group in state.consumers
+    )
+
+
+def _needed(end: int, group: int) -> int:
+    """Return up to which sample a stage must be done for a task that takes samples up to ``end``."""
+    return (end - 1) // group * group + 1
+
+
+def _ready_us(feeds: list[_Feed], end: int, *, is_forward: bool) -> float:
+    """Return when all stages that feed a task are done for it if each only ends what it runs; else inf."""
+    latest = 0.0
+    for other, group in feeds:
+        needed = _needed(end, group)
+        done = other.forwards if is_forward else other.backwards
+        if done * other.size >= needed:
+            continue
+        is_on_it = other.running is _F if is_forward else other.running in (_B, _I)
+        if not is_on_it or (done + 1) * other.size < needed:
+            return float("inf")
+        latest = max(latest, other.ends_us)
+    return latest
+
+
+class ZeroBubble(Schedule):
+    """Zero bubble as a stage's schedule: all its stages are ordered together, once the others have their orders."""
+
+    splits_backward = True
+
+    def order(self, plan: PipelinePlan, index: int, behind: Mapping[int, StageSchedule]) -> StageSchedule:
+        """Return 1F1B: it stands for the stage until `together` knows all stages."""
+        return one_f_one_b_schedule(
+            index, plan.num_micro_batches(index), num_in_flight=plan.stages[index].in_flight
+        )
+
+    def together(
+        self, plan: PipelinePlan, stages: Sequence[int], built: Mapping[int, StageSchedule]
+    ) -> Mapping[int, StageSchedule]:
+        """Return the orders of ``stages`` from one simulation of the whole plan."""
+        return zero_bubble_schedules(plan, stages, built)
+
+
+ZERO_BUBBLE = ZeroBubble()

@@ -1,0 +1,318 @@
+"""Predicts the timeline of lowered programs: every rank runs its instructions strictly in order.
+
+Two ways to post messages: ``asynchronous``, as the runtime does (a send is posted and forgotten, a rank
+waits at an exchange for its receives), and ``rendezvous``, the worst case that programs are proven
+for (a group ends only when both ends of all its messages have been posted and they have travelled).
+The tensor ranks of a data position start and end each task together.
+
+The event loop over task graphs (`event_loop`) is no special case of this one: there a message needs its sender's task
+and its links only, so that an order can be judged before there are programs, many times a second; here instructions
+are waited for as well. Both take task times and message costs from the same place.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+
+from gpp_plugin.errors import ScheduleError
+from gpp_plugin.ir.cluster import Cluster
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import Direction, Instruction, InstructionKind, Message, RankProgram
+from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, EventKind, Timeline
+from gpp_plugin.schedule.durations import Durations, duration_reader
+from gpp_plugin.schedule.event_loop import MessageCosts
+from gpp_plugin.schedule.grid import program_grid
+from gpp_plugin.schedule.messages import activation_bytes, gradient_bytes, tensor_pairs
+
+MODES = ("asynchronous", "rendezvous")
+
+
+def simulate_programs(
+    plan: PipelinePlan,
+    programs: Sequence[RankProgram],
+    *,
+    cluster: Cluster | None = None,
+    durations: Durations | None = None,
+    mode: str = "asynchronous",
+    share_links: bool = True,
+    reduce_us: Mapping[int, float] | None = None,
+    step_us: Mapping[int, float] | None = None,
+) -> Timeline:
+    """Return the timeline of one mini-batch run by these programs.
+
+    Args:
+        cluster, durations, share_links, reduce_us, step_us: as for `simulate_plan`.
+        mode: ``asynchronous`` or ``rendezvous``.
+
+    Raises:
+        ScheduleError: the programs stop; the text shows where each rank stands.
+        ValueError: the mode is unknown.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode {mode!r}; choose one of {MODES}")
+    run = _ProgramRun(
+        plan,
+        programs,
+        cluster=cluster,
+        durations=durations,
+        is_rendezvous=mode == "rendezvous",
+        share_links=share_links,
+        reduce_us=reduce_us or {},
+        step_us=step_us or {},
+    )
+    run.run()
+    return Timeline(source="predicted", plan=fingerprint(plan), events=tuple(run.events))
+
+
+class _ProgramRun:
+    """The state of one simulation: where each rank stands, which messages are posted, sent, arrived."""
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        programs: Sequence[RankProgram],
+        *,
+        cluster: Cluster | None,
+        durations: Durations | None,
+        is_rendezvous: bool,
+        share_links: bool,
+        reduce_us: Mapping[int, float],
+        step_us: Mapping[int, float],
+    ) -> None:
+        # Four kinds of events on the heap, by (time in us, step, order of pushing):
+        #
+        #   0  a task, reduction or step ends    -> the rank goes on to its next instruction
+        #   1  a message is posted (_leave)      -> takes the sender's link when that is free
+        #   2  it leaves (_enter)                -> takes the receiver's link when that is free
+        #   3  it has arrived (_arrive)          -> the rank that stands at its exchange may go on
+        #
+        # With rendezvous a message needs both ends posted, and both ranks wait for it. Rank 0 sends at 1 us a
+        # message of 2 us that rank 1, busy until 4 us, receives: asynchronous, rank 0 goes on at 1 and rank 1
+        # at 4; rendezvous, the message travels from 4 to 6 and both go on at 6.
+        self.events: list[Event] = []
+        self._plan = plan
+        self._programs = {program.rank: program for program in programs}
+        self._costs = MessageCosts(cluster)
+        self._duration = duration_reader(plan, durations)
+        self._num_ends = 2 if is_rendezvous else 1
+        self._is_rendezvous = is_rendezvous
+        self._share_links = share_links
+        self._tail_us = {InstructionKind.REDUCE_DATA: reduce_us, InstructionKind.STEP: step_us}
+        # Of each rank: the instruction it stands at, and how many messages it still waits for there.
+        self._position = dict.fromkeys(self._programs, 0)
+        self._missing = dict.fromkeys(self._programs, 0)
+        # Of each message: how many of its ends are posted, and when it left, in us.
+        self._posted: dict[Message, int] = {}
+        self._started: dict[Message, float] = {}
+        self._arrived: set[Message] = set()
+        # Of each rank, in us: when its link out and its link in are free again.
+        self._out_free = dict.fromkeys(self._programs, 0.0)
+        self._in_free = dict.fromkeys(self._programs, 0.0)
+        # Who has come to a reduction (kind, stage) or to the step (kind, -1: all stages), and when.
+        self._barriers: dict[tuple[InstructionKind, int], dict[int, float]] = {}
+        # The tensor ranks that run a data position's tasks together; without tensor parallelism just (rank,).
+        self._rows = {
+            rank: stage.tensor_ranks(position)
+            for stage in plan.stages
+            for position in range(stage.degree)
+            for rank in stage.tensor_ranks(position)
+        }
+        self._waiting: dict[tuple[int, ...], list[int]] = {}
+        self._shares: dict[tuple[int, Direction], dict[tuple[int, int], float]] = {}
+        # (time, priority, tie-break, what): a task's end before a message's steps at the same time.
+        self._heap: list[tuple[float, int, int, int | Message]] = []
+        self._num_pushed = 0
+
+    def run(self) -> None:
+        """Run every program to its end."""
+        for rank in self._programs:
+            self._advance(rank, 0.0)
+        while self._heap:
+            now, step, _, what = heapq.heappop(self._heap)
+            if isinstance(what, int):
+                self._position[what] += 1
+                self._advance(what, now)
+            elif step == 1:
+                self._leave(what, now)
+            elif step == 2:
+                self._enter(what, now)
+            else:
+                self._arrive(what, now)
+        # Nothing moves any more. Programs that are not at their end wait for each other: with rendezvous this
+        # is how a deadlock shows, and the first rank's instruction is where to look.
+        stuck = {r: p for r, p in self._position.items() if p < len(self._programs[r].instructions)}
+        if stuck:
+            rank = min(stuck)
+            where = self._programs[rank].instructions[stuck[rank]]
+            raise ScheduleError(
+                f"{len(stuck)} ranks wait for each other; rank {rank} stands at {where}; "
+                "lower the schedules anew\n" + program_grid(self._programs.values(), positions=stuck)
+            )
+
+    def _push(self, time: float, step: int, what: int | Message) -> None:
+        heapq.heappush(self._heap, (time, step, self._num_pushed, what))
+        self._num_pushed += 1
+
+    def _advance(self, rank: int, now: float) -> None:
+        """Start the instruction that ``rank`` has come to."""
+        program = self._programs[rank]
+        while self._position[rank] < len(program.instructions):
+            instruction = program.instructions[self._position[rank]]
+            if instruction.kind is InstructionKind.COMPUTE:
+                self._compute(program, instruction, now)
+                return
+            if instruction.kind is not InstructionKind.EXCHANGE:
+                self._join(program, instruction.kind, now)
+                return
+            self._exchange(rank, instruction, now)
+            if self._missing[rank]:
+                return
+            self._position[rank] += 1
+
+    def _compute(self, program: RankProgram, instruction: Instruction, now: float) -> None:
+        """Run the task when the last of its tensor ranks has come to it, as long as the slowest takes."""
+        task = instruction.task
+        assert task is not None
+        row = self._rows[program.rank]
+        here = self._waiting.setdefault(row, [])
+        here.append(program.rank)
+        if len(here) < len(row):
+            return
+        del self._waiting[row]
+        end = now + max(self._duration(task, rank) for rank in row)
+        kind = EVENT_OF_TASK[task.kind]
+        for rank in row:
+            self._note(rank, program.stage, kind, now, end, micro_batch=task.micro_batch, half=task.half)
+            self._push(end, 0, rank)
+
+    def _exchange(self, rank: int, instruction: Instruction, now: float) -> None:
+        # Asynchronous: a send is posted and forgotten, so only receives are awaited, and
+        # a message may have arrived before its receiver comes here. Receives need no
+        # posting then; `_num_ends` is 1, the sender's.
+        awaited = instruction.receives
+        if self._is_rendezvous:
+            awaited = (*instruction.receives, *instruction.sends)
+        self._missing[rank] = sum(message not in self._arrived for message in awaited)
+        for message in awaited if self._is_rendezvous else instruction.sends:
+            self._posted[message] = self._posted.get(message, 0) + 1
+            if self._posted[message] == self._num_ends:
+                self._push(now, 1, message)
+
+    def _leave(self, message: Message, now: float) -> None:
+        """The message is ready: it takes the sender's link when that is free."""
+        occupied, _ = self._cost(message)
+        begin = max(now, self._out_free[message.src_rank]) if self._share_links else now
+        self._out_free[message.src_rank] = begin + occupied
+        self._started[message] = begin
+        self._push(begin, 2, message)
+
+    def _enter(self, message: Message, now: float) -> None:
+        """The message takes the receiver's link when that is free."""
+        occupied, latency = self._cost(message)
+        begin = max(now, self._in_free[message.dst_rank]) if self._share_links else now
+        self._in_free[message.dst_rank] = begin + occupied
+        self._push(begin + occupied + latency, 3, message)
+
+    def _arrive(self, message: Message, now: float) -> None:
+        self._arrived.add(message)
+        start, num_bytes = self._started[message], round(self._bytes(message))
+        for rank, micro_batch, half, kind in (
+            (message.src_rank, message.src_micro_batch, message.src_half, EventKind.SEND),
+            (message.dst_rank, message.dst_micro_batch, message.dst_half, EventKind.RECEIVE),
+        ):
+            stage = self._programs[rank].stage
+            self._note(
+                rank,
+                stage,
+                kind,
+                start,
+                now,
+                micro_batch=micro_batch,
+                half=half,
+                edge=message.edge,
+                num_bytes=num_bytes,
+                peer=message.dst_rank if kind is EventKind.SEND else message.src_rank,
+            )
+            if self._missing[rank] and self._awaits(rank, message):
+                self._missing[rank] -= 1
+                if self._missing[rank] == 0:
+                    self._position[rank] += 1
+                    self._advance(rank, now)
+
+    def _awaits(self, rank: int, message: Message) -> bool:
+        instruction = self._programs[rank].instructions[self._position[rank]]
+        return message in instruction.receives or (self._is_rendezvous and message in instruction.sends)
+
+    def _join(self, program: RankProgram, kind: InstructionKind, now: float) -> None:
+        """Wait for the ranks that take part in a reduction or the step, then run it together."""
+        group = program.stage if kind is InstructionKind.REDUCE_DATA else -1
+        members = [
+            other.rank
+            for other in self._programs.values()
+            if group in (-1, other.stage) and any(i.kind is kind for i in other.instructions)
+        ]
+        present = self._barriers.setdefault((kind, group), {})
+        present[program.rank] = now
+        if len(present) < len(members):
+            return
+        del self._barriers[kind, group]
+        for rank in members:
+            stage = self._programs[rank].stage
+            end = now + self._tail_us.get(kind, {}).get(stage, 0.0)
+            if end > now:
+                event = EventKind.STEP if kind is InstructionKind.STEP else EventKind.REDUCE
+                self._note(rank, stage, event, now, end)
+            self._push(end, 0, rank)
+
+    def _cost(self, message: Message) -> tuple[float, float]:
+        return self._costs.of(message.src_rank, message.dst_rank, self._bytes(message))
+
+    def _bytes(self, message: Message) -> float:
+        edge = self._plan.edges[message.edge]
+        count = activation_bytes if message.direction is Direction.ACTIVATION else gradient_bytes
+        whole = count(edge, message.samples.num_samples, message.has_whole_tensors)
+        return whole * self._share(message)
+
+    def _share(self, message: Message) -> float:
+        """Return the share of its tensors that a message holds, where tensor ranks hold shards."""
+        key = (message.edge, message.direction)
+        shares = self._shares.get(key)
+        if shares is None:
+            pairs = tensor_pairs(self._plan, *key)
+            shares = self._shares[key] = {(pair.sender, pair.receiver): pair.share for pair in pairs}
+        if len(shares) == 1:
+            return 1.0
+        ends = (message.src_rank, message.dst_rank)
+        sender, receiver = (self._rows[rank].index(rank) for rank in ends)
+        return shares[sender, receiver]
+
+    def _note(
+        self,
+        rank: int,
+        stage: int,
+        kind: EventKind,
+        start: float,
+        end: float,
+        *,
+        micro_batch: int = -1,
+        half: int | None = None,
+        edge: int = -1,
+        num_bytes: int = 0,
+        peer: int = -1,
+    ) -> None:
+        self.events.append(
+            Event(
+                rank=rank,
+                stage=stage,
+                kind=kind,
+                start_us=start,
+                end_us=end,
+                micro_batch=micro_batch,
+                edge=edge,
+                bytes=num_bytes,
+                half=half,
+                peer=peer,
+            )
+        )

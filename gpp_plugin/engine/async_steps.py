@@ -11,6 +11,7 @@ front while its end still works. So losses travel one way, from the first rank o
 whether all ranks were given the same data is known one mini-batch later.
 
 Source: PipeDream (Narayanan et al., SOSP 2019, sections 3.2 and 3.3; doi 10.1145/3341301.3359646).
+Tests: tests/integrations/test_async.py
 """
 
 from __future__ import annotations

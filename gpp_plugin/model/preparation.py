@@ -1,4 +1,8 @@
-"""From a profiled model and the configuration to a plan: what the keys of the block ask planners for, and together."""
+"""From a profiled model and the configuration to a plan: what the keys of the block ask planners for, and together.
+
+Source: this project
+Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests/stage_graph/test_mixed.py
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ serve a shape; a batch of another shape needs an empty pipeline first. A `Window
 in training and in a rehearsal: windows that repeat are one program, whose numbers are shifted.
 
 Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.3
-Tests: tests/runtime/test_weight_versions.py, tests/integrations/test_async.py
+Tests: tests/runtime/test_weight_versions.py, tests/integrations/test_async.py, tests/rehearse/test_rehearse.py
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ import random
 
 import numpy as np
 import pytest
+
 from gpp_benchmarks._memory_oracle import with_saved_tensors
 from gpp_benchmarks._oracle import random_dag, random_request
-
 from gpp_plugin.ir.block_graph import SavedTensor
 from gpp_plugin.ir.profile import SharedStorage
 from gpp_plugin.ir.serialize import fingerprint

@@ -9,6 +9,9 @@ fp32 gradients to the masters, lets the inner optimizer step, and has the wrappe
     FP16_UnfusedOptimizer   one fp32 tensor per parameter        copy
     FP16_Optimizer          one flat fp32 tensor per group       copy
     DeepSpeedZeroOptimizer  this rank's part of the flat group   update_lp_params(): copy, all-gather
+
+Source: this project
+Tests: tests/runtime/test_weight_versions.py, tests/integrations/test_async.py
 """
 
 from __future__ import annotations

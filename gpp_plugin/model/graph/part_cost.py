@@ -1,5 +1,8 @@
 """What the blocks of a captured part cost, a plain model's or one part's of a stage graph: profiled where they are not
 stored; other numbers of samples are traced only then.
+
+Source: this project
+Tests: tests/integrations/test_preparation.py
 """
 
 from __future__ import annotations

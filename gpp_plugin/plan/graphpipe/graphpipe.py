@@ -1,7 +1,11 @@
 """GraphPipe's partitioner: a graph of stages, degrees and micro-batch sizes (section 5, Algorithm 1).
 
-Source: Jeon et al., "GraphPipe: Improving Performance and Scalability of DNN Training with Graph Pipeline
-Parallelism", ASPLOS 2025 (arXiv 2406.17145).
+Jeon et al., "GraphPipe: Improving Performance and Scalability of DNN Training with Graph Pipeline Parallelism".
+
+Source: GraphPipe (ASPLOS 2025, arXiv 2406.17145), section 5, Algorithm 1
+Tests: tests/plan/test_graphpipe.py, tests/plan/test_quality.py, tests/plan/test_known_answers.py
+
+From the planner to the recursion:
 
     graphpipe_plan                   the planner
       1 search_stages                partitions judged by a quick prediction, the best of them refined

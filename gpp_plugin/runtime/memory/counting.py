@@ -4,8 +4,9 @@ Storages are told apart by identity, which is safe because what is counted is al
 of a storage while its micro-batch is in flight. What a user's module keeps has no names: its storages are numbered
 in the order in which they are first kept (`StorageNumbers`).
 
-Source: this project
-Tests: tests/runtime/test_memory_ranks.py
+Source: Chen et al. 2016 (arXiv 1604.06174); Capuchin (ASPLOS 2020, doi 10.1145/3373376.3378505)
+Tests: tests/runtime/test_memory_ranks.py, tests/plan/test_module_memory.py, tests/runtime/test_module_swap.py,
+    tests/stage_graph/test_recompute.py
 """
 
 from __future__ import annotations

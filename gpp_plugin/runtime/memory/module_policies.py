@@ -2,6 +2,9 @@
 
 Nothing says what the operators inside are, so plans name a module's storages by number (`StorageNumbers`), in the order
 in which it first keeps them, and recompute it as one segment (Chen et al., 2016, arXiv:1604.06174).
+
+Source: Chen et al. 2016 (arXiv 1604.06174); Capuchin (ASPLOS 2020, doi 10.1145/3373376.3378505)
+Tests: tests/plan/test_module_memory.py, tests/runtime/test_module_swap.py, tests/stage_graph/test_recompute.py
 """
 
 from __future__ import annotations

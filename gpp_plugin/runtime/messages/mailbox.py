@@ -4,8 +4,9 @@ An exchange posts its transfers; a task waits for the messages it reads, so that
 reader. What a message holds (`wires`) and where its rows come from (`routes`) is resolved at compile time. In
 asynchronous mode a window takes over what the one before has posted, and leaves its own to the next one (`Carry`).
 
-Source: this project
-Tests: tests/runtime/test_tensor_grids.py, tests/runtime/test_traces.py
+Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.3
+Tests: tests/runtime/test_tensor_grids.py, tests/runtime/test_traces.py, tests/runtime/test_weight_versions.py,
+    tests/integrations/test_async.py
 """
 
 from __future__ import annotations

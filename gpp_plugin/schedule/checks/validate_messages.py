@@ -1,7 +1,7 @@
 """Checks of `validate_programs` on messages: each rank's by themselves, and both ends of every channel.
 
 Source: this project
-Tests: tests/schedule/test_validate.py
+Tests: tests/schedule/test_validate.py, tests/schedule/test_tensor_grids.py
 """
 
 from __future__ import annotations

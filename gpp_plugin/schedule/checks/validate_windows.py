@@ -1,8 +1,8 @@
 """Proves the programs of asynchronous windows: one behind the other, and each by itself.
 
 Windows that are run one after the other, and the drain after them, are one long program of a longer mini-batch: all
-that is proven for programs (`validate_programs`) is proven for that. The windows that repeat are run twice in it, the second
-time shifted. Besides, no window may need a later one:
+that is proven for programs (`validate_programs`) is proven for that. The windows that repeat are run twice in it, the
+second time shifted. Besides, no window may need a later one:
 
 1. the messages of a window (or a drain) are sent and received in it;
 2. a window finishes by itself under serial rendezvous execution, whatever ranks do between two of them.

@@ -21,11 +21,11 @@ before an input gradient when a forward waits only for memory, and whether a sta
 arrives soon rather than begin a weight gradient. 1F1B with W right behind I is tried too: but for what
 splitting costs, the result is never slower than 1F1B.
 
-Deviations: every stage has its own limit (ZB-H1 grants all stages that of the first); a stage that sends no
-gradient, as the first one, runs whole backwards, as nobody waits for its input gradient; messages take no
-time here, so that the order depends on the plan alone (`plan.choose_schedule` decides with the links whether it pays); the
-ranks of a stage move together, as in Table 2, so that counts below Table 2's (which the greedy schedule may
-find, seeing single ranks) can be too few and are refused.
+Deviations: every stage has its own limit (ZB-H1 grants all stages that of the first); a stage that sends no gradient,
+as the first one, runs whole backwards, as nobody waits for its input gradient; messages take no time here, so that the
+order depends on the plan alone (`plan.choose_schedule` decides with the links whether it pays); the ranks of a stage
+move together, as in Table 2, so that counts below Table 2's (which the greedy schedule may find, seeing single ranks)
+can be too few and are refused.
 
 Source: Zero Bubble (arXiv 2401.10241), section 2
 Tests: tests/schedule/test_zero_bubble.py

@@ -143,7 +143,7 @@ class StageSearch:
         return values
 
     def _begin(self, t: float) -> None:
-        """Set the time, and by series what its values depend on.
+        """Set the time, and by series and parallel item what its values depend on.
 
         A table's stages in time are the same between two of its times, and so is all that rests on them: a series'
         key are the ranks of ``t`` among the times of its own table and of all tables below it.
@@ -154,15 +154,16 @@ class StageSearch:
         }
         self._keys = {}
         for series in self._order:
-            parts = [self._branches_key(branches) for branches in series.branches.values()]
-            self._keys[id(series)] = (self._ranks[id(series)], *parts)
-
-    def _branches_key(self, branches: Branches) -> object:
-        return self._ranks[id(branches)], *(self._keys[id(kind)] for kind in branches.kinds)
+            own: list[object] = [self._ranks[id(series)]]
+            for branches in series.branches.values():
+                key = self._ranks[id(branches)], *(self._keys[id(kind)] for kind in branches.kinds)
+                self._keys[id(branches)] = key
+                own.append(key)
+            self._keys[id(series)] = tuple(own)
 
     def _pack(self, branches: Branches) -> None:
         """Solve a parallel item: [state, exit, level] for the branches that each state counts."""
-        key = id(branches), self._branches_key(branches)
+        key = id(branches), self._keys[id(branches)]
         if key not in self._known_best:
             singles = [self.solved[id(kind)].fewest[-1, :, :, 0] for kind in branches.kinds]
             self._known_best[key] = pack_branches(branches, singles, self.bin_costs(branches))

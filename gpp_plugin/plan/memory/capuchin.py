@@ -48,7 +48,7 @@ from gpp_plugin.plan.memory.recompute_menu import (
     segment_costs,
     whole_stage,
 )
-from gpp_plugin.plan.memory.savings import HostLink, Savings, added_us, lacking_bytes, nearest_to_fitting
+from gpp_plugin.plan.memory.savings import HostLink, Savings, lacking_bytes, nearest_to_fitting, swapping_us
 
 Interval = tuple[int, int]
 NUM_MIXTURES = 4
@@ -122,18 +122,22 @@ class StageOptimizer:
         excess = chain.memory_bytes(start, stop, stage, shape) - shape.limits[stage]
         if excess <= 0 or not (self.can_swap or len(self._levels) > 1):
             return max(excess, 0.0), compute_us
-        excess, s = self.excess_before(stage, start, stop), self._savings(stage, start, stop)
-        in_flight, in_turn = shape.in_flight(stage), shape.is_in_turn(stage)
+        if self._is_cautious:
+            excess = self.excess_before(stage, start, stop)
+        s, in_flight = self._savings(stage, start, stop), shape.in_flight(stage)
         needs = lacking_bytes(excess, in_flight, s)
-        us = min(
-            _cheapest_mixture(s.again_us, needs, s.work),
-            float(added_us(excess, in_flight, s, self._used_link, in_turn).min()),
-        )
+        us = _cheapest_mixture(s.again_us, needs, s.work)
         if self.can_swap:
+            in_turn = shape.is_in_turn(stage)
             hidden = in_flight * self.host.hidden_bytes(s.forward_us, s.backward_us + s.again_us, in_turn)
-            us = min(us, _cheapest_mixture(s.again_us, needs + 2 * s.left - hidden, s.work))
-        nearest = nearest_to_fitting(excess, in_flight, s, self._used_link)
-        return (0.0, compute_us + us) if us < np.inf else (max(nearest, 1.0), compute_us)
+            us = min(
+                us,
+                _cheapest_mixture(s.again_us, needs + 2 * s.left - hidden, s.work),
+                float(swapping_us(needs, in_flight, s, self.host, in_turn).min()),
+            )
+        if us < np.inf:
+            return 0.0, compute_us + us
+        return max(nearest_to_fitting(excess, in_flight, s, self._used_link), 1.0), compute_us
 
     def excess_before(self, stage: int, start: int, stop: int) -> float:
         """Return the bytes too many of a stage that swaps or recomputes, before what that saves."""

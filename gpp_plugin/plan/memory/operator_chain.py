@@ -238,9 +238,9 @@ class OperatorChain(TensorChain):
         self, start: int, stop: int, stage: int, shape: PipelineShape, *, is_optimized: bool = False
     ) -> float:
         """Return the peak, from prefix sums."""
-        prefixes = self._sums  # lists, and few calls: millions of stages are looked at
-        held, gradient, kept = [sums[stop] - sums[start] for sums in prefixes]
-        versions = shape.versions(stage)
+        holds, trained, saved = self._sums  # lists, and few calls: very many stages are looked at
+        held, kept = holds[stop] - holds[start], saved[stop] - saved[start]
+        gradient, versions = trained[stop] - trained[start], shape.versions(stage)
         if self._shared:
             kept += self._copies(start, stop)
         if versions > 1:
@@ -251,7 +251,8 @@ class OperatorChain(TensorChain):
             room = 0.0 if is_optimized else kept
             held += float(unreduced_bytes(gradient, room, degree=self._degree, zero_stage=self._zero_stage))
         transient = _between(self._transient, start, stop)
-        return float(peak_bytes(held, kept, shape.in_flight(stage), transient=transient))
+        need: float = peak_bytes(held, kept, shape.in_flight(stage), transient=transient)
+        return need
 
     def room_for_gradients(self, start: int, stop: int, less: float) -> float:
         """Return the room, from prefix sums."""

@@ -103,11 +103,19 @@ def added_us(excess: Any, count: Any, savings: Savings, host: HostLink, in_turn:
     s = savings
     needs = lacking_bytes(excess, count, s)
     plain = np.where(needs <= 0, s.again_us, np.inf)
-    if not host.bytes_per_us:
-        return plain
+    return np.minimum(plain, swapping_us(needs, count, s, host, in_turn)) if host.bytes_per_us else plain
+
+
+def swapping_us(needs: Any, count: Any, savings: Savings, host: HostLink, in_turn: Any) -> Any:
+    """Return what a choice of segments adds with the swaps it still needs; inf where not enough is left to swap.
+
+    Args:
+        needs: `lacking_bytes` of the choice.
+    """
+    s = savings
     wanted = np.maximum(needs + 2 * s.left, 0.0) / count
     exposed = host.exposed_us(wanted, s.forward_us, s.backward_us + s.again_us, in_turn)
-    return np.minimum(plain, np.where(wanted <= s.kept - s.dropped, s.again_us + exposed, np.inf))
+    return np.where(wanted <= s.kept - s.dropped, s.again_us + exposed, np.inf)
 
 
 def least_added_us(excess: Any, count: Any, savings: Savings, host: HostLink, in_turn: Any) -> Any:

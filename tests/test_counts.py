@@ -71,6 +71,12 @@ def test_a_small_package_is_counted_by_hand(tmp_path: Path) -> None:
     }
 
 
-def test_this_package_is_counted() -> None:
+def test_this_package_keeps_its_house_in_order() -> None:
+    """No circles, no folder that hides its files, no name twice, and more than bare code."""
     counts = counts_of()
-    assert counts["files"] > 100 and counts["code_lines"] > 10_000
+    assert counts["files"] > 100 and counts["code_lines"] > 10_000  # it was found at all
+    assert counts["circles"] == []
+    assert counts["longest_folder_files"] <= 20, counts["longest_folder"]
+    assert counts["duplicate_basenames"] == {} and counts["duplicate_classes"] == {}
+    assert counts["named_like_a_dependency"] == []
+    assert counts["comments_per_thousand"] >= 40

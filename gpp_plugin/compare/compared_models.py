@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from gpp_plugin.capture.sample_batches import count_samples, resize_batch, rows_per_sample
 from gpp_plugin.compare.compare_settings import CompareSettings
-from gpp_plugin.engine.feed import prepare_batch
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.huggingface.hf_models import (
     FIRST_ORDINARY_ID,
@@ -25,6 +24,7 @@ from gpp_plugin.integrations.huggingface.hf_models import (
     read_hf_config,
 )
 from gpp_plugin.library.paper_modules import MODULES, make_batch
+from gpp_plugin.model.graph.stage_graph import prepare_batch
 
 Batch = dict[str, Any]
 

@@ -13,35 +13,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from gpp_plugin.capture.export import count_samples
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.model.graph.stage_graph import RETURN_LOSS, StageGraph, takes_return_loss
 from gpp_plugin.runtime.batches import Batch, check_batch, collect_mini_batch, shape_key
 from gpp_plugin.runtime.ranks.meeting import Meeting
 
 LOADING_TIMEOUT_S = 600.0
 """How long ranks wait for one that loads data; a failure they hear of at once."""
-
-
-def prepare_batch(model: nn.Module | StageGraph, batch: Any) -> dict[str, Any]:
-    """Return the batch as the model is called with it; a graph's stages say themselves what they read of it.
-
-    Contrastive models compute a loss only when asked to: ``return_loss=True`` is added where the
-    model's forward takes it and the batch does not say, as HuggingFace's Trainer does.
-    """
-    prepared = dict(check_batch(batch))
-    if isinstance(model, StageGraph):
-        asks = any(stage.asks_for_loss for stage in model.stages)
-    else:
-        asks = takes_return_loss(model)
-    if asks and RETURN_LOSS not in prepared:
-        prepared[RETURN_LOSS] = True
-    return prepared
 
 
 def make_loader(

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.config import GraphPipelineConfig
-from gpp_plugin.engine.feed import prepare_batch
 from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.extensions import find_schedule
 from gpp_plugin.integrations.huggingface import pretrained_files
@@ -26,7 +25,7 @@ from gpp_plugin.model.graph.graph_job import GraphJob
 from gpp_plugin.model.graph.module_trial import Place
 from gpp_plugin.model.graph.resolve import GraphStage
 from gpp_plugin.model.graph.stage_costs import Measuring, StageCosts
-from gpp_plugin.model.graph.stage_graph import StageGraph
+from gpp_plugin.model.graph.stage_graph import StageGraph, prepare_batch
 from gpp_plugin.model.preparation import (
     PREPARATION_TIMEOUT_S,
     Setting,

@@ -37,7 +37,7 @@ from gpp_plugin.config import (
     read_config,
 )
 from gpp_plugin.engine.engine import GraphPipelineEngine
-from gpp_plugin.engine.feed import prepare_batch, sample_from_dataset
+from gpp_plugin.engine.feed import sample_from_dataset
 from gpp_plugin.engine.setting import Monitor, Setting, StageReplica
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.import_hook import original_initialize
@@ -49,7 +49,7 @@ from gpp_plugin.integrations.deepspeed.stage_optimizer import (
     without_shared_memory_op,
 )
 from gpp_plugin.integrations.deepspeed.stock_training import make_stock_engine
-from gpp_plugin.model.graph.stage_graph import StageGraph
+from gpp_plugin.model.graph.stage_graph import StageGraph, prepare_batch
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.edge_transports import NATIVE

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import count_samples, recapture, resize_batch
 from gpp_plugin.config import GraphPipelineConfig
-from gpp_plugin.engine.feed import LOADING_TIMEOUT_S, Feed, prepare_batch, repeat
+from gpp_plugin.engine.feed import LOADING_TIMEOUT_S, Feed, repeat
 from gpp_plugin.engine.metrics import keep_timeline
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.stage_config import NO_OPTIMIZER
@@ -34,6 +34,7 @@ from gpp_plugin.integrations.huggingface import pretrained_files
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.ir.timeline import Event, EventKind, Timeline
+from gpp_plugin.model.graph.stage_graph import prepare_batch
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.model.preparation import Setting, materialize_for
 from gpp_plugin.plan.baselines.linearise import ChainStage, linearise

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
@@ -29,6 +29,7 @@ from gpp_plugin.model.graph.written_stages import (
     read_ranks,
     read_texts,
 )
+from gpp_plugin.runtime.batches import check_batch
 
 LOSS = "loss"
 RETURN_LOSS = "return_loss"
@@ -88,6 +89,22 @@ class StageSpec:
 def takes_return_loss(module: nn.Module) -> bool:
     """Return whether a module is told whether to compute its loss."""
     return RETURN_LOSS in inspect.signature(module.forward).parameters
+
+
+def prepare_batch(model: nn.Module | StageGraph, batch: Any) -> dict[str, Any]:
+    """Return the batch as the model is called with it; a graph's stages say themselves what they read of it.
+
+    Contrastive models compute a loss only when asked to: ``return_loss=True`` is added where the
+    model's forward takes it and the batch does not say, as HuggingFace's Trainer does.
+    """
+    prepared = dict(check_batch(batch))
+    if isinstance(model, StageGraph):
+        asks = any(stage.asks_for_loss for stage in model.stages)
+    else:
+        asks = takes_return_loss(model)
+    if asks and RETURN_LOSS not in prepared:
+        prepared[RETURN_LOSS] = True
+    return prepared
 
 
 class StageGraph:

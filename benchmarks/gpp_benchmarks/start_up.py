@@ -1,0 +1,78 @@
+"""How long a job takes until it trains: import, capture, profile, plan, build, the first step; and where the time goes.
+
+Two jobs of four ranks on this machine: the demo's CLIP (four stages, three branches of work) and a T5 of six layers in
+four stages. Every rank imports what a training script imports, calls `deepspeed.initialize` and trains three steps.
+Seconds are rank 0's, medians over the rounds. What `initialize` and the first step spend their time on is sampled: a
+thread looks a hundred times a second in which package rank 0 is; a wait for another rank counts as waiting,
+whatever it waits for. Profiles are not kept: every round profiles anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from typing import Any
+
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.launch import run_ranks
+
+JOBS = ("clip", "t5")
+NUM_RANKS = 4
+MOST_SECONDS = 300.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=JOBS, help="what to start (all)")
+    parser.add_argument("--rounds", type=int, default=3, help="starts of each job (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Return a row a job: seconds of every step towards training, and their parts."""
+    if args.rounds < 1:
+        raise ConfigError(f"--rounds {args.rounds}: give at least 1")
+    rows = []
+    for job in args.jobs:
+        starts = [_start(job) for _ in range(args.rounds)]
+        row = {"job": job, **_medians(starts)}
+        print(_text(row), flush=True)
+        rows.append(row)
+    return {"rows": rows}
+
+
+def _start(job: str) -> dict[str, Any]:
+    """Return what rank 0 of one job measured."""
+    found: dict[str, Any] = {}
+    for event in run_ranks(
+        "gpp_benchmarks._start_up_ranks",
+        [json.dumps({"job": job})],
+        num_ranks=NUM_RANKS,
+        timeout_s=MOST_SECONDS,
+        environment={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+    ):
+        found = event["found"]
+    return found
+
+
+def _medians(starts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the median of every figure; a part that a round did not see took no time there."""
+    steps = {
+        name: statistics.median(start["seconds"][name] for start in starts) for name in starts[0]["seconds"]
+    }
+    parts = {part for start in starts for part in start["parts"]}
+    spent = {
+        part: statistics.median(start["parts"].get(part, 0.0) for start in starts) for part in sorted(parts)
+    }
+    total = sum(seconds for name, seconds in steps.items() if name != "third_step")
+    return {"total_s": total, "seconds": steps, "parts_s": spent}
+
+
+def _text(row: dict[str, Any]) -> str:
+    steps = ", ".join(f"{name.replace('_', ' ')} {seconds:.2f}" for name, seconds in row["seconds"].items())
+    parts = sorted(row["parts_s"].items(), key=lambda item: -item[1])
+    spent = ", ".join(f"{part} {seconds:.2f}" for part, seconds in parts)
+    return (
+        f"{row['job']}: {row['total_s']:.2f} s to the end of the first step\n  {steps}\n"
+        f"  of initialize and the first step: {spent}"
+    )

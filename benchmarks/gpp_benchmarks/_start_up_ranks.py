@@ -38,7 +38,7 @@ class StackSampler:
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._stop = threading.Event()
-        self._seen: collections.Counter[str] = collections.Counter()
+        self._seen: dict[str, float] = collections.defaultdict(float)
         self._looking = threading.Thread(target=self._look, daemon=True)
         self._looking.start()
 

@@ -18,13 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_benchmarks._emulated_graphs import emulated_plan
-from gpp_plugin.compare.priority import real_time
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.integrations.deepspeed.pipeline_peer import join_ranks
 from gpp_plugin.integrations.megatron.p2p import over_megatron
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.ir.samples import SampleRange
-from gpp_plugin.launch import emit_event, end_rank
+from gpp_plugin.launch import emit_event, end_rank, real_time
 from gpp_plugin.runtime.messages.sockets import widened_sockets
 from gpp_plugin.runtime.messages.transport import Transport, make_transport
 from gpp_plugin.runtime.messages.wires import Wire

@@ -12,9 +12,8 @@ import json
 import statistics
 from typing import Any
 
-from gpp_plugin.compare.priority import check_priority
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.launch import run_ranks
+from gpp_plugin.launch import check_priority, run_ranks
 
 SYSTEMS = ("native", "megatron", "bare")
 START_S = 120.0

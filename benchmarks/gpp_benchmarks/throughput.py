@@ -1,7 +1,7 @@
 """Predicted throughput of every planner's plans: the shape of GraphPipe's Figures 6, 7 and 9 and Table A.3.
 
 Baselines are run as the systems they stand for run them: as a chain, each stage after the one before it
-(`plan.baselines.sequential`); ``throughput_as_graph`` is what their stages reach in our runtime, without that order.
+(`plan.baselines.chain_costs`); ``throughput_as_graph`` is what their stages reach in our runtime, without that order.
 Times follow the efficiency curve of `library.gemm` (tile and wave quantisation), the links those of the
 cluster description.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from gpp_benchmarks._paper import PAPER_DEVICES, PAPER_MODELS, paper_request, time_limit
 from gpp_plugin.errors import PlanError
 from gpp_plugin.library.paper_graphs import build_model
-from gpp_plugin.plan.baselines.sequential import as_sequential
+from gpp_plugin.plan.baselines.chain_costs import as_sequential
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.judge import judge_us
 from gpp_plugin.plan.registry import make_plan

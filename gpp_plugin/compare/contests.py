@@ -28,13 +28,12 @@ from gpp_plugin.compare.chains import (
     make_megatron_iteration,
     time_iterations,
 )
-from gpp_plugin.compare.priority import check_priority, real_time
 from gpp_plugin.integrations.deepspeed.pipeline_peer import join_ranks
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.serialize import load, save
 from gpp_plugin.ir.timeline import Timeline
-from gpp_plugin.launch import emit_event, end_rank, run_ranks
+from gpp_plugin.launch import check_priority, emit_event, end_rank, real_time, run_ranks
 from gpp_plugin.rehearse.rehearsal_rank import RehearsalRank
 from gpp_plugin.rehearse.rehearsal_settings import RehearsalSettings
 

@@ -34,8 +34,7 @@ import torch.distributed as dist
 
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.errors import CheckpointError, GppError
-from gpp_plugin.ir.file_names import escape_name
-from gpp_plugin.ir.serialize import save, write_text_whole
+from gpp_plugin.ir.serialize import escape_name, save, write_text_whole
 from gpp_plugin.runtime.ranks.agree import exchange
 
 MANIFEST = "manifest.json"

@@ -20,7 +20,7 @@ from gpp_plugin.engine.setting import Setting
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.ir.memory_report import ALLOCATOR, COUNTED, HeldBytes, MemoryCounts, MemoryReport, RankMemory
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.costs.kept_bytes import differences
+from gpp_plugin.plan.costs.memory_breakdown import differences
 from gpp_plugin.plan.memory.memory_advice import memory_advice
 from gpp_plugin.runtime.batches import Batch, shape_key
 from gpp_plugin.runtime.ranks.meeting import Meeting

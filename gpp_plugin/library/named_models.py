@@ -18,7 +18,7 @@ from gpp_plugin.ir.cluster import Device
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.library.analytic_models import profile_model
 from gpp_plugin.library.paper_graphs import MODELS, build_model
-from gpp_plugin.plan.costs.input_rows import with_inputs
+from gpp_plugin.plan.costs.memory_breakdown import with_inputs
 
 if TYPE_CHECKING:  # names and library models are planned without torch
     from torch import nn  # noqa: TID251 - for its type only

@@ -27,8 +27,7 @@ from gpp_plugin.ir.profile import Profile
 from gpp_plugin.model.weights.materialize import materialize_parameters
 from gpp_plugin.plan.batch_rules import blocks_under, coupled_blocks
 from gpp_plugin.plan.cluster_files import read_cluster
-from gpp_plugin.plan.costs.input_rows import with_inputs
-from gpp_plugin.plan.costs.memory_breakdown import with_breakdown
+from gpp_plugin.plan.costs.memory_breakdown import with_breakdown, with_inputs
 from gpp_plugin.plan.given.explicit import explicit_plan
 from gpp_plugin.plan.given.fixed_stages import FixedStage, fixed_plan
 from gpp_plugin.plan.given.stage_sizes import names_a_stage, resize_stages, stage_sizes

@@ -1,4 +1,7 @@
-"""The one way from groups of blocks to a PipelinePlan: order, names, ranks, edges, in-flight, costs."""
+"""The one way from groups of blocks to a PipelinePlan: order, names, ranks, edges, in-flight, costs.
+
+`complete_plan` adds what running a finished plan without its model needs: boundary tensors, gradient bytes.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import networkx as nx
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.request import PlanRequest
@@ -282,3 +286,18 @@ def assign_ranks(drafts: Sequence[StageDraft]) -> list[tuple[int, ...]]:
         else tuple(next(free) for _ in range(draft.degree * draft.tensor))
         for draft in drafts
     ]
+
+
+def complete_plan(plan: PipelinePlan, graph: BlockGraph, profile: Profile) -> PipelinePlan:
+    """Return the plan with the specs of its edges' tensors and the gradient bytes of its stages.
+
+    Args:
+        graph, profile: those the plan was made for.
+    """
+    costs = profile.by_block()
+    stages = tuple(
+        dataclasses.replace(stage, gradient_bytes=sum(costs[name].gradient_bytes for name in stage.blocks))
+        for stage in plan.stages
+    )
+    names = dict.fromkeys(name for edge in plan.edges for name in (*edge.batch_tensors, *edge.whole_tensors))
+    return dataclasses.replace(plan, stages=stages, tensors=tuple(graph.tensors[name] for name in names))

@@ -7,9 +7,9 @@ import dataclasses
 from gpp_plugin.errors import PlanError
 from gpp_plugin.extensions import PLANNERS, find_planner
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.costs.complete import complete_plan
 from gpp_plugin.plan.given.asynchronous_plan import to_asynchronous
 from gpp_plugin.plan.given.tied_blocks import joined_request, parted
+from gpp_plugin.plan.make import complete_plan
 from gpp_plugin.plan.request import PlanRequest, check_request
 from gpp_plugin.plan.validate_plan import validate_plan
 

@@ -4,7 +4,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from gpp_plugin.ir.file_names import MOST_CHARACTERS, escape_name
+from gpp_plugin.ir.serialize import MOST_CHARACTERS, escape_name
 
 NAMES = [
     "loss", "language_model.2-3+lm_head+loss", "vision tower/é", "..", ".hidden", "a%2Bb", "a+b", "a_b", "größe#2", "a\\b:c*?",

@@ -12,8 +12,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import BlockCost, Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
-from gpp_plugin.plan.costs.kept_bytes import differences, expected_counts
-from gpp_plugin.plan.costs.memory_breakdown import with_breakdown
+from gpp_plugin.plan.costs.memory_breakdown import differences, expected_counts, with_breakdown
 from gpp_plugin.plan.given.explicit import explicit_plan
 from gpp_plugin.plan.memory.full_recompute import recompute_fully
 from gpp_plugin.plan.memory.memory_advice import memory_advice

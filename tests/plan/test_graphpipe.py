@@ -6,7 +6,7 @@ import networkx as nx
 import pytest
 
 from gpp_plugin.errors import PlanInfeasible
-from gpp_plugin.plan.baselines.sequential import as_sequential
+from gpp_plugin.plan.baselines.chain_costs import as_sequential
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import estimate_plan_us

@@ -13,8 +13,7 @@ from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
 from gpp_plugin.plan.baselines.chain_costs import ChainCosts
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.input_rows import with_inputs
-from gpp_plugin.plan.costs.memory_breakdown import memory_breakdown
+from gpp_plugin.plan.costs.memory_breakdown import memory_breakdown, with_inputs
 from gpp_plugin.plan.memory.operator_chain import OperatorChain
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest

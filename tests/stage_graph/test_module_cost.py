@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from gpp_plugin.model.graph import stage_costs as costs
 from gpp_plugin.model.graph.graph_job import GraphJob
 from gpp_plugin.model.graph.kept import Kept, module_memory, record_kept
+from gpp_plugin.model.graph.module_cost import measure_split
 from gpp_plugin.model.graph.module_trial import ModuleTrial, Place
 from gpp_plugin.model.graph.resolve import resolve
-from gpp_plugin.model.graph.split_trial import measure_split
 from gpp_plugin.model.graph.stage_costs import Measuring
 from gpp_plugin.model.graph.stage_graph import StageGraph
 from gpp_plugin.model.graph.stored_profiles import NotDescribed, describe_module

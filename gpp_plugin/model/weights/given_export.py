@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_plugin.errors import CheckpointError
-from gpp_plugin.ir.file_names import escape_name
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.serialize import escape_name
 from gpp_plugin.runtime.ranks.agree import exchange
 
 

@@ -1,4 +1,9 @@
-"""What the planners of sequential pipelines share: costs of intervals of the linearised model, and their judge."""
+"""What the planners of sequential pipelines share: costs of intervals of the linearised model, and their judge.
+
+Systems without a graph of stages (PipeDream, Megatron, DAPPLE, Piper) impose an order on stages that do not depend on
+each other (GraphPipe, section 2). A plan of theirs run here would not wait; to compare with what they do, the order is
+made explicit as edges that carry nothing (`as_sequential`).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.baselines.sequential import as_sequential
+from gpp_plugin.ir.plan import PipelinePlan, StageEdge
 from gpp_plugin.plan.batch_rules import BatchRules
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats, link_for_span, ring_us
 from gpp_plugin.plan.costs.estimate import estimate_plan_us
@@ -16,7 +20,7 @@ from gpp_plugin.plan.costs.judge import judge_us
 from gpp_plugin.plan.costs.memory_formula import held_bytes, peak_bytes, unreduced_bytes
 from gpp_plugin.plan.costs.time_formula import us_per_sample
 from gpp_plugin.plan.linear_order import linear_order
-from gpp_plugin.plan.make import StageDraft, build_plan
+from gpp_plugin.plan.make import StageDraft, build_plan, with_in_flight
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import busiest_us, memory_excess
 
@@ -163,3 +167,26 @@ def best_sequential(
         return None
     plan = build_plan(request, best[1], planner=planner, costs=costs)
     return dataclasses.replace(plan, iteration_us=judge_us(plan, costs))
+
+
+ORDER_ONLY = "(order)"
+
+
+def as_sequential(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
+    """Return the plan with every stage after its predecessor in the list; for prediction only.
+
+    Depth and in-flight become those of a chain, and memory with them.
+    """
+    present = {(edge.src, edge.dst) for edge in plan.edges}
+    added = tuple(
+        StageEdge(src=i, dst=i + 1, batch_tensors=(ORDER_ONLY,), gradient_tensors=(ORDER_ONLY,))
+        for i in range(len(plan.stages) - 1)
+        if (i, i + 1) not in present
+    )
+    edges = tuple(
+        edge if edge.gradient_tensors or edge.dst != edge.src + 1
+        else dataclasses.replace(edge, gradient_tensors=(ORDER_ONLY,))
+        for edge in plan.edges
+    )  # fmt: skip
+    ordered = tuple(sorted([*edges, *added], key=lambda edge: (edge.src, edge.dst)))
+    return with_in_flight(dataclasses.replace(plan, edges=ordered), costs)

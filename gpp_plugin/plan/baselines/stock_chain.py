@@ -16,7 +16,7 @@ import dataclasses
 
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.baselines.sequential import as_sequential
+from gpp_plugin.plan.baselines.chain_costs import as_sequential
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.judge import judge_us
 from gpp_plugin.plan.linear_order import linear_order, split_by_weight

@@ -1,18 +1,24 @@
 """What a plan's memory is predicted to be filled with, stage by stage: the terms of `memory_formula` one by one.
 
-Their sums are the plan's own figures.
+Their sums are the plan's own figures. Beside them: what stages hold of the mini-batch itself (`with_inputs`: every row
+that one of their tasks will read, from its start to its end), and what autograd keeps if a plan is kept to, with how
+far what was counted is from it (`expected_counts`, `differences`).
 
 Source: this project
-Tests: tests/integrations/test_memory.py
+Tests: tests/integrations/test_memory.py, tests/plan/test_inputs.py
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
+from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.memory_plan import MemoryBreakdown
+from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import PipelinePlan, Stage
-from gpp_plugin.ir.profile import Profile
+from gpp_plugin.ir.profile import InputCost, Profile
+from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.plan.costs.memory_formula import shared_out, stashed_bytes, unreduced_bytes
 from gpp_plugin.plan.request import PlanRequest, rank_limit
 
@@ -72,3 +78,66 @@ def _of_stage(stage: Stage, num_versions: int, profile: Profile, zero_stage: int
         transient=round(transient),
         inputs=round(profile.input_bytes(stage.blocks, stage.degree)),
     )
+
+
+def with_inputs(
+    profile: Profile, graph: BlockGraph, inputs: Iterable[TensorSpec], *, mini_batch: int, dtype: str
+) -> Profile:
+    """Return a profile that knows the batches which plans are made for.
+
+    Args:
+        inputs: the model's, by batch key.
+        mini_batch: samples of a step.
+        dtype: floats are cast to it.
+    """
+    found = []
+    for spec in inputs:
+        if spec.dtype.startswith(("float", "bfloat")):
+            spec = dataclasses.replace(spec, dtype=dtype)
+        readers = tuple(block.name for block in graph.blocks if spec.name in block.inputs)
+        if readers:
+            has_samples = spec.layout.kind is LayoutKind.BATCH
+            found.append(
+                InputCost(blocks=readers, bytes=spec.bytes_for(mini_batch), is_shared_out=has_samples)
+            )
+    return dataclasses.replace(profile, inputs=tuple(found))
+
+
+TOLERANCE = 0.02
+LEAST_BYTES = 1024
+"""Differences below this are of single small tensors, whatever share of a small stage they are."""
+
+
+def expected_counts(plan: PipelinePlan, stage: int) -> MemoryCounts | None:
+    """Return what one rank of a stage keeps, swaps and recomputes; None where the plan predicts nothing."""
+    if not plan.memory:
+        return None
+    memory, in_flight = plan.stages[stage].memory, plan.stages[stage].in_flight
+    activations = plan.memory[stage].activations
+    return MemoryCounts(
+        held_bytes=round(activations / in_flight),
+        swapped_bytes=memory.swapped_bytes if memory is not None else 0,
+        recomputed_bytes=sum(segment.bytes for segment in memory.recomputed) if memory is not None else 0,
+        peak_held_bytes=activations,
+        stashed_bytes=plan.memory[stage].stashed_weights,
+    )
+
+
+def differences(plan: PipelinePlan, stage: int, counted: MemoryCounts) -> list[str]:
+    """Return a phrase for every count that is off by more than `TOLERANCE`; none where nothing is predicted."""
+    expected = expected_counts(plan, stage)
+    if expected is None:
+        return []
+    found = []
+    for name, what in (
+        ("held_bytes", "holds"),
+        ("swapped_bytes", "swaps"),
+        ("recomputed_bytes", "recomputes"),
+        ("peak_held_bytes", "holds at most"),
+        ("stashed_bytes", "stashes"),
+    ):
+        planned, seen = getattr(expected, name), getattr(counted, name)
+        if abs(seen - planned) > max(TOLERANCE * planned, LEAST_BYTES):
+            of = "" if name in ("peak_held_bytes", "stashed_bytes") else " a micro-batch"
+            found.append(f"{what} {seen} bytes{of} where {planned} are planned")
+    return found

@@ -9,11 +9,10 @@ from gpp_plugin.errors import GppError, PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import LOSS_KEY, PipelinePlan
 from gpp_plugin.ir.serialize import SCHEMA_VERSION, fingerprint, from_plain
 from gpp_plugin.plan.batch_rules import BatchRules, batch_rules, coupled_blocks, is_under, nearest_names
-from gpp_plugin.plan.costs.complete import complete_plan
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.judge import judge_us
 from gpp_plugin.plan.given.asynchronous_plan import to_asynchronous
-from gpp_plugin.plan.make import StageDraft, build_plan, stage_edges
+from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan, stage_edges
 from gpp_plugin.plan.refine.degrees import choose_degrees
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import best_optimized, best_plan

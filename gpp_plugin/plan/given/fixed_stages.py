@@ -14,10 +14,9 @@ from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batch_rules import BatchRules, batch_rules, coupled_blocks
-from gpp_plugin.plan.costs.complete import complete_plan
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.given.asynchronous_plan import to_asynchronous
-from gpp_plugin.plan.make import StageDraft, build_plan
+from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import best_optimized, best_plan
 from gpp_plugin.plan.stage_names import name_stages

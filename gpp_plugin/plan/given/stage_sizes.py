@@ -9,9 +9,8 @@ from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batch_rules import batch_rules, blocks_under, nearest_names
-from gpp_plugin.plan.costs.complete import complete_plan
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.make import with_in_flight
+from gpp_plugin.plan.make import complete_plan, with_in_flight
 from gpp_plugin.plan.memory.fitting import fitter_for
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.stage_names import find_stage, namer_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import linecache
 import logging
@@ -144,7 +145,12 @@ def export_model(
     wrapper = LossWrapper(shadow.model, constants, outputs, needs_loss=training and not outputs, call=call)
     wrapper.training = training
     try:
-        with torch.enable_grad(), _without_stack_traces(), _without_words_of_a_failure():
+        with (
+            torch.enable_grad(),
+            _without_stack_traces(),
+            _without_words_of_a_failure(),
+            _without_finalizers(),
+        ):
             program = torch.export.export(wrapper, (), fake_inputs(shadow, batch), strict=False)
     except Exception as error:
         for cause in _causes(error):
@@ -152,6 +158,21 @@ def export_model(
                 raise cause from None
         raise CaptureError(_explain(error, shadow.model)) from error
     return program, wrapper.seen.has_loss
+
+
+@contextmanager
+def _without_finalizers() -> Iterator[None]:
+    """Let the garbage collector wait: what a finalizer computes on tensors would be traced as the model's.
+
+    The engine of an earlier job in this process is such garbage: its operators came into the graph before the inputs.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -150,6 +150,16 @@ def _build(
     known: dict[object, Series],
     has_absorption: bool,
 ) -> Series:
+    # Real rows and columns are the items' own starts and ends; after them stand the virtual ones, which take in a part
+    # of a parallel item next to the stage. Items 0 block a, 1 parallel (b0 b1 | b0' b1'), 2 block c:
+    #
+    #     rows      0 1 2   begin at item 0, 1, 2
+    #               3 ...   begin at item 2, after taking in tails of item 1: b1; b1 and b1'; one whole branch, ...
+    #     columns   0 1 2   end after item 0, 1, 2
+    #               3 ...   end before item 1, taking in heads of it: b0; b0 and b0'; one whole branch, ...
+    #
+    # Stage {b1, b1', c} is so row "2 with both b1", column 2. A tail needs an item behind the parallel one to be
+    # joined to, a head one before it.
     branches = {
         i: _build_branches(graph, item, signatures, known, has_absorption)
         for i, item in enumerate(items)

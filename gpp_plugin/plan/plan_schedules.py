@@ -56,7 +56,7 @@ def schedule_plan(
     #
     #     plan                 "auto"              "gpipe"
     #     1f1b, usual          the shortest        gpipe
-    #     1f1b, with swaps     1f1b                PlanError: the swaps are timed for 1f1b
+    #     1f1b, with swaps     1f1b                PlanError: its swaps go by 1f1b's order
     tasks = sum(2 * plan.num_micro_batches(i) * stage.degree for i, stage in enumerate(plan.stages))
     is_fixed = plan.planner == STOCK or plan.mode == "async" or any(s.memory is not None for s in plan.stages)
     labels = {schedule_label(stage) for stage in plan.stages}

@@ -62,8 +62,8 @@ def resize_stages(plan: PipelinePlan, request: PlanRequest, sizes: Mapping[str, 
     # counts, memory, and what must be swapped or recomputed for it to fit. Stages a -> b of one rank each with 4
     # samples, b asked for 8, mini-batches of 32:
     #
-    #     micro-batches   a  8 of 4, b  4 of 8       two of a's make one of b's,
-    #     in flight       a  more than before        so a holds the samples of b's task beside its own
+    #     micro-batches   a  8 of 4, b  4 of 8       two of a's make one of b's
+    #     in flight       a  2 -> 4, b  1            two that b computes on, and two for b's next task
     #
     # Rules are asked without ``keep_units``: that a stage takes units is a default, which naming it overrules.
     asked = stage_sizes(plan, request.graph, sizes)

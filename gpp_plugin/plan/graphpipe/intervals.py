@@ -154,11 +154,11 @@ def _build(
     # of a parallel item next to the stage. Items 0 block a, 1 parallel (b0 b1 | b0' b1'), 2 block c:
     #
     #     rows      0 1 2   begin at item 0, 1, 2
-    #               3 ...   begin at item 2, after taking in tails of item 1: b1; b1 and b1'; one whole branch, ...
+    #               3 4 5   begin at item 2, with one whole branch of item 1; with b1; with b1 and b1'
     #     columns   0 1 2   end after item 0, 1, 2
-    #               3 ...   end before item 1, taking in heads of it: b0; b0 and b0'; one whole branch, ...
+    #               3 4 5   end before item 1, with one whole branch of it; with b0; with b0 and b0'
     #
-    # Stage {b1, b1', c} is so row "2 with both b1", column 2. A tail needs an item behind the parallel one to be
+    # Stage {b1, b1', c} is row 5, column 2. A tail needs an item behind the parallel one to be
     # joined to, a head one before it.
     branches = {
         i: _build_branches(graph, item, signatures, known, has_absorption)

@@ -240,6 +240,12 @@ def _plan(
     forward_us: Sequence[float] = (),
 ) -> PipelinePlan:
     """Return a plan of twelve samples; ``sizes`` are the micro-batches of its stages."""
+    # Stage i is block "b<i>" on the next ``degrees[i]`` ranks; a forward takes a microsecond for each sample of
+    # the micro-batch unless ``forward_us`` says otherwise, a backward twice that. Edges carry one tensor each with its
+    # gradient. E.g. sizes [4, 2] with degrees (2, 1):
+    #
+    #     s0   ranks 0, 1   3 micro-batches of 4, two samples a rank     forward 4 us, backward 8 us
+    #     s1   rank 2       6 micro-batches of 2                         forward 2 us, backward 4 us
     stages, first_rank = [], 0
     for index, size in enumerate(sizes):
         degree = degrees[index] if degrees else 1

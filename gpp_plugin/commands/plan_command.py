@@ -17,6 +17,7 @@ from gpp_plugin.library.paper_graphs import MODELS
 from gpp_plugin.plan.cluster_files import cluster_names
 from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.plan.memory.memory_advice import memory_advice
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.report.plan_text import edge_rows, format_breakdown, format_edges, stage_rows
 from gpp_plugin.schedule.names import is_schedule_name, schedule_names
 
@@ -125,36 +126,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     #
     # A HuggingFace model is built on the meta device and its costs are analytic, of the cluster's first
     # device: no weights, no such device, and about the time of one export.
-    if not is_schedule_name(args.schedule):
-        raise ConfigError(
-            f"--schedule: no schedule {args.schedule!r}; give one of {', '.join(schedule_names())}"
-        )
-    if args.cluster == "auto" and args.devices is not None and args.devices < 1:
-        raise ConfigError(f"--devices {args.devices}: give at least 1")
-    unit = args.loss_unit or args.mini_batch
-    if args.mini_batch < 1 or unit < 1:
-        raise ConfigError(f"--mini-batch {args.mini_batch}, --loss-unit {unit}: give at least 1 sample")
-    if args.size and args.model not in MODELS:
-        raise ConfigError("--size: is for library models; edit the HuggingFace configuration instead")
-    request = make_request(
-        args.model,
-        args.cluster,
-        planner=args.planner,
-        schedule=args.schedule,
-        num_devices=args.devices,
-        sizes=_sizes(args.size),
-        length=args.length,
-        granularity=args.granularity,
-        mini_batch=args.mini_batch,
-        loss_unit=unit,
-        micro_batch_sizes=args.micro_batch or None,
-        stages=args.stages,
-        data_parallel=args.data_parallel,
-        memory=args.memory,
-        zero_stage=args.zero,
-        mode=args.mode,
-        vertical_sync=args.vertical_sync,
-    )
+    request = _request(args)
     start = time.perf_counter()
     plan = plan_for(request, planner=args.planner, schedule=args.schedule, slicing=args.slicing, p2p=args.p2p)
     seconds = time.perf_counter() - start
@@ -183,6 +155,45 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "samples_per_s": throughput,
         "memory": [{**to_plain(part), "total": part.total} for part in parts],
     }
+
+
+def _request(args: argparse.Namespace) -> PlanRequest:
+    """Return what the options ask of a planner.
+
+    Raises:
+        ConfigError: an option is wrong.
+    """
+    if not is_schedule_name(args.schedule):
+        raise ConfigError(
+            f"--schedule: no schedule {args.schedule!r}; give one of {', '.join(schedule_names())}"
+        )
+    if args.cluster == "auto" and args.devices is not None and args.devices < 1:
+        raise ConfigError(f"--devices {args.devices}: give at least 1")
+    # one loss a mini-batch, where nothing is said of it
+    unit = args.loss_unit or args.mini_batch
+    if args.mini_batch < 1 or unit < 1:
+        raise ConfigError(f"--mini-batch {args.mini_batch}, --loss-unit {unit}: give at least 1 sample")
+    if args.size and args.model not in MODELS:
+        raise ConfigError("--size: is for library models; edit the HuggingFace configuration instead")
+    return make_request(
+        args.model,
+        args.cluster,
+        planner=args.planner,
+        schedule=args.schedule,
+        num_devices=args.devices,
+        sizes=_sizes(args.size),
+        length=args.length,
+        granularity=args.granularity,
+        mini_batch=args.mini_batch,
+        loss_unit=unit,
+        micro_batch_sizes=args.micro_batch or None,
+        stages=args.stages,
+        data_parallel=args.data_parallel,
+        memory=args.memory,
+        zero_stage=args.zero,
+        mode=args.mode,
+        vertical_sync=args.vertical_sync,
+    )
 
 
 def _figures(plan: PipelinePlan) -> dict[str, Any]:

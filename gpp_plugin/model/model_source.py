@@ -118,16 +118,7 @@ class ModelSource:
             _check_ties(reference, config)  # before minutes of measuring
         counts = self._sample_counts(job)
         costs = job.measure(counts, self._measuring())
-        # the smallest number of samples that every stage can do
-        least = max(
-            (
-                cost.samples[0]
-                for stage, blocks in costs.by_stage.items()
-                for cost in blocks
-                if cost.samples[0] > counts[stage][0]
-            ),
-            default=1,
-        )
+        least = _fewest_samples(costs, counts)
 
         def make_plan() -> PipelinePlan:
             graph = reference.block_graph
@@ -331,6 +322,19 @@ class ModelSource:
     def close(self) -> None:
         """Let go of the groups of stages' contexts; the model trains no more."""
         self._job.close()
+
+
+def _fewest_samples(costs: StageCosts, counts: Mapping[str, Sequence[int]]) -> int:
+    """Return the smallest number of samples that every stage can do."""
+    # A block that was tried at 1, 4 and 8 samples and has times from 4 on could not do 1: then 4. One that was never
+    # tried at fewer than 8 (it computes on whole units) says nothing of others.
+    starts = (
+        cost.samples[0]
+        for stage, blocks in costs.by_stage.items()
+        for cost in blocks
+        if cost.samples[0] > counts[stage][0]
+    )
+    return max(starts, default=1)
 
 
 def _module_of(stage: GraphStage) -> nn.Module:

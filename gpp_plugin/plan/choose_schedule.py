@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpp_plugin.errors import PlanError, ScheduleError
@@ -91,19 +91,34 @@ def choose_schedule(
         PlanError: no candidate fits ``most_in_flight``; the text says what the least one needs.
         ValueError: a schedule or ``slicing`` is unknown.
     """
+    # Slices come last, on the winner alone: they change no in-flight count, and each one tried is a simulation more.
+    judge = _Judge(
+        cluster=cluster, durations=durations, forward_only_stages=forward_only_stages, reduce_us=reduce_us
+    )
+    candidates = candidate_schedules(unsliced(plan), schedules, most_in_flight=most_in_flight)
+    name, chosen, time = _shortest(candidates, judge, most_in_flight)
+    chosen, time, slices = _choose_slicing(chosen, time, slicing, whole_stages, judge)
+    note = f"schedule {name}{slices}: {time:.0f} us predicted"
+    return dataclasses.replace(chosen, notes=(*plan.notes, note), iteration_us=time)
+
+
+def _shortest(
+    candidates: Iterable[tuple[str, PipelinePlan]], judge: _Judge, most_in_flight: Sequence[int] | None
+) -> tuple[str, PipelinePlan, float]:
+    """Return the best of some (name, plan), and its predicted time.
+
+    Raises:
+        PlanError: none fits ``most_in_flight``.
+    """
     # 1F1B comes first, and each candidate must beat the best one so far by `GAIN`, or hold less in no more time. So
     # with
     #
     #     1f1b 100.0 us, 12 samples     2f2b 99.5, 20     gpipe 99.5, 32     greedy 100.0, 9
     #
     # 2F2B and GPipe are no faster than the simulation is exact, greedy takes as long and holds less, and is chosen.
-    # Slices come last, on the winner alone: they change no in-flight count, and each one tried is a simulation more.
-    judge = _Judge(
-        cluster=cluster, durations=durations, forward_only_stages=forward_only_stages, reduce_us=reduce_us
-    )
     best: tuple[float, float, PipelinePlan, str] | None = None
     refused = []
-    for name, candidate in candidate_schedules(unsliced(plan), schedules, most_in_flight=most_in_flight):
+    for name, candidate in candidates:
         counts = [stage.in_flight for stage in candidate.stages]
         if most_in_flight is not None and any(c > m for c, m in zip(counts, most_in_flight, strict=True)):
             refused.append(f"{name} {counts}")
@@ -125,9 +140,7 @@ def choose_schedule(
             "lower micro_batch_sizes or allow more memory"
         )
     time, _, chosen, name = best
-    chosen, time, slices = _choose_slicing(chosen, time, slicing, whole_stages, judge)
-    note = f"schedule {name}{slices}: {time:.0f} us predicted"
-    return dataclasses.replace(chosen, notes=(*plan.notes, note), iteration_us=time)
+    return name, chosen, time
 
 
 def choose_slicing(

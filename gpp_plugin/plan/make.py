@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
@@ -65,37 +65,21 @@ def build_plan(
     graph = request.graph
     if costs is None:
         costs = CostModel(graph, request.profile, request.cluster, zero_stage=request.zero_stage)
-    position = costs.index
-    order = order_stages(graph, [draft.blocks for draft in drafts], costs=costs)
-    ordered = []
-    for i in order:
-        blocks = tuple(sorted(drafts[i].blocks, key=position.__getitem__))
-        is_sorted = blocks == drafts[i].blocks
-        ordered.append(drafts[i] if is_sorted else dataclasses.replace(drafts[i], blocks=blocks))
+    # One thing after another, as each needs what is before it: ranks follow the order of the stages, edges their
+    # numbers, in-flight counts the edges (how far a stage is from its sink), and memory those counts. With drafts
+    # {c}: 1 rank and {b, a}: 2 ranks of the chain a -> b -> c:
+    #
+    #     order       {a, b}, {c}          producers first, blocks in the model's order
+    #     ranks       (0, 1), (2,)         in that order; edge 0 -> 1 with b's output
+    #     in flight   2, 1                 1F1B with equal micro-batches
+    ordered = _in_order(graph, drafts, costs)
     names = (
         name_stages(graph, [d.blocks for d in ordered], [d.name for d in ordered])
         if is_named
         else [str(i) for i in range(len(ordered))]
     )
-    stages = []
-    for draft, name, group in zip(ordered, names, assign_ranks(ordered), strict=True):
-        forward, backward = costs.stage_times(
-            costs.indices(draft.blocks), draft.micro_batch_size / draft.degree
-        )
-        stages.append(
-            Stage(
-                name=name,
-                blocks=draft.blocks,
-                ranks=group,
-                micro_batch_size=draft.micro_batch_size,
-                in_flight=1,
-                schedule=request.schedule,
-                k=draft.k,
-                forward_us=forward,
-                backward_us=backward,
-                tensor=draft.tensor,
-            )
-        )
+    placed = zip(ordered, names, assign_ranks(ordered), strict=True)
+    stages = [_stage_of(draft, name, ranks, request.schedule, costs) for draft, name, ranks in placed]
     yielding = tuple(stage.name for stage in stages if not set(graph.loss_blocks).isdisjoint(stage.blocks))
     plan = PipelinePlan(
         model=graph.model,
@@ -109,8 +93,36 @@ def build_plan(
         losses=yielding,
     )
     plan = with_in_flight(plan, costs, extra=[draft.extra_in_flight for draft in ordered])
+    # unequal devices, and no rank that the user gave: then which stage is where may be changed for memory's sake
     is_mixed = len({device.memory_bytes for device in request.cluster.devices[: request.num_ranks]}) > 1
     return place_by_memory(plan, costs) if is_mixed and all(d.ranks is None for d in drafts) else plan
+
+
+def _in_order(graph: BlockGraph, drafts: Sequence[StageDraft], costs: CostModel) -> list[StageDraft]:
+    """Return the drafts producers first, each with its blocks in the order of the model."""
+    ordered = []
+    for i in order_stages(graph, [draft.blocks for draft in drafts], costs=costs):
+        blocks = tuple(sorted(drafts[i].blocks, key=costs.index.__getitem__))
+        is_sorted = blocks == drafts[i].blocks
+        ordered.append(drafts[i] if is_sorted else dataclasses.replace(drafts[i], blocks=blocks))
+    return ordered
+
+
+def _stage_of(draft: StageDraft, name: str, ranks: tuple[int, ...], schedule: str, costs: CostModel) -> Stage:
+    """Return the stage with its times; its in-flight count and memory follow from the whole plan."""
+    forward, backward = costs.stage_times(costs.indices(draft.blocks), draft.micro_batch_size / draft.degree)
+    return Stage(
+        name=name,
+        blocks=draft.blocks,
+        ranks=ranks,
+        micro_batch_size=draft.micro_batch_size,
+        in_flight=1,
+        schedule=schedule,
+        k=draft.k,
+        forward_us=forward,
+        backward_us=backward,
+        tensor=draft.tensor,
+    )
 
 
 def place_by_memory(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
@@ -234,18 +246,17 @@ def order_stages(
     Raises:
         PlanError: a block is in no group, in two, or the groups depend on each other in a circle.
     """
+    # Depth first: ``ready`` is a stack, with what became ready last on top, and among stages that became ready
+    # together the one with the model's earlier block. Two branches a0 -> a1 and b0 -> b1 that ``join`` reads:
+    #
+    #     taken        a0        a1        b0        b1        join
+    #     then ready   a1 b0     b0        b1        join                 so a0 a1 b0 b1 join, not a0 b0 a1 b1 join
+    #
+    # Which ranks are neighbours follows from this order, and messages between neighbours are the cheap ones.
+    # ``waiting`` counts, for each stage, the stages before it that are not taken yet; what never gets to 0 is in a
+    # circle, or behind one.
     position = costs.index if costs is not None else {block.name: i for i, block in enumerate(graph.blocks)}
-    stage_of: dict[str, int] = {}
-    for i, blocks in enumerate(groups):
-        for block in blocks:
-            if block not in position:
-                raise PlanError(f"stage {i} names block {block!r}, which the model does not have")
-            if block in stage_of:
-                raise PlanError(f"block {block!r} is in two stages ({stage_of[block]} and {i}); keep one")
-            stage_of[block] = i
-    missing = [name for name in position if name not in stage_of]
-    if missing:
-        raise PlanError(f"{len(missing)} blocks are in no stage: {missing[:3]}; add them to one")
+    stage_of = _stages_of_blocks(groups, position)
     first = [min(position[block] for block in blocks) for blocks in groups]
     successors: list[set[int]] = [set() for _ in groups]
     waiting = [0] * len(groups)
@@ -273,6 +284,26 @@ def order_stages(
             "move the blocks between them into one stage"
         )
     return order
+
+
+def _stages_of_blocks(groups: Sequence[Sequence[str]], blocks: Mapping[str, int]) -> dict[str, int]:
+    """Return by block the one group it is in; ``blocks`` are all there are.
+
+    Raises:
+        PlanError: a block is in no group or in two, or there is none of that name.
+    """
+    stage_of: dict[str, int] = {}
+    for i, names in enumerate(groups):
+        for name in names:
+            if name not in blocks:
+                raise PlanError(f"stage {i} names block {name!r}, which the model does not have")
+            if name in stage_of:
+                raise PlanError(f"block {name!r} is in two stages ({stage_of[name]} and {i}); keep one")
+            stage_of[name] = i
+    missing = [name for name in blocks if name not in stage_of]
+    if missing:
+        raise PlanError(f"{len(missing)} blocks are in no stage: {missing[:3]}; add them to one")
+    return stage_of
 
 
 def assign_ranks(drafts: Sequence[StageDraft]) -> list[tuple[int, ...]]:

@@ -85,6 +85,9 @@ def check_request(request: PlanRequest) -> None:
         PlanError: a value contradicts another one or the graph.
         PlanInfeasible: more stages than blocks or ranks are asked for.
     """
+    # Once, here, so that planners may count on it. Samples divide twice: 48 in a mini-batch, 8 in a loss unit, 12 in
+    # a stage's micro-batch pass (48 = 6 * 8 = 4 * 12); a unit of 10 or a micro-batch of 9 would leave a rest that no
+    # task computes. 12 and 8 need not divide each other: a stage without coupled blocks does not see units.
     r = request
     num_blocks = len(r.graph.blocks)
     if num_blocks == 0:

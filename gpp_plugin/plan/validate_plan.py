@@ -318,6 +318,15 @@ def _stage_bytes(stage: Stage, profile: Profile, zero_stage: int, *, num_version
 
 def _check_memory_plans(plan: PipelinePlan, graph: BlockGraph, profile: Profile) -> None:
     """Every tensor swapped or dropped is kept by the stage, once; segments are consecutive blocks of it."""
+    # Why a segment is consecutive blocks, and why whoever uses a dropped tensor is in it: backward runs the segment's
+    # forward again from its first block's inputs, all at once, and throws what it makes away after the segment's
+    # backward. In a stage of blocks 0 to 3 with segment (1, 2):
+    #
+    #     made by 1, kept by 2           may be dropped: there again when 2 and 1 run backward
+    #     made by 1, kept by 3           may not: 3 runs backward before the segment is there again
+    #     made by 2, sent to a stage     may not: it is read while it is not there
+    #
+    # A user's module has no such tensors in the graph; what of it is swapped goes by the profile's storages.
     tensors = {tensor.name: tensor for tensor in graph.saved}
     for stage in plan.stages:
         if stage.memory is None:

@@ -215,7 +215,23 @@ def _waiting_messages(graph: TaskGraph, placement: Placement) -> list[int]:
         missing[rank] = waits
         if not waits:
             ready += end_slot(rank)
-    # Who still stands waits for one rank each, so following that from anywhere ends in a circle.
+    waits_for = _who_waits(graph, posted, rows, done)
+    return _circle(waits_for) if waits_for else []
+
+
+def _who_waits(
+    graph: TaskGraph,
+    posted: list[int | None],
+    rows: dict[int, tuple[int, ...]],
+    done: dict[int, int],
+) -> dict[int, tuple[int, int | None]]:
+    """Return for each rank that still stands one that it waits for, and the message or None for a task.
+
+    Args:
+        posted, rows, done: as of `_waiting_messages`, where it ended.
+    """
+    # Who stands waits for somebody who stands too, so following one of those from anywhere ends in a circle. Of the
+    # two kinds a message goes before a task, as only a message's slot can be moved.
     waits_for: dict[int, tuple[int, int | None]] = {}
     for rank, row in rows.items():
         late = min(row, key=done.__getitem__)
@@ -225,7 +241,7 @@ def _waiting_messages(graph: TaskGraph, placement: Placement) -> list[int]:
         if waiting is not None:
             sender, receiver = graph.sender[message], graph.receiver[message]
             waits_for[waiting] = (receiver if waiting == sender else sender, message)
-    return _circle(waits_for) if waits_for else []
+    return waits_for
 
 
 def _slots(

@@ -76,10 +76,7 @@ def save_pretrained(
     meeting = Meeting(group=group, who=who, timeout_s=timeout)
     target = Path(directory)
     staging = target.parent / f".{target.name}.saving"
-    # Four agreements, each of which fails on all ranks if one rank failed; an old export is touched in the last only:
-    #
-    #     1 sizes of every stage's tensors -> who writes what    2 the directory beside is there
-    #     3 every shard is written                               4 index out, shards in, new index in
+    # the phases above; an old export is touched in the last only
     sizes: Sizes = {}
     problem: str | None = None
     if is_writer:

@@ -65,35 +65,14 @@ def describe_graph(
     blocks = BlockGraph(
         model=graph.name,
         num_samples=shapes.num_samples,
-        blocks=tuple(
-            block
-            for stage in graph.stages
-            for block in (
-                _part_blocks(stage, views[stage.name])
-                if stage.is_captured
-                else [_block(stage, holders[stage.name], stage.name in coupled)]
-            )
-        ),
+        blocks=tuple(block for stage in graph.stages for block in _blocks(stage, holders, coupled, views)),
         edges=(*(edge for view in views.values() for edge in view.blocks.edges), *_edges(graph, views)),
         tensors={
             **{name: spec for view in views.values() for name, spec in view.blocks.tensors.items()},
             **{node: shapes.tensors[node] for stage in graph.stages for _, node in stage.received},
         },
         loss_block=yielding[0] if yielding else None,
-        # ties within a part are the capture's own; those between stages bring the reading blocks of all of them
-        tied={
-            **{name: blocks for view in views.values() for name, blocks in view.blocks.tied.items()},
-            **{
-                p.name: tuple(
-                    block
-                    for stage, held in holders.items()
-                    if any(h.name == p.name for h in held)
-                    for block in _holding(stage, p.name, views, is_training=is_training)
-                )
-                for p in parameters
-                if p.aliases and _num_holders(p.name, holders) > 1
-            },
-        },
+        tied=_tied(parameters, holders, views, is_training=is_training),
         saved=_saved(graph, views),
         more_losses=tuple(yielding[1:]),
     )
@@ -135,8 +114,30 @@ def _renamed(parameter: Parameter, name: str, aliases: Sequence[str], requires_g
     )
 
 
-def _num_holders(name: str, holders: Mapping[str, Sequence[Parameter]]) -> int:
-    return sum(any(p.name == name for p in held) for held in holders.values())
+def _tied(
+    parameters: Sequence[Parameter],
+    holders: Mapping[str, Sequence[Parameter]],
+    views: Mapping[str, PartView],
+    *,
+    is_training: bool,
+) -> dict[str, tuple[str, ...]]:
+    """Return tied parameter -> the blocks that read it, from the first stage's on.
+
+    Args:
+        parameters, holders: as of `merged_parameters`.
+    """
+    # Ties within a part are the capture's own; those between stages bring the reading blocks of all of them. With
+    # text.wte tied to head.weight, "text" captured and "head" a user's: {"text.wte": (text.embed, head)}.
+    found = {name: blocks for view in views.values() for name, blocks in view.blocks.tied.items()}
+    for p in parameters:
+        if not p.aliases:
+            continue
+        stages = [stage for stage, held in holders.items() if any(h.name == p.name for h in held)]
+        if len(stages) > 1:
+            found[p.name] = tuple(
+                block for stage in stages for block in _holding(stage, p.name, views, is_training=is_training)
+            )
+    return found
 
 
 def _holding(
@@ -183,6 +184,18 @@ def _node(stage: GraphStage, node: str, shapes: Shapes) -> OpNode:
         module=stage.name,
         output=shapes.tensors[node],
     )
+
+
+def _blocks(
+    stage: GraphStage,
+    holders: Mapping[str, Sequence[Parameter]],
+    coupled: frozenset[str],
+    views: Mapping[str, PartView],
+) -> list[Block]:
+    """Return a captured part's blocks, or a user's module as one."""
+    if stage.is_captured:
+        return _part_blocks(stage, views[stage.name])
+    return [_block(stage, holders[stage.name], stage.name in coupled)]
 
 
 def _block(stage: GraphStage, held: Sequence[Parameter], is_coupled: bool) -> Block:

@@ -182,6 +182,10 @@ def check_ties(graph: ResolvedGraph, known: Mapping[str, Sequence[Parameter]]) -
     Raises:
         ConfigError: names the parameter.
     """
+    # Every name a parameter has finds it, those that its own module ties included. graph.tie("text.wte", "head.out")
+    # with 512 x 64 weights on both sides passes; refused are a name that is none, two parameters of one stage (which
+    # would have to be one tensor there, as only the module can make them), and 512 x 64 with 64 x 512: gradients are
+    # summed element by element, so a tie between stages cannot transpose.
     by_name = {
         name: p
         for tensors in known.values()

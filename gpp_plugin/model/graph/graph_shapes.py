@@ -50,6 +50,15 @@ def layout_of(
     Raises:
         ConfigError: it is not what the user said, or fits no layout.
     """
+    # An axis is of samples where its length is the same whole number of rows a sample at both counts. With 2 and 4:
+    #
+    #     [2, 7, 64]  and [4, 7, 64]     batch, axis 0, one row a sample
+    #     [14, 64]    and [28, 64]       batch, axis 0, seven rows a sample: tokens of all samples one after another
+    #     [7, 64]     and [7, 64]        uniform: the same for every sample (positions, say); a unit if coupled
+    #     [2, 2]      and [4, 4]         two such axes, a similarity of all pairs: a unit, and only where it is coupled
+    #
+    # Two counts are needed, as [2, 7] alone may have two samples or two of something else. What the user says goes
+    # before what is seen, and must not contradict it.
     given = dict(stage.spec.layouts).get(node.rpartition(".")[2])
     shapes = f"{list(small.shape)} of {counts[0]} samples and {list(large.shape)} of {counts[1]}"
     if given == "uniform":

@@ -137,23 +137,8 @@ def resolve(
     stages = []
     for position, spec in enumerate(specs):
         sources = [(keyword, _source(specs, position, text, batch_keys)) for keyword, text in spec.inputs]
-        read = [(keyword, text) for keyword, (is_edge, text) in sources if not is_edge]
-        # a user's module is called with tensors only: its code is compiled for their shapes, not for values
-        known = constants if spec.num_pieces is not None else {}
-        held = {keyword: known[text] for keyword, text in read if text in known}
-        if spec.asks_for_loss and (needs_loss or RETURN_LOSS in known):
-            held[RETURN_LOSS] = known.get(RETURN_LOSS, True)
         outputs = _with_asked(spec, asked) if graph.is_one_capture else spec.outputs
-        stages.append(
-            GraphStage(
-                spec=spec,
-                batch_inputs=tuple((keyword, text) for keyword, text in read if text not in known),
-                received=tuple((keyword, text) for keyword, (is_edge, text) in sources if is_edge),
-                nodes=tuple((field, f"{spec.name}.{name}") for field, name in outputs),
-                losses=(),
-                constants=tuple(held.items()),
-            )
-        )
+        stages.append(_connected(spec, sources, outputs, constants, needs_loss=needs_loss))
     # 2. what of it runs: in evaluation a stage without its labels falls away, and then whatever reads it
     losses = _losses(graph, stages, is_required=needs_loss)
     if not needs_loss:
@@ -173,6 +158,36 @@ def resolve(
         alone = tuple(_alone(stage, batch_keys, asked) for stage in ordered)
         return dataclasses.replace(resolved, stages=alone)
     return resolved
+
+
+def _connected(
+    spec: StageSpec,
+    sources: Sequence[tuple[str, tuple[bool, str]]],
+    outputs: Sequence[tuple[str, str]],
+    constants: Mapping[str, Any],
+    *,
+    needs_loss: bool,
+) -> GraphStage:
+    """Return a stage with what each of its inputs is: an output, an entry of the batch, or a constant of a capture.
+
+    Args:
+        sources: by keyword, as of `_source`.
+        constants: entries of the batch that are no tensors.
+    """
+    read = [(keyword, text) for keyword, (is_edge, text) in sources if not is_edge]
+    # a user's module is called with tensors only: its code is compiled for their shapes, not for values
+    known = constants if spec.num_pieces is not None else {}
+    held = {keyword: known[text] for keyword, text in read if text in known}
+    if spec.asks_for_loss and (needs_loss or RETURN_LOSS in known):
+        held[RETURN_LOSS] = known.get(RETURN_LOSS, True)
+    return GraphStage(
+        spec=spec,
+        batch_inputs=tuple((keyword, text) for keyword, text in read if text not in known),
+        received=tuple((keyword, text) for keyword, (is_edge, text) in sources if is_edge),
+        nodes=tuple((field, f"{spec.name}.{name}") for field, name in outputs),
+        losses=(),
+        constants=tuple(held.items()),
+    )
 
 
 def resolve_module(

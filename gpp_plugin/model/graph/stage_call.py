@@ -22,6 +22,14 @@ def named_outputs(stage: str, nodes: Sequence[tuple[str, str]], returned: Any) -
     Raises:
         ConfigError: it is not what the stage's outputs say.
     """
+    # By key where it returns a dict, which may have more than is asked for; by position otherwise, where the number
+    # must be right. With nodes (("h", "tower.hidden"), ("loss", "tower.loss")):
+    #
+    #     {"h": x, "loss": y, "aux": z}   {"tower.hidden": x, "tower.loss": y}
+    #     (x, y)                          the same: fields are only names then
+    #     x                               refused: "returned one tensor"
+    #
+    # It is checked at every call: a module may return something else for another batch.
     fields = [field for field, _ in nodes]
     listed = ", ".join(map(repr, fields))
     if isinstance(returned, Tensor):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpp_plugin.ir.block_graph import BlockGraph
@@ -107,26 +107,14 @@ def measure_stages(
     #   rank 2   .         | profile b |            b has collectives inside: its ranks run it in step
     #   rank 3   .         | profile b |
     for stage in graph.stages:
-        ranks = stage.spec.ranks[:1] if stage.is_captured else stage.spec.ranks
 
-        def time_own(stage: GraphStage = stage, ranks: Sequence[int] = ranks) -> Profile | None:
-            if place.rank not in ranks:
-                return None
+        def time_own(stage: GraphStage = stage) -> Profile:
             return _time_own(stage, own, place, batch, survey, counts=counts[stage.name], measuring=measuring)
 
-        # a captured part is looked up where it is profiled, by its operators; a user's module has none to tell it from
-        # others, so that its first rank has looked by a description of it, and spares all its ranks the runs
-        profile = stored[ranks[0]]
-        what = "profile" if stage.is_alone else f"profile of stage {stage.name!r}"
-        if stage.is_captured:
-            profile = tell(time_own, source=ranks[0], what=what, group=place.group, stages=place.stages)
-        elif profile is None:
-            told = exchange(time_own, what=f"the {what}", group=place.group, stages=place.stages)
-            profile = _of_all([answer for answer in told if answer is not None])
-            if own_stored is not None and place.rank == ranks[0]:
-                own_stored.put(profile)
-        assert profile is not None, "its first rank has measured it"
-        found[stage.name] = profile
+        first = stage.spec.ranks[0]
+        found[stage.name] = profile = _agreed(stage, place, time_own, stored[first])
+        if own_stored is not None and place.rank == first and stored[first] is None:
+            own_stored.put(profile)
         if place.rank == 0:
             longest = sum(cost.forward_us[-1] for cost in profile.costs)
             logger.info("profiling: stage %s, a forward of %.0f us", stage.name, longest)
@@ -137,6 +125,28 @@ def measure_stages(
         by_stage={name: profile.costs for name, profile in found.items()},
         modules=tuple(module for profile in profiles for module in profile.modules),
     )
+
+
+def _agreed(
+    stage: GraphStage, place: Place, time_own: Callable[[], Profile], stored: Profile | None
+) -> Profile:
+    """Return a stage's profile on every rank: the stored one, or what its ranks measure now; collective over all."""
+    # A captured part is looked up where it is profiled, by its operators; a user's module has none to tell it from
+    # others, so that its first rank has looked by a description of it, and spares all its ranks the runs.
+    ranks = stage.spec.ranks[:1] if stage.is_captured else stage.spec.ranks
+
+    def take_turn() -> Profile | None:
+        return time_own() if place.rank in ranks else None
+
+    what = "profile" if stage.is_alone else f"profile of stage {stage.name!r}"
+    if stage.is_captured:
+        profile = tell(take_turn, source=ranks[0], what=what, group=place.group, stages=place.stages)
+        assert profile is not None, "its first rank has measured it"
+        return profile
+    if stored is not None:
+        return stored
+    told = exchange(take_turn, what=f"the {what}", group=place.group, stages=place.stages)
+    return _of_all([answer for answer in told if answer is not None])
 
 
 def _time_own(

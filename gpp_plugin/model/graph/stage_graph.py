@@ -201,6 +201,7 @@ class StageGraph:
         Raises:
             ConfigError: names repeat, ranks are taken or do not form a grid, or an option names no output.
         """
+        # Long by its arguments and what is said of them, each of which is one line of a user's call.
         # Each reader refuses its own mistakes in one line that names the stage. Names given as a list stand for both
         # sides: inputs=["ids"] is {"ids": "ids"}; outputs likewise.
         arguments = read_pairs(read_name(name), "inputs", inputs, is_input=True)

@@ -41,6 +41,13 @@ def save_stages(
     Raises:
         CheckpointError: a rank could not write; on every rank.
     """
+    # Data positions hold copies, so position 0 writes; tensor ranks hold shards, so each of its ranks writes its own.
+    # A stage "language" on ranks 2 to 5 with tensor=2:
+    #
+    #     rank 2, (data 0, tensor 0)   language-tensor-0.safetensors      rank 4, (1, 0)   nothing
+    #     rank 3, (0, 1)               language-tensor-1.safetensors      rank 5, (1, 1)   nothing
+    #
+    # All ranks come to the exchange: if one cannot write, all say so.
     stage = plan.stages[plan.stage_of_rank(rank)]
     data, tensor = stage.position(rank)
     suffix = "" if stage.tensor == 1 else f"-tensor-{tensor}"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,15 +68,9 @@ def materialize_parameters(
     # files, where given, for what a state dict has; then initialisers; then the model's own tensors. A group
     # is on meta only if all its names are: one real tensor among tied ones is the value of all.
     wanted = list(names)
-    first = tied_names(model)
-    unknown = [name for name in wanted if name not in first]
-    if unknown:
-        raise CheckpointError(f"{type(model).__name__} has no {unknown[0]!r}{_nearest(unknown[0], first)}")
+    first, groups = _homes(model, wanted)
     tensors = _tensors_of(model)
     parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    groups: dict[str, list[str]] = {}
-    for name, home in first.items():
-        groups.setdefault(home, []).append(name)
     on_meta = dict.fromkeys(
         first[name] for name in wanted if all(tensors[n].is_meta for n in groups[first[name]])
     )
@@ -98,6 +92,22 @@ def materialize_parameters(
             real = next(tensors[name] for name in groups[home] if not tensors[name].is_meta)
             made[home] = finish(home, real.detach())
     return {name: made[first[name]] for name in wanted}
+
+
+def _homes(model: nn.Module, wanted: Iterable[str]) -> tuple[Mapping[str, str], dict[str, list[str]]]:
+    """Return name -> first name of the same tensor, and first name -> all its names, of the whole model.
+
+    Raises:
+        CheckpointError: a name that is wanted is not the model's.
+    """
+    first = tied_names(model)
+    unknown = [name for name in wanted if name not in first]
+    if unknown:
+        raise CheckpointError(f"{type(model).__name__} has no {unknown[0]!r}{_nearest(unknown[0], first)}")
+    groups: dict[str, list[str]] = {}
+    for name, home in first.items():
+        groups.setdefault(home, []).append(name)
+    return first, groups
 
 
 def release_parameters(model: nn.Module, keep: Iterable[str] = ()) -> int:

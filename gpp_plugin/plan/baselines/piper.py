@@ -25,7 +25,7 @@ from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats, link_for_span, ring_us
 from gpp_plugin.plan.costs.memory_formula import held_bytes, peak_bytes, unreduced_bytes
 from gpp_plugin.plan.make import StageDraft
-from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.request import PlanRequest, rank_limit
 from gpp_plugin.plan.selection import explain_infeasible
 
 MAX_DOWNSETS = 8_000
@@ -96,22 +96,11 @@ def _partition(
     inputs = [
         (member[:, readers].sum(axis=1), num_bytes, parts) for readers, num_bytes, parts in costs.inputs
     ]
-    limit = min(device.memory_bytes for device in request.cluster.devices[:ranks])
-    if request.memory_limit_bytes is not None:
-        limit = min(limit, request.memory_limit_bytes)
+    limit = min(rank_limit(request, rank) for rank in range(ranks))
     transient = float(costs.transient_per_sample.max(initial=0.0))
     rate = link_for_span(request.cluster, ranks).occupied_us(2.0)  # activations there, gradients back
     cut_us = _cut_bytes(request, costs, member) * rate
-    degrees = rules.degrees()
-    options = []
-    for degree in degrees:
-        sizes = {False: wish, True: rules.loss_unit * degree}
-        usable = {c: size for c, size in sizes.items() if size % degree == 0 and mini_batch % size == 0}
-        if usable:
-            work = {c: member @ sum(costs.block_times(s / degree)) / s for c, s in usable.items()}
-            link = link_for_span(request.cluster, degree)
-            reduce = totals[1] * (ring_us(1e9, degree, link) / 1e9 / mini_batch)
-            options.append((degree, work, reduce))
+    options = _options(request, costs, rules, member, wish)
     # value[at, k]: the slowest stage or link of what is not in downset ``at``, on exactly k ranks; the whole model is
     # value[0, ranks], nothing left is value[-1, 0] = 0. A stage is a downset less a smaller one, so from large to small
     # each row needs only rows done before. choice[at, k] is (the larger downset, the stage's degree).
@@ -128,7 +117,7 @@ def _partition(
         later = later[sizes_of[later] > sizes_of[at]]
         is_coupled = coupled[later] - coupled[at] > 0.5
         rest = np.maximum(value[later], np.where(later < len(downsets) - 1, cut_us[later], 0.0)[:, None])
-        for degree, work, reduce in options:
+        for degree, work, reduce in options:  # by later downset: the time of that stage, then what it holds
             us = np.full(len(later), np.inf)
             for c, time in work.items():
                 mask = is_coupled == c
@@ -151,6 +140,32 @@ def _partition(
     if not np.isfinite(value[0, ranks]):
         return None
     return list(_read_back(names, downsets, rules, choice, ranks, wish)) or None
+
+
+def _options(
+    request: PlanRequest, costs: CostModel, rules: BatchRules, member: Floats, wish: int
+) -> list[tuple[int, dict[bool, Floats], Floats]]:
+    """Return every degree that some stage may have, with its times in us a sample.
+
+    By degree: [downset] the blocks' forwards and backwards, for stages without coupled blocks (False) and with them
+    (True), and [downset] the reduction of gradients. A stage's time is the difference of two downsets'.
+    """
+    # Without coupled blocks a stage takes ``wish`` samples at a time, with them a loss unit on each rank. With a wish
+    # of 8, units of 4 and a mini-batch of 24, degree 3 has no key False (8 / 3 samples a rank are no whole number),
+    # and True with 12 samples at a time.
+    options = []
+    gradients = member @ costs.gradient_bytes
+    for degree in rules.degrees():
+        sizes = {False: wish, True: rules.loss_unit * degree}
+        usable = {
+            c: size for c, size in sizes.items() if size % degree == 0 and request.mini_batch % size == 0
+        }
+        if usable:
+            work = {c: member @ sum(costs.block_times(s / degree)) / s for c, s in usable.items()}
+            link = link_for_span(request.cluster, degree)
+            reduce = gradients * (ring_us(1e9, degree, link) / 1e9 / request.mini_batch)
+            options.append((degree, work, reduce))
+    return options
 
 
 def _cut_bytes(request: PlanRequest, costs: CostModel, member: Floats) -> Floats:

@@ -123,6 +123,11 @@ def _refit(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     Raises:
         PlanError: the blocks are others, or the plan swaps or recomputes tensors of the shapes it was made for.
     """
+    # What a plan decides stays: stages, ranks, micro-batches, in-flight counts and order. What it was told is this
+    # run's: times, memory, edges, the graph it is of. A plan made at 512 tokens and run at 1024 keeps its four stages,
+    # whose memory is then counted anew and refused by `_validate` where it no longer fits. Times of half a forward and
+    # of split backwards are 0 (unknown), rather than those of other shapes. Tensors to swap or recompute are listed
+    # with their bytes, so a plan that has any cannot be fitted.
     graph = request.graph
     planned = {block for stage in plan.stages for block in stage.blocks}
     differ = sorted(planned ^ {block.name for block in graph.blocks})

@@ -58,6 +58,14 @@ def resize_stages(plan: PipelinePlan, request: PlanRequest, sizes: Mapping[str, 
         PlanError: there is no such stage, or its ranks or operators do not allow the size.
         PlanInfeasible: the memory does not suffice.
     """
+    # The stages stay and all that follows from sizes is made anew, in this order: times a micro-batch, in-flight
+    # counts, memory, and what must be swapped or recomputed for it to fit. Stages a -> b of one rank each with 4
+    # samples, b asked for 8, mini-batches of 32:
+    #
+    #     micro-batches   a  8 of 4, b  4 of 8       two of a's make one of b's
+    #     in flight       a  2 -> 4, b  1            two that b computes on, and two for b's next task
+    #
+    # Rules are asked without ``keep_units``: that a stage takes units is a default, which naming it overrules.
     asked = stage_sizes(plan, request.graph, sizes)
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     rules = batch_rules(dataclasses.replace(request, keep_units=False))

@@ -280,9 +280,7 @@ def find_partitions(
         fitter: as for `search_stages`.
     """
     names = [block.name for block in request.graph.blocks]
-    dependencies = nx.relabel_nodes(request.graph.dependencies(), {name: i for i, name in enumerate(names)})
-    root = build_series(request.graph, costs, rules, decompose(dependencies))
-    longest = int(nx.dag_longest_path_length(dependencies, weight=None, default_weight=1)) + 1
+    root, longest = _tree(request, costs, rules)
     bounds = {wish: _lower_bound(request, costs, rules, wish) for wish in rules.wishes()}
     ramp = 1.0 if predict is None else RAMP
     shapes: dict[int, StageShapes] = {}
@@ -327,6 +325,14 @@ def find_partitions(
             return [partition for partition in found.values() if partition.score <= best.us * SLACK]
         best.us = min(best.us, limit * OPTIMISM if optimism < 2 else float("inf"))
         optimism += 1
+
+
+def _tree(request: PlanRequest, costs: CostModel, rules: BatchRules) -> tuple[Series, int]:
+    """Return the model as series and parallel components of block numbers, and the most blocks on a path."""
+    numbers = {block.name: i for i, block in enumerate(request.graph.blocks)}
+    dependencies = nx.relabel_nodes(request.graph.dependencies(), numbers)
+    root = build_series(request.graph, costs, rules, decompose(dependencies))
+    return root, int(nx.dag_longest_path_length(dependencies, weight=None, default_weight=1)) + 1
 
 
 def _deepest(
@@ -430,7 +436,9 @@ def _frontier(
         bound_us: a step is never shorter.
         ramp: part of the bottleneck's time that every level costs (`RAMP`).
     """
-    times = search.times()
+    # One function: the walk is ``cap`` and ``low``, which both questions and points move, and what is asked goes to the
+    # caller, so that the search of Algorithm 1 is called where its answers are used and not three generators below.
+    times = search.times()  # us a sample, increasing, each once
     ranks, mini_batch = request.num_ranks, request.mini_batch
     asked: tuple[int, int | None] = -1, None
 

@@ -150,6 +150,16 @@ def _build(
     known: dict[object, Series],
     has_absorption: bool,
 ) -> Series:
+    # Real rows and columns are the items' own starts and ends; after them stand the virtual ones, which take in a part
+    # of a parallel item next to the stage. Items 0 block a, 1 parallel (b0 b1 | b0' b1'), 2 block c:
+    #
+    #     rows      0 1 2   begin at item 0, 1, 2
+    #               3 4 5   begin at item 2, with one whole branch of item 1; with b1; with b1 and b1'
+    #     columns   0 1 2   end after item 0, 1, 2
+    #               3 4 5   end before item 1, with one whole branch of it; with b0; with b0 and b0'
+    #
+    # Stage {b1, b1', c} is row 5, column 2. A tail needs an item behind the parallel one to be
+    # joined to, a head one before it.
     branches = {
         i: _build_branches(graph, item, signatures, known, has_absorption)
         for i, item in enumerate(items)

@@ -159,6 +159,18 @@ class _Reader:
         exit_level: int,
         level: int,
     ) -> list[Group]:
+        """Return the stages of so many branches of each kind, from ``exit_level`` up to ``level``.
+
+        Args:
+            pools: by kind, the branches not given out yet; those of ``state`` are taken from their ends.
+        """
+        # Backwards through `pack_branches`: best[state, exit, level] is its table, bins[state, exit, level] the devices
+        # of one stage that holds all of a state, singles[kind][exit, level] those of a branch alone. Whatever was
+        # added up to the value is found again by adding it up once more, so values are compared for equality. State
+        # (2, 1), two branches A and one B, where one stage for A and B is best:
+        #
+        #     best (2, 1) = singles A + best (1, 1)?   yes: one A by itself, go on with (1, 1)
+        #     best (1, 1) = singles A + best (0, 1)?   no;  = bins (1, 1) + best (0, 0)?  yes: {A, B}, done
         found: list[Group] = []
         best, bins = self.search.best[id(branches)], self.search.bin_costs(branches)
         singles = [self.search.solved[id(kind)].fewest[-1, :, :, 0] for kind in branches.kinds]

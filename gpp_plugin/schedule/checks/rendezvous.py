@@ -55,13 +55,7 @@ def execute_serially(plan: PipelinePlan, programs: Mapping[int, RankProgram]) ->
     #     rank 1   exchange(receive x)  F0  ...        again, both go on; rank 0 meets its stage's others at ``reduce``
     #
     # Order does not matter: to go on is never undone, so whatever order ready ranks are taken in, the same end comes.
-    rows = {
-        rank: stage.tensor_ranks(position)
-        for stage in plan.stages
-        if stage.tensor > 1
-        for position in range(stage.degree)
-        for rank in stage.tensor_ranks(position)
-    }
+    rows = _tensor_rows(plan)
     position = dict.fromkeys(programs, 0)
     missing = dict.fromkeys(programs, 0)
     posted: dict[Message, int] = {}
@@ -108,3 +102,14 @@ def execute_serially(plan: PipelinePlan, programs: Mapping[int, RankProgram]) ->
             position[rank] += 1
     stuck = {rank: at for rank, at in position.items() if at < len(programs[rank].instructions)}
     return Standstill(stuck=stuck, posted=posted, present=present)
+
+
+def _tensor_rows(plan: PipelinePlan) -> dict[int, tuple[int, ...]]:
+    """Return, by rank of a stage with tensor ranks, those of its data position: {2: (2, 3), 3: (2, 3), ...}."""
+    return {
+        rank: stage.tensor_ranks(position)
+        for stage in plan.stages
+        if stage.tensor > 1
+        for position in range(stage.degree)
+        for rank in stage.tensor_ranks(position)
+    }

@@ -1,4 +1,4 @@
-"""Where a stage's code comes from: traced from one model, or the user's own modules (`gpp_plugin.stage_graph`).
+"""Where a stage's code comes from: traced from one model, or the user's own modules (`gpp_plugin.model.graph`).
 
 Source: this project
 Tests: tests/integrations/test_preparation.py

@@ -308,6 +308,7 @@ def validate(plan: PipelinePlan, request: PlanRequest | None = None) -> None:
             memory_limit_bytes=request.memory_limit_bytes,
             zero_stage=request.zero_stage,
         )
+    _check_edges(plan)
     if plan.mode == "async":
         make_windows(plan)
     else:
@@ -338,6 +339,15 @@ def load_plan(path: str | Path) -> PipelinePlan:
 def _check_times(plan: PipelinePlan) -> None:
     if not any(stage.forward_us for stage in plan.stages):
         raise ConfigError("its stages have no forward_us; make the plan with gpp plan")
+
+
+def _check_edges(plan: PipelinePlan) -> None:
+    for edge in plan.edges:
+        if not 0 <= edge.src < edge.dst < len(plan.stages):
+            raise PlanError(
+                f"an edge goes from stage {edge.src} to stage {edge.dst} of {len(plan.stages)}; data goes to a later "
+                "stage of the plan"
+            )
 
 
 def _links(plan: PipelinePlan, cluster: ClusterSource | None) -> Cluster | None:
@@ -372,6 +382,10 @@ def _module_and_batch(
         if batch is not None:
             raise ConfigError("sample_batch: is for a module; a configuration's batch is made by length")
         return huggingface_model(path, loss_unit=loss_unit, length=options.get("length", 512))
+    if not callable(getattr(model, "forward", None)):
+        raise ConfigError(
+            f"model: a {type(model).__name__} is neither a module nor the name or path of a model; give one of these"
+        )
     if batch is None:
         raise ConfigError(
             f"sample_batch: missing; a {type(model).__name__} is captured on a batch as it is trained on, a dict of "

@@ -76,6 +76,9 @@ def test_a_plan_that_cannot_run_is_refused(made: api.PipelinePlan) -> None:
     stages = tuple(dataclasses.replace(stage, in_flight=1, k=3) for stage in made.stages)
     with pytest.raises(ScheduleError, match="too few"):
         api.validate(dataclasses.replace(made, stages=stages))
+    assert made.edges
+    with pytest.raises(PlanError, match="data goes to a later stage of the plan"):
+        api.validate(dataclasses.replace(made, stages=made.stages[:1]))
 
 
 def test_a_module_is_planned_with_a_batch() -> None:
@@ -91,6 +94,7 @@ def test_a_module_is_planned_with_a_batch() -> None:
     [
         ({"model": "mmtt"}, ConfigError, "no such file, configuration or library model; did you mean 'mmt'"),
         ({"model": "gpt2-345m", "sizes": {"layers": 2}}, ConfigError, "sizes: is for library models"),
+        ({"model": 3}, ConfigError, "model: a int is neither a module nor the name or path of a model"),
         ({"model": "mmt", "mini_batch": 0}, ConfigError, "mini_batch 0, loss_unit 0: give at least 1 sample"),
         ({"model": "mmt", "schedule": "1f2b"}, PlanError, "no schedule '1f2b'; give one of auto, 1f1b"),
         ({"model": "mmt", "planner": "autos", "num_devices": 1}, PlanError, "did you mean 'auto'"),

@@ -66,7 +66,7 @@ def capture_model(
         CaptureError: the model cannot be exported, has no loss, or its structure depends on the number
             of samples; the message names the module, the line and the remedy.
     """
-    # One export at the batch's own number of samples, n; two more at 2 and 4 samples unless n is among them: what is
+    # One export at the batch's own number of samples, n; more at 2 and 4 (n and 2n where n is 2, 3 or 4): what is
     # twice as long at 4 as at 2 lies along the samples, and an operator on 2 and 4 rows is quickly tried by itself.
     where = torch.device(device) if device is not None else torch.device("cpu")
     shadow = make_shadow(model, training=training, dtype=dtype, device=where)

@@ -22,7 +22,8 @@ equal partitions, one a rank of the stage:
     flat        | embed            | norm | layer.weight          | bias | pad |
     partition   | rank 0             | rank 1             | rank 2             |
 
-Source: ZeRO (Rajbhandari et al., SC 2020, section 5; arXiv 1910.02054).
+Source: ZeRO (Rajbhandari et al., SC 2020; arXiv 1910.02054), section 5
+Tests: tests/integrations/test_engine.py, tests/integrations/test_state.py
 """
 
 from __future__ import annotations

@@ -47,11 +47,9 @@ def multiprocessors(device: Device) -> int:
 
 def gemm_us(device: Device, m: int, n: int, k: int, *, batch: int = 1) -> float:
     """Return microseconds of ``batch`` products [m, k] @ [k, n] in one launch."""
-    # Example, C [512, 1024] on 108 multiprocessors, k at least 256. Tiles of 128: 4 x 8 = 32 of 108 busy, 0.30. Tiles
-    # of 64: 8 x 16 = 128 in two waves of 108, 0.59, times 0.8, 0.47. These split in four along k: 512 in five waves,
-    # 0.95 * 0.8 * 0.9 = 0.68, the best. A ragged [500, 1000] wastes 1 - 500 * 1000 / (512 * 1024), 5 %, of its tiles.
     units = multiprocessors(device)
-    # 512 x 1024 x 1024 on the 108 multiprocessors of an A100, utilisation by tile and split:
+    # 512 x 1024 x 1024 on the 108 multiprocessors of an A100, utilisation by tile and split. Tiles
+    # of 64 are 8 x 16 = 128 in two waves of 108: 0.59, times their rate, 0.8, is 0.47:
     #
     #             split 1               split 2               split 4
     #   128 x 128  32 tiles, 1 wave .30   64, 1 wave  .53   128, 2 waves .53

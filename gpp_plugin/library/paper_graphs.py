@@ -57,11 +57,6 @@ def dlrm(
     bag: int = 100,
 ) -> AnalyticModel:
     """Return the recommendation model: dense branches, embedding bags, their interaction, a top network."""
-    # dense0 ... dense6   4 layers [4096 x 4096] each        ╲
-    #                                                          interaction [7 * 4096 + 7 * 6400 wide] - top - head
-    # sparse0 ... sparse6 a table of 64 million numbers each ╱
-    # A sparse branch computes nothing and holds 256 MB of weights; it keeps its 100 indices a sample, and moves the
-    # rows it looks up: which is why memory, not time, decides where it goes.
     specs: list[BlockSpec] = []
     edges: list[tuple[str, str]] = []
     # Widths of a sample, elements: a dense branch stays at 4096; a sparse one looks up 100 rows of 64 and

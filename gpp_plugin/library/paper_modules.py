@@ -40,9 +40,6 @@ class SelfAttention(nn.Module):
 
     def forward(self, hidden_BLD: Tensor) -> Tensor:
         """Return the hidden states [batch, length, hidden]."""
-        # qkv: [batch, length, 3, heads, width], permuted to [3, batch, heads, length, width] and taken apart; with
-        # batch 2, length 5, hidden 8 and 4 heads each of the three is [2, 4, 5, 2]. Mixed and turned back it is [2,
-        # 5, 4, 2], which reshapes to [2, 5, 8]: heads stand side by side in the hidden axis.
         batch, length, hidden = hidden_BLD.shape
         # [batch, length, 3, heads, hidden of a head] -> 3 x [batch, heads, length, hidden of a head]. Two
         # texts of 16 tokens, hidden 1024 in 16 heads: [2, 16, 3, 16, 64] -> 3 x [2, 16, 16, 64]; ``mixed`` is

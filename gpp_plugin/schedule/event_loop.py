@@ -110,9 +110,7 @@ def _run_with_free_links(
         delay = [0.0] * num_messages
     else:
         delay = [a + b for a, b in zip(transfers.occupied_us, transfers.latency_us, strict=True)]
-    # Lists are by node (a task on a row of tensor ranks) or by message. A node is ready when ``waits`` comes to 0: its
-    # rank's last task and all its messages have told it when they end, and the largest of that is its start. No clock
-    # is needed, so nodes are visited in any such order, each once:
+    # Lists are by node (a task on a row of tensor ranks) or by message:
     #     F0 (0-10) on rank 0 sends to F0 on rank 1, 2 us away: that one starts at max(0, 10 + 2)
     start, waits = [0.0] * len(durations), list(graph.num_waits)
     # -1 marks what never ran: those nodes are in a circle, or behind one.
@@ -176,12 +174,7 @@ def _run_with_shared_links(graph: TaskGraph, durations: Sequence[float], transfe
     push, pop = heapq.heappush, heapq.heappop
     # An event is (time, code): a task ends, a message is ready, a message comes to its receiver's link. Codes are
     # nodes, then messages, then messages again, so that at one time all tasks end before a message takes a link, and
-    # messages that are ready together go in the order of their numbers. Who is first decides: links are not shared
-    # out but taken in turn, each message at full bandwidth.
-    #     rank 0 sends 30 us to rank 1 and 20 us to rank 2, both ready at 10, latency 2
-    #     out of rank 0      [10 ... 40) [40 ... 60)
-    #     into rank 1        [10 ... 40)                 there at 42
-    #     into rank 2                    [40 ... 60)     there at 62; later if its link in is busy at 40
+    # messages that are ready together go in the order of their numbers.
     arrives = num_nodes + num_messages
     events = [(durations[node], node) for node, count in enumerate(waits) if count == 0]
     heapq.heapify(events)

@@ -203,13 +203,11 @@ def _producers(
     plan: PipelinePlan, event: Event, found: Mapping[_TaskKey, list[Event]]
 ) -> Iterator[tuple[int, list[Event]]]:
     """Yield for each edge that feeds a task the tasks whose messages it waits for."""
-    # By samples, as messages are cut (`schedule.messages`): a forward on samples 4..7 of a producer whose ranks run 3
-    # each waits for its parts 1 and 2, that is part p = micro-batch p // degree on data position p % degree.
     if event.kind is EventKind.WEIGHT_GRADIENT:
         return
-    # The consumer's samples, cut into the producer's local batches: number p of them is micro-batch p //
-    # degree on data position p % degree. A consumer of samples 4..7 reads of a producer with 2 samples a rank
-    # on 2 ranks p = 2, 3: micro-batch 1, positions 0 and 1.
+    # The consumer's samples, cut into the producer's local batches, as messages are (`schedule.messages`): number p
+    # of them is micro-batch p // degree on data position p % degree. A consumer of samples 4..7 reads of a producer
+    # with 2 samples a rank on 2 ranks p = 2, 3: micro-batch 1, positions 0 and 1.
     stage = plan.stages[event.stage]
     samples = stage.samples(event.micro_batch, event.rank, event.half)
     direction = _task_key(event)[1]

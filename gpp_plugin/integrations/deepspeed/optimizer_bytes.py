@@ -102,7 +102,6 @@ def optimizer_bytes(
     is_offloaded = str((zero.get("offload_optimizer") or {}).get("device", "none")) == "cpu"
     is_elsewhere = is_offloaded and device_type != "cpu"
     # ZeRO's flat fp32 partitions are copies of the weights even where those are fp32 (DeepSpeed 0.19).
-    # bf16 with Adam, sums in bf16: 8 bytes of state and 4 of master a parameter, beside its 2 and its gradient's.
     has_master = dtype != "float32" or zero_stage >= 1
     return OptimizerBytes(
         state=0.0 if is_elsewhere else FP32_BYTES * count(options),
@@ -124,9 +123,8 @@ def _name_and_options(ds_config: Mapping[str, Any], given: Any) -> tuple[str, di
         return name, {**options, **given.keywords}
     if inspect.isclass(given):
         return given.__name__, {}
-    # A callable that is no class tells what it makes only by making it: of one parameter, which costs nothing.
+    # A callable that is no class tells what it makes only by making it: of a parameter of one number.
     try:
-        # A callable is tried on a parameter of one number: what it makes has the name and the options.
         made = given([torch.nn.Parameter(torch.zeros(1))])
     except Exception:  # the user's own code, which may want the model's parameters
         made = None

@@ -313,10 +313,9 @@ class StockPipelineEngine(PipelineEngine):
 
     def _exec_send_grads(self, buffer_id: int) -> None:
         """Send zeros for received tensors that no gradient reached; DeepSpeed asserts there is one."""
-        # What only later stages read, or a frozen part made, has no gradient here; its sender waits for one.
         inputs = self.pipe_buffers["inputs"][buffer_id]
-        # DeepSpeed 0.19 asserts ``grad is not None`` for every floating input; a branch that the loss
-        # does not use has none.
+        # DeepSpeed 0.19 asserts ``grad is not None`` for every floating input, and the sender waits for it. What only
+        # later stages read, a frozen part made, or the loss does not use, has none.
         for tensor in inputs:
             if tensor.grad is None:
                 tensor.grad = torch.zeros_like(tensor)

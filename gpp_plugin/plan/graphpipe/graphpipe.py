@@ -2,9 +2,6 @@
 
 Jeon et al., "GraphPipe: Improving Performance and Scalability of DNN Training with Graph Pipeline Parallelism".
 
-Source: GraphPipe (ASPLOS 2025, arXiv 2406.17145), section 5, Algorithm 1
-Tests: tests/plan/test_graphpipe.py, tests/plan/test_quality.py, tests/plan/test_known_answers.py
-
 From the planner to the recursion:
 
     graphpipe_plan                   the planner

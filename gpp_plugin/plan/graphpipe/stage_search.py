@@ -1,6 +1,6 @@
 """The fewest devices for every level of a series-parallel graph within a time (GraphPipe, Algorithm 1).
 
-Source: GraphPipe (ASPLOS 2025, arXiv 2406.17145), section 5, Algorithm 1
+Source: GraphPipe (arXiv 2406.17145), section 5, Algorithm 1
 Tests: tests/plan/test_graphpipe.py, tests/plan/test_quality.py, tests/plan/test_known_answers.py
 
 The paper's DP asks whether d devices suffice and returns the source's in-flight; here devices are the value. A

@@ -61,6 +61,7 @@ def train(
         "versions": (versions.most_held, versions.staleness),
         "memory": engine.memory_report(),
         "stage": engine.stage_name,
+        "has_loss": engine.plan.stage_of_rank(engine.global_rank) in engine.plan.loss_stages(),
         "steps": engine.global_steps,
     }
 

@@ -237,9 +237,9 @@ def simulate(plan: PipelinePlan, cluster: ClusterSource | None = None) -> Timeli
         ConfigError: the plan has no predicted times, or there is no such cluster.
         PlanError, ScheduleError: the plan does not fit the cluster, or cannot run.
     """
+    _check_times(plan)
     if plan.mode == "async":
         return simulate_async(plan, cluster).timeline
-    _check_times(plan)
     return simulate_plan(plan, cluster=_links(plan, cluster))
 
 
@@ -280,6 +280,7 @@ def rehearse(
     from gpp_plugin.rehearse.rehearsal import rehearse_plan
     from gpp_plugin.rehearse.rehearsal_settings import RehearsalSettings
 
+    _check_is_plan(plan)
     settings = RehearsalSettings(
         steps=steps, scale_time=scale_time, scale_bytes=scale_bytes, comm_timeout_s=timeout_s
     )
@@ -299,6 +300,7 @@ def validate(plan: PipelinePlan, request: PlanRequest | None = None) -> None:
         PlanError, PlanInfeasible: what is malformed, or needs more memory than there is.
         ScheduleError: its programs would deadlock, reorder messages or hold too much; with the grid of tasks.
     """
+    _check_is_plan(plan)
     if request is not None:
         validate_plan(
             plan,
@@ -336,7 +338,14 @@ def load_plan(path: str | Path) -> PipelinePlan:
     return load(PipelinePlan, Path(path))
 
 
+def _check_is_plan(given: object) -> None:
+    """Refuse what is no plan: mostly the name of a file that holds one."""
+    if not isinstance(given, PipelinePlan):
+        raise ConfigError(f"plan: {given!r} is a {type(given).__name__}; read a file with load_plan(path)")
+
+
 def _check_times(plan: PipelinePlan) -> None:
+    _check_is_plan(plan)
     if not any(stage.forward_us for stage in plan.stages):
         raise ConfigError("its stages have no forward_us; make the plan with gpp plan")
 

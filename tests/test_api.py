@@ -81,6 +81,14 @@ def test_a_plan_that_cannot_run_is_refused(made: api.PipelinePlan) -> None:
         api.validate(dataclasses.replace(made, stages=made.stages[:1]))
 
 
+@pytest.mark.parametrize("function", [api.simulate, api.rehearse, api.validate])
+def test_a_file_in_place_of_a_plan_is_told_how_to_be_read(function) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^plan: 'plan.json' is a str; read a file with load_plan\(path\)$"
+    ):
+        function("plan.json")
+
+
 def test_a_module_is_planned_with_a_batch() -> None:
     model, make_batch = build("clip")
     made = api.plan(model, num_devices=2, sample_batch=make_batch(2), mini_batch=8, loss_unit=4)

@@ -75,7 +75,7 @@ class GraphPipelineEngine(PipelineSurface):
 
     Args:
         source: the user's model, or graph of stages; after construction it keeps only this rank's stage.
-        framework: makes what updates the stage's weights, writes to monitors, and carries messages otherwise.
+        framework: makes what updates the stage's weights and writes to monitors.
         ds_config: the whole DeepSpeed configuration as a dict.
         config: its checked ``graph_pipeline`` block.
         setting: ranks, device, precision and batch sizes.

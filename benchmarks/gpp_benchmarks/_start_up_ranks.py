@@ -8,8 +8,8 @@ from __future__ import annotations
 import collections
 import json
 import os
+import signal
 import sys
-import threading
 import time
 from types import FrameType
 from typing import Any
@@ -21,8 +21,8 @@ PARTS = (
     ("/gpp_plugin/plan/", "plan"),
     ("/gpp_plugin/schedule/", "schedule"),
     ("/gpp_plugin/simulate/", "plan"),
-    ("/deepspeed/", "DeepSpeed"),
-    ("/transformers/", "model"),
+    ("site-packages/deepspeed/", "DeepSpeed"),
+    ("site-packages/transformers/", "model"),
 )
 """Part of a path -> what a rank does while a frame of such a file is on its stack; the outermost such frame counts."""
 
@@ -33,27 +33,27 @@ LENGTH = 32
 
 
 class StackSampler:
-    """Looks at one thread's stack again and again, and adds up where it was seen."""
+    """Looks at this thread's stack again and again, and adds up where it was seen.
+
+    A timer's signal, not a thread: `torch.export` takes what another thread holds of its frames for the model's.
+    """
 
     def __init__(self) -> None:
-        self._thread = threading.get_ident()
-        self._stop = threading.Event()
         self._seen: dict[str, float] = collections.defaultdict(float)
-        self._looking = threading.Thread(target=self._look, daemon=True)
-        self._looking.start()
+        self._last = time.perf_counter()
+        signal.signal(signal.SIGALRM, self._look)
+        signal.setitimer(signal.ITIMER_REAL, EVERY_S, EVERY_S)
 
-    def _look(self) -> None:
-        last = time.perf_counter()
-        while not self._stop.wait(EVERY_S):
-            frame = sys._current_frames().get(self._thread)
-            now = time.perf_counter()
-            self._seen[_part_of(frame)] += now - last  # as long as since the last look: seconds, not samples
-            last = now
+    def _look(self, number: int, frame: FrameType | None) -> None:
+        now = time.perf_counter()
+        self._seen[_part_of(frame)] += (
+            now - self._last
+        )  # as long as since the last look: seconds, not samples
+        self._last = now
 
     def end(self) -> dict[str, float]:
         """Stop looking and return the seconds seen in every part."""
-        self._stop.set()
-        self._looking.join()
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
         return dict(self._seen)
 
 

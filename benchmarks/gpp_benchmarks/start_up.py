@@ -3,7 +3,7 @@
 Two jobs of four ranks on this machine: the demo's CLIP (four stages, three branches of work) and a T5 of six layers in
 four stages. Every rank imports what a training script imports, calls `deepspeed.initialize` and trains three steps.
 Seconds are rank 0's, medians over the rounds. What `initialize` and the first step spend their time on is sampled: a
-thread looks a hundred times a second in which package rank 0 is; a wait for another rank counts as waiting,
+timer looks a hundred times a second in which package rank 0 is; a wait for another rank counts as waiting,
 whatever it waits for. Profiles are not kept: every round profiles anew.
 """
 

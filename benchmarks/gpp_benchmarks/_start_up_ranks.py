@@ -14,8 +14,9 @@ import time
 from types import FrameType
 from typing import Any
 
+WAITING = "waiting"
 PARTS = (
-    ("/runtime/ranks/", "waiting"),
+    ("/runtime/ranks/", WAITING),
     ("/gpp_plugin/capture/", "capture"),
     ("/gpp_plugin/profile/", "profile"),
     ("/gpp_plugin/plan/", "plan"),
@@ -62,11 +63,14 @@ def _part_of(frame: FrameType | None) -> str:
     while frame is not None:
         files.append(frame.f_code.co_filename)
         frame = frame.f_back
+    found = OTHER
     for file in reversed(files):  # outermost first
         for fragment, part in PARTS:
-            if fragment in file and "/import_hook" not in file:
-                return part
-    return OTHER
+            if fragment in file:
+                if part != WAITING:
+                    return part
+                found = part  # unless it is this rank that the others wait for
+    return found
 
 
 def main() -> None:

@@ -26,7 +26,11 @@ def frame(*files: str) -> types.SimpleNamespace:
         (["script.py", "/site/gpp_plugin/model/preparation.py", "/site/gpp_plugin/plan/auto.py"], "plan"),
         (
             ["script.py", "/site/gpp_plugin/runtime/ranks/agree.py", "/site/gpp_plugin/capture/export.py"],
-            "waiting",
+            "capture",
+        ),
+        (
+            ["script.py", "/site/gpp_plugin/runtime/ranks/agree.py", "/site/torch/distributed.py"],
+            ranks.WAITING,
         ),
         (["script.py", "/site/torch/nn/modules/module.py"], ranks.OTHER),
     ],

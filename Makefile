@@ -1,5 +1,5 @@
-# make demo | test | check | wheel-check | docs: each makes .venv, installs what is missing, runs. `make help` lists
-# them.
+# make demo | test | test-gpu | check | wheel-check | docs: each makes .venv, installs what is missing, runs.
+# `make help` lists them.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,21 +7,19 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
 WORKERS ?= auto
-
-# Where a GPU and a torch >= 2.11 are there already, the venv sees that torch instead of a new one.
-define HAS_TORCH
-import sys
-try:
-    import torch
-except ImportError:
-    sys.exit(1)
-version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-sys.exit(0 if version >= (2, 11) and torch.cuda.is_available() else 1)
-endef
-export HAS_TORCH
+# A folder of wheels, for machines that reach no package index: installed from it alone, whatever versions there are,
+# without the tools of `make check`.
+WHEELS ?=
+EXTRAS := hf,megatron,demo,report,test
+ifeq ($(WHEELS),)
+PIP_FLAGS := -q -c constraints.txt
+EXTRAS := $(EXTRAS),dev
+else
+PIP_FLAGS := -q --no-index --find-links $(abspath $(WHEELS))
+endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check wheel-check docs install clean
+.PHONY: help demo test test-gpu check wheel-check docs install clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/'
@@ -31,6 +29,9 @@ demo: $(STAMP)  ## train a CLIP on handwritten digits on four ranks (about two m
 
 test: $(STAMP)  ## run the tests, one worker a core, e.g. make test WORKERS=0 ARGS="tests/plan -x"
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(ARGS)
+
+test-gpu: $(STAMP)  ## on CUDA devices: make test-gpu WHEELS=dir ARGS="-k swap"; ARGS="--device cpu" is a dry run
+	$(BIN)/python -m tests.gpu $(ARGS)
 
 check: $(STAMP)  ## lint, formatting, types, import rules, documents
 	$(BIN)/ruff check .
@@ -48,17 +49,15 @@ docs: $(STAMP)  ## write the generated pages anew and build all of them into bui
 
 install: $(STAMP)  ## only make .venv and install
 
-$(STAMP): setup.py constraints.txt
+$(STAMP): setup.py constraints.txt .ci/make_venv.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "gpp_plugin needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Name another: make PYTHON=python3.12"; exit 1; }
-	@if $(PYTHON) -c "$$HAS_TORCH" 2>/dev/null; then \
-	  echo "using the torch that $(PYTHON) has"; \
-	  $(PYTHON) -m venv --system-site-packages $(VENV); \
-	else \
-	  $(PYTHON) -m venv $(VENV) && $(BIN)/pip install -q -c constraints.txt $(TORCH); \
-	fi
-	$(BIN)/pip install -q -c constraints.txt setuptools wheel
-	DS_BUILD_OPS=0 $(BIN)/pip install -q --no-build-isolation -c constraints.txt -e ".[hf,megatron,demo,report,test,dev]"
+	@# Where a GPU and a torch >= 2.11 are there already, .venv sees that torch instead of a new one.
+	@$(PYTHON) .ci/make_venv.py $(VENV)
+	@ls $(VENV)/lib/python*/site-packages/packages_of_the_caller.pth >/dev/null 2>&1 \
+	  || $(BIN)/pip install $(PIP_FLAGS) $(TORCH)
+	$(BIN)/pip install $(PIP_FLAGS) setuptools wheel
+	DS_BUILD_OPS=0 $(BIN)/pip install $(PIP_FLAGS) --no-build-isolation -e ".[$(EXTRAS)]"
 	@touch $(STAMP)
 
 clean:  ## remove .venv and what the tools left behind

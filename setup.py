@@ -18,10 +18,10 @@ def read_version() -> str:
 
 
 EXTRAS = {
-    "hf": ["transformers>=5.0", "tokenizers>=0.22"],
+    "hf": ["transformers>=5.17", "tokenizers>=0.22"],
     "megatron": ["megatron-core>=0.16"],
     "report": ["tensorboard>=2.18"],
-    "demo": ["transformers>=5.0", "scikit-learn>=1.5"],
+    "demo": ["transformers>=5.17", "scikit-learn>=1.5"],
     "test": [
         "megatron-core>=0.16",
         "pytest>=8",
@@ -29,7 +29,7 @@ EXTRAS = {
         "pytest-xdist>=3.6",
         "scikit-learn>=1.5",
         "tensorboard>=2.18",
-        "transformers>=5.0",
+        "transformers>=5.17",
     ],
     "dev": ["ruff==0.17.5", "mypy==2.4.1", "mkdocs==1.6.1"],
 }
@@ -53,6 +53,7 @@ setup(
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3 :: Only",
         "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],

@@ -50,7 +50,8 @@ class MemoryConfig(_Block):
     """How much memory a rank may use, and what may be done to stay below it.
 
     Args:
-        limit_gb: most GB (10^9 bytes) of one rank that a plan may use; "auto" is what the device has.
+        limit_gb: most GB (10^9 bytes) of one rank that a plan may use; "auto" is what the device has,
+            on CUDA what is free of it before the first tensor, less a reserve for communicators and fragmentation.
         recompute: "auto" runs forwards again where a plan needs it to fit; "full" runs every block again before its
             backward, whatever memory there is; "off" never does.
         swap: "auto" moves saved tensors to host memory where a plan needs it to fit; "off" never does.
@@ -87,7 +88,8 @@ class GraphPipelineConfig(_Block):
         slicing: whether the first micro-batches' forwards run in halves: "auto" where that is shorter, "on", "off",
             or how many of them.
         memory: what a rank may use, and what may be done to stay below it.
-        cluster: the machine's own description, a file, or a description in place.
+        cluster: a file, or a description in place; "auto" is what the ranks find: on CUDA free memory, and NVLink,
+            PCIe and network, whose speeds are measured once for a kind of cluster.
         plan: a plan made before or written by hand: a file, or in place.
         profile_dir: where measured costs are kept; null keeps them in the user's cache.
         mode: "sync" steps once a mini-batch; "async" after every micro-batch, on each stage, with a pipeline that never
@@ -95,11 +97,15 @@ class GraphPipelineConfig(_Block):
         vertical_sync: in mode async, a micro-batch uses weights of the same age on every stage.
         p2p: what carries messages between stages: "native", our own transport; "megatron", megatron-core's
             `P2PCommunicator` on the edges that it can carry (`plan.edge_transports`); or that of another package.
-        comm_timeout_s: seconds without an answer after which a rank gives up on a message.
+        comm_timeout_s: seconds without an answer after which a rank gives up on a message over gloo. What may wait for
+            a whole mini-batch (sums over ranks, all of NCCL) waits for ten of the planned ones, 600 s or this,
+            whichever is longest.
         trace_path: where the measured timeline of each mini-batch is written, as a Chrome trace; `{step}` in the name
             makes one file a step; null writes none.
         seed: of the parameters of a model built on the meta device, of dropout and of shuffling.
         weights: safetensors directory for a model built on the meta device.
+        loader_workers: processes of each rank that load ``training_data`` ahead; 0 loads in the rank itself. "auto" is
+            up to four where ranks compute on CUDA, and none where the cores compute.
     """
 
     enabled: bool = Field(default=True, description="true or false")
@@ -133,6 +139,9 @@ class GraphPipelineConfig(_Block):
         default=0, description="a whole number from 0 to 2^63 - 1"
     )
     weights: str | None = Field(default=None, description="null or a directory with safetensors files")
+    loader_workers: Auto | Annotated[int, Field(ge=0)] = Field(
+        default="auto", description='"auto" or a whole number of at least 0'
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -21,15 +21,14 @@ never a hang or another loss. `gpp_plugin.testing` runs the same checks in the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.program import Direction, Message
+from gpp_plugin.ir.program import Message
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.ir.tensors import TensorSpec
-from gpp_plugin.plan.edge_transports import edge_name
 
 if TYPE_CHECKING:
     from gpp_plugin.plan.request import PlanRequest
@@ -50,8 +49,8 @@ __all__ = [
     "planner_traits",
 ]
 
-Channel = tuple[int, Direction, int, int]
-"""(index of the plan's edge, direction, sending rank, receiving rank): messages of one keep their order."""
+Channel = tuple[int, int]
+"""(sending rank, receiving rank): the messages of one, of whatever edges, keep their order."""
 
 
 # ---- planners ------------------------------------------------------------------------------------------------
@@ -164,31 +163,35 @@ class Schedule(Protocol):
 
 
 class Transport(Protocol):
-    """Binds messages; ``wires`` are the tensors they hold, at least one.
+    """Binds messages; ``wires`` are the tensors they hold, at least one, ``edge`` is how errors call their edge.
 
-    Messages of one `Channel` are posted on both sides in the same order and may be matched by it; those of different
-    channels may be posted in any order and must not wait for each other. Shapes and types are frozen in the wires:
-    nothing but rows is sent. ``bind_*`` is called once a message when a program is compiled, what it returns once a
-    mini-batch.
+    Messages of one `Channel` are posted on both sides in the same order and may be matched by it. Ranks post messages
+    in an order in which all programs finish even if each post waited for its other end (`schedule.placement`), so a
+    transport may let them wait for each other in that order, and in no other. Shapes and types are frozen in the
+    wires: nothing but rows is sent. ``bind_*`` is called once a message when a program is compiled, what it returns
+    once a mini-batch.
+
+    One transport serves all programs of a job, in training and in evaluation, which run one after the other.
     """
 
     prepost_depth: int
-    """How many exchanges ahead of their place receives may be posted."""
+    """How many receives ahead of their place receives may be posted: 0 where a posted one keeps anything waiting."""
 
     prepost_bytes: int
-    """How many bytes of receives may be posted ahead, beyond those of the next exchange."""
+    """How many bytes of receives may be posted ahead, beyond the next one."""
 
-    def bind_send(self, message: Message, wires: Sequence[Wire]) -> Post:
+    buffers_ahead: int
+    """How many receives ahead buffers on a CUDA device are made. Where any are, a receive is posted with a current
+    stream that waits for what used their memory before and for nothing else (`runtime.messages.receive_buffers`)."""
+
+    def bind_send(self, message: Message, wires: Sequence[Wire], edge: str) -> Post:
         """Return what sends the message."""
 
-    def bind_receive(self, message: Message, wires: Sequence[Wire]) -> Post:
+    def bind_receive(self, message: Message, wires: Sequence[Wire], edge: str) -> Post:
         """Return what receives the message."""
 
-    def begin_exchange(self) -> None:
-        """Start to post what belongs together: until `end_exchange`, nothing waits for what is posted."""
-
-    def end_exchange(self) -> None:
-        """Let go what was posted since `begin_exchange`."""
+    def open(self, channels: Collection[Channel]) -> None:
+        """Make what it lacks to serve these channels too; collective: every rank names the same, in any order."""
 
     def close(self) -> None:
         """Let go of its process groups, when nothing is posted; every rank does."""
@@ -199,10 +202,11 @@ class TransportRequest:
     """What a transport is made for; the same on every rank.
 
     Args:
-        plan: whose messages it carries.
+        plan: of training, whose messages it carries first.
         specs: the tensors of the plan's edges by name.
         channels: all channels of the plan's programs, those of other ranks among them, in no order.
         device: of this rank's tensors, as torch writes it: ``cpu``, ``cuda:0``.
+        backend: of the job's default group: ``nccl`` where each rank has a CUDA device of its own, else ``gloo``.
         timeout_s: seconds after which a wait for a message ends with `CommTimeout`.
     """
 
@@ -210,12 +214,8 @@ class TransportRequest:
     specs: Mapping[str, TensorSpec]
     channels: frozenset[Channel]
     device: str
+    backend: str
     timeout_s: float
-
-    @property
-    def edge_names(self) -> tuple[str, ...]:
-        """Return how each edge is called in errors, e.g. ``vision -> loss``."""
-        return tuple(edge_name(self.plan, edge) for edge in range(len(self.plan.edges)))
 
 
 class TransportFactory(Protocol):

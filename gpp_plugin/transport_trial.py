@@ -2,7 +2,7 @@
 
 python -m gpp_plugin.transport_trial TRANSPORT DEVICE
 
-No model and no executor: the exchanges of the rank's program are posted as they stand, receives as far ahead as the
+No model and no executor: the messages of the rank's program are posted as they stand, receives as far ahead as the
 transport's ``prepost_depth`` allows, and every tensor is made of (mini-batch, message, slot) alone, so that the
 receiver knows what the sender sent. Three stages, one rank each::
 
@@ -145,41 +145,39 @@ class _Trial:
     ) -> None:
         self._transport = transport
         self._device = device
-        exchanges = [i for i in program.instructions if i.kind is InstructionKind.EXCHANGE]
-        wires = {
-            message: wires_of(message, rank=program.rank, plan=plan, specs=SPECS)
-            for exchange in exchanges
-            for message in (*exchange.sends, *exchange.receives)
-        }
-        self._sends = [
-            [(m, wires[m], transport.bind_send(m, wires[m])) for m in exchange.sends]
-            for exchange in exchanges
-        ]
-        self._receives = [
-            [(m, wires[m], transport.bind_receive(m, wires[m])) for m in exchange.receives]
-            for exchange in exchanges
-        ]
+        # (is it sent, message, wires, what posts it), in the order of the program
+        self._posts: list[tuple[bool, Message, Sequence[Wire], Post]] = []
+        for instruction in program.instructions:
+            message = instruction.message
+            if message is None:
+                continue
+            wires = wires_of(message, rank=program.rank, plan=plan, specs=SPECS)
+            is_sent = instruction.kind is InstructionKind.SEND
+            bind = transport.bind_send if is_sent else transport.bind_receive
+            self._posts.append((is_sent, message, wires, bind(message, wires, plan.edge_name(message.edge))))
+        self._receives = [entry for entry in self._posts if not entry[0]]
 
     def run(self, mini_batch: int) -> None:
-        """Post every exchange in its order, receives of later ones ahead, and compare what comes.
+        """Post every message in its order, later receives ahead, and compare what comes.
 
-        With a depth of 2, exchange i posts its sends and, if they are not posted yet, the receives of i, i + 1, i + 2.
+        With a depth of 2, receive i posts, if they are not posted yet, the receives i, i + 1 and i + 2, and waits for
+        its own.
 
         Raises:
             AssertionError: a tensor is not what its sender sent.
         """
-        posted: list[list[_Arriving]] = []
+        posted: list[_Arriving] = []
         leaving: list[tuple[Pending, list[Tensor]]] = []
-        for index, sends in enumerate(self._sends):
-            self._transport.begin_exchange()
-            while len(posted) < min(index + 1 + self._transport.prepost_depth, len(self._receives)):
-                posted.append([self._posted(*receive) for receive in self._receives[len(posted)]])
-            for message, wires, post in sends:
+        num_received = 0
+        for is_sent, message, wires, post in self._posts:
+            if is_sent:
                 rows = [rows_of(mini_batch, message, wire).to(self._device) for wire in wires]
                 leaving.append((post(rows), rows))
-            self._transport.end_exchange()
-            for arrived in posted[index]:
-                arrived.check(mini_batch)
+                continue
+            while len(posted) < min(num_received + 1 + self._transport.prepost_depth, len(self._receives)):
+                posted.append(self._posted(*self._receives[len(posted)][1:]))
+            posted[num_received].check(mini_batch)
+            num_received += 1
         for pending, _ in leaving:
             pending.wait()
             assert pending.is_done(), "a message that was waited for is not done"
@@ -208,6 +206,7 @@ def main() -> None:
         specs=SPECS,
         channels=frozenset(channels_of(programs)),
         device=str(device),
+        backend="gloo" if kind == "cpu" else "nccl",
         timeout_s=TIMEOUT_S,
     )
     transport = factory.make(request)

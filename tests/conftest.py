@@ -4,11 +4,13 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Iterator
 
 import pytest
 
 MOST_WORKERS = 4
-ONE_PROCESS = frozenset({"capture", "library", "plan", "profile", "report", "schedule", "simulate"})
+collect_ignore = ["capture/placement_job.py"]  # loads a library as it is imported, for a process of its own
+ONE_PROCESS = frozenset({"capture", "library", "nccl", "plan", "profile", "report", "schedule", "simulate"})
 """Folders whose tests start no other process."""
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,6 +25,32 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     import torch
 
     return 0 if torch.cuda.is_available() else min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+
+
+@pytest.fixture(autouse=True)
+def _launcher_variables() -> Iterator[None]:
+    """Take away what a test's own job of one rank says of itself: what later tests start would take it for theirs."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    before = {name: os.environ.get(name) for name in names}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@pytest.fixture
+def tell(record_property: Callable[[str, object], None]) -> Callable[[object], None]:
+    """Return what tells a line behind all tests: a count that a reader of the run is to see."""
+    return lambda line: record_property("told", str(line))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for key, value in report.user_properties:
+            if key == "told" and report.when == "call":
+                terminalreporter.write_line(f"{report.nodeid}: {value}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -113,13 +113,13 @@ class Parcels:
 class PostOffice:
     prepost_depth = 4
     prepost_bytes = 1 << 20
+    buffers_ahead = 0
 
     def __init__(self, request):
         self.timeout = datetime.timedelta(seconds=request.timeout_s)
-        self.names = request.edge_names
         self.group = dist.new_group(None, timeout=self.timeout, backend="gloo")
 
-    def bind_send(self, message, wires):
+    def bind_send(self, message, wires, edge):
         tags = [message.edge * 1000 + wire.slot for wire in wires]
 
         def post(tensors):
@@ -130,11 +130,11 @@ class PostOffice:
                 (self.group.send([parcel], message.dst_rank, tag), parcel)
                 for parcel, tag in zip(parcels, tags, strict=True)
             ]
-            return Parcels(works, self.names[message.edge], self.timeout)
+            return Parcels(works, edge, self.timeout)
 
         return post
 
-    def bind_receive(self, message, wires):
+    def bind_receive(self, message, wires, edge):
         tags = [message.edge * 1000 + wire.slot for wire in wires]
 
         def post(buffers):
@@ -143,14 +143,11 @@ class PostOffice:
                 (self.group.recv([parcel], message.src_rank, tag), parcel)
                 for parcel, tag in zip(parcels, tags, strict=True)
             ]
-            return Parcels(works, self.names[message.edge], self.timeout, tuple(zip(buffers, parcels)))
+            return Parcels(works, edge, self.timeout, tuple(zip(buffers, parcels)))
 
         return post
 
-    def begin_exchange(self):
-        pass
-
-    def end_exchange(self):
+    def open(self, channels):
         pass
 
     def close(self):

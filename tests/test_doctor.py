@@ -100,3 +100,21 @@ def test_a_failed_exchange_is_reported_not_raised(monkeypatch):
     monkeypatch.setattr(doctor, "run_ranks", fail)
     check = doctor.check_exchange("gloo")
     assert check.is_failure and check.found == "connection refused" and "GLOO_SOCKET_IFNAME" in check.advice
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "why", "status", "found"),
+    [
+        (False, "no nvcc", "ok", "torch's: nothing is compiled for the CPU"),
+        (True, "", "ok", "DeepSpeed's FusedAdam, compiled in the first job or installed"),
+        (True, "no nvcc", "warning", "torch's fused one: DeepSpeed's cannot be compiled (no nvcc)"),
+    ],
+)
+def test_whose_adam_a_job_will_have_is_said(monkeypatch, has_gpu, why, status, found):
+    from gpp_plugin.integrations.deepspeed import adam_build
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    monkeypatch.setattr(adam_build, "why_no_fused_adam", lambda: why)
+    check = doctor.check_optimizer()
+    assert (check.status.value, check.found, check.is_failure) == (status, found, False)
+    assert bool(check.advice) == (status == "warning")

@@ -289,6 +289,7 @@ class _Hooks:
         self.weight_gradient: Tensor | None = None
         self.loss_scale = engine.loss_scale
         self.accumulate = engine.accumulate
+        self.begin_reduction = engine.begin_reduction
         self.reduce_tied = engine.reduce_tied
 
     def reduce_data(self) -> None:
@@ -327,7 +328,6 @@ class OurRuntime:
             transport=make_transport(
                 device=torch.device("cpu"),
                 channels=channels_of(programs),
-                names=[f"{edge.src} -> {edge.dst}" for edge in self.plan.edges],
                 timeout_s=TIMEOUT_S,
             ),
             device=torch.device("cpu"),

@@ -198,6 +198,9 @@ class _Hooks:
     def accumulate(self) -> None:
         """Leave what autograd added up where it is."""
 
+    def begin_reduction(self) -> None:
+        """Do nothing: `reduce_data` sums all."""
+
     @torch.no_grad()
     def reduce_data(self) -> None:
         """Sum what has come together since the last time over the stage's ranks, and add it up.
@@ -288,7 +291,6 @@ def _train(
         specs=network.specs,
         transport=GlooTransport(
             groups=groups.messages,
-            names=[f"{plan.stages[e.src].name} -> {plan.stages[e.dst].name}" for e in plan.edges],
             timeout_s=TIMEOUT_S,
         ),
         hooks=hooks,

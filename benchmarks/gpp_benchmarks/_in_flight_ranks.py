@@ -104,6 +104,9 @@ class _Hooks:
     def accumulate(self) -> None:
         pass
 
+    def begin_reduction(self) -> None:
+        pass
+
     def reduce_data(self) -> None:
         pass
 
@@ -179,28 +182,25 @@ def _with_in_flight(plan: PipelinePlan, counts: tuple[int, ...]) -> PipelinePlan
 def _measure(model: nn.Module, reference: Reference, plan: PipelinePlan, batch: dict[str, Tensor]) -> int:
     """Train two mini-batches; return the most bytes autograd held on this rank in the second."""
     programs = make_programs(plan, reference)
+    cpu = torch.device("cpu")
+    transport = make_transport(device=cpu, channels=channels_of(programs), timeout_s=TIMEOUT_S)
     lane = Lane(
         source=whole_part(model, batch),
         reference=reference,
         plan=plan,
         program=next(program for program in programs if program.rank == dist.get_rank()),
-        transport=make_transport(
-            device=torch.device("cpu"),
-            channels=channels_of(programs),
-            names=[f"{plan.stages[e.src].name} -> {plan.stages[e.dst].name}" for e in plan.edges],
-            timeout_s=TIMEOUT_S,
-        ),
-        device=torch.device("cpu"),
+        transport=transport,
+        device=cpu,
     )
     tensors = dict(model.named_parameters())
     names = lane.prepare(batch).tensors
     module = StageModule(tensors={name: tensors[name] for name in names}, parameters=names)
     lane.bind(module, _Hooks(module))
     lane.run(batch)
-    memory = PeakMemory(torch.device("cpu"))
+    memory = PeakMemory(cpu)
     with memory.watch([*module.parameters(), *batch.values()]):
         lane.run(batch)
-    lane.close()
+    transport.close()
     return memory.peak_bytes
 
 

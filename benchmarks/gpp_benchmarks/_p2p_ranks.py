@@ -129,7 +129,7 @@ def _megatron(count: int) -> Ends:
 
 
 def _gloo() -> Transport:
-    return make_transport(device=CPU, channels=[], names=["stage0 -> loss"], timeout_s=TIMEOUT_S)
+    return make_transport(device=CPU, channels=[], timeout_s=TIMEOUT_S)
 
 
 def _message(direction: Direction) -> Message:
@@ -151,8 +151,8 @@ def _bound(transport: Transport, count: int) -> Ends:
     rank = dist.get_rank()
     wire = Wire(name="x0", slot=0, axis=0, first_row=0, num_rows=1, shape=(count,), dtype=torch.float32)
     outgoing, incoming = (Direction.ACTIVATION, Direction.GRADIENT)[:: 1 if rank == 0 else -1]
-    post_send = transport.bind_send(_message(outgoing), [wire])
-    post_receive = transport.bind_receive(_message(incoming), [wire])
+    post_send = transport.bind_send(_message(outgoing), [wire], "stage0 -> loss")
+    post_receive = transport.bind_receive(_message(incoming), [wire], "stage0 -> loss")
 
     def receive() -> Wait:
         buffers = [torch.empty(count)]

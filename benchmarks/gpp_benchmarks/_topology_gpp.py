@@ -16,6 +16,7 @@ from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.model.preparation import Setting
 from gpp_plugin.runtime.lane import Lane, channels_of, make_programs
 from gpp_plugin.runtime.messages.transport import make_transport
+from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 
 TIMEOUT_S = 60.0
 
@@ -34,6 +35,7 @@ def gpp_step(topology: Topology) -> Step:
         zero_stage=0,
         optimizer_bytes=0.0,
         group=dist.new_group(backend="gloo"),
+        placement=JobPlacement.on_one_host(dist.get_world_size(), rank=dist.get_rank()),
     )
     source = ModelSource(stage_graph(topology), config=GraphPipelineConfig(), setting=setting)
     reference, plan = source.prepare_plan(batch)
@@ -41,7 +43,6 @@ def gpp_step(topology: Topology) -> Step:
     transport = make_transport(
         device=device,
         channels=channels_of(programs),
-        names=[f"{plan.stages[edge.src].name} -> {plan.stages[edge.dst].name}" for edge in plan.edges],
         timeout_s=TIMEOUT_S,
     )
     lane = Lane(
@@ -111,6 +112,9 @@ class _Sums:
 
     def accumulate(self) -> None:
         """Leave gradients where autograd adds them up."""
+
+    def begin_reduction(self) -> None:
+        """Do nothing: `reduce_data` sums all."""
 
     def reduce_data(self) -> None:
         """Sum over the stage's data-parallel ranks."""

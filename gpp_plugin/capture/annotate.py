@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from gpp_plugin.capture.clean import written_arguments
+from gpp_plugin.capture.clean import ADDED, written_arguments
 from gpp_plugin.capture.shadow import Shadow
 from gpp_plugin.errors import CaptureError
 
@@ -85,13 +85,15 @@ class _Saved:
 
     free: set[int]
     bytes: int = 0
+    counts: bool = True
     now: dict[int, int] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
     alive: list[torch.Tensor] = field(default_factory=list)
 
-    def begin(self) -> None:
-        """Start with the next node."""
+    def begin(self, *, counts: bool) -> None:
+        """Start with the next node, whose bytes count or not."""
         self.bytes = 0
+        self.counts = counts
         self.now = {}
 
     def pack(self, tensor: torch.Tensor) -> None:
@@ -100,7 +102,7 @@ class _Saved:
         key = storage._cdata  # the address of torch's own object: the same for all views of one memory
         # Parameters and inputs are there anyway; what several operators keep is in memory once, and charged to the
         # first of them. `alive` holds the tensors so that no later storage gets a freed one's address.
-        if key not in self.free:
+        if self.counts and key not in self.free:
             self.now[key] = storage.nbytes()
             if key not in self.seen:
                 self.seen.add(key)
@@ -143,6 +145,7 @@ def annotate(
     *,
     received: Collection[str],
     training: bool,
+    unread: Collection[str] = (),
 ) -> dict[str, Note]:
     """Run ``graph`` on fake tensors and return a note for each placeholder and operator.
 
@@ -154,6 +157,7 @@ def annotate(
         tensors: placeholder name -> fake tensor.
         received: placeholders of what other stages make, which is not there anyway.
         training: record gradient flags and what is kept for backward.
+        unread: operators that the code of a stage leaves out; they cost nothing.
 
     Raises:
         CaptureError: an operator's result has a size that depends on values.
@@ -175,19 +179,20 @@ def annotate(
             reads = storages.of([values[n] for n in node.all_input_nodes])
             writes = storages.of([values[n] for n in written_arguments(node)])
             costs.flops = 0.0
-            saved.begin()
+            saved.begin(counts=node.name not in unread)
             if node.op == "placeholder":
                 values[node] = tensors[node.name]
             elif node.op == "get_attr":
                 values[node] = attributes[str(node.target)]
                 continue
             else:
-                kwargs = fx.map_arg(node.kwargs, lambda n: values[n])
-                values[node] = node.target(*args, **kwargs)
+                values[node] = node.target(*args, **fx.map_arg(node.kwargs, lambda n: values[n]))
             note = notes[node.name] = _note(node, values[node], reads, writes, storages.of(values[node]))
             note.requires_grad &= training
-            note.flops = float(costs.flops)
+            note.flops = 0.0 if node.name in unread else float(costs.flops)
             note.saved_bytes = saved.bytes
+            if ADDED in node.meta:  # no operator of the capture: what is kept of it is inside of who keeps it
+                continue
             note.storage = storages.maker_of(values[node], node.name)
             # only now: an operator that keeps its own result (relu) is itself the maker of what it keeps
             note.keeps, note.kept_inside_bytes = _by_maker(saved.now, storages.makers)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gpp_plugin.capture.mask_values import Mask
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.op_graph import OpGraph, OpNode
 
@@ -24,7 +25,9 @@ class CapturedGraph:
         parameters: placeholder name -> name of the parameter or buffer (the first name of a tied one).
         constants: placeholder name -> tensor the model made while it was traced.
         op_graph: the same graph as data.
+        device: where this rank computes it; code made of the graph names this device and no other.
         analysis: what the first capture of the model found out; `recapture` carries it on.
+        masks: of attention, that eager models leave out where some inputs hold ones only, by node name.
     """
 
     graph: torch.fx.Graph
@@ -33,7 +36,9 @@ class CapturedGraph:
     parameters: dict[str, str]
     constants: dict[str, torch.Tensor]
     op_graph: OpGraph
+    device: torch.device
     analysis: Analysis
+    masks: Mapping[str, Mask]
 
     @property
     def is_training(self) -> bool:
@@ -44,11 +49,6 @@ class CapturedGraph:
     def clusters(self) -> tuple[tuple[str, ...], ...]:
         """Return the groups of nodes that belong together."""
         return self.analysis.clusters
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device the graph was captured for."""
-        return torch.device(self.analysis.device)
 
     def replicated_closure(self, nodes: Iterable[str]) -> set[str]:
         """Return ``nodes`` and every replicated node that computing them takes.

@@ -37,6 +37,8 @@ _UPDATE_STATISTICS = {aten.batch_norm.default: (3, 4, 5), aten.instance_norm.def
 """Operators that write their running statistics without saying so: positions of mean, var, switch."""
 
 
+ADDED = "added"
+"""Mark, in ``node.meta``, of operators that a rewritten graph has and the capture has not."""
 _GRAD, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
 _GRAD_ARGUMENTS, _AUTOCAST_ARGUMENTS = 1, 4
 """How many settings stand before the body among the arguments of a region of each kind."""
@@ -269,18 +271,3 @@ def _detached(graph: fx.Graph, value: Any, inner: fx.Node) -> Any:
     reader = next(iter(inner.users), inner)
     detached.meta = {"val": tensor.detach(), "nn_module_stack": reader.meta.get("nn_module_stack")}
     return detached
-
-
-def move_graph(graph: fx.Graph, attributes: dict[str, Any], device: torch.device) -> None:
-    """Make every device argument of the graph and of the bodies it calls refer to ``device``."""
-
-    def change(value: Any) -> Any:
-        return device if isinstance(value, torch.device) else value
-
-    bodies = [body for body in attributes.values() if isinstance(body, fx.GraphModule)]
-    for each in (graph, *(body.graph for body in bodies)):
-        for node in each.nodes:
-            node.args = torch.utils._pytree.tree_map(change, node.args)
-            node.kwargs = torch.utils._pytree.tree_map(change, node.kwargs)
-    for body in bodies:
-        body.recompile()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -13,12 +13,15 @@ import torch
 from torch import nn
 
 from gpp_plugin.capture.annotate import Note, annotate, module_path
+from gpp_plugin.capture.attention import find_attention_masks, without_masks
 from gpp_plugin.capture.captured_graph import CapturedGraph
-from gpp_plugin.capture.clean import move_graph, written_arguments
+from gpp_plugin.capture.clean import written_arguments
+from gpp_plugin.capture.devices import place_graph, placed_body
 from gpp_plugin.capture.inseparable import find_clusters
 from gpp_plugin.capture.keys import find_layer_lists
 from gpp_plugin.capture.layout_rules import Counted, Fixed, Rows
 from gpp_plugin.capture.layouts import Layouts, analyse_layouts, describe_coupling, is_random
+from gpp_plugin.capture.mask_values import Mask, inputs_of_ones
 from gpp_plugin.capture.replicate import find_replicable
 from gpp_plugin.capture.sample_batches import count_samples, resize_batch, rows_per_sample
 from gpp_plugin.capture.shadow import Shadow, dtype_name, make_shadow, tracing_device
@@ -68,36 +71,41 @@ def capture_model(
     """
     # One export at the batch's own number of samples, n; more at 2 and 4 (n and 2n where n is 2, 3 or 4): what is
     # twice as long at 4 as at 2 lies along the samples, and an operator on 2 and 4 rows is quickly tried by itself.
-    where = torch.device(device) if device is not None else torch.device("cpu")
-    shadow = make_shadow(model, training=training, dtype=dtype, device=where)
+    shadow = make_shadow(model, training=training, dtype=dtype, device=torch.device(device or "cpu"))
     export = functools.partial(
         trace, shadow, outputs=outputs, received=received, training=training, call=call
     )
     traced, small, large = _at_analysis_sizes(export, batch, export(batch))
-    notes = _notes(traced, shadow, training=training)
+    masks, unpadded = _masks(traced, shadow), inputs_of_ones(batch)
+    notes = _notes(traced, shadow, masks, unpadded, training=training)
     clusters = find_clusters(traced.graph, notes)
     rows = rows_per_sample(resize_batch(batch, small.num_samples))
     # Clusters twice: layouts are judged cluster by cluster, and what they find uncuttable makes clusters larger.
-    layouts = analyse_layouts(small, large, clusters, rows, tracing_device(where))
+    layouts = analyse_layouts(small, large, clusters, rows, tracing_device(shadow.device))
     clusters = find_clusters(traced.graph, notes, uncuttable=layouts.uncuttable())
     replicable = find_replicable(traced, notes, clusters, layouts)
     _couple_readers_of_counts(traced, layouts, replicable)
     op_graph = _op_graph(type(model).__name__, shadow, traced, notes, layouts, replicable)
-    logger.debug("captured %s: %d operators", op_graph.model, len(op_graph.nodes))
     analysis = Analysis(
         op_graph=op_graph,
         nodes=structure_of(traced.graph),
         is_training=training,
         dtype=dtype_name(dtype) if dtype is not None else None,
-        device=str(where),
+        device_type=shadow.device.type,
         layer_lists=find_layer_lists(shadow.model),
         clusters=clusters,
+        unpadded=tuple(sorted(unpadded & {key for mask in masks.values() for key in mask.inputs})),
     )
-    return _assemble(traced, op_graph, shadow, analysis)
+    return _assemble(traced, op_graph, shadow, analysis, masks)
 
 
 def recapture(
-    model: nn.Module, analysis: Analysis, batch: Mapping[str, Any], *, call: Call = call_by_key
+    model: nn.Module,
+    analysis: Analysis,
+    batch: Mapping[str, Any],
+    *,
+    device: torch.device | str | None = None,
+    call: Call = call_by_key,
 ) -> CapturedGraph:
     """Capture the same model at another number of samples or other lengths.
 
@@ -106,14 +114,23 @@ def recapture(
 
     Args:
         analysis: of the first capture, on this rank or another.
+        device: the device the graph will run on, of the type that was analysed; the CPU by default.
         call: as for `capture_model`.
 
     Raises:
         CaptureError: the graph has another structure at these shapes; the message says where.
+        ValueError: ``device`` is of another type.
     """
+    # Names tie the two: the new graph is aligned with the analysed one operator by operator, and takes its notes.
+    # What rank 0 analysed on its device is of another rank's too, as long as the type is the same.
+    where = torch.device(device or "cpu")
+    if where.type != analysis.device_type:
+        raise ValueError(
+            f"device is {where}, but the model was analysed for {analysis.device_type}; use one type"
+        )
     dtype = getattr(torch, analysis.dtype) if analysis.dtype is not None else None
     training = analysis.is_training
-    shadow = make_shadow(model, training=training, dtype=dtype, device=torch.device(analysis.device))
+    shadow = make_shadow(model, training=training, dtype=dtype, device=where)
     known = analysis.op_graph
     received = {spec.name: spec.requires_grad for spec in known.inputs if spec.name in known.received}
     traced = trace(
@@ -126,19 +143,40 @@ def recapture(
             f"the graph changed with the input shapes: {error}; pad batches to one length, or use another "
             "micro-batch size"
         ) from None
-    notes = _notes(traced, shadow, training=training)
-    return _assemble(traced, _carried_over(known, traced, notes), shadow, analysis)
+    masks = _masks(traced, shadow)
+    notes = _notes(traced, shadow, masks, analysis.unpadded, training=training)
+    return _assemble(traced, _carried_over(known, traced, notes), shadow, analysis, masks)
 
 
-def _notes(traced: Traced, shadow: Shadow, *, training: bool) -> dict[str, Note]:
-    return annotate(
-        traced.graph,
+def _masks(traced: Traced, shadow: Shadow) -> dict[str, Mask]:
+    """Return the masks of attention that eager models leave out where some of the batch's entries hold ones only."""
+    own = {name: key for name, key in traced.inputs.items() if key not in traced.received}
+    where = tracing_device(shadow.device)
+    return find_attention_masks(traced.graph, inputs=own, constants=traced.constants, device=where)
+
+
+def _notes(
+    traced: Traced, shadow: Shadow, masks: Mapping[str, Mask], unpadded: Collection[str], *, training: bool
+) -> dict[str, Note]:
+    """Return what is found of each operator, with the costs of attention as it is for batches like the first one.
+
+    Shapes are those of the capture: a bias that eager attention would add once for all samples has them here too, for
+    that is what a stage sends where another stage adds it.
+    """
+    graph, unread = without_masks(traced.graph, masks, unpadded)
+    notes = annotate(
+        graph,
         shadow,
         traced.fakes,
         traced.attributes,
         received=traced.received,
         training=training,
+        unread=unread,
     )
+    for node in traced.operators:
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            notes[node.name].shapes = (tuple(node.meta["val"].shape),)
+    return notes
 
 
 def _at_analysis_sizes(
@@ -170,9 +208,18 @@ def _couple_readers_of_counts(traced: Traced, layouts: Layouts, replicable: set[
             layouts.coupling.update((node.name, *(u.name for u in node.users if u.op == "call_function")))
 
 
-def _assemble(traced: Traced, op_graph: OpGraph, shadow: Shadow, analysis: Analysis) -> CapturedGraph:
-    if tracing_device(shadow.device) != shadow.device:
-        move_graph(traced.graph, traced.attributes, shadow.device)
+def _assemble(
+    traced: Traced, op_graph: OpGraph, shadow: Shadow, analysis: Analysis, masks: Mapping[str, Mask]
+) -> CapturedGraph:
+    logger.debug("captured %s: %d operators", op_graph.model, len(op_graph.nodes))
+    # Traced for a device that this build of torch lacks, the graph says cpu wherever it will compute on that device.
+    device, traced_on = shadow.device, tracing_device(shadow.device).type
+    if traced_on != device.type:
+        place_graph(traced.graph, device, of_type=traced_on)
+        bodies = traced.attributes.items()
+        traced.attributes.update(
+            {name: placed_body(body, device, of_type=traced_on) for name, body in bodies}
+        )
     return CapturedGraph(
         graph=traced.graph,
         attributes=traced.attributes,
@@ -180,7 +227,9 @@ def _assemble(traced: Traced, op_graph: OpGraph, shadow: Shadow, analysis: Analy
         parameters=traced.parameters,
         constants=traced.constants,
         op_graph=op_graph,
+        device=device,
         analysis=analysis,
+        masks=masks,
     )
 
 

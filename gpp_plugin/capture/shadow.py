@@ -112,8 +112,26 @@ def fake_inputs(shadow: Shadow, batch: Mapping[str, Any]) -> dict[str, torch.Ten
         }
 
 
+class _NeverDrops(float):
+    """A layer-drop probability of 0 that says so when a drawn number is compared with it.
+
+    transformers before 5.23 draws a number for every layer, also at probability 0, and asks in Python
+    whether it is less: a branch on a tensor's value, which cannot be exported. No drawn number is less than 0.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answer ``tensor < 0``."""
+        if function in (torch.Tensor.__lt__, torch.Tensor.lt):
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
 def _switch_off_extras(model: nn.Module) -> None:
-    """Switch off, on the copy, what training a graph does not need: caches and eager checkpointing."""
+    """Switch off, on the copy, what training a graph does not need: caches, eager checkpointing, layer drop at 0."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
@@ -121,6 +139,8 @@ def _switch_off_extras(model: nn.Module) -> None:
         # the plan recomputes what it wants: eager checkpointing would put an operator around each layer
         if getattr(module, "gradient_checkpointing", False):
             setattr(module, "gradient_checkpointing", False)  # noqa: B010
+        if getattr(module, "layerdrop", None) == 0:
+            setattr(module, "layerdrop", _NeverDrops())  # noqa: B010
 
 
 def _describe_parameters(model: nn.Module, dtype: torch.dtype | None) -> tuple[Parameter, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import linecache
 import logging
@@ -18,6 +17,7 @@ from torch import nn
 
 from gpp_plugin.capture.shadow import Shadow, fake_inputs
 from gpp_plugin.errors import CaptureError
+from gpp_plugin.garbage import paused_collector
 
 WRAPPED = "model"
 """Attribute of the wrapper that holds the model; the prefix of every exported name."""
@@ -145,11 +145,13 @@ def export_model(
     wrapper = LossWrapper(shadow.model, constants, outputs, needs_loss=training and not outputs, call=call)
     wrapper.training = training
     try:
+        # The collector waits: what a finalizer computes on tensors would be traced as the model's. The engine of an
+        # earlier job in this process is such garbage: its operators came into the graph before the inputs.
         with (
             torch.enable_grad(),
             _without_stack_traces(),
             _without_words_of_a_failure(),
-            _without_finalizers(),
+            paused_collector(),
         ):
             program = torch.export.export(wrapper, (), fake_inputs(shadow, batch), strict=False)
     except Exception as error:
@@ -158,21 +160,6 @@ def export_model(
                 raise cause from None
         raise CaptureError(_explain(error, shadow.model)) from error
     return program, wrapper.seen.has_loss
-
-
-@contextmanager
-def _without_finalizers() -> Iterator[None]:
-    """Let the garbage collector wait: what a finalizer computes on tensors would be traced as the model's.
-
-    The engine of an earlier job in this process is such garbage: its operators came into the graph before the inputs.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager

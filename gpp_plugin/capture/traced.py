@@ -16,7 +16,7 @@ from torch.export.graph_signature import InputKind
 from gpp_plugin.capture.annotate import module_path
 from gpp_plugin.capture.clean import clean_graph
 from gpp_plugin.capture.sample_batches import count_samples
-from gpp_plugin.capture.shadow import Shadow, tracing_device
+from gpp_plugin.capture.shadow import Shadow
 from gpp_plugin.capture.torch_export import WRAPPED, Call, call_by_key, export_model, split_batch
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import GraphNode
@@ -256,7 +256,7 @@ def _real(constant: Any, target: str, shadow: Shadow) -> torch.Tensor:
             f"the model makes or holds tensor {target.removeprefix(WRAPPED + '.')} whose values are unknown "
             "while tracing; register it as a buffer"
         )
-    return real.detach().to(tracing_device(shadow.device))
+    return real.detach()
 
 
 def _drop_unused_constants(

@@ -37,7 +37,8 @@ class _Single:
     """The trainer of the single process."""
 
     def __init__(self, built: BuiltModel, settings: CompareSettings) -> None:
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        has_cuda = torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
         self.module = built.model
         self._trainer = SingleProcess(
             built.model, settings.ds_config, loss_unit=settings.loss_unit, device=self.device

@@ -7,7 +7,6 @@ devices.
 from __future__ import annotations
 
 import argparse
-import enum
 import importlib.metadata
 import os
 import platform
@@ -20,42 +19,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gpp_plugin.doctor.check import Check, Status, print_advice, print_checks
 from gpp_plugin.doctor.patch_check import PATCH_DIR, report_patches
+from gpp_plugin.doctor.preflight import add_preflight_arguments, check_optimizer, run_preflight
 from gpp_plugin.errors import GppError, RuntimeFailure
 from gpp_plugin.launch import emit_event, run_ranks
-from gpp_plugin.report.units import format_bytes, format_table
+from gpp_plugin.report.units import format_bytes
 
 Version = tuple[int, ...]
-
-
-class Status(enum.Enum):
-    """How a check ended."""
-
-    OK = "ok"
-    WARNING = "warning"
-    MISSING = "missing"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One thing looked at.
-
-    Args:
-        found: what there is; ``advice`` what to do about it, empty where nothing.
-        is_required: without it nothing trains.
-    """
-
-    name: str
-    status: Status
-    found: str
-    advice: str = ""
-    is_required: bool = True
-
-    @property
-    def is_failure(self) -> bool:
-        """Return whether training is impossible because of this."""
-        return self.is_required and self.status in (Status.MISSING, Status.FAILED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +44,8 @@ class Package:
     purpose: str = ""
 
 
+# The ends of what `.ci/versions.py` was run with are those of torch and transformers (docs/gpus.md has the table);
+# setup.py asks for the same least ones.
 PACKAGES = (
     Package(name="torch", least=(2, 11), tested=(2, 13)),
     Package(name="deepspeed", least=(0, 19), tested=(0, 19)),
@@ -81,7 +54,7 @@ PACKAGES = (
     Package(name="pydantic", least=(2, 7), tested=(2, 14)),
     Package(name="rich", least=(13,), tested=(15,)),
     Package(name="safetensors", least=(0, 4, 5), tested=(0, 8)),
-    Package(name="transformers", least=(5, 0), tested=(5, 23), purpose="HuggingFace models"),
+    Package(name="transformers", least=(5, 17), tested=(5, 23), purpose="HuggingFace models"),
     Package(name="scikit-learn", least=(1, 5), tested=(1, 9), purpose="gpp demo"),
     Package(name="tensorboard", least=(2, 18), tested=(2, 21), purpose="the tensorboard monitor"),
     Package(name="megatron-core", least=(0, 16), tested=(0, 16), purpose="stages of Megatron modules"),
@@ -101,22 +74,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIRECTORY",
         help="only say which patches the installed DeepSpeed and megatron-core need, and how to apply them",
     )
+    add_preflight_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Print every check and its advice; ``ok`` of the result is false if training cannot work.
 
     Raises:
-        ConfigError: the directory given with --patches has none.
+        ConfigError: the directory given with --patches has none, or as `run_preflight`.
     """
     if args.patches is not None:
         return report_patches(args.patches)
+    if args.gpus is not None:
+        return run_preflight(args)
     checks = list(run_checks())
-    rows = [[c.name, c.status.value, c.found] for c in checks]
-    print(format_table(["check", "status", "found"], rows, left=3))
-    advice = [f"{check.name}: {check.advice}" for check in checks if check.advice]
-    if advice:
-        print("\nWhat to do\n" + "\n".join(f"- {line}" for line in advice))
+    print_checks(checks)
+    print_advice(checks)
     broken = [check.name for check in checks if check.is_failure]
     print("\n" + (f"training cannot work: {', '.join(broken)}" if broken else "everything required works"))
     return {
@@ -136,6 +109,7 @@ def run_checks() -> Iterator[Check]:
     yield check_compiler(shutil.which)
     yield check_machine()
     if hook.status is Status.OK:
+        yield check_optimizer()
         yield check_exchange("gloo")
         yield from check_cuda()
 

@@ -35,11 +35,11 @@ from gpp_plugin.engine.feed import (
     Feed,
     TrainingData,
     inputs_read,
-    make_loader,
     ranks_that_read,
 )
 from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.engine.metrics import Metrics, keep_timeline
+from gpp_plugin.engine.row_loader import make_row_loader
 from gpp_plugin.engine.setting import EngineModel, Framework, Setting
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, tied_parameters
@@ -61,6 +61,7 @@ from gpp_plugin.plan.edge_transports import note_edge_transports
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.lane import Lane, tied_stages
 from gpp_plugin.runtime.ranks.meeting import Meeting
+from gpp_plugin.runtime.ranks.time_limits import collective_timeout_s
 from gpp_plugin.runtime.recorder import Clock, start_clock
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference
@@ -113,11 +114,12 @@ class GraphPipelineEngine(PipelineSurface):
         module = self._lanes.make_module(self._lane, sample_batch)
         tied = tied_parameters(tied_stages(plan, reference))
         name = plan.stages[self._lane.stage_index].name
-        self._wait_s = max(config.comm_timeout_s, LOADING_TIMEOUT_S)
+        limit_s = collective_timeout_s(plan, config.comm_timeout_s)
+        self._wait_s = max(limit_s, LOADING_TIMEOUT_S)
         self._meeting = Meeting(
             group=setting.group, who=f"rank {setting.rank}, stage {name!r}", timeout_s=self._wait_s
         )
-        self._groups = StageGroups.create(plan, tied, timeout_s=config.comm_timeout_s)
+        self._groups = StageGroups.create(plan, tied, timeout_s=limit_s, backend=setting.placement.backend)
         stage = self._make_stage(module, tied, framework)
         source.share_weights(module)
         self._make_data(reference, sample_batch, training_data, collate_fn)
@@ -165,6 +167,7 @@ class GraphPipelineEngine(PipelineSurface):
             framework=framework.name,
             device=self._setting.device,
             steps_alone=self.config.mode == "async",
+            reduces_early=self._lane.reduces_early,
         )
 
     def _make_data(
@@ -187,12 +190,19 @@ class GraphPipelineEngine(PipelineSurface):
             timeout_s=self._wait_s,
             loads_ahead=self.config.mode == "async",
         )
-        loader = None
+        own = None
         if training_data is not None:
-            loader = make_loader(
-                training_data, mini_batch=plan.mini_batch, collate_fn=collate_fn, seed=self.config.seed
+            own = make_row_loader(
+                training_data,
+                plan=plan,
+                config=self.config,
+                setting=self._setting,
+                collate_fn=collate_fn,
+                prepare=self._source.prepare_batch,
+                reads=inputs_read(plan, reference.block_graph, self._lane.stage_index),
+                keys=sample_batch,
             )
-        self._data = TrainingData(self._feed, loader)
+        self._data = TrainingData(self._feed, own)
 
     def _join(
         self, stage: StageEngine, module: StageModule, reference: Reference, sample_batch: Batch
@@ -265,6 +275,14 @@ class GraphPipelineEngine(PipelineSurface):
             CommTimeout, RuntimeFailure: a rank failed (names rank, stage, edge and micro-batch), or was given other
                 data; in mode async that is found out in the next call.
         """
+        try:
+            return self._train_batch(data_iter)
+        except BaseException:
+            if self._runner.failure is not None:  # nothing more will be trained on
+                self._data.close()
+            raise
+
+    def _train_batch(self, data_iter: Iterator[Any] | None) -> Tensor:
         # Nothing is sent before this rank knows that it can go on, that there is an optimizer, and that data came.
         start = time.perf_counter()
         self._runner.refuse_after_failure()
@@ -284,7 +302,7 @@ class GraphPipelineEngine(PipelineSurface):
             global_samples=self.global_samples,
             seconds=time.perf_counter() - start,
         )
-        return torch.tensor(call.loss, dtype=torch.float32, device=self.device)
+        return torch.full((), call.loss, dtype=torch.float32, device=self.device)
 
     def _keep_timeline(self, call: TrainedCall, clock: Clock) -> None:
         """Gather what happened when; ``clock`` was started with the mini-batch."""
@@ -371,8 +389,12 @@ class GraphPipelineEngine(PipelineSurface):
         self._data.use_loader(loader)
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Apply ``fn`` to every batch that is taken from an iterator; it returns a dict of tensors."""
-        self._feed.batch_fn = fn
+        """Apply ``fn`` to every batch that is loaded or taken from an iterator; it returns a dict of tensors.
+
+        Raises:
+            ConfigError: the engine's own loader has begun.
+        """
+        self._data.apply(fn)
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Use ``iterator`` when `train_batch` is called without data."""
@@ -418,6 +440,7 @@ class GraphPipelineEngine(PipelineSurface):
         """
         if self._is_destroyed:
             return
+        self._data.close()
         if self._runner.failure is None:
             self._steps.flush()
         self._is_destroyed = True
@@ -425,7 +448,7 @@ class GraphPipelineEngine(PipelineSurface):
         group = self._setting.group
         self._meeting.meet("the end")  # what others still send arrives before its group goes
         self._evaluator.close()
-        self._lane.close()
+        self._lanes.close()
         self.stage_engine.close()
         self._groups.close()
         self._source.close()

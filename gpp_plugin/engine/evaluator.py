@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.capture.export import count_samples
+from gpp_plugin.engine.metrics import sum_of_losses
 from gpp_plugin.engine.setting import EngineModel, Setting
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
@@ -106,7 +107,7 @@ class Evaluator:
             if lane is None:
                 continue
             result = self._run(lane, rows)
-            total += sum(float(loss) * count for loss, count in result.losses)
+            total += sum_of_losses(result.losses)
             for name, pieces in result.outputs.items():
                 collected[name] += [(part.first_sample + first, piece) for first, piece in pieces]
         # Losses come weighted by their samples: the sum over parts and ranks is over all samples.
@@ -114,9 +115,8 @@ class Evaluator:
         return float(whole) / num_samples, self._gather(collected, graph.reference)
 
     def close(self) -> None:
-        """Let go of all lanes; collective over all ranks."""
-        while self._lanes:
-            _close(self._lanes.popitem()[1])
+        """Let go of all lanes."""
+        self._lanes.clear()
 
     def _graph(self, key: _GraphKey, batch: Batch, outputs: tuple[str, ...]) -> _Graph:
         found = self._graphs.get(key)
@@ -131,7 +131,7 @@ class Evaluator:
         if len(self._graphs) >= MAX_GRAPHS:
             oldest, _ = self._graphs.popitem(last=False)
             for lane_key in [other for other in self._lanes if other[0] == oldest]:
-                _close(self._lanes.pop(lane_key))
+                del self._lanes[lane_key]
         self._graphs[key] = _Graph(reference=reference, plan=plan)
         return self._graphs[key]
 
@@ -140,9 +140,8 @@ class Evaluator:
         if lane_key in self._lanes:
             self._lanes.move_to_end(lane_key)
             return self._lanes[lane_key]
-        # The one used longest ago goes: its transport is closed, which its ranks do together, as they made it.
         if len(self._lanes) >= MAX_LANES:
-            _close(self._lanes.popitem(last=False)[1])
+            self._lanes.popitem(last=False)
         lane = self._make_lane(reference, plan)
         if lane is not None:
             self._source.complete_module(self._module, lane.prepare(batch).tensors)
@@ -182,8 +181,3 @@ class Evaluator:
 def _constant(value: Any) -> str | None:
     """Return what the captured graph depends on beyond a batch's keys: its entries that are no tensors."""
     return None if isinstance(value, Tensor) else repr(value)
-
-
-def _close(lane: Lane | None) -> None:
-    if lane is not None:
-        lane.close()

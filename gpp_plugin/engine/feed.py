@@ -6,56 +6,34 @@ does: one number a mini-batch, and the shapes themselves only when they are new.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from gpp_plugin.capture.export import count_samples
+from gpp_plugin.engine.row_loader import RowLoader, check_keys, repeat
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.runtime.batches import Batch, check_batch, collect_mini_batch, shape_key
+from gpp_plugin.runtime.batches import (
+    Batch,
+    OwnRows,
+    check_batch,
+    collect_mini_batch,
+    mini_batch_shapes,
+    shape_key,
+)
 from gpp_plugin.runtime.ranks.meeting import Meeting
 
 LOADING_TIMEOUT_S = 600.0
 """How long ranks wait for one that loads data; a failure they hear of at once."""
-
-
-def make_loader(
-    dataset: Any,
-    *,
-    mini_batch: int,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    seed: int,
-) -> DataLoader[Any]:
-    """Return a loader of whole mini-batches, in the same shuffled order on every rank.
-
-    Raises:
-        ConfigError: the dataset holds fewer samples than one mini-batch.
-    """
-    collate = collate_fn or default_collate
-    # Whole mini-batches: ranks take their rows of them, so that a shuffle is the same everywhere and padding too.
-    if isinstance(dataset, IterableDataset):
-        return DataLoader(dataset, batch_size=mini_batch, drop_last=True, collate_fn=collate)
-    if len(dataset) < mini_batch:
-        raise ConfigError(
-            f"training_data has {len(dataset)} samples, fewer than train_batch_size={mini_batch}; "
-            "lower train_batch_size or give more data"
-        )
-    return DataLoader(
-        dataset,
-        batch_size=mini_batch,
-        shuffle=True,
-        drop_last=True,
-        collate_fn=collate,
-        generator=torch.Generator().manual_seed(seed),
-    )
 
 
 def sample_from_dataset(
@@ -88,19 +66,8 @@ def ranks_that_read(plan: PipelinePlan, graph: BlockGraph) -> set[int]:
     }
 
 
-def repeat(loader: Iterable[Any]) -> Iterator[Any]:
-    """Yield the loader's batches, starting anew when it ends.
-
-    Raises:
-        ConfigError: the loader yields nothing.
-    """
-    while True:
-        empty = True
-        for batch in loader:
-            empty = False
-            yield batch
-        if empty:
-            raise ConfigError("the data loader yields no batches; its dataset is smaller than one mini-batch")
+_LEAST = -(2**62)
+"""Below every checksum, and minus every checksum."""
 
 
 @dataclass(slots=True)
@@ -109,12 +76,15 @@ class _Loading:
 
     Args:
         batch: where this rank reads inputs; ``error`` what kept it from them.
-        facts: a rank that failed (-1: none) and the number of the batch's shape, once ``work`` is done.
+        facts: a rank that failed (-1: none) and the number of the batch's shape, once ``work`` is done; then the
+            largest checksum of a reading rank's shape, and minus the smallest; then for each key whether any rank
+            loaded anything but ones.
     """
 
-    batch: dict[str, Any] | None = None
+    facts: Tensor
+
+    batch: OwnRows | None = None
     error: BaseException | None = None
-    facts: Tensor = field(default_factory=lambda: torch.tensor([-1, -1], dtype=torch.int64))
     work: Any = None
 
 
@@ -160,45 +130,20 @@ class Feed:
     def collect(self, iterator: Iterator[Any]) -> dict[str, Any]:
         """Take one mini-batch from the user's iterator (every rank has the same stream)."""
         # Batches of any size are joined until they are B samples; constants of the capture are the same in all of them.
-        prepared = (self._prepare(batch) for batch in _check_iterator(iterator))
+        prepared = (self._prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
         batch = collect_mini_batch(prepared, self._mini_batch, count_samples)
-        if batch.keys() != self._keys:
-            parts = (("lacks", self._keys - batch.keys()), ("also has", batch.keys() - self._keys))
-            differ = " and ".join(f"{verb} {sorted(names)}" for verb, names in parts if names)
-            raise ConfigError(
-                f"a batch {differ}, unlike the one the model was captured with; give train_batch() the same keys as "
-                "the sample batch (by default the first of training_data)"
-            )
+        check_keys(batch, self._keys)
         return batch
-
-    def mini_batch(
-        self, given: Iterator[Any] | None, standing: Iterator[Any] | None, *, is_own: bool
-    ) -> dict[str, Any]:
-        """Take the mini-batch of ``train_batch(given)``.
-
-        Args:
-            standing: what the engine reads where no iterator is given; its own loader if ``is_own``.
-
-        Raises:
-            ConfigError: there is neither.
-        """
-        if given is not None:
-            return self.collect(given)
-        if standing is None:
-            raise ConfigError(
-                "train_batch() has no data: pass training_data to deepspeed.initialize, an iterator to "
-                "train_batch(data_iter=...), or call set_dataloader()"
-            )
-        return self.load(standing) if is_own else self.collect(standing)
 
     def take(self, iterator: Iterator[Any]) -> dict[str, Any]:
         """Take one batch of any size from the user's iterator."""
-        return self._prepare(next(_check_iterator(iterator)))
+        return self._prepare(self.batch_fn(next(_check_iterator(iterator))))
 
-    def load(self, iterator: Iterator[Any]) -> dict[str, Any]:
-        """Take one mini-batch of the engine's own loader; without inputs, only learn its shape.
+    def load(self, iterator: Iterator[OwnRows]) -> Batch:
+        """Take this rank's rows of a mini-batch of the engine's own loader; without inputs, only learn its shape.
 
         Raises:
+            ConfigError: ranks loaded samples of unlike shapes.
             RuntimeFailure: another rank's data could not be loaded, or did not come in time.
         """
         # Ahead, a rank tells in call k what it loaded for call k + 1: all have told by then, and nobody waits.
@@ -209,31 +154,35 @@ class Feed:
             self._ahead = self._begin(iterator)
         return batch
 
-    def _begin(self, iterator: Iterator[Any]) -> _Loading:
+    def _begin(self, iterator: Iterator[OwnRows]) -> _Loading:
         """Load a mini-batch, and let the other ranks know."""
-        loading = _Loading()
+        loading = _Loading(torch.tensor([-1, -1, _LEAST, _LEAST] + [0] * len(self._keys)))
         if self.reads_inputs:
             try:
-                loading.batch = self.collect(iterator)
+                loading.batch = next(iterator)
             except BaseException as caught:  # whatever it is: the other ranks must not wait for this one
                 loading.error = caught
         if self._group is None:
             return loading
         if loading.error is not None:
             loading.facts[0] = dist.get_rank()
-        elif self._is_source():
-            assert loading.batch is not None
+        elif loading.batch is not None:
             key = shape_key(loading.batch, self._mini_batch)
-            loading.facts[1] = self._announced.setdefault(key, len(self._announced))
-        # A maximum of (rank that failed or -1, number of the shape or -1): a failure wins, and the source's number is
-        # the only one. Shapes are numbered in the order in which the source first met them: 0 0 1 0 for lengths
-        # 16 16 32 16.
+            checksum = zlib.crc32(repr(key).encode())
+            other = [int(key not in loading.batch.ones) for key in sorted(self._keys)]
+            loading.facts[2:] = torch.tensor([checksum, -checksum, *other])
+            if self._is_source():
+                loading.facts[1] = self._announced.setdefault(key, len(self._announced))
+        # A maximum of (rank that failed or -1, number of the shape or -1, its checksum, minus that): a failure wins,
+        # and the source's number is the only one. Shapes are numbered in the order in which the source first met them:
+        # 0 0 1 0 for lengths 16 16 32 16. Of checksums 5 5 6 the two are 6 and -5: not all are equal. A key that is 0
+        # holds ones in every row: the ranks of a stage that reads inputs load all rows between them.
         loading.work = dist.all_reduce(loading.facts, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return loading
 
-    def _end(self, loading: _Loading) -> dict[str, Any]:
+    def _end(self, loading: _Loading) -> Batch:
         """Return this rank's batch or its shape, when all ranks have loaded theirs."""
-        batch = loading.batch
+        batch: Batch | None = loading.batch
         if loading.work is not None:
             self._wait(loading.work)
             batch = self._learn_shape(loading)
@@ -242,21 +191,26 @@ class Feed:
         assert batch is not None, "a single rank reads all inputs"
         return batch
 
-    def _learn_shape(self, loading: _Loading) -> dict[str, Any] | None:
+    def _learn_shape(self, loading: _Loading) -> Batch | None:
         """Return this rank's batch or its shape; one number a mini-batch travels, a new shape once."""
-        failed, index = loading.facts.tolist()
+        failed, index, largest, smallest, *others = loading.facts.tolist()
         batch = loading.batch
         if failed >= 0:
             if loading.error is None:
                 raise RuntimeFailure(f"rank {failed} could not load its mini-batch; see its error")
             return None
+        if largest != -smallest:
+            raise _unlike_shapes(batch)
         if index == len(self._shapes):  # a new shape: its source tells it once
-            own = _without_values(batch) if self._is_source() and batch is not None else None
+            own = mini_batch_shapes(batch) if self._is_source() and batch is not None else None
             meeting = Meeting(group=self._group, who=f"rank {dist.get_rank()}", timeout_s=self._timeout_s)
             told = meeting.tell(own, source=self._source, what=f"a new shape, from rank {self._source}")
             assert told is not None
             self._shapes.append(told)
-        return batch if batch is not None else self._shapes[index]
+        if batch is None:
+            return self._shapes[index]
+        ones = frozenset(key for key, other in zip(sorted(self._keys), others, strict=True) if not other)
+        return replace(batch, ones=ones)
 
     def _is_source(self) -> bool:
         return dist.get_rank() == self._source
@@ -275,35 +229,61 @@ class TrainingData:
     """What `train_batch` reads when it is called without data: the engine's own loader, or what the user set.
 
     Args:
-        loader: of ``training_data``; None where there is none.
+        own: this rank's share of ``training_data``; None where there is none.
     """
 
-    def __init__(self, feed: Feed, loader: Any) -> None:
-        self.loader = loader
+    def __init__(self, feed: Feed, own: RowLoader | None) -> None:
+        self.loader: Any = None if own is None else own.loader
         self._feed = feed
-        self._is_own = loader is not None
+        self._own = own
         self._iterator: Iterator[Any] | None = None
 
-    def next(self, given: Iterator[Any] | None) -> dict[str, Any]:
+    def next(self, given: Iterator[Any] | None) -> Batch:
         """Return the mini-batch of ``train_batch(given)``, or its shape where this rank reads no inputs.
 
         Raises:
             ConfigError: there is no data, or its keys or sizes do not fit.
+            RuntimeFailure: a rank could not load its rows.
         """
-        if given is None and self._iterator is None and self.loader is not None:
-            self._iterator = repeat(self.loader)
-        return self._feed.mini_batch(given, self._iterator, is_own=self._is_own)
+        if given is not None:
+            return self._feed.collect(given)
+        if self._own is None:
+            if self._iterator is None:
+                raise ConfigError(
+                    "train_batch() has no data: pass training_data to deepspeed.initialize, an iterator to "
+                    "train_batch(data_iter=...), or call set_dataloader()"
+                )
+            return self._feed.collect(self._iterator)
+        try:
+            return self._feed.load(self._own)
+        except BaseException:
+            self.close()
+            raise
 
     def use_loader(self, loader: Any) -> None:
         """Read ``loader``, the same batches on every rank, from its beginning."""
+        self.use_iterator(repeat(loader))
         self.loader = loader
-        self._iterator = None
-        self._is_own = False
 
     def use_iterator(self, iterator: Iterator[Any]) -> None:
         """Read ``iterator``, the same batches on every rank."""
-        self._iterator = iterator
-        self._is_own = False
+        self.close()
+        self._own, self._iterator = None, iterator
+
+    def apply(self, fn: Callable[[Any], Any]) -> None:
+        """Apply ``fn`` to every batch that is loaded or taken from an iterator.
+
+        Raises:
+            ConfigError: mini-batches are loaded ahead already.
+        """
+        if self._own is not None:
+            self._own.apply(fn)
+        self._feed.batch_fn = fn
+
+    def close(self) -> None:
+        """End what loads ahead."""
+        if self._own is not None:
+            self._own.close()
 
 
 def _check_iterator(iterator: Any) -> Iterator[Any]:
@@ -316,12 +296,11 @@ def _check_iterator(iterator: Any) -> Iterator[Any]:
     return iterator
 
 
-def _without_values(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch with its tensors on the meta device."""
-    return {
-        # shapes and dtypes travel, a few hundred bytes, whatever the batch weighs
-        key: torch.empty(value.shape, dtype=value.dtype, device="meta")
-        if isinstance(value, Tensor)
-        else value
-        for key, value in batch.items()
-    }
+def _unlike_shapes(batch: OwnRows | None) -> ConfigError:
+    """Return the error of ranks whose samples of one mini-batch cannot be stacked together."""
+    own = {} if batch is None else {k: list(v.shape[1:]) for k, v in batch.items() if isinstance(v, Tensor)}
+    here = f" (rank {dist.get_rank()}: {own})" if own else ""
+    return ConfigError(
+        f"samples of one mini-batch have unlike shapes or dtypes on different ranks{here}; without a collate_fn they "
+        "are stacked as they are: give deepspeed.initialize a collate_fn that pads"
+    )

@@ -1,13 +1,39 @@
-"""The gradients of one stage between backward and step: adding up micro-batches, summing over ranks."""
+"""The gradients of one stage between backward and step: adding up micro-batches, summing over ranks.
+
+Sums over a stage's ranks are made bucket by bucket, where the gradients lie (`flat_gradients`). Which parameters a loss
+has reached on any rank is summed with them: a flag of each, at the front of the buffer. The host needs no flag of what
+its own losses reached; of the rest it reads them when it reads the norm of the step, and not before.
+
+    flat     | flags | embed | layer.weight | layer.bias | out |
+    buckets  '------ 2 ------'-------- 1 --------'----- 0 -----'
+
+*Early* reductions: while the last backward of a mini-batch runs, a bucket is sent as soon as all its gradients are
+final, and `reduce_data` waits only. Buckets go in the same order on every rank, from the back, as backwards end with
+the parameters that forwards began with. So what each rank sends to its group is the same whatever the timing, and so
+are the bits. Where ranks may do so is decided in `schedule.early_reductions`.
+
+Source: buckets and early reductions, PyTorch Distributed (Li et al., VLDB 2020; arXiv 2006.15704), section 3.2
+Tests: tests/integrations/test_gradients.py, tests/integrations/test_stage_engine.py
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from gpp_plugin.engine.flat_gradients import GradientBuffer, HeldGradient
+from gpp_plugin.errors import RuntimeFailure
+
+EARLY_BUCKET_ELEMENTS = 1 << 22
+"""Most elements of a bucket that is sent while a backward runs: 16 MiB of fp32, one message of a good rate."""
+_FLAGS_ALIGNMENT = 64
+"""Gradients begin at a multiple of this many elements, whatever the number of flags in front of them."""
 
 
 class StageGradients(Protocol):
@@ -17,6 +43,9 @@ class StageGradients(Protocol):
 
     def accumulate(self) -> None:
         """Take up what a micro-batch's backward left in ``parameter.grad``."""
+
+    def begin_reduction(self) -> None:
+        """Sum them over the stage's ranks as they become final: what follows is the mini-batch's last backward."""
 
     def reduce_data(self) -> None:
         """Sum them over the stage's ranks; collective over those."""
@@ -33,11 +62,17 @@ class StageGradients(Protocol):
     def norms(self, names: Sequence[str]) -> Tensor:
         """Return the L2 norm of each gradient of ``names`` as this rank has it, in double precision on the host."""
 
+    def unknown(self) -> Tensor | None:
+        """Return the flags, on the device, of parameters that perhaps another rank's losses reached; None: of none."""
+
+    def learn(self, flags: Sequence[float]) -> None:
+        """Take the values of what `unknown` returned."""
+
     def gather(self) -> dict[str, Tensor]:
         """Return whole gradients, fp32, by name; those that no loss reached are left out."""
 
     def is_empty(self) -> bool:
-        """Return whether no loss reached any parameter."""
+        """Return whether no loss on this rank reached any parameter."""
 
     def held_bytes(self) -> int:
         """Return the bytes of all gradients held now."""
@@ -46,11 +81,34 @@ class StageGradients(Protocol):
         """Forget them."""
 
 
+@dataclass(slots=True, eq=False)
+class _Bucket:
+    """Gradients that are sent together: elements ``start`` to ``stop`` of a buffer.
+
+    Args:
+        members: the gradients in it.
+        waiting: those that the backward which runs has not made yet.
+        versions: of the members' views, when they were sent.
+        sent: what is under way: ``wire`` itself, which is the buffer's part unless another type travels.
+    """
+
+    buffer: GradientBuffer
+    start: int
+    stop: int
+    members: list[HeldGradient]
+    waiting: set[int]
+    versions: list[int]
+    wire: Tensor | None = None
+    sent: Any = None
+
+    @property
+    def part(self) -> Tensor:
+        """Return its elements."""
+        return self.buffer.flat.narrow(0, self.start, self.stop - self.start)
+
+
 class GradientStore:
     """Whole gradients of a stage's trained parameters, by name, scaled by the loss scale.
-
-    Where they are added up in the parameters' own type they stay in ``parameter.grad``, where autograd
-    accumulates; otherwise `accumulate` moves them into buffers of ``dtype`` after each micro-batch.
 
     Args:
         parameters: trained parameters by name, in the same order on every rank of the stage.
@@ -58,6 +116,8 @@ class GradientStore:
         bucket_elements: most elements sent at once (a larger parameter travels alone).
         group: the stage's ranks; this one is number ``position`` of ``degree``.
         communication_dtype: type on the wire between the stage's ranks; None: the gradients' own.
+        reduces_early: ranks may send in the mini-batch's last backward.
+        device: where they lie.
     """
 
     def __init__(
@@ -70,59 +130,96 @@ class GradientStore:
         position: int = 0,
         degree: int = 1,
         communication_dtype: torch.dtype | None = None,
+        reduces_early: bool = False,
+        device: torch.device | str = "cpu",
     ) -> None:
-        # Names whose sums are held apart, in another type than autograd adds up in (bf16 parameters, fp32 sums).
         self.parameters = dict(parameters)
-        self._separate = {n: dtype for n, p in self.parameters.items() if dtype not in (None, p.dtype)}
         self._bucket_elements = bucket_elements
         self._group = group
         self._position = position
         self._degree = degree
         self._communication_dtype = communication_dtype
-        self._sums: dict[str, Tensor] = {}
+        self._device = torch.device(device)
+        self._buffers = _make_buffers(self.parameters, dtype, self._device)
+        self._held = {name: held for buffer in self._buffers for name, held in buffer.held.items()}
+        self._flags = {
+            name: buffer.flat.narrow(0, number, 1)
+            for buffer in self._buffers
+            for number, name in enumerate(buffer.held)
+        }
+        # Flags of this mini-batch are written once; ``_shared`` are the names whose flags were summed over other ranks.
+        self._has_flags = False
+        self._shared: set[str] = set()
+        most = min(bucket_elements, EARLY_BUCKET_ELEMENTS) if reduces_early else bucket_elements
+        self._buckets = [b for buffer in self._buffers for b in _cut(buffer, most)] if degree > 1 else []
+        self._early = EarlySends(self._buckets, self._send) if reduces_early and self._buckets else None
+
+    # ---- one mini-batch ------------------------------------------------------------------------------------
 
     def accumulate(self) -> None:
-        """Move what autograd left in ``parameter.grad`` into the buffers, where there are buffers."""
-        if self._separate:
-            self._move_to_buffers()
+        """Take up what a micro-batch's backward left in ``parameter.grad``, where sums are of another type."""
+        if self._early is not None:
+            self._early.check()
+        for buffer in self._buffers:
+            buffer.accumulate()
+        if self._early is not None:
+            self._early.end()
 
-    @torch.no_grad()
-    def _move_to_buffers(self) -> None:
-        for name, dtype in self._separate.items():
-            parameter = self.parameters[name]
-            if parameter.grad is None:
-                continue
-            held = self._sums.get(name)
-            if held is None:
-                self._sums[name] = parameter.grad.to(dtype)
-            else:
-                held.add_(parameter.grad)
-            parameter.grad = None
+    def begin_reduction(self) -> None:
+        """Sum gradients over the stage's ranks as they become final: what follows is the mini-batch's last backward."""
+        if self._early is not None:
+            self._take_up()
+            self._early.begin()
 
     def get(self, name: str) -> Tensor | None:
-        """Return the gradient of ``name``; None where no loss reached the parameter."""
-        return self._sums.get(name) if name in self._separate else self.parameters[name].grad
+        """Return the gradient of ``name``; None where no loss reached the parameter, as far as is known."""
+        held = self._held[name]
+        return held.view if held.is_reached else None
 
     def is_empty(self) -> bool:
-        """Return whether no loss reached any parameter, as in a stage without backwards."""
-        return all(self.get(name) is None for name in self.parameters)
+        """Return whether no loss on this rank reached any parameter, as in a stage without backwards."""
+        return all(buffer.is_empty() for buffer in self._buffers)
 
     def held_bytes(self) -> int:
         """Return the bytes of all gradients held now."""
-        held = [*self._sums.values(), *(p.grad for p in self.parameters.values() if p.grad is not None)]
-        return sum(gradient.numel() * gradient.element_size() for gradient in held)
+        return sum(buffer.num_bytes for buffer in self._buffers)
 
     def clear(self) -> None:
         """Forget all gradients."""
-        self._sums.clear()
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        if self._early is not None:
+            self._early.stop()
+        for bucket in self._buckets:
+            bucket.wire = bucket.sent = None
+        for buffer in self._buffers:
+            buffer.clear()
+        self._has_flags = False
+        self._shared.clear()
 
+    # ---- sums over ranks -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
     def reduce_data(self) -> None:
         """Sum all gradients over the stage's ranks; collective over those, once a mini-batch."""
-        if self._degree > 1:
-            assert self._group is not None
-            self._all_reduce(list(self.parameters), self._group, dtype=self._communication_dtype)
+        self._take_up()
+        for bucket in self._buckets:
+            if bucket.sent is None:
+                self._send(bucket)
+        for bucket in self._buckets:
+            bucket.sent.wait()
+            assert bucket.wire is not None, "it was sent"
+            if bucket.wire.dtype != bucket.buffer.flat.dtype:
+                bucket.part.copy_(bucket.wire)
+            bucket.wire = bucket.sent = None
+        if self._buckets:
+            self._shared.update(self.parameters)
+
+    @torch.no_grad()
+    def _send(self, bucket: _Bucket) -> None:
+        """Begin to sum a bucket over the stage's ranks; all ranks send the same buckets in the same order."""
+        if bucket.start == 0:  # the flags are at the front, which is sent last
+            self._write_flags(bucket.buffer)
+        bucket.wire = bucket.part.to(self._communication_dtype or bucket.part.dtype)
+        bucket.sent = dist.all_reduce(bucket.wire, group=self._group, async_op=True)
 
     def reduce_tied(self, names: Sequence[str], *, group: dist.ProcessGroup | int) -> None:
         """Sum the gradients of ``names`` over the ranks of several stages; collective over them.
@@ -136,108 +233,232 @@ class GradientStore:
         """Sum the gradients of ``names`` over the tensor ranks of a data position; collective over them."""
         self._all_reduce(names, group)
 
-    def squared_norm(self, *, without: Iterable[str], precision: torch.dtype) -> Tensor:
-        """Return this rank's share of the squared L2 norm; the stage's ranks hold the same and share it out."""
-        left_out = set(without)
-        # Every d-th parameter from this rank's position on: of five parameters on two ranks 0 2 4 and 1 3.
-        mine = [name for name in self.parameters if name not in left_out][self._position :: self._degree]
-        norms = [
-            torch.linalg.vector_norm(gradient, dtype=precision)
-            for gradient in map(self.get, mine)
-            if gradient is not None
-        ]
-        if not norms:
-            device = next((p.device for p in self.parameters.values()), None)
-            return torch.zeros((), dtype=precision, device=device)
-        return torch.stack(norms).square().sum()
-
-    def norms(self, names: Sequence[str]) -> Tensor:
-        """Return the L2 norm of each gradient of ``names``, in double precision on the host; 0 where there is none."""
-        held = [self.get(name) for name in names]
-        return torch.tensor(
-            [0.0 if g is None else float(g.float().norm()) for g in held], dtype=torch.float64
-        )
-
-    def gather(self) -> dict[str, Tensor]:
-        """Return copies of the gradients by name, fp32, without those that no loss reached."""
-        held = {name: self.get(name) for name in self.parameters}
-        return {name: g.float().clone() for name, g in held.items() if g is not None}
-
     @torch.no_grad()
     def _all_reduce(
-        self,
-        names: Sequence[str],
-        group: dist.ProcessGroup | int,
-        *,
-        contribute: bool = True,
-        dtype: torch.dtype | None = None,
+        self, names: Sequence[str], group: dist.ProcessGroup | int, *, contribute: bool = True
     ) -> None:
-        """Sum the gradients of ``names`` over ``group``, in buckets, in the order of ``names``.
-
-        A parameter has a gradient afterwards where any contributing rank had one.
+        """Sum the gradients of some parameters, and their flags, over ``group``, in the order of ``names``.
 
         Args:
             contribute: False adds zeros for this rank (a replica whose sum another rank brings).
-            dtype: type on the wire; None: the gradients' own.
         """
-        for bucket in self._buckets(names):
-            self._reduce_bucket(bucket, group, contribute, dtype)
+        # They lie anywhere in the buffers, so they travel in a tensor made for it: | gradients | their flags |.
+        self._take_up()
+        if not self._has_flags:
+            for buffer in self._buffers:
+                self._write_flags(buffer)
+        for bucket in self._groups_of(names):
+            own = [self._held[name].view for name in bucket] + [self._flags[name] for name in bucket]
+            flat = torch.cat([tensor.reshape(-1) for tensor in own])
+            if not contribute:
+                flat.zero_()
+            dist.all_reduce(flat, group=group)
+            pieces = flat.split([tensor.numel() for tensor in own])
+            torch._foreach_copy_(own, [p.view(t.shape) for p, t in zip(pieces, own, strict=True)])
+            for held in (self._held[name] for name in bucket):
+                if not held.is_reached:  # what was written is no gradient of a loss on this rank
+                    held.version = held.view._version
+        self._shared.update(names)
 
-    def _buckets(self, names: Sequence[str]) -> Iterator[list[str]]:
+    def _groups_of(self, names: Sequence[str]) -> Iterator[list[str]]:
         # Neighbours of one type up to the limit: sizes 3, 4 and 9 with 8 a bucket go as [3, 4] and [9]. The order is
         # that of `names`, the same on every rank, or ranks would sum unlike parameters.
         bucket: list[str] = []
         elements = 0
         for name in names:
-            parameter = self.parameters[name]
-            other_type = bucket and self._held_dtype(name) != self._held_dtype(bucket[0])
-            if bucket and (other_type or elements + parameter.numel() > self._bucket_elements):
+            view = self._held[name].view
+            other_type = bucket and view.dtype != self._held[bucket[0]].view.dtype
+            if bucket and (other_type or elements + view.numel() > self._bucket_elements):
                 yield bucket
                 bucket, elements = [], 0
             bucket.append(name)
-            elements += parameter.numel()
+            elements += view.numel()
         if bucket:
             yield bucket
 
-    def _held_dtype(self, name: str) -> torch.dtype:
-        return self._separate.get(name) or self.parameters[name].dtype
+    # ---- which parameters were reached ---------------------------------------------------------------------
 
-    def _reduce_bucket(
-        self,
-        names: list[str],
-        group: dist.ProcessGroup | int,
-        contribute: bool,
-        communication_dtype: torch.dtype | None,
-    ) -> None:
-        """All-reduce one flat buffer: the gradients, then one element per parameter that says it has one."""
-        # flat    | gradient of names[0] | gradient of names[1] | ... | has 0 | has 1 | ... |
-        # Micro-batches of one rank may reach a parameter and those of another not: without the flags at the end the
-        # latter could not tell a sum of zeros from none, and optimizers treat them differently.
-        parameters = [self.parameters[name] for name in names]
-        sizes = [p.numel() for p in parameters]
-        dtype = communication_dtype or self._held_dtype(names[0])
-        flat = torch.zeros(sum(sizes) + len(names), dtype=dtype, device=parameters[0].device)
-        *pieces, present = flat.split([*sizes, len(names)])
-        missing = [self.get(name) is None for name in names]
-        if contribute:
-            for name, piece in zip(names, pieces, strict=True):
-                gradient = self.get(name)
-                if gradient is not None:
-                    piece.copy_(gradient.reshape(-1))
-            present.copy_(torch.tensor([not absent for absent in missing]))
-        dist.all_reduce(flat, group=group)
-        # Reading `present` waits for the device, so look only where this rank cannot know.
-        found = present.tolist() if any(missing) else [1.0] * len(names)
-        for name, parameter, piece, count in zip(names, parameters, pieces, found, strict=True):
-            held = self.get(name)
-            if held is not None:
-                held.copy_(piece.view(parameter.shape))
-            elif count:
-                self._put(name, piece.view(parameter.shape))
+    def _take_up(self) -> None:
+        for buffer in self._buffers:
+            buffer.take_up()
 
-    def _put(self, name: str, gradient: Tensor) -> None:
-        dtype = self._held_dtype(name)
-        if name in self._separate:
-            self._sums[name] = gradient.to(dtype, copy=True)
-        else:
-            self.parameters[name].grad = gradient.to(dtype, copy=True)
+    def _write_flags(self, buffer: GradientBuffer) -> None:
+        """Write, before they are summed, which parameters this rank's losses have reached."""
+        reached = [held.is_reached or held.view._version != held.version for held in buffer.held.values()]
+        flags = buffer.flat.narrow(0, 0, len(reached))
+        self._has_flags = True
+        if all(reached):
+            flags.fill_(1.0)
+            return
+        # To a GPU from pinned memory, or the host would wait for the copy.
+        values = torch.tensor(reached, dtype=flags.dtype)
+        flags.copy_(values.pin_memory() if flags.is_cuda else values, non_blocking=True)
+
+    def unknown(self) -> Tensor | None:
+        """Return the flags, on the device, of parameters that perhaps another rank's losses reached; None: of none."""
+        names = self._unknown_names()
+        return torch.cat([self._flags[name] for name in names]) if names else None
+
+    def learn(self, flags: Sequence[float]) -> None:
+        """Take the values of what `unknown` returned."""
+        for name, flag in zip(self._unknown_names(), flags, strict=True):
+            self._held[name].is_reached = flag > 0
+
+    def _unknown_names(self) -> list[str]:
+        return [name for name, held in self._held.items() if not held.is_reached and name in self._shared]
+
+    # ---- what the step reads -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def squared_norm(self, *, without: Iterable[str], precision: torch.dtype) -> Tensor:
+        """Return this rank's share of the squared L2 norm; the stage's ranks hold the same and share it out."""
+        self._take_up()
+        left_out = set(without)
+        # Every d-th parameter from this rank's position on: of five parameters on two ranks 0 2 4 and 1 3. One that
+        # no loss reached is zero, on all ranks.
+        mine = [name for name in self.parameters if name not in left_out][self._position :: self._degree]
+        views = [self._held[name].view for name in mine]
+        if not views:
+            return torch.zeros((), dtype=precision, device=self._device)
+        return torch.stack(torch._foreach_norm(views, 2, dtype=precision)).square().sum()
+
+    def norms(self, names: Sequence[str]) -> Tensor:
+        """Return the L2 norm of each gradient of ``names``, in double precision on the host; 0 where there is none."""
+        norms = [self._held[name].view.float().norm() for name in names]
+        return torch.stack(norms).double().cpu() if norms else torch.zeros(0, dtype=torch.float64)
+
+    def gather(self) -> dict[str, Tensor]:
+        """Return copies of the gradients by name, fp32, without those that no loss reached."""
+        self._take_up()
+        unknown = self.unknown()
+        if unknown is not None:
+            self.learn(unknown.tolist())
+        held = {name: self.get(name) for name in self.parameters}
+        return {name: g.float().clone() for name, g in held.items() if g is not None}
+
+
+class EarlySends:
+    """Sends buckets in the last backward of a mini-batch, in their order, each when it is final.
+
+    All of them are on their way when the backward has ended, on every rank: no rank may stand between its last backward
+    and `reduce_data` with a bucket unsent that another rank, early, waits for (`schedule.early_reductions`).
+
+    Args:
+        buckets: in the order in which all ranks send them.
+        send: sends one.
+    """
+
+    def __init__(self, buckets: Sequence[_Bucket], send: Callable[[_Bucket], None]) -> None:
+        self._buckets = list(buckets)
+        self._send = send
+        self._hooks: list[Any] = []
+        self._next = 0
+        self._is_last = False
+        # A user's module may reach a parameter twice in one backward (reentrant checkpoints). So the first one is
+        # watched only; where that happens this rank sends when the backward has ended, which is as good to the others.
+        # A single bucket is final no earlier.
+        self._is_watching = True
+        self._is_allowed = len(self._buckets) > 1
+
+    def begin(self) -> None:
+        """Get ready for the last backward."""
+        self._is_last = True
+        self._next = 0
+        if not self._is_allowed:
+            return
+        for bucket in self._buckets:
+            bucket.waiting = set(map(id, bucket.members))
+            for held in bucket.members:
+                made = functools.partial(self._made, bucket, held)
+                self._hooks.append(held.parameter.register_post_accumulate_grad_hook(made))
+
+    def _made(self, bucket: _Bucket, held: HeldGradient, _: Tensor) -> None:
+        """Take note that the backward has made a gradient; called by autograd."""
+        if self._is_watching:
+            self._is_allowed &= id(held) in bucket.waiting
+        bucket.waiting.discard(id(held))
+        if self._is_watching:
+            return
+        while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
+            ready = self._buckets[self._next]
+            ready.buffer.add(ready.members)
+            self._send(ready)
+            ready.versions = [held.view._version for held in ready.members]
+            self._next += 1
+
+    def check(self) -> None:
+        """Look, after a backward, whether what was sent is what it made.
+
+        Raises:
+            RuntimeFailure: a gradient changed after it was sent.
+        """
+        if not self._hooks:
+            return
+        self._remove_hooks()
+        self._is_watching = False
+        for bucket in self._buckets[: self._next]:
+            for held, version in zip(bucket.members, bucket.versions, strict=True):
+                if _is_beside(held) or held.view._version != version:
+                    raise RuntimeFailure(
+                        "a backward reached a parameter again after its gradient was sent to the stage's other ranks: "
+                        "the module runs a backward inside its backward (torch.utils.checkpoint with "
+                        "use_reentrant=True); use use_reentrant=False"
+                    )
+
+    def end(self) -> None:
+        """Send what the last backward has not."""
+        if self._is_last:
+            for bucket in self._buckets[self._next :]:
+                self._send(bucket)
+        self._is_last = False
+
+    def stop(self) -> None:
+        """Send nothing more: the mini-batch has ended, or failed."""
+        self._remove_hooks()
+        self._is_last = False
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+def _is_beside(held: HeldGradient) -> bool:
+    gradient = held.parameter.grad
+    return gradient is not None and gradient is not held.view
+
+
+def _make_buffers(
+    parameters: Mapping[str, nn.Parameter], dtype: torch.dtype | None, device: torch.device
+) -> list[GradientBuffer]:
+    """Return a buffer for each type of sums, with the parameters in order behind their flags."""
+    names_of: dict[torch.dtype, list[str]] = {}
+    for name, parameter in parameters.items():
+        names_of.setdefault(dtype or parameter.dtype, []).append(name)
+    buffers = []
+    for kind, names in names_of.items():
+        first = -(-len(names) // _FLAGS_ALIGNMENT) * _FLAGS_ALIGNMENT
+        places = {}
+        for name in names:
+            places[name] = parameters[name], first
+            first += parameters[name].numel()
+        buffers.append(GradientBuffer(places, num_elements=first, dtype=kind, device=device))
+    return buffers
+
+
+def _cut(buffer: GradientBuffer, most: int) -> list[_Bucket]:
+    """Cut a buffer into buckets of at most ``most`` elements of gradients, from the back; flags are in the last one."""
+    # Sizes 3, 4, 9 and 2 with 8 a bucket: [2], [9], [flags, 3, 4].
+    buckets: list[_Bucket] = []
+    members: list[HeldGradient] = []
+    stop = buffer.flat.numel()
+    start = stop
+    for held in reversed(buffer.held.values()):
+        size = held.view.numel()
+        if members and stop - start + size > most:
+            buckets.append(_Bucket(buffer, start, stop, members, set(), []))
+            members, stop = [], start
+        members.append(held)
+        start -= size
+    buckets.append(_Bucket(buffer, 0, stop, members, set(), []))
+    return buckets

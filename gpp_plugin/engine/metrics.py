@@ -6,6 +6,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from gpp_plugin.engine.setting import Monitor, Setting
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.ir.plan import PipelinePlan
@@ -18,6 +21,14 @@ from gpp_plugin.runtime.recorder import Clock, gather_timeline
 logger = logging.getLogger(__name__)
 
 DEFAULT_STEPS_PER_PRINT = 10
+
+
+def sum_of_losses(losses: Sequence[tuple[Tensor, int]]) -> float:
+    """Return the sum of losses, each times the samples it is the mean over; reads the device once."""
+    if not losses:
+        return 0.0
+    values = torch.stack([loss.reshape(()) for loss, _ in losses]).tolist()
+    return sum(value * count for value, (_, count) in zip(values, losses, strict=True))
 
 
 class Metrics:

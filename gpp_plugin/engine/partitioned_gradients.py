@@ -1,6 +1,7 @@
 """Gradients under ZeRO 1 and 2: after a reduction each rank keeps the sums of its own partition only.
 
-    ZeRO 1   whole gradients of a rank add up over the mini-batch; one reduce-scatter at its end
+    ZeRO 1   whole gradients of a rank add up over the mini-batch in one buffer; one reduce-scatter at its end, which
+             leaves the rank's sums in its own part of the buffer
     ZeRO 2   whole gradients live from a backward to the reduction behind it; partitions add up
 
 Bytes one rank holds for N parameters on d ranks, gradients of g bytes an element, sums of s bytes (g = s, or
@@ -9,7 +10,7 @@ bf16 with fp32 sums):
                                 ZeRO 0          ZeRO 1          ZeRO 2
     between two micro-batches   s N             s N             s N / d
     while a backward ends       s N (+ g N)     s N (+ g N)     s N / d + g N
-    while it steps              s N             s N / d         s N / d
+    while it steps              s N             s N             s N / d
 
 So ZeRO 2 does not lower what one backward makes; it lowers what is held beside the activations of the
 micro-batches in flight, which is where a pipeline stage has its peak. ZeRO 3 would gather parameters inside
@@ -21,6 +22,9 @@ equal partitions, one a rank of the stage:
 
     flat        | embed            | norm | layer.weight          | bias | pad |
     partition   | rank 0             | rank 1             | rank 2             |
+
+Neither sends early (`gradients`): a window of ZeRO 1 has a part of every layer, so that it is final when the backward
+ends, and ZeRO 2 reduces behind each backward.
 
 Source: ZeRO (Rajbhandari et al., SC 2020; arXiv 1910.02054), section 5
 Tests: tests/integrations/test_engine.py, tests/integrations/test_state.py
@@ -35,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.gradients import GradientStore
+from gpp_plugin.engine.flat_gradients import GradientBuffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,13 +136,24 @@ class PartitionedGradients:
         self._degree = degree
         self._is_gloo = degree > 1 and dist.get_backend(group) == "gloo"
         self._bucket_elements = bucket_elements
-        self._whole = GradientStore(
-            parameters, dtype=None if is_reduced_often else dtype, bucket_elements=bucket_elements
-        )
-        self._partitions: list[Tensor] | None = None
         self._reached: set[str] = set()
         self._device = next(iter(self.parameters.values())).device
         self._windows = [self._windows_of(flat) for flat in self._layout]
+        # Of each flat group: under ZeRO 1 a buffer of all elements, whose part ``position`` is the rank's own; under
+        # ZeRO 2 that part alone, while autograd makes the parameters' `grad` anew each time.
+        self._buffers = [] if is_reduced_often else [self._buffer_of(flat) for flat in self._layout]
+        own = [buffer.flat.view(degree, -1)[position] for buffer in self._buffers]
+        sizes = [flat.partition_size for flat in self._layout]
+        self.partitions = own or [torch.zeros(size, dtype=dtype, device=self._device) for size in sizes]
+        """This rank's partition of each flat group, zero where no loss reached."""
+
+    def _buffer_of(self, flat: FlatGroup) -> GradientBuffer:
+        return GradientBuffer(
+            {span.name: (self.parameters[span.name], span.first) for span in flat.spans},
+            num_elements=flat.partition_size * self._degree,
+            dtype=self._dtype,
+            device=self._device,
+        )
 
     def _windows_of(self, flat: FlatGroup) -> list[_Window]:
         """Cut a rank's partition into windows: together, those of all ranks are one message."""
@@ -162,59 +177,92 @@ class PartitionedGradients:
 
     def accumulate(self) -> None:
         """Take up what autograd left in ``parameter.grad``, where whole gradients are added up in another type."""
-        self._whole.accumulate()
+        for buffer in self._buffers:
+            buffer.accumulate()
+
+    def begin_reduction(self) -> None:
+        """Do nothing: `reduce_data` sends all."""
 
     def is_empty(self) -> bool:
         """Return whether no loss reached any parameter on this rank."""
-        return not self._reached and self._whole.is_empty()
+        if self._reached:
+            return False
+        if self._buffers:
+            return all(buffer.is_empty() for buffer in self._buffers)
+        return all(parameter.grad is None for parameter in self.parameters.values())
 
     def held_bytes(self) -> int:
         """Return the bytes of all gradients held now."""
-        parts = self._partitions or []
-        return self._whole.held_bytes() + sum(part.numel() * part.element_size() for part in parts)
+        if self._buffers:
+            return sum(buffer.num_bytes for buffer in self._buffers)
+        made = [p.grad.nbytes for p in self.parameters.values() if p.grad is not None]
+        return sum(made) + sum(partition.nbytes for partition in self.partitions)
 
     def clear(self) -> None:
         """Forget all gradients."""
-        self._whole.clear()
-        self._partitions = None
         self._reached.clear()
+        for buffer in self._buffers:
+            buffer.clear()
+        if not self._buffers:
+            torch._foreach_zero_(self.partitions)
+            self._let_go()
 
-    @property
-    def partitions(self) -> list[Tensor]:
-        """Return this rank's partition of each flat group, zero where no loss reached."""
-        if self._partitions is None:
-            self._partitions = [
-                torch.zeros(flat.partition_size, dtype=self._dtype, device=self._device)
-                for flat in self._layout
-            ]
-        return self._partitions
+    def _let_go(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def unknown(self) -> None:
+        """Return None: a partition has a gradient of zero where no loss reached."""
+
+    def learn(self, flags: Sequence[float]) -> None:
+        """Refuse: nothing is unknown."""
+        raise AssertionError("no flags were asked for")
 
     @torch.no_grad()
     def reduce_data(self) -> None:
-        """Sum what has come together since the last call over the stage's ranks, into the partitions; collective."""
-        self._reached.update(name for name in self.parameters if self._whole.get(name) is not None)
-        for windows, partition in zip(self._windows, self.partitions, strict=True):
-            for window in windows:
-                partition.narrow(0, window.start, window.width).add_(self._reduce_window(window))
-        self._whole.clear()
+        """Sum what has come together since the last call over the stage's ranks, into the partitions; collective.
 
-    def _reduce_window(self, window: _Window) -> Tensor:
-        """Return the sums over the stage's ranks of the window of this rank's partition."""
-        # parts [rank of the stage, element of the window]: row r is what this rank's gradients have of rank r's
-        # partition, elements start to start + width of it. A reduce-scatter sums row r of all ranks on rank r.
+        Under ZeRO 1 once a mini-batch.
+        """
+        if not self._buffers:
+            self._reached.update(name for name, p in self.parameters.items() if p.grad is not None)
+            for windows, partition in zip(self._windows, self.partitions, strict=True):
+                for window in windows:
+                    partition.narrow(0, window.start, window.width).add_(self._sum(self._gathered(window)))
+            self._let_go()
+            return
+        for buffer, windows, partition in zip(self._buffers, self._windows, self.partitions, strict=True):
+            buffer.take_up()
+            self._reached.update(name for name, held in buffer.held.items() if held.is_reached)
+            rows = buffer.flat.view(self._degree, -1)
+            for window in windows if self._degree > 1 else ():
+                parts = rows.narrow(1, window.start, window.width).to(self._wire_dtype).contiguous()
+                partition.narrow(0, window.start, window.width).copy_(self._sum(parts))
+
+    def _gathered(self, window: _Window) -> Tensor:
+        """Return what autograd made of a window, one row a rank's partition."""
         parts = torch.zeros(self._degree, window.width, dtype=self._wire_dtype, device=self._device)
         for part, segments in zip(parts, window.segments, strict=True):
             for segment in segments:
-                gradient = self._whole.get(segment.name)
+                gradient = self.parameters[segment.name].grad
                 if gradient is not None:
                     piece = gradient.reshape(-1).narrow(0, segment.start, segment.num_elements)
                     part.narrow(0, segment.offset, segment.num_elements).copy_(piece)
+        return parts
+
+    def _sum(self, parts: Tensor) -> Tensor:
+        """Return the sums over the stage's ranks of this rank's partition.
+
+        Args:
+            parts: [rank of the stage, element of the window]: row r is what this rank has of rank r's partition.
+        """
+        # A reduce-scatter sums row r of all ranks on rank r.
         if self._degree == 1:
             return parts[0]
         if self._is_gloo:  # its reduce-scatter is an all-reduce of a copy
             dist.all_reduce(parts, group=self._group)
             return parts[self._position]
-        sums = torch.empty(window.width, dtype=self._wire_dtype, device=self._device)
+        sums = torch.empty(parts.shape[1], dtype=self._wire_dtype, device=self._device)
         _reduce_scatter(sums, parts.view(-1), self._group)
         return sums
 

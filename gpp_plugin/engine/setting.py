@@ -25,6 +25,7 @@ from gpp_plugin.engine.partitioned_gradients import FlatGroup
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.lane import Lane
+from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference, StageSource
 from gpp_plugin.runtime.weight_versions import WeightPlaces
@@ -36,6 +37,7 @@ class Setting:
 
     Args:
         group: a CPU process group of all ranks for small agreements; None for a single rank.
+        placement: which ranks share a host, and which a device.
         dtype: training precision of parameters and floating inputs.
         optimizer_bytes: optimizer state, master copy and gradient sum for each trainable parameter.
     """
@@ -48,6 +50,7 @@ class Setting:
     zero_stage: int
     optimizer_bytes: float
     group: dist.ProcessGroup | None
+    placement: JobPlacement
 
 
 # ---- the model ----------------------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ class StageEngine:
         framework: its name, for errors.
         device: where the module lives.
         steps_alone: the stage steps after each of its micro-batches, whatever the others do (mode async).
+        reduces_early: its ranks may sum gradients in the last backward (`schedule.early_reductions`); alike on all.
 
     Raises:
         ConfigError: the configuration asks for what a stage cannot do, or the framework refuses it on any rank.
@@ -69,6 +70,7 @@ class StageEngine:
         framework: str = "",
         device: torch.device | str = "cpu",
         steps_alone: bool = False,
+        reduces_early: bool = False,
     ) -> None:
         self.module = module
         self.plan = plan
@@ -82,6 +84,7 @@ class StageEngine:
         self.position = self._data_ranks.index(rank)  # in the data-parallel group
         self.tied = tuple(tie for tie in tied if self.stage_index in tie.stages)
         self._framework = framework
+        self._reduces_early = reduces_early
         self._counters = StepCounters()
         self._agree(functools.partial(self._build, make_optimizer, steps_alone), "construction")
 
@@ -110,6 +113,8 @@ class StageEngine:
         self.config = self._updater.config
         self.dtype: torch.dtype = getattr(torch, self.config.dtype)
         self.gradients: StageGradients = self._make_gradients()
+        trained = set(map(id, self._updater.trained.values()))
+        self._untrained = [p for p in self.module.parameters() if id(p) not in trained and p.requires_grad]
         self._reductions = GradientReductions(
             self.gradients,
             stage=self.stage,
@@ -134,7 +139,9 @@ class StageEngine:
             "bucket_elements": self.config.bucket_elements,
         }
         if not self.is_partitioned:
-            return GradientStore(self._updater.trained, **common)
+            return GradientStore(
+                self._updater.trained, reduces_early=self._reduces_early, device=self.device, **common
+            )
         return PartitionedGradients(
             self._updater.trained,
             self._updater.layout,
@@ -157,7 +164,6 @@ class StageEngine:
             # Alone, only the tensor ranks take part in the check; together, all ranks raise where one of them would.
             compare=self._reductions.compare_duplicates if steps_alone else self._compare_duplicates,
             clear=self.zero_grad,
-            device=self.device,
             samples=self.plan.mini_batch,
         )
         return StepAlone(update) if steps_alone else StepTogether(update)
@@ -200,6 +206,10 @@ class StageEngine:
         """Add a micro-batch's gradients to the mini-batch's, where they are held in another type."""
         self._reductions.accumulate()
 
+    def begin_reduction(self) -> None:
+        """Let the gradients be summed over the stage's ranks in the backward that follows, the mini-batch's last."""
+        self._reductions.begin_reduction()
+
     def reduce_data(self) -> None:
         """Sum the gradients over the stage's ranks; collective over them.
 
@@ -236,7 +246,7 @@ class StageEngine:
     def zero_grad(self) -> None:
         """Forget the mini-batch's gradients."""
         self._reductions.clear()
-        for parameter in self.module.parameters():
+        for parameter in self._untrained:
             parameter.grad = None
 
     @property

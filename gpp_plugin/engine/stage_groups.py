@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -83,12 +84,18 @@ class StageGroups:
 
     @classmethod
     def create(
-        cls, plan: PipelinePlan, tied: Sequence[TiedParameter] = (), *, timeout_s: float
+        cls,
+        plan: PipelinePlan,
+        tied: Sequence[TiedParameter] = (),
+        *,
+        timeout_s: float,
+        backend: str | None = None,
     ) -> StageGroups:
         """Create the groups; collective over all ranks of the default group.
 
         Args:
-            timeout_s: how long a collective waits for its peers.
+            timeout_s: how long a collective waits for its peers (`collective_timeout_s`).
+            backend: what moves the device's tensors (`JobPlacement.backend`); None: the default group's.
 
         Raises:
             PlanError: the plan's ranks are not those of this job, a grid of ranks is not as process groups order
@@ -100,12 +107,12 @@ class StageGroups:
         #
         #     world {0 1 2 3 4}   single {3}   data: a column {1 3}   tensor: a row {3 4}   stage {1 2 3 4}
         _check(plan, tied)
-        timeout = timedelta(seconds=timeout_s)
-        world = dist.new_group(list(range(plan.num_ranks)), timeout=timeout)
-        single = dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True)
+        new_group = partial(dist.new_group, timeout=timedelta(seconds=timeout_s), backend=backend)
+        world = new_group(list(range(plan.num_ranks)))
+        single = new_group([dist.get_rank()], use_local_synchronization=True)
 
         def make_one_of(grids: Iterable[Sequence[int]]) -> dist.ProcessGroup | int:
-            return _own([dist.new_group(list(ranks), timeout=timeout) for ranks in grids])
+            return _own([new_group(list(ranks)) for ranks in grids])
 
         data = tuple(
             make_one_of(stage.data_ranks(position) for position in range(stage.tensor))

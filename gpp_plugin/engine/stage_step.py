@@ -1,6 +1,6 @@
 """From a stage's gradients to its step: sums over ranks in their order, one norm, one decision, one update.
 
-    runtime, per micro-batch      backward; accumulate
+    runtime, per micro-batch      backward; accumulate        (before the last one, where allowed: begin_reduction)
     runtime, once per mini-batch  reduce_data     over the stage's data-parallel ranks
                                   sum_tensor      over its tensor ranks, of what each has of its part of the sequence
                                   reduce_tied     over the stages that hold a parameter together
@@ -67,6 +67,10 @@ class GradientReductions:
         """Take in a micro-batch's gradients, which no rank has summed yet."""
         self._gradients.accumulate()
         self._has_data = False
+
+    def begin_reduction(self) -> None:
+        """Sum over the data-parallel ranks as gradients become final, in the backward that follows."""
+        self._gradients.begin_reduction()
 
     def reduce_data(self) -> None:
         """Sum over the data-parallel ranks; collective over them."""
@@ -200,7 +204,6 @@ class StageUpdate:
         foreign: Collection[str],
         compare: Callable[[], None],
         clear: Callable[[], None],
-        device: torch.device,
         samples: int,
     ) -> None:
         self._gradients = gradients
@@ -211,7 +214,6 @@ class StageUpdate:
         self._foreign = frozenset(foreign)
         self._compare: Callable[[], None] | None = compare
         self._clear = clear
-        self._device = device
         self._samples = samples
         self._is_partitioned = bool(updater.layout)
 
@@ -242,9 +244,15 @@ class StageUpdate:
         hold alike is the first one's: every element is squared on one rank, and one number a rank is summed.
         """
         total = self._gradients.squared_norm(without=self._foreign, precision=self._updater.norm_precision)
-        total = total.to(self._device)
         dist.all_reduce(total, group=self._group)
-        return math.sqrt(value) if (value := total.item()) >= 0 else math.nan
+        # One read of the device a step: the norm, and with it what else the host does not know.
+        unknown = self._gradients.unknown()
+        if unknown is None:
+            value = total.item()
+        else:
+            value, *flags = torch.cat([total.reshape(1), unknown.to(total.dtype)]).tolist()
+            self._gradients.learn(flags)
+        return math.sqrt(value) if value >= 0 else math.nan
 
     def _coefficient(self, norm: float) -> float:
         """Return the factor that takes the loss scale out of the gradients and clips them to the largest norm.

@@ -140,7 +140,7 @@ class PipelineSurface:
         """Log the memory this rank's device holds, on ``print_rank`` (-1: every rank)."""
         if print_rank in (-1, self.global_rank):
             # What torch's allocator gave out; on the CPU nobody counts.
-            held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+            held = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
             logger.info("%s: rank %d holds %.1f MiB on its device", msg, self.global_rank, held / 2**20)
 
     def log_for_device(self, *msg: Any) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.doors import Channel, Transport, TransportRequest
 from gpp_plugin.engine.memory_watch import MemoryWatch
+from gpp_plugin.engine.metrics import sum_of_losses
 from gpp_plugin.engine.setting import EngineModel, Setting
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_step import StepResult
@@ -39,6 +40,7 @@ from gpp_plugin.runtime.stage_source import Reference
 from gpp_plugin.runtime.weight_versions import MakePlaces
 from gpp_plugin.runtime.window_lane import WindowLane
 from gpp_plugin.schedule.checks.validate_windows import validate_windows
+from gpp_plugin.schedule.early_reductions import stages_that_reduce_early
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages
 from gpp_plugin.schedule.windows import lower_windows
 
@@ -48,24 +50,29 @@ from gpp_plugin.schedule.windows import lower_windows
 class LaneMaker:
     """Makes this rank's lanes: for training, and for each size of an evaluation. Every method is collective.
 
+    All lanes share one transport, made with the first of them: they run one after the other, and each communicator
+    takes memory of a device.
+
     Args:
         source: the model, whose stages give lanes their code.
-        framework: makes the transport where messages do not go over our own.
     """
 
     def __init__(self, *, source: EngineModel, config: GraphPipelineConfig, setting: Setting) -> None:
         self._source = source
         self._config = config
         self._setting = setting
+        self._transport: Transport | None = None
 
     def make(self, reference: Reference, plan: PipelinePlan) -> Lane | None:
         """Return this rank's lane for a plan, or None where the plan leaves the rank idle."""
         programs = make_programs(plan, reference, reduce_each_backward=self._setting.zero_stage >= 2)
         # Transports are made by all ranks, also by those that the plan leaves idle: a process group is made so.
-        transport = self._make_transport(plan, reference, channels_of(programs))
+        transport = self._transport_for(plan, reference, channels_of(programs))
+        early = stages_that_reduce_early(plan, programs)
         for program in programs:
             if program.rank == self._setting.rank:
                 return Lane(
+                    reduces_early=program.stage in early,
                     source=self._source.stages,
                     reference=reference,
                     plan=plan,
@@ -98,7 +105,7 @@ class LaneMaker:
             source=self._source.stages,
             reference=reference,
             plan=plan,
-            transport=self._make_transport(plan, reference, channels_of(programs.all)),
+            transport=self._transport_for(plan, reference, channels_of(programs.all)),
             device=self._setting.device,
             dtype=self._setting.dtype,
         )
@@ -119,20 +126,31 @@ class LaneMaker:
         exchange(make, what="making the stages' modules", group=self._setting.group, stages=stages)
         return made[0]
 
-    def _make_transport(
+    def close(self) -> None:
+        """Let go of the lanes' transport; none of them runs any more."""
+        if self._transport is not None:
+            self._transport.close()
+        self._transport = None
+
+    def _transport_for(
         self, plan: PipelinePlan, reference: Reference, channels: Collection[Channel]
     ) -> Transport | None:
         """Return what moves the messages of a plan's programs, or None where there are none."""
         if not channels:
             return None
+        if self._transport is not None:
+            self._transport.open(channels)
+            return self._transport
         request = TransportRequest(
             plan=plan,
             specs=reference.block_graph.tensors,
             channels=frozenset(channels),
             device=str(self._setting.device),
+            backend=self._setting.placement.backend,
             timeout_s=self._config.comm_timeout_s,
         )
-        return find_transport(self._config.p2p).make(request)
+        self._transport = find_transport(self._config.p2p).make(request)
+        return self._transport
 
 
 def _check_stages_step_alone(plan: PipelinePlan, reference: Reference) -> None:
@@ -165,13 +183,14 @@ def failure_after(step: int, error: BaseException) -> str:
 class StepHooks:
     """What a program calls on the optimizer side of its stage; looks at the gradients before each step.
 
-    Its first three calls are the stage's own, bound once: a program makes one of them for every micro-batch.
+    Its first four calls are the stage's own, bound once: a program makes one of them for every micro-batch.
     """
 
     def __init__(self, stage: StageEngine, memory: MemoryWatch) -> None:
         self._stage = stage
         self._memory = memory
         self.accumulate = stage.accumulate
+        self.begin_reduction = stage.begin_reduction
         self.reduce_data = stage.reduce_data
         self.reduce_tied = stage.reduce_tied
         self.keeps_gradients = False
@@ -338,7 +357,7 @@ class SynchronousSteps:
         with S = sum of c and Q = sum of c squared, n Q = S S exactly where all checksums are equal (Cauchy and
         Schwarz). Checksums 5, 5, 5: 3 * 75 = 15 * 15; checksums 5, 5, 6: 3 * 86 > 16 * 16.
         """
-        mine = sum(float(loss) * count for loss, count in result.losses) / self._lane.plan.mini_batch
+        mine = sum_of_losses(result.losses) / self._lane.plan.mini_batch
         if not self._has_peers:
             return mine
         step = self._stage.global_steps

@@ -37,16 +37,19 @@ class Analysis:
         nodes: the torch graph's nodes in order.
         is_training: whether modules were in training mode.
         dtype: what floating parameters and inputs were cast to (torch's name of it); None left them.
-        device: what the graph was captured for, e.g. ``cuda:0``.
+        device_type: what the graph was captured for, ``cpu`` or ``cuda``; each rank has a device of its own.
         layer_lists: module paths whose children are repeated layers (module lists, long sequentials).
         clusters: groups of nodes that belong together: writers and readers of one storage, operators
             with several results and their parts, tensors that no batch axis can cut.
+        unpadded: inputs that held ones only in the first capture's batch; costs are of attention without the masks
+            that eager models leave out then.
     """
 
     op_graph: OpGraph
     nodes: tuple[GraphNode, ...]
     is_training: bool
     dtype: str | None = None
-    device: str = "cpu"
+    device_type: str = "cpu"
     layer_lists: tuple[str, ...] = ()
     clusters: tuple[tuple[str, ...], ...] = ()
+    unpadded: tuple[str, ...] = ()

@@ -162,6 +162,11 @@ class PipelinePlan:
     losses: tuple[str, ...] = ()
     vertical_sync: bool = False
 
+    def edge_name(self, edge: int) -> str:
+        """Return how an edge is called, by its stages: ``vision -> loss``."""
+        ends = self.edges[edge]
+        return f"{self.stages[ends.src].name} -> {self.stages[ends.dst].name}"
+
     @property
     def num_ranks(self) -> int:
         """Return the number of ranks the stages use together."""

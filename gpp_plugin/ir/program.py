@@ -1,4 +1,4 @@
-"""What one rank does, in order: compute, exchange, reduce, step. The only input of a runtime."""
+"""What one rank does, in order: compute, send, receive, reduce, step. The only input of a runtime."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Message:
     dst_half: int | None = None
 
     @property
-    def channel(self) -> tuple[int, Direction, int, int]:
-        """Return the ordered channel it travels on: edge, direction, sender, receiver."""
-        return (self.edge, self.direction, self.src_rank, self.dst_rank)
+    def channel(self) -> tuple[int, int]:
+        """Return the ordered channel it travels on, with all messages of all edges that go the same way: its ranks."""
+        return (self.src_rank, self.dst_rank)
 
     def __str__(self) -> str:
         # act e1 r0.2a>r3.1 [8..11]: an activation along edge 1, sent by rank 0 in the first half of its micro-batch
@@ -63,7 +63,9 @@ class InstructionKind(enum.Enum):
     """What an instruction does."""
 
     COMPUTE = "compute"
-    EXCHANGE = "exchange"
+    SEND = "send"
+    RECEIVE = "receive"
+    """Post a receive; it is waited for by the task that reads it."""
     REDUCE_DATA = "reduce_data"
     """Sum gradients over the stage's data-parallel group."""
     REDUCE_TIED = "reduce_tied"
@@ -78,21 +80,17 @@ class Instruction:
 
     Args:
         task: what a COMPUTE runs.
-        sends, receives: what an EXCHANGE posts together and completes together.
+        message: what a SEND or a RECEIVE posts.
     """
 
     kind: InstructionKind
     task: Task | None = None
-    sends: tuple[Message, ...] = ()
-    receives: tuple[Message, ...] = ()
+    message: Message | None = None
 
     def __str__(self) -> str:
         if self.kind is InstructionKind.COMPUTE:
             return str(self.task)
-        if self.kind is InstructionKind.EXCHANGE:
-            parts = [f"send({m})" for m in self.sends] + [f"recv({m})" for m in self.receives]
-            return " + ".join(parts)
-        return self.kind.value
+        return self.kind.value if self.message is None else f"{self.kind.value}({self.message})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,3 +100,7 @@ class RankProgram:
     rank: int
     stage: int
     instructions: tuple[Instruction, ...]
+
+    def messages(self, kind: InstructionKind) -> tuple[Message, ...]:
+        """Return what its SENDs, or its RECEIVEs, post, in order."""
+        return tuple(i.message for i in self.instructions if i.message is not None and i.kind is kind)

@@ -31,8 +31,10 @@ from gpp_plugin.model.preparation import (
     Setting,
     check_files,
     cut_part,
+    look_at_devices,
     plan_profiled,
     with_batch,
+    with_memory_explained,
 )
 from gpp_plugin.model.weights.given_export import save_stages
 from gpp_plugin.model.weights.materialize import release_parameters
@@ -40,11 +42,13 @@ from gpp_plugin.model.weights.module_holder import ModuleHolder
 from gpp_plugin.plan.given.fixed_stages import FixedStage
 from gpp_plugin.plan.given.tied_blocks import join_tied_blocks
 from gpp_plugin.profile.analytic_costs import default_sample_counts
+from gpp_plugin.profile.job_cluster import JobCluster
 from gpp_plugin.profile.machine import describe_device
 from gpp_plugin.profile.split_cost import UNSPLITTABLE
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.lane import Lane
 from gpp_plugin.runtime.ranks.agree import call_on_rank_zero, exchange
+from gpp_plugin.runtime.ranks.time_limits import collective_timeout_s
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference, StageSource
 from gpp_plugin.schedule.names import may_split_backward
@@ -100,7 +104,14 @@ class ModelSource:
         """
         setting, config = self._setting, self._config
         self._check_files()
-        place = Place(rank=setting.rank, device=setting.device, dtype=setting.dtype, group=setting.group)
+        machines = look_at_devices(config, setting)  # while nothing of the model is on them
+        place = Place(
+            rank=setting.rank,
+            device=setting.device,
+            dtype=setting.dtype,
+            group=setting.group,
+            backend=setting.placement.backend,
+        )
         self._made = job = GraphJob(
             self._model,
             sample_batch,
@@ -108,7 +119,7 @@ class ModelSource:
             num_ranks=setting.num_ranks,
             loss_unit=setting.sizes.loss_unit,
             seed=config.seed,
-            timeout_s=config.comm_timeout_s,
+            timeout_s=collective_timeout_s(None, config.comm_timeout_s),
             granularity=config.granularity,
         )
         # From here a plain model and a graph differ in one thing: the planner's answer is the plan, or it cuts the
@@ -121,24 +132,41 @@ class ModelSource:
         least = _fewest_samples(costs, counts)
 
         def make_plan() -> PipelinePlan:
-            graph = reference.block_graph
-            device = describe_device(setting.device, torch.get_num_threads())
-            profile = costs.profile(graph, device=device)
-            plan = plan_profiled(
-                graph,
-                with_batch(profile, graph, reference.analysis.op_graph, setting),
-                config=config,
-                setting=setting,
-                smallest_local_batch=least,
-                fixed=None if job.whole is not None else self._pieces(job, costs, device=device, least=least),
-            )
+            with with_memory_explained(config, machines):
+                plan = self._plan(job, reference, costs, least=least, found=machines)
             _refuse_split(plan, costs)
             return plan
 
         plan = call_on_rank_zero(
             make_plan, PipelinePlan, what="plan", group=setting.group, timeout_s=PREPARATION_TIMEOUT_S
         )
+        job.set_timeout(collective_timeout_s(plan, config.comm_timeout_s))
         return reference, plan
+
+    def _plan(
+        self, job: GraphJob, reference: Reference, costs: StageCosts, *, least: int, found: JobCluster | None
+    ) -> PipelinePlan:
+        """Return the plan; on rank 0.
+
+        Args:
+            least: the smallest number of samples that every stage can do.
+            found: as of `plan_profiled`.
+        """
+        graph = reference.block_graph
+        device = describe_device(self._setting.device, torch.get_num_threads())
+        profile = costs.profile(graph, device=device)
+        pieces = None
+        if job.whole is None:
+            pieces = self._pieces(job, costs, device=device, least=least, found=found)
+        return plan_profiled(
+            graph,
+            with_batch(profile, graph, reference.analysis.op_graph, self._setting),
+            config=self._config,
+            setting=self._setting,
+            smallest_local_batch=least,
+            found=found,
+            fixed=pieces,
+        )
 
     def _check_files(self) -> None:
         """Refuse now, on all ranks, what would fail after the first step; rank 0 looks."""
@@ -193,14 +221,16 @@ class ModelSource:
             self._setting.sizes.mini_batch if asked == "full" else asked if isinstance(asked, int) else None
         )
 
-    def _pieces(self, job: GraphJob, costs: StageCosts, *, device: str, least: int) -> list[FixedStage]:
+    def _pieces(
+        self, job: GraphJob, costs: StageCosts, *, device: str, least: int, found: JobCluster | None
+    ) -> list[FixedStage]:
         """Return the stages of a graph: users' modules as they are, captured parts as the planner cuts them."""
         views = job.views(is_training=True)
-        found: list[FixedStage] = []
+        pieces: list[FixedStage] = []
         for stage in job.resolved.stages:
             spec = stage.spec
             if not stage.is_captured:
-                found.append(
+                pieces.append(
                     FixedStage(
                         name=stage.name,
                         blocks=(stage.name,),
@@ -211,7 +241,7 @@ class ModelSource:
                 )
                 continue
             graph = views[stage.name].blocks
-            found += cut_part(
+            pieces += cut_part(
                 graph,
                 costs.profile(graph, device=device, stage=stage.name),
                 name=stage.name,
@@ -221,8 +251,9 @@ class ModelSource:
                 config=self._config,
                 setting=self._setting,
                 smallest_local_batch=least,
+                found=found,
             )
-        return found
+        return pieces
 
     # ---- running -------------------------------------------------------------------------------
 

@@ -10,7 +10,8 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.engine.setting import Setting
-from gpp_plugin.errors import ConfigError, PlanError
+from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.op_graph import OpGraph
@@ -35,6 +36,7 @@ from gpp_plugin.plan.memory.full_recompute import recompute_fully
 from gpp_plugin.plan.plan_schedules import schedule_plan
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.profile.job_cluster import JobCluster, find_cluster
 from gpp_plugin.profile.machine import read_machine
 from gpp_plugin.schedule.names import planning_schedule, schedule_label
 
@@ -56,11 +58,13 @@ def plan_profiled(
     config: GraphPipelineConfig,
     setting: Setting,
     smallest_local_batch: int,
+    found: JobCluster | None = None,
     fixed: Sequence[FixedStage] | None = None,
 ) -> PipelinePlan:
     """Return the plan the configuration asks for.
 
     Args:
+        found: as of `plan_request`.
         fixed: stages that are given; None leaves them to the planner.
 
     Raises:
@@ -73,7 +77,7 @@ def plan_profiled(
     spec = None if config.plan is None else _read_plan(config.plan)
     modules, stages = _wanted_sizes(graph, config, setting.sizes.mini_batch, spec)
     request = plan_request(
-        graph, config, setting, profile, modules, smallest_local_batch=smallest_local_batch
+        graph, config, setting, profile, modules, smallest_local_batch=smallest_local_batch, found=found
     )
     if spec is not None:
         plan = explicit_plan(spec, request)
@@ -111,6 +115,7 @@ def cut_part(
     config: GraphPipelineConfig,
     setting: Setting,
     smallest_local_batch: int,
+    found: JobCluster | None = None,
 ) -> list[FixedStage]:
     """Return the stages that a planner cuts a captured part into, on its own ranks.
 
@@ -134,6 +139,7 @@ def cut_part(
         profile,
         {} if micro_batch_size is None else {"*": micro_batch_size},
         smallest_local_batch=smallest_local_batch,
+        found=found,
     )
     request = dataclasses.replace(
         request,
@@ -269,8 +275,13 @@ def plan_request(
     micro_batch_sizes: dict[str, int],
     *,
     smallest_local_batch: int,
+    found: JobCluster | None = None,
 ) -> PlanRequest:
-    """Return what the configuration asks a planner for."""
+    """Return what the configuration asks a planner for.
+
+    Args:
+        found: what the job's ranks found of their devices (`look_at_devices`).
+    """
     mini_batch = setting.sizes.mini_batch
     limit = config.memory.limit_gb
     # in mode async every micro-batch is a step: its size is the user's, never a planner's
@@ -278,7 +289,7 @@ def plan_request(
     return PlanRequest(
         graph=graph,
         profile=profile,
-        cluster=_cluster(config, setting),
+        cluster=_cluster(config, setting) if found is None else found.cluster,
         num_ranks=setting.num_ranks,
         mini_batch=mini_batch,
         loss_unit=setting.sizes.loss_unit,
@@ -325,18 +336,44 @@ def _wanted_sizes(
     return modules, stages
 
 
+def look_at_devices(config: GraphPipelineConfig, setting: Setting) -> JobCluster | None:
+    """Return what the ranks find of their CUDA devices and links where the configuration leaves it to them.
+
+    Collective over all ranks. None where the cluster is described, and on CPUs, where rank 0 looks when it plans.
+
+    Raises:
+        GppError: a rank could not; the same on every rank.
+    """
+    if config.cluster != "auto" or setting.placement.device_type == "cpu":
+        return None
+    return find_cluster(
+        setting.placement,
+        setting.group,
+        dtype=setting.dtype,
+        keeps_reserve=config.memory.limit_gb == "auto",
+        directory=config.profile_dir,
+    )
+
+
+@contextmanager
+def with_memory_explained(config: GraphPipelineConfig, found: JobCluster | None) -> Iterator[None]:
+    """Add to the error of a plan that does not fit what the automatic limit is made of, where it was measured."""
+    try:
+        yield
+    except PlanInfeasible as error:
+        if found is None or config.memory.limit_gb != "auto":
+            raise
+        kinds = {memory.name: memory.explanation for memory in found.memory}
+        raise PlanInfeasible(f"{error}; {'; '.join(kinds.values())}") from error
+
+
 def _cluster(config: GraphPipelineConfig, setting: Setting) -> Cluster:
     """Return the cluster described in the configuration, or this machine for every rank."""
     if config.cluster != "auto":
         return read_cluster(config.cluster, num_devices=setting.num_ranks)
     return read_machine(
-        setting.num_ranks, sharing=local_ranks(setting.num_ranks), device_type=setting.device.type
+        setting.num_ranks, sharing=setting.placement.own_sharers, device_type="cpu", dtype=setting.dtype
     )
-
-
-def local_ranks(num_ranks: int) -> int:
-    """Return how many ranks share this machine, as the launcher says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
 
 
 def materialize_for(

@@ -63,6 +63,36 @@ def read_cluster(source: str | Path | dict[str, Any], *, num_devices: int | None
     return _cluster_of(plain, path.name, num_devices)
 
 
+def describe_cluster(cluster: Cluster) -> dict[str, Any]:
+    """Return the description that `read_cluster` makes the same cluster of."""
+    devices: list[dict[str, Any]] = []
+    for device in cluster.devices:
+        entry = {
+            "name": device.name,
+            "count": 1,
+            "memory_gb": device.memory_bytes / 1e9,
+            "tflops": device.flops_per_s / 1e12,
+            "memory_gb_per_s": device.memory_bytes_per_s / 1e9,
+            "efficiency": device.efficiency,
+            "launch_us": device.launch_us,
+            "host_gb_per_s": device.host_bytes_per_s / 1e9,
+        }
+        if devices and {**devices[-1], "count": 1} == entry:
+            devices[-1]["count"] += 1
+        else:
+            devices.append(entry)
+    links = [
+        {
+            "name": link.name,
+            "span": link.span,
+            "gb_per_s": link.bytes_per_s / 1e9,
+            "latency_us": link.latency_us,
+        }
+        for link in cluster.links
+    ]
+    return {"name": cluster.name, "devices": devices, "links": links}
+
+
 def _cluster_of(plain: Any, where: str, num_devices: int | None) -> Cluster:
     _check_keys(plain, {"name", "nodes", "devices", "links"}, {"name", "devices", "links"}, where)
     node: list[Device] = []

@@ -102,11 +102,5 @@ def describe_edge_transports(plan: PipelinePlan, chosen: Sequence[EdgeTransport]
     line = f"{len(chosen) - len(native)} of {len(chosen)} edges over P2PCommunicator"
     if not native:
         return line
-    parts = [f"{edge_name(plan, choice.edge)} ({choice.reason})" for choice in native]
+    parts = [f"{plan.edge_name(choice.edge)} ({choice.reason})" for choice in native]
     return f"{line}; native: {', '.join(parts)}"
-
-
-def edge_name(plan: PipelinePlan, edge: int) -> str:
-    """Return how an edge is called, by its stages."""
-    ends = plan.edges[edge]
-    return f"{plan.stages[ends.src].name} -> {plan.stages[ends.dst].name}"

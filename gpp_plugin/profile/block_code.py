@@ -39,19 +39,22 @@ def block_codes(captured: CapturedGraph, block_graph: BlockGraph) -> list[BlockC
     # own; on a plan's stages it runs once a stage, which is a little more than once in all.
     owned = {name for block in block_graph.blocks for name in block.nodes}
     has_tensor = {node.name for node in captured.op_graph.nodes if node.output is not None}
+    ones = captured.analysis.unpadded
+    replicated = {node.name for node in captured.op_graph.nodes if node.is_replicable} - owned
     made: set[str] = set()
     signer = _Signer(captured)
     codes = []
     for block in block_graph.blocks:
-        new = captured.replicated_closure(block.nodes) - owned - made
+        outputs = _outputs(captured, block_graph, block)
+        function = build_stage_function(captured, block.nodes, outputs, with_replicated=False, ones=ones)
+        read = replicated.intersection(function.received)  # no mask that attention does without
+        new = captured.replicated_closure(read) - owned - made
         made |= new
         replicas = (
             build_stage_function(captured, new, sorted(new & has_tensor), with_replicated=False)
             if new
             else None
         )
-        outputs = _outputs(captured, block_graph, block)
-        function = build_stage_function(captured, block.nodes, outputs, with_replicated=False)
         codes.append(
             BlockCode(
                 block=block.name,

@@ -21,13 +21,16 @@ from gpp_plugin.errors import GppError, ProfileError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.op_graph import Parameter
 from gpp_plugin.profile.block_code import BlockCode, block_codes
+from gpp_plugin.profile.busy_stream import Lap
 from gpp_plugin.profile.held_storages import HeldStorages
 from gpp_plugin.profile.split_cost import CANNOT_SPLIT, NOT_MEASURED, SplitCost, measure_split_cost
-from gpp_plugin.profile.timing import Measurement, Operands, measure
+from gpp_plugin.profile.timing import Measurement, Operands, measure, time_chain
 from gpp_plugin.runtime.stage_module import StageFunction
 
 logger = logging.getLogger(__name__)
 
+CHAIN_SHARE = 0.5
+"""Of a GPU's memory: what pieces to be timed in a chain may take together with all else that is there."""
 SPLIT_REPEATS = 3
 """Fewest timed runs of a split backward: one number is wanted for each block, not one for each size."""
 
@@ -45,17 +48,33 @@ class BlockResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
-    """One piece of code as it was measured."""
+    """One piece of code as it was measured.
+
+    Args:
+        place: in the chain of all pieces; -1 where it is not to be timed in one.
+    """
 
     whole: Measurement
     split: SplitCost
+    place: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Surveyed:
+    """A block, and what it and the replicas that it is the first to read were measured at."""
+
+    block: str
+    saved: int
+    replicas: _Measured | None
+    own: _Measured
 
 
 class BlockSurvey:
     """One pass over all blocks at one number of samples.
 
     What it holds while it walks over the blocks: ``_values``, results that a later block reads, by name; ``_shared``,
-    measurements of code that recurs, by signature and by how operands lie in memory; ``held``, who keeps what.
+    measurements of code that recurs, by signature and by how operands lie in memory; ``held``, who keeps what. On CUDA
+    also ``_chain``, the pieces measured, to be timed once more one behind the other: forwards, then backwards.
     """
 
     def __init__(
@@ -65,7 +84,6 @@ class BlockSurvey:
         block_graph: BlockGraph,
         state: Mapping[str, Tensor],
         batch: Mapping[str, Any],
-        device: torch.device,
         repeats: int,
         share_identical: bool,
         with_peak: bool,
@@ -74,7 +92,7 @@ class BlockSurvey:
         self._captured = captured
         self._num_samples = captured.op_graph.num_samples
         self._state = state
-        self._device = device
+        self._device = captured.device
         self._repeats = repeats
         self._share = share_identical
         self._with_peak = with_peak
@@ -83,7 +101,9 @@ class BlockSurvey:
         resized = resize_batch(batch, self._num_samples)
         # Contiguous, as a rank has them: slices of a longer batch would count all of it, and lie otherwise in memory.
         self._inputs = {
-            spec.name: resized[spec.name].to(device=device, dtype=getattr(torch, spec.dtype)).contiguous()
+            spec.name: resized[spec.name]
+            .to(device=self._device, dtype=getattr(torch, spec.dtype))
+            .contiguous()
             for spec in captured.op_graph.inputs
         }
         self._parameters = {n: p for p in captured.op_graph.parameters for n in (p.name, *p.aliases)}
@@ -103,21 +123,22 @@ class BlockSurvey:
         self._shared: dict[tuple[str, tuple[object, ...]], _Measured] = {}
         self._recurs = Counter(code.signature for code in self._codes)
         self.held = HeldStorages()
+        self._chain: list[Operands] | None = []
 
     def run(self, report: Callable[[int, int, str], None]) -> dict[str, BlockResult]:
         """Return what was measured of every block."""
-        results = {}
+        surveyed: list[_Surveyed] = []
         # Example: encoder layers 0 to 23 have one signature. Layer 0 is run; layer 1, on operands that lie like layer
         # 0's, takes its times and copies of its outputs (right in shape, which is all that times depend on). Replicas
         # (a mask that layer 0 is the first to read) are run apart: they would make layer 0 unlike all others.
         for position, code in enumerate(self._codes):
             report(position, len(self._codes), f"{code.block} at {self._num_samples} samples")
-            saved, replica_us = 0, 0.0
+            saved, replicas = 0, None
             try:
                 if code.replicas is not None:
-                    replica = self._run(code.replicas).whole
-                    replica_us = replica.forward_us
-                    saved = self._keep(code.block, code.replicas, replica, replica.outputs)
+                    replicas = self._run(code.replicas)
+                    made = replicas.whole
+                    saved = self._keep(code.block, code.replicas, made, made.outputs)
                 key = (code.signature, self._placement(code.function))
                 block = self._shared.get(key)
                 if block is None:
@@ -136,15 +157,33 @@ class BlockSurvey:
             if self._share and self._recurs[code.signature] > 1 and block.whole.has_own_outputs:
                 self._shared[key] = block
             saved += self._keep(code.block, code.function, block.whole, outputs)
-            results[code.block] = BlockResult(
-                forward_us=replica_us + block.whole.forward_us,
-                backward_us=block.whole.backward_us,
-                saved_bytes=saved,
-                transient_bytes=block.whole.transient_bytes,
-                split=block.split,
-            )
+            surveyed.append(_Surveyed(block=code.block, saved=saved, replicas=replicas, own=block))
             self._drop(position)
-        return results
+        times = self._times_in_chain()
+        return {one.block: _result(one, times) for one in surveyed}
+
+    def _times_in_chain(self) -> list[tuple[Lap, Lap]]:
+        """Return what the pieces of the chain take in it; empty where there is none, or too little memory."""
+        pieces, self._chain = self._chain, None
+        if not pieces:
+            return []
+        try:
+            return time_chain(pieces, device=self._device, repeats=self._repeats)
+        except torch.OutOfMemoryError:
+            logger.info("not enough memory to time %d pieces in a chain; each is timed alone", len(pieces))
+            return []
+        finally:
+            for piece in pieces:
+                for parameter in piece.parameters:
+                    parameter.grad = None
+
+    def _join_chain(self, operands: Operands) -> int:
+        """Let a piece be timed in the chain, and return its place; -1 where there is no chain."""
+        if self._chain is None or not _has_room(self._device):
+            self._chain = None
+            return -1
+        self._chain.append(operands)
+        return len(self._chain) - 1
 
     def _placement(self, function: StageFunction) -> tuple[object, ...]:
         """Return how the received tensors lie in memory; operators take longer on some placements."""
@@ -170,7 +209,7 @@ class BlockSurvey:
             except RuntimeError as error:  # an operator that gives its gradients only once, all together
                 logger.info("the backward of %s cannot be split: %s", function.outputs, error)
                 split = CANNOT_SPLIT
-        return _Measured(whole=whole, split=split)
+        return _Measured(whole=whole, split=split, place=self._join_chain(operands))
 
     def _materialise(self, parameter: Parameter) -> Tensor:
         """Return the tensor to measure with: the real one detached, or random values for a meta one."""
@@ -206,6 +245,42 @@ class BlockSurvey:
     def _drop(self, position: int) -> None:
         for name in [n for n in self._values if self._last_reader.get(n, -1) <= position]:
             del self._values[name]
+
+
+def _has_room(device: torch.device) -> bool:
+    """Return whether pieces may be kept to be timed in a chain; on a CPU each is timed alone, and the same."""
+    if device.type != "cuda":
+        return False
+    total = torch.cuda.get_device_properties(device).total_memory
+    return torch.cuda.memory_allocated(device) <= CHAIN_SHARE * total
+
+
+def _result(surveyed: _Surveyed, times: Sequence[tuple[Lap, Lap]]) -> BlockResult:
+    """Return a block's costs: its times in the chain where that was busy, else alone.
+
+    Args:
+        times: forward and backward by place; empty where there was no chain.
+    """
+
+    def in_chain(measured: _Measured) -> tuple[float, float]:
+        alone = measured.whole.forward_us, measured.whole.backward_us
+        if not times or measured.place < 0:
+            return alone
+        forward, backward = (
+            lap.us if lap.is_busy else us for lap, us in zip(times[measured.place], alone, strict=True)
+        )
+        return forward, backward
+
+    forward_us, backward_us = in_chain(surveyed.own)
+    if surveyed.replicas is not None:  # they take no gradient
+        forward_us += in_chain(surveyed.replicas)[0]
+    return BlockResult(
+        forward_us=forward_us,
+        backward_us=backward_us,
+        saved_bytes=surveyed.saved,
+        transient_bytes=surveyed.own.whole.transient_bytes,
+        split=surveyed.own.split,
+    )
 
 
 def _last_readers(codes: Sequence[BlockCode]) -> dict[str, int]:

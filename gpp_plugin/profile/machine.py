@@ -21,7 +21,11 @@ CUDA_LINK = Link(name="PCIe", span=1, bytes_per_s=2e10, latency_us=10.0)
 
 
 def read_machine(
-    num_devices: int | None = None, *, sharing: int | None = None, device_type: str | None = None
+    num_devices: int | None = None,
+    *,
+    sharing: int | None = None,
+    device_type: str | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Cluster:
     """Return this machine as ranks: its CUDA devices, or its memory and cores shared by CPU ranks.
 
@@ -32,6 +36,7 @@ def read_machine(
         num_devices: ranks; by default the CUDA devices, or one a core. More ranks than devices share them.
         sharing: how many of the ranks are on this machine; all by default.
         device_type: ``cpu`` or ``cuda``; by default CUDA where there is any.
+        dtype: what the ranks multiply in.
     """
     # Two ranks on a laptop of 2 cores and 8 GB are two devices of 4 GB and half the machine's speed each: they
     # compute at the same time. Four ranks on one GPU have a quarter of it each; one rank on a machine of four GPUs
@@ -44,19 +49,35 @@ def read_machine(
         properties = torch.cuda.get_device_properties(0)
         name, memory, share = properties.name, properties.total_memory, min(1.0, there / here)
     else:
-        name, memory, share = "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 1 / here
-    flops_per_s, bytes_per_s, launch_us = _speeds("cuda" if is_cuda else "cpu")
-    device = Device(
+        name, memory, share = "cpu", host_bytes(), 1 / here
+    reached = reached_speeds("cuda" if is_cuda else "cpu", dtype)
+    device = make_device(name, int(memory * share), reached, share=share)
+    base = CUDA_LINK if is_cuda else CPU_LINK
+    link = Link(name=base.name, span=ranks, bytes_per_s=base.bytes_per_s, latency_us=base.latency_us)
+    return Cluster(name="auto", devices=(device,) * ranks, links=(link,))
+
+
+def make_device(name: str, memory_bytes: int, reached: tuple[float, float, float], *, share: float) -> Device:
+    """Return a rank's device.
+
+    Args:
+        reached: of the whole device, as of `reached_speeds`.
+        share: the rank's part of it.
+    """
+    flops_per_s, bytes_per_s, launch_us = reached
+    return Device(
         name=name,
-        memory_bytes=int(memory * share),
+        memory_bytes=memory_bytes,
         flops_per_s=flops_per_s * share,
         memory_bytes_per_s=bytes_per_s * share,
         efficiency=1.0,
         launch_us=launch_us,
     )
-    base = CUDA_LINK if is_cuda else CPU_LINK
-    link = Link(name=base.name, span=ranks, bytes_per_s=base.bytes_per_s, latency_us=base.latency_us)
-    return Cluster(name="auto", devices=(device,) * ranks, links=(link,))
+
+
+def host_bytes() -> int:
+    """Return the memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def describe_device(device: torch.device, threads: int) -> str:
@@ -77,13 +98,13 @@ def processor_name() -> str:
 
 
 @functools.cache
-def _speeds(device_type: str) -> tuple[float, float, float]:
-    """Return FLOP/s, bytes/s and microseconds of a launch that the device reaches."""
+def reached_speeds(device_type: str, dtype: torch.dtype = torch.float32) -> tuple[float, float, float]:
+    """Return FLOP/s of products in ``dtype``, bytes/s and microseconds of a launch that the device reaches."""
     kind = torch.device(device_type)
     own = torch.Generator(device=kind).manual_seed(
         0
     )  # the caller's dropout must not depend on who measured what
-    left, right = torch.rand(2, WIDTH, WIDTH, device=kind, generator=own)
+    left, right = torch.rand(2, WIDTH, WIDTH, device=kind, generator=own).to(dtype)
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=kind)
     target = torch.empty_like(source)
     tiny = torch.zeros(1, device=kind)

@@ -38,9 +38,11 @@ from gpp_plugin.profile.analytic_costs import (
     validate_sample_counts,
 )
 from gpp_plugin.profile.block_survey import BlockResult, BlockSurvey
+from gpp_plugin.profile.busy_stream import clock_of
 from gpp_plugin.profile.cost_store import CostStore
 from gpp_plugin.profile.held_storages import HeldStorages, fit_bytes, shared_storages
 from gpp_plugin.profile.machine import describe_device, processor_name
+from gpp_plugin.runtime.random_streams import kept_streams
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +62,6 @@ def profile_blocks(
     batch: Mapping[str, Any],
     capture_at: Callable[[int], CapturedGraph] | None = None,
     sample_counts: Sequence[int] | None = None,
-    device: torch.device | str | None = None,
     threads: int | None = None,
     repeats: int = BLOCK_REPEATS,
     optimizer_bytes_per_parameter: float = ADAM_STATE_BYTES,
@@ -73,12 +74,11 @@ def profile_blocks(
     """Measure every block of ``block_graph`` and return its costs.
 
     Args:
-        captured: the graph ``block_graph`` was made from.
+        captured: the graph ``block_graph`` was made from; it is measured on its device.
         model_state: parameters and buffers by HuggingFace name; those on the meta device get random values.
         batch: a real batch; as many samples as needed are taken from it, repeated where it is short.
         capture_at: returns the graph captured at a number of samples; needed for counts other than the captured.
         sample_counts: samples at which to time, increasing; powers of two up to the captured number by default.
-        device: where to measure; the device of the capture by default.
         threads: CPU threads while measuring (what one rank will have); unchanged if None.
         repeats: fewest timed runs of which the median counts; fast blocks are run more often.
         optimizer_bytes_per_parameter: of a trainable parameter's state (8: Adam; 12: with an fp32 master copy).
@@ -96,13 +96,11 @@ def profile_blocks(
     counts = _sample_counts(
         sample_counts, captured.op_graph.num_samples, has_capture_at=capture_at is not None
     )
-    where = captured.device if device is None else torch.device(device)
+    where = captured.device
     num_threads = threads or torch.get_num_threads()
     name = describe_device(where, num_threads)
     how: dict[str, Any] = {"repeats": repeats, "share_identical": share_identical}
-    survey = functools.partial(
-        BlockSurvey, block_graph=block_graph, state=model_state, batch=batch, device=where, **how
-    )
+    survey = functools.partial(BlockSurvey, block_graph=block_graph, state=model_state, batch=batch, **how)
 
     def measure_all() -> Profile:
         with _undisturbed(where, num_threads):
@@ -110,7 +108,7 @@ def profile_blocks(
         return _make_profile(captured, block_graph, name, counts, *found, optimizer_bytes_per_parameter)
 
     how |= {"optimizer_bytes_per_parameter": optimizer_bytes_per_parameter, "with_split": with_split}
-    key = _store_key(captured, block_graph, counts, device=name, **how)
+    key = _store_key(captured, block_graph, counts, device=name, **how, **clock_of(where.type))
     return CostStore(cache_dir).find_or_measure(key, measure_all) if use_cache else measure_all()
 
 
@@ -125,6 +123,7 @@ def _store_key(
     return {
         "graph": fingerprint(block_graph),
         "operators": fingerprint(captured.op_graph),
+        "unpadded": list(captured.analysis.unpadded),
         "is_training": captured.is_training,
         "samples": list(counts),
         "processor": processor_name(),
@@ -254,8 +253,7 @@ def _report_from(progress: Progress | None, survey: int, num_surveys: int) -> Ca
 def _undisturbed(device: torch.device, threads: int) -> Iterator[None]:
     """Measure with ``threads`` CPU threads; leave thread count and random state as they were."""
     before = torch.get_num_threads()
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with kept_streams(device):
         torch.set_num_threads(threads)
         try:
             yield

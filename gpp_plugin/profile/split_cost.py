@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 from dataclasses import dataclass
 
 import torch
 
+from gpp_plugin.profile.busy_stream import HeadStart, Lap, typical_laps
 from gpp_plugin.profile.timing import BUDGET_S, ENOUGH_S, MOST_REPEATS, WARM_UPS, Operands, Stopwatch
 from gpp_plugin.runtime.split import BackwardSplitter
 
@@ -53,42 +53,47 @@ def measure_split_cost(operands: Operands, *, device: torch.device, repeats: int
     # ``laps``: one row a run, [whole, first part, second part] in microseconds; alternated, so that a machine that
     # slows down slows all three. The split itself is found in the first run and only executed later
     # (`BackwardSplitter`).
-    laps: list[list[float]] = []
+    laps: list[list[Lap]] = []
     splitter = BackwardSplitter()
+    ahead_of_whole, ahead_of_parts = HeadStart(), HeadStart()
     started = time.perf_counter()
     for attempt in itertools.count():
-        lap = _whole_us(operands, device), *_parts_us(operands, device, splitter)
+        lap = [
+            *_whole(operands, device, ahead_of_whole),
+            *_parts(operands, device, ahead_of_parts, splitter),
+        ]
         elapsed_s = time.perf_counter() - started
         if attempt >= WARM_UPS or (attempt > 0 and elapsed_s > BUDGET_S):
-            laps.append([*lap])
+            laps.append(lap)
         is_enough = len(laps) >= repeats and (elapsed_s > ENOUGH_S or len(laps) >= MOST_REPEATS)
         if is_enough or (laps and elapsed_s > BUDGET_S):
             break
-    backward_us, input_us, weight_us = (statistics.median(column) for column in zip(*laps, strict=True))
+    backward_us, input_us, weight_us = (typical.us for typical in typical_laps(laps))
     # medians of columns: of [[9, 5, 5], [8, 5, 4], [30, 6, 4]] they are 9, 5 and 4, a factor of 1.0
     return SplitCost(backward_us=backward_us, input_gradient_us=input_us, weight_gradient_us=weight_us)
 
 
-def _whole_us(operands: Operands, device: torch.device) -> float:
+def _whole(operands: Operands, device: torch.device, head_start: HeadStart) -> list[Lap]:
     outputs, leaves = operands.forward()
     roots = [tensor for tensor in outputs if tensor.requires_grad]
     seeds = [torch.randn_like(root) for root in roots]
-    watch = Stopwatch(device)
+    watch = Stopwatch(device, head_start)
     if roots:
         torch.autograd.backward(roots, seeds)
     watch.mark()
     del leaves
-    return watch.laps_us()[0]
+    return watch.laps()
 
 
-def _parts_us(operands: Operands, device: torch.device, splitter: BackwardSplitter) -> tuple[float, float]:
+def _parts(
+    operands: Operands, device: torch.device, head_start: HeadStart, splitter: BackwardSplitter
+) -> list[Lap]:
     outputs, leaves = operands.forward()
     roots = [tensor for tensor in outputs if tensor.requires_grad]
     seeds = [torch.randn_like(root) for root in roots]
-    watch = Stopwatch(device)
+    watch = Stopwatch(device, head_start)
     _, pending = splitter.split(roots, [leaf for leaf in leaves if leaf.requires_grad], seeds)
     watch.mark()
     pending.run()
     watch.mark()
-    first, second = watch.laps_us()
-    return first, second
+    return watch.laps()

@@ -1,18 +1,21 @@
-"""Times one piece of code on one device and counts what it holds."""
+"""Times pieces of code on one device and counts what they hold.
+
+On CUDA each piece is timed in a busy stream (`busy_stream`), by itself and in a chain with the others.
+"""
 
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from gpp_plugin.profile.busy_stream import HeadStart, Lap, Stamp, laps_between, typical_laps
 from gpp_plugin.profile.held_bytes import LiveBytes, SavedStorages, storage_key
 
 WARM_UPS = 2
@@ -20,6 +23,8 @@ WARM_UPS = 2
 ENOUGH_S = 0.02
 """Fast code is run more often than asked, until this long: one interruption must not move the median."""
 MOST_REPEATS = 50
+CYCLES_PER_US = 2000
+"""Of a GPU's clock, about: a hold of it need not be exact, as `HeadStart` sees what came of it."""
 BUDGET_S = 2.0
 """Seconds after which slow code is not run again, once it has been timed."""
 
@@ -152,30 +157,60 @@ def _bytes_by_position(positions: dict[int, int], bytes_of: dict[int, int], leng
 
 
 def _times(operands: Operands, device: torch.device, repeats: int) -> tuple[float, float]:
-    # Laps: forward | making random seeds, which does not count | backward. The first `WARM_UPS` runs are dropped,
-    # unless they took so long that there is time for no other. Fast code (0.1 ms) thus runs up to 50 times, a layer
-    # of 10 ms ``repeats`` times, one of 3 s twice.
-    forward: list[float] = []
-    backward: list[float] = []
+    forward, backward = time_chain([operands], device=device, repeats=repeats)[0]
+    return forward.us, backward.us
+
+
+def time_chain(pieces: Sequence[Operands], *, device: torch.device, repeats: int) -> list[tuple[Lap, Lap]]:
+    """Return what the forward and the backward of each piece take, run one behind the other without waiting.
+
+    Args:
+        pieces: in the order of their forwards; backwards run the other way round.
+        repeats: fewest runs of the whole chain that count.
+    """
+    # What a run made is let go of as the next one makes it again: a forward does not write where the last one wrote.
+    made: list[Any] = [None] * len(pieces)
+    seeded: list[tuple[list[Tensor], list[Tensor]]] = []
+
+    def run(watch: Stopwatch) -> None:
+        for i, piece in enumerate(pieces):
+            made[i] = piece.forward()
+            watch.mark()
+        seeded[:] = [_seeds(outputs) for outputs, _ in made]
+        watch.mark()
+        for differentiable, seeds in reversed(seeded):
+            if differentiable:
+                torch.autograd.backward(differentiable, seeds)
+            watch.mark()
+
+    # Laps: forwards | making random seeds, which does not count | backwards, the last piece's first.
+    laps = typical_laps(repeat_runs(run, device=device, repeats=repeats))
+    forward, backward = laps[: len(pieces)], laps[: len(pieces) : -1]
+    none = Lap(us=0.0, is_busy=True)
+    return [
+        (ahead, back if differentiable else none)
+        for ahead, back, (differentiable, _) in zip(forward, backward, seeded, strict=True)
+    ]
+
+
+def repeat_runs(run: Callable[[Stopwatch], None], *, device: torch.device, repeats: int) -> list[list[Lap]]:
+    """Return the laps of each run that counts; fast code is run more often than asked."""
+    # The first `WARM_UPS` runs are dropped, unless they took so long that there is time for no other. Fast code
+    # (0.1 ms) thus runs up to 50 times, a layer of 10 ms ``repeats`` times, one of 3 s twice.
+    runs: list[list[Lap]] = []
+    head_start = HeadStart()
     started = time.perf_counter()
     for attempt in itertools.count():
-        watch = Stopwatch(device)
-        outputs, _ = operands.forward()
-        watch.mark()
-        differentiable, seeds = _seeds(outputs)
-        watch.mark()
-        if differentiable:
-            torch.autograd.backward(differentiable, seeds)
-        watch.mark()
-        forward_us, _, backward_us = watch.laps_us()
+        watch = Stopwatch(device, head_start)
+        run(watch)
+        laps = watch.laps()
         elapsed_s = time.perf_counter() - started
         if attempt >= WARM_UPS or (attempt > 0 and elapsed_s > BUDGET_S):
-            forward.append(forward_us)
-            backward.append(backward_us if differentiable else 0.0)
-        is_enough = len(forward) >= repeats and (elapsed_s > ENOUGH_S or len(forward) >= MOST_REPEATS)
-        if is_enough or (forward and elapsed_s > BUDGET_S):
+            runs.append(laps)
+        is_enough = len(runs) >= repeats and (elapsed_s > ENOUGH_S or len(runs) >= MOST_REPEATS)
+        if is_enough or (runs and elapsed_s > BUDGET_S):
             break
-    return statistics.median(forward), statistics.median(backward)
+    return runs
 
 
 def _seeds(outputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -220,28 +255,55 @@ class Stopwatch:
     """Laps in microseconds: events on CUDA, the thread's CPU time on one CPU thread, else the wall clock.
 
     Code on one thread never waits, so its CPU time is its wall time on a free core, whoever else has the core.
+
+    Args:
+        head_start: on CUDA, holds the device so that the host is ahead of it; it learns from what is timed.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, head_start: HeadStart | None = None) -> None:
         self._device = device
         self._clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        self._head_start = head_start
         self._events: list[torch.cuda.Event] = []
         self._clock_s: list[float] = []
+        if device.type == "cuda":
+            # host and device agree on the time of this event: the device has nothing to do
+            torch.cuda.synchronize(device)
+            self._origin = self._event()
+            self._clock, self._origin_s = time.perf_counter, time.perf_counter()
+            if head_start is not None and head_start.hold_us > 0:
+                with torch.cuda.device(device):
+                    torch.cuda._sleep(round(head_start.hold_us * CYCLES_PER_US))
         self.mark()
 
     def mark(self) -> None:
         """End a lap."""
         if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._device))
-            self._events.append(event)
-        else:
-            self._clock_s.append(self._clock())
+            self._events.append(self._event())
+        self._clock_s.append(self._clock())
 
     def laps_us(self) -> list[float]:
         """Return the microseconds of every lap so far."""
-        if self._events:
-            self._events[-1].synchronize()
-            pairs = zip(self._events, self._events[1:], strict=False)
-            return [a.elapsed_time(b) * 1e3 for a, b in pairs]
-        return [(b - a) * 1e6 for a, b in zip(self._clock_s, self._clock_s[1:], strict=False)]
+        return [lap.us for lap in self.laps()]
+
+    def laps(self) -> list[Lap]:
+        """Return every lap so far, when it is over."""
+        if not self._events:
+            pairs = zip(self._clock_s, self._clock_s[1:], strict=False)
+            return [Lap(us=(b - a) * 1e6, is_busy=True) for a, b in pairs]
+        self._events[-1].synchronize()
+        stamps = [
+            Stamp(
+                host_us=(clock_s - self._origin_s) * 1e6,
+                device_us=self._origin.elapsed_time(event) * 1e3,
+            )
+            for event, clock_s in zip(self._events, self._clock_s, strict=True)
+        ]
+        if self._head_start is not None:
+            self._head_start.learn(stamps)
+        return laps_between(stamps)
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event

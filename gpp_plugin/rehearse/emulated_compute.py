@@ -15,6 +15,7 @@ from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.runtime.compute import BoundaryGradients
 from gpp_plugin.runtime.messages.wires import held_shape
 
+CPU = torch.device("cpu")
 SPIN_US = 200.0
 """The end of a delay is awaited by looking at the clock: a sleeping process is woken late."""
 
@@ -46,7 +47,8 @@ class EmulatedCompute:
         specs: every tensor on the plan's edges.
         gradients: which of them have gradients that this rank receives and sends.
         task_us: microseconds of the stage's tasks.
-        tensor_group: the gloo group of this rank's data position; None for a single rank.
+        tensor_group: the group of this rank's data position; None for a single rank.
+        device: where the tensors lie.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class EmulatedCompute:
         gradients: BoundaryGradients,
         task_us: TaskMicroseconds,
         tensor_group: dist.ProcessGroup | None = None,
+        device: torch.device = CPU,
     ) -> None:
         # A stage with one rank of 4 samples, an output of hidden [samples, 8, 16] holds
         #
@@ -72,7 +75,7 @@ class EmulatedCompute:
         self.gradient_inputs = gradients.inputs
         self._task_us = task_us
         self._tensor_group = tensor_group
-        self._meeting = torch.zeros(1)
+        self._meeting = torch.zeros(1, device=device)
         own = plan.stages[stage]
         # The axis along which a stage's tensor ranks hold shards of a tensor; the two ends of an
         # edge may differ in it.
@@ -85,9 +88,8 @@ class EmulatedCompute:
 
         def zeros(name: str, num_samples: int) -> Tensor:
             spec = specs[name]
-            return torch.zeros(
-                held_shape(spec, num_samples, own, axes[name]), dtype=getattr(torch, spec.dtype)
-            )
+            shape = held_shape(spec, num_samples, own, axes[name])
+            return torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
 
         self._local = own.local_batch_size
         self._made = {
@@ -132,9 +134,10 @@ class EmulatedHooks:
     """The optimizer side: gradients are reduced at their real (scaled) size, the step updates nothing.
 
     Args:
-        data_group: the gloo group of the ranks that this one reduces with; None for a single one.
+        data_group: the group of the ranks that this one reduces with; None for a single one.
         gradient_bytes: what the stage reduces in one mini-batch, as 4-byte floats.
-        world_group: the gloo group of all ranks, which agree on the norm before a step.
+        world_group: the group of all ranks, which agree on the norm before a step.
+        device: where the gradients lie.
     """
 
     loss_scale = 1.0
@@ -145,17 +148,21 @@ class EmulatedHooks:
         data_group: dist.ProcessGroup | None,
         gradient_bytes: float,
         world_group: dist.ProcessGroup | None,
+        device: torch.device = CPU,
     ) -> None:
         self._data_group = data_group
         self._world_group = world_group
         # The whole size is held, if only once: sending one small piece repeatedly would stay in a
         # cache and look faster.
         floats = round(gradient_bytes / FLOAT_BYTES) if data_group is not None else 0
-        self._gradients = torch.zeros(floats)
-        self._norm = torch.zeros(1)
+        self._gradients = torch.zeros(floats, device=device)
+        self._norm = torch.zeros(1, device=device)
 
     def accumulate(self) -> None:
         """Do nothing: there are no gradients to take up."""
+
+    def begin_reduction(self) -> None:
+        """Do nothing: backwards are slept through, and nothing is final before they end."""
 
     def reduce_data(self) -> None:
         """Sum as many bytes as the stage has gradients over its data-parallel ranks."""

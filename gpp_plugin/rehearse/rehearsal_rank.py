@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpp_plugin.doors import Transport, TransportRequest
+from gpp_plugin.extensions import find_transport
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.schedule import Task
@@ -23,21 +27,20 @@ from gpp_plugin.ir.serialize import load, save
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.ir.timeline import Event, Timeline
 from gpp_plugin.launch import emit_event, end_rank
-from gpp_plugin.rehearse.emulated_compute import EmulatedCompute, EmulatedHooks
+from gpp_plugin.plan.edge_transports import NATIVE
+from gpp_plugin.rehearse.emulated_compute import CPU, EmulatedCompute, EmulatedHooks
 from gpp_plugin.rehearse.rehearsal_settings import LEAST_COMM_TIMEOUT_S, RehearsalSettings, scale_tensors
 from gpp_plugin.rehearse.saved_programs import make_programs, make_windows
 from gpp_plugin.runtime.compute import boundary_gradients
 from gpp_plugin.runtime.executor import StageExecutor
 from gpp_plugin.runtime.lane import channels_of
 from gpp_plugin.runtime.messages.mailbox import WindowPlace
-from gpp_plugin.runtime.messages.transport import Transport, make_transport
 from gpp_plugin.runtime.ranks.meeting import Meeting
+from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 from gpp_plugin.runtime.recorder import gather_timeline, start_clock
 from gpp_plugin.runtime.window_lane import WindowRunner
 from gpp_plugin.schedule.durations import Durations, duration_reader
 from gpp_plugin.simulate.async_prediction import num_windows
-
-CPU = torch.device("cpu")
 
 
 class RehearsalRank:
@@ -48,6 +51,8 @@ class RehearsalRank:
         plan: with times that are already scaled.
         has_step: ranks agree with each other before the optimizer step, as they do on the gradients' norm.
         durations: of single tasks, where the plan's times do not hold.
+        placement: where the ranks run; None: on CPUs.
+        group: a CPU group of all ranks; None: the default group is one.
     """
 
     def __init__(
@@ -57,55 +62,55 @@ class RehearsalRank:
         *,
         has_step: bool = True,
         durations: Durations | None = None,
+        placement: JobPlacement | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         # In this order on every rank, since making a group is a collective of all ranks, members or not:
         #
         #   data groups, tensor groups   a row of ranks each, stage by stage
         #   transport                    one channel a pair of ranks and direction
-        #   norm groups                  mode async only
+        #   norm groups                  all ranks; in mode async a stage's
         #
         # Stages on ranks (0, 1), (2) and (3) have one data group, (0, 1): none is made for a single rank.
         rank = dist.get_rank()
+        device, backend = (CPU, "gloo") if placement is None else (placement.own_device, placement.backend)
         timeout_s = settings.comm_timeout_s or LEAST_COMM_TIMEOUT_S
         windows = make_windows(plan, validate=False) if plan.mode == "async" else None
         programs = make_programs(plan, validate=False) if windows is None else windows.all
         specs = scale_tensors(plan, settings.scale_bytes)
-        data_group = _make_groups([s.data_ranks(t) for s in plan.stages for t in range(s.tensor)], timeout_s)
-        tensor_group = _make_groups(
-            [s.tensor_ranks(d) for s in plan.stages for d in range(s.degree)], timeout_s
-        )
-        transport = _make_transport(plan, programs, timeout_s)
+        make_groups = functools.partial(_make_groups, timeout_s=timeout_s, backend=backend)
+        data_group = make_groups([s.data_ranks(t) for s in plan.stages for t in range(s.tensor)])
+        tensor_group = make_groups([s.tensor_ranks(d) for s in plan.stages for d in range(s.degree)])
+        transport = _make_transport(plan, programs, specs, device, backend, timeout_s)
         own = None if windows is None else windows.of_rank(rank)
-        # Asynchronous programs differ by window; what a stage receives and sends is the same in
-        # the last, steady one.
+        # Asynchronous programs differ by window; in the last, steady one is all that a stage receives and sends.
         program = programs[rank] if own is None else own.steps[-1]
         index = program.stage
         self._plan = plan
-        everyone = dist.group.WORLD if plan.num_ranks > 1 else None
         self._meeting = Meeting(
-            group=everyone, who=f"rank {rank}, stage {plan.stages[index].name!r}", timeout_s=timeout_s
+            group=(group or dist.group.WORLD) if plan.num_ranks > 1 else None,
+            who=f"rank {rank}, stage {plan.stages[index].name!r}",
+            timeout_s=timeout_s,
         )
         # the ranks that agree on a norm: all of them, or those of a stage that steps alone
-        agreeing = everyone if own is None else _make_groups([s.ranks for s in plan.stages], timeout_s)
-        compute = _make_compute(plan, program, specs, durations, tensor_group)
+        agreeing = make_groups([s.ranks for s in plan.stages] if own else [tuple(range(plan.num_ranks))])
+        compute = _make_compute(plan, program, specs, durations, tensor_group, device)
         hooks = EmulatedHooks(
             data_group=data_group,
             gradient_bytes=plan.stages[index].gradient_bytes * settings.scale_bytes,
             world_group=agreeing if has_step else None,
+            device=device,
         )
 
-        def make(program: RankProgram, window: WindowPlace | None = None) -> StageExecutor:
-            return StageExecutor(
-                plan=plan,
-                program=program,
-                compute=compute,
-                specs=specs,
-                transport=transport,
-                hooks=hooks,
-                device=CPU,
-                window=window,
-            )
-
+        make = functools.partial(
+            _make_executor,
+            plan=plan,
+            compute=compute,
+            specs=specs,
+            transport=transport,
+            hooks=hooks,
+            device=device,
+        )
         # Model inputs are not rehearsed: no batch is loaded, so each micro-batch has an empty tuple of them.
         self._inputs: list[tuple[Tensor, ...]] = [()] * plan.num_micro_batches(index)
         self._windows = None if own is None else WindowRunner.make(own, make, mini_batch=plan.mini_batch)
@@ -145,12 +150,17 @@ class RehearsalRank:
         return events
 
 
+def _make_executor(program: RankProgram, window: WindowPlace | None = None, **common: Any) -> StageExecutor:
+    return StageExecutor(program=program, window=window, **common)
+
+
 def _make_compute(
     plan: PipelinePlan,
     program: RankProgram,
     specs: Mapping[str, TensorSpec],
     durations: Durations | None,
     tensor_group: dist.ProcessGroup | None,
+    device: torch.device,
 ) -> EmulatedCompute:
     read = duration_reader(plan, durations)
     return EmulatedCompute(
@@ -162,16 +172,27 @@ def _make_compute(
             Task(stage=program.stage, kind=kind, micro_batch=micro_batch, half=half), program.rank
         ),
         tensor_group=tensor_group,
+        device=device,
     )
 
 
-def _make_transport(plan: PipelinePlan, programs: Sequence[RankProgram], timeout_s: float) -> Transport:
-    return make_transport(
-        device=CPU,
-        channels=channels_of(programs),
-        names=[f"{plan.stages[e.src].name} -> {plan.stages[e.dst].name}" for e in plan.edges],
+def _make_transport(
+    plan: PipelinePlan,
+    programs: Sequence[RankProgram],
+    specs: Mapping[str, TensorSpec],
+    device: torch.device,
+    backend: str,
+    timeout_s: float,
+) -> Transport:
+    request = TransportRequest(
+        plan=plan,
+        specs=specs,
+        channels=frozenset(channels_of(programs)),
+        device=str(device),
+        backend=backend,
         timeout_s=timeout_s,
     )
+    return find_transport(NATIVE).make(request)
 
 
 def _later(event: Event, micro_batches: int) -> Event:
@@ -181,12 +202,14 @@ def _later(event: Event, micro_batches: int) -> Event:
     )
 
 
-def _make_groups(rows: Sequence[tuple[int, ...]], timeout_s: float) -> dist.ProcessGroup | None:
-    """Make a gloo group of each row of ranks, by all ranks alike; return this rank's, None where it is alone in it."""
+def _make_groups(
+    rows: Sequence[tuple[int, ...]], *, timeout_s: float, backend: str
+) -> dist.ProcessGroup | None:
+    """Make a group of each row of ranks, by all ranks alike; return this rank's, None where it is alone in it."""
     own = None
     for row in rows:
         if len(row) > 1:
-            group = dist.new_group(list(row), timeout=datetime.timedelta(seconds=timeout_s), backend="gloo")
+            group = dist.new_group(list(row), timeout=datetime.timedelta(seconds=timeout_s), backend=backend)
             own = group if dist.get_rank() in row else own
     return own
 

@@ -9,7 +9,7 @@ from typing import Any
 from gpp_plugin.ir.memory_plan import MemoryBreakdown
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.serialize import to_plain
-from gpp_plugin.plan.edge_transports import choose_edge_transports, edge_name
+from gpp_plugin.plan.edge_transports import choose_edge_transports
 from gpp_plugin.report.picture import draw_graph
 from gpp_plugin.report.units import format_bytes, format_ms, format_table, shorten_name
 from gpp_plugin.schedule.orders.in_flight import in_flight_from_source
@@ -206,7 +206,7 @@ def edge_rows(plan: PipelinePlan, p2p: str) -> list[dict[str, Any]]:
 def format_edges(plan: PipelinePlan, p2p: str) -> str:
     """Return the table of edges: how many tensors a message holds, what carries it, and why not megatron."""
     rows = [
-        [edge_name(plan, row["edge"]), str(row["tensors"]), row["transport"], row["reason"] or "-"]
+        [plan.edge_name(row["edge"]), str(row["tensors"]), row["transport"], row["reason"] or "-"]
         for row in edge_rows(plan, p2p)
     ]
     return format_table(["edge", "tensors", "over", "because"], rows, left=4)

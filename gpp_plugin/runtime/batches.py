@@ -1,25 +1,25 @@
-"""From the user's batches to the rows each task reads: collecting, checking, slicing.
+"""Mini-batches: collecting them from the user's batches, checking them, and what a rank has of one.
 
 A mini-batch is a dict of tensors whose leading dimensions hold B samples, ``rows_per_sample`` rows
 each; entries that are not tensors are constants of the capture.
 
 Source: this project
-Tests: tests/runtime/test_float_inputs.py
+Tests: tests/runtime/test_batches.py
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gpp_plugin.capture.mask_values import inputs_of_ones
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.ir.plan import Stage
 from gpp_plugin.ir.samples import SampleRange
-from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 
 Batch = Mapping[str, Any]
 
@@ -105,51 +105,78 @@ def join_batches(batches: Sequence[Batch]) -> dict[str, Any]:
     return joined
 
 
-def slice_batch(
-    batch: Batch,
-    keys: Sequence[str],
-    *,
-    stage: Stage,
-    rank: int,
-    num_micro_batches: int,
-    specs: Mapping[str, TensorSpec],
-    device: torch.device,
-    dtype: torch.dtype | None,
-) -> list[tuple[Tensor, ...]]:
-    """Return the rows ``rank`` reads in each micro-batch of its stage, in the order of ``keys``.
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class OwnRows(Mapping[str, Any]):
+    """A mini-batch of which this process has some rows only.
 
-    All are contiguous, as in the capture: where an operator had to copy them first, autograd would keep the copy, and
-    what a stage keeps would depend on how the user's batch lies in memory.
+    As a mapping it has the shapes of the whole mini-batch: tensors on the meta device, and constants.
 
     Args:
-        specs: the captured model inputs by batch key (their layouts).
-        dtype: floating inputs are cast to it; None keeps them.
+        shapes: that.
+        held: rows of those tensors that were asked for, by key.
+        samples: what the rows are of, in this order; what has no row a sample is there as it is.
+        rows: rows a sample of each of ``held``; 0 where it has none.
+        checksum: below 2^20; tells different mini-batches apart (`batch_checksum`).
+        ones: inputs that hold ones only, in all rows of the mini-batch: as masks they hide nothing. Of the rows that
+            this rank loaded, until ranks have told each other (`Feed`).
     """
-    # Stage of micro-batches of 4 samples on 2 ranks, mini-batch 8: rank 1 of the stage reads samples 2..3 and 6..7.
-    # Of an input with 3 rows a sample (three images, say) that is rows 6..11 and 18..23.
-    samples = [stage.samples(micro_batch, rank) for micro_batch in range(num_micro_batches)]
-    columns = [_rows(batch[key], specs[key], samples, device, dtype) for key in keys]
-    return [tuple(column[i] for column in columns) for i in range(num_micro_batches)]
 
+    shapes: Batch
+    held: Mapping[str, Tensor]
+    samples: tuple[SampleRange, ...]
+    rows: Mapping[str, int]
+    checksum: int
+    ones: frozenset[str] = frozenset()
 
-def _rows(
-    tensor: Tensor,
-    spec: TensorSpec,
-    samples: Sequence[SampleRange],
-    device: torch.device,
-    dtype: torch.dtype | None,
-) -> list[Tensor]:
-    """Return the rows of each range; what has no batch axis is one tensor for all of them."""
-    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    is_async = device.type == "cuda"  # to the host, a copy must be finished before it is read
+    def __getitem__(self, key: str) -> Any:
+        return self.shapes[key]
 
-    def moved(part: Tensor) -> Tensor:
-        return part.to(device=device, dtype=wanted, non_blocking=is_async).contiguous()
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
 
-    if spec.layout.kind is not LayoutKind.BATCH:
-        return [moved(tensor)] * len(samples)
-    axis, rows = spec.layout.axis, spec.layout.rows_per_sample
-    return [moved(tensor.narrow(axis, s.first_sample * rows, s.num_samples * rows)) for s in samples]
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def take(self, key: str, axis: int, rows: int, wanted: SampleRange) -> Tensor:
+        """Return some samples' rows of a tensor; the arguments are as of its layout.
+
+        Raises:
+            ConfigError: the tensor is not cut by samples, or not here.
+        """
+        tensor = self.held[key]
+        if self.rows[key]:
+            # of samples 2..3 and 6..7 there are four rows; sample 6 is row 2
+            first = sum(part.num_samples for part in self.samples if part.end <= wanted.first_sample)
+            at = next(part for part in self.samples if part.overlap(wanted) == wanted)
+            return tensor.narrow(
+                axis, (first + wanted.first_sample - at.first_sample) * rows, wanted.num_samples * rows
+            )
+        return tensor.narrow(axis, wanted.first_sample * rows, wanted.num_samples * rows)
+
+    def take_whole(self, key: str) -> Tensor:
+        """Return a tensor that is the same for all samples.
+
+        Raises:
+            ConfigError: it has rows for each sample after all.
+        """
+        if self.rows[key]:
+            raise ConfigError(
+                f"{key} has {self.rows[key]} rows a sample here, and was the same for all samples in the batch that "
+                "the model was captured with; give it one shape in all batches"
+            )
+        return self.held[key]
+
+    def pin_memory(self) -> OwnRows:
+        """Return the same with its rows in page-locked memory; a loader calls this, on a thread of its own."""
+        return replace(self, held={key: value.pin_memory() for key, value in self.held.items()})
+
+    def stand_in(self) -> dict[str, Any]:
+        """Return a batch of the whole's shapes on which a stage may run for a try: own rows, repeated in turn."""
+        batch = dict(self.shapes)
+        for key, value in self.held.items():
+            length = self.shapes[key].shape[0] if self.rows[key] else 0
+            batch[key] = torch.cat([value] * -(-length // value.shape[0]))[:length] if length else value
+        return batch
 
 
 def take_samples(batch: Batch, first: int, count: int, total: int) -> dict[str, Any]:
@@ -184,6 +211,8 @@ def batch_checksum(batch: Batch) -> int:
 
     It is below 2^20, so that fp64 holds the sum of its squares over 8,192 ranks exactly.
     """
+    if isinstance(batch, OwnRows):
+        return batch.checksum
     checksum = 0
     for key in sorted(batch):
         value = batch[key]
@@ -193,3 +222,18 @@ def batch_checksum(batch: Batch) -> int:
             data = flat[::step].contiguous().cpu().view(torch.uint8).numpy().tobytes()
             checksum = zlib.crc32(data, checksum)
     return checksum & 0xFFFFF
+
+
+def mini_batch_shapes(batch: Batch) -> dict[str, Any]:
+    """Return the batch with its tensors on the meta device: shapes and dtypes, whatever the batch weighs."""
+    return {
+        key: torch.empty(value.shape, dtype=value.dtype, device="meta")
+        if isinstance(value, Tensor)
+        else value
+        for key, value in batch.items()
+    }
+
+
+def ones_among(batch: Batch, keys: Iterable[str]) -> frozenset[str]:
+    """Return those of ``keys`` of which the whole mini-batch holds ones only: a rank may have rows of its own alone."""
+    return batch.ones.intersection(keys) if isinstance(batch, OwnRows) else inputs_of_ones(batch, keys)

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 
 from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.program import Direction, RankProgram
+from gpp_plugin.ir.program import Direction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.runtime.memory.keeper import KeepAll, StageKeeper
@@ -35,6 +35,9 @@ class StageHooks(Protocol):
 
     def accumulate(self) -> None:
         """Take up the gradients of one micro-batch's backward."""
+
+    def begin_reduction(self) -> None:
+        """Let gradients be summed over that group in the backward that follows, the mini-batch's last."""
 
     def reduce_data(self) -> None:
         """Sum gradients over the stage's data-parallel group."""
@@ -109,10 +112,10 @@ def boundary_gradients(
     Nothing travels for tensors without elements. A tensor rank makes the gradients that another one of its data
     position sends: their backwards meet in collectives.
     """
-    outputs: set[int] = set()
+    received = program.messages(InstructionKind.RECEIVE)
+    outputs = {m.edge for m in received if m.direction is Direction.GRADIENT}
     is_trained = False
     for instruction in program.instructions:
-        outputs.update(m.edge for m in instruction.receives if m.direction is Direction.GRADIENT)
         if instruction.task is not None and instruction.task.kind is not TaskKind.FORWARD:
             is_trained = True
     inputs = {i for i, edge in enumerate(plan.edges) if is_trained and edge.dst == program.stage}
@@ -179,6 +182,8 @@ class AutogradCompute:
         halves: None where no forward runs in halves.
         keeper: runs the forwards of a stage that swaps or recomputes; None: everything is kept.
         versions: of the parameters, where they are updated between a micro-batch's forward and its backward.
+        reduces_in: the micro-batch in whose backward, the mini-batch's last, gradients may be summed over the stage's
+            ranks; None: in none.
     """
 
     def __init__(
@@ -193,6 +198,7 @@ class AutogradCompute:
         halves: HalfForwards | None = None,
         keeper: StageKeeper | None = None,
         versions: WeightVersions | None = None,
+        reduces_in: int | None = None,
     ) -> None:
         self.received = function.received
         self.outputs = function.outputs
@@ -212,6 +218,7 @@ class AutogradCompute:
         self._splitter = BackwardSplitter()
         self._planned_keeper = self._keeper = keeper
         self._versions = versions
+        self._reduces_in = reduces_in
         self._last_seed: tuple[float, Tensor] | None = None
 
     def forward(
@@ -248,6 +255,10 @@ class AutogradCompute:
         roots, seeds = self._seed(parts, gradients, hooks.loss_scale)
         if self._keeper is not None:
             self._keeper.begin_backward(micro_batch)
+        if self._versions is not None:
+            self._versions.lend(micro_batch)
+        if micro_batch == self._reduces_in:
+            hooks.begin_reduction()
         if roots:
             run_backward(roots, seeds)
         if self._keeper is not None:

@@ -113,6 +113,7 @@ class StageExecutor:
             self._routes,
             program=program,
             transport=transport,
+            names=[plan.edge_name(edge) for edge in range(len(plan.edges))],
             device=device,
             recorder=self._recorder,
             carried=carried,
@@ -128,13 +129,15 @@ class StageExecutor:
 
     def _compile(self) -> list[tuple[Instruction, Callable[[], None]]]:
         steps: list[tuple[Instruction, Callable[[], None]]] = []
-        exchanges = itertools.count()
+        sends, receives = itertools.count(), itertools.count()
         for instruction in self._program.instructions:
             if instruction.kind is InstructionKind.COMPUTE:
                 assert instruction.task is not None
                 step = self._compile_task(instruction.task)
-            elif instruction.kind is InstructionKind.EXCHANGE:
-                step = self._mail.compile_exchange(next(exchanges), self._made)
+            elif instruction.kind is InstructionKind.RECEIVE:
+                step = self._mail.compile_receive(next(receives))
+            elif instruction.kind is InstructionKind.SEND:
+                step = self._mail.compile_send(next(sends), self._made)
             else:
                 step = self._compile_collective(instruction.kind)
             steps.append((instruction, step))
@@ -277,6 +280,7 @@ class StageExecutor:
                 else:
                     self._mail.hand_over(carry)
                     is_carried = True
+                self._recorder.finish()
         except GppError as error:
             raise type(error)(
                 f"rank {self._rank}, stage {self._stage.name}, at {instruction}: {error}"

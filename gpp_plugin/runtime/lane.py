@@ -23,9 +23,10 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
-from gpp_plugin.runtime.batches import Batch, shape_key, slice_batch
+from gpp_plugin.runtime.batches import Batch, ones_among, shape_key
 from gpp_plugin.runtime.compute import AutogradCompute, HalfForwards, StageHooks, boundary_gradients
 from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
+from gpp_plugin.runtime.input_rows import InputLink, InputRows
 from gpp_plugin.runtime.memory.keeper import NextBackward, StageKeeper, backwards_after
 from gpp_plugin.runtime.memory.planned_keeper import make_keeper
 from gpp_plugin.runtime.memory.swap import SwapLink
@@ -36,6 +37,7 @@ from gpp_plugin.runtime.stage_source import Reference, StageCode, StageSource
 from gpp_plugin.runtime.weight_versions import WeightVersions
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
+from gpp_plugin.schedule.early_reductions import last_backward
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages
 
@@ -118,13 +120,7 @@ def _refuse_coupled_halves(plan: PipelinePlan, block_graph: BlockGraph) -> None:
 
 def channels_of(programs: Sequence[RankProgram]) -> set[Channel]:
     """Return every channel that the programs of all ranks use."""
-    return {
-        message.channel
-        for program in programs
-        for instruction in program.instructions
-        if instruction.kind is InstructionKind.EXCHANGE
-        for message in (*instruction.sends, *instruction.receives)
-    }
+    return {m.channel for program in programs for m in program.messages(InstructionKind.SEND)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +138,18 @@ class _Compiled:
     executor: StageExecutor
     compute: AutogradCompute
     function: StageFunction
+    half: StageFunction | None
     inputs: Mapping[str, TensorSpec]
+
+    def choose_masks(self, batch: Batch) -> None:
+        """Run the forwards from now on as eager models would on this batch: attention without needless masks.
+
+        The whole mini-batch decides, so that all ranks of a stage run the same code; a rank has the inputs that its
+        stage's masks are made of.
+        """
+        for function in (self.function, self.half):
+            if function is not None and function.choice is not None:
+                function.choice.use(ones_among(batch, function.choice.inputs))
 
 
 class Lane:
@@ -153,6 +160,7 @@ class Lane:
         reference: what is known of the model in this mode, and its blocks.
         plan: on ``reference.block_graph``.
         program: this rank's.
+        reduces_early: the stage may sum gradients in its last backward (`schedule.early_reductions`).
         module: the stage's parameters; None until `bind`.
     """
 
@@ -166,8 +174,10 @@ class Lane:
         transport: Transport | None,
         device: torch.device,
         dtype: torch.dtype | None = None,
+        reduces_early: bool = False,
     ) -> None:
         self.plan = plan
+        self.reduces_early = reduces_early
         self.reference = reference
         self.stage_index = program.stage
         self._source = source
@@ -181,6 +191,7 @@ class Lane:
         self._prepared: tuple[tuple[Any, ...], _Prepared] | None = None
         self._has_warned = False
         self._host_link: SwapLink | None = None
+        self._input_link = InputLink(device)
 
     @property
     def is_training(self) -> bool:
@@ -199,11 +210,6 @@ class Lane:
         self._hooks = hooks
         self._executors.clear()
 
-    def close(self) -> None:
-        """Let go of the transport; the lane runs no more. Collective over the ranks of its messages."""
-        if self._transport is not None:
-            self._transport.close()
-
     @property
     def has_peaked(self) -> bool:
         """Return whether the mini-batches run since counting began held the most that any hold."""
@@ -217,27 +223,27 @@ class Lane:
             count: whether to count what is kept for backward (a few microseconds for each saved tensor).
         """
         compiled = self._executor_for(batch)
-        inputs = self._rows_of(batch, compiled)
-        if not count:
-            return compiled.executor.run(inputs, record=record)
-        compiled.compute.start_counting()
-        try:
-            result = compiled.executor.run(inputs, record=record)
-        finally:
-            counts = compiled.compute.stop_counting()
-        result.memory = counts
-        return result
+        compiled.choose_masks(batch)
+        with self._rows_of(batch, compiled) as inputs:
+            if not count:
+                return compiled.executor.run(inputs, record=record)
+            compiled.compute.start_counting()
+            try:
+                result = compiled.executor.run(inputs, record=record)
+            finally:
+                counts = compiled.compute.stop_counting()
+            result.memory = counts
+            return result
 
-    def _rows_of(self, batch: Batch, compiled: _Compiled) -> list[tuple[Tensor, ...]]:
+    def _rows_of(self, batch: Batch, compiled: _Compiled) -> InputRows:
         """Return the rows of the batch that this rank reads in each micro-batch."""
-        return slice_batch(
+        return self._input_link.slice_batch(
             batch,
             compiled.function.batch_inputs,
             stage=self.plan.stages[self.stage_index],
             rank=self._program.rank,
             num_micro_batches=self.plan.num_micro_batches(self.stage_index),
             specs=compiled.inputs,
-            device=self._device,
             dtype=self._dtype,
         )
 
@@ -291,7 +297,13 @@ class Lane:
         code = prepared.code
         compute = self._make_compute(prepared, self._hooks, step_samples=self.plan.mini_batch)
         executor = self._make_executor(code, self._program, compute, self._hooks)
-        return _Compiled(executor=executor, compute=compute, function=code.function, inputs=code.inputs)
+        return _Compiled(
+            executor=executor,
+            compute=compute,
+            function=code.function,
+            half=prepared.half,
+            inputs=code.inputs,
+        )
 
     def _make_compute(
         self,
@@ -316,6 +328,7 @@ class Lane:
             halves=_halves(prepared),
             keeper=self._make_keeper(prepared) if is_trained else None,
             versions=versions,
+            reduces_in=last_backward(self._program) if self.reduces_early else None,
         )
 
     def _make_keeper(self, prepared: _Prepared) -> StageKeeper | None:

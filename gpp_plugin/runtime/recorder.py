@@ -10,6 +10,7 @@ import dataclasses
 import socket
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -20,12 +21,20 @@ from gpp_plugin.ir.timeline import Event, EventKind, Timeline
 from gpp_plugin.runtime.messages.wires import Wire
 from gpp_plugin.runtime.ranks.meeting import Meeting
 
+Moment = float | torch.cuda.Event
+"""Microseconds of this rank's clock; on CUDA a mark in the stream that computes, to be read when it is through."""
+
 
 class Recorder:
-    """The events of one rank; while it is off nothing is noted, and no device is waited for.
+    """The events of one rank; while it is off nothing is noted.
+
+    On CUDA nothing is waited for while a mini-batch runs, or its times would be others, and it might stop: a host that
+    waits for its device in the midst of a program waits for messages too. Marks are put into the stream that computes
+    and read at the end. So a receive lasts from where the stream waits for the message to where it goes on, and a send
+    is noted where it is posted.
 
     Args:
-        device: where the stage computes; CUDA is synchronised at each event, or its times would be of launches.
+        device: where the stage computes.
     """
 
     def __init__(self, *, rank: int, stage: int, device: torch.device) -> None:
@@ -33,54 +42,74 @@ class Recorder:
         self._stage = stage
         self._device = device
         self._events: list[Event] = []
+        self._noted: list[tuple[dict[str, Any], Moment, Moment]] = []
+        self._first: tuple[torch.cuda.Event, float] | None = None
         self.is_on = False
 
     def start(self, events: list[Event], *, is_on: bool) -> None:
-        """Note into ``events`` from here on, if it is on."""
+        """Note from here on, if it is on; `finish` puts what was noted into ``events``."""
         self._events, self.is_on = events, is_on
+        self._noted.clear()
+        if is_on and self._device.type == "cuda":
+            # Ties the stream's marks to the host's clock, before anything of the mini-batch is posted.
+            mark = self._mark()
+            mark.synchronize()
+            self._first = mark, _host_us()
 
-    def now(self) -> float:
-        """Return microseconds of this rank's clock; 0 while nothing is noted."""
+    def finish(self) -> None:
+        """Read what was noted; waits for the stream that computes where it is on."""
         if not self.is_on:
-            return 0.0
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter_ns() / 1e3
-
-    def note(self, kind: EventKind, micro_batch: int, start_us: float, half: int | None = None) -> None:
-        """Note what ends now: a task, or (``micro_batch`` -1) what is done once a mini-batch."""
-        if self.is_on:
+            return
+        if self._first is not None:
+            self._mark().synchronize()
+        for what, start, end in self._noted:
             self._events.append(
                 Event(
-                    rank=self._rank,
-                    stage=self._stage,
-                    kind=kind,
-                    micro_batch=micro_batch,
-                    start_us=start_us,
-                    end_us=self.now(),
-                    half=half,
+                    rank=self._rank, stage=self._stage, start_us=self._us(start), end_us=self._us(end), **what
                 )
             )
+        self._noted.clear()
 
-    def note_message(self, kind: EventKind, message: Message, start_us: float, wires: Sequence[Wire]) -> None:
+    def now(self) -> Moment:
+        """Return this moment; 0 while nothing is noted."""
+        if not self.is_on:
+            return 0.0
+        return _host_us() if self._first is None else self._mark()
+
+    def _mark(self) -> torch.cuda.Event:
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record(torch.cuda.current_stream(self._device))
+        return mark
+
+    def _us(self, moment: Moment) -> float:
+        if isinstance(moment, float) or self._first is None:
+            return float(moment)  # type: ignore[arg-type]
+        first, first_us = self._first
+        return first_us + first.elapsed_time(moment) * 1e3
+
+    def note(self, kind: EventKind, micro_batch: int, start: Moment, half: int | None = None) -> None:
+        """Note what ends now: a task, or (``micro_batch`` -1) what is done once a mini-batch."""
+        if self.is_on:
+            self._noted.append(({"kind": kind, "micro_batch": micro_batch, "half": half}, start, self.now()))
+
+    def note_message(self, kind: EventKind, message: Message, start: Moment, wires: Sequence[Wire]) -> None:
         """Note a message that has been posted (a send) or has come (a receive) by now."""
         if not self.is_on:
             return
         is_send = kind is EventKind.SEND
-        self._events.append(
-            Event(
-                rank=self._rank,
-                stage=self._stage,
-                kind=kind,
-                micro_batch=message.src_micro_batch if is_send else message.dst_micro_batch,
-                half=message.src_half if is_send else message.dst_half,
-                edge=message.edge,
-                peer=message.dst_rank if is_send else message.src_rank,
-                start_us=start_us,
-                end_us=self.now(),
-                bytes=sum(wire.num_bytes for wire in wires),
-            )
-        )
+        what = {
+            "kind": kind,
+            "micro_batch": message.src_micro_batch if is_send else message.dst_micro_batch,
+            "half": message.src_half if is_send else message.dst_half,
+            "edge": message.edge,
+            "peer": message.dst_rank if is_send else message.src_rank,
+            "bytes": sum(wire.num_bytes for wire in wires),
+        }
+        self._noted.append((what, start, self.now()))
+
+
+def _host_us() -> float:
+    return time.perf_counter_ns() / 1e3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

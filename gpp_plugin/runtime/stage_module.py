@@ -7,14 +7,17 @@ length), it takes parameters, model inputs and received tensors, and returns wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gpp_plugin.capture.attention import drop_operators, without_masks
 from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.devices import on_device, placed_body
+from gpp_plugin.capture.mask_values import Mask
 from gpp_plugin.errors import CaptureError
 
 
@@ -76,19 +79,59 @@ def owner_of(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module, leaf
 
 
+class MaskChoice:
+    """Generated code whose attention has masks, or has none where eager models look at their values and leave them out.
+
+    All versions take and return the same; each is made when it is first asked for. Inputs count as padded until `use`
+    says otherwise.
+
+    Args:
+        module: the code with all masks, ``constants`` its first arguments.
+        masks: of attention, made of the code's own inputs.
+    """
+
+    def __init__(
+        self, module: torch.fx.GraphModule, constants: tuple[Tensor, ...], masks: Mapping[str, Mask]
+    ) -> None:
+        self._constants = constants
+        self._masks = masks
+        self.inputs = frozenset(key for mask in masks.values() for key in mask.inputs)
+        self._versions = {frozenset[str](): module}
+        self.module = module
+        self._forward = module.forward
+
+    def use(self, ones: Iterable[str]) -> None:
+        """Use the code for batches whose inputs ``ones`` hold ones only, from now on."""
+        wanted = self.inputs.intersection(ones)
+        if wanted not in self._versions:
+            masked = self._versions[frozenset()]
+            graph, unread = without_masks(masked.graph, self._masks, wanted)
+            drop_operators(graph, unread)
+            self._versions[wanted] = torch.fx.GraphModule(masked, graph)
+        self.module = self._versions[wanted]
+        self._forward = self.module.forward
+
+    def __call__(self, *args: Tensor) -> tuple[Tensor, ...]:
+        """Run the code."""
+        outputs: tuple[Tensor, ...] = self._forward(*self._constants, *args)
+        return outputs
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFunction:
     """A stage's code at one shape.
 
     Args:
         call: takes tensors in the order ``tensors + batch_inputs + received`` after ``constants`` are bound,
-            returns a tuple in the order of ``outputs``.
+            returns a tuple in the order of ``outputs``; ``choice`` where that is not None.
         tensors: parameter and buffer names it reads.
         constants: tensors the capture lifted, bound in front of everything else.
         batch_inputs: batch keys it reads; ``received``: node names that other stages make.
         outputs: node names it returns.
         code: the generated Python, for the curious and for error messages.
-        module: what the code was generated from, ``constants`` its first arguments; None for code of other origin.
+        choice: decides for each mini-batch whether attention has masks; None where that never changes.
+        module: what the code was generated from, ``constants`` its first arguments; with all masks where there is a
+            choice. None for code of other origin.
         given: the user's module that the code calls; None for generated code.
     """
 
@@ -99,19 +142,29 @@ class StageFunction:
     received: tuple[str, ...]
     outputs: tuple[str, ...]
     code: str
+    choice: MaskChoice | None = None
     module: torch.fx.GraphModule | None = None
     given: nn.Module | None = None
 
 
 def build_stage_function(
-    captured: CapturedGraph, nodes: Iterable[str], outputs: Sequence[str], *, with_replicated: bool = True
+    captured: CapturedGraph,
+    nodes: Iterable[str],
+    outputs: Sequence[str],
+    *,
+    with_replicated: bool = True,
+    ones: Collection[str] = (),
 ) -> StageFunction:
-    """Generate the code of the given operator nodes, with the replicated nodes they need.
+    """Generate the code of the given operator nodes, with the replicated nodes they need, for ``captured.device``.
+
+    Masks that hide nothing whatever the batch holds are left out; others are the code's `MaskChoice`.
 
     Args:
         nodes: names of the operator nodes of the stage's blocks.
         outputs: names of nodes to return.
-        with_replicated: compute replicated nodes here; if not, they are received (profiling times them apart).
+        with_replicated: compute replicated nodes here; if not, they are received where they are read (profiling times
+            them apart).
+        ones: inputs that hold ones only in every batch that the code will see.
 
     Raises:
         CaptureError: an output is not among the stage's nodes.
@@ -130,17 +183,25 @@ def build_stage_function(
     wanted = captured.replicated_closure(nodes) if with_replicated else nodes
     kept = [node for node in captured.graph.nodes if node.name in wanted]
     groups = _group_sources(captured, kept, wanted)
-    module = _generate(captured, kept, groups, outputs)
-    constants = tuple(captured.constants[source.name] for source in groups["constant"])
+    module = _generate(captured, kept, groups, outputs, frozenset(ones))
+    if not with_replicated:
+        groups = _drop_unread(module, groups)
+    constants = tuple(captured.constants[source.name].to(captured.device) for source in groups["constant"])
+    # a mask that another stage sends is there for all batches: this one may not see what it is made of
+    own = {captured.inputs[source.name] for source in groups["input"]}
+    made = {node.name for node in module.graph.nodes if node.op == "call_function"}
+    masks = {n: m for n, m in captured.masks.items() if m.inputs and n in made and m.inputs <= own}
+    choice = MaskChoice(module, constants, masks) if masks else None
     forward = module.forward
     return StageFunction(
-        call=(lambda *args: forward(*constants, *args)) if constants else forward,
+        call=choice or ((lambda *args: forward(*constants, *args)) if constants else forward),
         tensors=tuple(captured.parameters[source.name] for source in groups["tensor"]),
         constants=constants,
         batch_inputs=tuple(captured.inputs[source.name] for source in groups["input"]),
         received=tuple(source.name for source in groups["received"]),
         outputs=tuple(outputs),
         code=module.code,
+        choice=choice,
         module=module,
     )
 
@@ -176,8 +237,9 @@ def _generate(
     kept: Sequence[torch.fx.Node],
     groups: Mapping[str, Sequence[torch.fx.Node]],
     outputs: Sequence[str],
+    ones: frozenset[str],
 ) -> torch.fx.GraphModule:
-    """Return the code that runs ``kept``.
+    """Return the code that runs ``kept``, without the masks that hide nothing where the inputs ``ones`` hold ones.
 
     Raises:
         CaptureError: an output is not among what it computes or takes.
@@ -186,16 +248,30 @@ def _generate(
     mapping = {source: graph.placeholder(source.name) for kind in _ARGUMENTS for source in groups[kind]}
     root: dict[str, Any] = {}
     for source in groups["helper"]:
-        root[str(source.target)] = captured.attributes[str(source.target)]
+        root[str(source.target)] = placed_body(captured.attributes[str(source.target)], captured.device)
         mapping[source] = graph.node_copy(source)
     for node in kept:
-        mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+        copied = mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+        copied.args = on_device(copied.args, captured.device)
+        copied.kwargs = on_device(copied.kwargs, captured.device)
     made = {source.name: copy for source, copy in mapping.items()}
     absent = [name for name in outputs if name not in made]
     if absent:
         raise CaptureError(f"stage outputs {absent} are not computed by its blocks")
     graph.output(tuple(made[name] for name in outputs))
+    graph, unread = without_masks(graph, captured.masks, ones)
+    drop_operators(graph, unread)
     return torch.fx.GraphModule(_root_module(root), graph)
+
+
+def _drop_unread(
+    module: torch.fx.GraphModule, groups: Mapping[str, list[torch.fx.Node]]
+) -> dict[str, list[torch.fx.Node]]:
+    """Take no arguments that the code does not read, and return what it takes then."""
+    unread = {node.name for node in module.graph.nodes if node.op == "placeholder" and not node.users}
+    drop_operators(module.graph, unread)
+    module.recompile()
+    return {kind: [node for node in nodes if node.name not in unread] for kind, nodes in groups.items()}
 
 
 def _root_module(attributes: Mapping[str, Any]) -> nn.Module:

@@ -197,6 +197,12 @@ class WeightVersions:
             copied[index] = outputs[index].detach().clone()
         return copied
 
+    def lend(self, micro_batch: int) -> None:
+        """Let the backward that follows add to the gradients of the parameters."""
+        version = self._versions[self._version_of[micro_batch]]
+        for parameter, leaf in zip(self._parameters, version.leaves, strict=True):
+            leaf.grad = parameter.grad
+
     def release(self, micro_batch: int) -> None:
         """Give the gradients of a backward to the parameters; its version may go."""
         age = self._version_of.pop(micro_batch)

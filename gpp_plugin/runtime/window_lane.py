@@ -124,6 +124,7 @@ class VersionedHooks:
         self._hooks = hooks
         self._versions = versions
         self.accumulate = hooks.accumulate
+        self.begin_reduction = hooks.begin_reduction
         self.reduce_data = hooks.reduce_data
         self.reduce_tied = hooks.reduce_tied
 
@@ -174,11 +175,12 @@ class WindowLane(Lane):
         if not self.window:
             compiled.versions.start()
         self._active = compiled
+        compiled.choose_masks(batch)
         inputs = self._rows_of(batch, compiled)
         if count and not self.window:
             compiled.compute.start_counting()
             self._is_counting = True
-        with self._letting_go_on_failure():
+        with self._letting_go_on_failure(), inputs:
             result = compiled.runner.run(inputs, record=record)
         if self._is_counting and self.has_peaked:
             result.memory = self._stop_counting(compiled)
@@ -272,6 +274,7 @@ class WindowLane(Lane):
             executor=runner.steps[-1],
             compute=compute,
             function=code.function,
+            half=prepared.half,
             inputs=code.inputs,
             runner=runner,
             versions=versions,

@@ -1,7 +1,7 @@
 """From task orders to one program a rank that finishes even if every rank runs it serially.
 
-`placement` decides where messages stand between the tasks; here they become instructions, and the
-reductions and the optimizer step follow at the end. Two stages of one rank, one micro-batch:
+`placement` puts all tasks and messages into one order; here they become instructions, and the reductions and the
+optimizer step follow at the end. Two stages of one rank, one micro-batch:
 
     rank 0   F0  send x               receive dx  B0  reduce  step
     rank 1       receive x  F0  B0    send dx         reduce  step
@@ -10,10 +10,11 @@ A part of a longer schedule (`windows`) is lowered by the same code; what differ
 
 ZeRO 2 keeps no whole gradients, so it needs a reduction behind every micro-batch's backward. A reduction is a
 rendezvous of the stage's ranks, so it can stop programs that finish without it: rank a reduces before it sends what
-rank b, by way of other stages, needs for its backward. What is tried first is one reduction after each backward, behind
-the messages that follow it and before the next task; then all programs are executed serially, and a reduction at which
-they stop is taken out on all ranks of its stage. That is always allowed, as a reduction takes all gradients that have
-come together since the last one, and the one before the step remains.
+rank b, by way of other stages, needs for its backward. What is tried first is one reduction after each backward, before
+the next task; then all programs are executed serially, and a reduction at which they stop is moved, on all ranks of its
+stage, to right behind what the backward sends, before the receives that stand there; one at which they still stop is
+taken out. That is always allowed, as a reduction takes all gradients that have come together since the last one, and
+the one before the step remains.
 
     rank 0   F0  F1  B0  send  reduce  F2  B1  send  reduce  B2  send  reduce  step
     rank 1   F0  F1  B0  send  reduce  F2  B1  send  reduce  B2  send  reduce  step
@@ -25,18 +26,19 @@ Tests: tests/schedule/test_lower.py, tests/schedule/test_reductions.py
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankProgram
+from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.checks.order_check import has_backwards
 from gpp_plugin.schedule.checks.rendezvous import execute_serially
 from gpp_plugin.schedule.durations import Durations, nominal_durations, task_durations
 from gpp_plugin.schedule.event_loop import Transfers, message_transfers, run_task_graph
-from gpp_plugin.schedule.placement import Placement, place_messages, safe_placement
+from gpp_plugin.schedule.placement import global_order
 from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph
 
 _REDUCE = Instruction(kind=InstructionKind.REDUCE_DATA)
@@ -102,14 +104,23 @@ def lower_graph(
         durations: of every node, microseconds; they and ``transfers`` affect speed, never correctness.
     """
     times = run_task_graph(graph, durations, transfers=transfers)
-    programs = _programs(graph, place_messages(graph, times))
-    # Late receives are proven safe among tasks and messages. An update is more than that, a rendezvous of all ranks
-    # of its stage: rank 1 may stand in it while rank 0, still before it, waits for a message that needs, by way of
-    # other stages, what rank 1 sends behind it. The global order itself puts each update after the backwards on all
-    # ranks of its stage, so its slots are safe with updates too.
-    if graph.num_updates and execute_serially(graph.plan, {p.rank: p for p in programs}).stuck:
-        return _programs(graph, safe_placement(graph, times))
-    return programs
+    known: dict[Task, Instruction] = {}
+    bodies: dict[int, list[Instruction]] = {rank: [] for row in graph.members.values() for rank in row}
+    # Each item of the one order goes to the end of its ranks' programs: a message to its two, a task to all ranks that
+    # run it together.
+    for item in global_order(graph, times):
+        if item < 0:
+            message = graph.message(~item)
+            bodies[message.src_rank].append(Instruction(kind=InstructionKind.SEND, message=message))
+            bodies[message.dst_rank].append(Instruction(kind=InstructionKind.RECEIVE, message=message))
+            continue
+        instructions = _instructions(graph, item, known)
+        for rank in graph.members[graph.rank[item]]:
+            bodies[rank] += instructions
+    return tuple(
+        RankProgram(rank=rank, stage=graph.plan.stage_of_rank(rank), instructions=tuple(bodies[rank]))
+        for rank in sorted(bodies)
+    )
 
 
 def _tail(is_trained: bool, is_tied: bool) -> tuple[Instruction, ...]:
@@ -121,58 +132,20 @@ def _tail(is_trained: bool, is_tied: bool) -> tuple[Instruction, ...]:
     return tuple(Instruction(kind=kind) for kind in kinds)
 
 
-def _programs(graph: TaskGraph, placement: Placement) -> tuple[RankProgram, ...]:
-    """Return the programs of all ranks, their messages where ``placement`` puts them."""
-    # (rank, slot) -> its messages there, in the order of the placement: both ends of a channel take it from there.
-    sends: dict[tuple[int, int], list[Message]] = {}
-    receives: dict[tuple[int, int], list[Message]] = {}
-    for number in placement.order:
-        message = graph.message(number)
-        sends.setdefault((message.src_rank, placement.send_slot[number]), []).append(message)
-        receives.setdefault((message.dst_rank, placement.receive_slot[number]), []).append(message)
-    instructions = _instructions(graph)
-    bodies = {}
-    for lead, nodes in graph.orders.items():
-        own = [instructions[node] for node in nodes]
-        for rank in graph.members[lead]:
-            bodies[rank] = _body(rank, own, sends, receives)
-    return tuple(
-        RankProgram(rank=rank, stage=graph.plan.stage_of_rank(rank), instructions=tuple(bodies[rank]))
-        for rank in sorted(bodies)
-    )
+def _instructions(graph: TaskGraph, node: int, known: dict[Task, Instruction]) -> tuple[Instruction, ...]:
+    """Return what a node does in a program; ranks of a stage share the instructions of their tasks.
 
-
-def _instructions(graph: TaskGraph) -> list[tuple[Instruction, ...]]:
-    """Return what every node does in a program; ranks of a stage share the instructions of their tasks."""
-    known: dict[Task, tuple[Instruction, ...]] = {}
-    found: list[tuple[Instruction, ...]] = [_UPDATE] * graph.num_updates
-    for node in graph.tasks:
-        task = graph.task(node)
-        if task not in known:
-            known[task] = (Instruction(kind=InstructionKind.COMPUTE, task=task),)
-        found.append(known[task])
-    return found + [()] * graph.num_ends
-
-
-def _body(
-    rank: int,
-    instructions: Sequence[tuple[Instruction, ...]],
-    sends: Mapping[tuple[int, int], Sequence[Message]],
-    receives: Mapping[tuple[int, int], Sequence[Message]],
-) -> list[Instruction]:
-    body: list[Instruction] = []
-    for slot in range(len(instructions) + 1):
-        key = (rank, slot)
-        if key in sends or key in receives:
-            group = Instruction(
-                kind=InstructionKind.EXCHANGE,
-                sends=tuple(sends.get(key, ())),
-                receives=tuple(receives.get(key, ())),
-            )
-            body.append(group)
-        if slot < len(instructions):
-            body += instructions[slot]
-    return body
+    Args:
+        known: those that there are.
+    """
+    if node < graph.num_updates:
+        return _UPDATE
+    if node not in graph.tasks:
+        return ()  # the end of a part's rank does nothing: it waits for what is for later parts
+    task = graph.task(node)
+    if task not in known:
+        known[task] = Instruction(kind=InstructionKind.COMPUTE, task=task)
+    return (known[task],)
 
 
 _MAKES_GRADIENTS = (TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT)
@@ -188,27 +161,38 @@ def reduce_after_backwards(
         stages: those to change; a stage of one rank has nothing to reduce.
     """
     wanted = {index for index in stages if plan.stages[index].degree > 1}
-    left_out: set[tuple[int, int]] = set()
+    attempts: dict[tuple[int, int], int] = defaultdict(int)
     while True:
         changed = tuple(
-            _with_reductions(program, left_out) if program.stage in wanted else program
+            _with_reductions(program, attempts) if program.stage in wanted else program
             for program in programs
         )
         stuck = _stuck_reductions(plan, changed)
         if not stuck:
             return changed
-        left_out |= stuck
+        for place in stuck:
+            attempts[place] += 1
 
 
-def _with_reductions(program: RankProgram, left_out: Collection[tuple[int, int]]) -> RankProgram:
-    """Insert a reduction before the first task after each backward; a place is (stage, tasks before it)."""
+def _with_reductions(program: RankProgram, attempts: Mapping[tuple[int, int], int]) -> RankProgram:
+    """Insert a reduction after each backward: before the next task, or at the second attempt behind what is sent.
+
+    Args:
+        attempts: (stage, tasks before it) -> how often it stopped the programs; twice leaves it out.
+    """
     body: list[Instruction] = []
     num_tasks = 0
     is_due = False
     for instruction in program.instructions:
-        if instruction.task is not None:
-            if is_due and (program.stage, num_tasks) not in left_out:
+        attempt = attempts.get((program.stage, num_tasks), 0)
+        is_there = instruction.task is not None or (
+            attempt == 1 and instruction.kind is not InstructionKind.SEND
+        )
+        if is_due and is_there:
+            is_due = False
+            if attempt < 2:
                 body.append(_REDUCE)
+        if instruction.task is not None:
             num_tasks += 1
             is_due = instruction.task.kind in _MAKES_GRADIENTS
         body.append(instruction)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.program import Direction, Message, RankProgram
+from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.durations import nominal_times, stage_task_us
@@ -60,7 +60,7 @@ class WindowPrograms:
         )
         carried: list[tuple[Message, ...]] = [()]
         for program in steps:
-            messages = [*carried[-1], *(m for i in program.instructions for m in i.receives)]
+            messages = [*carried[-1], *program.messages(InstructionKind.RECEIVE)]
             tasks = {instruction.task for instruction in program.instructions}
             carried.append(tuple(m for m in messages if _reader(m, program.stage) not in tasks))
         return RankWindows(windows=self.windows, steps=steps, drains=drains, carried=tuple(carried))

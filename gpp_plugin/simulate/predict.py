@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import StageSchedule
@@ -52,7 +51,7 @@ def simulate_plan(
     #   link     .    |act.|    .    |grad|    .    .
     #   stage 1  .    .    |1F0 |1B0 |    .    .    .
     graph, times = _run(plan, cluster, durations, schedules, forward_only_stages, share_links)
-    with _paused_collector():
+    with paused_collector():  # it would walk millions of new events again and again: they hold no circles
         events = _task_events(graph, times)
         events += _tail_events(plan, _rank_ends(graph, times), reduce_us or {}, step_us or {})
         events += message_events(graph, times)
@@ -94,18 +93,6 @@ def _run(
         graph, task_durations(graph, durations), transfers=transfers, share_links=share_links
     )
     return graph, times
-
-
-@contextlib.contextmanager
-def _paused_collector() -> Iterator[None]:
-    """Keep the garbage collector from walking millions of new events again and again: they hold no circles."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _rank_ends(graph: TaskGraph, times: TaskTimes) -> dict[int, float]:

@@ -1,8 +1,8 @@
 """Predicts the timeline of lowered programs: every rank runs its instructions strictly in order.
 
-Two ways to post messages: ``asynchronous``, as the runtime does (a send is posted and forgotten, a rank
-waits at an exchange for its receives), and ``rendezvous``, the worst case that programs are proven
-for (a group ends only when both ends of all its messages have been posted and they have travelled).
+Two ways to post messages: ``asynchronous``, as the runtime does (a message is posted and forgotten, a task waits for
+those it reads), and ``rendezvous``, the worst case that programs are proven for (a rank goes on from a send or a
+receive only when its other end has been posted and it has travelled).
 The tensor ranks of a data position start and end each task together.
 
 The event loop over task graphs (`event_loop`) is no special case of this one: there a message needs its sender's task
@@ -13,12 +13,14 @@ are waited for as well. Both take task times and message costs from the same pla
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.program import Direction, Instruction, InstructionKind, Message, RankProgram
+from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgram
+from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, EventKind, Timeline
 from gpp_plugin.schedule.durations import Durations, duration_reader
@@ -86,7 +88,7 @@ class _ProgramRun:
         #   0  a task, reduction or step ends    -> the rank goes on to its next instruction
         #   1  a message is posted (_leave)      -> takes the sender's link when that is free
         #   2  it leaves (_enter)                -> takes the receiver's link when that is free
-        #   3  it has arrived (_arrive)          -> the rank that stands at its exchange may go on
+        #   3  it has arrived (_arrive)          -> the rank that waits for it may go on
         #
         # With rendezvous a message needs both ends posted, and both ranks wait for it. Rank 0 sends at 1 us a
         # message of 2 us that rank 1, busy until 4 us, receives: asynchronous, rank 0 goes on at 1 and rank 1
@@ -100,9 +102,11 @@ class _ProgramRun:
         self._is_rendezvous = is_rendezvous
         self._share_links = share_links
         self._tail_us = {InstructionKind.REDUCE_DATA: reduce_us, InstructionKind.STEP: step_us}
-        # Of each rank: the instruction it stands at, and how many messages it still waits for there.
+        # Of each rank: the instruction it stands at, which messages it still waits for there, and which each of its
+        # tasks reads.
         self._position = dict.fromkeys(self._programs, 0)
-        self._missing = dict.fromkeys(self._programs, 0)
+        self._missing: dict[int, set[Message]] = {rank: set() for rank in self._programs}
+        self._reads = {rank: _messages_read(program) for rank, program in self._programs.items()}
         # Of each message: how many of its ends are posted, and when it left, in us.
         self._posted: dict[Message, int] = {}
         self._started: dict[Message, float] = {}
@@ -160,21 +164,25 @@ class _ProgramRun:
         program = self._programs[rank]
         while self._position[rank] < len(program.instructions):
             instruction = program.instructions[self._position[rank]]
-            if instruction.kind is InstructionKind.COMPUTE:
-                self._compute(program, instruction, now)
-                return
-            if instruction.kind is not InstructionKind.EXCHANGE:
-                self._join(program, instruction.kind, now)
-                return
-            self._exchange(rank, instruction, now)
+            task, message = instruction.task, instruction.message
+            if message is not None:
+                self._post(instruction.kind, message, now)
+                awaited = [message] if self._is_rendezvous else []
+            else:
+                awaited = [] if task is None or self._is_rendezvous else self._reads[rank].get(task, [])
+            self._missing[rank] = {message for message in awaited if message not in self._arrived}
             if self._missing[rank]:
+                return
+            if task is not None:
+                self._compute(program, task, now)
+                return
+            if message is None:
+                self._join(program, instruction.kind, now)
                 return
             self._position[rank] += 1
 
-    def _compute(self, program: RankProgram, instruction: Instruction, now: float) -> None:
+    def _compute(self, program: RankProgram, task: Task, now: float) -> None:
         """Run the task when the last of its tensor ranks has come to it, as long as the slowest takes."""
-        task = instruction.task
-        assert task is not None
         row = self._rows[program.rank]
         here = self._waiting.setdefault(row, [])
         here.append(program.rank)
@@ -187,15 +195,10 @@ class _ProgramRun:
             self._note(rank, program.stage, kind, now, end, micro_batch=task.micro_batch, half=task.half)
             self._push(end, 0, rank)
 
-    def _exchange(self, rank: int, instruction: Instruction, now: float) -> None:
-        # Asynchronous: a send is posted and forgotten, so only receives are awaited, and
-        # a message may have arrived before its receiver comes here. Receives need no
-        # posting then; `_num_ends` is 1, the sender's.
-        awaited = instruction.receives
-        if self._is_rendezvous:
-            awaited = (*instruction.receives, *instruction.sends)
-        self._missing[rank] = sum(message not in self._arrived for message in awaited)
-        for message in awaited if self._is_rendezvous else instruction.sends:
+    def _post(self, kind: InstructionKind, message: Message, now: float) -> None:
+        # Asynchronous: a message may have arrived before its receiver comes here. Receives need no posting then;
+        # `_num_ends` is 1, the sender's.
+        if kind is InstructionKind.SEND or self._is_rendezvous:
             self._posted[message] = self._posted.get(message, 0) + 1
             if self._posted[message] == self._num_ends:
                 self._push(now, 1, message)
@@ -235,15 +238,13 @@ class _ProgramRun:
                 num_bytes=num_bytes,
                 peer=message.dst_rank if kind is EventKind.SEND else message.src_rank,
             )
-            if self._missing[rank] and self._awaits(rank, message):
-                self._missing[rank] -= 1
-                if self._missing[rank] == 0:
-                    self._position[rank] += 1
+            if message in self._missing[rank]:
+                self._missing[rank].remove(message)
+                if not self._missing[rank]:
+                    self._position[rank] += (
+                        self._is_rendezvous
+                    )  # from the message, not from the task that reads it
                     self._advance(rank, now)
-
-    def _awaits(self, rank: int, message: Message) -> bool:
-        instruction = self._programs[rank].instructions[self._position[rank]]
-        return message in instruction.receives or (self._is_rendezvous and message in instruction.sends)
 
     def _join(self, program: RankProgram, kind: InstructionKind, now: float) -> None:
         """Wait for the ranks that take part in a reduction or the step, then run it together."""
@@ -316,3 +317,16 @@ class _ProgramRun:
                 peer=peer,
             )
         )
+
+
+def _messages_read(program: RankProgram) -> dict[Task, list[Message]]:
+    """Return the messages that each task of a program is the first to read."""
+    received: dict[tuple[Direction, int, int | None], list[Message]] = defaultdict(list)
+    for message in program.messages(InstructionKind.RECEIVE):
+        received[message.direction, message.dst_micro_batch, message.dst_half].append(message)
+    reads = {}
+    for task in (i.task for i in program.instructions if i.task is not None):
+        if task.kind is not TaskKind.WEIGHT_GRADIENT:
+            direction = Direction.ACTIVATION if task.kind is TaskKind.FORWARD else Direction.GRADIENT
+            reads[task] = received[direction, task.micro_batch, task.half]
+    return reads

@@ -188,6 +188,33 @@ def test_recapture_is_the_capture_at_that_size(name: str, num_samples: int) -> N
     assert coarsen(again) == coarsen(fresh)
 
 
+class Dropped(nn.Module):
+    """Layers that are dropped as in transformers before 5.23: a number is drawn and compared, also at probability 0."""
+
+    def __init__(self, layerdrop: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.layerdrop = layerdrop
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            if self.training and torch.rand([]) < self.layerdrop:
+                continue
+            x = torch.tanh(layer(x))
+        return {"loss": x.square().mean()}
+
+
+def test_layers_dropped_with_probability_zero_are_captured_and_others_refused() -> None:
+    model, batch = Dropped(0.0), {"x": torch.ones(2, 4)}
+    capture = capture_model(model, batch)
+    assert sum("linear" in str(node.target) for node in capture.graph.nodes) == 2
+    loss = run_graph(capture, model, batch)[capture.op_graph.loss]
+    assert torch.equal(loss, eager_loss(model, batch))
+    assert type(model.layerdrop) is float, "the user's model is left alone"
+    with pytest.raises(CaptureError, match="depends on tensor values"):
+        capture_model(Dropped(0.5), batch)
+
+
 @pytest.mark.parametrize("name", ["clip", "t5", "llava", "gpt2"])
 def test_other_sequence_length_keeps_the_blocks(name: str) -> None:
     model, make_batch = build(name)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _world
 
 from tests.models import build
 from tests.runtime.odd_models import Diamond, build_odd
@@ -123,6 +124,7 @@ def evaluate() -> dict[str, Any]:
     model, make_batch = build("gpt2", dropout=0.3)
     engine = make_engine(model, make_batch(B, 0), config_of(block={"stages": 2, "data_parallel": 2}))
     answers: dict[str, Any] = {"losses": {}}
+    groups = len(_world.pg_map)
     for size in (16, 5, 1):
         loss, logits = engine.eval_batch(iter([make_batch(size, size)]), return_logits=True)
         answers["losses"][size] = (float(loss), logits)
@@ -130,6 +132,7 @@ def evaluate() -> dict[str, Any]:
     unlabelled = {k: v for k, v in make_batch(6, 6).items() if k != "labels"}
     answers["unlabelled"] = engine.eval_batch(iter([unlabelled]), compute_loss=False)
     answers["after"] = steps(engine, [make_batch(B, 0)])[0]
+    answers["groups made"] = len(_world.pg_map) - groups
     return answers
 
 

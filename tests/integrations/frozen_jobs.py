@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpp_plugin.ir.program import InstructionKind
 from tests.integrations.engine_jobs import make_engine
 from tests.models import build
 from tests.runtime.jobs import Job, make_batches, make_config
@@ -64,7 +65,7 @@ def train_frozen(tasks: list[Job]) -> list[dict[str, Any]]:
             gradients = gradients or {name: g.clone() for name, g in engine.gradients.items()}
         program = engine._lane._program
         kinds = [i.task.kind.value for i in program.instructions if i.task is not None]
-        sent = [m.direction.value for i in program.instructions for m in i.sends]
+        sent = [m.direction.value for m in program.messages(InstructionKind.SEND)]
         stage = engine.plan.stages[engine.stage_id]
         answers.append(
             {

@@ -64,7 +64,7 @@ def wait_in_vain() -> str:
 
     dist.barrier()
     plan = emulated_plan("pair", [(0, 1)], num_micro_batches=4)
-    device, names = torch.device("cpu"), ["stage0 -> loss"]
+    device = torch.device("cpu")
     message = Message(
         edge=0,
         direction=Direction.ACTIVATION,
@@ -76,7 +76,7 @@ def wait_in_vain() -> str:
         has_whole_tensors=True,
     )
     wire = Wire(name="x0", slot=0, axis=0, first_row=0, num_rows=2, shape=(2, 3), dtype=torch.float32)
-    native = make_transport(device=device, channels=[message.channel], names=names, timeout_s=WAIT_S)
+    native = make_transport(device=device, channels=[message.channel], timeout_s=WAIT_S)
     transport = over_megatron(
         native,
         plan,
@@ -87,7 +87,7 @@ def wait_in_vain() -> str:
     )
     said = ""
     if dist.get_rank() == 1:
-        pending = transport.bind_receive(message, [wire])([torch.empty(wire.shape)])
+        pending = transport.bind_receive(message, [wire], plan.edge_name(0))([torch.empty(wire.shape)])
         try:
             pending.wait()
         except CommTimeout as error:

@@ -300,9 +300,6 @@ class Rank:
         self.transport = make_transport(
             device=CPU,
             channels=channels_of(programs),
-            names=[
-                f"{self.plan.stages[e.src].name} -> {self.plan.stages[e.dst].name}" for e in self.plan.edges
-            ],
             timeout_s=60,
         )
         module = self.module

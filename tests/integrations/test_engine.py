@@ -83,6 +83,7 @@ def test_evaluation_equals_the_plain_model() -> None:
     assert answers[0]["plain"] == answers[0]["losses"][16][0]
     assert all(answer["losses"][5][0] == answers[0]["losses"][5][0] for answer in answers)
     assert len({answer["after"] for answer in answers}) == 1
+    assert [answer["groups made"] for answer in answers] == [0] * 4, "all lanes share the messages' groups"
 
 
 @pytest.mark.parametrize("zero", [0, 2])

@@ -107,6 +107,14 @@ def make_engine(
     )
 
 
+def add_gradient(parameter: Tensor, value: Tensor) -> None:
+    """Do what autograd does with a gradient."""
+    if parameter.grad is None:
+        parameter.grad = value
+    else:
+        parameter.grad.add_(value)
+
+
 def feed(engine: StageEngine, step: int, num_micro_batches: int, *, spoil: str | None = None) -> None:
     """Do what the runtime does in a mini-batch: gradients of each micro-batch, then the two reductions.
 
@@ -120,7 +128,7 @@ def feed(engine: StageEngine, step: int, num_micro_batches: int, *, spoil: str |
             if name == spoil and engine.position == 0:
                 value = torch.full_like(value, float("inf"))
             value = value.to(parameter.dtype)
-            parameter.grad = value if parameter.grad is None else parameter.grad + value
+            add_gradient(parameter, value)
         engine.accumulate()
         if engine.config.zero_stage == 2:
             engine.reduce_data()

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from gpp_plugin.cli import main
-from gpp_plugin.profile.machine import _speeds, read_machine
+from gpp_plugin.profile import machine
+from gpp_plugin.profile.machine import reached_speeds, read_machine
+
+DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is about CPU ranks")
@@ -20,10 +23,25 @@ def test_cpu_ranks_share_memory_and_speed():
 
 
 def test_reading_it_draws_no_random_numbers():
-    _speeds.cache_clear()
+    reached_speeds.cache_clear()
     before = torch.get_rng_state()
     read_machine(2)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_products_are_timed_in_the_dtype_they_are_trained_in(monkeypatch):
+    """On the device at hand, so that a plan of bf16 ranks is made with the speed of bf16."""
+    seen = []
+    monkeypatch.setattr(machine, "_seconds", lambda operation: seen.append(operation()) or 1e-3)
+    reached_speeds.cache_clear()
+    try:
+        speeds = [read_machine(1, device_type="cpu", dtype=d).devices[0].flops_per_s for d in DTYPES]
+        read_machine(1, device_type="cpu", dtype=torch.bfloat16)
+    finally:
+        reached_speeds.cache_clear()
+    products = [made.dtype for made in seen if made.shape == (machine.WIDTH, machine.WIDTH)]
+    assert products == DTYPES, "each once a process"
+    assert speeds == [pytest.approx(2 * machine.WIDTH**3 / 1e-3)] * 2
 
 
 def test_plan_takes_this_machine(capsys):

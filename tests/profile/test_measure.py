@@ -24,8 +24,9 @@ from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.memory.graph_tensors import GraphTensors
 from gpp_plugin.plan.memory.stage_chain import StageChain
-from gpp_plugin.profile import timing
+from gpp_plugin.profile import block_survey, timing
 from gpp_plugin.profile.block_code import signature_of
+from gpp_plugin.profile.busy_stream import HeadStart, Lap
 from gpp_plugin.profile.held_bytes import LiveBytes, SavedStorages
 from gpp_plugin.profile.measure import profile_blocks
 from gpp_plugin.runtime.stage_module import build_stage_function
@@ -58,7 +59,8 @@ def graph_saved_bytes(model: nn.Module, batch: dict[str, Any], captured: Capture
     """Run the captured graph as one piece, without blocks."""
     state = state_of(model)
     names = [node.name for node in captured.op_graph.nodes]
-    function = build_stage_function(captured, names, [str(captured.op_graph.loss)])
+    ones = captured.analysis.unpadded  # without the masks that this batch does without
+    function = build_stage_function(captured, names, [str(captured.op_graph.loss)], ones=ones)
     tensors = [state[name] for name in function.tensors]
     return saved_by(
         model, batch, lambda: function.call(*tensors, *(batch[key] for key in function.batch_inputs))
@@ -140,6 +142,8 @@ def test_what_a_stage_keeps_is_known_wherever_it_is_cut(name: str, granularity: 
         names = [node for block in blocks for node in block.nodes]
         outputs = [node for node in names if node in later or node == captured.op_graph.loss]
         code = build_stage_function(captured, names, outputs)
+        if code.choice is not None:
+            code.choice.use(captured.analysis.unpadded)
         received = [values[n].detach().clone().requires_grad_(values[n].requires_grad) for n in code.received]
         tensors = [state[n] for n in code.tensors]
         made: list[Tensor] = []
@@ -256,16 +260,16 @@ class _Clock:
     def __init__(self) -> None:
         self.runs = 0
 
-    def __call__(self, device: torch.device) -> _Clock:
+    def __call__(self, device: torch.device, head_start: HeadStart) -> _Clock:
         self.runs += 1
         return self
 
     def mark(self) -> None:
         pass
 
-    def laps_us(self) -> list[float]:
+    def laps(self) -> list[Lap]:
         slow = 100.0 if self.runs % 3 == 0 else 0.0
-        return [7.0 + slow, 1.0, 11.0 + slow]
+        return [Lap(us=us, is_busy=True) for us in (7.0 + slow, 1.0, 11.0 + slow)]
 
 
 def test_times_are_medians_of_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,6 +280,34 @@ def test_times_are_medians_of_forward_and_backward(monkeypatch: pytest.MonkeyPat
     assert left and right
     assert all(c.forward_us == (7.0,) and c.backward_us == (0.0,) for c in left)
     assert all(c.forward_us == (7.0,) and c.backward_us == (11.0,) for c in right)
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_blocks_are_timed_in_a_chain_where_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, is_short: bool
+) -> None:
+    """As on CUDA: each distinct piece once, in order; where memory is short, the times of each alone stand."""
+    chains: list[int] = []
+
+    def time_chain(pieces: list[timing.Operands], **options: Any) -> list[tuple[Lap, Lap]]:
+        found = timing.time_chain(pieces, **options)
+        assert all(ahead.us > 0.0 for ahead, _ in found)
+        chains.append(len(pieces))
+        if is_short:
+            raise torch.OutOfMemoryError("out of memory")
+        return [(Lap(us=1e9 + i, is_busy=True), Lap(us=2e9 + i, is_busy=True)) for i in range(len(found))]
+
+    monkeypatch.setattr(block_survey, "_has_room", lambda device: True)
+    monkeypatch.setattr(block_survey, "time_chain", time_chain)
+    plain = measured(*prepared("clip"))
+    monkeypatch.undo()
+    alone = measured(*prepared("clip"))
+    assert chains and chains[0] < len(alone.costs) + 4, "identical layers are one piece"
+    assert saved_bytes(plain) == saved_bytes(alone)
+    for cost in plain.costs:
+        assert (cost.forward_us[0] < 1e9) is is_short and (cost.backward_us[0] < 2e9) is is_short
+    state = state_of(prepared("clip")[0])
+    assert all(parameter.grad is None for parameter in state.values())
 
 
 def test_split_backwards_are_timed_where_asked_for() -> None:
@@ -520,7 +552,7 @@ def test_on_cuda() -> None:
     device = torch.device("cuda", 0)
     captured = capture_model(model, batch, device=device)
     profile = profile_blocks(
-        captured, coarsen(captured), model_state=state_of(model), batch=batch, use_cache=False, device=device
+        captured, coarsen(captured), model_state=state_of(model), batch=batch, use_cache=False
     )
     assert profile.device == torch.cuda.get_device_name(device)
     assert all(c.forward_us[0] > 0 for c in profile.costs)

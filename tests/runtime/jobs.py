@@ -127,12 +127,42 @@ def train(jobs: list[Job]) -> list[dict[str, Any]]:
                 "stages": [(s.name, s.degree, s.micro_batch_size, s.in_flight) for s in engine.plan.stages],
                 "schedules": [(s.schedule, s.num_sliced) for s in engine.plan.stages],
                 "has_memory": [s.memory is not None for s in engine.plan.stages],
+                "memory": engine.memory_report() if job.get("memory") else None,
                 "depth": engine.plan.depth,
+                "transport": type(engine._lane._transport).__name__,
                 "buffers": _buffers(engine),
                 "first_buffers": first_buffers,
             }
         )
     return answers
+
+
+def train_plainly(jobs: list[Job]) -> list[dict[str, Any]]:
+    """Train each job's model in this process; return losses, first gradients, and those of double precision."""
+    from tests.reference import train_reference
+
+    device = jobs[0].get("device", "cpu")
+    use_device(device)
+    answers = []
+    for job in jobs:
+        model, make_batch = build_model(job)
+        batches = make_batches(make_batch, job)
+        plain = train_reference(model, batches, unit=job["unit"], device=device)
+        answers.append({"losses": plain.losses, "gradients": plain.gradients, "exact": exact_gradients(job)})
+    return answers
+
+
+def exact_gradients(job: Job) -> dict[str, Tensor]:
+    """Return the gradients of a job's first mini-batch in double precision."""
+    from tests.reference import train_reference
+
+    model, make_batch = build_model(job)
+    batch = {
+        key: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for key, value in make_batches(make_batch, job)[0].items()
+    }
+    run = train_reference(model.double(), [batch], unit=job["unit"], device=job.get("device", "cpu"))
+    return run.gradients
 
 
 def _buffers(engine: Any) -> dict[str, Tensor]:

@@ -97,6 +97,8 @@ def stage_of(
     blocks = tuple(block.name for block in graph.blocks[int(start * len(graph.blocks)) :])
     nodes = [node for block in graph.blocks if block.name in blocks for node in block.nodes]
     function = build_stage_function(captured, nodes, (str(captured.op_graph.loss),))
+    if function.choice is not None:
+        function.choice.use(captured.analysis.unpadded)
     gradients = tuple(n for n in function.received if graph.tensors[n].requires_grad)
     return TestStage(
         captured=captured, graph=graph, blocks=blocks, function=function, gradients=gradients, state=state,

@@ -100,6 +100,22 @@ class OddEdges(nn.Module):
         return {"loss": functional.cross_entropy(logits, labels)}
 
 
+class ShortEdges(nn.Module):
+    """An int16 tensor between two stages, which NCCL has no type for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.table = nn.Embedding(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, a: Tensor, target: Tensor) -> dict[str, Tensor]:
+        h = torch.tanh(self.stem(a))
+        choice = h.argmax(-1).to(torch.int16)
+        joined = h + self.table(choice.long())
+        return {"loss": ((self.head(joined).squeeze(-1) - target) ** 2).mean()}
+
+
 class _Interaction(nn.Module):
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.einsum("bi,bj->bij", a, b).flatten(1).sin()
@@ -232,6 +248,7 @@ _MODELS: dict[str, type[nn.Module]] = {
     "swappable": Swappable,
     "diamond": Diamond,
     "odd_edges": OddEdges,
+    "short_edges": ShortEdges,
     "no_parameters": NoParameters,
     "shared_bias": SharedBias,
     "frozen": Frozen,

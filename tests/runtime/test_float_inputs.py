@@ -16,7 +16,7 @@ from gpp_plugin.ir.plan import Stage
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.library import paper_modules as modules
 from gpp_plugin.profile.measure import profile_blocks
-from gpp_plugin.runtime.batches import slice_batch
+from gpp_plugin.runtime.input_rows import InputLink
 from tests.models import build
 from tests.runtime.memory_stages import (
     CPU,
@@ -101,8 +101,8 @@ def test_the_batch_is_held_by_the_batch_however_it_lies_in_memory(name: str) -> 
             captured, stage.graph, model_state=stage.state, batch=given, repeats=1, use_cache=False
         )
         kept = sum(c.saved_bytes_per_sample * SAMPLES + c.saved_bytes_fixed for c in profile.costs)
-        rows = slice_batch(
-            given, stage.function.batch_inputs, stage=whole, rank=0, num_micro_batches=2, specs=specs, device=CPU,
+        rows = InputLink(CPU).slice_batch(
+            given, stage.function.batch_inputs, stage=whole, rank=0, num_micro_batches=2, specs=specs,
             dtype=torch.float32,
         )  # fmt: skip
         swapped, dropped = plan_swap(stage), memory_plan(stage, chunks(stage, 1))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.ranks import run_ranks
 from tests.runtime import jobs
-from tests.runtime.test_equality import DEVICES, check
+from tests.runtime.test_equality import check
 
 
 def by_hand(
@@ -51,9 +51,8 @@ THREE_RANKS = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_odd_edges_on_three_ranks(device: str) -> None:
-    tasks = [{**one, "device": device} for one in THREE_RANKS.values()]
+def test_odd_edges_on_three_ranks() -> None:
+    tasks = list(THREE_RANKS.values())
     per_rank = run_ranks(jobs.train, 3, tasks, timeout_s=240)
     for index, (name, one) in enumerate(zip(THREE_RANKS, tasks, strict=True)):
         answers = [of_rank[index] for of_rank in per_rank]
@@ -85,10 +84,9 @@ CHANGING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", sorted(CHANGING))
-def test_changing_batches_on_two_ranks(name: str, device: str) -> None:
-    one = {**CHANGING[name], "device": device}
+def test_changing_batches_on_two_ranks(name: str) -> None:
+    one = CHANGING[name]
     per_rank = run_ranks(jobs.train, 2, [one], timeout_s=120)
     check(one, [of_rank[0] for of_rank in per_rank])
 

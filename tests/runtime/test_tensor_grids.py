@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gpp_plugin.errors import PlanError, RuntimeFailure
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
-from gpp_plugin.ir.program import Message, RankProgram
+from gpp_plugin.ir.program import InstructionKind, Message, RankProgram
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
 from gpp_plugin.runtime.compute import AutogradCompute, HalfForwards, boundary_gradients
 from gpp_plugin.runtime.executor import StageExecutor
@@ -43,12 +43,13 @@ class ThreadTransport:
 
     prepost_depth = 4
     prepost_bytes = 1 << 20
+    buffers_ahead = 0
 
     def __init__(self, queues: dict[Message, Channel]) -> None:
         self._queues = queues
         self.under_way = self.most_under_way = 0
 
-    def bind_send(self, message, wires):
+    def bind_send(self, message, wires, edge):
         def post(tensors: Sequence[Tensor]) -> _Sent:
             for tensor, wire in zip(tensors, wires, strict=True):
                 assert tensor.shape == wire.shape
@@ -59,13 +60,10 @@ class ThreadTransport:
 
         return post
 
-    def bind_receive(self, message, wires):
+    def bind_receive(self, message, wires, edge):
         return lambda buffers: _Arrival(self._queues[message], buffers)
 
-    def begin_exchange(self) -> None:
-        pass
-
-    def end_exchange(self) -> None:
+    def open(self, channels) -> None:
         pass
 
     def close(self) -> None:
@@ -316,9 +314,8 @@ def run_threads(plan, axes, specs, data):
     validate_programs(plan, schedules, programs)
     queues: dict[Message, Channel] = defaultdict(queue.Queue)
     for program in programs:
-        for instruction in program.instructions:
-            for message in instruction.sends:
-                queues[message] = queue.Queue()
+        for message in program.messages(InstructionKind.SEND):
+            queues[message] = queue.Queue()
     with ThreadPoolExecutor(len(programs)) as pool:
         futures = [pool.submit(run_rank, plan, axes, p, specs, queues, data) for p in programs]
         return [future.result(timeout=60) for future in futures]

@@ -10,7 +10,7 @@ from torch import Tensor
 from gpp_plugin.errors import CommTimeout
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.ir.samples import SampleRange
-from gpp_plugin.runtime.messages.transport import PACKED_BYTES, Transport, has_queue_for_each, make_transport
+from gpp_plugin.runtime.messages.transport import PACKED_BYTES, Transport, make_transport
 from gpp_plugin.runtime.messages.wires import Wire
 from tests.ranks import run_kept_ranks
 
@@ -58,7 +58,7 @@ def tensors_of(seed: int, size: int) -> list[Tensor]:
 
 
 def make(timeout_s: float = 30.0) -> Transport:
-    return make_transport(device=torch.device("cpu"), channels=[], names=NAMES, timeout_s=timeout_s)
+    return make_transport(device=torch.device("cpu"), channels=[], timeout_s=timeout_s)
 
 
 def exchange(size: int) -> bool:
@@ -71,12 +71,12 @@ def exchange(size: int) -> bool:
     for edge, micro_batch in keys:
         incoming = message(1 - rank, edge=edge, micro_batch=micro_batch)
         arrived[edge, micro_batch] = [torch.empty_like(tensor) for tensor in template]
-        post = transport.bind_receive(incoming, wires_for(template))
+        post = transport.bind_receive(incoming, wires_for(template), NAMES[edge])
         pending.append(post(arrived[edge, micro_batch]))
     for edge, micro_batch in keys:
         outgoing = message(rank, edge=edge, micro_batch=micro_batch)
         sent = tensors_of(100 * rank + 10 * edge + micro_batch, size)
-        pending.append(transport.bind_send(outgoing, wires_for(template))(sent))
+        pending.append(transport.bind_send(outgoing, wires_for(template), NAMES[edge])(sent))
     for each in pending:
         each.wait()
     transport.close()
@@ -100,7 +100,7 @@ def wait_in_vain() -> str:
     said = ""
     if dist.get_rank() == 1:
         buffers = [torch.empty(2)]
-        pending = transport.bind_receive(message(0, edge=1), wires_for(buffers))(buffers)
+        pending = transport.bind_receive(message(0, edge=1), wires_for(buffers), NAMES[1])(buffers)
         try:
             pending.wait()
         except CommTimeout as error:
@@ -115,17 +115,3 @@ def test_a_wait_in_vain_names_rank_edge_and_micro_batch() -> None:
         "receive of activation from rank 0 on rank 1, edge text -> loss, micro-batch 3, samples 4..5: nothing came "
         "within 0.5 s; look for the first error of the other ranks, or raise graph_pipeline.comm_timeout_s"
     )
-
-
-@pytest.mark.parametrize(
-    ("queues", "channels", "enough"),
-    [(None, 5, True), (None, 6, False), ("1", 1, False), ("32", 29, True)],
-)
-def test_channels_overlap_only_where_each_has_a_hardware_queue(
-    monkeypatch: pytest.MonkeyPatch, queues: str | None, channels: int, enough: bool
-) -> None:
-    if queues is None:
-        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    else:
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
-    assert has_queue_for_each(channels) is enough

@@ -31,7 +31,7 @@ def messages(programs, direction):
     return {
         (m.src_rank, m.src_micro_batch, m.dst_rank, m.dst_micro_batch, m.samples.first_sample, m.samples.end,
          m.has_whole_tensors)
-        for program in programs for i in program.instructions for m in i.sends if m.direction is direction
+        for program in programs for m in program.messages(InstructionKind.SEND) if m.direction is direction
     }  # fmt: skip
 
 
@@ -41,24 +41,28 @@ def test_two_stages():
         "0F0",
         "send(act e0 r0.0>r1.0 [0..0])",
         "0F1",
-        "send(act e0 r0.1>r1.1 [1..1]) + recv(grad e0 r1.0>r0.0 [0..0])",
+        "send(act e0 r0.1>r1.1 [1..1])",
+        "receive(grad e0 r1.0>r0.0 [0..0])",
         "0B0",
         "0F2",
-        "send(act e0 r0.2>r1.2 [2..2]) + recv(grad e0 r1.1>r0.1 [1..1])",
+        "send(act e0 r0.2>r1.2 [2..2])",
+        "receive(grad e0 r1.1>r0.1 [1..1])",
         "0B1",
-        "recv(grad e0 r1.2>r0.2 [2..2])",
+        "receive(grad e0 r1.2>r0.2 [2..2])",
         "0B2",
         "reduce_data",
         "step",
     ]
     assert lines(last) == [
-        "recv(act e0 r0.0>r1.0 [0..0])",
+        "receive(act e0 r0.0>r1.0 [0..0])",
         "1F0",
+        "receive(act e0 r0.1>r1.1 [1..1])",
         "1B0",
-        "send(grad e0 r1.0>r0.0 [0..0]) + recv(act e0 r0.1>r1.1 [1..1])",
+        "send(grad e0 r1.0>r0.0 [0..0])",
         "1F1",
         "1B1",
-        "send(grad e0 r1.1>r0.1 [1..1]) + recv(act e0 r0.2>r1.2 [2..2])",
+        "receive(act e0 r0.2>r1.2 [2..2])",
+        "send(grad e0 r1.1>r0.1 [1..1])",
         "1F2",
         "1B2",
         "send(grad e0 r1.2>r0.2 [2..2])",
@@ -195,7 +199,7 @@ def test_evaluation_runs_forwards_alone():
     validate_programs(plan, schedules, programs)
     assert [lines(p) for p in programs] == [
         ["0F0", "send(act e0 r0.0>r1.0 [0..0])", "0F1", "send(act e0 r0.1>r1.1 [1..1])"],
-        ["recv(act e0 r0.0>r1.0 [0..0])", "1F0", "recv(act e0 r0.1>r1.1 [1..1])", "1F1"],
+        ["receive(act e0 r0.0>r1.0 [0..0])", "1F0", "receive(act e0 r0.1>r1.1 [1..1])", "1F1"],
     ]
     with pytest.raises(ScheduleError, match="run backwards in evaluation"):
         lower_schedules(plan, build_schedules(plan), training=False)

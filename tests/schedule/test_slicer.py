@@ -5,7 +5,7 @@ import pytest
 
 from gpp_benchmarks._random_schedules import check_schedule_draw
 from gpp_plugin.errors import ScheduleError
-from gpp_plugin.ir.program import Direction
+from gpp_plugin.ir.program import Direction, InstructionKind
 from gpp_plugin.plan.choose_schedule import choose_schedule, choose_slicing
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
@@ -36,7 +36,7 @@ def slices(plan):
 
 
 def sent(program):
-    return [str(m) for i in program.instructions for m in i.sends if m.direction is Direction.ACTIVATION]
+    return [str(m) for m in program.messages(InstructionKind.SEND) if m.direction is Direction.ACTIVATION]
 
 
 def test_halves_sent_singly():
@@ -63,7 +63,7 @@ def test_halves_sent_singly():
     timeline = simulate_plan(plan)
     assert start_up_us(timeline) == 1.5
     assert timeline.iteration_us == 31.5  # 33 unsliced
-    gradients = [m for i in programs[3].instructions for m in i.sends]
+    gradients = programs[3].messages(InstructionKind.SEND)
     assert [str(m) for m in gradients[:2]] == ["grad e2 r3.0>r2.0 [0..1]", "grad e2 r3.1>r2.1 [2..3]"]
 
 

@@ -8,7 +8,7 @@ import pytest
 from gpp_benchmarks._random_plans import forward_only_of, random_plan
 from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
-from gpp_plugin.ir.program import Direction, Instruction
+from gpp_plugin.ir.program import Direction, Instruction, InstructionKind
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.serialize import dumps, from_plain, loads, to_plain
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
@@ -71,8 +71,7 @@ def messages_of(plan, direction, edge=0):
     return [
         message
         for program in programs_of(plan)
-        for instruction in program.instructions
-        for message in instruction.sends
+        for message in program.messages(InstructionKind.SEND)
         if message.direction is direction and message.edge == edge
     ]
 
@@ -253,7 +252,7 @@ def test_the_proof_takes_collectives_inside_tasks_into_account():
     schedules = build_schedules(plan)
     programs = list(lower_schedules(plan, schedules))
     body = list(programs[1].instructions)
-    receive = next(x for x in body if any(m.direction is GRADIENT for m in x.receives))
+    receive = next(x for x in body if x.message is not None and x.message.direction is GRADIENT)
     body.remove(receive)
     body.insert(next(i for i, x in enumerate(body) if str(x) == "0F1"), receive)
     programs[1] = dataclasses.replace(programs[1], instructions=tuple(body))
@@ -268,18 +267,20 @@ def test_a_shard_that_is_missing_or_sent_twice_is_found():
     programs = list(lower_schedules(plan, schedules))
 
     def edit(rank, change):
-        body = tuple(change(x) for x in programs[rank].instructions)
+        body = tuple(y for x in programs[rank].instructions for y in change(x))
         changed = [*programs]
         changed[rank] = dataclasses.replace(programs[rank], instructions=body)
         return changed
 
-    def drop(instruction: Instruction) -> Instruction:
-        kept = tuple(m for m in instruction.receives if m.src_rank != 1)
-        return dataclasses.replace(instruction, receives=kept)
+    def is_received_from(rank: int, instruction: Instruction) -> bool:
+        is_received = instruction.kind is InstructionKind.RECEIVE
+        return is_received and instruction.message is not None and instruction.message.src_rank == rank
 
-    def double(instruction: Instruction) -> Instruction:
-        from_0 = tuple(m for m in instruction.receives if m.src_rank == 0)
-        return dataclasses.replace(instruction, receives=(*instruction.receives, *from_0))
+    def drop(instruction: Instruction) -> list[Instruction]:
+        return [] if is_received_from(1, instruction) else [instruction]
+
+    def double(instruction: Instruction) -> list[Instruction]:
+        return [instruction] * (2 if is_received_from(0, instruction) else 1)
 
     with pytest.raises(ScheduleError, match="1F0 has received samples nothing over edge 0, it needs"):
         validate_programs(plan, schedules, edit(2, drop))

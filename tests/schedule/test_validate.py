@@ -8,14 +8,16 @@ import pytest
 from gpp_benchmarks._random_plans import check_draw, random_plan
 from gpp_benchmarks._random_schedules import check_schedule_draws
 from gpp_plugin.errors import ScheduleError
-from gpp_plugin.ir.program import Instruction, InstructionKind
+from gpp_plugin.ir.program import Direction, Instruction, InstructionKind
 from gpp_plugin.ir.samples import SampleRange
+from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.grid import format_grid
 from gpp_plugin.schedule.lower import lower_schedules
 from tests.schedule.plans import chain_plan, simple_plan
 
+COMPUTE, SEND, RECEIVE = InstructionKind.COMPUTE, InstructionKind.SEND, InstructionKind.RECEIVE
 PLAN = simple_plan([1, 2, 1, 4], [(0, 1), (0, 2), (1, 3), (2, 3)], mini_batch=8)
 SCHEDULES = build_schedules(PLAN)
 PROGRAMS = lower_schedules(PLAN, SCHEDULES)
@@ -29,8 +31,8 @@ def change(programs, rank, edit):
     return (*programs[:rank], changed, *programs[rank + 1 :])
 
 
-def first_exchange(instructions, of):
-    return next(i for i, x in enumerate(instructions) if getattr(x, of))
+def first_of(instructions, kind):
+    return next(i for i, x in enumerate(instructions) if x.kind is kind)
 
 
 def reject(programs, match, *, plan=PLAN, schedules=SCHEDULES):
@@ -44,12 +46,8 @@ def test_sound_programs_pass():
 
 
 def test_deleted_receive():
-    def delete(instructions):
-        at = first_exchange(instructions, "receives")
-        instructions[at] = dataclasses.replace(instructions[at], receives=instructions[at].receives[1:])
-
     text = reject(
-        change(PROGRAMS, 1, delete),
+        change(PROGRAMS, 1, lambda x: x.pop(first_of(x, RECEIVE))),
         r"1F0 has received samples \[1..1\] over edge 0, it needs \[0..0\], \[1..1\]",
     )
     assert text.splitlines()[0].startswith("rank 1 (stage 's1'): ")
@@ -57,101 +55,94 @@ def test_deleted_receive():
 
 
 def test_deleted_send():
-    def delete(instructions):
-        at = first_exchange(instructions, "sends")
-        instructions[at] = dataclasses.replace(instructions[at], sends=instructions[at].sends[1:])
-
-    reject(change(PROGRAMS, 0, delete), "use one order at both ends")
+    reject(change(PROGRAMS, 0, lambda x: x.pop(first_of(x, SEND))), "use one order at both ends")
 
 
 def test_every_single_deletion_is_found():
     for rank, program in enumerate(PROGRAMS):
         for at, instruction in enumerate(program.instructions):
-            for field in ("sends", "receives"):
-                for index in range(len(getattr(instruction, field))):
-                    kept = tuple(m for i, m in enumerate(getattr(instruction, field)) if i != index)
-                    less = dataclasses.replace(instruction, **{field: kept})
-                    reject(
-                        change(PROGRAMS, rank, lambda x, at=at, less=less: x.__setitem__(at, less)), "rank"
-                    )
             if instruction.kind is not InstructionKind.REDUCE_DATA:  # one rank a stage may leave it out
                 reject(change(PROGRAMS, rank, lambda x, at=at: x.pop(at)), "rank")
 
 
+def sends_over(instructions, edge):
+    return [i for i, x in enumerate(instructions) if x.kind is SEND and x.message.edge == edge]
+
+
 def test_swapped_sends():
     def swap(instructions):
-        sends = [i for i, x in enumerate(instructions) if any(m.edge == 0 for m in x.sends)][:2]
-        one, two = (instructions[i] for i in sends)
-        instructions[sends[0]] = dataclasses.replace(one, sends=two.sends)
-        instructions[sends[1]] = dataclasses.replace(two, sends=one.sends)
+        first, second = sends_over(instructions, 0)[:2]
+        instructions[first], instructions[second] = instructions[second], instructions[first]
 
     reject(change(PROGRAMS, 0, swap), r"sends act e\d r0.1>.* before the task that makes it")
 
 
 def test_swapped_sends_of_finished_tasks():
-    def swap(instructions):
-        at = next(i for i, x in enumerate(instructions) if len([m for m in x.sends if m.edge == 2]) == 1)
-        later = next(i for i, x in enumerate(instructions) if i > at and any(m.edge == 2 for m in x.sends))
-        one, two = instructions[at], instructions[later]
-        instructions[at] = dataclasses.replace(one, sends=())
-        moved = (*two.sends, *one.sends)
-        instructions[later] = dataclasses.replace(two, sends=moved)
+    def postpone(instructions):
+        first, second = sends_over(instructions, 2)[:2]
+        instructions.insert(second, instructions.pop(first))
 
     text = reject(
-        change(PROGRAMS, 1, swap), "number 0 of its channel, but there the sender sends act e2 r1.1"
+        change(PROGRAMS, 1, postpone), "number 0 of its channel, but there the sender sends act e2 r1.1"
     )
     assert text.startswith("rank 3")
 
 
 def test_message_twice():
     def repeat(instructions):
-        at = first_exchange(instructions, "receives")
-        receives = instructions[at].receives
-        instructions[at] = dataclasses.replace(instructions[at], receives=(*receives, receives[0]))
+        at = first_of(instructions, RECEIVE)
+        instructions.insert(at, instructions[at])
 
     reject(change(PROGRAMS, 3, repeat), "exactly once")
 
 
 def test_wrong_samples():
     def widen(instructions):
-        at = first_exchange(instructions, "sends")
+        at = first_of(instructions, SEND)
         message = dataclasses.replace(
-            instructions[at].sends[0], samples=SampleRange(first_sample=0, num_samples=2)
+            instructions[at].message, samples=SampleRange(first_sample=0, num_samples=2)
         )
-        instructions[at] = dataclasses.replace(instructions[at], sends=(message, *instructions[at].sends[1:]))
+        instructions[at] = dataclasses.replace(instructions[at], message=message)
 
     reject(change(PROGRAMS, 0, widen), "holds samples that micro-batch 0 of stage 's0' lacks")
 
 
 def test_receive_after_its_task():
     def postpone(instructions):
-        at = first_exchange(instructions, "receives")
-        instructions[at], instructions[at + 1] = instructions[at + 1], instructions[at]
+        at = first_of(instructions, COMPUTE)
+        instructions.insert(0, instructions.pop(at))
 
     reject(change(PROGRAMS, 3, postpone), "3F0 has received samples nothing over edge")
 
 
-def post_everything_early(plan, programs):
-    """Post a task's receives before it and its sends after it one by one, receives before all else."""
+def receive_first(plan, programs):
+    """Post what each task receives from the task before it on, before what that one sends."""
     changed = []
     for program in programs:
-        instructions = []
+        body = []
+        receives_at = {i.task: [] for i in program.instructions if i.task is not None}
+        received = program.messages(RECEIVE)
+        for task, posted in receives_at.items():
+            direction = Direction.ACTIVATION if task.kind is TaskKind.FORWARD else Direction.GRADIENT
+            key = direction, task.micro_batch, task.half
+            posted += [m for m in received if (m.direction, m.dst_micro_batch, m.dst_half) == key]
+        tasks = list(receives_at)
+        body += [Instruction(kind=RECEIVE, message=m) for m in receives_at[tasks[0]]] if tasks else []
         for instruction in program.instructions:
-            if instruction.kind is not InstructionKind.EXCHANGE:
-                instructions.append(instruction)
+            if instruction.kind is RECEIVE:
                 continue
-            for message in instruction.receives:
-                instructions.append(Instruction(kind=InstructionKind.EXCHANGE, receives=(message,)))
-            for message in instruction.sends:
-                instructions.append(Instruction(kind=InstructionKind.EXCHANGE, sends=(message,)))
-        changed.append(dataclasses.replace(program, instructions=tuple(instructions)))
+            body.append(instruction)
+            if instruction.task is not None and instruction.task != tasks[-1]:
+                after = tasks[tasks.index(instruction.task) + 1]
+                body += [Instruction(kind=RECEIVE, message=m) for m in receives_at[after]]
+        changed.append(dataclasses.replace(program, instructions=tuple(body)))
     return tuple(changed)
 
 
 def test_receives_posted_before_sends_deadlock():
     plan = chain_plan(3, 4)
     schedules = build_schedules(plan)
-    programs = post_everything_early(plan, lower_schedules(plan, schedules))
+    programs = receive_first(plan, lower_schedules(plan, schedules))
     text = reject(programs, "stop under serial rendezvous execution: rank", plan=plan, schedules=schedules)
     assert "waits for rank 1 at" in text and "]!" in text
 
@@ -161,7 +152,7 @@ def test_posting_early_deadlocks_on_most_random_graphs():
     for seed in range(60):
         plan = random_plan(random.Random(seed))
         schedules = build_schedules(plan)
-        programs = post_everything_early(plan, lower_schedules(plan, schedules))
+        programs = receive_first(plan, lower_schedules(plan, schedules))
         try:
             validate_programs(plan, schedules, programs)
         except ScheduleError as error:
@@ -252,14 +243,6 @@ def test_halves_and_split_backwards_pass():
 def test_every_deletion_is_found_with_halves_and_splits():
     for rank, program in enumerate(SLICED_PROGRAMS):
         for at, instruction in enumerate(program.instructions):
-            for field in ("sends", "receives"):
-                for index in range(len(getattr(instruction, field))):
-                    kept = tuple(m for i, m in enumerate(getattr(instruction, field)) if i != index)
-                    less = dataclasses.replace(instruction, **{field: kept})
-                    reject_sliced(
-                        change(SLICED_PROGRAMS, rank, lambda x, at=at, less=less: x.__setitem__(at, less)),
-                        "rank",
-                    )
             if instruction.kind is not InstructionKind.REDUCE_DATA:
                 reject_sliced(change(SLICED_PROGRAMS, rank, lambda x, at=at: x.pop(at)), "rank")
 
@@ -296,14 +279,9 @@ def test_tasks_of_a_micro_batch_in_the_wrong_order():
 
 def replace_message(rank, is_wanted, **changes):
     def edit(instructions):
-        for at, instruction in enumerate(instructions):
-            for field in ("sends", "receives"):
-                messages = getattr(instruction, field)
-                if any(map(is_wanted, messages)):
-                    first = next(m for m in messages if is_wanted(m))
-                    new = tuple(dataclasses.replace(m, **changes) if m == first else m for m in messages)
-                    instructions[at] = dataclasses.replace(instruction, **{field: new})
-                    return
+        at = next(i for i, x in enumerate(instructions) if x.message is not None and is_wanted(x.message))
+        message = dataclasses.replace(instructions[at].message, **changes)
+        instructions[at] = dataclasses.replace(instructions[at], message=message)
 
     return change(SLICED_PROGRAMS, rank, edit)
 
@@ -317,27 +295,14 @@ def test_messages_name_halves_that_are_run():
         replace_message(0, is_second_half, src_half=0), "holds samples that micro-batch 0 of stage 's0' lacks"
     )
     # What stage 1 joins leaves after its second half, so its first half makes nothing to send.
-    joined = next(
-        m
-        for i in SLICED_PROGRAMS[1].instructions
-        for m in i.sends
-        if m.src_half == 1 and m.src_micro_batch == 1
-    )
+    joined = next(m for m in SLICED_PROGRAMS[1].messages(SEND) if m.src_half == 1 and m.src_micro_batch == 1)
     assert joined.samples == SampleRange(first_sample=4, num_samples=4)
 
 
 def test_the_second_half_is_not_sent_before_it_is_made():
     def swap(instructions):
-        sends = [
-            (i, m)
-            for i, x in enumerate(instructions)
-            for m in x.sends
-            if m.src_micro_batch == 0 and m.edge == 0
-        ]
-        (i, first), (j, second) = sends[:2]
-        for at, old, new in ((i, first, second), (j, second, first)):
-            kept = tuple(new if m == old else m for m in instructions[at].sends)
-            instructions[at] = dataclasses.replace(instructions[at], sends=kept)
+        first, second = sends_over(instructions, 0)[:2]  # the halves of micro-batch 0
+        instructions[first], instructions[second] = instructions[second], instructions[first]
 
     reject_sliced(change(SLICED_PROGRAMS, 0, swap), "before the task that makes it")
 

@@ -305,6 +305,17 @@ GRAPHS["two_tensor_ranks"] = [
     body("b", ["x"], [0, 1], tensor=2, sharded_outputs={"b_out": 1}),
     Given("end", Loss, ["b_out", "target"], ["loss"], [2]),
 ]
+GRAPHS["tensor_on_four"] = [
+    body("a", ["x"], [0]),
+    body("b", ["a_out"], [1, 2], tensor=2, sharded_outputs={"b_out": 1}),
+    Given("end", Loss, ["a_out", "b_out", "target"], ["loss"], [3]),
+]
+GRAPHS["tensor_on_eight"] = [  # data 1 -> tensor 2 -> data 2 x tensor 2 -> 1
+    body("a", ["x"], [0]),
+    body("b", ["a_out"], [1, 2], tensor=2, sharded_outputs={"b_out": 1}),
+    body("c", ["a_out", "b_out"], [3, 4, 5, 6], tensor=2),
+    Given("end", Loss, ["b_out", "c_out", "target"], ["loss"], [7]),
+]
 TIES = {"tied": [("words.embedding.weight", "last.head.weight")]}
 
 
@@ -334,7 +345,7 @@ def build_graph(name: str) -> gpp_plugin.StageGraph:
 
 
 def batch_of(name: str, *, tokens: int = TOKENS, seed: int = 0) -> dict[str, Tensor]:
-    tokens += name in ("tensor", "two_tensor_ranks")  # an even number
+    tokens += any("tensor" in given.options for given in GRAPHS[name])  # an even number
     generator = torch.Generator().manual_seed(seed)
     rows = mini_batch_of(name)
     if name == "tied":

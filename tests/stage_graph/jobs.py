@@ -74,6 +74,7 @@ def run_in_double(
     from gpp_plugin.plan.costs.memory_breakdown import differences
     from gpp_plugin.runtime.lane import Lane, channels_of, make_programs, tied_stages
     from gpp_plugin.runtime.messages.transport import make_transport
+    from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 
     rank, device = dist.get_rank(), torch.device("cpu")
     setting = Setting(
@@ -85,13 +86,13 @@ def run_in_double(
         zero_stage=0,
         optimizer_bytes=8.0,
         group=dist.new_group(backend="gloo"),
+        placement=JobPlacement.on_one_host(dist.get_world_size(), rank=dist.get_rank()),
     )
     config = GraphPipelineConfig(**block)
     source = ModelSource(graph, config=config, setting=setting)
     reference, plan = source.prepare_plan(batch)
     programs = make_programs(plan, reference)
-    edges = [f"{plan.stages[e.src].name} -> {plan.stages[e.dst].name}" for e in plan.edges]
-    transport = make_transport(device=device, channels=channels_of(programs), names=edges, timeout_s=60.0)
+    transport = make_transport(device=device, channels=channels_of(programs), timeout_s=60.0)
     lane = Lane(
         source=source.stages,
         reference=reference,
@@ -109,7 +110,7 @@ def run_in_double(
     gradients: dict[str, Tensor] = {
         name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None
     }
-    lane.close()
+    transport.close()
     own = plan.stage_of_rank(rank)
     return {
         "loss": float(total) / plan.mini_batch,

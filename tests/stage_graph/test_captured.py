@@ -113,8 +113,10 @@ def test_statistics_over_samples_on_data_parallel_ranks() -> None:
         for way in ("plain", "again"):
             assert answer[way]["losses"] == pytest.approx(losses, rel=NEAR)
             assert answer[way]["differences"] == ()
+        # Not bit-equal: under ZeRO 2 the measured times decide behind which backwards gradients are summed over ranks.
         for name, tensor in answer["plain"]["tensors"].items():
-            assert torch.equal(tensor, answer["again"]["tensors"][name]), name
+            again = answer["again"]["tensors"][name]
+            assert torch.allclose(tensor, again, rtol=NEAR, atol=1e-6), (name, tensor - again)
     assert answers[0]["again"]["recomputed"] == ["body"]
     assert int(answers[1]["again"]["tensors"]["body.norm.num_batches_tracked"]) == 3 * 2 * B // (2 * U)
 

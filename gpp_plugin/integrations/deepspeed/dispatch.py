@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +20,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.constants import default_pg_timeout
 from deepspeed.monitor.config import get_monitor_config
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.pipe.module import PipelineModule
@@ -41,6 +40,7 @@ from gpp_plugin.engine.feed import sample_from_dataset
 from gpp_plugin.engine.setting import Monitor, Setting, StageReplica
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.import_hook import original_initialize
+from gpp_plugin.integrations.deepspeed.adam_build import with_usable_adam
 from gpp_plugin.integrations.deepspeed.optimizer_bytes import optimizer_bytes
 from gpp_plugin.integrations.deepspeed.stage_config import derive_stage_config
 from gpp_plugin.integrations.deepspeed.stage_optimizer import (
@@ -54,6 +54,7 @@ from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement, join_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +171,10 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
     count_samples(sample)  # a batch without a common number of samples is refused here, before any work
     _check_model(model, block)
     optimizer, groups = _optimizer_of(model, given)
+    if optimizer is None:
+        ds_config, note = with_usable_adam(ds_config, device_type=setting.device.type, group=setting.group)
+        if note and setting.rank == 0:
+            logger.warning("%s", note)
     if block.mode == "async":
         check_asynchronous_config(ds_config, block)
     # The engine knows neither DeepSpeed nor where weights come from: it is given what answers for both.
@@ -267,24 +272,18 @@ class DeepSpeedFramework:
 def _make_setting(
     ds_config: Mapping[str, Any], block: GraphPipelineConfig, given: Mapping[str, Any]
 ) -> Setting:
-    _init_distributed(given)
+    placement = _init_distributed(given)
     num_ranks = dist.get_world_size()
     check_ranks(block, num_ranks)
     # Small agreements go over gloo whatever moves activations: they must not queue behind those on a device.
-    accelerator = get_accelerator()
-    if accelerator.device_name() == "cuda":
-        local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
     group = dist.new_group(backend="gloo") if num_ranks > 1 else None
     return setting_of(
         ds_config,
         rank=dist.get_rank(),
         num_ranks=num_ranks,
-        device=device,
+        device=placement.own_device,
         group=group,
+        placement=placement,
         optimizer=given.get("optimizer"),
     )
 
@@ -296,12 +295,14 @@ def setting_of(
     num_ranks: int,
     device: torch.device,
     group: dist.ProcessGroup | None,
+    placement: JobPlacement | None = None,
     optimizer: Any = None,
 ) -> Setting:
     """Return what a DeepSpeed configuration makes a job of ``num_ranks`` ranks run in.
 
     Args:
         group: a CPU group of all ranks; None where one process plans alone.
+        placement: where the ranks run; None: on this machine's CPU.
         optimizer: the user's own, or what makes it; None: the configuration's.
 
     Raises:
@@ -329,26 +330,22 @@ def setting_of(
         zero_stage=stage.zero_stage,
         optimizer_bytes=held.total,
         group=group,
+        placement=placement or JobPlacement.on_one_host(num_ranks, rank=rank),
     )
 
 
-def _init_distributed(given: Mapping[str, Any]) -> None:
-    """Join the ranks the launcher started; a script started by itself is a job of one rank."""
-    if not dist.is_initialized() and "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        os.environ.update(
-            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-        )
-    # With Intel's package installed DeepSpeed takes ccl on the CPU; our transport is proved on gloo.
-    backend = get_accelerator().communication_backend_name()
-    if get_accelerator().device_name() == "cpu":
-        backend = "gloo"
-    elif int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():
-        backend = "gloo"  # ranks that share one device: NCCL cannot serve two of them
+def _init_distributed(given: Mapping[str, Any]) -> JobPlacement:
+    """Join the ranks the launcher started, and return where they run; a script started by itself is one rank."""
+    # The group is made here and not by DeepSpeed, which binds it to the device of LOCAL_RANK: there may be fewer.
+    is_cuda = get_accelerator().device_name() == "cuda"
+    placement = join_ranks("cuda" if is_cuda else "cpu", group_timeout=default_pg_timeout)
+    if placement.fall_back and placement.rank == 0:
+        logger.warning("%s", placement.fall_back)
     with without_shared_memory_op():
-        deepspeed.init_distributed(dist_backend=backend, dist_init_required=given.get("dist_init_required"))
+        deepspeed.init_distributed(
+            dist_backend=placement.backend, dist_init_required=given.get("dist_init_required")
+        )
+    return placement
 
 
 def _checkpoints_activations(model: Any) -> bool:

@@ -146,14 +146,17 @@ class MasterWeights:
         # A flat master is stepped as one tensor, so that it needs a whole gradient: zeros where no loss reached.
         for master in {id(f.master): f.master for f in self._fragments.values() if f.flat}.values():
             master.grad = torch.zeros_like(master)
+        places, parts = [], []
         for name, fragment in self._fragments.items():
             gradient = gradients.get(name)
             if not fragment.flat:
                 fragment.master.grad = None if gradient is None else gradient.to(fragment.master.dtype)
             elif gradient is not None:
-                part = gradient.reshape(-1).narrow(0, fragment.start, fragment.num_elements)
+                parts.append(gradient.reshape(-1).narrow(0, fragment.start, fragment.num_elements))
                 assert fragment.master.grad is not None
-                fragment.master.grad.narrow(0, fragment.master_start, fragment.num_elements).copy_(part)
+                places.append(fragment.master.grad.narrow(0, fragment.master_start, fragment.num_elements))
+        if places:
+            torch._foreach_copy_(places, parts)
         self._step_masters(coefficient)
 
     @torch.no_grad()
@@ -173,8 +176,9 @@ class MasterWeights:
         if coefficient != 1.0 and held:
             torch._foreach_mul_(held, coefficient)
         self.optimizer.step()
-        for master in self._masters:
-            master.grad = None
+        if not self.is_plain:  # else the parameters themselves, whose gradients are not ours to let go of
+            for master in self._masters:
+                master.grad = None
         self._publish()
         if self.partitioned:
             self._wrapper._lazy_init_hp_params_optimizer_state()  # for deepspeed.utils.safe_get_full_*

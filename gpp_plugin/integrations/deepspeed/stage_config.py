@@ -249,19 +249,33 @@ def _derive_optimizer(derived: dict[str, Any], *, device_type: str, notes: list[
     block = derived.get("optimizer")
     if not isinstance(block, dict) or device_type != "cpu":
         return
-    params = dict(block.get("params") or {})
+    given = block.get("params") or {}
     offloaded = "offload_optimizer" in derived.get("zero_optimization", {})
-    if str(block.get("type", "")).lower() not in ("adam", "adamw") or "torch_adam" in params or offloaded:
-        return
-    if params.get("bias_correction") is True:
-        del params["bias_correction"]
-    params.pop("set_grad_none", None)
-    if set(params) - _TORCH_ADAM_KEYS:
+    if str(block.get("type", "")).lower() not in ("adam", "adamw") or "torch_adam" in given or offloaded:
         return
     # DeepSpeed makes its own Adam of both names, on the CPU with a C++ operator that it compiles when first used.
-    params.setdefault("weight_decay", 0.0)  # FusedAdam's default; torch.optim.AdamW's is 0.01
-    block["params"] = {**params, "torch_adam": True}
+    params = torch_adam_params(given)
+    if params is None:
+        return
+    block["params"] = params
     notes.append(
         f"optimizer.type {block['type']}: on the CPU torch's implementation is used, so that nothing is built "
         'natively; "torch_adam": false asks for DeepSpeed\'s'
     )
+
+
+def torch_adam_params(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what makes DeepSpeed build torch's Adam as it would its FusedAdam; None where torch's cannot do that.
+
+    Args:
+        given: ``params`` of a JSON ``Adam`` or ``AdamW``. Of both DeepSpeed makes AdamW, but for an ``Adam`` with
+            ``adam_w_mode`` false.
+    """
+    params = dict(given)
+    if params.get("bias_correction") is True:
+        del params["bias_correction"]
+    params.pop("set_grad_none", None)
+    if set(params) - _TORCH_ADAM_KEYS:
+        return None
+    params.setdefault("weight_decay", 0.0)  # FusedAdam's default; torch.optim.AdamW's is 0.01
+    return {**params, "torch_adam": True}

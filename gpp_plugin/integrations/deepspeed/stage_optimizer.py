@@ -7,6 +7,7 @@ is taken by all stages or by none (`stage_step`). A stage that trains nothing ha
 
 from __future__ import annotations
 
+import argparse
 import functools
 import logging
 import os
@@ -162,6 +163,7 @@ class DeepSpeedOptimizer:
             parameters=optimizer_input,
             mpu=_StageMpu(replica, data_group),
             settings=self.config.deepspeed,
+            device=replica.device,
         )
         self._masters = MasterWeights(self._engine.optimizer, self.trained, data_group=data_group)
 
@@ -304,6 +306,7 @@ def _make_inner_engine(
     parameters: list[Any],
     mpu: _StageMpu,
     settings: Mapping[str, Any],
+    device: torch.device,
 ) -> DeepSpeedEngine:
     """Return an engine that builds the optimizer, casts the module and partitions state; nothing else of it is used.
 
@@ -311,10 +314,11 @@ def _make_inner_engine(
         optimizer: makes the optimizer; None: the block in ``settings``.
         parameters: what the optimizer is made from: parameters, or groups of them.
         settings: the stage's DeepSpeed configuration.
+        device: the rank's.
     """
     require_attributes(DeepSpeedEngine, "_broadcast_model")
     engine = _InnerEngine(
-        args=None,
+        args=device_arguments(device),
         model=module,
         optimizer=optimizer,
         model_parameters=parameters,
@@ -328,6 +332,15 @@ def _make_inner_engine(
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
     return engine
+
+
+def device_arguments(device: torch.device) -> argparse.Namespace:
+    """Return the command line that makes DeepSpeed's engine compute on ``device``.
+
+    Without one it makes the device of LOCAL_RANK the current one, which is not there where ranks share a device or
+    each of them sees only its own.
+    """
+    return argparse.Namespace(device_rank=device.index or 0)
 
 
 class _StageMpu:

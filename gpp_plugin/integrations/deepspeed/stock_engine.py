@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import count_samples, recapture, resize_batch
 from gpp_plugin.config import GraphPipelineConfig
-from gpp_plugin.engine.feed import LOADING_TIMEOUT_S, Feed, repeat
+from gpp_plugin.engine.feed import LOADING_TIMEOUT_S, Feed, TrainingData
 from gpp_plugin.engine.metrics import keep_timeline
+from gpp_plugin.engine.row_loader import RowLoader
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.stage_config import NO_OPTIMIZER
 from gpp_plugin.integrations.deepspeed.stock_layer import ChainCode, ChainLayer
@@ -39,8 +40,9 @@ from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.model.preparation import Setting, materialize_for
 from gpp_plugin.plan.baselines.linearise import ChainStage, linearise
 from gpp_plugin.plan.baselines.stock_chain import STOCK
-from gpp_plugin.runtime.batches import Batch, shape_key, slice_batch
+from gpp_plugin.runtime.batches import Batch, shape_key
 from gpp_plugin.runtime.evaluation import evaluation_plan
+from gpp_plugin.runtime.input_rows import InputLink, InputRows
 from gpp_plugin.runtime.lane import MAX_SHAPES, Reference, held_tensors
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.recorder import start_clock
@@ -77,6 +79,7 @@ class ChainLane:
         self.chain: tuple[ChainStage, ...] = linearise(plan, reference.block_graph)
         self.used = {name for block in reference.block_graph.blocks for name in block.parameters}
         self._codes: dict[tuple[Any, ...], ChainCode] = {}
+        self._input_link = InputLink(source.setting.device)
 
     def code_for(self, batch: Batch) -> ChainCode:
         """Return the stage's code for batches of this shape; captured when it is new."""
@@ -91,7 +94,8 @@ class ChainLane:
     def _make_code(self, batch: Batch) -> ChainCode:
         # Captured at one loss unit, which is what each rank of a chain computes at a time.
         unit = resize_batch(batch, self.plan.loss_unit)
-        captured = recapture(self.source.model, self.reference.analysis, unit)
+        device = self.source.setting.device
+        captured = recapture(self.source.model, self.reference.analysis, unit, device=device)
         graph = coarsen(captured, granularity=self.reference.granularity)
         blocks = {block.name: block for block in graph.blocks}
         nodes = [n for name in self.plan.stages[self.stage_index].blocks for n in blocks[name].nodes]
@@ -108,17 +112,16 @@ class ChainLane:
         cuts = [stage.after for stage in self.chain if stage.after is not None]
         return tuple(sorted({name for cut in cuts for name in (*cut.inputs, *cut.constant)}))
 
-    def micro_batches(self, batch: Batch, code: ChainCode, count: int) -> list[tuple[Tensor, ...]]:
+    def micro_batches(self, batch: Batch, code: ChainCode, count: int) -> InputRows:
         """Return what this rank loads of each micro-batch."""
         setting = self.source.setting
-        return slice_batch(
+        return self._input_link.slice_batch(
             batch,
             code.chain.loads,
             stage=self.plan.stages[self.stage_index],
             rank=setting.rank,
             num_micro_batches=count,
             specs=code.specs,
-            device=setting.device,
             dtype=setting.dtype,
         )
 
@@ -170,11 +173,9 @@ class StockPipelineEngine(PipelineEngine):
         self._lane, self._layer, self._spare = lane, layer, dict(spare)
         self._evaluation: dict[tuple[str, ...], ChainLane] = {}
         self._code = lane.code_for(sample_batch)
-        self._batches: Iterator[Any] | None = None
         self.record_timelines = lane.source.config.trace_path is not None
         self.last_timeline: Timeline | None = None
         self._events: list[Event] | None = None
-        self._owns_loader = False
         timeout_s = max(lane.source.config.comm_timeout_s, LOADING_TIMEOUT_S)
         self._meeting = Meeting(
             group=setting.group,
@@ -190,19 +191,31 @@ class StockPipelineEngine(PipelineEngine):
             keys=sample_batch,
             timeout_s=timeout_s,
         )
+        self._data = TrainingData(self._feed, None)
+
+    def use_rows(self, own: RowLoader) -> None:
+        """Read this rank's share of a dataset when `train_batch` is called without data."""
+        self._data = TrainingData(self._feed, own)
+        self.training_dataloader = own.loader
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Run one optimizer step on ``train_batch_size`` samples, as `GraphPipelineEngine.train_batch`."""
         if self.optimizer is None:
             raise ConfigError(NO_OPTIMIZER)
-        batch = self._feed.mini_batch(data_iter, self._batches, is_own=self._owns_loader)
+        batch = self._data.next(data_iter)
         code = self._use(self._lane, batch)
-        self.set_dataiterator(Handed(self._layer, self._lane.micro_batches(batch, code, self.micro_batches)))
+        rows = self._lane.micro_batches(batch, code, self.micro_batches)
+        self.set_dataiterator(Handed(self._layer, rows))
         # DeepSpeed has no timeline; `_timed` wraps the instructions of its schedule. The clock
         # agrees over ranks first.
         clock = start_clock(self._meeting) if self.record_timelines else None
         self._events = [] if clock is not None else None
-        loss: Tensor = super().train_batch()
+        try:
+            with rows:
+                loss: Tensor = super().train_batch()
+        except BaseException:  # messages may be under way: nothing more will be trained on
+            self._data.close()
+            raise
         if clock is not None:
             source = self._lane.source
             self.last_timeline = keep_timeline(
@@ -244,24 +257,29 @@ class StockPipelineEngine(PipelineEngine):
         lane = self._evaluation_lane(batch)
         code = self._use(lane, batch)
         count = samples // size
-        handed = Handed(self._layer, lane.micro_batches(batch, code, count))
-        return super().eval_batch(handed, bcast_loss=bcast_loss, num_micro_batches=count)
+        with lane.micro_batches(batch, code, count) as rows:
+            handed = Handed(self._layer, rows)
+            return super().eval_batch(handed, bcast_loss=bcast_loss, num_micro_batches=count)
 
     def set_dataloader(self, loader: Any) -> None:
         """Use ``loader`` (the same batches on every rank) when `train_batch` is called without data."""
-        self._owns_loader = loader is self.training_dataloader
-        self._batches = repeat(loader)
+        self._data.use_loader(loader)
 
     def set_dataiterator(self, iterator: Any) -> None:
         """Use ``iterator`` when `train_batch` is called without data."""
         if iterator is None or isinstance(iterator, Handed):  # from DeepSpeed's own loop
             self.data_iterator = iterator
         else:
-            self._batches, self._owns_loader = iterator, False
+            self._data.use_iterator(iterator)
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """Apply ``fn`` to every batch that is taken from an iterator; it returns a dict of tensors."""
-        self._feed.batch_fn = fn
+        self._data.apply(fn)
+
+    def destroy(self) -> None:
+        """Let go of what loads ahead, and of what DeepSpeed's engine holds."""
+        self._data.close()
+        super().destroy()
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write the model as HuggingFace files, as `GraphPipelineEngine.save_pretrained` does."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.plan.baselines.linearise import ChainStage, Cut
+from gpp_plugin.runtime.batches import ones_among
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule
 
 Wires = tuple[Tensor, ...]
@@ -106,6 +107,8 @@ class ChainLayer(nn.Module):
         else:
             self._unpack(chain.before, code.specs, received, values, inputs)
             inputs.update(zip(chain.loads, self.own_inputs, strict=True))
+        if code.function.choice is not None:
+            code.function.choice.use(ones_among(inputs, code.function.choice.inputs))
         made = code.function.call(
             *(tensor.view(()) if is_scalar else tensor for tensor, is_scalar in self._arguments),
             *(inputs[key] for key in code.function.batch_inputs),

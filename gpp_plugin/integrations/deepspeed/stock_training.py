@@ -14,7 +14,9 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,10 +25,11 @@ from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
 from gpp_plugin.config import GraphPipelineConfig
-from gpp_plugin.engine.feed import make_loader
+from gpp_plugin.engine.row_loader import make_row_loader
 from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.integrations.deepspeed.learning_rates import StageParameterGroups
 from gpp_plugin.integrations.deepspeed.stage_config import derive_stage_config
+from gpp_plugin.integrations.deepspeed.stage_optimizer import device_arguments
 from gpp_plugin.integrations.deepspeed.stock_engine import ChainLane, ChainSource, StockPipelineEngine
 from gpp_plugin.integrations.deepspeed.stock_layer import ChainLayer, at_least_1d
 from gpp_plugin.ir.op_graph import Parameter
@@ -93,22 +96,23 @@ def make_stock_engine(
     layer = ChainLayer(module=own, wire_dtype=_wire_dtype(plan, reference, setting), device=setting.device)
     # From here on the user's model holds buffers only: its parameters are this layer's, or other ranks'.
     release_parameters(model, keep=(p.name for p in known.values() if p.is_buffer))
-    module = _ChainModule(plan, reference, layer, tied={key: tensors.get(name) for name, key in tied.items()})
+    with _local_rank_of(setting.device):
+        tied_tensors = {key: tensors.get(name) for name, key in tied.items()}
+        module = _ChainModule(plan, reference, layer, tied=tied_tensors)
     trained = dict(layer.stage.named_parameters())
     trained.update({name: module.tied_modules[key].weight for name, key in tied.items() if name in tensors})
     groups = StageParameterGroups({n: p for n, p in trained.items() if p.requires_grad}, parameter_groups)
     parameters = groups.optimizer_input(trained) or [layer.add_unused()]
     buffers = dict(layer.stage.named_buffers())
-    engine = _make_engine(module, engine_config, parameters, optimizer, lr_scheduler)
+    engine = _make_engine(module, engine_config, parameters, optimizer, lr_scheduler, device=setting.device)
     _put_back(layer.stage, buffers)
     layer.bind({**trained, **buffers}, scalars=scalars)
     layer.use(code)
     engine.attach(lane, layer, spare=spare, sample_batch=sample_batch)
     if training_data is not None:
-        mini_batch, seed = plan.mini_batch, config.seed
-        loader = make_loader(training_data, mini_batch=mini_batch, collate_fn=collate_fn, seed=seed)
-        engine.training_dataloader = loader
-        engine.set_dataloader(loader)
+        load = functools.partial(make_row_loader, training_data, plan=plan, config=config, setting=setting)
+        prepare = planned.prepare_batch
+        engine.use_rows(load(collate_fn=collate_fn, prepare=prepare, reads=None, keys=sample_batch))
     if setting.rank == 0 and engine.carried:
         _log_carried(engine.carried)
     return engine
@@ -120,9 +124,11 @@ def _make_engine(
     parameters: Any,
     optimizer: Callable[..., Any] | None,
     lr_scheduler: Callable[..., Any] | None,
+    *,
+    device: torch.device,
 ) -> StockPipelineEngine:
     return StockPipelineEngine(
-        args=None,
+        args=device_arguments(device),
         model=module,
         optimizer=optimizer,
         model_parameters=parameters,
@@ -131,6 +137,17 @@ def _make_engine(
         config=engine_config,
         config_class=DeepSpeedConfig(engine_config, module.mpu()),
     )
+
+
+@contextmanager
+def _local_rank_of(device: torch.device) -> Iterator[None]:
+    """Let LOCAL_RANK be the number of the rank's device: DeepSpeed's module moves itself to that one."""
+    before = os.environ["LOCAL_RANK"]
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
+    try:
+        yield
+    finally:
+        os.environ["LOCAL_RANK"] = before
 
 
 def _own_module(tensors: Mapping[str, Tensor], known: Mapping[str, Parameter]) -> StageModule:

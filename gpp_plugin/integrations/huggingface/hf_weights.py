@@ -114,7 +114,7 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def rebuild_constants(model: nn.Module, seed: int) -> nn.Module | None:
+def rebuild_constants(model: nn.Module) -> nn.Module | None:
     """Return the model constructed anew with real tensors only where its constructor gives values.
 
     Tables (position ids, rotary frequencies) and explicit values (CLIP's ``logit_scale``) are real; weights
@@ -125,8 +125,7 @@ def rebuild_constants(model: nn.Module, seed: int) -> nn.Module | None:
     from transformers.initialization import no_init_weights
 
     build: Any = type(model)
-    with torch.random.fork_rng(devices=[]), _EmptyOnMeta(), no_init_weights():
-        torch.manual_seed(seed)
+    with _EmptyOnMeta(), no_init_weights():
         try:
             return build(copy.deepcopy(model.config))
         except Exception as error:  # constructors of custom models may do anything

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout
 from gpp_plugin.model.graph.stage_context import StageContext
+from gpp_plugin.runtime.random_streams import kept_streams, seed_streams_of
 
 _SEEDS = 1 << 48
 
@@ -33,7 +34,6 @@ class DropoutStreams:
     def __init__(self, seed: int, context: StageContext) -> None:
         self._context = context
         self._place = zlib.crc32(f"{seed}/{context.stage}/{context.data_rank}".encode())
-        self._devices = [context.device] if context.device.type == "cuda" else []
 
     @contextlib.contextmanager
     def of_forward(self) -> Iterator[None]:
@@ -49,7 +49,7 @@ class DropoutStreams:
         drawn = torch.empty((), dtype=torch.int64).random_(_SEEDS)
         if self._context.tensor_size > 1:  # on the CPU: no device waits for it
             self._share(drawn)
-        with torch.random.fork_rng(devices=self._devices):
+        with kept_streams(self._context.device):
             seed_streams((int(drawn) + self._place) % _SEEDS, self._context)
             yield
 
@@ -70,5 +70,5 @@ def seed_streams(seed: int, context: StageContext) -> None:
     """Seed torch's generators alike over a tensor group, and Megatron's tracked streams apart."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    torch.manual_seed(seed)
+    seed_streams_of(context.device, seed)
     model_parallel_cuda_manual_seed(seed, tp_rank=context.tensor_rank, ep_rank=0, etp_rank=0)

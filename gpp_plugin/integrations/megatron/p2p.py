@@ -1,13 +1,14 @@
-"""Messages over megatron-core's `P2PCommunicator`, for the edges that it can carry; the others stay native.
+"""Messages over megatron-core's `P2PCommunicator`, between the ranks whose edge it can carry; the others stay native.
 
-One communicator serves one pair of ranks of one edge, in a group of these two. Its public calls for a schedule
-that overlaps communication (``send_forward_recv_forward``, ``send_backward_recv_backward``) are used one way at a
-time: each posts one transfer and returns its handle, which is waited for where the program says, with the same
-timeout and the same errors as a native message's. In a group of two the communicator sends from the lower rank to the
-higher one in that group and the other way in the default group, so that the two directions have a group each.
+One communicator serves one pair of ranks, in a group of these two. Its public calls for a schedule that overlaps
+communication (``send_forward_recv_forward``, ``send_backward_recv_backward``) are used one way at a time: each posts
+one transfer and returns its handle, which is waited for where the program says, with the same timeout and the same
+errors as a native message's. In a group of two the communicator sends from the lower rank to the higher one in that
+group and the other way in the default group, so that the two directions have a group each.
 
-Which edges these are, `plan.edge_transports` decides. An edge is the only one between its two ranks, so that
-messages without tags keep their order: it is the program's.
+Between which ranks these are, `plan.edge_transports` decides for the plan of training. Between them every message goes
+over the communicator that is one floating-point tensor; whatever its edge, in evaluation too: both ends see that alike.
+Messages without tags keep their order, which is the program's.
 
 Source: this project
 Tests: tests/plan/test_edge_transports.py, tests/integrations/test_megatron_p2p.py
@@ -19,7 +20,7 @@ import datetime
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,11 +33,12 @@ from gpp_plugin.integrations.megatron import cpu
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.ir.tensors import TensorSpec
-from gpp_plugin.plan.edge_transports import MEGATRON, choose_edge_transports, edge_name
+from gpp_plugin.plan.edge_transports import MEGATRON, choose_edge_transports
 from gpp_plugin.runtime.messages.pending import MessagePlace, Pending, Post, Posted
 from gpp_plugin.runtime.messages.sockets import widen_open_sockets, widened_sockets
-from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT, NcclTransport
+from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT
 from gpp_plugin.runtime.messages.wires import Wire
+from gpp_plugin.runtime.ranks.time_limits import collective_timeout_s
 
 Pair = tuple[int, int]
 """The ranks of an edge, the lower one first."""
@@ -48,9 +50,7 @@ class MegatronTransport:
     """Sends some edges' messages over `P2PCommunicator` and the others' over ``native``.
 
     Args:
-        groups: the two-rank group of every pair that this rank is in and whose edge goes over a communicator.
-        edges: those edges.
-        names: how an edge is called in errors.
+        groups: the two-rank group of every pair that this rank is in and that has a communicator.
         timeout_s: of a wait; None where the group's own timeout ends it (NCCL).
     """
 
@@ -59,25 +59,23 @@ class MegatronTransport:
         *,
         native: Transport,
         groups: Mapping[Pair, dist.ProcessGroup],
-        edges: Iterable[int],
-        names: Sequence[str],
         timeout_s: float | None,
     ) -> None:
         self.prepost_depth = native.prepost_depth
         self.prepost_bytes = native.prepost_bytes
+        # A communicator makes what it receives into when it is called: that must be on the stream that reads it.
+        self.buffers_ahead = 0
         self._native = native
         self._groups = groups
-        self._edges = frozenset(edges)
-        self._names = names
         self._timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
         self._communicators: dict[tuple[Pair, torch.dtype], Any] = {}
 
-    def bind_send(self, message: Message, wires: Sequence[Wire]) -> Post:
+    def bind_send(self, message: Message, wires: Sequence[Wire], edge: str) -> Post:
         """Return what sends the message."""
-        if message.edge not in self._edges:
-            return self._native.bind_send(message, wires)
         call = self._call(message, wires)
-        place = MessagePlace("send", message, self._names, self._timeout)
+        if call is None:
+            return self._native.bind_send(message, wires, edge)
+        place = MessagePlace("send", message, edge, self._timeout)
 
         def post(tensors: Sequence[Tensor]) -> Pending:
             # (what to send, whether to receive, shape): nothing is received, and the call
@@ -88,13 +86,13 @@ class MegatronTransport:
 
         return post
 
-    def bind_receive(self, message: Message, wires: Sequence[Wire]) -> Post:
+    def bind_receive(self, message: Message, wires: Sequence[Wire], edge: str) -> Post:
         """Return what receives the message into a tensor of the communicator's, which the buffer becomes."""
-        if message.edge not in self._edges:
-            return self._native.bind_receive(message, wires)
         call = self._call(message, wires)
+        if call is None:
+            return self._native.bind_receive(message, wires, edge)
         shape = list(wires[0].shape)
-        place = MessagePlace("receive", message, self._names, self._timeout)
+        place = MessagePlace("receive", message, edge, self._timeout)
 
         def post(buffers: Sequence[Tensor]) -> Pending:
             (buffer,) = buffers
@@ -106,10 +104,11 @@ class MegatronTransport:
 
         return post
 
-    def _call(self, message: Message, wires: Sequence[Wire]) -> Callable[..., Any]:
-        """Return the communicator's call that moves messages of this kind."""
-        assert len(wires) == 1, f"{message} holds {len(wires)} tensors; such an edge is native"
+    def _call(self, message: Message, wires: Sequence[Wire]) -> Callable[..., Any] | None:
+        """Return the communicator's call that moves messages of this kind; None for one that it cannot carry."""
         pair = _pair(message.src_rank, message.dst_rank)
+        if pair not in self._groups or len(wires) != 1 or not wires[0].dtype.is_floating_point:
+            return None
         key = (pair, wires[0].dtype)
         if key not in self._communicators:
             self._communicators[key] = _make_communicator(self._groups[pair], wires[0].dtype)
@@ -118,13 +117,9 @@ class MegatronTransport:
             return communicator.send_forward_recv_forward
         return communicator.send_backward_recv_backward
 
-    def begin_exchange(self) -> None:
-        """Start an exchange of the native transport; communicators post each transfer by itself."""
-        self._native.begin_exchange()
-
-    def end_exchange(self) -> None:
-        """End it."""
-        self._native.end_exchange()
+    def open(self, channels: Collection[Channel]) -> None:
+        """Make what the native transport lacks for these channels; communicators are those of training."""
+        self._native.open(channels)
 
     def close(self) -> None:
         """Let go of all process groups."""
@@ -162,39 +157,40 @@ def over_megatron(
     device: torch.device,
     timeout_s: float,
 ) -> Transport:
-    """Return a transport that uses a `P2PCommunicator` for each edge that it can carry.
+    """Return a transport that uses a `P2PCommunicator` between the ranks of each edge that it can carry.
 
     Collective: every rank calls it with all channels of the plan's programs, which give the pairs of ranks.
 
     Args:
         specs: the tensors of the plan's edges by name.
-
-    Raises:
-        ConfigError: the device has too few hardware queues for channels that do not wait for each other.
     """
     chosen = choose_edge_transports(plan, MEGATRON, specs=specs)
     edges = {choice.edge for choice in chosen if choice.transport == MEGATRON}
     if not edges:
         return native
     is_cuda = device.type == "cuda"
-    if is_cuda and not isinstance(native, NcclTransport):
-        raise ConfigError(
-            f'{_KEY}: "megatron" needs a hardware queue for each channel; set CUDA_DEVICE_MAX_CONNECTIONS=32, or '
-            'write "native"'
-        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of optional packages that megatron-core does without
         importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
         cpu.install()
     if not is_cuda:
         widen_open_sockets()  # one direction goes over the default group
-    # A channel is (edge, direction, sender, receiver): an edge's two directions are one pair of ranks, one group.
-    carried = sorted({(_pair(c[2], c[3]), c[0]) for c in channels if c[0] in edges})
+    # An edge's two directions are one pair of ranks, one group; a channel has one direction.
+    ends = {(plan.edges[edge].src, plan.edges[edge].dst): edge for edge in sorted(edges)}
+    carried = set()
+    for channel in channels:
+        source, target = (plan.stage_of_rank(rank) for rank in channel)
+        edge = ends.get((source, target), ends.get((target, source)))
+        if edge is not None:
+            carried.add((_pair(*channel), edge))
     return MegatronTransport(
         native=native,
-        groups=_make_groups(plan, carried, device=device, timeout_s=timeout_s),
-        edges=edges,
-        names=[edge_name(plan, index) for index in range(len(plan.edges))],
+        groups=_make_groups(
+            plan,
+            sorted(carried),
+            device=device,
+            timeout_s=collective_timeout_s(plan, timeout_s) if is_cuda else timeout_s,
+        ),
         timeout_s=None if is_cuda else timeout_s,
     )
 
@@ -219,7 +215,7 @@ def _make_groups(
     for pair, edge in carried:
         with widened_sockets():
             group: Any = dist.new_group(
-                list(pair), timeout=timeout, group_desc=f"P2PCommunicator of {edge_name(plan, edge)}"
+                list(pair), timeout=timeout, group_desc=f"P2PCommunicator of {plan.edge_name(edge)}"
             )
         if dist.get_rank() in pair:
             groups[pair] = group

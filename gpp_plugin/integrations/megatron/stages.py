@@ -33,6 +33,7 @@ from gpp_plugin.integrations.megatron import cpu
 from gpp_plugin.integrations.megatron.groups import collect_groups
 from gpp_plugin.integrations.megatron.weights import load_full_state
 from gpp_plugin.model.graph.stage_context import StageContext
+from gpp_plugin.runtime.random_streams import kept_streams
 
 State = Mapping[str, Tensor]
 
@@ -98,8 +99,7 @@ class MegatronStage:
         # were: what a user's program draws next does not depend on which stage a rank builds. All of a
         # stage's ranks use one seed; Megatron's tracked streams differ by tensor rank, so shards differ, and
         # what all hold alike is equal.
-        devices = [context.device] if context.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        with kept_streams(context.device):
             chunk = f"{self.seed}/{context.stage}/{self.layers.start}"  # no two chunks draw the same layers
             seed_streams(zlib.crc32(chunk.encode()), context)
             module = self.build(config, collect_groups(context), context)

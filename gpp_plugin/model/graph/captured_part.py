@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpp_plugin.capture.attention import repeated_operands
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model, recapture
@@ -174,7 +175,9 @@ class CapturedPart:
 
     def capture_again(self, analysis: Analysis, arguments: Batch) -> CapturedGraph:
         """Return the module traced at another shape; what is kept, where it is that."""
-        return self._known(analysis, arguments) or recapture(self.model, analysis, arguments, call=self._call)
+        return self._known(analysis, arguments) or recapture(
+            self.model, analysis, arguments, device=self._device, call=self._call
+        )
 
     def _known(self, analysis: Analysis, arguments: Batch) -> CapturedGraph | None:
         kept = self._kept
@@ -388,7 +391,7 @@ class CapturedPart:
             inputs={spec.name: spec for spec in op_graph.inputs} if within is None else within.shapes.inputs,
             loss=losses[0] if losses else None,
             outputs=named,
-            operators=_operators(op_graph, nodes, view.names, reference.block_graph.saved),
+            operators=_operators(captured, nodes, view.names, reference.block_graph.saved),
         )
 
     def _nodes_of(
@@ -437,7 +440,7 @@ def _shapes(batch: Batch) -> tuple[object, ...]:
 
 
 def _operators(
-    op_graph: OpGraph,
+    captured: CapturedGraph,
     blocks: Mapping[str, Sequence[str]],
     names: Mapping[str, str],
     saved: Iterable[SavedTensor],
@@ -449,6 +452,7 @@ def _operators(
         names: as of `PartView`.
         saved: of the whole graph: what another stage keeps too has the name that its maker gives it.
     """
+    op_graph = captured.op_graph
     root = {name: tensor.name for tensor in saved for name in (tensor.name, *tensor.views)}
     received = {name: root.get(names[name], names[name]) for name in op_graph.received}
     storage_of = {
@@ -458,6 +462,7 @@ def _operators(
         blocks={block: tuple(nodes) for block, nodes in blocks.items()},
         storage_of={**storage_of, **received},
         local={names[node.name]: node.name for node in op_graph.nodes},
+        repeated=repeated_operands(captured.graph, captured.masks),
     )
 
 

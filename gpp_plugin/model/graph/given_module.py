@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from gpp_plugin.errors import ConfigError, GppError, first_line
 from gpp_plugin.ir.op_graph import Parameter
 from gpp_plugin.model.graph.resolve import GraphStage, ResolvedGraph
 from gpp_plugin.model.graph.stage_context import StageContext
+from gpp_plugin.runtime.random_streams import kept_streams, seed_streams_of
 from gpp_plugin.runtime.stage_module import StageModule, owner_of
 
 
@@ -50,8 +50,8 @@ def make_module(stage: GraphStage, context: StageContext, *, seed: int) -> nn.Mo
     if isinstance(make, nn.Module):
         module = make
     else:
-        with torch.random.fork_rng(devices=[context.device] if context.device.type == "cuda" else []):
-            torch.manual_seed(seed)
+        with kept_streams(context.device):
+            seed_streams_of(context.device, seed)
             try:
                 module = call_factory(stage.name, make, context)
             except GppError:

@@ -39,7 +39,7 @@ from gpp_plugin.model.graph.stage_call import IDLE, loss_node, stage_function
 from gpp_plugin.model.graph.stage_context import StageContext, make_context
 from gpp_plugin.model.graph.stage_costs import Measuring, StageCosts, measure_stages
 from gpp_plugin.model.graph.stage_graph import StageGraph
-from gpp_plugin.runtime.batches import Batch, shape_key
+from gpp_plugin.runtime.batches import Batch, OwnRows, shape_key
 from gpp_plugin.runtime.ranks.agree import exchange
 from gpp_plugin.runtime.stage_source import Reference, StageCode, make_reference
 
@@ -153,6 +153,7 @@ class GraphJob:
             device=place.device,
             dtype=place.dtype,
             timeout_s=timeout_s,
+            backend=place.backend,
         )
         made: list[nn.Module] = []
 
@@ -180,6 +181,11 @@ class GraphJob:
     def parameters(self) -> tuple[Parameter, ...]:
         """Return the parameters and buffers of all stages, tied ones once."""
         return merged_parameters(self._tensors, self._called)[0]
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Let ranks of a stage wait for each other for so long, now that there is a plan."""
+        if self._context is not None:
+            self._context.set_timeout(timeout_s)
 
     def close(self) -> None:
         """Let go of the groups that factories were given; no stage runs any more."""
@@ -256,7 +262,7 @@ class GraphJob:
             if isinstance(own, CapturedPart) and resolved.has(self._stage.name):
                 own = self._part(resolved.stage(self._stage.name))
             shapes, analyses = Prober(resolved, own, self._place).shapes_at(
-                batch,
+                batch.stand_in() if isinstance(batch, OwnRows) else batch,
                 self._loss_unit,
                 self._survey.shapes.tensors,
                 is_training=is_training,

@@ -12,7 +12,6 @@ Tests: tests/stage_graph/test_module_cost.py
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +25,7 @@ from gpp_plugin.model.graph.kept import Kept, line, module_memory, record_kept
 from gpp_plugin.model.graph.module_trial import ModuleTrial, Place, stage_arguments
 from gpp_plugin.model.graph.probe import Survey
 from gpp_plugin.model.graph.resolve import GraphStage
+from gpp_plugin.profile.busy_stream import HeadStart, Lap, typical_laps
 from gpp_plugin.profile.held_bytes import LiveBytes
 from gpp_plugin.profile.split_cost import CANNOT_SPLIT, NOT_MEASURED, SplitCost
 from gpp_plugin.profile.timing import Stopwatch
@@ -140,17 +140,20 @@ def _run_backward(roots: Sequence[Tensor]) -> None:
 def _time(trial: ModuleTrial) -> _Run:
     stage, module, arguments = trial.stage, trial.module, trial.arguments
     received = [arguments[keyword] for keyword, _ in stage.received]
-    laps: list[tuple[float, float]] = []
+    laps: list[list[Lap]] = []
+    head_start = _head_start(stage)
     with trial.undisturbed():
         for attempt in range(WARM_UPS + REPEATS):
-            watch = Stopwatch(trial.device)
+            watch = Stopwatch(trial.device, head_start)
             roots, _ = trial.forward()
             watch.mark()
             _run_backward(roots)
             watch.mark()
-            forward_us, backward_us = watch.laps_us()
+            lap = watch.laps()
             if attempt >= WARM_UPS:
-                laps.append((forward_us, backward_us if roots else 0.0))
+                laps.append(lap)
+        forward, backward = typical_laps(laps)
+        backward_us = backward.us if roots else 0.0
         del roots
         rows = [arguments[keyword] for keyword, _ in stage.batch_inputs]
         kept = record_kept(
@@ -162,12 +165,18 @@ def _time(trial: ModuleTrial) -> _Run:
         transient = _peak(trial)
     own_storages = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in received}
     return _Run(
-        forward_us=statistics.median(lap[0] for lap in laps),
-        backward_us=statistics.median(lap[1] for lap in laps),
+        forward_us=forward.us,
+        backward_us=backward_us,
         kept=kept,
         given_bytes=sum(own_storages.values()) + sum(_bytes(buffer) for buffer in module.buffers()),
         transient_bytes=transient,
     )
+
+
+def _head_start(stage: GraphStage) -> HeadStart | None:
+    """Return what lets the host get ahead of the device; None where ranks compute the stage together."""
+    # Ranks that were held for unlike times would wait for each other in the module's collectives, and count that.
+    return HeadStart() if len(stage.spec.ranks) == 1 else None
 
 
 def _peak(trial: ModuleTrial) -> int:
@@ -207,11 +216,12 @@ def measure_split(trial: ModuleTrial) -> SplitCost:
     Collective over the ranks that compute the stage together.
     """
     splitter = BackwardSplitter()
-    laps: list[tuple[float, ...]] = []
+    laps: list[list[Lap]] = []
+    ahead_of_whole, ahead_of_parts = _head_start(trial.stage), _head_start(trial.stage)
     for attempt in range(WARM_UPS + REPEATS):
-        wanted, whole_us = _run(trial, None)
+        wanted, whole = _run(trial, None, ahead_of_whole)
         try:
-            found, parts_us = _run(trial, splitter)
+            found, parts = _run(trial, splitter, ahead_of_parts)
         except Exception as error:  # whatever its operators say to being run twice
             logger.info("stage %s: its backward cannot be split: %s", trial.stage.name, error)
             return CANNOT_SPLIT
@@ -219,17 +229,19 @@ def measure_split(trial: ModuleTrial) -> SplitCost:
             logger.info("stage %s: its backward makes other gradients in two parts", trial.stage.name)
             return CANNOT_SPLIT
         if attempt >= WARM_UPS:
-            laps.append((*whole_us, *parts_us))
-    backward_us, input_us, weight_us = (statistics.median(column) for column in zip(*laps, strict=True))
+            laps.append([*whole, *parts])
+    backward_us, input_us, weight_us = (typical.us for typical in typical_laps(laps))
     return SplitCost(backward_us=backward_us, input_gradient_us=input_us, weight_gradient_us=weight_us)
 
 
-def _run(trial: ModuleTrial, splitter: BackwardSplitter | None) -> tuple[_Gradients, list[float]]:
+def _run(
+    trial: ModuleTrial, splitter: BackwardSplitter | None, head_start: HeadStart | None
+) -> tuple[_Gradients, list[Lap]]:
     """Return the gradients of received tensors and parameters, and the time of each part; the same draws each time."""
     with trial.undisturbed():
         roots, leaves = trial.forward()
         seeds = [torch.randn_like(root) for root in roots]
-        watch = Stopwatch(trial.device)
+        watch = Stopwatch(trial.device, head_start)
         found: _Gradients
         if splitter is not None:
             found, pending = splitter.split(roots, leaves, seeds)
@@ -241,7 +253,7 @@ def _run(trial: ModuleTrial, splitter: BackwardSplitter | None) -> tuple[_Gradie
             found = [leaf.grad for leaf in leaves]
         watch.mark()
         found += [parameter.grad for parameter in trial.module.parameters()]
-        return found, watch.laps_us()
+        return found, watch.laps()
 
 
 def _are_same(wanted: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> bool:

@@ -21,6 +21,7 @@ from gpp_plugin.ir.tensors import UNIFORM, LayoutKind, TensorSpec, batch_layout
 from gpp_plugin.model.graph.resolve import GraphStage
 from gpp_plugin.model.graph.stage_call import named_outputs
 from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.runtime.random_streams import kept_streams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class Place:
         group: a CPU group of all ranks; None for a single rank.
         dtype: floating batch entries are cast to it.
         stages: the stage of each rank, for messages.
+        backend: of groups whose collectives take the device's tensors.
     """
 
     rank: int
@@ -38,6 +40,7 @@ class Place:
     dtype: torch.dtype
     group: dist.ProcessGroup | None
     stages: tuple[str, ...] = ()
+    backend: str = "gloo"
 
 
 Values = dict[tuple[str, int], Tensor]
@@ -155,7 +158,7 @@ def undisturbed(module: nn.Module, *, is_training: bool, device: torch.device) -
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     module.train(is_training)
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with kept_streams(device):
             yield
     finally:
         for part, mode in modes.items():

@@ -105,7 +105,6 @@ def profile_part(
             batch=_rows(part, place, batch, survey, max(counts)),
             capture_at=captures.at,
             sample_counts=counts,
-            device=place.device,
             threads=torch.get_num_threads(),
             repeats=NODE_REPEATS if part.granularity == "node" else BLOCK_REPEATS,
             optimizer_bytes_per_parameter=optimizer_bytes,

@@ -57,31 +57,49 @@ class StageContext:
     tensor_rank: int
     tensor_size: int
 
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Return the groups there are."""
+        groups = (self.data_group, self.tensor_group, self.single_group)
+        return tuple(group for group in groups if group is not None)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Let collectives in the groups, from now on, wait for so long: the plan's times are known after them."""
+        for group in self.groups:
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
+
     def close(self) -> None:
         """Let go of the groups; nothing may be under way in them."""
-        for group in (self.data_group, self.tensor_group, self.single_group):
-            if group is not None:
-                dist.destroy_process_group(group)
+        for group in self.groups:
+            dist.destroy_process_group(group)
 
 
 def make_context(
-    stages: Sequence[StageGrid], *, rank: int, device: torch.device, dtype: torch.dtype, timeout_s: float
+    stages: Sequence[StageGrid],
+    *,
+    rank: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    timeout_s: float,
+    backend: str = "gloo",
 ) -> StageContext:
     """Return this rank's context; collective over all ranks where torch.distributed is initialised.
 
     Args:
         stages: all of them, in the same order on every rank, their ranks checked.
         timeout_s: how long a collective in its groups waits for its peers.
+        backend: what moves the device's tensors (`JobPlacement.backend`).
     """
     own: StageContext | None = None
     timeout = datetime.timedelta(seconds=timeout_s)
     for stage in stages:
         rows = [stage.ranks[i : i + stage.tensor] for i in range(0, len(stage.ranks), stage.tensor)]
         columns = [stage.ranks[i :: stage.tensor] for i in range(stage.tensor)]
-        both = "cpu:gloo,cuda:nccl" if device.type == "cuda" else None
+        # gloo alone serves both, through host memory, where ranks share a device
+        both = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
         tensor_group = _own_group(rows, rank, timeout, backend=both)
-        data_group = _own_group(columns, rank, timeout)
-        single_group = _own_group([[r] for r in stage.ranks], rank, timeout)
+        data_group = _own_group(columns, rank, timeout, backend=backend)
+        single_group = _own_group([[r] for r in stage.ranks], rank, timeout, backend=backend)
         if rank in stage.ranks:
             data_rank, tensor_rank = divmod(stage.ranks.index(rank), stage.tensor)
             own = StageContext(
@@ -102,7 +120,7 @@ def make_context(
 
 
 def _own_group(
-    members: Sequence[Sequence[int]], rank: int, timeout: datetime.timedelta, *, backend: str | None = None
+    members: Sequence[Sequence[int]], rank: int, timeout: datetime.timedelta, *, backend: str
 ) -> dist.ProcessGroup | None:
     """Create a group of each of ``members`` and return the one that ``rank`` is in."""
     if not dist.is_initialized():

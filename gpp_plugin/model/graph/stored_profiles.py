@@ -33,6 +33,7 @@ from gpp_plugin.model.graph.given_module import GivenModule
 from gpp_plugin.model.graph.module_trial import Place
 from gpp_plugin.model.graph.probe import Survey
 from gpp_plugin.model.graph.resolve import GraphStage
+from gpp_plugin.profile.busy_stream import clock_of
 from gpp_plugin.profile.cost_store import CostStore
 from gpp_plugin.profile.machine import describe_device, processor_name
 
@@ -98,6 +99,7 @@ class StoredProfile:
             "torch": str(torch.__version__),
             "python": platform.python_version(),
             "form": FORM,
+            **clock_of(place.device.type),
             **options,
         }
 
@@ -158,7 +160,9 @@ class _Description:
     def of(self, value: Any, path: str) -> Any:
         """Return a value in JSON types; what was described before by its number."""
         if isinstance(value, PLAIN):
-            return [type(value).__name__, str(value)]
+            # of a device its type alone: a profile that was measured on cuda:0 is that of a stage on cuda:3
+            text = value.type if isinstance(value, torch.device) else str(value)
+            return [type(value).__name__, text]
         if isinstance(value, Tensor):
             return ["tensor", str(value.dtype), list(value.shape), value.requires_grad]
         if isinstance(value, enum.Enum):

@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from gpp_plugin.integrations.huggingface.hf_weights import (
     rebuild_constants,
     tied_names,
 )
+from gpp_plugin.runtime.random_streams import kept_streams, seed_streams_of
 
 Finish = Callable[[str, Tensor], Tensor]
 """Moves and casts the tensor of a first name."""
@@ -77,8 +79,7 @@ def materialize_parameters(
 
     def finish(home: str, tensor: Tensor) -> Tensor:
         """Move one tensor to where it will live as soon as it is made, so that only one is ever held twice."""
-        casts = dtype is not None and home in parameter_names and tensor.is_floating_point()
-        return tensor.to(device=device, dtype=dtype if casts else None)
+        return tensor.to(device, dtype if home in parameter_names and tensor.is_floating_point() else None)
 
     made: dict[str, Tensor] = {}
     if on_meta and weights is not None:
@@ -86,7 +87,11 @@ def materialize_parameters(
         persistent = set(model.state_dict(keep_vars=True))
         from_files = {home: groups[home] for home in on_meta if persistent.intersection(groups[home])}
         made.update(_read_weights(model, weights, from_files, tensors, finish))
-    made.update(_initialise(model, [home for home in on_meta if home not in made], groups, seed, finish))
+    unmade = [home for home in on_meta if home not in made]
+    # On the CPU, wherever the caller makes tensors by default: values do not depend on the device they are for; the
+    # device's own generator is seeded as well, for an initialiser that draws there all the same.
+    with kept_streams(device), torch.device("cpu"):
+        made.update(_initialise(model, unmade, groups, _Draw(seed, torch.device(device)), finish))
     for home in dict.fromkeys(first[name] for name in wanted):
         if home not in made:
             real = next(tensors[name] for name in groups[home] if not tensors[name].is_meta)
@@ -185,16 +190,16 @@ def _like(tensor: Tensor, value: Tensor) -> Tensor:
 
 
 def _initialise(
-    model: nn.Module, homes: list[str], groups: dict[str, list[str]], seed: int, finish: Finish
+    model: nn.Module, homes: list[str], groups: dict[str, list[str]], draw: _Draw, finish: Finish
 ) -> dict[str, Tensor]:
     if not homes:
         return {}
     sources = set(declared_ties(model).values())
     made: dict[str, Tensor] = {}
-    constants: _Constants = _Constants(model, seed)
+    constants: _Constants = _Constants(model, draw)
     # Everything is on meta but the one tensor in question, so an initialiser that sets a whole module costs
     # nothing for the rest of it, and draws for that tensor start at its own seed whatever else a rank makes.
-    with _nothing_real(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with _nothing_real(model), torch.no_grad():
         slots: dict[str, list[tuple[nn.Module, str, Tensor]]] = {}
         for owner, leaf, tensor, name in _slots(model):
             slots.setdefault(name, []).append((owner, leaf, tensor))
@@ -203,23 +208,36 @@ def _initialise(
             # embedding, say, not the head.
             name = next((n for n in groups[home] if n in sources), home)
             places = [slot for alias in groups[home] for slot in slots[alias]]
-            made[home] = finish(home, _initialise_one(model, name, home, places, seed, constants))
+            made[home] = finish(home, _initialise_one(model, name, home, places, draw, constants))
     return made
 
 
 class _Constants:
     """The model rebuilt with the values its constructor sets, when first asked for."""
 
-    def __init__(self, model: nn.Module, seed: int) -> None:
-        self._model, self._seed = model, seed
+    def __init__(self, model: nn.Module, draw: _Draw) -> None:
+        self._model, self._draw = model, draw
         self._values: dict[str, Tensor] | None = None
 
     def find(self, name: str) -> Tensor | None:
         if self._values is None:
-            rebuilt = rebuild_constants(self._model, derive_seed(self._seed, "constructor"))
+            self._draw.start("constructor")
+            rebuilt = rebuild_constants(self._model)
             self._values = {} if rebuilt is None else _tensors_of(rebuilt)
         value = self._values.get(name)
         return None if value is None or value.is_meta else value.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """Where random numbers start: each parameter's at a seed of its own."""
+
+    seed: int
+    device: torch.device
+
+    def start(self, name: str) -> None:
+        """Draw from now on what ``name`` is made of."""
+        seed_streams_of(self.device, derive_seed(self.seed, name))
 
 
 def derive_seed(seed: int, name: str) -> int:
@@ -233,7 +251,7 @@ def _initialise_one(
     name: str,
     home: str,
     places: list[tuple[nn.Module, str, Tensor]],
-    seed: int,
+    draw: _Draw,
     constants: _Constants,
 ) -> Tensor:
     """Return the value the model's initialisers give ``name``.
@@ -249,10 +267,11 @@ def _initialise_one(
     # Drawn in float32 and rounded, so that a bf16 model is the fp32 model rounded: the same
     # seed, the same model.
     dtype = like.dtype if not _is_low_precision(like.dtype) else torch.float32
-    own_seed = derive_seed(seed, home)
 
     def run(start: Tensor) -> tuple[Tensor, list[str]]:
-        return _run_initialisers(model, name, start, places, own_seed)
+        # Seeded once, before all initialisers: an ancestor's draws on where the owner's stopped, in every run alike.
+        draw.start(home)
+        return _run_initialisers(model, name, start, places)
 
     if dtype.is_floating_point or dtype.is_complex:
         value, tried = run(torch.full(like.shape, float("nan"), dtype=dtype))
@@ -283,7 +302,7 @@ def _is_low_precision(dtype: torch.dtype) -> bool:
 
 
 def _run_initialisers(
-    model: nn.Module, name: str, start: Tensor, places: list[tuple[nn.Module, str, Tensor]], seed: int
+    model: nn.Module, name: str, start: Tensor, places: list[tuple[nn.Module, str, Tensor]]
 ) -> tuple[Tensor, list[str]]:
     """Return what becomes of ``start`` in the place of ``name``, and which initialisers were called."""
     tried = []
@@ -291,9 +310,6 @@ def _run_initialisers(
     for owner, leaf, _ in places:
         _set(owner, leaf, standing)
     try:
-        # Seeded once, before all of them: an ancestor's initialiser draws on where the owner's
-        # stopped, in every run alike.
-        torch.manual_seed(seed)
         for what, call in initialisers(model, name):
             tried.append(what)
             try:

@@ -6,7 +6,7 @@ Tests: tests/runtime/test_memory_ranks.py, tests/stage_graph/test_part.py, tests
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -26,11 +26,14 @@ class StageOperators:
             ones, cheap and made of the model's inputs.
         storage_of: operator or received tensor -> the one in whose storage it lies; left out where that is its own.
         local: operator as plans call it -> as the code does; left out where they agree.
+        repeated: keys and values that attention repeats for its heads where it has a mask, and the same as they are,
+            which it keeps where it has none.
     """
 
     blocks: Mapping[str, tuple[str, ...]]
     storage_of: Mapping[str, str]
     local: Mapping[str, str] = field(default_factory=dict)
+    repeated: Sequence[tuple[str, str]] = ()
 
     def tensor(self, name: str) -> str:
         """Return what the code calls a tensor of a plan."""
@@ -45,6 +48,8 @@ class MemoryPolicy:
     Args:
         segments: operators of each recomputed segment; ``dropped``: the tensors it makes again.
         operators: all operators of the stage's blocks.
+        stand_ins: tensor -> those that are kept in its place where attention has no mask, or has one: a plan that
+            names either means both.
     """
 
     segments: tuple[frozenset[str], ...]
@@ -52,6 +57,7 @@ class MemoryPolicy:
     swapped: frozenset[str]
     operators: frozenset[str]
     storage_of: Mapping[str, str]
+    stand_ins: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @cached_property
     def segment_of(self) -> dict[str, int]:
@@ -95,4 +101,14 @@ def make_policy(stage: str, plan: MemoryPlan, operators: StageOperators) -> Memo
         swapped=frozenset(operators.tensor(tensor.name) for tensor in plan.swapped),
         operators=frozenset(node for nodes in operators.blocks.values() for node in nodes),
         storage_of=operators.storage_of,
+        stand_ins=_stand_ins(operators),
     )
+
+
+def _stand_ins(operators: StageOperators) -> dict[str, frozenset[str]]:
+    found: dict[str, frozenset[str]] = {}
+    for pair in operators.repeated:
+        repeated, source = (operators.storage_of.get(name, name) for name in pair)
+        for name, other in ((repeated, source), (source, repeated)):
+            found[name] = found.get(name, frozenset()) | {other}
+    return found

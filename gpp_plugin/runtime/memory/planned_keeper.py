@@ -6,6 +6,7 @@ Tests: tests/runtime/test_memory_ranks.py
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from torch import Tensor, fx
@@ -84,11 +85,12 @@ class CapturedPolicy:
 
     def __init__(self, function: StageFunction, policy: MemoryPolicy, link: SwapLink) -> None:
         assert function.module is not None
-        self._module: fx.GraphModule = function.module
+        self._function = function
         self._constants = function.constants
         self._policy = policy
         self._link = link
-        self._recipe: Recipe | None = None
+        # one for each version of the code: with masks of attention, and without
+        self._recipes: dict[fx.GraphModule, Recipe] = {}
 
     def begin(
         self,
@@ -100,29 +102,35 @@ class CapturedPolicy:
     ) -> Pass:
         """Return a forward that is about to run."""
         known = (*self._constants, *fixed)
-        if self._recipe is not None:
+        module = self._module
+        recipe = self._recipes.get(module)
+        if recipe is not None:
             return PlannedPass(
-                self._recipe,
+                recipe,
                 constants=self._constants,
                 fixed=known,
                 micro_batch=micro_batch,
                 link=self._link,
                 counter=counter,
             )
-        names = [node.name for node in self._module.graph.nodes if node.op == "placeholder"]
+        names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
         return SurveyPass(
-            self._module,
+            module,
             self._policy,
             dict(zip(names, (*known, *received), strict=True)),
             len(known),
             micro_batch=micro_batch,
             link=self._link,
             counter=counter,
-            tell=self._take,
+            tell=functools.partial(self._recipes.__setitem__, module),
         )
 
-    def _take(self, recipe: Recipe) -> None:
-        self._recipe = recipe
+    @property
+    def _module(self) -> fx.GraphModule:
+        """Return the code as it is for this mini-batch."""
+        choice, module = self._function.choice, self._function.module
+        assert module is not None
+        return module if choice is None else choice.module
 
 
 def _check_swapped(stage: str, policy: MemoryPolicy, function: StageFunction) -> None:

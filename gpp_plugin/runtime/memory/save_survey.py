@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_iter
 
+from gpp_plugin.capture.clean import ADDED
 from gpp_plugin.runtime.memory.counting import storage_id
 from gpp_plugin.runtime.memory.keeper import Packed, unpack
 from gpp_plugin.runtime.memory.memory_policy import INSIDE, MemoryPolicy
@@ -74,7 +75,7 @@ class _Storages:
         name = self._policy.root(node)
         owner = self.claim(tensor, name)
         if owner.names:
-            owner.names.add(name)
+            owner.names.update((name, *self._policy.stand_ins.get(name, ())))
 
     def slot(self, tensor: Tensor, owner: _Owner) -> int | None:
         """Return the number of a storage that is to be swapped; None of another."""
@@ -225,7 +226,8 @@ class _Interpreter(fx.Interpreter):
         """Run one node."""
         result = super().run_node(n)
         if n.op == "call_function":
-            self._survey.settle(n.name, result)
+            # what is kept of an operator that the capture lacks is, as planned, inside of the one that keeps it
+            self._survey.settle(n.name, None if ADDED in n.meta else result)
         return result
 
 

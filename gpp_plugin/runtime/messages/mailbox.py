@@ -1,8 +1,9 @@
-"""The messages of one rank's program: receives posted ahead of their place, sends that are under way.
+"""The messages of one rank's program: receives that are posted, sends that are under way.
 
-An exchange posts its transfers; a task waits for the messages it reads, so that a message delays nothing but its
-reader. What a message holds (`wires`) and where its rows come from (`routes`) is resolved at compile time. In
-asynchronous mode a window takes over what the one before has posted, and leaves its own to the next one (`Carry`).
+A send and a receive are posted where the program has them (a receive some receives ahead where the transport says that
+nothing can stand still for it). A task waits for the messages it reads, so a message delays nothing but its reader.
+What a message holds (`wires`) and where its rows come from (`routes`) is resolved at compile time. In asynchronous mode
+a window takes over what the one before has posted, and leaves its own to the next one (`Carry`).
 
 Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.3
 Tests: tests/runtime/test_tensor_grids.py, tests/runtime/test_traces.py, tests/runtime/test_weight_versions.py,
@@ -11,7 +12,6 @@ Tests: tests/runtime/test_tensor_grids.py, tests/runtime/test_traces.py, tests/r
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -25,6 +25,7 @@ from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.timeline import EventKind
 from gpp_plugin.runtime.messages.assembly import Inbox, pack_parcel
 from gpp_plugin.runtime.messages.pending import Pending, Post
+from gpp_plugin.runtime.messages.receive_buffers import ReceiveBuffers
 from gpp_plugin.runtime.messages.routes import Parcel, Routes
 from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.recorder import Recorder
@@ -74,15 +75,12 @@ class Carry:
         }
 
 
-_BoundReceive = tuple[Post, tuple[tuple[tuple[int, ...], torch.dtype], ...]]
-"""What posts a receive, and the shapes and dtypes of its buffers."""
-
-
 class Mailbox:
     """Posts and completes the messages of one program.
 
     Args:
         transport: where messages go; None when the plan has one rank.
+        names: how the plan's edges are called in errors.
         device: where receive buffers lie.
         carried: messages that windows before have posted; the first of ``routes.receives``.
         in_flight: of the stage; bounds how many sends are under way.
@@ -95,6 +93,7 @@ class Mailbox:
         *,
         program: RankProgram,
         transport: Transport | None,
+        names: Sequence[str],
         device: torch.device,
         recorder: Recorder,
         carried: tuple[Message, ...],
@@ -104,13 +103,18 @@ class Mailbox:
         assert transport is not None or not routes.receives, "a program with messages needs a transport"
         self._routes = routes
         self._transport = transport
-        self._device = device
+        self._names = names
         self._recorder = recorder
         self._carried = carried
         self._is_trained = is_trained
-        self._bound = _bind_receives(routes, transport)
-        exchanges = [i for i in program.instructions if i.kind is InstructionKind.EXCHANGE]
-        self._marks = self._posted_at([len(exchange.receives) for exchange in exchanges])
+        self._bound: list[Post] = []
+        ahead = 0
+        if transport is not None:
+            ahead = transport.buffers_ahead
+            self._bound = [transport.bind_receive(m, w, names[m.edge]) for m, w in routes.receives]
+        shapes = [[(wire.shape, wire.dtype) for wire in wires] for _, wires in routes.receives]
+        self._buffers = ReceiveBuffers(shapes, device=device, ahead=ahead)
+        self._marks = self._posted_at()
         self._most_sends = _most_sends(program, in_flight=in_flight)
         self._receives: list[Pending] = []
         self._sends: deque[Pending] = deque()
@@ -121,37 +125,30 @@ class Mailbox:
 
     # ---- compile -------------------------------------------------------------------------------
 
-    def _posted_at(self, num_receives: Sequence[int]) -> list[int]:
-        """Return, for each exchange, how many receives are posted when it starts.
+    def _posted_at(self) -> list[int]:
+        """Return, for each receive of the program, how many are posted when it is through.
 
-        Receives are posted some exchanges ahead, and in batches: half of the depth may be used up before
+        Where the transport allows it they are posted ahead, and in batches: half of the depth may be used up before
         more are posted, because a sender learns of a batch at once.
-
-        Args:
-            num_receives: of each exchange.
         """
-        # ``ends[i]``: receives up to and including exchange i, carried ones first; a mark is never below it once the
-        # exchange starts. Of a depth of 4 with one small receive an exchange:
+        # Of 8 small receives, none carried, and a depth of 4:
         #
-        #     exchange   0  1  2  3  4  5  6  7
-        #     ends       1  2  3  4  5  6  7  8
+        #     receive    0  1  2  3  4  5  6  7
         #     marks      5  5  5  8  8  8  8  8     at 3 fewer than two ahead are posted: fill up to four ahead
         #
-        # The next exchange's are posted whatever their size, so that a rank never waits for room to receive what it
-        # is about to need; beyond those bytes are bounded, as each posted buffer is device memory nobody reads yet.
-        # Depth 0 posts what the exchange itself receives, no more.
+        # The next receive is posted whatever its size, so that a rank never waits for room to receive what it is
+        # about to need; beyond it bytes are bounded, as each posted buffer is memory that nobody reads yet. Depth 0
+        # posts the receive itself, no more.
         if self._transport is None:
-            return [0] * len(num_receives)
+            return []
         depth, limit = self._transport.prepost_depth, self._transport.prepost_bytes
-        num_carried = len(self._carried)
         sizes = [sum(wire.num_bytes for wire in wires) for _, wires in self._routes.receives]
-        ends = [num_carried + end for end in itertools.accumulate(num_receives)]
         marks: list[int] = []
-        posted = num_carried
-        for index, end in enumerate(ends):
-            if posted < ends[min(index + depth // 2, len(ends) - 1)]:
-                last = ends[min(index + 1, len(ends) - 1)] if depth else end
-                furthest = ends[min(index + depth, len(ends) - 1)]
+        posted = len(self._carried)
+        for end in range(posted + 1, len(sizes) + 1):
+            if posted < min(end + depth // 2, len(sizes)):
+                last = min(end + 1, len(sizes)) if depth else end
+                furthest = min(end + depth, len(sizes))
                 ahead = 0
                 while last < furthest and (ahead := ahead + sizes[last]) <= limit:
                     last += 1
@@ -159,43 +156,48 @@ class Mailbox:
             marks.append(posted)
         return marks
 
-    def compile_exchange(self, index: int, made: dict[int, Sequence[Tensor]]) -> Callable[[], None]:
-        """Return what runs one exchange.
+    def compile_receive(self, index: int) -> Callable[[], None]:
+        """Return what posts the program's receive number ``index``, and others ahead of their place."""
+        mark = self._marks[index]
 
-        Args:
-            index: of the exchange among those of the program.
-            made: what tasks made, by slot; what nothing is sent from afterwards is taken out of it.
-        """
-        transport, mark, drops = self._transport, self._marks[index], self._routes.drops[index]
-        assert transport is not None, "a program with messages needs a transport"
-        begin, end = transport.begin_exchange, transport.end_exchange
-        bound = [
-            (transport.bind_send(message, [parcel.wire for parcel in parcels]), message, parcels)
-            for message, parcels in self._routes.sends[index]
-        ]
-
-        # Receives first, as others may be waiting to send; what is sent here was made before, so the order within an
-        # exchange is no matter of correctness.
-        def exchange() -> None:
-            begin()
+        def receive() -> None:
             if len(self.inbox) < mark:
                 self._post_receives(mark)
-            for post, message, parcels in bound:
-                self._send(post, message, parcels, made)
-            end()
+
+        return receive
+
+    def compile_send(self, index: int, made: dict[int, Sequence[Tensor]]) -> Callable[[], None]:
+        """Return what posts the program's send number ``index``.
+
+        Args:
+            made: what tasks made, by slot; what nothing is sent from afterwards is taken out of it.
+        """
+        transport = self._transport
+        assert transport is not None, "a program with messages needs a transport"
+        (message, parcels), drops = self._routes.sends[index], self._routes.drops[index]
+        post = transport.bind_send(message, [parcel.wire for parcel in parcels], self._names[message.edge])
+        # What may be posted ahead is posted before the first message of either kind: a rank that begins with sends
+        # would else keep senders waiting that answer them.
+        mark = self._marks[0] if transport.prepost_depth and self._marks else 0
+
+        def send() -> None:
+            if len(self.inbox) < mark:
+                self._post_receives(mark)
+            self._send(post, message, parcels, made)
             for slot in drops:
                 del made[slot]
             self._reap_sends()
 
-        return exchange
+        return send
 
     # ---- run -----------------------------------------------------------------------------------
 
     def _post_receives(self, mark: int) -> None:
-        for post, buffers_of in self._bound[len(self.inbox) : mark]:
-            buffers = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in buffers_of]
+        for number in range(len(self.inbox), mark):
+            buffers, beside = self._buffers.take(number)
             self.inbox.append(buffers)
-            self._receives.append(post(buffers))
+            with beside:
+                self._receives.append(self._bound[number](buffers))
 
     def complete(self, number: int) -> None:
         """Wait for a message.
@@ -246,6 +248,7 @@ class Mailbox:
         self.inbox.clear()
         self._receives.clear()
         self._sends.clear()
+        self._buffers.clear()
 
     # ---- windows -------------------------------------------------------------------------------
 
@@ -274,14 +277,6 @@ class Mailbox:
         carry.sends_of.update(self._sends_of)
 
 
-def _bind_receives(routes: Routes, transport: Transport | None) -> list[_BoundReceive]:
-    return [
-        (transport.bind_receive(message, wires), tuple((wire.shape, wire.dtype) for wire in wires))
-        for message, wires in routes.receives
-        if transport is not None
-    ]
-
-
 def _most_sends(program: RankProgram, *, in_flight: int) -> int:
     """Return how many sends may be under way: those of twice the micro-batches in flight."""
     forwards = {
@@ -289,5 +284,5 @@ def _most_sends(program: RankProgram, *, in_flight: int) -> int:
         for i in program.instructions
         if i.task is not None and i.task.kind is TaskKind.FORWARD
     }
-    sends = sum(len(instruction.sends) for instruction in program.instructions)
+    sends = len(program.messages(InstructionKind.SEND))
     return 2 * max(in_flight, 1) * math.ceil(sends / max(len(forwards), 1))

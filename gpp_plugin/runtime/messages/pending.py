@@ -35,16 +35,14 @@ A buffer may be given other memory when its receive is posted: read it after `Pe
 
 
 class MessagePlace:
-    """Where a message is sent or received, for errors, and how long a wait may take."""
+    """Where a message is sent or received, for errors, and how long a wait may take; ``edge`` is its edge's name."""
 
     __slots__ = ("message", "timeout", "verb", "where")
 
-    def __init__(
-        self, verb: str, message: Message, names: Sequence[str], timeout: datetime.timedelta | None
-    ) -> None:
+    def __init__(self, verb: str, message: Message, edge: str, timeout: datetime.timedelta | None) -> None:
         self.verb = verb
         self.message = message
-        self.where = names[message.edge]
+        self.where = edge
         self.timeout = timeout
 
     def describe(self, error: Exception) -> str:

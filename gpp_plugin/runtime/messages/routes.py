@@ -93,14 +93,14 @@ class Routes:
 
     Args:
         receives: the messages in the order they are posted, with what they hold; carried ones first.
-        sends: for each exchange, its messages with their parcels.
-        drops: for each exchange, the slots that nothing is sent from afterwards.
+        sends: each message to send, in order, with its parcels.
+        drops: for each of them, the slots that nothing is sent from afterwards.
         reads: what each task with something to read reads.
         slots: the tasks whose tensors are sent, and where they are kept.
     """
 
     receives: tuple[tuple[Message, tuple[Wire, ...]], ...]
-    sends: tuple[tuple[tuple[Message, tuple[Parcel, ...]], ...], ...]
+    sends: tuple[tuple[Message, tuple[Parcel, ...]], ...]
     drops: tuple[tuple[int, ...], ...]
     reads: Mapping[Task, TaskReads]
     slots: Mapping[Task, int]
@@ -154,8 +154,7 @@ class _Resolver:
                 if edge.src == program.stage:
                     self._shard_axes[False, name] = edge.src_shard_axis
         self._tasks = [i.task for i in program.instructions if i.task is not None]
-        self._exchanges = [i for i in program.instructions if i.kind is InstructionKind.EXCHANGE]
-        own = [message for exchange in self._exchanges for message in exchange.receives]
+        own = program.messages(InstructionKind.RECEIVE)
         self._receives = [(message, self._wires(message)) for message in (*carried, *own)]
         self._slots: dict[Task, int] = {}
         self._makers: dict[tuple[bool, int], list[Task]] = defaultdict(list)
@@ -164,10 +163,8 @@ class _Resolver:
                 self._makers[task.kind is TaskKind.FORWARD, task.micro_batch].append(task)
 
     def resolve(self) -> Routes:
-        sends = tuple(
-            tuple((message, self._parcels(message)) for message in exchange.sends)
-            for exchange in self._exchanges
-        )
+        sent = self._program.messages(InstructionKind.SEND)
+        sends = tuple((message, self._parcels(message)) for message in sent)
         return Routes(
             receives=tuple(self._receives),
             sends=sends,
@@ -364,12 +361,11 @@ def _of_half(
     ]
 
 
-def _drops(sends: Sequence[Sequence[tuple[Message, tuple[Parcel, ...]]]]) -> tuple[tuple[int, ...], ...]:
-    """Return, for each exchange, the slots that it is the last to send from."""
+def _drops(sends: Sequence[tuple[Message, tuple[Parcel, ...]]]) -> tuple[tuple[int, ...], ...]:
+    """Return, for each send, the slots that it is the last to send from."""
     last = {
         source.slot: index
-        for index, exchange in enumerate(sends)
-        for _, parcels in exchange
+        for index, (_, parcels) in enumerate(sends)
         for parcel in parcels
         for source in parcel.sources
     }

@@ -64,7 +64,5 @@ class CheckedPrograms:
 def messages_of(program: RankProgram) -> Iterator[tuple[int, Message, bool]]:
     """Yield (instruction index, message, whether it is sent) of each message."""
     for position, instruction in enumerate(program.instructions):
-        for message in instruction.sends:
-            yield position, message, True
-        for message in instruction.receives:
-            yield position, message, False
+        if instruction.message is not None:
+            yield position, instruction.message, instruction.kind is InstructionKind.SEND

@@ -1,8 +1,11 @@
 """Executes the programs of all ranks serially, in order, with rendezvous: the one definition of what that means.
 
-An exchange posts all its messages together and ends when all of them are posted at their other ends; a
-reduction of data ends when all ranks of the stage have come to it, a task with tensor ranks when all of its
-data position have, as it contains their collectives; everything else ends at once.
+A send or a receive ends when its other end is posted; a reduction of data ends when all ranks of the stage have come
+to it, a task with tensor ranks when all of its data position have, as it contains their collectives; everything else
+ends at once.
+
+Programs that finish so finish on any device, whatever its queues and whoever waits for it on the way: each of these
+adds waits for what a rank has launched before, and here every rank waits for all of that at every instruction.
 
 Source: this project
 Tests: tests/schedule/test_validate.py
@@ -47,17 +50,15 @@ class Standstill:
 
 def execute_serially(plan: PipelinePlan, programs: Mapping[int, RankProgram]) -> Standstill:
     """Execute the programs, by rank, as far as they go."""
-    # The state, by rank: ``position`` of the instruction it stands at, and how many of that one's messages are
-    # ``missing`` their other end. What two ranks must come to is kept where the first of them came: a message in
-    # ``posted`` with that rank, a collective in ``present`` with all that are there.
+    # The state: ``position`` of the instruction a rank stands at. What ranks must come to together is kept where the
+    # first of them came: a message in ``posted`` with that rank, a collective in ``present`` with all that are there.
     #
-    #     rank 0   F0  exchange(send x)  reduce        rank 0 posts x and stands; rank 1 comes and takes it out
-    #     rank 1   exchange(receive x)  F0  ...        again, both go on; rank 0 meets its stage's others at ``reduce``
+    #     rank 0   F0  send x  reduce        rank 0 posts x and stands; rank 1 comes and takes it out again, both go
+    #     rank 1   receive x  F0  ...        on; rank 0 meets its stage's others at ``reduce``
     #
     # Order does not matter: to go on is never undone, so whatever order ready ranks are taken in, the same end comes.
     rows = _tensor_rows(plan)
     position = dict.fromkeys(programs, 0)
-    missing = dict.fromkeys(programs, 0)
     posted: dict[Message, int] = {}
     present: dict[SharedInstruction, list[int]] = {}
     ready = list(programs)
@@ -86,19 +87,12 @@ def execute_serially(plan: PipelinePlan, programs: Mapping[int, RankProgram]) ->
                     break
                 for peer in present.pop(meeting)[:-1]:
                     move_on(peer)
-            waits = 0
-            for message in (*instruction.sends, *instruction.receives):
-                other = posted.pop(message, None)
+            if instruction.message is not None:
+                other = posted.pop(instruction.message, None)
                 if other is None:
-                    posted[message] = rank
-                    waits += 1
-                else:
-                    missing[other] -= 1
-                    if missing[other] == 0:
-                        move_on(other)
-            if waits:
-                missing[rank] = waits
-                break
+                    posted[instruction.message] = rank
+                    break
+                move_on(other)
             position[rank] += 1
     stuck = {rank: at for rank, at in position.items() if at < len(programs[rank].instructions)}
     return Standstill(stuck=stuck, posted=posted, present=present)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence, Set
 
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
-from gpp_plugin.ir.program import Direction, Message, RankProgram
+from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.schedule.checks.checked_programs import CheckedPrograms, messages_of
@@ -76,10 +76,11 @@ def check_readiness(checked: CheckedPrograms, program: RankProgram) -> None:
             made = _key_of(task)
             _check_inputs(checked, program, position, task, got.pop(made, []))
             done.add(made)
-        for message in instruction.sends:
+        message = instruction.message
+        if message is not None and instruction.kind is InstructionKind.SEND:
             if (message.direction, message.src_micro_batch, message.src_half) not in done:
                 raise checked.fail(program.rank, position, f"sends {message} before the task that makes it")
-        for message in instruction.receives:
+        elif message is not None:
             key = (message.direction, message.dst_micro_batch, message.dst_half)
             if key in done:
                 raise checked.fail(program.rank, position, f"receives {message} after the task that needs it")

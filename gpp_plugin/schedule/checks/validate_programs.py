@@ -4,8 +4,7 @@ What is proven for a plan, its schedules and the programs of all ranks:
 
 1. every rank runs exactly its stage's schedule, in order: each micro-batch's forward, whole or in two
    halves, and its backward, whole or as input and later weight gradient;
-2. on every channel (edge, direction, sender, receiver) sends and receives are the same messages in
-   the same order;
+2. on every channel (sender, receiver) sends and receives are the same messages of all edges in the same order;
 3. a message leaves after the task that makes it; before a task runs it has received the rows of
    exactly its samples, each once, and each tensor without a batch axis once; the same for gradients; of
    tensors that tensor ranks hold as shards, exactly what its rank needs, each part once;
@@ -14,10 +13,10 @@ What is proven for a plan, its schedules and the programs of all ranks:
 5. reductions and the step come last, in one order on all ranks; a stage may also reduce its data between
    tasks, after a backward, at the same place on all its ranks (programs that step after each backward, as
    asynchronous ones do, have a reduction and a step behind each, before the next task, and nowhere else);
-6. everything finishes when each rank executes its groups serially, in order, with rendezvous
-   messages: an exchange posts all its messages together and ends when all of them are posted at
-   their other ends; a reduction of data ends when all ranks of the stage have come to it, and a task,
-   which has the collectives of tensor parallelism inside, when all tensor ranks of its data position have.
+6. everything finishes when each rank executes its instructions serially, in order, with rendezvous messages: a send
+   or a receive ends when its other end is posted; a reduction of data when all ranks of the stage have come to it, and
+   a task, which has the collectives of tensor parallelism inside, when all tensor ranks of its data position have.
+   Then it finishes on any device as well, whoever waits for it on the way (`rendezvous`).
 
 Source: this project
 Tests: tests/schedule/test_validate.py
@@ -224,10 +223,11 @@ def _check_in_flight(checked: CheckedPrograms, program: RankProgram) -> None:
                     f"{task} holds {len(held)} micro-batches, in_flight allows {limit}; raise in_flight or "
                     "run a backward first",
                 )
-        for message in instruction.sends if not is_trained else ():
-            unsent[message.src_micro_batch] -= 1
-            if not unsent[message.src_micro_batch]:
-                held.discard(message.src_micro_batch)
+        sent = instruction.message if instruction.kind is InstructionKind.SEND else None
+        if sent is not None and not is_trained:
+            unsent[sent.src_micro_batch] -= 1
+            if not unsent[sent.src_micro_batch]:
+                held.discard(sent.src_micro_batch)
 
 
 def _check_tail(checked: CheckedPrograms, program: RankProgram) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.program import Instruction, RankProgram
+from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
 from gpp_plugin.schedule.checks.rendezvous import execute_serially
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.grid import program_grid
@@ -59,8 +59,8 @@ def validate_windows(
 
 
 def _check_alone(plan: PipelinePlan, programs: Programs, name: str) -> None:
-    sent = {m for program in programs for i in program.instructions for m in i.sends}
-    received = {m for program in programs for i in program.instructions for m in i.receives}
+    sent = {m for program in programs for m in program.messages(InstructionKind.SEND)}
+    received = {m for program in programs for m in program.messages(InstructionKind.RECEIVE)}
     if sent != received:
         message = next(iter(sent ^ received))
         lacks = "receives" if message in sent else "sends"
@@ -92,10 +92,9 @@ def _moved(instruction: Instruction, plan: PipelinePlan, num_windows: int) -> In
     if not num_windows:
         return instruction
     count, samples = num_windows * plan.num_micro_batches(0), num_windows * plan.mini_batch
-    task = instruction.task
+    task, message = instruction.task, instruction.message
     return dataclasses.replace(
         instruction,
         task=None if task is None else dataclasses.replace(task, micro_batch=task.micro_batch + count),
-        sends=tuple(shift_message(m, count, samples) for m in instruction.sends),
-        receives=tuple(shift_message(m, count, samples) for m in instruction.receives),
+        message=None if message is None else shift_message(message, count, samples),
     )

@@ -1,0 +1,223 @@
+"""What the boolean masks of a captured graph are where the inputs they are made of hold ones only.
+
+A mask from ``attention_mask`` and positions has no value at capture. Under the assumption that ``attention_mask`` is
+all ones it has one, and that can be looked at: it hides nothing, or just what comes later, or something else. Whoever
+runs the graph checks the assumption for each mini-batch (`are_ones`).
+
+Source: this project
+Tests: tests/capture/test_attention.py
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from gpp_plugin.capture.clean import written_arguments
+from gpp_plugin.capture.layouts import is_random
+from gpp_plugin.errors import first_line
+
+logger = logging.getLogger(__name__)
+aten = torch.ops.aten
+
+MAX_VALUES = 1 << 28
+"""Masks with more elements that differ are not looked at; attention keeps them."""
+
+_ELEMENTWISE = {
+    aten.__and__.Tensor, aten.__or__.Tensor, aten.__and__.Scalar, aten.__or__.Scalar, aten.where.ScalarOther,
+    aten.where.ScalarSelf, aten.where.Scalar,
+}  # fmt: skip
+"""Operators that torch does not mark as such."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mask:
+    """A mask that hides nothing, or just what comes later, as long as some inputs hold ones only.
+
+    Args:
+        inputs: batch keys of these inputs; none where the mask is made of positions alone.
+        is_causal: query i sees keys 0 to i, as by ``is_causal`` of attention; else every key.
+    """
+
+    inputs: frozenset[str]
+    is_causal: bool
+
+
+def are_ones(value: Tensor) -> bool:
+    """Return whether an input holds ones only, so that a mask made of it hides nothing of its own."""
+    # of most inputs, which are no masks, one element says so
+    return value.numel() > 0 and bool(value.reshape(-1)[0] == 1) and bool((value == 1).all())
+
+
+def inputs_of_ones(batch: Mapping[str, Any], keys: Iterable[str] | None = None) -> frozenset[str]:
+    """Return the entries of a batch, of those called ``keys``, that hold whole numbers or truths, all ones."""
+    return frozenset(key for key in (batch if keys is None else keys) if _holds_ones(batch[key]))
+
+
+def _holds_ones(value: Any) -> bool:
+    if not isinstance(value, Tensor) or value.is_floating_point() or value.is_meta:
+        return False
+    return not isinstance(value, FakeTensor) and are_ones(value)  # a fake one has no values
+
+
+def find_masks(
+    graph: fx.Graph,
+    candidates: Iterable[fx.Node],
+    *,
+    inputs: Mapping[str, str],
+    constants: Mapping[str, Tensor],
+    device: torch.device,
+) -> dict[str, Mask]:
+    """Return which of the candidates are masks that ``Mask`` describes, by node name.
+
+    Args:
+        graph: operators refer to ``device``; shapes are those of ``node.meta["val"]``.
+        inputs: placeholder -> batch key, of the model's own inputs.
+        constants: placeholder -> its values.
+    """
+    values = _Values(graph, inputs=inputs, constants=constants, device=device)
+    found = {}
+    for node in dict.fromkeys(candidates):
+        try:
+            mask = values.mask(node)
+        except Exception as error:  # whatever an operator raises: the mask then is what it was
+            logger.debug("mask %s has no value of its own: %s", node.name, first_line(error))
+            continue
+        if mask is not None:
+            found[node.name] = mask
+    return found
+
+
+def written_storages(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes whose storage some operator writes into: what they hold depends on when they are read."""
+    # Backwards from what is written to what it is a view of, then forwards to all views of that. A view of any kind:
+    # operators that may return their operand (reshape, contiguous) count.
+    written: set[fx.Node] = set()
+    pending = [argument for node in graph.nodes for argument in written_arguments(node)]
+    while pending:
+        node = pending.pop()
+        if node not in written:
+            written.add(node)
+            pending.extend(node.all_input_nodes if _may_alias(node) else ())
+    for node in graph.nodes:
+        if _may_alias(node) and not written.isdisjoint(node.all_input_nodes):
+            written.add(node)
+    return written
+
+
+def _may_alias(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or any(result.alias_info is not None for result in schema.returns)
+
+
+class _Values:
+    """Values of the nodes that depend on inputs of ones, constants and sizes alone.
+
+    Each is held with every axis along which it does not differ cut to one: of a mask [8, 1, 512, 512] that is the same
+    for all samples, [1, 1, 512, 512] is held and looked at.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        *,
+        inputs: Mapping[str, str],
+        constants: Mapping[str, Tensor],
+        device: torch.device,
+    ) -> None:
+        self._device = device
+        self._constants = constants
+        self._sources = _sources(graph, inputs, constants)
+        self._order = {node: position for position, node in enumerate(graph.nodes)}
+        self._known: dict[fx.Node, Tensor] = {}
+
+    def mask(self, node: fx.Node) -> Mask | None:
+        """Return what a node masks, None if that is not known or something else than `Mask` can say."""
+        sources = self._sources.get(node)
+        value = node.meta.get("val")
+        if sources is None or not isinstance(value, Tensor) or value.dtype is not torch.bool:
+            return None
+        held = self._value(node)
+        if bool(held.all()):
+            return Mask(inputs=sources, is_causal=False)
+        if held.dim() < 2 or held.numel() != held.shape[-1] * held.shape[-2]:
+            return None  # samples or heads differ
+        square = held.reshape(held.shape[-2:]).expand(value.shape[-2:])
+        is_causal = torch.equal(square, torch.ones_like(square).tril())
+        return Mask(inputs=sources, is_causal=True) if is_causal else None
+
+    def _value(self, wanted: fx.Node) -> Tensor:
+        missing: set[fx.Node] = set()
+        pending = [wanted]
+        while pending:
+            node = pending.pop()
+            if node not in self._known and node not in missing:
+                missing.add(node)
+                pending.extend(node.all_input_nodes)
+        for node in sorted(missing, key=self._order.__getitem__):
+            self._known[node] = _compact(self._compute(node))
+        return self._known[wanted]
+
+    def _compute(self, node: fx.Node) -> Tensor:
+        target: Any = node.target
+        if node.op == "placeholder":
+            if node.name in self._constants:
+                return self._constants[node.name]
+            value = node.meta["val"]
+            return torch.ones((), dtype=value.dtype, device=self._device).expand(value.shape)
+        # Operators on elements compute with what is held, [1, 1, 1, 8] <= [1, 1, 8, 1]; others with all of it, expanded
+        # without a copy.
+        is_elementwise = target in _ELEMENTWISE or torch.Tag.pointwise in target.tags
+        shape = node.meta["val"].shape
+        argument = self._known.__getitem__ if is_elementwise else self._whole
+        held = (
+            torch.broadcast_shapes(*(self._known[s].shape for s in node.all_input_nodes))
+            if is_elementwise
+            else shape
+        )
+        if held.numel() > MAX_VALUES and not _may_alias(node):
+            raise ValueError(f"{node.name} has shape {tuple(held)}, more than {MAX_VALUES} elements")
+        args = fx.map_arg(node.args, argument)
+        result = target(*args, **fx.map_arg(node.kwargs, argument))
+        return result.expand(shape) if is_elementwise else result
+
+    def _whole(self, node: fx.Node) -> Tensor:
+        return self._known[node].expand(node.meta["val"].shape)
+
+
+def _sources(
+    graph: fx.Graph, inputs: Mapping[str, str], constants: Collection[str]
+) -> dict[fx.Node, frozenset[str]]:
+    """Return the batch keys that each node depends on, of those that depend on nothing else but sizes."""
+    written = written_storages(graph)
+    sources: dict[fx.Node, frozenset[str]] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node in written or not isinstance(value, Tensor) and node.name not in constants:
+            continue
+        if node.op == "placeholder":
+            if node.name in constants:
+                sources[node] = frozenset()
+            elif node.name in inputs and not value.is_floating_point():
+                sources[node] = frozenset((inputs[node.name],))
+        elif node.op == "call_function" and not is_random(node):
+            read = node.all_input_nodes
+            if all(source in sources for source in read):
+                sources[node] = frozenset().union(*(sources[source] for source in read))
+    return sources
+
+
+def _compact(value: Tensor) -> Tensor:
+    """Return a tensor with the axes along which nothing differs cut to one."""
+    for axis, size in enumerate(value.shape):
+        if size > 1:
+            first = value.narrow(axis, 0, 1)
+            if value.stride(axis) == 0 or bool((value == first).all()):
+                value = first
+    return value

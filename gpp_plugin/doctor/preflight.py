@@ -1,0 +1,304 @@
+"""`gpp doctor --gpus N`: before the first job on new machines, everything of it but the model, in two minutes.
+
+Started by itself it starts N ranks on this host; under a launcher (``torchrun``, ``deepspeed``, ``srun``, ``mpirun``)
+each process is one of the ranks, on however many hosts. Every wait has a limit, and what ends it names the rank or the
+pair that did not answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from gpp_plugin.doctor.check import Check, Status, print_advice, print_checks
+from gpp_plugin.errors import ConfigError, DeviceMissing
+from gpp_plugin.launch import end_rank, run_ranks
+from gpp_plugin.report.units import format_table
+
+ASKING_TIMEOUT_S = 30.0
+
+
+def add_preflight_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the preflight."""
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="try N ranks before a job: channels, a step of zeros, links and memory; alone on this host, or one "
+        "process a rank under a launcher: torchrun --no-python --nproc-per-node 8 gpp doctor --gpus 8",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="with --gpus: cpu tries the same over gloo, where there is no GPU",
+    )
+    parser.add_argument(
+        "--plan", type=Path, metavar="FILE", help="with --gpus: open the channels of this plan"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="with --gpus: write the cluster there, for graph_pipeline.cluster and gpp plan --cluster",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, metavar="S", help="with --gpus: longest wait for a rank (120)"
+    )
+
+
+def run_preflight(args: argparse.Namespace) -> dict[str, Any]:
+    """Print what was found and return it; ``rows`` are the pairs of ranks.
+
+    Raises:
+        ConfigError: an option contradicts the launcher or the plan.
+        DeviceMissing: there is no CUDA device.
+        RuntimeFailure, CommTimeout: a rank failed or did not answer; says which.
+    """
+    launched = started_ranks(os.environ)
+    _check_options(args, launched)
+    found = _run(args, is_launched=launched > 0)
+    checks = [*_checks_of(found, args), *host_checks(args.device)]
+    print_checks(checks)
+    if found["pairs"]:
+        print("\nPairs of ranks, one way, several pairs at a time\n" + format_pairs(found["pairs"]))
+    print_advice(checks)
+    if args.output is not None:
+        _write(found["cluster"], args.output)
+        print(f'\nthe cluster is in {args.output}: "graph_pipeline": {{"cluster": "{args.output}"}}')
+    broken = [check.name for check in checks if check.is_failure]
+    label = (
+        " (a functional run on CPUs over gloo: its speeds say nothing about GPUs)"
+        if args.device == "cpu"
+        else ""
+    )
+    print(f"\n{args.gpus} ranks are {'not ready: ' + ', '.join(broken) if broken else 'ready'}{label}")
+    return {
+        "rows": found["pairs"],
+        "checks": [{**asdict(check), "status": check.status.value} for check in checks],
+        "cluster": found["cluster"],
+        "steps_ms": found["steps_ms"],
+        "device": args.device,
+        "ok": not broken,
+    }
+
+
+def started_ranks(environment: Mapping[str, str]) -> int:
+    """Return how many ranks the launcher of this process started; 0 where none did."""
+    from gpp_plugin.runtime.ranks.placement_of_ranks import launcher_variables
+
+    if "RANK" in environment:
+        return int(environment.get("WORLD_SIZE", "1"))
+    size = int(launcher_variables(environment)["WORLD_SIZE"])
+    return size if size > 1 else 0
+
+
+def _check_options(args: argparse.Namespace, launched: int) -> None:
+    if args.gpus < 1:
+        raise ConfigError(f"--gpus {args.gpus}: give at least 1 rank")
+    if launched and launched != args.gpus:
+        raise ConfigError(
+            f"--gpus {args.gpus}: the launcher started {launched} ranks; give --gpus {launched}"
+        )
+    if args.timeout <= 0:
+        raise ConfigError(f"--timeout {args.timeout:g}: give seconds above 0")
+    if args.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise DeviceMissing(
+                f"--gpus {args.gpus}: torch sees no CUDA device; --device cpu tries the same over gloo on CPUs"
+            )
+    if args.plan is not None:
+        from gpp_plugin.rehearse.rehearsal_settings import load_plan
+
+        num_ranks = load_plan(args.plan).num_ranks
+        if num_ranks != args.gpus:
+            raise ConfigError(
+                f"--plan {args.plan}: the plan is for {num_ranks} ranks; give --gpus {num_ranks} or another plan"
+            )
+
+
+def _run(args: argparse.Namespace, *, is_launched: bool) -> dict[str, Any]:
+    """Return what rank 0 found; a launched process that is another rank ends here."""
+    plan = None if args.plan is None else str(args.plan.absolute())
+    settings: dict[str, Any] = {"device": args.device, "plan": plan, "timeout_s": args.timeout}
+    if not is_launched:
+        # a rank's limits end it and say why long before this one
+        module = "gpp_plugin.doctor.preflight_rank"
+        arguments = [json.dumps(settings)]
+        events = list(run_ranks(module, arguments, num_ranks=args.gpus, timeout_s=5 * args.timeout + 60))
+        return events[-1]
+    from gpp_plugin.doctor.preflight_rank import PreflightSettings, run_rank
+
+    found = run_rank(PreflightSettings(**settings))
+    if found is None:
+        end_rank()
+    assert found is not None, "a rank but the first has ended"
+    return found
+
+
+def _checks_of(found: Mapping[str, Any], args: argparse.Namespace) -> Iterator[Check]:
+    """Yield what the ranks found, as checks."""
+    hosts = "; ".join(f"{host}: ranks {ranks[0]}..{ranks[-1]}" for host, ranks in found["hosts"])
+    yield Check(
+        name="ranks",
+        status=Status.OK,
+        found=f"{args.gpus} joined in {found['joined_s']:.1f} s; {hosts}",
+    )
+    kind = f"{found['num_devices']} x {found['device']}, {found['backend']}"
+    if found["fall_back"]:
+        yield Check(name="devices", status=Status.WARNING, found=kind, advice=found["fall_back"])
+    else:
+        yield Check(name="devices", status=Status.OK, found=kind)
+    first, second = found["steps_ms"]
+    yield Check(
+        name="step of zeros",
+        status=Status.OK,
+        found=f"{found['channels']} channels of {found['stages']} stages: {first:.1f} ms, then {second:.1f} ms",
+    )
+    for link in found["cluster"]["links"]:
+        yield Check(
+            name=f"link {link['name']}",
+            status=Status.OK,
+            found=f"joins {link['span']} ranks: {link['gb_per_s']:.1f} GB/s a rank, {link['latency_us']:.1f} us",
+        )
+    for line in found["memory"]:
+        yield Check(name="memory", status=Status.OK, found=line)
+
+
+def format_pairs(pairs: list[dict[str, Any]]) -> str:
+    """Return the speeds of pairs as a table."""
+    rows = [
+        [
+            f"{pair['first']} - {pair['second']}",
+            pair["link"],
+            f"{pair['latency_us']:.1f}",
+            f"{pair['bytes_per_s'] / 1e9:.2f}",
+        ]
+        for pair in pairs
+    ]
+    return format_table(["ranks", "link", "us", "GB/s"], rows, left=2)
+
+
+def _write(cluster: Mapping[str, Any], path: Path) -> None:
+    try:
+        path.write_text(json.dumps(cluster, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--output {path}: cannot be written ({error.strerror}); name another file"
+        ) from error
+
+
+# ---- what this host has --------------------------------------------------------------------------------------
+
+
+def host_checks(device: str) -> Iterator[Check]:
+    """Yield the checks of this host's driver and compilers; on CPUs there is nothing to compile for."""
+    for check in HOST_CHECKS if device == "cuda" else ():
+        yield check()
+
+
+def check_driver() -> Check:
+    """Compare the driver with the CUDA runtime that torch was built with."""
+    import torch
+
+    built = torch.version.cuda or "none"
+    said = _ask(["nvidia-smi"])
+    driver = re.search(r"Driver Version:\s*([\d.]+)", said)
+    newest = re.search(r"CUDA Version:\s*([\d.]+)", said)
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none"
+    found = f"driver {driver[1] if driver else 'unknown'}, torch's CUDA {built}, NCCL {nccl}"
+    if newest and torch.version.cuda and _major(newest[1]) < _major(built):
+        advice = (
+            f"the driver serves CUDA {newest[1]} at most: install a newer driver, or a torch built for it"
+        )
+        return Check(name="driver", status=Status.FAILED, found=found, advice=advice)
+    status = Status.OK if driver else Status.WARNING
+    return Check(
+        name="driver", status=status, found=found, advice="" if driver else "nvidia-smi was not found"
+    )
+
+
+def check_nvcc() -> Check:
+    """Look for nvcc, which compiles DeepSpeed's fused optimizers and other native operators at their first use."""
+    import torch
+
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or ""
+    path = shutil.which("nvcc") or shutil.which(
+        "nvcc", path=os.path.join(home, "bin") if home else os.defpath
+    )
+    said = _ask([path, "--version"]) if path else ""
+    release = re.search(r"release ([\d.]+)", said)
+    if path is None or release is None:
+        advice = (
+            "DeepSpeed's fused optimizers cannot be compiled here; install the CUDA toolkit, or use torch's"
+        )
+        return Check(name="nvcc", status=Status.MISSING, found="-", advice=advice, is_required=False)
+    built = torch.version.cuda or ""
+    differs = bool(built) and _major(release[1]) != _major(built)
+    advice = (
+        f"nvcc is of CUDA {release[1]} and torch of {built}: native operators will not compile"
+        if differs
+        else ""
+    )
+    status = Status.WARNING if differs else Status.OK
+    return Check(name="nvcc", status=status, found=f"{release[1]}, {path}", advice=advice, is_required=False)
+
+
+def check_ninja() -> Check:
+    """Look for ninja, which torch builds native operators with."""
+    path = shutil.which("ninja")
+    if path is None:
+        advice = "pip install ninja if you use native operators"
+        return Check(name="ninja", status=Status.MISSING, found="-", advice=advice, is_required=False)
+    return Check(name="ninja", status=Status.OK, found=path, is_required=False)
+
+
+def check_optimizer() -> Check:
+    """Say whose Adam a JSON ``AdamW`` will be on this machine, and why."""
+    import torch
+
+    from gpp_plugin.integrations.deepspeed.adam_build import why_no_fused_adam
+
+    name = "JSON AdamW"
+    if not torch.cuda.is_available():
+        return Check(
+            name=name, status=Status.OK, found="torch's: nothing is compiled for the CPU", is_required=False
+        )
+    why = why_no_fused_adam()
+    if not why:
+        found = "DeepSpeed's FusedAdam, compiled in the first job or installed"
+        return Check(name=name, status=Status.OK, found=found, is_required=False)
+    advice = (
+        "torch's is as exact; for DeepSpeed's install the CUDA toolkit of torch's version, its nvcc and ninja"
+    )
+    found = f"torch's fused one: DeepSpeed's cannot be compiled ({why})"
+    return Check(name=name, status=Status.WARNING, found=found, advice=advice, is_required=False)
+
+
+HOST_CHECKS: tuple[Callable[[], Check], ...] = (
+    check_driver,
+    check_nvcc,
+    check_ninja,
+    check_optimizer,
+)
+
+
+def _major(version: str) -> int:
+    return int(version.split(".")[0])
+
+
+def _ask(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=ASKING_TIMEOUT_S).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""

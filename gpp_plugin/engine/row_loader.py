@@ -1,0 +1,555 @@
+"""The engine's own loading: mini-batches in one order on every rank, of which each rank keeps its own rows.
+
+Padding is the same for all samples of a mini-batch, whoever loads it. So a collator of the user's gets the whole
+mini-batch, in a worker process, and the rank's rows are cut out before anything leaves the worker. torch's own
+collation stacks tensors of one shape or fails: there a rank fetches its own samples only, and ranks tell each other the
+shapes (`Feed`). The first mini-batch is loaded whole by every rank that reads any, and its content compared; from then
+on what is compared is its content where a rank has that anyway, else which samples it is of.
+
+With workers, random numbers that a dataset draws depend on the sample's place in the stream alone: a sample is the same
+on every rank, with any number of workers.
+
+Source: this project
+Tests: tests/integrations/test_loading.py
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import multiprocessing
+import os
+import random
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+
+from gpp_plugin.capture.mask_values import inputs_of_ones
+from gpp_plugin.capture.sample_batches import count_samples, rows_per_sample
+from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.engine.setting import Setting
+from gpp_plugin.errors import ConfigError, GppError, RuntimeFailure, first_line
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.samples import SampleRange
+from gpp_plugin.runtime.batches import (
+    Batch,
+    OwnRows,
+    batch_checksum,
+    collect_mini_batch,
+    mini_batch_shapes,
+)
+
+MOST_WORKERS = 4
+"""Processes that load for a rank on CUDA unless the configuration says how many."""
+
+Prepare = Callable[[Any], dict[str, Any]]
+
+
+def make_loader(
+    dataset: Any,
+    *,
+    mini_batch: int,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    seed: int,
+) -> DataLoader[Any]:
+    """Return a loader of whole mini-batches, in the same shuffled order on every rank.
+
+    Raises:
+        ConfigError: the dataset holds fewer samples than one mini-batch.
+    """
+    collate = collate_fn or default_collate
+    # Whole mini-batches: ranks take their rows of them, so that a shuffle is the same everywhere and padding too.
+    if isinstance(dataset, IterableDataset):
+        return DataLoader(dataset, batch_size=mini_batch, drop_last=True, collate_fn=collate)
+    if len(dataset) < mini_batch:
+        raise ConfigError(
+            f"training_data has {len(dataset)} samples, fewer than train_batch_size={mini_batch}; "
+            "lower train_batch_size or give more data"
+        )
+    return DataLoader(
+        dataset,
+        batch_size=mini_batch,
+        shuffle=True,
+        drop_last=True,
+        collate_fn=collate,
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def count_workers(asked: int | str, device: torch.device) -> int:
+    """Return how many processes load for this rank.
+
+    Args:
+        asked: a number, or ``auto``: on CUDA up to four of this rank's cores; none where the cores compute.
+    """
+    if isinstance(asked, int):
+        return asked
+    if device.type != "cuda" or multiprocessing.current_process().daemon:  # a daemon may have no children
+        return 0
+    cores = len(os.sched_getaffinity(0)) // max(torch.cuda.device_count(), 1)
+    return min(max(cores - 1, 1), MOST_WORKERS)
+
+
+def repeat(loader: Iterable[Any]) -> Iterator[Any]:
+    """Yield the loader's batches, starting anew when it ends.
+
+    Raises:
+        ConfigError: the loader yields nothing.
+    """
+    while True:
+        empty = True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            raise ConfigError("the data loader yields no batches; its dataset is smaller than one mini-batch")
+
+
+def check_keys(batch: Batch, keys: frozenset[str]) -> None:
+    """Refuse a batch of other keys than the model was captured with.
+
+    Raises:
+        ConfigError: says which.
+    """
+    if batch.keys() != keys:
+        parts = (("lacks", keys - batch.keys()), ("also has", batch.keys() - keys))
+        differ = " and ".join(f"{verb} {sorted(names)}" for verb, names in parts if names)
+        raise ConfigError(
+            f"a batch {differ}, unlike the one the model was captured with; give train_batch() the same keys as "
+            "the sample batch (by default the first of training_data)"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What a rank keeps of each mini-batch.
+
+    Args:
+        mini_batch: samples of all ranks together.
+        samples: those that the rank reads, in order.
+        keys: the inputs that it reads; None: all.
+        dtype: floating inputs are cast to it; None keeps them.
+    """
+
+    rank: int
+    mini_batch: int
+    samples: tuple[SampleRange, ...]
+    keys: frozenset[str] | None
+    dtype: torch.dtype | None
+
+    @classmethod
+    def of(
+        cls, plan: PipelinePlan, rank: int, *, keys: Iterable[str] | None, dtype: torch.dtype | None
+    ) -> Share:
+        """Return what a rank of a plan keeps."""
+        index = plan.stage_of_rank(rank)
+        stage, count = plan.stages[index], plan.num_micro_batches(index)
+        return cls(
+            rank=rank,
+            mini_batch=plan.mini_batch,
+            samples=tuple(stage.samples(micro_batch, rank) for micro_batch in range(count)),
+            keys=None if keys is None else frozenset(keys),
+            dtype=dtype,
+        )
+
+    @property
+    def numbers(self) -> list[int]:
+        """Return the samples' numbers in the mini-batch."""
+        return [n for r in self.samples for n in range(r.first_sample, r.end)]
+
+    def cut(self, batch: Batch, *, checksum: int) -> OwnRows:
+        """Return this rank's rows of a whole mini-batch, in storages of their own."""
+        rows = rows_per_sample(batch)
+        values = {}
+        for key, count in rows.items():
+            if self.keys is None or key in self.keys:
+                values[key] = self._cast(self._own_rows(batch[key], count))
+        return OwnRows(
+            shapes=mini_batch_shapes(batch),
+            held=values,
+            samples=self.samples,
+            rows={key: rows[key] for key in values},
+            checksum=checksum,
+            ones=inputs_of_ones(batch),
+        )
+
+    def keep(self, batch: Batch, *, checksum: int) -> OwnRows:
+        """Return a batch of this rank's samples only, one row each, as its rows of the mini-batch."""
+        shapes = mini_batch_shapes(batch)
+        for key, value in shapes.items():
+            if isinstance(value, Tensor):
+                shapes[key] = value.new_empty((self.mini_batch, *value.shape[1:]))
+        values = {
+            key: self._cast(value)
+            for key, value in batch.items()
+            if isinstance(value, Tensor) and (self.keys is None or key in self.keys)
+        }
+        return OwnRows(
+            shapes=shapes,
+            held=values,
+            samples=self.samples,
+            rows=dict.fromkeys(values, 1),
+            checksum=checksum,
+            ones=inputs_of_ones(batch),
+        )
+
+    def _own_rows(self, value: Tensor, rows: int) -> Tensor:
+        if not rows or len(self.numbers) == self.mini_batch:
+            return value
+        # joined, so that what leaves a worker is these rows and not the storage that they are views of
+        return torch.cat([value.narrow(0, r.first_sample * rows, r.num_samples * rows) for r in self.samples])
+
+    def _cast(self, value: Tensor) -> Tensor:
+        return value.to(self.dtype) if self.dtype is not None and value.is_floating_point() else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """The mini-batch of one call: its number in the stream, and its samples' numbers in the dataset."""
+
+    number: int
+    indices: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failure:
+    """What kept a mini-batch from being loaded, as it crosses from a worker: an exception may not survive that."""
+
+    message: str
+    kind: type[GppError]
+
+
+class _Order:
+    """The mini-batches of all epochs, as iterating over the loader again and again gives them."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[_Request]:
+        number = 0
+        while True:
+            # what a DataLoader draws for its workers' seeds as an epoch begins: without it the shuffle would differ
+            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+            for indices in self._loader.batch_sampler or ():
+                yield _Request(number=number, indices=indices)
+                number += 1
+
+
+class _Reader:
+    """Makes mini-batches of samples and keeps a rank's share; runs where the samples are loaded.
+
+    Args:
+        collate_fn: the user's; None: torch's own.
+        prepare: makes of a batch what the model is called with.
+        keys: what a mini-batch has.
+    """
+
+    def __init__(
+        self,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        prepare: Prepare,
+        share: Share,
+        keys: frozenset[str],
+        fetches_all: bool,
+    ) -> None:
+        self._collate = collate_fn or default_collate
+        self._prepare = prepare
+        self._share = share
+        self._keys = keys
+        self._fetches_all = fetches_all or collate_fn is not None
+        self.rank = share.rank
+
+    def of_indices(self, dataset: Any, request: _Request, seed: int) -> OwnRows:
+        """Return this rank's share of the mini-batch of some samples of a dataset."""
+        share, indices = self._share, request.indices
+        items: dict[int, Any] = {}
+
+        def fetch(numbers: Iterable[int]) -> None:
+            missing = [n for n in numbers if n not in items]
+            places = [(indices[n], request.number * share.mini_batch + n) for n in missing]
+            items.update(zip(missing, self._fetch(dataset, places, seed), strict=True))
+
+        if self._fetches_all or request.number == 0:
+            fetch(range(len(indices)))
+            return self.of_items([items[n] for n in range(len(indices))])
+        checksum = zlib.crc32(repr(list(indices)).encode()) & 0xFFFFF
+        fetch(share.numbers)
+        if all(_stacks(item) for item in items.values()):
+            batch = self._make([items[n] for n in share.numbers])
+            if all(not isinstance(v, Tensor) or v.shape[:1] == (len(items),) for v in batch.values()):
+                return share.keep(batch, checksum=checksum)
+        fetch(range(len(indices)))
+        return share.cut(self._whole([items[n] for n in range(len(indices))]), checksum=checksum)
+
+    def of_items(self, items: list[Any]) -> OwnRows:
+        """Return this rank's share of a mini-batch that is there as a whole."""
+        batch = self._whole(items)
+        return self._share.cut(batch, checksum=batch_checksum(batch))
+
+    def _whole(self, items: list[Any]) -> dict[str, Any]:
+        return collect_mini_batch([self._make(items)], self._share.mini_batch, count_samples)
+
+    def _make(self, items: list[Any]) -> dict[str, Any]:
+        batch = self._prepare(self._collate(items))
+        check_keys(batch, self._keys)
+        return batch
+
+    def _fetch(self, dataset: Any, places: Sequence[tuple[int, int]], seed: int) -> list[Any]:
+        """Return samples by (number in the dataset, place in the stream)."""
+        is_worker = get_worker_info() is not None
+        fetch_many = getattr(dataset, "__getitems__", None)
+        which = ""
+        found = []
+        try:
+            if (
+                fetch_many is not None and not is_worker
+            ):  # as a DataLoader does; these cannot be seeded one by one
+                which = f"one of the samples {[index for index, _ in places]}"
+                return list(fetch_many([index for index, _ in places]))
+            for index, place in places:
+                which = f"sample {index}"
+                if is_worker:
+                    _seed_all(seed, place)
+                found.append(dataset[index])
+        except Exception as error:  # whatever a dataset raises, all ranks hear which sample it was
+            raise RuntimeFailure(
+                f"rank {self._share.rank} could not load {which} of training_data: {_told(error)}"
+            ) from error
+        return found
+
+
+class _Loaded:
+    """A dataset whose items are a rank's shares of mini-batches, or what kept them from being loaded."""
+
+    def __init__(self, dataset: Any, reader: _Reader, seed: int) -> None:
+        self._dataset, self._reader, self._seed = dataset, reader, seed
+
+    def __getitem__(self, request: _Request) -> OwnRows | _Failure:
+        return _guarded(lambda: self._reader.of_indices(self._dataset, request, self._seed), self._reader)
+
+
+class _LoadedStream(IterableDataset[Any]):
+    """The same of a dataset that is iterated over, again when it ends."""
+
+    def __init__(self, loader: DataLoader[Any], reader: _Reader) -> None:
+        self._items = DataLoader(
+            loader.dataset, batch_size=loader.batch_size, drop_last=True, collate_fn=_as_it_is
+        )
+        self._reader = reader
+
+    def __iter__(self) -> Iterator[OwnRows | _Failure]:
+        items = repeat(self._items)
+        while True:
+            yield _guarded(lambda: self._reader.of_items(next(items)), self._reader)
+
+
+class RowLoader:
+    """This rank's share of the mini-batches of a loader, without end; `close` ends its workers.
+
+    Nothing is loaded before the first call of `next`.
+
+    Args:
+        loader: of whole mini-batches, made by `make_loader`.
+        collate_fn: what it was made with.
+        seed: what random numbers of a dataset depend on, in workers.
+        workers: processes that load ahead; 0 loads here, when asked.
+        pins: rows come in page-locked memory.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        prepare: Prepare,
+        share: Share,
+        keys: Iterable[str],
+        seed: int,
+        workers: int = 0,
+        pins: bool = False,
+    ) -> None:
+        self.loader = loader
+        self._collate_fn, self._prepare, self._share = collate_fn, prepare, share
+        self._keys, self._seed = frozenset(keys), seed
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        # two would each have the whole stream
+        self._workers = min(workers, 1) if is_stream else workers
+        self._pins = pins
+        self._iterator: Any = None
+        self._is_closed = False
+        self.batch_fn: Callable[[Any], Any] | None = None
+
+    def __iter__(self) -> RowLoader:
+        return self
+
+    def __next__(self) -> OwnRows:
+        """Return this rank's share of the next mini-batch.
+
+        Raises:
+            GppError: it could not be loaded; names the rank and, where it was one, the sample.
+        """
+        if self._is_closed:
+            raise RuntimeFailure(
+                f"rank {self._share.rank} loads no more: its engine was destroyed, or loading failed"
+            )
+        if self._iterator is None:
+            self._iterator = _start(self._make_inner())
+        try:
+            found = next(self._iterator)
+        except (RuntimeError, OSError, EOFError) as error:  # what a dataset raises comes as a `_Failure`
+            raise RuntimeFailure(
+                f"rank {self._share.rank}: a process that loads training_data is gone ({first_line(error)}); it may "
+                "have run out of memory: lower graph_pipeline.loader_workers"
+            ) from error
+        if isinstance(found, _Failure):
+            raise found.kind(found.message)
+        assert isinstance(found, OwnRows)
+        return found
+
+    def apply(self, fn: Callable[[Any], Any]) -> None:
+        """Apply ``fn`` to every batch as it is collated.
+
+        Raises:
+            ConfigError: mini-batches are loaded already.
+        """
+        if self._iterator is not None:
+            raise ConfigError(
+                "set_batch_fn: mini-batches are loaded ahead already; call it before train_batch()"
+            )
+        self.batch_fn = fn
+
+    def close(self) -> None:
+        """End the workers; nothing is loaded any more."""
+        self._is_closed = True
+        iterator, self._iterator = self._iterator, None
+        # An error's traceback may hold the iterator for long, and workers would live as long. torch says that a worker
+        # was killed wherever it happens to notice, here too.
+        shut_down = getattr(iterator, "_shutdown_workers", None)
+        if shut_down is not None:
+            with suppress(RuntimeError):
+                shut_down()
+
+    def _make_inner(self) -> DataLoader[Any]:
+        prepare, batch_fn = self._prepare, self.batch_fn
+        reader = _Reader(
+            collate_fn=self._collate_fn,
+            prepare=prepare if batch_fn is None else lambda batch: prepare(batch_fn(batch)),
+            share=self._share,
+            keys=self._keys,
+            # a function of the user's may make something else of a row without the others beside it
+            fetches_all=batch_fn is not None,
+        )
+        options: dict[str, Any] = {
+            "batch_size": None,
+            "collate_fn": _as_it_is,
+            "num_workers": self._workers,
+            "pin_memory": self._pins,
+            # the seeds of workers are drawn from it, and not from the numbers that dropout draws
+            "generator": torch.Generator().manual_seed(self._seed),
+            # forked, so that a dataset need not be written down: it may be a closure, or hold gigabytes
+            "multiprocessing_context": "fork" if self._workers else None,
+        }
+        loader = self.loader
+        if isinstance(loader.dataset, IterableDataset):
+            return DataLoader(_LoadedStream(loader, reader), **options)
+        dataset: Any = _Loaded(loader.dataset, reader, self._seed)
+        return DataLoader(dataset, sampler=_Order(loader), **options)
+
+
+def _start(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Return the loader's iterator; its workers are forked here."""
+    # A fork has this process's objects and not its threads. What the garbage collector finds there, a process group of
+    # an earlier engine, say, waits for its threads as it is let go of, or falls over them. So garbage is collected
+    # before, and the workers' collectors leave alone what was there when they were forked.
+    gc.collect()
+    gc.freeze()
+    try:
+        return iter(loader)
+    finally:
+        gc.unfreeze()
+
+
+def make_row_loader(
+    dataset: Any,
+    *,
+    plan: PipelinePlan,
+    config: GraphPipelineConfig,
+    setting: Setting,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    prepare: Prepare,
+    reads: Iterable[str] | None,
+    keys: Iterable[str],
+) -> RowLoader:
+    """Return what loads this rank's rows of a dataset, for a plan.
+
+    Args:
+        reads: the inputs that this rank's stage reads; None: all.
+        keys: what a mini-batch has.
+
+    Raises:
+        ConfigError: the dataset holds fewer samples than one mini-batch.
+    """
+    return RowLoader(
+        make_loader(dataset, mini_batch=plan.mini_batch, collate_fn=collate_fn, seed=config.seed),
+        collate_fn=collate_fn,
+        prepare=prepare,
+        share=Share.of(plan, setting.rank, keys=reads, dtype=setting.dtype),
+        keys=keys,
+        seed=config.seed,
+        workers=count_workers(config.loader_workers, setting.device),
+        pins=setting.device.type == "cuda",
+    )
+
+
+def _guarded(load: Callable[[], OwnRows], reader: _Reader) -> OwnRows | _Failure:
+    """Return what was loaded; what kept it from being is raised here, and returned in a worker.
+
+    Raises:
+        GppError: in one line, which names the rank.
+    """
+    try:
+        return load()
+    except Exception as error:  # whatever datasets and collators raise
+        failure = _failure(error, reader.rank)
+        if get_worker_info() is not None:
+            return failure
+        if isinstance(error, GppError):
+            raise
+        raise failure.kind(failure.message) from error
+
+
+def _failure(error: Exception, rank: int) -> _Failure:
+    if isinstance(error, GppError):
+        return _Failure(message=str(error), kind=type(error))
+    return _Failure(message=f"rank {rank} could not load its mini-batch: {_told(error)}", kind=RuntimeFailure)
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _as_it_is(items: Any) -> Any:
+    return items
+
+
+def _stacks(item: Any) -> bool:
+    """Return whether torch's own collation makes of such items one row each, of one shape, or fails."""
+    return isinstance(item, Mapping) and all(
+        type(value) in (int, float) or isinstance(value, (Tensor, np.ndarray)) for value in item.values()
+    )
+
+
+def _seed_all(seed: int, place: int) -> None:
+    """Let what a dataset draws depend on the sample's place in the stream and on nothing else."""
+    number = int.from_bytes(hashlib.blake2b(f"{seed}/{place}".encode(), digest_size=8).digest(), "big")
+    torch.default_generator.manual_seed(number >> 1)
+    random.seed(number)
+    np.random.seed(number & 0xFFFFFFFF)

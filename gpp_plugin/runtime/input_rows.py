@@ -1,0 +1,269 @@
+"""From a mini-batch to the rows that each micro-batch of a stage reads, on the stage's device.
+
+On the CPU rows are cast and made contiguous at once. On CUDA every micro-batch's rows are copied on a stream of their
+own, one event behind each, and the computing stream waits for a micro-batch's event when its forward takes the rows:
+
+    copies    wait for compute | m0 | e0 | m1 | e1 | m2 | e2
+    compute                    wait e0 | F0 ... wait e1 | F1 ... wait e2 | F2
+
+Rows are copied out of page-locked memory: as the engine's own loader gives them, or through buffers that are
+allocated once (`HostPool`). Memory on the device is the computing stream's: it is allocated before the copies wait for
+that stream, and `InputRows.release` lets the stream wait for every copy before it is free again.
+
+Source: this project
+Tests: tests/runtime/test_input_rows.py, tests/runtime/test_float_inputs.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, overload
+
+import torch
+from torch import Tensor
+
+from gpp_plugin.ir.plan import Stage
+from gpp_plugin.ir.samples import SampleRange
+from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
+from gpp_plugin.runtime.batches import Batch, OwnRows
+from gpp_plugin.runtime.memory.swap import HostBuffer, HostPool
+
+
+class CopyStream(Protocol):
+    """A queue of copies to a device beside the one that computes."""
+
+    def is_direct(self, rows: Tensor) -> bool:
+        """Return whether rows can be copied from where they are while the host goes on."""
+
+    def follow(self) -> None:
+        """Let later copies begin when what is queued for computing by now is done."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Queue a copy."""
+
+    def record(self) -> Any:
+        """Return an event behind the copies queued so far."""
+
+    def wait(self, event: Any) -> None:
+        """Let what is queued for computing from now on wait for an event; the host goes on."""
+
+
+class CudaCopyStream:
+    """A CUDA stream for copies from the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def is_direct(self, rows: Tensor) -> bool:
+        """Return whether the rows are page-locked."""
+        return rows.is_pinned()
+
+    def follow(self) -> None:
+        """Wait for the computing stream, which may still use the memory that is copied to."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Queue a copy; torch keeps page-locked memory of its own from being lent on before it has run."""
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def record(self) -> torch.cuda.Event:
+        """Return an event behind the copies queued so far."""
+        return self._stream.record_event()
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Let the computing stream wait for an event."""
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+
+class InputRows(Sequence[tuple[Tensor, ...]]):
+    """The rows of each micro-batch; those of one are on the device for whoever takes them.
+
+    Args:
+        rows: micro-batch -> one tensor a key.
+        events: micro-batch -> the event behind its copies; empty where nothing is under way.
+        lent: buffers that are copied from, given back by `release`.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[tuple[Tensor, ...]],
+        *,
+        link: InputLink | None = None,
+        events: Sequence[Any] = (),
+        lent: Sequence[HostBuffer] = (),
+    ) -> None:
+        self._rows = rows
+        self._link = link
+        self._events = events
+        self._lent = lent
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[tuple[Tensor, ...]]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if self._events and self._link is not None:
+            asked = self._events[index]
+            for event in asked if isinstance(index, slice) else (asked,):
+                self._link.wait(event)
+        return self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __enter__(self) -> InputRows:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let go of rows that nobody took, and of the buffers; what is queued for computing later waits for copies."""
+        if self._link is not None and self._events:
+            self._link.wait(self._events[-1])
+            self._link.give_back(self._lent, self._events[-1])
+        self._link, self._events, self._lent = None, (), ()
+
+
+@dataclass(slots=True)
+class _Copy:
+    """One tensor on its way: from the batch, by way of page-locked memory, to the device."""
+
+    source: Tensor
+    target: Tensor
+
+
+class InputLink:
+    """Brings rows of mini-batches to a device.
+
+    Args:
+        stream: copies beside the computation; None copies at once, as on a CPU. By default that of the device.
+    """
+
+    def __init__(
+        self, device: torch.device, *, stream: CopyStream | None = None, pool: HostPool | None = None
+    ) -> None:
+        self._device = device
+        self._stream = stream
+        self._pool = pool
+
+    def slice_batch(
+        self,
+        batch: Batch,
+        keys: Sequence[str],
+        *,
+        stage: Stage,
+        rank: int,
+        num_micro_batches: int,
+        specs: Mapping[str, TensorSpec],
+        dtype: torch.dtype | None,
+    ) -> InputRows:
+        """Return the rows ``rank`` reads in each micro-batch of its stage, in the order of ``keys``.
+
+        All are contiguous, as in the capture: where an operator had to copy them first, autograd would keep the copy,
+        and what a stage keeps would depend on how the user's batch lies in memory.
+
+        Args:
+            specs: the captured model inputs by batch key (their layouts).
+            dtype: floating inputs are cast to it; None keeps them.
+        """
+        # Stage of micro-batches of 4 samples on 2 ranks, mini-batch 8: rank 1 of the stage reads samples 2..3 and 6..7.
+        # Of an input with 3 rows a sample (three images, say) that is rows 6..11 and 18..23.
+        samples = [stage.samples(micro_batch, rank) for micro_batch in range(num_micro_batches)]
+        columns = [_rows(batch, key, specs[key], samples) for key in keys]
+        if self._device.type == "cuda" and self._stream is None:
+            self._stream, self._pool = CudaCopyStream(self._device), HostPool(is_pinned=True)
+        if self._stream is None:
+            return InputRows(_by_micro_batch([self._move(c, dtype) for c in columns], num_micro_batches))
+        return self._copy_beside(columns, num_micro_batches, self._stream, dtype)
+
+    def wait(self, event: Any) -> None:
+        """Let what is computed from now on wait for a copy."""
+        assert self._stream is not None, "there are events only where there is a stream"
+        self._stream.wait(event)
+
+    def give_back(self, buffers: Sequence[HostBuffer], event: Any) -> None:
+        """Take buffers back, free when ``event`` is over."""
+        assert self._pool is not None
+        for buffer in buffers:
+            buffer.read = event
+            self._pool.give(buffer)
+
+    def _move(self, column: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+        """Return rows on the device, in the order given; what is the same for all micro-batches is moved once."""
+        moved: dict[int, Tensor] = {}
+        for part in column:
+            if id(part) not in moved:
+                moved[id(part)] = part.to(device=self._device, dtype=_wanted(part, dtype)).contiguous()
+        return [moved[id(part)] for part in column]
+
+    def _copy_beside(
+        self, columns: Sequence[Sequence[Tensor]], count: int, stream: CopyStream, dtype: torch.dtype | None
+    ) -> InputRows:
+        """Queue all copies, those of the first micro-batch first."""
+        # 1. All memory on the device, before the copies wait for the computing stream: what is allocated later might be
+        #    memory that a kernel queued in between still uses. What lies on the device already is cast there.
+        made: dict[int, _Copy | Tensor] = {}
+        for part in (part for column in columns for part in column):
+            if id(part) not in made:
+                made[id(part)] = self._allocate(part, dtype)
+        stream.follow()
+        # 2. Micro-batch by micro-batch: through page-locked memory where the rows are not in such already, which also
+        #    casts and gathers them, and on. An event behind each, on one stream, so a later one covers those before.
+        lent: list[HostBuffer] = []
+        events: list[Any] = []
+        queued: set[int] = set()
+        for micro_batch in range(count):
+            for column in columns:
+                part = column[micro_batch]
+                copy = made[id(part)]
+                if isinstance(copy, _Copy) and id(part) not in queued:
+                    queued.add(id(part))
+                    stream.copy(copy.target, self._staged(copy, stream, lent))
+            events.append(stream.record())
+        done = [
+            [c.target if isinstance(c := made[id(part)], _Copy) else c for part in column]
+            for column in columns
+        ]
+        return InputRows(_by_micro_batch(done, count), link=self, events=events, lent=lent)
+
+    def _allocate(self, part: Tensor, dtype: torch.dtype | None) -> _Copy | Tensor:
+        wanted = _wanted(part, dtype)
+        if part.device.type != "cpu":
+            return part.to(device=self._device, dtype=wanted).contiguous()
+        return _Copy(source=part, target=torch.empty(part.shape, dtype=wanted, device=self._device))
+
+    def _staged(self, copy: _Copy, stream: CopyStream, lent: list[HostBuffer]) -> Tensor:
+        """Return the rows as they are to lie on the device, in page-locked memory."""
+        source, target = copy.source, copy.target
+        if source.dtype == target.dtype and source.is_contiguous() and stream.is_direct(source):
+            return source
+        assert self._pool is not None
+        num_bytes = target.numel() * target.element_size()
+        buffer = self._pool.take(num_bytes)
+        if buffer.read is not None:
+            buffer.read.synchronize()  # the copy of an earlier mini-batch, over long ago
+        lent.append(buffer)
+        staged = buffer.data[:num_bytes].view(target.dtype).view(target.shape)
+        return staged.copy_(source)
+
+
+def _wanted(part: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and part.is_floating_point() else part.dtype
+
+
+def _rows(batch: Batch, key: str, spec: TensorSpec, samples: Sequence[SampleRange]) -> list[Tensor]:
+    """Return the rows of each range; what has no batch axis is one tensor for all of them."""
+    if spec.layout.kind is not LayoutKind.BATCH:
+        return [batch.take_whole(key) if isinstance(batch, OwnRows) else batch[key]] * len(samples)
+    axis, rows = spec.layout.axis, spec.layout.rows_per_sample
+    if isinstance(batch, OwnRows):
+        return [batch.take(key, axis, rows, s) for s in samples]
+    return [batch[key].narrow(axis, s.first_sample * rows, s.num_samples * rows) for s in samples]
+
+
+def _by_micro_batch(columns: Sequence[Sequence[Tensor]], count: int) -> list[tuple[Tensor, ...]]:
+    return [tuple(column[i] for column in columns) for i in range(count)]

@@ -1,0 +1,29 @@
+"""The generators that a rank draws from, torch's of the CPU and of its own device: kept, and seeded, for a while.
+
+`torch.manual_seed` seeds the generators of all devices that a process sees, and a fork of the CPU's alone gives none of
+them back: what a user's program draws next on its GPU would depend on what was built before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def kept_streams(device: torch.device | str) -> Iterator[None]:
+    """Let a block draw; the CPU's generator and that of a CUDA ``device`` are as before afterwards."""
+    where = torch.device(device)
+    with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []):
+        yield
+
+
+def seed_streams_of(device: torch.device | str, seed: int) -> None:
+    """Seed the CPU's generator and that of a CUDA ``device``, and no other's."""
+    where = torch.device(device)
+    torch.default_generator.manual_seed(seed)
+    if where.type == "cuda":
+        with torch.cuda.device(where):
+            torch.cuda.manual_seed(seed)

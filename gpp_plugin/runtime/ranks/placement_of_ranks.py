@@ -1,0 +1,443 @@
+"""Where the ranks of a job run: which of them share a host, and which a device, as they tell each other.
+
+Launchers do not agree on what they tell a process of its host:
+
+                     rank, size                                  local rank                    ranks of the host
+    torchrun         RANK, WORLD_SIZE                            LOCAL_RANK                    LOCAL_WORLD_SIZE
+    deepspeed        RANK, WORLD_SIZE                            LOCAL_RANK                    LOCAL_SIZE
+    srun             SLURM_PROCID, SLURM_STEP_NUM_TASKS          SLURM_LOCALID                 -
+    mpirun (Open)    OMPI_COMM_WORLD_RANK, _SIZE                 OMPI_COMM_WORLD_LOCAL_RANK    ..._LOCAL_SIZE
+    mpiexec (PMI)    PMI_RANK, PMI_SIZE                          MPI_LOCALRANKID               MPI_LOCALNRANKS
+
+and a process that sees one GPU cannot tell whether seven others see the same one or one each. So no number of ranks is
+taken from a variable: every rank puts its host and the devices that it sees into the job's store, all read all, and
+`place_ranks` says where each of them runs.
+
+That is done before a process group exists. The backend of the default group follows from it (NCCL cannot serve two
+ranks of one device), and groups that name none, DeepSpeed's among them, take the default group's.
+
+Source: this project
+Tests: tests/runtime/test_placement_of_ranks.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import itertools
+import json
+import os
+import re
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from gpp_plugin.errors import CommTimeout, ConfigError, first_line
+from gpp_plugin.launch import reserved_port
+
+JOINING_TIMEOUT_S = 600.0
+"""How long a rank waits for the others to start: they import torch from a shared disk, on many hosts."""
+
+DEFAULT_PORT = 29500
+"""Where rank 0 listens if nothing says so: as torch and DeepSpeed have it."""
+
+_calls = itertools.count(1)
+
+
+# ---- what is known -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenByRank:
+    """What one rank sees of its machine.
+
+    Args:
+        host: tells machines apart.
+        local_rank: the number its launcher gave it on its host; None where it gave none.
+        devices: what tells each CUDA device that this process sees apart from all others of the job, in the order of
+            their indices here; empty in a job on CPUs.
+        names: their models.
+    """
+
+    host: str
+    local_rank: int | None
+    devices: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """Where one rank computes.
+
+    Args:
+        host: tells machines apart.
+        device: tells devices of the job apart; of a CPU rank it is its host's CPU.
+        name: the device's model, or ``cpu``.
+        index: the CUDA device's number in the rank's own process; None on a CPU.
+    """
+
+    host: str
+    device: str
+    name: str
+    index: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPlacement:
+    """Where all ranks compute, as ``rank`` asks for it; but for the properties named ``own`` the same on every rank."""
+
+    # Two hosts of two GPUs, three ranks on the first: places (a, G0) (a, G1) (a, G0) (b, G2). Ranks 0 and 2 share a
+    # device, so no rank uses NCCL: a backend is the job's. Hosts are (0, 1, 2) and (3,).
+    rank: int
+    places: tuple[RankPlace, ...]
+
+    @classmethod
+    def on_one_host(cls, num_ranks: int, *, rank: int = 0) -> JobPlacement:
+        """Return ``num_ranks`` CPU ranks of this machine."""
+        return place_ranks([_look("cpu", None)] * num_ranks, rank=rank)
+
+    @property
+    def device_type(self) -> str:
+        """Return ``cuda`` or ``cpu``."""
+        return "cpu" if self.places[0].index is None else "cuda"
+
+    @property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of each host, hosts in the order of their first ranks."""
+        return self._ranks_by([place.host for place in self.places])
+
+    @property
+    def devices(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of each device, devices in the order of their first ranks."""
+        return self._ranks_by([place.device for place in self.places])
+
+    @property
+    def shares_device(self) -> bool:
+        """Return whether any CUDA device of the job serves several ranks."""
+        return self.device_type == "cuda" and len(self.devices) < len(self.places)
+
+    @property
+    def backend(self) -> str:
+        """Return the default group's backend: what moves tensors of the ranks' devices."""
+        return "nccl" if self.device_type == "cuda" and not self.shares_device else "gloo"
+
+    @property
+    def is_consecutive(self) -> bool:
+        """Return whether each host holds consecutive ranks, and all hosts equally many."""
+        hosts = self.hosts
+        return len({len(ranks) for ranks in hosts}) == 1 and list(itertools.chain(*hosts)) == list(
+            range(len(self.places))
+        )
+
+    @property
+    def own_place(self) -> RankPlace:
+        """Return where this rank computes."""
+        return self.places[self.rank]
+
+    @property
+    def own_device(self) -> torch.device:
+        """Return this rank's device as its process numbers it."""
+        index = self.own_place.index
+        return torch.device("cpu") if index is None else torch.device("cuda", index)
+
+    @property
+    def own_local_rank(self) -> int:
+        """Return this rank's position among the ranks of its host."""
+        return next(ranks.index(self.rank) for ranks in self.hosts if self.rank in ranks)
+
+    @property
+    def own_sharers(self) -> int:
+        """Return how many ranks share this rank's device and its memory, this one counted."""
+        return sum(place.device == self.own_place.device for place in self.places)
+
+    @property
+    def fall_back(self) -> str:
+        """Return one line about ranks that share a device and what it costs; empty where none do."""
+        if not self.shares_device:
+            return ""
+        ranks = max(self.devices, key=len)
+        place = self.places[ranks[0]]
+        host = place.host.split("/")[0]
+        return (
+            f"ranks {', '.join(map(str, ranks))} share one {place.name} of host {host}: NCCL serves one rank a device, "
+            "so that messages and sums of all ranks go through host memory over gloo, and each of these ranks has "
+            f"1/{len(ranks)} of the device's memory; start one rank a device "
+            f"({len(self.places)} ranks, {len(self.devices)} devices)"
+        )
+
+    @staticmethod
+    def _ranks_by(keys: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        found: dict[str, list[int]] = {}
+        for rank, key in enumerate(keys):
+            found.setdefault(key, []).append(rank)
+        return tuple(map(tuple, found.values()))
+
+
+def place_ranks(seen: Sequence[SeenByRank], *, rank: int) -> JobPlacement:
+    """Return where each rank computes, from what each sees.
+
+    A rank takes the device of its local rank, modulo the devices it sees; a rank without one takes that of its
+    position among the ranks of its host.
+
+    Raises:
+        ConfigError: some ranks see CUDA devices and others none.
+    """
+    #   sees          local rank 0..3      takes
+    #   4 devices     0 1 2 3              0 1 2 3
+    #   2 devices     0 1 2 3              0 1 0 1     two ranks a device
+    #   1 of its own  0 1 2 3              0 0 0 0     of four different devices: Slurm's --gpus-per-task=1
+    blind = [r for r, each in enumerate(seen) if not each.devices]
+    if 0 < len(blind) < len(seen):
+        sees = next(r for r, each in enumerate(seen) if each.devices)
+        raise ConfigError(
+            f"rank {blind[0]} on host {seen[blind[0]].host} sees no CUDA device and rank {sees} on host "
+            f"{seen[sees].host} sees {len(seen[sees].devices)}; give every rank a device (CUDA_VISIBLE_DEVICES, the "
+            "launcher's GPUs a task), or train on CPUs everywhere (DS_ACCELERATOR=cpu)"
+        )
+    places = []
+    met: Counter[str] = Counter()
+    for each in seen:
+        local = met[each.host] if each.local_rank is None else each.local_rank
+        met[each.host] += 1
+        index = local % len(each.devices) if each.devices else None
+        places.append(
+            RankPlace(
+                host=each.host,
+                device=f"cpu of {each.host}" if index is None else each.devices[index],
+                name="cpu" if index is None else each.names[index],
+                index=index,
+            )
+        )
+    return JobPlacement(rank=rank, places=tuple(places))
+
+
+# ---- launchers -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Launcher:
+    """The variables of a launcher that sets none of torch's; ``hosts``: where it lists them, rank 0's first."""
+
+    command: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str = ""
+    hosts: str = ""
+    job: str = ""
+
+
+_LAUNCHERS = (
+    # SLURM_NTASKS is the job's, and is also set in a batch script that starts one process without srun; the step's
+    # number of tasks is set by srun alone.
+    _Launcher(
+        command="srun",
+        rank="SLURM_PROCID",
+        size="SLURM_STEP_NUM_TASKS",
+        local_rank="SLURM_LOCALID",
+        hosts="SLURM_STEP_NODELIST",
+        job="SLURM_JOB_ID",
+    ),
+    _Launcher(
+        command="mpirun",
+        rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Launcher(
+        command="mpiexec",
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_size="MPI_LOCALNRANKS",
+    ),
+)
+
+
+def launcher_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return those of torch's variables that this environment lacks and another launcher's imply.
+
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. A process that no launcher started is a job of one rank;
+    it has no MASTER_PORT yet.
+
+    Raises:
+        ConfigError: ranks are on several hosts and nothing says which has rank 0.
+    """
+    started = [each for each in _LAUNCHERS if each.rank in environment and each.size in environment]
+    found: dict[str, str] = {}
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        # torch's own are there; of another launcher that started these processes only the local rank may lack
+        if "LOCAL_RANK" not in environment:
+            local = next((environment[e.local_rank] for e in _LAUNCHERS if e.local_rank in environment), None)
+            found |= {} if local is None else {"LOCAL_RANK": local}
+        return found
+    if not started:
+        return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    launcher = started[0]
+    found |= {"RANK": environment[launcher.rank], "WORLD_SIZE": environment[launcher.size]}
+    if launcher.local_rank in environment:
+        found["LOCAL_RANK"] = environment[launcher.local_rank]
+    if "MASTER_ADDR" not in environment:
+        found["MASTER_ADDR"] = _address_of_rank_zero(launcher, environment)
+    if "MASTER_PORT" not in environment and found["WORLD_SIZE"] != "1":
+        job = environment.get(launcher.job, "")
+        found["MASTER_PORT"] = str(20000 + int(job) % 10000 if job.isdigit() else DEFAULT_PORT)
+    return found
+
+
+def _address_of_rank_zero(launcher: _Launcher, environment: Mapping[str, str]) -> str:
+    size = environment[launcher.size]
+    if size in ("1", environment.get(launcher.local_size)):
+        return "127.0.0.1"
+    if launcher.hosts in environment:
+        return first_host(environment[launcher.hosts])
+    raise ConfigError(
+        f"{launcher.command} started {size} ranks on several hosts and MASTER_ADDR is not set; give every rank "
+        f"MASTER_ADDR, the host of rank 0, and MASTER_PORT, e.g. {launcher.command} -x MASTER_ADDR=HOST -x "
+        f"MASTER_PORT={DEFAULT_PORT}"
+    )
+
+
+def first_host(hosts: str) -> str:
+    """Return the first of Slurm's list of hosts.
+
+    >>> first_host("gpu[012-015,020],login1"), first_host("a,b[1-2]"), first_host("r[1-2]n[3,5]")
+    ('gpu012', 'a', 'r1n3')
+    """
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])+", hosts)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else hosts
+
+
+# ---- joining -------------------------------------------------------------------------------------------------
+
+
+def join_ranks(
+    device_type: str,
+    *,
+    timeout_s: float = JOINING_TIMEOUT_S,
+    group_timeout: datetime.timedelta | None = None,
+) -> JobPlacement:
+    """Join the ranks that the launcher started, in a default group that fits where they run; collective.
+
+    A process that no launcher started becomes a job of one rank. No device is bound to the group (``device_id``): that
+    would make torch create every later group's communicator by splitting a communicator of all ranks. On CUDA the
+    rank's device is the current one afterwards.
+
+    Args:
+        device_type: ``cuda`` or ``cpu``: what ranks compute on.
+        timeout_s: how long to wait for the other ranks.
+        group_timeout: the default group's own limit, where it is made here; None: torch's.
+
+    Raises:
+        CommTimeout: a rank did not come; says which.
+        ConfigError: the launcher does not say where rank 0 is, only some ranks see a device, or ranks share one and
+            the caller's own default group is NCCL's.
+    """
+    if dist.is_initialized():  # the caller's group stays; where its ranks run is asked all the same
+        placement = gather_placement(device_type, timeout_s=timeout_s)
+        if placement.shares_device and "nccl" in dist.get_backend_config():
+            raise ConfigError(
+                f"torch.distributed was initialised with {dist.get_backend_config()}, and {placement.fall_back}; "
+                "or leave the initialisation to deepspeed.initialize"
+            )
+    else:
+        os.environ.update(launcher_variables(os.environ))
+        with contextlib.ExitStack() as stack:
+            if os.environ["WORLD_SIZE"] == "1" and "MASTER_PORT" not in os.environ:
+                os.environ["MASTER_PORT"] = str(stack.enter_context(reserved_port()))
+            store, rank, num_ranks = _meet_ranks(timeout_s)
+        placement = _gather(store, device_type, rank=rank, num_ranks=num_ranks, timeout_s=timeout_s)
+        dist.init_process_group(
+            placement.backend,
+            store=dist.PrefixStore("default_pg", store),
+            rank=rank,
+            world_size=num_ranks,
+            timeout=group_timeout,
+        )
+    os.environ.setdefault("LOCAL_RANK", str(placement.own_local_rank))
+    if placement.own_place.index is not None:
+        torch.cuda.set_device(placement.own_device)
+    return placement
+
+
+def _meet_ranks(timeout_s: float) -> tuple[dist.Store, int, int]:
+    """Return the job's store when all ranks have found it, this rank, and how many there are."""
+    try:
+        store, rank, num_ranks = next(rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
+    except RuntimeError as error:
+        own, size, where = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
+        raise CommTimeout(
+            f"rank {own} of {size} ranks waited {timeout_s:g} s for all to meet at {where}, port "
+            f"{os.environ['MASTER_PORT']}: {first_line(error)}; start every rank, on rank 0's host as MASTER_ADDR, and "
+            "look for a firewall between the hosts"
+        ) from error
+    return store, rank, num_ranks
+
+
+def gather_placement(device_type: str, *, timeout_s: float = JOINING_TIMEOUT_S) -> JobPlacement:
+    """Return where the ranks of the default group run; collective over them.
+
+    Raises:
+        CommTimeout: a rank did not come; says which.
+        ConfigError: only some ranks see a device.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    return _gather(
+        store, device_type, rank=dist.get_rank(), num_ranks=dist.get_world_size(), timeout_s=timeout_s
+    )
+
+
+def _gather(
+    store: dist.Store, device_type: str, *, rank: int, num_ranks: int, timeout_s: float
+) -> JobPlacement:
+    # The store outlives engines, so that each call has keys of its own; every rank makes the same calls.
+    call = next(_calls)
+    local = os.environ.get("LOCAL_RANK")
+    mine = _look(device_type, None if local is None else int(local))
+    store.set(_key(call, rank), json.dumps(dataclasses.asdict(mine)))
+    seen = []
+    for other in range(num_ranks):
+        try:
+            store.wait([_key(call, other)], datetime.timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise CommTimeout(
+                f"rank {rank} waited {timeout_s:g} s for rank {other} of {num_ranks} to say where it runs "
+                f"({first_line(error)}); look at rank {other}'s output"
+            ) from error
+        told = json.loads(store.get(_key(call, other)))
+        seen.append(SeenByRank(**{**told, "devices": tuple(told["devices"]), "names": tuple(told["names"])}))
+    return place_ranks(seen, rank=rank)
+
+
+def _key(call: int, rank: int) -> str:
+    return f"gpp_plugin/place/{call}/{rank}"
+
+
+def _look(device_type: str, local_rank: int | None) -> SeenByRank:
+    """Return what this process sees."""
+    if device_type != "cuda":
+        return SeenByRank(host=_host_name(), local_rank=local_rank)
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return SeenByRank(
+        host=_host_name(),
+        local_rank=local_rank,
+        devices=tuple(f"GPU-{each.uuid}" for each in found),
+        names=tuple(each.name for each in found),
+    )
+
+
+def _host_name() -> str:
+    """Return what tells this host apart as NCCL tells it: containers may have one name on two machines."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()}/{boot}"

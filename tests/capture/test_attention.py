@@ -1,0 +1,101 @@
+"""Captured attention is called as eager models call it, with and without padding, family by family."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gpp_benchmarks._attention_calls import WholeStage, eager_loss, recorded_attention
+from gpp_benchmarks._attention_models import FAMILIES, PADDINGS, Size, build_family
+from gpp_plugin.capture.export import capture_model
+
+SIZE = Size(layers=1)
+CASES = [(name, at) for name, family in FAMILIES.items() for at in ("none", "left")[: 1 + family.is_padded]]
+
+
+def _gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("name", "captured_at"), CASES)
+def test_calls_losses_and_gradients_equal_eagers(name: str, captured_at: str) -> None:
+    # captured with one padding, run with each: what attention is called with, the loss, every gradient
+    model, make_batch = build_family(name, SIZE)
+    stage = WholeStage(capture_model(model, make_batch(captured_at)), model)
+    eager = eager_loss(model)
+    for padding in PADDINGS if FAMILIES[name].is_padded else ("none",):
+        batch = make_batch(padding)
+        with recorded_attention() as wanted:
+            loss = eager(batch)
+        gradients = _gradients(model, loss)
+        stage.look_at(batch)
+        with recorded_attention() as found:
+            own = stage(batch)
+        assert found == wanted and wanted, padding
+        torch.testing.assert_close(own, loss, rtol=1e-6, atol=1e-6)
+        own_gradients = _gradients(model, own)
+        assert own_gradients.keys() == gradients.keys()
+        for key, gradient in gradients.items():
+            assert (own_gradients[key] - gradient).norm() <= 1e-6 * max(gradient.norm(), 1e-2), (padding, key)
+
+
+class OwnMask(nn.Module):
+    """One attention whose mask the model makes itself."""
+
+    def __init__(self, make: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.make = make
+
+    def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        """Return a loss of x [samples, 6, 4] and keep [samples, 6]."""
+        length = x.shape[1]
+        mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+        if self.make == "causal":
+            mask = mask & keep.bool()[:, None, :]
+        elif self.make == "all":
+            mask = keep.bool()[:, None, :].expand(-1, length, -1)
+        elif self.make == "window":
+            mask = mask.triu(-2) & keep.bool()[:, None, :]
+        elif self.make == "written":
+            mask = mask.clone()
+            mask[0, 1] = True
+        elif self.make == "own values":
+            mask = mask & (x.mean(2) > -9.0)[:, None, :]
+        q = self.linear(x)
+        bias = (
+            torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, -1e9) if self.make == "float" else mask
+        )
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=bias).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        ("constant", [(frozenset(), True)]),
+        ("causal", [(frozenset({"keep"}), True)]),
+        ("all", [(frozenset({"keep"}), False)]),
+        ("window", []),
+        ("written", []),
+        ("own values", []),
+        ("float", []),
+    ],
+)
+def test_masks_are_known_by_their_values(make: str, found: list[tuple[frozenset[str], bool]]) -> None:
+    batch = {"x": torch.randn(2, 6, 4), "keep": torch.ones(2, 6, dtype=torch.int64)}
+    captured = capture_model(OwnMask(make), batch)
+    assert [(mask.inputs, mask.is_causal) for mask in captured.masks.values()] == found
+    assert captured.analysis.unpadded == tuple(sorted({key for inputs, _ in found for key in inputs}))
+
+
+def test_a_padded_sample_plans_with_masks() -> None:
+    model, make_batch = build_family("llama", SIZE)
+    saved = {}
+    for padding in ("none", "left"):
+        captured = capture_model(model, make_batch(padding))
+        saved[padding] = sum(node.saved_bytes for node in captured.op_graph.nodes)
+        assert captured.analysis.unpadded == (("attention_mask",) if padding == "none" else ())
+    assert saved["none"] < saved["left"]

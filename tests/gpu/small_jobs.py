@@ -1,0 +1,38 @@
+"""Jobs that the watchdog's own tests watch; those that need no torch import none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def tell(word: str) -> tuple[str, str | None, str]:
+    return word, os.environ.get("GREETING"), os.environ["RANK"]
+
+
+def fail_on_one() -> None:
+    if os.environ["RANK"] == "1":
+        raise ValueError("rank 1 cannot go on")
+    time.sleep(600)
+
+
+def start_a_child_and_hang(path: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path(path).write_text(str(child.pid))
+    time.sleep(600)
+
+
+def wait_for_nothing() -> None:
+    """Receive on rank 0 what rank 1 never sends, which fails a little later."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        dist.recv(torch.empty(3), src=1)
+    time.sleep(2)
+    raise ValueError("nothing was sent")

@@ -1,0 +1,246 @@
+"""Datasets, and what ranks do with them, in the tests of loading."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from gpp_plugin.engine.row_loader import make_loader, repeat
+from gpp_plugin.errors import GppError
+from tests.integrations.engine_jobs import B, config_of
+from tests.models import build
+
+WIDTH = 8
+
+
+class Samples(Dataset[dict[str, Any]]):
+    """20 samples of one shape; ``fetched`` are the numbers asked for in this process.
+
+    Args:
+        extra: what every sample has besides, by its number.
+        broken: a sample that cannot be read.
+    """
+
+    def __init__(self, *, extra: Any = None, broken: int | None = None) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.x = torch.randn(20, WIDTH, generator=generator)
+        self.fetched: list[int] = []
+        self._extra, self._broken = extra, broken
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.fetched.append(index)
+        if index == self._broken:
+            raise OSError("the disk is gone\nand more lines")
+        item = {"x": self.x[index], "labels": index % 3}
+        return {**item, **(self._extra(index) if self._extra is not None else {})}
+
+
+class Noisy(Samples):
+    """Samples with noise of three generators added, as augmentations have it."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import numpy as np
+
+        item = super().__getitem__(index)
+        return {**item, "x": item["x"] + torch.randn(WIDTH) + random.random() + float(np.random.rand())}
+
+
+class Lengths(Samples):
+    """Samples of 2 or 4 rows of their own length, which no stacking takes."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item = super().__getitem__(index)
+        return {**item, "x": item["x"][: 4 if index % 10 == 0 else 2]}
+
+
+class Streamed(IterableDataset[dict[str, Any]]):
+    """The same samples, one after the other."""
+
+    def __init__(self) -> None:
+        self.samples = Samples()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self.samples[index] for index in range(20))
+
+
+def pad(items: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Collate samples of any length: zeros up to the longest."""
+    xs = [item["x"] for item in items]
+    return {
+        "x": nn.utils.rnn.pad_sequence(xs, batch_first=True),
+        "labels": torch.tensor([item["labels"] for item in items]),
+    }
+
+
+class Classes(nn.Module):
+    """A model of rows of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(1, WIDTH)
+        self.second = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Return the mean cross entropy; padding changes it."""
+        hidden = torch.tanh(self.first(x[..., None])).mean(1)
+        return {"loss": nn.functional.cross_entropy(self.second(hidden), labels)}
+
+
+def make(dataset: Any, *, workers: int, stages: int, **given: Any) -> Any:
+    """Return an engine that loads the dataset itself; its ranks may have children."""
+    import deepspeed
+
+    multiprocessing.current_process()._config["daemon"] = False
+    torch.manual_seed(0)
+    block = {"loader_workers": workers, "stages": stages}
+    return deepspeed.initialize(
+        model=Classes(), config=config_of(block=block), training_data=dataset, **given
+    )[0]
+
+
+def run(engine: Any, steps: int, batches: Iterator[Any] | None = None) -> list[Any]:
+    """Return the loss and all gradients of each step."""
+    engine.retain_gradients()
+    found = []
+    for _ in range(steps):
+        loss = float(engine.train_batch(batches))
+        found.append((loss, {name: g.clone() for name, g in engine.gradients.items()}))
+    return found
+
+
+def train_with_and_without_workers(stages: int, kind: str) -> dict[str, Any]:
+    """Five steps over two epochs and a half: as given batches, loaded here, loaded by workers."""
+    dataset: Any = {"fixed": Samples, "padded": Lengths, "streamed": Streamed}[kind]()
+    collate = {"collate_fn": pad} if kind == "padded" else {}
+    answers: dict[str, Any] = {}
+    for workers in (None, 0, 2):
+        engine = make(dataset, workers=workers or 0, stages=stages, **collate)
+        getattr(dataset, "fetched", []).clear()
+        batches = repeat(engine.training_dataloader) if workers is None else None
+        answers[str(workers)] = run(engine, 5, batches)
+        answers[f"fetched {workers}"] = len(getattr(dataset, "fetched", []))
+        answers["reads"] = engine._feed.reads_inputs
+        answers[f"children {workers}"] = len(multiprocessing.active_children())
+        engine.destroy()
+        answers[f"children after {workers}"] = len(multiprocessing.active_children())
+    return answers
+
+
+def refuse_unlike_shapes() -> str:
+    """Samples that stack on each rank and not together, without a collator."""
+    engine = make(_AlikeOnARank(), workers=0, stages=1)
+    try:
+        for _ in range(2):
+            engine.train_batch()
+    except GppError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class _AlikeOnARank(Samples):
+    """Samples that are longer on rank 1 after the first mini-batch."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item = super().__getitem__(index)
+        is_long = len(self.fetched) > 2 * B and dist.get_rank() == 1
+        return {**item, "x": item["x"].repeat(2)} if is_long else item
+
+
+def tell_of_ones() -> dict[str, Any]:
+    """Masks of ones but for one row, which one rank loads; say what is so, what each rank is told, and what it has."""
+    import deepspeed
+
+    model, make_batch = build("gpt2")
+    batch = make_batch(3 * B, 0)
+    batch["attention_mask"][5, 0] = 0
+    rows = [{key: value[i] for key, value in batch.items()} for i in range(3 * B)]
+    wanted = [
+        bool((whole["attention_mask"] == 1).all())
+        for whole in make_loader(rows, mini_batch=B, collate_fn=None, seed=0)
+    ]
+    config = config_of(block={"stages": 1})
+    engine = deepspeed.initialize(model=model, config=config, training_data=rows)[0]
+    found = [engine._data.next(None) for _ in range(3)]
+    return {
+        "wanted": wanted,
+        "told": [own.ones == {"attention_mask"} for own in found],
+        "own": [bool((own.held["attention_mask"] == 1).all()) for own in found],
+    }
+
+
+def refuse_other_data() -> str:
+    """Ranks whose datasets have the same size and other samples."""
+    dataset = Samples()
+    dataset.x += dist.get_rank()
+    engine = make(dataset, workers=0, stages=1)
+    try:
+        engine.train_batch()
+    except GppError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def fail_in_a_worker(bad_rank: int) -> dict[str, Any]:
+    """A sample that cannot be read on one rank; say what this rank saw, and what is left of its workers."""
+    is_bad = dist.get_rank() == bad_rank
+    dataset = Samples()
+    engine = make(dataset, workers=2, stages=1)
+    dataset._broken = 7 if is_bad else None
+    start = time.perf_counter()
+    said = ""
+    try:
+        for _ in range(20):
+            engine.train_batch()
+    except GppError as error:
+        said = f"{type(error).__name__}: {error}"
+    return {
+        "said": said,
+        "seconds": time.perf_counter() - start,
+        "children": len(multiprocessing.active_children()),
+    }
+
+
+def fail_in_a_step() -> dict[str, Any]:
+    """A label that no class has, far into training: the engine is at its end, and so are its workers."""
+    dataset = Samples()
+    engine = make(dataset, workers=2, stages=2)
+    _ = engine.train_batch()
+    before = len(multiprocessing.active_children())
+
+    def fail(batch: Any, **options: Any) -> Any:
+        raise RuntimeError("a kernel failed")
+
+    engine._lane.run = fail
+    said = ""
+    try:
+        engine.train_batch()
+    except RuntimeError as error:
+        said = str(error)
+    return {"said": said, "before": before, "after": len(multiprocessing.active_children())}
+
+
+def resume_mid_epoch(directory: str) -> dict[str, list[Any]]:
+    """Three steps of an epoch of two, saved after the first; then loaded by an engine that loads otherwise."""
+    answers = {}
+    for saver, loader in ((0, 2), (2, 0)):
+        engine = make(Samples(), workers=saver, stages=1)
+        losses = run(engine, 1)
+        engine.save_checkpoint(f"{directory}/{saver}")
+        losses += run(engine, 2)
+        other = make(Samples(), workers=loader, stages=1)
+        other.load_checkpoint(f"{directory}/{saver}")
+        answers[f"{saver} {loader}"] = [losses, run(other, 2)]
+        engine.destroy()
+        other.destroy()
+    return answers

@@ -1,0 +1,331 @@
+"""Where gradients lie, what the host knows of them, and when they are sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpp_plugin.engine.gradients import GradientStore
+from gpp_plugin.errors import RuntimeFailure
+from tests.ranks import run_kept_ranks
+
+WIDTH, LAYERS, MICRO_BATCHES = 5, 6, 3
+BUCKET = 2 * (WIDTH * WIDTH + WIDTH)
+"""Elements of two layers: three buckets."""
+
+
+class Tower(nn.Module):
+    """Layers in a row, each of which may be left out."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(LAYERS))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+
+    def forward(self, x: Tensor, left_out: tuple[int, ...] = ()) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if index not in left_out:
+                x = torch.tanh(layer(x))
+        return x
+
+
+def make_store(tower: nn.Module, **options: Any) -> GradientStore:
+    settings = {"dtype": None, "bucket_elements": BUCKET, **options}
+    return GradientStore(dict(tower.named_parameters()), **settings)
+
+
+def backward(tower: Tower, seed: int, left_out: tuple[int, ...] = ()) -> None:
+    rows = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+    tower(rows.to(tower.layers[0].weight.dtype), left_out).float().square().sum().backward()
+
+
+# ---- one rank --------------------------------------------------------------------------------------------
+
+
+def test_autograd_adds_up_in_one_buffer_that_stays() -> None:
+    tower, other = Tower(), Tower()
+    store = make_store(tower)
+    wanted = sum(p.nbytes for p in tower.parameters())
+    places = {n: p.grad.data_ptr() for n, p in tower.named_parameters() if p.grad is not None}
+    first, last = min(places.values()), max(places.values())
+    assert len(places) == 2 * LAYERS and last - first < wanted, "one after the other"
+    for step in range(2):
+        for micro_batch in range(MICRO_BATCHES):
+            backward(tower, 10 * step + micro_batch)
+            backward(other, 10 * step + micro_batch)
+            store.accumulate()
+            assert store.held_bytes() == wanted
+        store.reduce_data()
+        for name, parameter in other.named_parameters():
+            found = store.get(name)
+            assert found is not None and torch.equal(found, parameter.grad), name
+            assert found.data_ptr() == places[name]
+        store.clear()
+        other.zero_grad()
+        assert store.is_empty() and store.get("layers.0.weight") is None
+
+
+def test_sums_of_another_type_are_added_in_one_call_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower, other = Tower(torch.bfloat16), Tower(torch.bfloat16)
+    store = make_store(tower, dtype=torch.float32)
+    calls: list[int] = []
+    add = torch._foreach_add_
+    monkeypatch.setattr(torch, "_foreach_add_", lambda sums, new: (calls.append(len(new)), add(sums, new)))
+    sums: dict[str, Tensor] = {}
+    for micro_batch in range(MICRO_BATCHES):
+        backward(tower, micro_batch)
+        backward(other, micro_batch)
+        store.accumulate()
+        for name, parameter in other.named_parameters():
+            sums[name] = sums[name] + parameter.grad if name in sums else parameter.grad.float()
+            parameter.grad = None
+        assert all(parameter.grad is None for parameter in tower.parameters())
+    assert calls == [2 * LAYERS] * MICRO_BATCHES
+    assert all(torch.equal(store.get(name), value) for name, value in sums.items())
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_what_no_loss_reaches_has_no_gradient(dtype: torch.dtype | None) -> None:
+    tower = Tower()
+    store = make_store(tower, dtype=dtype)
+    for left_out in ((1,), (1, 4), (0, 1, 2)):
+        assert store.is_empty()
+        backward(tower, 0, left_out)
+        assert not store.is_empty()
+        store.accumulate()
+        store.reduce_data()
+        missing = {name for name in store.parameters if store.get(name) is None}
+        assert missing == {f"layers.{i}.{kind}" for i in left_out for kind in ("weight", "bias")}
+        assert store.gather().keys() == store.parameters.keys() - missing
+        store.clear()
+
+
+def test_a_gradient_that_somebody_took_away_or_replaced_is_what_counts() -> None:
+    tower = Tower()
+    store = make_store(tower)
+    backward(tower, 0)
+    tower.layers[0].weight.grad = None
+    tower.layers[1].weight.grad = torch.ones(WIDTH, WIDTH)
+    store.reduce_data()
+    assert store.get("layers.0.weight") is None
+    assert torch.equal(store.get("layers.1.weight"), torch.ones(WIDTH, WIDTH))
+    store.clear()
+    tower.zero_grad()  # a user's; autograd makes new gradients
+    backward(tower, 1)
+    other = Tower()
+    backward(other, 1)
+    store.reduce_data()
+    assert all(torch.equal(store.get(n), p.grad) for n, p in other.named_parameters())
+    assert all(p.grad is store.get(n) for n, p in tower.named_parameters()), "and adds to ours again"
+
+
+def test_a_gradient_has_the_strides_of_its_parameter() -> None:
+    layer = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+    make_store(layer)
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.stride() == layer.weight.stride() != layer.weight.contiguous().stride()
+
+
+# ---- several ranks ---------------------------------------------------------------------------------------
+
+
+class Watch:
+    """Notes each all-reduce: how many backwards have ended, and whether it is made where gradients lie."""
+
+    def __init__(self, store: GradientStore) -> None:
+        self.sent: list[tuple[str, int, bool]] = []
+        self.moment = ""
+        self._buffers = [buffer.flat for buffer in store._buffers]
+        self._call = dist.all_reduce
+
+    def __enter__(self) -> Watch:
+        dist.all_reduce = self._note
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        dist.all_reduce = self._call
+
+    def _note(self, tensor: Tensor, **options: Any) -> Any:
+        storages = [flat.untyped_storage().data_ptr() for flat in self._buffers]
+        self.sent.append((self.moment, tensor.numel(), tensor.untyped_storage().data_ptr() in storages))
+        return self._call(tensor, **options)
+
+
+def train_early(precision: str, left_out: dict[int, tuple[int, ...]]) -> dict[str, Any]:
+    """Make the sums of three mini-batches, early and not; ranks may leave out layers in their last micro-batch."""
+    rank = dist.get_rank()
+    dtype = torch.bfloat16 if "bf16" in precision else torch.float32
+    answers: dict[str, Any] = {}
+    for reduces_early in (False, True):
+        tower = Tower(dtype)
+        store = make_store(
+            tower,
+            dtype=torch.float32 if precision.endswith("fp32") else None,
+            group=dist.group.WORLD,
+            position=rank,
+            degree=dist.get_world_size(),
+            reduces_early=reduces_early,
+        )
+        sums, sent = [], []
+        for step in range(3):
+            with Watch(store) as watch:
+                for micro_batch in range(MICRO_BATCHES):
+                    is_last = micro_batch == MICRO_BATCHES - 1
+                    if is_last:
+                        store.begin_reduction()
+                    watch.moment = "backward"
+                    backward(tower, 100 * step + 10 * micro_batch + rank, left_out[rank] if is_last else (3,))
+                    watch.moment = "accumulate"
+                    store.accumulate()
+                    watch.moment = "reduce"
+                store.reduce_data()
+            unknown = store.unknown()
+            num_unknown = 0 if unknown is None else unknown.numel()
+            sums.append(store.gather())
+            sent.append(watch.sent)
+            store.clear()
+        answers["early" if reduces_early else "late"] = {"sums": sums, "sent": sent, "unknown": num_unknown}
+    return answers
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16+fp32"])
+@pytest.mark.parametrize("left_out", [{0: (), 1: ()}, {0: (3,), 1: ()}, {0: (3, 5), 1: (3,)}])
+def test_early_sums_are_the_same_bits(precision: str, left_out: dict[int, tuple[int, ...]]) -> None:
+    found = run_kept_ranks(train_early, 2, precision, left_out)
+    every = set(range(LAYERS)) - (set(left_out[0]) & set(left_out[1]))
+    flags, per_layer = 64, WIDTH * WIDTH + WIDTH
+    sizes = [2 * per_layer, 2 * per_layer, 2 * per_layer + flags]
+    for rank, answer in enumerate(found):
+        for step in range(3):
+            early, late = (answer[way]["sums"][step] for way in ("early", "late"))
+            assert early.keys() == late.keys() and len(late) == 2 * len(every)
+            assert all(torch.equal(early[name], late[name]) for name in late)
+            assert all(torch.equal(late[name], found[0]["late"]["sums"][step][name]) for name in late)
+            assert answer["late"]["sent"][step] == [("reduce", size, True) for size in sizes]
+            assert [size for _, size, _ in answer["early"]["sent"][step]] == sizes, "one order"
+            assert all(is_in_place for *_, is_in_place in answer["early"]["sent"][step])
+        moments = [[moment for moment, *_ in sent] for sent in answer["early"]["sent"]]
+        assert moments[0] == ["accumulate"] * 3, "the first backward is watched"
+        # Buckets are sent in their order, so that one which is never final keeps the others back.
+        last_bucket_is_final = not {4, 5} & set(left_out[rank])
+        middle_is_final = last_bucket_is_final and 3 not in left_out[rank]
+        num_early = 3 if middle_is_final else 1 if last_bucket_is_final else 0
+        assert moments[1] == moments[2] == ["backward"] * num_early + ["accumulate"] * (3 - num_early)
+        assert answer["late"]["unknown"] == (2 * (3 in left_out[rank]))
+
+
+def sum_ties() -> tuple[int, dict[str, Tensor], float]:
+    """Sum a stage's gradients, each rank a stage of its own, over both; neither reaches layer 3, one reaches layer 4."""
+    rank = dist.get_rank()
+    tower = Tower()
+    store = make_store(tower)
+    backward(tower, rank, (3, 4) if rank else (3,))
+    store.accumulate()
+    store.reduce_data()
+    store.reduce_tied(list(store.parameters), group=dist.group.WORLD)
+    norm = float(store.squared_norm(without=(), precision=torch.float64))
+    unknown = store.unknown()
+    assert unknown is not None
+    store.learn(unknown.tolist())
+    found = {name: store.get(name) for name in store.parameters}
+    return unknown.numel(), {name: g.clone() for name, g in found.items() if g is not None}, norm
+
+
+def test_a_tie_that_no_stage_reaches_has_no_gradient() -> None:
+    (first, sums, norm), (second, others, other_norm) = run_kept_ranks(sum_ties, 2)
+    assert (first, second) == (2, 4), "flags of weight and bias"
+    assert {name for name in Tower().state_dict() if name not in sums} == {"layers.3.weight", "layers.3.bias"}
+    assert sums.keys() == others.keys() and all(torch.equal(sums[name], others[name]) for name in sums)
+    assert norm == other_norm > 0
+
+
+class Twice(torch.autograd.Function):
+    """Runs a backward inside its backward, as reentrant checkpoints do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer = layer
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            ctx.layer(torch.ones(1, WIDTH)).sum().backward()
+        return gradient, None
+
+
+def reach_twice(from_step: int) -> tuple[list[bool], str]:
+    """Reach the last layer a second time, from below the others, in all mini-batches from ``from_step`` on."""
+    tower, other = Tower(), Tower()
+    store = make_store(tower, group=dist.group.WORLD, degree=dist.get_world_size(), reduces_early=True)
+    same = []
+    try:
+        for step in range(3):
+            store.begin_reduction()
+            for each in (tower, other):
+                rows = torch.ones(4, WIDTH, requires_grad=True)
+                entered = Twice.apply(rows, each.layers[-1]) if step >= from_step else rows
+                each(entered).square().sum().backward()
+            store.accumulate()
+            store.reduce_data()
+            whole = {name: 2 * p.grad for name, p in other.named_parameters()}
+            same.append(all(torch.equal(store.get(name), whole[name]) for name in whole))
+            store.clear()
+            other.zero_grad()
+    except RuntimeFailure as error:
+        return same, str(error)
+    return same, ""
+
+
+def test_a_parameter_that_one_backward_reaches_twice() -> None:
+    assert run_kept_ranks(reach_twice, 2, 0) == [([True] * 3, "")] * 2
+    for same, text in run_kept_ranks(reach_twice, 2, 1):
+        assert same == [True] and "use_reentrant=False" in text
+
+
+def train_an_engine(block: dict[str, Any], zero_block: dict[str, Any]) -> dict[bool, dict[str, Any]]:
+    """Train three mini-batches with sums that may begin in the last backward, and with none that do."""
+    from gpp_plugin.engine import gradients, training_steps
+    from tests.integrations.engine_jobs import B, config_of, make_engine, steps
+    from tests.models import build
+
+    may, send = training_steps.stages_that_reduce_early, gradients.EarlySends._made
+    answers = {}
+    for is_early in (True, False):
+        num_sent: list[int] = []
+
+        def made(sends: Any, *given: Any, num_sent: list[int] = num_sent) -> None:
+            before = sends._next
+            send(sends, *given)
+            num_sent.append(sends._next - before)
+
+        training_steps.stages_that_reduce_early = may if is_early else lambda *_: frozenset()
+        gradients.EarlySends._made = made
+        try:
+            model, make_batch = build("gpt2", layers=2)
+            batches = [make_batch(B, seed) for seed in range(3)]
+            engine = make_engine(model, batches[0], config_of(zero_optimization=zero_block, block=block))
+            engine.retain_gradients()
+            losses = steps(engine, batches)
+        finally:
+            training_steps.stages_that_reduce_early = may
+            gradients.EarlySends._made = send
+        answers[is_early] = {"losses": losses, "gradients": engine.gradients, "sent": sum(num_sent)}
+        engine.destroy()
+    return answers
+
+
+def test_an_engine_trains_the_same_bits_early() -> None:
+    small = {"stage": 0, "reduce_bucket_size": 20_000}
+    for answer in run_kept_ranks(train_an_engine, 2, {"stages": 1}, small, timeout_s=120):
+        early, late = answer[True], answer[False]
+        assert early["sent"] >= 2 and late["sent"] == 0, "two mini-batches after the one that is watched"
+        assert early["losses"] == late["losses"]
+        assert all(torch.equal(early["gradients"][name], g) for name, g in late["gradients"].items())

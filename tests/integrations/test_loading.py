@@ -1,0 +1,265 @@
+"""Loading: every rank its own rows, the same numbers whoever loads them and however many workers there are."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpp_plugin.engine.row_loader import RowLoader, Share, count_workers, make_loader
+from gpp_plugin.errors import ConfigError, RuntimeFailure
+from gpp_plugin.ir.samples import SampleRange
+from gpp_plugin.model.graph.stage_graph import prepare_batch
+from gpp_plugin.runtime.batches import OwnRows
+from tests.integrations import loading_jobs as jobs
+from tests.integrations.loading_jobs import Lengths, Noisy, Samples, Streamed, pad
+from tests.ranks import run_kept_ranks
+
+B = 6
+MODEL = jobs.Classes()
+WHOLE = ((0, 6),)
+PARTS = (((0, 1), (3, 1)), ((1, 2), (4, 2)))
+"""Two ranks of a stage: samples 0 and 3, and samples 1, 2, 4 and 5."""
+
+
+def loader_of(
+    dataset: Any,
+    *,
+    workers: int = 0,
+    part: Any = WHOLE,
+    keys: Any = None,
+    collate_fn: Any = None,
+    dtype: Any = None,
+) -> RowLoader:
+    samples = tuple(SampleRange(first_sample=first, num_samples=count) for first, count in part)
+    return RowLoader(
+        make_loader(dataset, mini_batch=B, collate_fn=collate_fn, seed=1),
+        collate_fn=collate_fn,
+        prepare=lambda batch: prepare_batch(MODEL, batch),
+        share=Share(rank=3, mini_batch=B, samples=samples, keys=keys, dtype=dtype),
+        keys=("x", "labels") if not getattr(dataset, "_extra", None) else ("x", "labels", "extra"),
+        seed=1,
+        workers=workers,
+    )
+
+
+def taken(loader: RowLoader, count: int) -> list[OwnRows]:
+    try:
+        return list(itertools.islice(loader, count))
+    finally:
+        loader.close()
+
+
+def whole_batches(dataset: Any, count: int, collate_fn: Any = None) -> list[dict[str, Tensor]]:
+    """Return what iterating over a loader again and again gives."""
+    loader = make_loader(dataset, mini_batch=B, collate_fn=collate_fn, seed=1)
+    return list(itertools.islice((batch for _ in range(count) for batch in loader), count))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("dataset", "collate_fn"), [(Samples, None), (Streamed, None), (Lengths, pad)])
+def test_the_order_is_that_of_a_loader_epoch_after_epoch(workers: int, dataset: Any, collate_fn: Any) -> None:
+    torch.manual_seed(5)
+    wanted = whole_batches(dataset(), 8, collate_fn)  # three epochs of three mini-batches, but for one
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    found = taken(loader_of(dataset(), workers=workers, collate_fn=collate_fn), 8)
+    if not workers or dataset is not Streamed:
+        assert torch.equal(torch.get_rng_state(), after), "dropout must not depend on who loads"
+    assert len({own.checksum for own in found}) > 2
+    for have, want in zip(found, wanted, strict=True):
+        for key, value in want.items():
+            assert torch.equal(have.held[key], value) and have[key].shape == value.shape
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("dataset", "collate_fn"),
+    [
+        (Samples, None),
+        (Streamed, None),
+        (Lengths, pad),
+        (lambda: Samples(extra=lambda index: {"extra": "a name"}), None),
+    ],
+)
+def test_shares_are_parts_of_the_whole(workers: int, dataset: Any, collate_fn: Any) -> None:
+    whole = taken(loader_of(dataset(), collate_fn=collate_fn), 5)
+    for part in PARTS:
+        own = taken(loader_of(dataset(), workers=workers, part=part, collate_fn=collate_fn), 5)
+        rows = [n for first, count in part for n in range(first, first + count)]
+        for have, want in zip(own, whole, strict=True):
+            assert {k: getattr(v, "shape", v) for k, v in have.items()} == {
+                k: getattr(v, "shape", v) for k, v in want.items()
+            }
+            assert {k: v.dtype for k, v in have.held.items()} == {k: v.dtype for k, v in want.held.items()}
+            assert all(torch.equal(value, want.held[key][rows]) for key, value in have.held.items())
+            assert have.checksum == want.checksum
+
+
+def test_padding_is_that_of_the_whole_mini_batch() -> None:
+    longest = [batch["x"].shape[1] for batch in whole_batches(Lengths(), 6, pad)]
+    assert set(longest) == {2, 4}
+    for part in PARTS:
+        own = taken(loader_of(Lengths(), part=part, collate_fn=pad), 6)
+        assert [rows.held["x"].shape[1] for rows in own] == longest
+
+
+def test_samples_of_one_shape_are_fetched_by_who_reads_them() -> None:
+    dataset = Samples()
+    loader = loader_of(dataset, part=PARTS[0])
+    counts = []
+    for _ in range(4):
+        dataset.fetched.clear()
+        next(loader)
+        counts.append(len(dataset.fetched))
+    assert counts == [6, 2, 2, 2], "the first mini-batch is whole, to be compared with the other ranks'"
+    for other, collate_fn in ((Samples(extra=lambda index: {"extra": "a name"}), None), (Lengths(), pad)):
+        loader = loader_of(other, part=PARTS[0], collate_fn=collate_fn)
+        next(loader)
+        other.fetched.clear()
+        next(loader)
+        assert len(other.fetched) == 6 == len(set(other.fetched))
+
+
+def test_samples_are_fetched_together_where_a_dataset_can() -> None:
+    class Together(Samples):
+        def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+            together.append(len(indices))
+            return [self[index] for index in indices]
+
+    together: list[int] = []
+    found = taken(loader_of(Together(), part=PARTS[0]), 3)
+    assert together == [6, 2, 2]
+    for have, want in zip(found, taken(loader_of(Samples(), part=PARTS[0]), 3), strict=True):
+        assert torch.equal(have.held["x"], want.held["x"])
+
+
+def test_a_rank_keeps_what_it_reads_in_the_precision_it_computes_in() -> None:
+    own = taken(loader_of(Samples(), workers=2, part=PARTS[0], keys={"x"}, dtype=torch.bfloat16), 2)[1]
+    assert set(own.held) == {"x"} and set(own) == {"x", "labels"}
+    assert own.held["x"].dtype == torch.bfloat16 and own["x"].dtype == torch.float32
+    assert own.held["x"].untyped_storage().nbytes() == 2 * 8 * 2, "two rows leave the worker, not six"
+
+
+def test_noise_depends_on_the_sample_alone_where_workers_draw_it() -> None:
+    whole = taken(loader_of(Noisy(), workers=1), 4)
+    assert not torch.equal(whole[0].held["x"], taken(loader_of(Samples()), 1)[0].held["x"])
+    for workers, part in ((2, WHOLE), (1, PARTS[0]), (2, PARTS[1])):
+        rows = [n for first, count in part for n in range(first, first + count)]
+        for have, want in zip(taken(loader_of(Noisy(), workers=workers, part=part), 4), whole, strict=True):
+            assert torch.equal(have.held["x"], want.held["x"][rows])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_fails_is_named_in_one_line_and_workers_end(workers: int) -> None:
+    loader = loader_of(Samples(broken=7), workers=workers)
+    others = set(multiprocessing.active_children())  # ranks that other tests keep
+    with pytest.raises(RuntimeFailure) as caught:
+        taken(loader, 4)
+    assert str(caught.value) == "rank 3 could not load sample 7 of training_data: OSError: the disk is gone"
+    assert set(multiprocessing.active_children()) <= others
+    with pytest.raises(RuntimeFailure, match="rank 3 loads no more"):
+        next(loader)
+
+
+def test_a_worker_that_is_killed_is_noticed() -> None:
+    others = set(multiprocessing.active_children())  # ranks that other tests keep
+    loader = loader_of(Samples(), workers=1)
+    try:
+        next(loader)
+        for child in set(multiprocessing.active_children()) - others:
+            child.kill()
+        with pytest.raises(RuntimeFailure, match="rank 3: a process that loads training_data is gone"):
+            for _ in range(9):
+                next(loader)
+    finally:
+        loader.close()
+
+
+def test_batches_of_other_keys_and_late_functions_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a batch also has \['more'\]"):
+        taken(loader_of(Samples(extra=lambda index: {"extra": 1.0, "more": 1.0})), 1)
+    loader = loader_of(Samples(), part=PARTS[0])
+    loader.apply(
+        lambda batch: {**batch, "x": batch["x"] - batch["x"].mean(0)}
+    )  # mixes samples: all are fetched
+    own = [next(loader), next(loader)][1]
+    wanted = whole_batches(Samples(), 2)[1]["x"]
+    assert torch.equal(own.held["x"], (wanted - wanted.mean(0))[[0, 3]])
+    with pytest.raises(ConfigError, match="set_batch_fn"):
+        loader.apply(lambda batch: batch)
+
+
+def test_workers_are_chosen_where_a_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for cores, workers in ((4, 1), (16, 1), (24, 2), (256, 4)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        assert count_workers("auto", cuda) == workers
+    assert count_workers("auto", cpu) == 0 and count_workers(3, cpu) == 3
+
+
+@pytest.mark.parametrize(("stages", "kind"), [(1, "fixed"), (2, "fixed"), (1, "padded"), (1, "streamed")])
+def test_losses_and_gradients_do_not_depend_on_who_loads(stages: int, kind: str) -> None:
+    for found in run_kept_ranks(jobs.train_with_and_without_workers, 2, stages, kind):
+        for loaded in ("0", "2"):
+            for (loss, gradients), (want, wanted) in zip(found[loaded], found["None"], strict=True):
+                assert loss == want
+                assert all(torch.equal(gradient, wanted[name]) for name, gradient in gradients.items())
+        assert found["children 0"] == 0 and found["children after 2"] == 0
+        assert found["children 2"] == (0 if not found["reads"] else 1 if kind == "streamed" else 2)
+        if (
+            kind == "fixed"
+        ):  # given batches and the first own one are whole: 8 samples, and then 4 of each rank
+            own = 4 if stages == 1 else 8
+            assert found["fetched 0"] == (8 + 4 * own if found["reads"] else 0)
+            assert found["fetched None"] == 5 * 8 and found["fetched 2"] == 0
+
+
+def test_all_ranks_know_which_masks_hide_nothing_in_the_whole_mini_batch() -> None:
+    answers = run_kept_ranks(jobs.tell_of_ones, 2)
+    for answer in answers:
+        assert answer["told"] == answer["wanted"] and sorted(answer["told"]) == [False, True, True]
+    step = answers[0]["told"].index(False)
+    assert {answer["own"][step] for answer in answers} == {True, False}, "one of them cannot see it"
+
+
+def test_ranks_that_cannot_stack_or_read_other_data_are_told() -> None:
+    for said in run_kept_ranks(jobs.refuse_unlike_shapes, 2):
+        assert (
+            said.startswith("ConfigError: samples of one mini-batch have unlike shapes")
+            and "collate_fn" in said
+        )
+    for said in run_kept_ranks(jobs.refuse_other_data, 2):
+        assert said.startswith("RuntimeFailure: step 1: the ranks were given different mini-batches")
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_a_worker_that_fails_ends_the_job_on_all_ranks(bad_rank: int) -> None:
+    answers = run_kept_ranks(jobs.fail_in_a_worker, 2, bad_rank)
+    first = [answer["said"] for answer in answers]
+    line = (
+        f"RuntimeFailure: rank {bad_rank} could not load sample 7 of training_data: OSError: the disk is gone"
+    )
+    assert first[bad_rank] == line
+    assert (
+        first[1 - bad_rank] == f"RuntimeFailure: rank {bad_rank} could not load its mini-batch; see its error"
+    )
+    assert all(answer["children"] == 0 and answer["seconds"] < 30 for answer in answers)
+
+
+def test_workers_end_with_a_failed_step() -> None:
+    for answer in run_kept_ranks(jobs.fail_in_a_step, 2):
+        assert answer["said"] == "a kernel failed" and answer["before"] == 2 and answer["after"] == 0
+
+
+def test_resuming_mid_epoch_does_not_depend_on_workers(tmp_path: Any) -> None:
+    """A checkpoint has no place in the data: a new engine begins the order anew, whoever loads."""
+    for answers in run_kept_ranks(jobs.resume_mid_epoch, 2, str(tmp_path)):
+        (full, resumed), (full_2, resumed_2) = answers["0 2"], answers["2 0"]
+        assert [loss for loss, _ in full] == [loss for loss, _ in full_2]
+        assert [loss for loss, _ in resumed] == [loss for loss, _ in resumed_2]

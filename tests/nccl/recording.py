@@ -1,0 +1,406 @@
+"""Records what each rank of a plan asks of its device: the real executor, mailbox and transport, one rank at a time.
+
+A rank's job is that of an engine in small: groups of its stage, a transport, mini-batches, their reductions and step,
+the agreement on the loss. Only the stage's arithmetic is left out: a task is one item on the stream that computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gpp_plugin.doors import TransportRequest
+from gpp_plugin.engine.stage_groups import StageGroups
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import RankProgram
+from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
+from gpp_plugin.runtime.compute import BoundaryGradients, boundary_gradients
+from gpp_plugin.runtime.executor import StageExecutor
+from gpp_plugin.runtime.lane import channels_of
+from gpp_plugin.runtime.messages.mailbox import WindowPlace
+from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT, Transport
+from gpp_plugin.runtime.messages.wires import held_shape
+from gpp_plugin.runtime.ranks.meeting import Meeting
+from gpp_plugin.runtime.window_lane import WindowRunner
+from gpp_plugin.schedule.build import build_schedules, forward_schedules
+from gpp_plugin.schedule.early_reductions import last_backward, stages_that_reduce_early
+from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.schedule.windows import WindowPrograms, lower_windows
+from gpp_plugin.simulate.async_prediction import num_windows
+from tests.nccl.fake_cuda import CUDA, FakeCuda, recorded_cuda
+from tests.nccl.fake_groups import FakeDistributed, recorded_distributed
+from tests.nccl.operations import Job, Tape
+
+SIDE = 12
+"""Elements of a made-up tensor along each axis but that of samples: shards of 1, 2, 3, 4 and 6 fit."""
+
+MakeTransport = Callable[[TransportRequest], Transport]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a job does with a plan.
+
+    Args:
+        zero: ZeRO stage; from 2 on gradients are reduced behind every backward.
+        steps: mini-batches, or windows more than those that fill an asynchronous pipeline.
+        record: the last mini-batch is traced.
+        evaluate: a mini-batch of evaluation behind the first one of training.
+        make_transport: as a `TransportFactory` does.
+    """
+
+    plan: PipelinePlan
+    forward_only: frozenset[int] = frozenset()
+    tied: tuple[int, ...] = ()
+    zero: int = 0
+    steps: int = 1
+    record: bool = False
+    evaluate: bool = False
+    train: bool = True
+    make_transport: MakeTransport = NATIVE_TRANSPORT.make
+
+
+# ---- what a rank computes ----------------------------------------------------------------------------------
+
+
+class RecordedCompute:
+    """A stage whose tasks are one item each, of the right tensors.
+
+    Args:
+        tensor_group: of the rank's data position; tensor ranks meet in each task.
+        early: what begins the sums of gradients, before the backward of this micro-batch; None where nothing does.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        program: RankProgram,
+        specs: Mapping[str, TensorSpec],
+        gradients: BoundaryGradients,
+        cuda: FakeCuda,
+        tensor_group: Any,
+        early: tuple[int, Callable[[], None]] | None,
+    ) -> None:
+        plan, stage = run.plan, run.plan.stages[program.stage]
+        incoming = [edge for edge in plan.edges if edge.dst == program.stage]
+        outgoing = [edge for edge in plan.edges if edge.src == program.stage]
+        axes = {n: e.dst_shard_axis for e in incoming for n in (*e.batch_tensors, *e.whole_tensors)}
+        axes |= {n: e.src_shard_axis for e in outgoing for n in (*e.batch_tensors, *e.whole_tensors)}
+        names = [[*e.batch_tensors, *e.whole_tensors] for e in (*incoming, *outgoing)]
+        self.received = tuple(dict.fromkeys(n for each in names[: len(incoming)] for n in each))
+        self.outputs = tuple(dict.fromkeys(n for each in names[len(incoming) :] for n in each))
+        self.gradient_outputs = gradients.outputs
+        self.gradient_inputs = gradients.inputs
+        self._cuda = cuda
+        self._group = tensor_group
+        self._early = early
+        self._local = stage.local_batch_size
+
+        def made(name: str, samples: int) -> Tensor:
+            shape = held_shape(specs[name], samples, stage, axes[name])
+            return torch.zeros(shape, dtype=getattr(torch, specs[name].dtype), device=CUDA)
+
+        self._made = {
+            half: [made(name, self._local // (1 if half is None else 2)) for name in self.outputs]
+            for half in (None, 0, 1)
+        }
+        self._gradients = [made(name, self._local) for name in self.gradient_inputs]
+
+    def _task(self, what: str) -> None:
+        if self._group is not None:
+            dist.all_reduce(torch.zeros(1, device=CUDA), group=self._group)
+        self._cuda.tape.put(self._cuda.stream.number, what)
+
+    def forward(
+        self, micro_batch: int, half: int | None, inputs: Sequence[Tensor], received: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        self._task(f"F{micro_batch}")
+        return self._made[half]
+
+    def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        if self._early is not None and self._early[0] == micro_batch:
+            self._early[1]()
+        self._task(f"B{micro_batch}")
+        return self._gradients
+
+    def input_gradient(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        self._task(f"I{micro_batch}")
+        return self._gradients
+
+    def weight_gradient(self, micro_batch: int) -> None:
+        self._task(f"W{micro_batch}")
+
+    def clear(self) -> None:
+        pass
+
+
+class RecordedHooks:
+    """The optimizer side of a stage: its sums over ranks, and the norm that a step is agreed on.
+
+    Args:
+        step_group: the ranks that step together.
+    """
+
+    loss_scale = 1.0
+
+    def __init__(self, run: Run, stage: int, groups: StageGroups, step_group: Any) -> None:
+        self._has_data = run.plan.stages[stage].degree > 1
+        self._is_partitioned = run.zero > 0
+        self._data = groups.data[stage]
+        self._tied = [group for stages, group in groups.tied.items() if stage in stages]
+        self._step_group = step_group
+        self._begun: list[Any] = []
+
+    def begin_reduction(self) -> None:
+        """Launch a sum ahead of the last backward, of which a part is launched within it: as early as any may be."""
+        self._begun.append(dist.all_reduce(torch.zeros(4, device=CUDA), group=self._data, async_op=True))
+
+    def accumulate(self) -> None:
+        pass
+
+    def reduce_data(self) -> None:
+        while self._begun:
+            self._begun.pop().wait()
+        if self._has_data:
+            gradients = torch.zeros(4, device=CUDA)
+            if self._is_partitioned:
+                dist.reduce_scatter_tensor(torch.zeros(1, device=CUDA), gradients, group=self._data)
+            else:
+                dist.all_reduce(gradients, group=self._data)
+
+    def reduce_tied(self) -> None:
+        for group in self._tied:
+            dist.all_reduce(torch.zeros(4, device=CUDA), group=group)
+
+    def step(self) -> float:
+        norm = torch.zeros((), device=CUDA)
+        dist.all_reduce(norm, group=self._step_group)
+        return norm.item()
+
+
+# ---- a rank's job ------------------------------------------------------------------------------------------
+
+
+def made_up_specs(plan: PipelinePlan) -> dict[str, TensorSpec]:
+    """Return tensors for the names on a plan's edges: four axes, of which one is that of samples if there is one."""
+    sharded: defaultdict[str, set[int | None]] = defaultdict(set)
+    batch: dict[str, bool] = {}
+    for edge in plan.edges:
+        for name in (*edge.batch_tensors, *edge.whole_tensors):
+            sharded[name] |= {edge.src_shard_axis, edge.dst_shard_axis}
+            batch[name] = name in edge.batch_tensors
+    specs = {}
+    for number, (name, is_batch) in enumerate(batch.items(), start=1):
+        # All are of unlike sizes: a message that is taken for another one is seen.
+        shape = [SIDE, SIDE, SIDE, SIDE * number]
+        axis = min({0, 1, 2, 3} - sharded[name])
+        if is_batch:
+            shape[axis] = 1
+        specs[name] = TensorSpec(
+            name=name,
+            dtype="float32",
+            shape=tuple(shape),
+            num_samples=1,
+            layout=batch_layout(axis=axis) if is_batch else UNIFORM,
+        )
+    return specs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Programs:
+    """What the ranks of a run do: lowered once for all of them."""
+
+    training: tuple[RankProgram, ...] = ()
+    evaluation: tuple[RankProgram, ...] = ()
+    windows: WindowPrograms | None = None
+    early: frozenset[int] = frozenset()
+
+
+def lower(run: Run) -> Programs:
+    """Return the programs of all ranks of a run."""
+    plan, frozen = run.plan, run.forward_only
+    evaluation: tuple[RankProgram, ...] = ()
+    if run.evaluate:
+        single = dataclasses.replace(plan, mode="sync")
+        evaluation = lower_schedules(single, forward_schedules(single), training=False)
+    if plan.mode == "async":
+        return Programs(windows=lower_windows(plan, forward_only_stages=frozen), evaluation=evaluation)
+    training: tuple[RankProgram, ...] = ()
+    if run.train:
+        training = lower_schedules(
+            plan,
+            build_schedules(plan, forward_only_stages=frozen),
+            tied_stages=run.tied,
+            forward_only_stages=frozen,
+            reduce_each_backward=run.zero >= 2,
+        )
+    early = stages_that_reduce_early(plan, training) if training and not run.zero else frozenset[int]()
+    return Programs(training=training, evaluation=evaluation, early=early)
+
+
+class RankJob:
+    """One rank of a run, as an engine would set it up and drive it."""
+
+    def __init__(self, run: Run, programs: Programs, cuda: FakeCuda) -> None:
+        self._run = run
+        self._plan = plan = run.plan
+        self._programs = programs
+        self._cuda = cuda
+        self._rank = dist.get_rank()
+        self._stage = plan.stage_of_rank(self._rank)
+        self._specs = made_up_specs(plan)
+        self._meeting = Meeting(group=dist.new_group(None, backend="gloo"), who="", timeout_s=60.0)
+        ties = _ties(run.tied)
+        self._groups = StageGroups.create(plan, ties, timeout_s=60.0)
+        is_alone = plan.mode == "async"
+        self._shared: Transport | None = None
+        self._hooks = RecordedHooks(
+            run,
+            self._stage,
+            self._groups,
+            self._groups.stage[self._stage] if is_alone else self._groups.world,
+        )
+
+    def run(self) -> None:
+        """Do everything."""
+        programs = self._programs
+        if programs.windows is not None:
+            self._run_windows(programs.windows)
+        if programs.training:
+            train = self._executor(programs.training[self._rank], self._transport(programs.training))
+            for step in range(self._run.steps):
+                self._train(train, record=self._run.record and step == self._run.steps - 1)
+                if step == 0:
+                    self._evaluate()
+        else:
+            self._evaluate()
+
+    def _train(self, executor: StageExecutor, *, record: bool) -> None:
+        executor.run(self._inputs(), record=record)
+        self._agree_on_loss()
+
+    def _evaluate(self) -> None:
+        programs = self._programs.evaluation
+        if programs:
+            executor = self._executor(programs[self._rank], self._transport(programs), is_training=False)
+            executor.run(self._inputs())
+            self._agree_on_loss()
+
+    def _run_windows(self, programs: WindowPrograms) -> None:
+        own = programs.of_rank(self._rank)
+        transport = self._transport(programs.all)
+
+        def make(program: RankProgram, window: WindowPlace) -> StageExecutor:
+            return self._executor(program, transport, window=window)
+
+        runner = WindowRunner.make(own, make, mini_batch=self._plan.mini_batch)
+        for step in range(count := num_windows(runner.windows) + self._run.steps - 1):
+            runner.run(self._inputs(), record=self._run.record and step == count - 1)
+            self._agree_on_loss()
+        runner.drain(record=self._run.record)
+        self._evaluate()
+
+    def _agree_on_loss(self) -> None:
+        """Read the losses and sum them over all ranks, as a call of ``train_batch`` ends."""
+        if self._stage in self._plan.loss_stages():
+            torch.zeros((), device=CUDA).item()
+        self._meeting.sum(torch.zeros(1), "the loss")
+
+    def _inputs(self) -> list[tuple[Tensor, ...]]:
+        return [()] * self._plan.num_micro_batches(self._stage)
+
+    def _transport(self, programs: Sequence[RankProgram]) -> Transport | None:
+        """Return the one transport of all lanes, as `LaneMaker` makes it."""
+        channels = channels_of(programs)
+        if not channels:
+            return None
+        if self._shared is not None:
+            self._shared.open(channels)
+            return self._shared
+        request = TransportRequest(
+            plan=self._plan,
+            specs=self._specs,
+            channels=frozenset(channels),
+            device="cuda",
+            backend="nccl",
+            timeout_s=60.0,
+        )
+        self._shared = self._run.make_transport(request)
+        return self._shared
+
+    def _executor(
+        self,
+        program: RankProgram,
+        transport: Transport | None,
+        *,
+        is_training: bool = True,
+        window: WindowPlace | None = None,
+    ) -> StageExecutor:
+        stage = self._plan.stages[self._stage]
+        gradients = boundary_gradients(program, self._plan, self._specs)
+        group = self._groups.tensor[self._stage] if stage.tensor > 1 else None
+        last = last_backward(program) if is_training and self._stage in self._programs.early else None
+        early = None if last is None else (last, self._hooks.begin_reduction)
+        return StageExecutor(
+            plan=self._plan,
+            program=program,
+            compute=RecordedCompute(self._run, program, self._specs, gradients, self._cuda, group, early),
+            specs=self._specs,
+            transport=transport,
+            hooks=self._hooks,
+            device=CUDA,
+            is_training=is_training,
+            window=window,
+        )
+
+
+def _ties(stages: Sequence[int]) -> list[Any]:
+    from gpp_plugin.engine.stage_groups import TiedParameter
+
+    return [TiedParameter(name="tied", stages=tuple(stages), owner=stages[0])] if stages else []
+
+
+def record_rank(num_ranks: int, rank: int, work: Callable[[FakeCuda], None]) -> tuple[Tape, list[Any]]:
+    """Return what ``work`` asks for on one rank of a job with a device for each, and the groups that it makes."""
+    tape = Tape(rank)
+    cuda = FakeCuda(tape, num_devices=num_ranks)
+    fake = FakeDistributed(cuda, num_ranks)
+    with recorded_cuda(cuda), recorded_distributed(fake), _no_cuda_stand_ins():
+        work(cuda)
+    return tape, fake.made
+
+
+@contextlib.contextmanager
+def _no_cuda_stand_ins() -> Iterator[None]:
+    """Take away what other tests of this process have put in the place of CUDA in megatron-core."""
+    from gpp_plugin.integrations.megatron import cpu
+
+    was_installed = bool(cpu._originals)
+    cpu.remove()
+    yield
+    if was_installed:
+        with mock.patch.object(torch.cuda, "is_available", lambda: False):
+            cpu.install()
+
+
+def record_job(run: Run) -> Job:
+    """Return what all ranks of a run ask for."""
+    programs = lower(run)
+    tapes, made = zip(
+        *(
+            record_rank(run.plan.num_ranks, rank, lambda cuda: RankJob(run, programs, cuda).run())
+            for rank in range(run.plan.num_ranks)
+        ),
+        strict=True,
+    )
+    assert all(groups == made[0] for groups in made), "all ranks make the same groups in one order"
+    return tuple(tuple(tape.operations) for tape in tapes)

@@ -1,0 +1,96 @@
+"""No plan hangs: the recorded-order model (`operations`) over every plan of the tests and what else runs on plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from gpp_benchmarks._emulated_graphs import emulated_plan
+from gpp_benchmarks._random_schedules import random_draw
+from gpp_plugin.ir.plan import StageEdge
+from tests.nccl.collect_plans import read_plans
+from tests.nccl.coverage_counts import Tell, check_runs, everything, report
+from tests.nccl.recording import Run, record_job
+from tests.runtime.test_tensor_grids import random_case
+from tests.schedule.plans import chain_plan, simple_plan
+from tests.schedule.test_async import random_async_plan
+
+
+def test_every_plan_of_the_tests(tell: Tell) -> None:
+    report(tell, check_runs([(name, everything(run)) for name, run in read_plans()]))
+
+
+def test_windows_that_stay_full(tell: Tell) -> None:
+    plans = [random_async_plan(random.Random(seed)) for seed in range(20)]
+    report(
+        tell,
+        check_runs([(f"seed {n}", Run(plan=plan, steps=2, record=True)) for n, plan in enumerate(plans)]),
+    )
+
+
+def test_tensor_grids(tell: Tell) -> None:
+    plans = [random_case(random.Random(seed))[0] for seed in range(10)]
+    report(tell, check_runs([(f"seed {n}", everything(Run(plan=plan))) for n, plan in enumerate(plans)]))
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_partitioned_gradients(zero: int, tell: Tell) -> None:
+    plans = [random_draw(seed, most_ranks=16).plan for seed in range(2000, 2010)]
+    report(
+        tell, check_runs([(str(n), everything(Run(plan=plan, zero=zero))) for n, plan in enumerate(plans)])
+    )
+
+
+# ---- several edges between two ranks -----------------------------------------------------------------------
+
+
+def with_more_edges(seed: int) -> Run:
+    """Return a random graph some of whose edges are two or three, each with a part of the tensors or more of them."""
+    rng = random.Random(seed)
+    plan = random_draw(seed, most_ranks=12).plan
+    edges: list[StageEdge] = []
+    for edge in plan.edges:
+        edges.append(edge)
+        for number in range(rng.choice([0, 1, 2])):
+            name = f"more{edge.src}_{number}"
+            edges.append(
+                dataclasses.replace(
+                    edge, batch_tensors=(name,), whole_tensors=(), gradient_tensors=rng.choice([(name,), ()])
+                )
+            )
+    trained = dataclasses.replace(plan, edges=tuple(edges))
+    return Run(plan=trained)
+
+
+def test_several_edges_between_two_ranks(tell: Tell) -> None:
+    runs = [with_more_edges(seed) for seed in range(3000, 3010)]
+    assert any(len({(e.src, e.dst) for e in run.plan.edges}) < len(run.plan.edges) for run in runs)
+    report(tell, check_runs([(str(number), everything(run)) for number, run in enumerate(runs)]))
+
+
+# ---- Megatron's communicator -------------------------------------------------------------------------------
+
+
+def test_megatrons_communicators(tell: Tell) -> None:
+    pytest.importorskip("megatron.core")
+    from gpp_plugin.integrations.megatron.p2p import MEGATRON_TRANSPORT
+
+    plans = [
+        chain_plan(2, 3),
+        chain_plan(4, 6),
+        simple_plan([1, 1, 1], [(0, 2), (1, 2)], mini_batch=4),
+        simple_plan([2, 2, 4, 2], [(0, 1), (0, 2), (1, 3), (2, 3)], mini_batch=8),
+        emulated_plan("twins", [(0, 2), (1, 2)], num_micro_batches=4, degrees={0: 2}),
+        *(simple_plan([1] * n, _links(n), mini_batch=6) for n in range(3, 7)),
+    ]
+    runs = [Run(plan=plan, make_transport=MEGATRON_TRANSPORT.make) for plan in plans]
+    world = [t for operation in record_job(runs[0])[1] for t in operation.transfers if t.communicator[0] == 0]
+    assert len(world) == 4, "one to open it, and the gradients of three micro-batches over the default group"
+    report(tell, check_runs([(str(number), everything(run)) for number, run in enumerate(runs)]))
+
+
+def _links(num_stages: int) -> list[tuple[int, int]]:
+    rng = random.Random(num_stages)
+    return sorted({(rng.randrange(dst), dst) for dst in range(1, num_stages) for _ in range(2)})

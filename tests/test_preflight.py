@@ -1,0 +1,141 @@
+"""`gpp doctor --gpus N --device cpu`: the whole way over gloo, alone and under a launcher; what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gpp_plugin.cli import main
+from gpp_plugin.doctor import preflight
+from gpp_plugin.doctor.check import Status
+from gpp_plugin.doctor.preflight import check_driver, check_ninja, check_nvcc, started_ranks
+from gpp_plugin.doctor.preflight_rank import preflight_plan
+from gpp_plugin.ir.serialize import save
+from gpp_plugin.launch import reserved_port
+from gpp_plugin.plan.cluster_files import read_cluster
+from gpp_plugin.rehearse.saved_programs import make_programs
+from gpp_plugin.runtime.lane import channels_of
+
+SECONDS = 150
+
+
+def test_two_ranks_of_this_host(tmp_path, capsys):
+    output = tmp_path / "cluster.json"
+    assert main(["doctor", "--gpus", "2", "--device", "cpu", "--output", str(output), "--json"]) == 0
+    *text, last = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("step of zeros") and "channels of 2 stages" in line for line in text)
+    assert text[-1].startswith("2 ranks are ready (a functional run on CPUs over gloo")
+    result = json.loads(last)
+    (pair,) = result["rows"]
+    assert (pair["first"], pair["second"], pair["link"]) == (0, 1, "host memory")
+    assert pair["bytes_per_s"] > 0 and pair["latency_us"] > 0 and result["device"] == "cpu"
+    cluster = read_cluster(output, num_devices=2)
+    assert [(link.name, link.span) for link in cluster.links] == [("host memory", 2)]
+    assert main(["plan", "mmt", "--cluster", str(output), "--planner", "uniform"]) == 0
+
+
+def test_ranks_of_a_launcher_and_a_saved_plan(tmp_path):
+    save(preflight_plan(2), tmp_path / "plan.json")
+    command = [sys.executable, "-m", "gpp_plugin.cli", "doctor", "--gpus", "2", "--device", "cpu"]
+    with reserved_port() as port:
+        common = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": str(port)}
+        ranks = [
+            subprocess.Popen(
+                [*command, "--plan", str(tmp_path / "plan.json")],
+                env={
+                    **os.environ,
+                    **common,
+                    "OMPI_COMM_WORLD_RANK": str(rank),
+                    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+                },
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        said = [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert "2 ranks are ready" in said[0] and said[1] == "", "one rank speaks"
+
+
+def test_a_rank_that_does_not_come_is_named(capfd):
+    command = [
+        sys.executable,
+        "-m",
+        "gpp_plugin.cli",
+        "doctor",
+        "--gpus",
+        "2",
+        "--device",
+        "cpu",
+        "--timeout",
+        "3",
+    ]
+    with reserved_port() as port:
+        variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        alone = subprocess.run(
+            command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=SECONDS
+        )
+    assert alone.returncode == 1
+    assert alone.stderr.strip().splitlines()[-1].startswith("gpp doctor: ")
+    assert "rank 0 of 2 ranks waited 3 s for all to meet at 127.0.0.1" in alone.stderr
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 6])
+def test_the_plan_opens_channels_both_ways(num_ranks):
+    plan = preflight_plan(num_ranks)
+    assert plan.num_ranks == num_ranks
+    pairs = {channel[-2:] for channel in channels_of(make_programs(plan))}
+    assert pairs == {(b, a) for a, b in pairs}, "gradients come back"
+    assert {rank for pair in pairs for rank in pair} == (set(range(num_ranks)) if num_ranks > 1 else set())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--gpus", "0", "--device", "cpu"], 1, "--gpus 0: give at least 1 rank"),
+        (["--gpus", "2", "--device", "cpu", "--timeout", "0"], 1, "--timeout 0: give seconds above 0"),
+    ],
+)
+def test_what_is_refused(arguments, code, message, capsys):
+    assert main(["doctor", *arguments]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_a_plan_for_other_ranks_is_refused(tmp_path, capsys):
+    save(preflight_plan(2), tmp_path / "plan.json")
+    assert main(["doctor", "--gpus", "4", "--device", "cpu", "--plan", str(tmp_path / "plan.json")]) == 1
+    assert "the plan is for 2 ranks; give --gpus 2" in capsys.readouterr().err
+
+
+def test_without_a_device_it_says_what_to_do(monkeypatch, capsys):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["doctor", "--gpus", "2"]) == 2
+    assert "--device cpu tries the same over gloo" in capsys.readouterr().err
+
+
+def test_who_started_this_process():
+    assert started_ranks({}) == 0
+    assert started_ranks({"RANK": "0", "WORLD_SIZE": "1"}) == 1
+    assert started_ranks({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) == 0, "a batch script"
+    assert started_ranks({"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4"}) == 4
+
+
+def test_driver_and_compilers(monkeypatch):
+    import torch
+
+    said = {"nvidia-smi": "Driver Version: 535.104.05   CUDA Version: 12.2", "nvcc": "release 11.8, V11.8.89"}
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    monkeypatch.setattr(preflight, "_ask", lambda command: said[os.path.basename(command[0])])
+    monkeypatch.setattr(preflight.shutil, "which", lambda name, path=None: f"/usr/bin/{name}")
+    driver, nvcc, ninja = check_driver(), check_nvcc(), check_ninja()
+    assert driver.is_failure and driver.found == "driver 535.104.05, torch's CUDA 13.0, NCCL 2.27.3"
+    assert nvcc.status is Status.WARNING and "nvcc is of CUDA 11.8 and torch of 13.0" in nvcc.advice
+    assert ninja.status is Status.OK
+    monkeypatch.setattr(preflight.shutil, "which", lambda name, path=None: None)
+    assert [check().status for check in (check_nvcc, check_ninja)] == [Status.MISSING] * 2

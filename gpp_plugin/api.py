@@ -400,6 +400,6 @@ def _module_and_batch(
             f"sample_batch: missing; a {type(model).__name__} is captured on a batch as it is trained on, a dict of "
             "tensors with the samples along axis 0"
         )
-    from gpp_plugin.capture.sample_batches import resize_batch
+    from gpp_plugin.capture.tracing.sample_batches import resize_batch
 
     return model, resize_batch(batch, loss_unit)

@@ -18,8 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from gpp_plugin.capture.clean import ADDED, written_arguments
-from gpp_plugin.capture.shadow import Shadow
+from gpp_plugin.capture.tracing.clean import ADDED, written_arguments
+from gpp_plugin.capture.tracing.shadow import Shadow
 from gpp_plugin.errors import CaptureError
 
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

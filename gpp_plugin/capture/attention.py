@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gpp_plugin.capture.clean import ADDED, written_arguments
 from gpp_plugin.capture.mask_values import Mask, find_masks, written_storages
+from gpp_plugin.capture.tracing.clean import ADDED, written_arguments
 
 aten = torch.ops.aten
 

@@ -17,8 +17,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from gpp_plugin.capture.captured_graph import CapturedGraph, with_replicated
-from gpp_plugin.capture.inseparable import ordered_units
 from gpp_plugin.capture.keys import Key, ModuleKeys, sub_layer_keys
+from gpp_plugin.capture.layout.inseparable import ordered_units
 from gpp_plugin.capture.quotient import Group, Quotient
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, SavedTensor

@@ -15,18 +15,18 @@ from torch import nn
 from gpp_plugin.capture.annotate import Note, annotate, module_path
 from gpp_plugin.capture.attention import find_attention_masks, without_masks
 from gpp_plugin.capture.captured_graph import CapturedGraph
-from gpp_plugin.capture.clean import written_arguments
-from gpp_plugin.capture.devices import place_graph, placed_body
-from gpp_plugin.capture.inseparable import find_clusters
 from gpp_plugin.capture.keys import find_layer_lists
-from gpp_plugin.capture.layout_rules import Counted, Fixed, Rows
-from gpp_plugin.capture.layouts import Layouts, analyse_layouts, describe_coupling, is_random
+from gpp_plugin.capture.layout.inseparable import find_clusters
+from gpp_plugin.capture.layout.layout_rules import Counted, Fixed, Rows
+from gpp_plugin.capture.layout.layouts import Layouts, analyse_layouts, describe_coupling, is_random
+from gpp_plugin.capture.layout.replicate import find_replicable
 from gpp_plugin.capture.mask_values import Mask, inputs_of_ones
-from gpp_plugin.capture.replicate import find_replicable
-from gpp_plugin.capture.sample_batches import count_samples, resize_batch, rows_per_sample
-from gpp_plugin.capture.shadow import Shadow, dtype_name, make_shadow, tracing_device
-from gpp_plugin.capture.torch_export import Call, call_by_key
-from gpp_plugin.capture.traced import Traced, align, structure_of, trace
+from gpp_plugin.capture.tracing.clean import written_arguments
+from gpp_plugin.capture.tracing.devices import place_graph, placed_body
+from gpp_plugin.capture.tracing.sample_batches import count_samples, resize_batch, rows_per_sample
+from gpp_plugin.capture.tracing.shadow import Shadow, dtype_name, make_shadow, tracing_device
+from gpp_plugin.capture.tracing.torch_export import Call, call_by_key
+from gpp_plugin.capture.tracing.traced import Traced, align, structure_of, trace
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.op_graph import OpGraph, OpNode, Parameter

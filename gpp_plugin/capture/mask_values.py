@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from gpp_plugin.capture.clean import written_arguments
-from gpp_plugin.capture.layouts import is_random
+from gpp_plugin.capture.layout.layouts import is_random
+from gpp_plugin.capture.tracing.clean import written_arguments
 from gpp_plugin.errors import first_line
 
 logger = logging.getLogger(__name__)

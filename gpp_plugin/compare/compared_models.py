@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.capture.sample_batches import count_samples, resize_batch, rows_per_sample
+from gpp_plugin.capture.tracing.sample_batches import count_samples, resize_batch, rows_per_sample
 from gpp_plugin.compare.compare_settings import CompareSettings
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.huggingface.hf_models import (

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from gpp_plugin.capture.sample_batches import count_samples, rows_per_sample
+from gpp_plugin.capture.tracing.sample_batches import count_samples, rows_per_sample
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.engine.gradients import StageGradients
 from gpp_plugin.engine.setting import Setting

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from gpp_plugin.capture.mask_values import inputs_of_ones
-from gpp_plugin.capture.sample_batches import count_samples, rows_per_sample
+from gpp_plugin.capture.tracing.sample_batches import count_samples, rows_per_sample
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.engine.setting import Setting
 from gpp_plugin.errors import ConfigError, GppError, RuntimeFailure, first_line

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
-from gpp_plugin.capture.sample_batches import resize_batch
+from gpp_plugin.capture.tracing.sample_batches import resize_batch
 from gpp_plugin.errors import GppError, ProfileError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.op_graph import Parameter

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpp_plugin.capture.sample_batches import count_samples
+from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.errors import CaptureError, PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from gpp_plugin.capture.attention import drop_operators, without_masks
 from gpp_plugin.capture.captured_graph import CapturedGraph
-from gpp_plugin.capture.devices import on_device, placed_body
 from gpp_plugin.capture.mask_values import Mask
+from gpp_plugin.capture.tracing.devices import on_device, placed_body
 from gpp_plugin.errors import CaptureError
 
 

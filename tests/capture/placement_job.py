@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from gpp_plugin.capture import export, shadow
-from gpp_plugin.capture.devices import place_graph
+from gpp_plugin.capture import export
+from gpp_plugin.capture.tracing import shadow
+from gpp_plugin.capture.tracing.devices import place_graph
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.serialize import dumps, loads
 from tests.capture.placement_checks import (

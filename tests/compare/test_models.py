@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from gpp_plugin.capture.sample_batches import count_samples
+from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.compare.compare_settings import CompareSettings, default_config
 from gpp_plugin.compare.compared_models import TINY, build_model, cut_batch
 from gpp_plugin.errors import ConfigError

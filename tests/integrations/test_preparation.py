@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from gpp_plugin.capture import traced
-from gpp_plugin.capture.sample_batches import count_samples
+from gpp_plugin.capture.tracing import traced
+from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.config import read_config
 from gpp_plugin.integrations.deepspeed.dispatch import setting_of
 from gpp_plugin.ir.profile import Profile

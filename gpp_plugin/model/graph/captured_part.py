@@ -22,7 +22,7 @@ from gpp_plugin.capture.attention import repeated_operands
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model, recapture
-from gpp_plugin.capture.sample_batches import count_samples, resize_batch
+from gpp_plugin.capture.tracing.sample_batches import count_samples, resize_batch
 from gpp_plugin.errors import CaptureError, ConfigError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import Block, BlockGraph, SavedTensor

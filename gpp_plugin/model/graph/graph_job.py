@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gpp_plugin.capture.sample_batches import count_samples
+from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.op_graph import Parameter

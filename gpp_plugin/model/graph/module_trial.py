@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.capture.sample_batches import resize_batch, rows_per_sample
+from gpp_plugin.capture.tracing.sample_batches import resize_batch, rows_per_sample
 from gpp_plugin.errors import ConfigError, GppError, first_line
 from gpp_plugin.ir.tensors import UNIFORM, LayoutKind, TensorSpec, batch_layout
 from gpp_plugin.model.graph.resolve import GraphStage

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
-from gpp_plugin.capture.sample_batches import resize_batch
+from gpp_plugin.capture.tracing.sample_batches import resize_batch
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.profile import Profile

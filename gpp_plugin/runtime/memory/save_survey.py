@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_iter
 
-from gpp_plugin.capture.clean import ADDED
+from gpp_plugin.capture.tracing.clean import ADDED
 from gpp_plugin.runtime.memory.counting import storage_id
 from gpp_plugin.runtime.memory.keeper import Packed, unpack
 from gpp_plugin.runtime.memory.memory_policy import INSIDE, MemoryPolicy

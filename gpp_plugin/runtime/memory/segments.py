@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from gpp_plugin.capture.clean import written_arguments
-from gpp_plugin.capture.layouts import is_random
+from gpp_plugin.capture.layout.layouts import is_random
+from gpp_plugin.capture.tracing.clean import written_arguments
 from gpp_plugin.runtime.memory.memory_policy import MemoryPolicy
 
 aten = torch.ops.aten

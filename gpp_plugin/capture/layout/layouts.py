@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, fx
 
 from gpp_plugin.capture.annotate import module_path
-from gpp_plugin.capture.clean import written_arguments
-from gpp_plugin.capture.inseparable import operator_sources, ordered_units
-from gpp_plugin.capture.layout_rules import Counted, Fixed, Operand, Rows, State, Whole, rule_layout
-from gpp_plugin.capture.traced import Traced
-from gpp_plugin.capture.trials import MixedSamples, Trials, are_equal, find_rows, shape_of, tensors_of
+from gpp_plugin.capture.layout.inseparable import operator_sources, ordered_units
+from gpp_plugin.capture.layout.layout_rules import Counted, Fixed, Operand, Rows, State, Whole, rule_layout
+from gpp_plugin.capture.layout.trials import MixedSamples, Trials, are_equal, find_rows, shape_of, tensors_of
+from gpp_plugin.capture.tracing.clean import written_arguments
+from gpp_plugin.capture.tracing.traced import Traced
 
 aten = torch.ops.aten
 

@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
 
 from gpp_plugin.capture.annotate import module_path
-from gpp_plugin.capture.clean import clean_graph
-from gpp_plugin.capture.sample_batches import count_samples
-from gpp_plugin.capture.shadow import Shadow
-from gpp_plugin.capture.torch_export import WRAPPED, Call, call_by_key, export_model, split_batch
+from gpp_plugin.capture.tracing.clean import clean_graph
+from gpp_plugin.capture.tracing.sample_batches import count_samples
+from gpp_plugin.capture.tracing.shadow import Shadow
+from gpp_plugin.capture.tracing.torch_export import WRAPPED, Call, call_by_key, export_model, split_batch
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import GraphNode
 

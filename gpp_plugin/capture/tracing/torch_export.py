@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from gpp_plugin.capture.shadow import Shadow, fake_inputs
+from gpp_plugin.capture.tracing.shadow import Shadow, fake_inputs
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.garbage import paused_collector
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gpp_plugin.capture.layout_rules import Fixed, Rows, State
-from gpp_plugin.capture.traced import Traced
+from gpp_plugin.capture.layout.layout_rules import Fixed, Rows, State
+from gpp_plugin.capture.tracing.traced import Traced
 from gpp_plugin.errors import first_line
 
 logger = logging.getLogger(__name__)

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from gpp_plugin.capture.annotate import Note
-from gpp_plugin.capture.clean import written_arguments
-from gpp_plugin.capture.inseparable import operator_sources, ordered_units
-from gpp_plugin.capture.layout_rules import Counted
-from gpp_plugin.capture.layouts import Layouts, is_random
-from gpp_plugin.capture.traced import Traced
+from gpp_plugin.capture.layout.inseparable import operator_sources, ordered_units
+from gpp_plugin.capture.layout.layout_rules import Counted
+from gpp_plugin.capture.layout.layouts import Layouts, is_random
+from gpp_plugin.capture.tracing.clean import written_arguments
+from gpp_plugin.capture.tracing.traced import Traced
 
 MAX_BUFFER_BYTES = 4 << 20
 MAX_SHARE = 0.01

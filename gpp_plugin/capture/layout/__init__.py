@@ -1,0 +1,1 @@
+"""How tensors depend on samples, which operators mix them, and what belongs together."""

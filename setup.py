@@ -61,10 +61,12 @@ setup(
     packages=[
         *find_packages(include=["gpp_plugin", "gpp_plugin.*"]),
         "gpp_benchmarks",
+        "gpp_benchmarks.zoo",
         "gpp_plugin.patches",
     ],
     package_dir={
         "gpp_benchmarks": "benchmarks/gpp_benchmarks",
+        "gpp_benchmarks.zoo": "benchmarks/gpp_benchmarks/zoo",
         "gpp_plugin.patches": "patches",  # in a checkout beside the package, in a wheel inside it
     },
     package_data={

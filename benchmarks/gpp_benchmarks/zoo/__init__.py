@@ -1,5 +1,115 @@
-"""Whether models are captured, and equal one process once they are cut: the zoo."""
+"""What the plugin makes of more than a hundred families of models: captured, by what means, and exact in stages.
 
-from gpp_benchmarks.zoo._catalogue import CATALOGUE, build
+Every family is a small configuration with random weights: vision-language, speech and audio, encoder-decoder, pairs,
+detection and segmentation, text and images. Each is captured on one loss unit, cut into two and into four stages by
+GraphPipe's planner, and the stages are run one behind the other in one process; loss and every gradient are held against
+the plain model's, to 1e-6 and, by the norm of each tensor, 2e-6, at the captured length and at another one. Stages that
+do not mix samples run a unit in two micro-batches as well. A model has a process of its own and a time limit, so that a
+crash or a hang is one row. A model that is captured and is not what one process computes makes the command fail.
+"""
 
-__all__ = ["CATALOGUE", "build"]
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpp_benchmarks.zoo._catalogue import CATALOGUE, KINDS, build, find
+from gpp_benchmarks.zoo._verdicts import EXACT, ONE_LENGTH, VERDICTS, WRONG
+from gpp_plugin.errors import ConfigError
+
+__all__ = ["CATALOGUE", "add_arguments", "build", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    parser.add_argument("--models", nargs="+", metavar="NAME", help="by name (all)")
+    parser.add_argument("--family", nargs="+", choices=KINDS, help="classes of models (all)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time (%(default)s)")
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, help="seconds of a model, then it is ended (%(default)g)"
+    )
+    parser.add_argument("--list", action="store_true", help="print names, classes and lengths, and try nothing")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Return a row a model, a summary a class, and whether nothing is silently wrong.
+
+    Raises:
+        ConfigError: an option is wrong.
+    """
+    from gpp_benchmarks.zoo._children import rows_of
+
+    if args.jobs < 1 or args.timeout <= 0:
+        raise ConfigError(f"--jobs {args.jobs} --timeout {args.timeout:g}: give at least one process and a time")
+    names = [find(name).name for name in args.models or CATALOGUE]
+    names = [name for name in names if not args.family or CATALOGUE[name].kind in args.family]
+    if not names:
+        raise ConfigError(f"--models {' '.join(args.models)} --family {' '.join(args.family)}: no model is of both")
+    if args.list:
+        for name in names:
+            entry = CATALOGUE[name]
+            print(f"{name:<28} {entry.kind:<16} {entry.model:<44} {entry.lengths[0]}, {entry.lengths[1]} {entry.means}")
+        return {"models": names}
+    start, rows = time.monotonic(), list[dict[str, Any]]()
+    for row in rows_of(names, jobs=args.jobs, timeout_s=args.timeout):
+        rows.append(row)
+        told = f"[{len(rows)}/{len(names)}, {time.monotonic() - start:.0f} s] {row['name']}: {row['verdict']}"
+        print(told, file=sys.stderr, flush=True)
+    rows.sort(key=lambda row: names.index(row["name"]))
+    summary = summarise(rows)
+    for row in rows:
+        print(_line(row))
+    for line in _summary_lines(summary):
+        print(line)
+    wrong = [row["name"] for row in rows if row["verdict"] == WRONG]
+    return {"rows": rows, "summary": summary, "seconds": time.monotonic() - start, "wrong": wrong, "ok": not wrong}
+
+
+def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return for every class, and for all, how many models met which end."""
+    kinds = [kind for kind in KINDS if any(row["kind"] == kind for row in rows)]
+    summary = []
+    for kind in (*kinds, "all"):
+        ends = Counter(row["verdict"] for row in rows if kind in (row["kind"], "all"))
+        total = sum(ends.values())
+        captured = ends[EXACT] + ends[ONE_LENGTH]
+        summary.append(
+            {
+                "kind": kind,
+                "models": total,
+                "captured_and_exact": captured,
+                "share": captured / total,
+                **{verdict.replace(" ", "_"): ends[verdict] for verdict in VERDICTS},
+            }
+        )
+    return summary
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    """Return a model's line of the table."""
+    head = f"{row['name']:<28} {row['kind']:<16} {row['verdict']:<20}"
+    stages = row.get("stages")
+    if not stages:
+        return f"{head} {row['line']}"
+    runs = [*stages, *row.get("other_length", [])]
+    depths = ", ".join(f"{r['stages']} in depth {r['depth']}" for r in stages if r["micro_batches"] == 1)
+    leaves = row["means"]["eager_leaves"]
+    share = f", {row['means']['eager_share']:.0%} in {len(leaves)} eager leaves" if leaves else ""
+    return (
+        f"{head} {row['means']['how']}{share}; {depths or 'one stage'}; loss {max(r['loss_error'] for r in runs):.1e}, "
+        f"gradients {max(r['gradient_error'] for r in runs):.1e}; capture {row['capture_s']:.1f} s"
+        f"{'; ' if row['line'] else ''}{row['line']}"
+    )
+
+
+def _summary_lines(summary: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        f"{row['kind']:<16} {row['captured_and_exact']:>4} of {row['models']:>4} captured and exact ({row['share']:6.1%}), "
+        f"{row['exact']} of them at both lengths; refused in one line {row['refused']}, raw errors {row['raw_error']}, "
+        f"ended {row['ended']}, silently wrong {row['wrong']}, no model {row['no_model']}"
+        for row in summary
+    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+
 from torch import nn
 
 from gpp_benchmarks.zoo import (
@@ -26,11 +28,25 @@ _MODELS = (
 CATALOGUE: dict[str, ZooModel] = {entry.name: entry for entry in _MODELS}
 
 
+KINDS = tuple(dict.fromkeys(entry.kind for entry in _MODELS))
+
+
+def find(name: str) -> ZooModel:
+    """Return a family by its name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in CATALOGUE:
+        close = difflib.get_close_matches(name, CATALOGUE, n=1)
+        meant = f"; did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"no model {name!r} in the zoo{meant} (gpp bench zoo --list names all {len(CATALOGUE)})")
+    return CATALOGUE[name]
+
+
 def build(
     name: str, *, num_samples: int = 2, length: int | None = None, device: str = "cpu"
 ) -> tuple[nn.Module, Batch]:
     """Return a family's model, in training mode, and a batch for it; the same at every call."""
-    if name not in CATALOGUE:
-        raise ConfigError(f"no model {name!r} in the zoo; it has {', '.join(CATALOGUE)}")
-    entry = CATALOGUE[name]
+    entry = find(name)
     return build_model(entry, device=device), entry.batch(num_samples, length or entry.lengths[0])

@@ -1,0 +1,220 @@
+"""One model of the zoo tried: captured, cut into stages, and held against one process; as a row of the table."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpp_benchmarks.zoo._entries import Batch, ZooModel, build_model
+from gpp_benchmarks.zoo._staged import OnePart, Trained, gradient_error, train_in_double, train_plain, train_staged
+from gpp_benchmarks.zoo._verdicts import BROKEN, EXACT, ONE_LENGTH, RAW, REFUSED, WRONG
+from gpp_plugin.api import plan_for
+from gpp_plugin.errors import GppError, PlanError
+from gpp_plugin.ir.analysis import Analysis
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.plan.cluster_files import read_cluster
+from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.profile.analytic_costs import analytic_profile, default_sample_counts
+from gpp_plugin.runtime.stage_source import Reference, make_reference
+
+LOSS_LIMIT = 1e-6
+GRADIENT_LIMIT = 2e-6
+SAMPLES = 4
+"""Of a loss unit: stages whose operators do not mix samples run it in two micro-batches as well."""
+NUM_STAGES = (2, 4)
+CLUSTER = "dgx_h100"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """By what means a model was captured.
+
+    Args:
+        eager_leaves: modules that run as they are, and ``eager_share`` their share of the time of a step.
+    """
+
+    how: str
+    eager_leaves: tuple[str, ...] = ()
+    eager_share: float = 0.0
+
+
+def means_of(analysis: Analysis) -> Means:
+    """Return by what means an analysis came about: so far every model is captured whole, or not at all."""
+    return Means(how="whole")
+
+
+def try_model(entry: ZooModel, tell: Callable[[str], None] = lambda phase: None) -> dict[str, Any]:
+    """Return a model's row; what fails is in it, and nothing is raised.
+
+    Args:
+        tell: told what is going on, so that a process that ends says where it was.
+    """
+    row: dict[str, Any] = {
+        "name": entry.name, "kind": entry.kind, "model": entry.model, "lengths": list(entry.lengths),
+        "length_means": entry.means, "verdict": BROKEN, "line": "", "note": entry.note,
+    }  # fmt: skip
+    tell("build")
+    try:
+        model = build_model(entry)
+        batch = entry.batch(SAMPLES, entry.lengths[0])
+        other = entry.batch(SAMPLES, entry.lengths[1])
+        row["parameters"] = sum(p.numel() for p in model.parameters())
+        wanted, wanted_other = _reproducible(model, batch), _reproducible(model, other)
+    except Exception as error:
+        return row | {"line": one_line(error)}
+    tell("capture")
+    start, cpu = time.perf_counter(), time.process_time()
+    try:
+        part = OnePart(model, batch)
+        captured = part.capture(part.arguments(batch, {}, SAMPLES), is_training=True)
+    except Exception as error:
+        return row | _failure(error)
+    row |= {"capture_s": time.perf_counter() - start, "capture_cpu_s": time.process_time() - cpu}
+    row |= {"means": dataclasses.asdict(means_of(captured.analysis)), "operators": len(captured.op_graph.nodes)}
+    try:
+        reference = make_reference(captured.analysis, part.granularity)
+        row["blocks"] = len(reference.block_graph.blocks)
+        row["coupled_blocks"] = sum(block.is_coupled for block in reference.block_graph.blocks)
+        tell("stages")
+        plans = list(_plans(reference))
+        run = _Runs(model, part, reference)
+        row["stages"] = [run.row(plan, cut, batch, wanted) for plan, cut in plans]
+    except Exception as error:
+        return row | _failure(error)
+    worst = _worst(row["stages"])
+    if worst is not None:
+        return row | {"verdict": WRONG, "line": worst}
+    tell("another length")
+    try:
+        row["other_length"] = [
+            run.row(plan, cut, other, wanted_other) for plan, cut in plans if cut == 1
+        ]
+    except GppError as error:
+        return row | {"verdict": ONE_LENGTH, "line": one_line(error)}
+    except Exception as error:
+        return row | _failure(error)
+    worst = _worst(row["other_length"])
+    return row | ({"verdict": EXACT} if worst is None else {"verdict": WRONG, "line": f"at length {entry.lengths[1]}: {worst}"})
+
+
+def _reproducible(model: nn.Module, batch: Batch) -> Trained:
+    """Return loss and gradients of the plain model, which are the same twice."""
+    first, second = train_plain(model, batch), train_plain(model, batch)
+    if not bool(torch.isfinite(first.loss)):
+        raise ValueError(f"the loss is {float(first.loss)}")
+    if not torch.equal(first.loss, second.loss) or gradient_error(second.gradients, first.gradients)[0] > GRADIENT_LIMIT:
+        raise ValueError(f"the loss is {float(first.loss)} and then {float(second.loss)}: set what is random to 0")
+    if not first.gradients:
+        raise ValueError("no parameter has a gradient")
+    return first
+
+
+def _plans(reference: Reference) -> list[tuple[PipelinePlan, int]]:
+    """Return plans of one loss unit, and into how many micro-batches stages that may cut it do."""
+    graph = reference.block_graph
+    plans = []
+    for num_stages in NUM_STAGES:
+        if num_stages > len(graph.blocks):
+            continue
+        try:
+            plan = plan_for(_request(graph, reference, num_stages), planner="graphpipe", schedule="1f1b", slicing="off")
+        except PlanError:
+            continue
+        plans.append((plan, 1))
+    if plans:
+        cut = _cut(plans[-1][0], graph)
+        if cut != plans[-1][0]:
+            plans.append((cut, 2))
+    return plans
+
+
+def _request(graph: BlockGraph, reference: Reference, num_stages: int) -> PlanRequest:
+    cluster = read_cluster(CLUSTER, num_devices=num_stages)
+    profile = analytic_profile(
+        graph, cluster.devices[0], sample_counts=default_sample_counts(SAMPLES), op_graph=reference.analysis.op_graph
+    )
+    return PlanRequest(
+        graph=graph, profile=profile, cluster=cluster, num_ranks=num_stages, mini_batch=SAMPLES, loss_unit=SAMPLES,
+        num_stages=num_stages, keep_units=True, data_parallel=1,
+    )  # fmt: skip
+
+
+def _cut(plan: PipelinePlan, graph: BlockGraph) -> PipelinePlan:
+    """Return the plan with two micro-batches a unit on every stage none of whose blocks mixes samples."""
+    coupled = {block.name for block in graph.blocks if block.is_coupled}
+    stages = tuple(
+        stage if coupled & set(stage.blocks) else dataclasses.replace(stage, micro_batch_size=SAMPLES // 2)
+        for stage in plan.stages
+    )
+    return dataclasses.replace(plan, stages=stages)
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Runs plans of one model against one process."""
+
+    model: nn.Module
+    part: OnePart
+    reference: Reference
+
+    def row(self, plan: PipelinePlan, cut: int, batch: Batch, wanted: Trained) -> dict[str, Any]:
+        """Return a plan's depth, and how far its loss and gradients are from those of one process."""
+        found = train_staged(self.model, self.part, self.reference, plan, batch)
+        scale = max(abs(float(wanted.loss)), 1e-12)
+        loss_error = abs(float(found.loss.double() - wanted.loss.double())) / scale
+        error, whose = gradient_error(found.gradients, wanted.gradients)
+        is_rounding = False
+        if not (error <= GRADIENT_LIMIT and loss_error <= LOSS_LIMIT):
+            is_rounding = self._is_rounding(found, wanted, batch)
+        return {
+            "stages": len(plan.stages), "depth": plan.depth, "micro_batches": cut, "loss_error": loss_error,
+            "gradient_error": error, "worst_gradient": whose, "is_rounding": is_rounding,
+            "is_exact": is_rounding or (error <= GRADIENT_LIMIT and loss_error <= LOSS_LIMIT),
+        }  # fmt: skip
+
+    def _is_rounding(self, found: Trained, wanted: Trained, batch: Batch) -> bool:
+        """Return whether one process in single precision is as far from double precision as the stages are.
+
+        What single precision does not reproduce itself (a key projection's bias, whose gradient is zero) is noise.
+        """
+        exact = train_in_double(self.model, batch)
+        if exact is None:
+            return False
+        noise, own = (gradient_error(each.gradients, exact.gradients)[0] for each in (wanted, found))
+        losses = [abs(float(each.loss.double() - exact.loss)) for each in (wanted, found)]
+        floor = LOSS_LIMIT * abs(float(exact.loss))
+        return noise > GRADIENT_LIMIT / 4 and own <= 3 * noise and losses[1] <= max(3 * losses[0], floor)
+
+
+def _worst(rows: list[dict[str, Any]]) -> str | None:
+    """Return the first run that differs from one process, as a line."""
+    for row in rows:
+        if not row["is_exact"]:
+            cut = f" in {row['micro_batches']} micro-batches" if row["micro_batches"] > 1 else ""
+            return (
+                f"{row['stages']} stages{cut}: loss off by {row['loss_error']:.1e}, gradients by {row['gradient_error']:.1e} "
+                f"({row['worst_gradient']})"
+            )
+    return None
+
+
+def _failure(error: Exception) -> Mapping[str, Any]:
+    return {"verdict": REFUSED if is_refusal(error) else RAW, "line": one_line(error)}
+
+
+def is_refusal(error: Exception) -> bool:
+    """Return whether an error is the plugin's own, in one line."""
+    return isinstance(error, GppError) and "\n" not in str(error)
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error as a line; of other kinds than the plugin's with its type."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, GppError) else f"{type(error).__name__}: {text}"[:600]

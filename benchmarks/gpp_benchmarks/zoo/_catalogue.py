@@ -9,6 +9,7 @@ from torch import nn
 from gpp_benchmarks.zoo import (
     _detection,
     _encoder_decoder,
+    _image_text,
     _retrieval,
     _speech,
     _text_models,
@@ -19,6 +20,7 @@ from gpp_plugin.errors import ConfigError
 
 _MODELS = (
     *_vision_language.MODELS,
+    *_image_text.MODELS,
     *_speech.MODELS,
     *_encoder_decoder.MODELS,
     *_retrieval.MODELS,

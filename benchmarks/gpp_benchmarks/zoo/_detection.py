@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gpp_benchmarks.zoo._entries import HEADS, LAYERS, WIDTH, Batch, ZooModel, pixels, uniform
+from gpp_benchmarks.zoo._entries import HEADS, WIDTH, Batch, ZooModel, pixels, uniform
 
 KIND = "detection"
 

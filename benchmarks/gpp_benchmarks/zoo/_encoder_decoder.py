@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from gpp_benchmarks.zoo._entries import (
     HEADS,
     IDS,
@@ -13,9 +11,7 @@ from gpp_benchmarks.zoo._entries import (
     START,
     VOCABULARY,
     WIDTH,
-    Batch,
     ZooModel,
-    text_config,
     to_text,
 )
 

@@ -13,14 +13,11 @@ from gpp_benchmarks.zoo._entries import (
     WIDTH,
     Batch,
     ZooModel,
-    integers,
     masked_text,
     numbers,
     pair,
     pixels,
     text,
-    text_config,
-    vision_config,
 )
 
 KIND = "retrieval"

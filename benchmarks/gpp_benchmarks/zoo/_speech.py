@@ -8,11 +8,9 @@ import torch
 
 from gpp_benchmarks.zoo._entries import (
     AUDIO,
-    END,
     HEADS,
     IDS,
     LAYERS,
-    PAD,
     START,
     VOCABULARY,
     WIDTH,

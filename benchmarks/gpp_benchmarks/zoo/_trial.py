@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 from gpp_benchmarks.zoo._entries import Batch, ZooModel, build_model
-from gpp_benchmarks.zoo._staged import OnePart, Trained, gradient_error, train_in_double, train_plain, train_staged
+from gpp_benchmarks.zoo._staged import (
+    OnePart,
+    Trained,
+    gradient_error,
+    train_in_double,
+    train_plain,
+    train_staged,
+)
 from gpp_benchmarks.zoo._verdicts import BROKEN, EXACT, ONE_LENGTH, RAW, REFUSED, WRONG
 from gpp_plugin.api import plan_for
 from gpp_plugin.errors import GppError, PlanError

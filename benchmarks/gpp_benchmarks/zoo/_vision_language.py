@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from gpp_benchmarks.zoo._entries import (
-    END,
     HEADS,
     IDS,
     IMAGE,
@@ -13,17 +14,14 @@ from gpp_benchmarks.zoo._entries import (
     IMAGE_START,
     LAYERS,
     PAD,
-    START,
     VIDEO,
     VOCABULARY,
     WIDTH,
     Batch,
     ZooModel,
     image_text,
-    integers,
     numbers,
     pixels,
-    text,
     text_config,
     text_with,
     vision_config,
@@ -32,7 +30,7 @@ from gpp_benchmarks.zoo._entries import (
 KIND = "vision-language"
 
 
-def _patches(samples: int, length: int, *, pixels_each: int) -> Batch:
+def patches(samples: int, length: int, *, pixels_each: int) -> Batch:
     """Return texts and, as the Qwen family has them, all images' patches in one list with each image's grid."""
     # 4 x 4 patches an image, merged 2 x 2: four tokens an image
     batch = text_with(samples, length, count=4, before=(IMAGE_START,), after=(IMAGE_END,))
@@ -44,25 +42,40 @@ def _patches(samples: int, length: int, *, pixels_each: int) -> Batch:
 
 
 def _qwen2(samples: int, length: int) -> Batch:
-    return _patches(samples, length, pixels_each=3 * 2 * 4 * 4)
+    return patches(samples, length, pixels_each=3 * 2 * 4 * 4)
 
 
-def _typed(samples: int, length: int) -> Batch:
+def typed_patches(samples: int, length: int) -> Batch:
     batch = _qwen2(samples, length)
     return {**batch, "mm_token_type_ids": (batch["input_ids"] == IMAGE).long()}
 
 
-_GRID_IDS = {
-    "image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": IMAGE_START,
-    "vision_end_token_id": IMAGE_END,
-}  # fmt: skip
-_ROPE_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-_GRID_VISION = {
-    "depth": 2, "num_heads": HEADS, "in_channels": 3, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2,
-}  # fmt: skip
 
 
-def _tiles(samples: int, length: int) -> Batch:
+def grid_ids() -> dict[str, Any]:
+    """Return the tokens of the Qwen family."""
+    return {
+        "image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": IMAGE_START,
+        "vision_end_token_id": IMAGE_END,
+    }  # fmt: skip
+
+
+def mrope() -> dict[str, Any]:
+    """Return rotary embeddings of time, height and width, of heads of 8."""
+    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+
+
+def grid_vision(**values: Any) -> dict[str, Any]:
+    """Return a vision tower that reads all images' patches in one list."""
+    return {
+        "depth": 2, "num_heads": HEADS, "in_channels": 3, "patch_size": 4, "spatial_merge_size": 2,
+        "temporal_patch_size": 2, **values,
+    }  # fmt: skip
+
+
+
+
+def tiles(samples: int, length: int) -> Batch:
     """Return images in two tiles, the whole and its upper left part, as LLaVA-NeXT pads and unpads them."""
     # 8 x 8 pixels: a base tile of 4 patches, and one tile of the grid (8, 8), 2 x 2 patches with a token a row
     return {
@@ -91,43 +104,43 @@ _IDEFICS3_VISION = {k: v for k, v in vision_config("idefics3_vision").items()}
 
 MODELS = (
     ZooModel(
-        name="qwen2_vl", kind=KIND, model="Qwen2VLForConditionalGeneration", batch=_typed,
+        name="qwen2_vl", kind=KIND, model="Qwen2VLForConditionalGeneration", batch=typed_patches,
         config={
-            "text_config": text_config("qwen2_vl_text", rope_parameters=_ROPE_SECTIONS), **_GRID_IDS,
-            "vision_config": {**_GRID_VISION, "embed_dim": WIDTH, "hidden_size": WIDTH, "mlp_ratio": 2},
+            "text_config": text_config("qwen2_vl_text", rope_parameters=mrope()), **grid_ids(),
+            "vision_config": {**grid_vision(), "embed_dim": WIDTH, "hidden_size": WIDTH, "mlp_ratio": 2},
         },
     ),
     ZooModel(
-        name="qwen2_5_vl", kind=KIND, model="Qwen2_5_VLForConditionalGeneration", batch=_typed,
+        name="qwen2_5_vl", kind=KIND, model="Qwen2_5_VLForConditionalGeneration", batch=typed_patches,
         config={
-            "text_config": text_config("qwen2_5_vl_text", rope_parameters=_ROPE_SECTIONS), **_GRID_IDS,
+            "text_config": text_config("qwen2_5_vl_text", rope_parameters=mrope()), **grid_ids(),
             "vision_config": {
-                **_GRID_VISION, "hidden_size": WIDTH, "intermediate_size": 64, "out_hidden_size": WIDTH,
+                **grid_vision(), "hidden_size": WIDTH, "intermediate_size": 64, "out_hidden_size": WIDTH,
                 "window_size": 16, "fullatt_block_indexes": [1],
             },
         },
     ),
     ZooModel(
-        name="qwen3_vl", kind=KIND, model="Qwen3VLForConditionalGeneration", batch=_typed,
+        name="qwen3_vl", kind=KIND, model="Qwen3VLForConditionalGeneration", batch=typed_patches,
         config={
             "text_config": text_config(
-                "qwen3_vl_text", head_dim=8, rope_parameters={**_ROPE_SECTIONS, "mrope_interleaved": True}
+                "qwen3_vl_text", head_dim=8, rope_parameters={**mrope(), "mrope_interleaved": True}
             ),
-            **_GRID_IDS,
+            **grid_ids(),
             "vision_config": {
-                **_GRID_VISION, "hidden_size": WIDTH, "intermediate_size": 64, "out_hidden_size": WIDTH,
+                **grid_vision(), "hidden_size": WIDTH, "intermediate_size": 64, "out_hidden_size": WIDTH,
                 "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1],
             },
         },
     ),
     ZooModel(
-        name="glm4v", kind=KIND, model="Glm4vForConditionalGeneration", batch=_typed,
+        name="glm4v", kind=KIND, model="Glm4vForConditionalGeneration", batch=typed_patches,
         config={
-            "text_config": text_config("glm4v_text", rope_parameters={**_ROPE_SECTIONS, "partial_rotary_factor": 1.0}),
+            "text_config": text_config("glm4v_text", rope_parameters={**mrope(), "partial_rotary_factor": 1.0}),
             "image_token_id": IMAGE, "video_token_id": VIDEO, "image_start_token_id": IMAGE_START,
             "image_end_token_id": IMAGE_END, "video_start_token_id": 68, "video_end_token_id": 69,
             "vision_config": {
-                **_GRID_VISION, "hidden_size": WIDTH, "intermediate_size": 64, "out_hidden_size": WIDTH, "image_size": 16,
+                **grid_vision(), "hidden_size": WIDTH, "intermediate_size": 64, "out_hidden_size": WIDTH, "image_size": 16,
             },
         },
     ),
@@ -136,13 +149,13 @@ MODELS = (
         config={"text_config": text_config(), "vision_config": vision_config(), **_LLAVA},
     ),
     ZooModel(
-        name="llava_next", kind=KIND, model="LlavaNextForConditionalGeneration", batch=_tiles,
+        name="llava_next", kind=KIND, model="LlavaNextForConditionalGeneration", batch=tiles,
         config={
             "text_config": text_config(), "vision_config": vision_config(), **_LLAVA, "image_grid_pinpoints": [[8, 8]],
         },
     ),
     ZooModel(
-        name="llava_onevision", kind=KIND, model="LlavaOnevisionForConditionalGeneration", batch=_tiles,
+        name="llava_onevision", kind=KIND, model="LlavaOnevisionForConditionalGeneration", batch=tiles,
         config={
             "text_config": text_config("qwen2"), "vision_config": vision_config("siglip_vision_model"), **_LLAVA,
             "image_grid_pinpoints": [[8, 8]], "video_token_index": VIDEO, "video_token_id": VIDEO,
@@ -225,7 +238,7 @@ MODELS = (
     ZooModel(
         name="emu3", kind=KIND, model="Emu3ForConditionalGeneration",
         batch=lambda samples, length: {
-            **text_with(samples, length, count=4), "pixel_values": pixels(samples), "image_sizes": torch.tensor([[8, 8]] * samples),
+            **text_with(samples, length, count=6), "pixel_values": pixels(samples), "image_sizes": torch.tensor([[8, 8]] * samples),
         },
         config={
             "text_config": text_config("emu3_text_model"),

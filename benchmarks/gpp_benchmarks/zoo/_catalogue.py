@@ -9,6 +9,7 @@ from torch import nn
 from gpp_benchmarks.zoo import (
     _detection,
     _encoder_decoder,
+    _image_models,
     _image_text,
     _retrieval,
     _speech,
@@ -26,6 +27,7 @@ _MODELS = (
     *_retrieval.MODELS,
     *_detection.MODELS,
     *_text_models.MODELS,
+    *_image_models.MODELS,
 )
 CATALOGUE: dict[str, ZooModel] = {entry.name: entry for entry in _MODELS}
 

@@ -7,17 +7,23 @@ from typing import Any
 import torch
 
 from gpp_benchmarks.zoo._entries import (
+    HEADS,
     IDS,
+    IMAGE,
     LAYERS,
     VOCABULARY,
     WIDTH,
     Batch,
     ZooModel,
+    classes,
     masked_text,
     numbers,
     pair,
     pixels,
     text,
+    text_config,
+    text_with,
+    vision_config,
 )
 
 KIND = "retrieval"
@@ -116,5 +122,101 @@ MODELS = (
         },
         config={**LAYERS, "vocab_size": VOCABULARY, "max_position_embeddings": 64, "image_size": 8, "patch_size": 4, "num_labels": 3},
         extra={"num_labels": 3},
+    ),
+    *(
+        ZooModel(
+            name=name, kind=KIND, model=model, batch=pair,
+            config={"text_config": {**_CLIP_TEXT, **more}, "vision_config": _CLIP_VISION, "projection_dim": WIDTH},
+        )
+        for name, model, more in (
+            ("altclip", "AltCLIPModel", {"project_dim": WIDTH}),
+            ("chinese_clip", "ChineseCLIPModel", {}),
+            ("clipseg", "CLIPSegModel", {}),
+            ("metaclip_2", "MetaClip2Model", {}),
+            ("owlvit", "OwlViTModel", {}),
+            ("owlv2", "Owlv2Model", {}),
+        )
+    ),
+    ZooModel(
+        name="align", kind=KIND, model="AlignModel", batch=lambda samples, length: {**pair(samples, length), "pixel_values": pixels(samples, 32)},
+        config={
+            "text_config": _CLIP_TEXT, "projection_dim": WIDTH,
+            "vision_config": {
+                "image_size": 32, "width_coefficient": 1.0, "depth_coefficient": 1.0, "kernel_sizes": [3, 3], "in_channels": [32, 16],
+                "out_channels": [16, 24], "strides": [1, 2], "num_block_repeats": [1, 1], "expand_ratios": [1, 2], "hidden_dim": WIDTH,
+                "drop_connect_rate": 0.0,
+            },
+        },
+        note="running statistics of batch normalisation are written",
+    ),
+    ZooModel(
+        name="blip_matching", kind=KIND, model="BlipModel", batch=pair,
+        config={
+            "text_config": {**_CLIP_TEXT, "encoder_hidden_size": WIDTH, "projection_dim": WIDTH}, "vision_config": {**_CLIP_VISION, "projection_dim": WIDTH},
+            "projection_dim": WIDTH,
+        },
+    ),
+    ZooModel(
+        name="x_clip", kind=KIND, model="XCLIPModel",
+        batch=lambda samples, length: {
+            **text(samples, length), "pixel_values": numbers(samples, 2, 3, 8, 8), "return_loss": True,
+        },
+        config={
+            "text_config": _CLIP_TEXT, "projection_dim": WIDTH, "prompt_layers": 1, "prompt_num_attention_heads": HEADS,
+            "vision_config": {
+                **_CLIP_VISION, "mit_hidden_size": WIDTH, "mit_intermediate_size": 64, "mit_num_attention_heads": HEADS, "num_frames": 2,
+            },
+        },
+    ),
+    ZooModel(
+        name="bridgetower_contrastive", kind=KIND, model="BridgeTowerForContrastiveLearning",
+        batch=lambda samples, length: {**pair(samples, length), "pixel_mask": torch.ones(samples, 8, 8, dtype=torch.int64)},
+        config={
+            "text_config": {**_CLIP_TEXT, "hidden_size": 64}, "vision_config": {"hidden_size": 64, "num_hidden_layers": 2, "patch_size": 4, "image_size": 8},
+            "hidden_size": 64, "num_attention_heads": HEADS, "num_hidden_layers": 2, "contrastive_hidden_size": WIDTH, "intermediate_size": 64,
+        },
+    ),
+    ZooModel(
+        name="bridgetower_matching", kind=KIND, model="BridgeTowerForImageAndTextRetrieval",
+        batch=lambda samples, length: {
+            **pair(samples, length), "pixel_mask": torch.ones(samples, 8, 8, dtype=torch.int64), "labels": classes(samples, 2),
+        },
+        config={
+            "text_config": {**_CLIP_TEXT, "hidden_size": 64}, "vision_config": {"hidden_size": 64, "num_hidden_layers": 2, "patch_size": 4, "image_size": 8},
+            "hidden_size": 64, "num_attention_heads": HEADS, "num_hidden_layers": 2, "contrastive_hidden_size": WIDTH, "intermediate_size": 64,
+        },
+    ),
+    ZooModel(
+        name="vilt_words", kind=KIND, model="ViltForMaskedLM",
+        batch=lambda samples, length: {**masked_text(samples, length), "pixel_values": pixels(samples), "pixel_mask": torch.ones(samples, 8, 8, dtype=torch.int64)},
+        config={**LAYERS, "vocab_size": VOCABULARY, "max_position_embeddings": 64, "image_size": 8, "patch_size": 4},
+    ),
+    ZooModel(
+        name="vision_text_dual_encoder", kind=KIND, model="VisionTextDualEncoderModel", batch=pair,
+        config={"text_config": text_config("bert"), "vision_config": vision_config("vit"), "projection_dim": WIDTH},
+    ),
+    ZooModel(
+        name="tipsv2", kind=KIND, model="Tipsv2Model", batch=pair,
+        config={"text_config": {**_CLIP_TEXT}, "vision_config": {**_CLIP_VISION, "mlp_ratio": 2}},
+    ),
+    ZooModel(
+        name="videoprism", kind=KIND, model="VideoPrismClipModel",
+        batch=lambda samples, length: {**{k: v for k, v in pair(samples, length).items() if k != "pixel_values"}, "pixel_values_videos": numbers(samples, 2, 3, 8, 8)},
+        config={
+            "text_config": _CLIP_TEXT,
+            "vision_config": {**LAYERS, "image_size": 8, "num_frames": 2, "tubelet_size": [1, 4, 4], "num_spatial_layers": 2, "num_temporal_layers": 1, "num_auxiliary_layers": 1},
+        },
+    ),
+    ZooModel(
+        name="blip_2_matching", kind=KIND, model="Blip2Model", batch=lambda samples, length: {**text_with(samples, length, count=4), "pixel_values": pixels(samples)},
+        config={
+            "text_config": {
+                "model_type": "t5", "vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": HEADS,
+                "decoder_start_token_id": 0, "pad_token_id": 0,
+            },
+            "vision_config": {**_CLIP_VISION, "initializer_range": 0.02}, "num_query_tokens": 4, "image_token_index": IMAGE, "image_token_id": IMAGE,
+            "qformer_config": {**LAYERS, "vocab_size": VOCABULARY, "encoder_hidden_size": WIDTH},
+        },
+        note="with an encoder and a decoder of text",
     ),
 )  # fmt: skip

@@ -113,7 +113,7 @@ def calm(config: Any) -> None:
             calm(value)
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             if any(part in name for part in _RANDOM) and name not in _NOT_RANDOM:
-                setattr(config, name, 0.0)
+                setattr(config, name, type(value)(0))
         elif name == "apply_spec_augment":
             config.apply_spec_augment = False
 

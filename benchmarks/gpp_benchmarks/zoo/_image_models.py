@@ -36,11 +36,12 @@ def _depths(samples: int, length: int) -> Batch:
 
 _ONE_SIZE = "nothing: images are of one size"
 _SIDE = "pixels of a side"
-_VIT: dict[str, Any] = {**LAYERS, "image_size": 8, "patch_size": 4, "num_channels": 3, "num_labels": 3}
+_TOWER: dict[str, Any] = {**LAYERS, "image_size": 8, "patch_size": 4, "num_channels": 3}
+_VIT: dict[str, Any] = {**_TOWER, "num_labels": 3}
 
 MODELS = (
     *(
-        ZooModel(name=name, kind=KIND, model=model, batch=_image_class(8), means=_ONE_SIZE, config={**_VIT, **more})
+        ZooModel(name=name, kind=KIND, model=model, batch=_image_class(8), means=_ONE_SIZE, config={"num_labels": 3, **(more if "vision_config" in more else {**_VIT, **more})})
         for name, model, more in (
             ("vit", "ViTForImageClassification", {}),
             ("deit", "DeiTForImageClassification", {}),
@@ -50,8 +51,8 @@ MODELS = (
             ("dinov2_with_registers", "Dinov2WithRegistersForImageClassification", {"mlp_ratio": 2, "num_register_tokens": 2}),
             ("ijepa", "IJepaForImageClassification", {}),
             ("vit_msn", "ViTMSNForImageClassification", {}),
-            ("clip_class", "CLIPForImageClassification", {}),
-            ("siglip_class", "SiglipForImageClassification", {}),
+            ("clip_class", "CLIPForImageClassification", {"vision_config": _TOWER}),
+            ("siglip_class", "SiglipForImageClassification", {"vision_config": _TOWER}),
         )
     ),
     *(
@@ -63,7 +64,7 @@ MODELS = (
             ("convnext", "ConvNextForImageClassification", "", {"num_stages": 2, "hidden_sizes": [8, 16], "depths": [1, 1]}),
             ("convnextv2", "ConvNextV2ForImageClassification", "", {"num_stages": 2, "hidden_sizes": [8, 16], "depths": [1, 1]}),
             ("cvt", "CvtForImageClassification", "", {
-                "patch_sizes": [7, 3], "patch_stride": [4, 2], "patch_padding": [2, 1], "embed_dim": [8, 16], "num_heads": [1, 2], "depth": [1, 1],
+                "patch_sizes": [7, 3], "patch_stride": [4, 2], "patch_padding": [2, 1], "embed_dim": [8, 16], "num_heads": [1, 2], "depth": [1, 2],
                 "mlp_ratio": [2.0, 2.0], "attention_drop_rate": [0.0, 0.0], "drop_rate": [0.0, 0.0], "drop_path_rate": [0.0, 0.0], "qkv_bias": [True, True],
                 "cls_token": [False, True], "qkv_projection_method": ["dw_bn", "dw_bn"], "kernel_qkv": [3, 3], "padding_kv": [1, 1], "stride_kv": [2, 2],
                 "padding_q": [1, 1], "stride_q": [1, 1],
@@ -73,7 +74,7 @@ MODELS = (
             }),
             ("efficientnet", "EfficientNetForImageClassification", "", {
                 "width_coefficient": 1.0, "depth_coefficient": 1.0, "kernel_sizes": [3, 3], "in_channels": [32, 16], "out_channels": [16, 24],
-                "strides": [1, 2], "num_block_repeats": [1, 1], "expand_ratios": [1, 2], "hidden_dim": 24,
+                "strides": [1, 2], "num_block_repeats": [1, 1], "expand_ratios": [1, 2], "hidden_dim": 1280,
             }),
             ("mobilenet_v1", "MobileNetV1ForImageClassification", "", {"depth_multiplier": 0.125}),
             ("mobilenet_v2", "MobileNetV2ForImageClassification", "", {"depth_multiplier": 0.25}),
@@ -133,12 +134,6 @@ MODELS = (
             "depths": [1, 1, 1, 1], "sr_ratios": [2, 1, 1, 1], "hidden_sizes": [8, 8, 16, 16], "patch_sizes": [7, 3, 3, 3], "strides": [4, 2, 2, 2],
             "num_attention_heads": [1, 1, 2, 2], "mlp_ratios": [2, 2, 2, 2], "decoder_hidden_size": 16,
         },
-    ),
-    ZooModel(
-        name="swin2sr", kind=KIND, model="Swin2SRForImageSuperResolution",
-        batch=lambda samples, length: {"pixel_values": pixels(samples, length), "labels": numbers(samples, 3, 2 * length, 2 * length, seed=5)},
-        lengths=(8, 16), means=_SIDE,
-        config={"image_size": 8, "patch_size": 1, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4, "upscale": 2},
     ),
     ZooModel(
         name="videomae", kind=KIND, model="VideoMAEForVideoClassification", means=_ONE_SIZE,

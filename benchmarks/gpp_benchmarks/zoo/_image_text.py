@@ -507,7 +507,7 @@ MODELS = (
         name="bros", kind=KIND, model="BrosForTokenClassification",
         batch=lambda samples, length: {**_document_words(samples, length), "bbox": uniform(samples, length, 4)},
         config={
-            **LAYERS, **IDS, "vocab_size": VOCABULARY, "max_position_embeddings": 64, "num_labels": 3,
+            **LAYERS, **IDS, "hidden_size": 64, "vocab_size": VOCABULARY, "max_position_embeddings": 64, "num_labels": 3,
         },
     ),
     ZooModel(

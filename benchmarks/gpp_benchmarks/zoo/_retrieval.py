@@ -143,7 +143,7 @@ MODELS = (
             "text_config": _CLIP_TEXT, "projection_dim": WIDTH,
             "vision_config": {
                 "image_size": 32, "width_coefficient": 1.0, "depth_coefficient": 1.0, "kernel_sizes": [3, 3], "in_channels": [32, 16],
-                "out_channels": [16, 24], "strides": [1, 2], "num_block_repeats": [1, 1], "expand_ratios": [1, 2], "hidden_dim": WIDTH,
+                "out_channels": [16, 32], "strides": [1, 2], "num_block_repeats": [1, 1], "expand_ratios": [1, 2], "hidden_dim": WIDTH,
                 "drop_connect_rate": 0.0,
             },
         },
@@ -175,6 +175,7 @@ MODELS = (
             "text_config": {**_CLIP_TEXT, "hidden_size": 64}, "vision_config": {"hidden_size": 64, "num_hidden_layers": 2, "patch_size": 4, "image_size": 8},
             "hidden_size": 64, "num_attention_heads": HEADS, "num_hidden_layers": 2, "contrastive_hidden_size": WIDTH, "intermediate_size": 64,
         },
+        extra={"logit_scale_init_value": 2.6592},
     ),
     ZooModel(
         name="bridgetower_matching", kind=KIND, model="BridgeTowerForImageAndTextRetrieval",

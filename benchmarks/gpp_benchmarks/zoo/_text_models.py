@@ -144,7 +144,6 @@ MODELS = (
         ZooModel(name=name, kind=KIND, model=model, batch=masked_text, config={**BERT, **more}, lengths=lengths, note=note)
         for name, model, lengths, note, more in (
             ("bert", "BertForMaskedLM", (8, 12), "", {}),
-            ("bert_pretraining", "BertForPreTraining", (8, 12), "", {}),
             ("roberta", "RobertaForMaskedLM", (8, 12), "", {}),
             ("xlm_roberta", "XLMRobertaForMaskedLM", (8, 12), "", {}),
             ("albert", "AlbertForMaskedLM", (8, 12), "one layer's weights serve all layers", {"embedding_size": 16}),
@@ -159,7 +158,6 @@ MODELS = (
             ("big_bird_sparse", "BigBirdForMaskedLM", (48, 64), "which blocks attend at random is drawn by numpy, from one seed", {
                 "attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 1,
             }),
-            ("nystromformer", "NystromformerForMaskedLM", (8, 16), "", {"num_landmarks": 4, "segment_means_seq_len": 16}),
             ("yoso", "YosoForMaskedLM", (8, 12), "its hashes are made of random numbers: use_expectation takes their mean", {"use_expectation": True}),
             ("fnet", "FNetForMaskedLM", (8, 12), "", {}),
             ("roformer", "RoFormerForMaskedLM", (8, 12), "", {}),
@@ -196,7 +194,7 @@ MODELS = (
         name="canine", kind=KIND, model="CanineForTokenClassification", lengths=(16, 32), means="characters",
         batch=lambda samples, length: {**text(samples, length), "labels": integers(samples, length, first=0, end=3)},
         config={
-            **LAYERS, **IDS, "max_position_embeddings": 64, "num_hash_functions": 2, "num_hash_buckets": 16, "local_transformer_stride": 4,
+            **LAYERS, **IDS, "max_position_embeddings": 64, "num_hash_functions": 2, "num_hash_buckets": 64, "local_transformer_stride": 4,
             "downsampling_rate": 4, "upsampling_kernel_size": 4, "num_labels": 3,
         },
     ),
@@ -207,6 +205,14 @@ MODELS = (
             "vocab_size": VOCABULARY, "num_latents": 4, "d_latents": 32, "d_model": 32, "num_blocks": 1, "num_self_attends_per_block": 2,
             "num_self_attention_heads": 2, "num_cross_attention_heads": 2, "max_position_embeddings": 16, "qk_channels": 32, "v_channels": 32,
         },
+    ),
+    ZooModel(
+        name="bert_pretraining", kind=KIND, model="BertForPreTraining", config=BERT,
+        batch=lambda samples, length: {**masked_text(samples, length), "next_sentence_label": classes(samples, 2)},
+    ),
+    ZooModel(
+        name="nystromformer", kind=KIND, model="NystromformerForMaskedLM", means="nothing: a text has as many tokens as there are landmarks", config={**BERT, "num_landmarks": 8, "segment_means_seq_len": 8},
+        batch=lambda samples, length: masked_text(samples, 8), note="with fewer landmarks than tokens it takes no mask",
     ),
     ZooModel(
         name="bert_questions", kind=KIND, model="BertForQuestionAnswering", config=BERT,

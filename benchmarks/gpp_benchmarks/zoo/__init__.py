@@ -2,10 +2,11 @@
 
 Every family is a small configuration with random weights: vision-language, speech and audio, encoder-decoder, pairs,
 detection and segmentation, text and images. Each is captured on one loss unit, cut into two and into four stages by
-GraphPipe's planner, and the stages are run one behind the other in one process; loss and every gradient are held against
-the plain model's, to 1e-6 and, by the norm of each tensor, 2e-6, at the captured length and at another one. Stages that
-do not mix samples run a unit in two micro-batches as well. A model has a process of its own and a time limit, so that a
-crash or a hang is one row. A model that is captured and is not what one process computes makes the command fail.
+GraphPipe's planner, and the stages are run one behind the other in one process; loss and every gradient are held
+against the plain model's, to 1e-6 and, by the norm of each tensor, 2e-6, at the captured length and at another one.
+Stages that do not mix samples run a unit in two micro-batches as well. A model has a process of its own and a time
+limit, so that a crash or a hang is one row. A model that is captured and is not what one process computes makes the
+command fail.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=120.0, help="seconds of a model, then it is ended (%(default)g)"
     )
-    parser.add_argument("--list", action="store_true", help="print names, classes and lengths, and try nothing")
+    parser.add_argument(
+        "--list", action="store_true", help="print names, classes and lengths, and try nothing"
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -44,15 +47,21 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from gpp_benchmarks.zoo._children import rows_of
 
     if args.jobs < 1 or args.timeout <= 0:
-        raise ConfigError(f"--jobs {args.jobs} --timeout {args.timeout:g}: give at least one process and a time")
+        raise ConfigError(
+            f"--jobs {args.jobs} --timeout {args.timeout:g}: give at least one process and a time"
+        )
     names = [find(name).name for name in args.models or CATALOGUE]
     names = [name for name in names if not args.family or CATALOGUE[name].kind in args.family]
     if not names:
-        raise ConfigError(f"--models {' '.join(args.models)} --family {' '.join(args.family)}: no model is of both")
+        raise ConfigError(
+            f"--models {' '.join(args.models)} --family {' '.join(args.family)}: no model is of both"
+        )
     if args.list:
         for name in names:
             entry = CATALOGUE[name]
-            print(f"{name:<28} {entry.kind:<16} {entry.model:<44} {entry.lengths[0]}, {entry.lengths[1]} {entry.means}")
+            print(
+                f"{name:<28} {entry.kind:<16} {entry.model:<44} {entry.lengths[0]}, {entry.lengths[1]} {entry.means}",
+            )
         return {"models": names}
     start, rows = time.monotonic(), list[dict[str, Any]]()
     for row in rows_of(names, jobs=args.jobs, timeout_s=args.timeout):
@@ -66,7 +75,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for line in _summary_lines(summary):
         print(line)
     wrong = [row["name"] for row in rows if row["verdict"] == WRONG]
-    return {"rows": rows, "summary": summary, "seconds": time.monotonic() - start, "wrong": wrong, "ok": not wrong}
+    return {
+        "rows": rows,
+        "summary": summary,
+        "seconds": time.monotonic() - start,
+        "wrong": wrong,
+        "ok": not wrong,
+    }
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -108,7 +123,8 @@ def _line(row: Mapping[str, Any]) -> str:
 
 def _summary_lines(summary: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
-        f"{row['kind']:<16} {row['captured_and_exact']:>4} of {row['models']:>4} captured and exact ({row['share']:6.1%}), "
+        f"{row['kind']:<16} {row['captured_and_exact']:>4} of {row['models']:>4} captured and exact "
+        f"({row['share']:6.1%}), "
         f"{row['exact']} of them at both lengths; refused in one line {row['refused']}, raw errors {row['raw_error']}, "
         f"ended {row['ended']}, silently wrong {row['wrong']}, no model {row['no_model']}"
         for row in summary

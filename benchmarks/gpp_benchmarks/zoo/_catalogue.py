@@ -11,6 +11,7 @@ from gpp_benchmarks.zoo import (
     _encoder_decoder,
     _image_models,
     _image_text,
+    _multimodal,
     _retrieval,
     _speech,
     _text_models,
@@ -19,9 +20,10 @@ from gpp_benchmarks.zoo import (
 from gpp_benchmarks.zoo._entries import Batch, ZooModel, build_model
 from gpp_plugin.errors import ConfigError
 
-_MODELS = (
+MODELS = (
     *_vision_language.MODELS,
     *_image_text.MODELS,
+    *_multimodal.MODELS,
     *_speech.MODELS,
     *_encoder_decoder.MODELS,
     *_retrieval.MODELS,
@@ -29,10 +31,10 @@ _MODELS = (
     *_text_models.MODELS,
     *_image_models.MODELS,
 )
-CATALOGUE: dict[str, ZooModel] = {entry.name: entry for entry in _MODELS}
+CATALOGUE: dict[str, ZooModel] = {entry.name: entry for entry in MODELS}
 
 
-KINDS = tuple(dict.fromkeys(entry.kind for entry in _MODELS))
+KINDS = tuple(dict.fromkeys(entry.kind for entry in MODELS))
 
 
 def find(name: str) -> ZooModel:
@@ -44,7 +46,9 @@ def find(name: str) -> ZooModel:
     if name not in CATALOGUE:
         close = difflib.get_close_matches(name, CATALOGUE, n=1)
         meant = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"no model {name!r} in the zoo{meant} (gpp bench zoo --list names all {len(CATALOGUE)})")
+        raise ConfigError(
+            f"no model {name!r} in the zoo{meant} (gpp bench zoo --list names all {len(CATALOGUE)})"
+        )
     return CATALOGUE[name]
 
 

@@ -20,10 +20,10 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from gpp_benchmarks.zoo._catalogue import CATALOGUE
-from gpp_benchmarks.zoo._trial import one_line, try_model
+from gpp_benchmarks.zoo._trial import empty_row, one_line, try_model
 from gpp_benchmarks.zoo._verdicts import BROKEN, ENDED
 
-_PRELOADED = ["torch", "transformers", "gpp_benchmarks.zoo._trial"]
+_PRELOADED = ["torch", "transformers", "gpp_benchmarks.zoo._children"]
 
 
 @dataclass(slots=True)
@@ -91,11 +91,7 @@ def _read(child: _Child) -> dict[str, Any] | None:
 
 
 def _row(name: str, line: str) -> dict[str, Any]:
-    entry = CATALOGUE[name]
-    return {
-        "name": name, "kind": entry.kind, "model": entry.model, "lengths": list(entry.lengths),
-        "length_means": entry.means, "verdict": ENDED, "line": line, "note": entry.note,
-    }  # fmt: skip
+    return empty_row(CATALOGUE[name]) | {"verdict": ENDED, "line": line}
 
 
 def _ended(child: _Child, row: dict[str, Any]) -> dict[str, Any]:

@@ -34,8 +34,10 @@ T5: dict[str, Any] = {
 }  # fmt: skip
 
 _SERIES: dict[str, Any] = {
-    "prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2, 3], "num_time_features": 1, "num_static_categorical_features": 0,
-    "num_static_real_features": 0, "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+    "prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2, 3], "num_time_features": 1,
+    "num_static_categorical_features": 0,
+    "num_static_real_features": 0, "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 2,
     "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
 }  # fmt: skip
 
@@ -55,7 +57,10 @@ MODELS = (
     ZooModel(name="t5", kind=KIND, model="T5ForConditionalGeneration", batch=to_text, config=T5),
     ZooModel(
         name="led", kind=KIND, model="LEDForConditionalGeneration", batch=to_text,
-        config={**BART, "attention_window": 4, "max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64},
+        config={
+            **BART, "attention_window": 4, "max_encoder_position_embeddings": 64,
+            "max_decoder_position_embeddings": 64,
+        },
     ),
     ZooModel(
         name="pegasus_x", kind=KIND, model="PegasusXForConditionalGeneration", batch=to_text,
@@ -79,8 +84,12 @@ MODELS = (
         )
     ),
     ZooModel(
-        name="bigbird_pegasus_sparse", kind=KIND, model="BigBirdPegasusForConditionalGeneration", batch=to_text, lengths=(48, 64),
-        config={**BART, "attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 1, "max_position_embeddings": 128},
+        name="bigbird_pegasus_sparse", kind=KIND, model="BigBirdPegasusForConditionalGeneration",
+        batch=to_text, lengths=(48, 64),
+        config={
+            **BART, "attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 1,
+            "max_position_embeddings": 128,
+        },
         note="which blocks attend at random is drawn by numpy, from one seed",
     ),
     *(
@@ -88,34 +97,48 @@ MODELS = (
         for name, model, more in (
             ("mt5", "MT5ForConditionalGeneration", {}),
             ("umt5", "UMT5ForConditionalGeneration", {}),
-            ("longt5_local", "LongT5ForConditionalGeneration", {"local_radius": 3, "encoder_attention_type": "local"}),
+            (
+                "longt5_local", "LongT5ForConditionalGeneration",
+                {"local_radius": 3, "encoder_attention_type": "local"},
+            ),
             ("longt5_global", "LongT5ForConditionalGeneration", {
                 "local_radius": 3, "encoder_attention_type": "transient-global", "global_block_size": 4,
             }),
             ("switch_transformers", "SwitchTransformersForConditionalGeneration", {
-                "num_experts": 4, "expert_capacity": 16, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1,
+                "num_experts": 4, "expert_capacity": 16, "num_sparse_encoder_layers": 1,
+                "num_sparse_decoder_layers": 1,
             }),
         )
     ),
     ZooModel(
         name="t5gemma", kind=KIND, model="T5GemmaForConditionalGeneration", batch=to_text,
         config={
-            "encoder": {**text_config(), "model_type": "t5_gemma_module", "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6},
-            "decoder": {**text_config(), "model_type": "t5_gemma_module", "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6},
+            "encoder": {
+                **text_config(), "model_type": "t5_gemma_module", "head_dim": 8, "query_pre_attn_scalar": 8,
+                "sliding_window": 6,
+            },
+            "decoder": {
+                **text_config(), "model_type": "t5_gemma_module", "head_dim": 8, "query_pre_attn_scalar": 8,
+                "sliding_window": 6,
+            },
             "vocab_size": VOCABULARY,
         },
     ),
     ZooModel(
         name="prophetnet", kind=KIND, model="ProphetNetForConditionalGeneration", batch=to_text,
         config={
-            **IDS, "vocab_size": VOCABULARY, "hidden_size": WIDTH, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_encoder_layers": 2,
-            "num_decoder_layers": 2, "num_encoder_attention_heads": HEADS, "num_decoder_attention_heads": HEADS, "ngram": 2,
-            "max_position_embeddings": 64, "num_buckets": 8, "relative_max_distance": 16, "decoder_start_token_id": START,
+            **IDS, "vocab_size": VOCABULARY, "hidden_size": WIDTH, "encoder_ffn_dim": 64,
+            "decoder_ffn_dim": 64, "num_encoder_layers": 2,
+            "num_decoder_layers": 2, "num_encoder_attention_heads": HEADS,
+            "num_decoder_attention_heads": HEADS, "ngram": 2,
+            "max_position_embeddings": 64, "num_buckets": 8, "relative_max_distance": 16,
+            "decoder_start_token_id": START,
         },
     ),
     ZooModel(
         name="fsmt", kind=KIND, model="FSMTForConditionalGeneration",
-        batch=lambda samples, length: {**to_text(samples, length), "decoder_input_ids": integers(samples, max(length // 2, 4), seed=5)},
+        batch=lambda samples,
+        length: {**to_text(samples, length), "decoder_input_ids": integers(samples, max(length // 2, 4), seed=5)},
         config={**BART, "langs": ["en", "de"], "src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY},
     ),
     ZooModel(
@@ -134,7 +157,10 @@ MODELS = (
         for name, model, more in (
             ("time_series_transformer", "TimeSeriesTransformerForPrediction", {}),
             ("informer", "InformerForPrediction", {"attention_type": "prob", "sampling_factor": 2, "distil": False}),
-            ("autoformer", "AutoformerForPrediction", {"label_length": 2, "moving_average": 3, "autocorrelation_factor": 2}),
+            (
+                "autoformer", "AutoformerForPrediction",
+                {"label_length": 2, "moving_average": 3, "autocorrelation_factor": 2},
+            ),
         )
     ),
 )  # fmt: skip

@@ -34,8 +34,10 @@ def _patch_pairs(samples: int, length: int) -> Batch:
     """Return images as lists of patches with a mask and each image's shape, and texts."""
     batch = text(samples, length)
     return {
-        "input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "pixel_values": numbers(samples, 4, 48),
-        "pixel_attention_mask": torch.ones(samples, 4, dtype=torch.int64), "spatial_shapes": torch.tensor([[2, 2]] * samples),
+        "input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"],
+        "pixel_values": numbers(samples, 4, 48),
+        "pixel_attention_mask": torch.ones(samples, 4, dtype=torch.int64),
+        "spatial_shapes": torch.tensor([[2, 2]] * samples),
         "return_loss": True,
     }  # fmt: skip
 
@@ -53,9 +55,11 @@ def _flava(samples: int, length: int) -> Batch:
     """Return pairs half of which belong together, with masked words and patches."""
     batch = masked_text(samples, length)
     return {
-        "input_ids": batch["input_ids"], "input_ids_masked": batch["input_ids"], "attention_mask": batch["attention_mask"],
+        "input_ids": batch["input_ids"], "input_ids_masked": batch["input_ids"],
+        "attention_mask": batch["attention_mask"],
         "pixel_values": pixels(samples), "codebook_pixel_values": pixels(samples, 16),
-        "bool_masked_pos": torch.tensor([[[1, 0], [0, 1]]] * samples, dtype=torch.int64), "mlm_labels": batch["labels"],
+        "bool_masked_pos": torch.tensor([[[1, 0], [0, 1]]] * samples, dtype=torch.int64),
+        "mlm_labels": batch["labels"],
         "itm_labels": torch.arange(samples) % 2, "return_loss": True, "skip_multimodal_encoder": False,
     }  # fmt: skip
 
@@ -120,7 +124,10 @@ MODELS = (
             "pixel_mask": torch.ones(samples, 8, 8, dtype=torch.int64),
             "labels": torch.nn.functional.one_hot(torch.arange(samples) % 3, 3).float(),
         },
-        config={**LAYERS, "vocab_size": VOCABULARY, "max_position_embeddings": 64, "image_size": 8, "patch_size": 4, "num_labels": 3},
+        config={
+            **LAYERS, "vocab_size": VOCABULARY, "max_position_embeddings": 64, "image_size": 8,
+            "patch_size": 4, "num_labels": 3,
+        },
         extra={"num_labels": 3},
     ),
     *(
@@ -138,12 +145,15 @@ MODELS = (
         )
     ),
     ZooModel(
-        name="align", kind=KIND, model="AlignModel", batch=lambda samples, length: {**pair(samples, length), "pixel_values": pixels(samples, 32)},
+        name="align", kind=KIND, model="AlignModel", batch=lambda samples,
+        length: {**pair(samples, length), "pixel_values": pixels(samples, 32)},
         config={
             "text_config": _CLIP_TEXT, "projection_dim": WIDTH,
             "vision_config": {
-                "image_size": 32, "width_coefficient": 1.0, "depth_coefficient": 1.0, "kernel_sizes": [3, 3], "in_channels": [32, 16],
-                "out_channels": [16, 32], "strides": [1, 2], "num_block_repeats": [1, 1], "expand_ratios": [1, 2], "hidden_dim": WIDTH,
+                "image_size": 32, "width_coefficient": 1.0, "depth_coefficient": 1.0,
+                "kernel_sizes": [3, 3], "in_channels": [32, 16],
+                "out_channels": [16, 32], "strides": [1, 2], "num_block_repeats": [1, 1],
+                "expand_ratios": [1, 2], "hidden_dim": WIDTH,
                 "drop_connect_rate": 0.0,
             },
         },
@@ -152,7 +162,8 @@ MODELS = (
     ZooModel(
         name="blip_matching", kind=KIND, model="BlipModel", batch=pair,
         config={
-            "text_config": {**_CLIP_TEXT, "encoder_hidden_size": WIDTH, "projection_dim": WIDTH}, "vision_config": {**_CLIP_VISION, "projection_dim": WIDTH},
+            "text_config": {**_CLIP_TEXT, "encoder_hidden_size": WIDTH, "projection_dim": WIDTH},
+            "vision_config": {**_CLIP_VISION, "projection_dim": WIDTH},
             "projection_dim": WIDTH,
         },
     ),
@@ -162,34 +173,46 @@ MODELS = (
             **text(samples, length), "pixel_values": numbers(samples, 2, 3, 8, 8), "return_loss": True,
         },
         config={
-            "text_config": _CLIP_TEXT, "projection_dim": WIDTH, "prompt_layers": 1, "prompt_num_attention_heads": HEADS,
+            "text_config": _CLIP_TEXT, "projection_dim": WIDTH, "prompt_layers": 1,
+            "prompt_num_attention_heads": HEADS,
             "vision_config": {
-                **_CLIP_VISION, "mit_hidden_size": WIDTH, "mit_intermediate_size": 64, "mit_num_attention_heads": HEADS, "num_frames": 2,
+                **_CLIP_VISION, "mit_hidden_size": WIDTH, "mit_intermediate_size": 64,
+                "mit_num_attention_heads": HEADS, "num_frames": 2,
             },
         },
     ),
     ZooModel(
         name="bridgetower_contrastive", kind=KIND, model="BridgeTowerForContrastiveLearning",
-        batch=lambda samples, length: {**pair(samples, length), "pixel_mask": torch.ones(samples, 8, 8, dtype=torch.int64)},
+        batch=lambda samples,
+        length: {**pair(samples, length), "pixel_mask": torch.ones(samples, 8, 8, dtype=torch.int64)},
         config={
-            "text_config": {**_CLIP_TEXT, "hidden_size": 64}, "vision_config": {"hidden_size": 64, "num_hidden_layers": 2, "patch_size": 4, "image_size": 8},
-            "hidden_size": 64, "num_attention_heads": HEADS, "num_hidden_layers": 2, "contrastive_hidden_size": WIDTH, "intermediate_size": 64,
+            "text_config": {**_CLIP_TEXT, "hidden_size": 64},
+            "vision_config": {"hidden_size": 64, "num_hidden_layers": 2, "patch_size": 4, "image_size": 8},
+            "hidden_size": 64, "num_attention_heads": HEADS, "num_hidden_layers": 2,
+            "contrastive_hidden_size": WIDTH, "intermediate_size": 64,
         },
         extra={"logit_scale_init_value": 2.6592},
     ),
     ZooModel(
         name="bridgetower_matching", kind=KIND, model="BridgeTowerForImageAndTextRetrieval",
         batch=lambda samples, length: {
-            **pair(samples, length), "pixel_mask": torch.ones(samples, 8, 8, dtype=torch.int64), "labels": classes(samples, 2),
+            **pair(samples, length), "pixel_mask": torch.ones(samples, 8, 8, dtype=torch.int64),
+            "labels": classes(samples, 2),
         },
         config={
-            "text_config": {**_CLIP_TEXT, "hidden_size": 64}, "vision_config": {"hidden_size": 64, "num_hidden_layers": 2, "patch_size": 4, "image_size": 8},
-            "hidden_size": 64, "num_attention_heads": HEADS, "num_hidden_layers": 2, "contrastive_hidden_size": WIDTH, "intermediate_size": 64,
+            "text_config": {**_CLIP_TEXT, "hidden_size": 64},
+            "vision_config": {"hidden_size": 64, "num_hidden_layers": 2, "patch_size": 4, "image_size": 8},
+            "hidden_size": 64, "num_attention_heads": HEADS, "num_hidden_layers": 2,
+            "contrastive_hidden_size": WIDTH, "intermediate_size": 64,
         },
     ),
     ZooModel(
         name="vilt_words", kind=KIND, model="ViltForMaskedLM",
-        batch=lambda samples, length: {**masked_text(samples, length), "pixel_values": pixels(samples), "pixel_mask": torch.ones(samples, 8, 8, dtype=torch.int64)},
+        batch=lambda samples,
+        length: {
+            **masked_text(samples, length), "pixel_values": pixels(samples),
+            "pixel_mask": torch.ones(samples, 8, 8, dtype=torch.int64),
+        },
         config={**LAYERS, "vocab_size": VOCABULARY, "max_position_embeddings": 64, "image_size": 8, "patch_size": 4},
     ),
     ZooModel(
@@ -202,20 +225,30 @@ MODELS = (
     ),
     ZooModel(
         name="videoprism", kind=KIND, model="VideoPrismClipModel",
-        batch=lambda samples, length: {**{k: v for k, v in pair(samples, length).items() if k != "pixel_values"}, "pixel_values_videos": numbers(samples, 2, 3, 8, 8)},
+        batch=lambda samples,
+        length: {
+            **{k: v for k, v in pair(samples, length).items() if k != "pixel_values"},
+            "pixel_values_videos": numbers(samples, 2, 3, 8, 8),
+        },
         config={
             "text_config": _CLIP_TEXT,
-            "vision_config": {**LAYERS, "image_size": 8, "num_frames": 2, "tubelet_size": [1, 4, 4], "num_spatial_layers": 2, "num_temporal_layers": 1, "num_auxiliary_layers": 1},
+            "vision_config": {
+                **LAYERS, "image_size": 8, "num_frames": 2, "tubelet_size": [1, 4, 4],
+                "num_spatial_layers": 2, "num_temporal_layers": 1, "num_auxiliary_layers": 1,
+            },
         },
     ),
     ZooModel(
-        name="blip_2_matching", kind=KIND, model="Blip2Model", batch=lambda samples, length: {**text_with(samples, length, count=4), "pixel_values": pixels(samples)},
+        name="blip_2_matching", kind=KIND, model="Blip2Model", batch=lambda samples,
+        length: {**text_with(samples, length, count=4), "pixel_values": pixels(samples)},
         config={
             "text_config": {
-                "model_type": "t5", "vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": HEADS,
+                "model_type": "t5", "vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 64,
+                "num_layers": 2, "num_heads": HEADS,
                 "decoder_start_token_id": 0, "pad_token_id": 0,
             },
-            "vision_config": {**_CLIP_VISION, "initializer_range": 0.02}, "num_query_tokens": 4, "image_token_index": IMAGE, "image_token_id": IMAGE,
+            "vision_config": {**_CLIP_VISION, "initializer_range": 0.02}, "num_query_tokens": 4,
+            "image_token_index": IMAGE, "image_token_id": IMAGE,
             "qformer_config": {**LAYERS, "vocab_size": VOCABULARY, "encoder_hidden_size": WIDTH},
         },
         note="with an encoder and a decoder of text",

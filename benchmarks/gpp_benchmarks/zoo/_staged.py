@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -49,7 +50,9 @@ class OnePart(CapturedPart):
 
     def capture_again(self, analysis: Analysis, arguments: Batch) -> CapturedGraph:
         """Return the module traced at a shape, as it was before if it was."""
-        key = tuple((name, tuple(v.shape) if isinstance(v, Tensor) else v) for name, v in sorted(arguments.items()))
+        key = tuple(
+            (name, tuple(v.shape) if isinstance(v, Tensor) else v) for name, v in sorted(arguments.items())
+        )
         if key not in self._traced:
             self._traced[key] = super().capture_again(analysis, arguments)
         return self._traced[key]
@@ -104,8 +107,14 @@ def _run(model: nn.Module, codes: list[StageCode], plan: PipelinePlan, batch: Ba
         parts = [
             code.function.call(
                 *(named[name] for name in code.function.tensors),
-                *(_rows(batch[key], code.inputs[key], first, stage.micro_batch_size) for key in code.function.batch_inputs),
-                *(_rows(leaves[name], specs[name], first, stage.micro_batch_size) for name in code.function.received),
+                *(
+                    _rows(batch[key], code.inputs[key], first, stage.micro_batch_size)
+                    for key in code.function.batch_inputs
+                ),
+                *(
+                    _rows(leaves[name], specs[name], first, stage.micro_batch_size)
+                    for name in code.function.received
+                ),
             )
             for first in range(0, plan.mini_batch, stage.micro_batch_size)
         ]
@@ -171,21 +180,27 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def gradient_error(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Return the largest ||g - w|| / max(||w||, a thousandth of the largest w's norm), and whose it is.
+def gradient_errors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return ||g - w|| / max(||w||, a thousandth of the largest w's norm) of every parameter on either side.
 
-    A gradient that is missing on one side is zero there.
+    A gradient that is missing on one side is zero there; what is no number is infinitely far off.
     """
     largest = max((float(w.double().norm()) for w in wanted.values()), default=0.0)
-    worst, whose = 0.0, ""
+    errors = {}
     for name in dict.fromkeys([*wanted, *found]):
         reference = wanted[name].double() if name in wanted else torch.zeros(1, dtype=torch.float64)
         own = found[name].double() if name in found else torch.zeros_like(reference)
         difference = float((own - reference).norm())
-        error = difference / max(float(reference.norm()), 1e-3 * largest) if difference else 0.0
-        if not error <= worst:  # nan is the worst of all
-            worst, whose = error, name
-    return worst, whose
+        scale = max(float(reference.norm()), 1e-3 * largest)
+        error = difference / scale if difference and scale else difference
+        errors[name] = error if math.isfinite(error) else math.inf
+    return errors
+
+
+def worst_of(errors: Mapping[str, float]) -> tuple[float, str]:
+    """Return the largest error, and whose it is."""
+    whose = max(errors, key=lambda name: errors[name], default="")
+    return errors.get(whose, 0.0), whose
 
 
 def train_in_double(model: nn.Module, batch: Batch) -> Trained | None:

@@ -15,14 +15,15 @@ from gpp_benchmarks.zoo._entries import Batch, ZooModel, build_model
 from gpp_benchmarks.zoo._staged import (
     OnePart,
     Trained,
-    gradient_error,
+    gradient_errors,
     train_in_double,
     train_plain,
     train_staged,
+    worst_of,
 )
 from gpp_benchmarks.zoo._verdicts import BROKEN, EXACT, ONE_LENGTH, RAW, REFUSED, WRONG
 from gpp_plugin.api import plan_for
-from gpp_plugin.errors import GppError, PlanError
+from gpp_plugin.errors import GppError, PlanInfeasible
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
@@ -57,58 +58,82 @@ def means_of(analysis: Analysis) -> Means:
     return Means(how="whole")
 
 
+def empty_row(entry: ZooModel) -> dict[str, Any]:
+    """Return a row that says which model it is of, and not yet what became of it."""
+    return {
+        "name": entry.name, "kind": entry.kind, "model": entry.model, "lengths": list(entry.lengths),
+        "length_means": entry.means, "verdict": BROKEN, "line": "", "note": entry.note,
+    }  # fmt: skip
+
+
 def try_model(entry: ZooModel, tell: Callable[[str], None] = lambda phase: None) -> dict[str, Any]:
     """Return a model's row; what fails is in it, and nothing is raised.
 
     Args:
         tell: told what is going on, so that a process that ends says where it was.
     """
-    row: dict[str, Any] = {
-        "name": entry.name, "kind": entry.kind, "model": entry.model, "lengths": list(entry.lengths),
-        "length_means": entry.means, "verdict": BROKEN, "line": "", "note": entry.note,
-    }  # fmt: skip
+    row = empty_row(entry)
     tell("build")
     try:
         model = build_model(entry)
-        batch = entry.batch(SAMPLES, entry.lengths[0])
-        other = entry.batch(SAMPLES, entry.lengths[1])
         row["parameters"] = sum(p.numel() for p in model.parameters())
-        wanted, wanted_other = _reproducible(model, batch), _reproducible(model, other)
+        first, second = (entry.batch(SAMPLES, length) for length in entry.lengths)
+        answers = _Answers(first, _reproducible(model, first)), _Answers(second, _reproducible(model, second))
     except Exception as error:
         return row | {"line": one_line(error)}
+    try:
+        verdict, line = _judge(entry, model, answers, row, tell)
+    except Exception as error:
+        verdict, line = REFUSED if is_refusal(error) else RAW, one_line(error)
+    return row | {"verdict": verdict, "line": line}
+
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """A batch, and what one process makes of it."""
+
+    batch: Batch
+    wanted: Trained
+
+
+def _judge(
+    entry: ZooModel,
+    model: nn.Module,
+    answers: tuple[_Answers, _Answers],
+    row: dict[str, Any],
+    tell: Callable[[str], None],
+) -> tuple[str, str]:
+    """Return a model's verdict and why; the row gets what was found on the way.
+
+    Args:
+        answers: at the length that is captured, and at another one.
+    """
     tell("capture")
     start, cpu = time.perf_counter(), time.process_time()
-    try:
-        part = OnePart(model, batch)
-        captured = part.capture(part.arguments(batch, {}, SAMPLES), is_training=True)
-    except Exception as error:
-        return row | _failure(error)
+    part = OnePart(model, answers[0].batch)
+    captured = part.capture(part.arguments(answers[0].batch, {}, SAMPLES), is_training=True)
     row |= {"capture_s": time.perf_counter() - start, "capture_cpu_s": time.process_time() - cpu}
-    row |= {"means": dataclasses.asdict(means_of(captured.analysis)), "operators": len(captured.op_graph.nodes)}
-    try:
-        reference = make_reference(captured.analysis, part.granularity)
-        row["blocks"] = len(reference.block_graph.blocks)
-        row["coupled_blocks"] = sum(block.is_coupled for block in reference.block_graph.blocks)
-        tell("stages")
-        plans = list(_plans(reference))
-        run = _Runs(model, part, reference)
-        row["stages"] = [run.row(plan, cut, batch, wanted) for plan, cut in plans]
-    except Exception as error:
-        return row | _failure(error)
+    row["means"] = dataclasses.asdict(means_of(captured.analysis))
+    reference = make_reference(captured.analysis, part.granularity)
+    row["operators"] = len(captured.op_graph.nodes)
+    row["blocks"] = len(reference.block_graph.blocks)
+    row["coupled_blocks"] = sum(block.is_coupled for block in reference.block_graph.blocks)
+    tell("stages")
+    plans = _plans(reference)
+    run = _Runs(model, part, reference)
+    row["stages"] = [run.row(plan, cut, answers[0]) for plan, cut in plans]
     worst = _worst(row["stages"])
     if worst is not None:
-        return row | {"verdict": WRONG, "line": worst}
+        return WRONG, worst
     tell("another length")
     try:
-        row["other_length"] = [
-            run.row(plan, cut, other, wanted_other) for plan, cut in plans if cut == 1
-        ]
+        row["other_length"] = [run.row(plan, cut, answers[1]) for plan, cut in plans if cut == 1]
     except GppError as error:
-        return row | {"verdict": ONE_LENGTH, "line": one_line(error)}
-    except Exception as error:
-        return row | _failure(error)
+        if not is_refusal(error):
+            raise
+        return ONE_LENGTH, one_line(error)
     worst = _worst(row["other_length"])
-    return row | ({"verdict": EXACT} if worst is None else {"verdict": WRONG, "line": f"at length {entry.lengths[1]}: {worst}"})
+    return (EXACT, "") if worst is None else (WRONG, f"at length {entry.lengths[1]}: {worst}")
 
 
 def _reproducible(model: nn.Module, batch: Batch) -> Trained:
@@ -116,36 +141,47 @@ def _reproducible(model: nn.Module, batch: Batch) -> Trained:
     first, second = train_plain(model, batch), train_plain(model, batch)
     if not bool(torch.isfinite(first.loss)):
         raise ValueError(f"the loss is {float(first.loss)}")
-    if not torch.equal(first.loss, second.loss) or gradient_error(second.gradients, first.gradients)[0] > GRADIENT_LIMIT:
-        raise ValueError(f"the loss is {float(first.loss)} and then {float(second.loss)}: set what is random to 0")
+    if (
+        not torch.equal(first.loss, second.loss)
+        or worst_of(gradient_errors(second.gradients, first.gradients))[0] > GRADIENT_LIMIT
+    ):
+        raise ValueError(
+            f"the loss is {float(first.loss)} and then {float(second.loss)}: set what is random to 0"
+        )
     if not first.gradients:
         raise ValueError("no parameter has a gradient")
     return first
 
 
 def _plans(reference: Reference) -> list[tuple[PipelinePlan, int]]:
-    """Return plans of one loss unit, and into how many micro-batches stages that may cut it do."""
+    """Return plans of one loss unit, and into how many micro-batches stages that may cut it do.
+
+    A model too small for so many stages has as many as it has blocks.
+    """
     graph = reference.block_graph
-    plans = []
-    for num_stages in NUM_STAGES:
-        if num_stages > len(graph.blocks):
-            continue
-        try:
-            plan = plan_for(_request(graph, reference, num_stages), planner="graphpipe", schedule="1f1b", slicing="off")
-        except PlanError:
-            continue
-        plans.append((plan, 1))
-    if plans:
-        cut = _cut(plans[-1][0], graph)
-        if cut != plans[-1][0]:
-            plans.append((cut, 2))
-    return plans
+    plans = {}
+    for num_stages in sorted({min(count, len(graph.blocks)) for count in NUM_STAGES}):
+        for count in range(num_stages, 0, -1):
+            try:
+                plan = plan_for(
+                    _request(graph, reference, count), planner="graphpipe", schedule="1f1b", slicing="off"
+                )
+            except PlanInfeasible:
+                continue  # blocks that no planner of the graph can part
+            plans[count] = plan
+            break
+    largest = plans[max(plans)]
+    cut = _cut(largest, graph)
+    return [*((plan, 1) for plan in plans.values()), *([(cut, 2)] if cut != largest else [])]
 
 
 def _request(graph: BlockGraph, reference: Reference, num_stages: int) -> PlanRequest:
     cluster = read_cluster(CLUSTER, num_devices=num_stages)
     profile = analytic_profile(
-        graph, cluster.devices[0], sample_counts=default_sample_counts(SAMPLES), op_graph=reference.analysis.op_graph
+        graph,
+        cluster.devices[0],
+        sample_counts=default_sample_counts(SAMPLES),
+        op_graph=reference.analysis.op_graph,
     )
     return PlanRequest(
         graph=graph, profile=profile, cluster=cluster, num_ranks=num_stages, mini_batch=SAMPLES, loss_unit=SAMPLES,
@@ -171,33 +207,38 @@ class _Runs:
     part: OnePart
     reference: Reference
 
-    def row(self, plan: PipelinePlan, cut: int, batch: Batch, wanted: Trained) -> dict[str, Any]:
+    def row(self, plan: PipelinePlan, cut: int, answers: _Answers) -> dict[str, Any]:
         """Return a plan's depth, and how far its loss and gradients are from those of one process."""
-        found = train_staged(self.model, self.part, self.reference, plan, batch)
+        wanted = answers.wanted
+        found = train_staged(self.model, self.part, self.reference, plan, answers.batch)
         scale = max(abs(float(wanted.loss)), 1e-12)
         loss_error = abs(float(found.loss.double() - wanted.loss.double())) / scale
-        error, whose = gradient_error(found.gradients, wanted.gradients)
-        is_rounding = False
-        if not (error <= GRADIENT_LIMIT and loss_error <= LOSS_LIMIT):
-            is_rounding = self._is_rounding(found, wanted, batch)
+        errors = gradient_errors(found.gradients, wanted.gradients)
+        error, whose = worst_of(errors)
+        is_exact = error <= GRADIENT_LIMIT and loss_error <= LOSS_LIMIT
+        is_rounding = not is_exact and self._is_rounding(found, answers, errors)
         return {
             "stages": len(plan.stages), "depth": plan.depth, "micro_batches": cut, "loss_error": loss_error,
             "gradient_error": error, "worst_gradient": whose, "is_rounding": is_rounding,
-            "is_exact": is_rounding or (error <= GRADIENT_LIMIT and loss_error <= LOSS_LIMIT),
+            "is_exact": is_exact or is_rounding,
         }  # fmt: skip
 
-    def _is_rounding(self, found: Trained, wanted: Trained, batch: Batch) -> bool:
+    def _is_rounding(self, found: Trained, answers: _Answers, errors: Mapping[str, float]) -> bool:
         """Return whether one process in single precision is as far from double precision as the stages are.
 
-        What single precision does not reproduce itself (a key projection's bias, whose gradient is zero) is noise.
+        What single precision does not reproduce itself (a key projection's bias, whose gradient is zero) is noise. Of
+        every tensor that is off, the stages' distance from double precision must be of the size of that noise.
         """
-        exact = train_in_double(self.model, batch)
+        wanted = answers.wanted
+        exact = train_in_double(self.model, answers.batch)
         if exact is None:
             return False
-        noise, own = (gradient_error(each.gradients, exact.gradients)[0] for each in (wanted, found))
+        noise, own = (gradient_errors(each.gradients, exact.gradients) for each in (wanted, found))
         losses = [abs(float(each.loss.double() - exact.loss)) for each in (wanted, found)]
-        floor = LOSS_LIMIT * abs(float(exact.loss))
-        return noise > GRADIENT_LIMIT / 4 and own <= 3 * noise and losses[1] <= max(3 * losses[0], floor)
+        inexact = [name for name, error in errors.items() if not error <= GRADIENT_LIMIT]
+        return losses[1] <= max(3 * losses[0], LOSS_LIMIT * abs(float(exact.loss))) and all(
+            noise.get(name, 0.0) > GRADIENT_LIMIT / 4 and own[name] <= 3 * noise[name] for name in inexact
+        )
 
 
 def _worst(rows: list[dict[str, Any]]) -> str | None:
@@ -206,14 +247,10 @@ def _worst(rows: list[dict[str, Any]]) -> str | None:
         if not row["is_exact"]:
             cut = f" in {row['micro_batches']} micro-batches" if row["micro_batches"] > 1 else ""
             return (
-                f"{row['stages']} stages{cut}: loss off by {row['loss_error']:.1e}, gradients by {row['gradient_error']:.1e} "
-                f"({row['worst_gradient']})"
+                f"{row['stages']} stages{cut}: loss off by {row['loss_error']:.1e}, "
+                f"gradients by {row['gradient_error']:.1e} ({row['worst_gradient']})"
             )
     return None
-
-
-def _failure(error: Exception) -> Mapping[str, Any]:
-    return {"verdict": REFUSED if is_refusal(error) else RAW, "line": one_line(error)}
 
 
 def is_refusal(error: Exception) -> bool:

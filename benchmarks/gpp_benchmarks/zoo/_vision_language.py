@@ -50,8 +50,6 @@ def typed_patches(samples: int, length: int) -> Batch:
     return {**batch, "mm_token_type_ids": (batch["input_ids"] == IMAGE).long()}
 
 
-
-
 def grid_ids() -> dict[str, Any]:
     """Return the tokens of the Qwen family."""
     return {
@@ -71,8 +69,6 @@ def grid_vision(**values: Any) -> dict[str, Any]:
         "depth": 2, "num_heads": HEADS, "in_channels": 3, "patch_size": 4, "spatial_merge_size": 2,
         "temporal_patch_size": 2, **values,
     }  # fmt: skip
-
-
 
 
 def tiles(samples: int, length: int) -> Batch:
@@ -140,7 +136,8 @@ MODELS = (
             "image_token_id": IMAGE, "video_token_id": VIDEO, "image_start_token_id": IMAGE_START,
             "image_end_token_id": IMAGE_END, "video_start_token_id": 68, "video_end_token_id": 69,
             "vision_config": {
-                **grid_vision(), "hidden_size": WIDTH, "intermediate_size": 64, "out_hidden_size": WIDTH, "image_size": 16,
+                **grid_vision(), "hidden_size": WIDTH, "intermediate_size": 64, "out_hidden_size": WIDTH,
+                "image_size": 16,
             },
         },
     ),
@@ -151,7 +148,8 @@ MODELS = (
     ZooModel(
         name="llava_next", kind=KIND, model="LlavaNextForConditionalGeneration", batch=tiles,
         config={
-            "text_config": text_config(), "vision_config": vision_config(), **_LLAVA, "image_grid_pinpoints": [[8, 8]],
+            "text_config": text_config(), "vision_config": vision_config(), **_LLAVA,
+            "image_grid_pinpoints": [[8, 8]],
         },
     ),
     ZooModel(
@@ -164,9 +162,12 @@ MODELS = (
     ZooModel(
         name="gemma3", kind=KIND, model="Gemma3ForConditionalGeneration", batch=_gemma3,
         config={
-            "text_config": text_config("gemma3_text", head_dim=8, query_pre_attn_scalar=8, sliding_window=6, num_hidden_layers=2,
-                                       layer_types=["sliding_attention", "full_attention"]),
-            "vision_config": vision_config("siglip_vision_model"), "mm_tokens_per_image": 4, "image_token_index": IMAGE,
+            "text_config": text_config(
+                "gemma3_text", head_dim=8, query_pre_attn_scalar=8, sliding_window=6,
+                layer_types=["sliding_attention", "full_attention"],
+            ),
+            "vision_config": vision_config("siglip_vision_model"), "mm_tokens_per_image": 4,
+            "image_token_index": IMAGE,
             "image_token_id": IMAGE, "boi_token_index": IMAGE_START, "eoi_token_index": IMAGE_END,
         },
     ),
@@ -208,7 +209,8 @@ MODELS = (
         name="internvl", kind=KIND, model="InternVLForConditionalGeneration",
         batch=lambda samples, length: {**text_with(samples, length, count=1), "pixel_values": pixels(samples)},
         config={
-            "text_config": text_config("qwen2"), "image_token_id": IMAGE, "image_seq_length": 1, "downsample_ratio": 0.5,
+            "text_config": text_config("qwen2"), "image_token_id": IMAGE, "image_seq_length": 1,
+            "downsample_ratio": 0.5,
             "vision_config": vision_config("internvl_vision", image_size=[8, 8], patch_size=[4, 4]),
         },
     ),
@@ -216,11 +218,13 @@ MODELS = (
         name="blip_2", kind=KIND, model="Blip2ForConditionalGeneration", batch=image_text,
         config={
             "text_config": {
-                "model_type": "opt", **LAYERS, **IDS, "ffn_dim": 64, "vocab_size": VOCABULARY, "max_position_embeddings": 64,
+                "model_type": "opt", **LAYERS, **IDS, "ffn_dim": 64, "vocab_size": VOCABULARY,
+                "max_position_embeddings": 64,
                 "word_embed_proj_dim": WIDTH,
             },
             "vision_config": {k: v for k, v in vision_config(initializer_range=0.02).items() if k != "model_type"},
-            "qformer_config": {**LAYERS, "vocab_size": VOCABULARY, "encoder_hidden_size": WIDTH}, "num_query_tokens": 4,
+            "qformer_config": {**LAYERS, "vocab_size": VOCABULARY, "encoder_hidden_size": WIDTH},
+            "num_query_tokens": 4,
             "image_token_index": IMAGE, "image_token_id": IMAGE,
         },
     ),
@@ -232,18 +236,21 @@ MODELS = (
         },
         config={
             "text_config": text_config("mistral", head_dim=8), "image_token_index": IMAGE, "image_token_id": IMAGE,
-            "vision_config": {**vision_config("pixtral"), "head_dim": 8}, "spatial_merge_size": 2, "vision_feature_layer": -1,
+            "vision_config": {**vision_config("pixtral"), "head_dim": 8}, "spatial_merge_size": 2,
+            "vision_feature_layer": -1,
         },
     ),
     ZooModel(
         name="emu3", kind=KIND, model="Emu3ForConditionalGeneration",
         batch=lambda samples, length: {
-            **text_with(samples, length, count=6), "pixel_values": pixels(samples), "image_sizes": torch.tensor([[8, 8]] * samples),
+            **text_with(samples, length, count=6), "pixel_values": pixels(samples),
+            "image_sizes": torch.tensor([[8, 8]] * samples),
         },
         config={
             "text_config": text_config("emu3_text_model"),
             "vq_config": {
-                "codebook_size": 16, "embed_dim": 4, "latent_channels": 4, "base_channels": 32, "channel_multiplier": [1, 1, 1],
+                "codebook_size": 16, "embed_dim": 4, "latent_channels": 4, "base_channels": 32,
+                "channel_multiplier": [1, 1, 1],
                 "num_res_blocks": 1, "attn_resolutions": [], "hidden_size": 32, "num_attention_heads": 1,
                 "temporal_downsample_factor": 1,
             },

@@ -1,0 +1,133 @@
+"""The zoo's configurations build, and its command tells exact, refused, wrong and ended models apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpp_benchmarks import zoo
+from gpp_benchmarks.zoo import _catalogue, _children, _staged, _trial
+from gpp_benchmarks.zoo._staged import Trained, gradient_errors, worst_of
+from gpp_plugin.cli import main
+
+SOME = ("qwen2_5_vl", "whisper", "t5", "clip", "detr", "mixtral", "resnet")
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def in_this_process(names: Sequence[str], *, jobs: int, timeout_s: float) -> Iterator[dict[str, Any]]:
+    yield from (_trial.try_model(zoo.CATALOGUE[name]) for name in names)
+
+
+def test_the_table_is_whole() -> None:
+    assert len(zoo.CATALOGUE) == len(_catalogue.MODELS) >= 120  # no name twice
+    assert len({entry.model for entry in zoo.CATALOGUE.values()}) >= 120
+    for entry in zoo.CATALOGUE.values():
+        first, second = (entry.batch(2, length) for length in entry.lengths)
+        assert first.keys() == second.keys()
+        shapes = [
+            [tuple(v.shape) for v in batch.values() if isinstance(v, Tensor)] for batch in (first, second)
+        ]
+        assert (shapes[0] == shapes[1]) == entry.means.startswith("nothing"), entry.name
+        again = entry.batch(2, entry.lengths[0])
+        assert all(torch.equal(first[k], again[k]) for k in first if isinstance(first[k], Tensor)), entry.name
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_model_and_its_batch_give_the_same_loss_at_every_build(name: str) -> None:
+    losses = []
+    for _ in range(2):
+        model, batch = zoo.build(name)
+        losses.append(model(**batch).loss)
+    losses[0].backward()
+    assert torch.equal(losses[0], losses[1]) and bool(torch.isfinite(losses[0]))
+    assert (
+        any(p.grad is not None and bool(p.grad.any()) for p in model.parameters()) is False
+    )  # the second one's
+    assert zoo.build(name, device="meta")[0].training
+
+
+def test_one_exact_and_one_refused_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """Through the processes, as a user runs it."""
+    assert main(["bench", "zoo", "--models", "clip", "informer", "--jobs", "2", "--json"]) == 0
+    output = capsys.readouterr()
+    found = json.loads(output.out.splitlines()[-1])
+    exact, refused = found["rows"]
+    assert (exact["name"], exact["verdict"], exact["means"]["how"]) == ("clip", "exact", "whole")
+    runs = [(run["stages"], run["depth"], run["micro_batches"]) for run in exact["stages"]]
+    assert runs == [(2, 2, 1), (4, 3, 1), (4, 3, 2)]
+    for run in (*exact["stages"], *exact["other_length"]):
+        assert run["loss_error"] <= 1e-6
+        assert run["gradient_error"] <= 2e-6 or run["is_rounding"] and "k_proj.bias" in run["worst_gradient"]
+    assert (
+        refused["verdict"] == "refused"
+        and "informer" in refused["line"].lower()
+        and "\n" not in refused["line"]
+    )
+    assert found["summary"][-1] | {"models": 2, "exact": 1, "refused": 1, "wrong": 0} == found["summary"][-1]
+    assert "clip: exact" in output.err and "captured and exact" in output.out
+
+
+def test_what_is_wrong_is_told_and_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One gradient of the stages is off by a hundred-thousandth; nothing raises."""
+    right = _trial.train_staged
+
+    def train(*arguments: Any) -> Trained:
+        found = right(*arguments)
+        name = next(name for name in found.gradients if name.endswith("q_proj.weight"))
+        return dataclasses.replace(
+            found, gradients={**found.gradients, name: found.gradients[name] * (1 + 1e-5)}
+        )
+
+    monkeypatch.setattr(_trial, "train_staged", train)
+    monkeypatch.setattr(_children, "rows_of", in_this_process)
+    assert main(["bench", "zoo", "--models", "llama", "--json"]) == 1
+    found = told(capsys)
+    assert found["wrong"] == ["llama"] and found["summary"][-1]["wrong"] == 1
+    assert "q_proj.weight" in found["rows"][0]["line"]
+
+
+def test_other_errors_are_no_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise IndexError("list index\nout of range")
+
+    monkeypatch.setattr(_staged.CapturedPart, "capture", fail)
+    row = _trial.try_model(zoo.CATALOGUE["llama"])
+    assert (row["verdict"], row["line"]) == ("raw error", "IndexError: list index out of range")
+
+
+def test_a_model_that_takes_too_long_is_one_row(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "zoo", "--models", "switch_transformers", "--timeout", "0.05", "--json"]) == 0
+    (row,) = told(capsys)["rows"]
+    assert row["verdict"] == "ended" and "more than 0.05 s, in phase" in row["line"]
+
+
+def test_names_and_classes_choose_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "zoo", "--family", "speech", "--list", "--json"]) == 0
+    assert {"whisper", "wav2vec2"} <= set(told(capsys)["models"])
+    assert main(["bench", "zoo", "--models", "qwen2_v"]) == 1
+    assert "did you mean 'qwen2_vl'" in capsys.readouterr().err
+    assert main(["bench", "zoo", "--models", "clip", "--family", "speech"]) == 1
+    assert "no model is of both" in capsys.readouterr().err
+
+
+def test_a_missing_gradient_is_an_error() -> None:
+    wanted = {"a": torch.ones(4), "b": torch.ones(4)}
+    assert worst_of(gradient_errors(wanted, wanted)) == (0.0, "a")
+    assert worst_of(gradient_errors({"a": torch.ones(4)}, wanted)) == (1.0, "b")
+    assert gradient_errors(wanted, {"a": torch.ones(4)}) == {"a": 0.0, "b": pytest.approx(1000.0)}
+    assert gradient_errors({"a": torch.full((4,), torch.nan), "b": torch.ones(4)}, wanted) == {
+        "a": math.inf,
+        "b": 0.0,
+    }

@@ -54,7 +54,7 @@ def _wave_to_class(samples: int, length: int) -> Batch:
     return {"input_values": numbers(samples, length), "labels": classes(samples)}
 
 
-def _long_frames_to_text(samples: int, length: int) -> Batch:
+def frames_and_words(samples: int, length: int) -> Batch:
     """Return ``length`` frames of 16 numbers, and three tokens."""
     return {
         "input_features": numbers(samples, length, 16),
@@ -77,7 +77,7 @@ def _spoken(samples: int, length: int) -> Batch:
     }  # fmt: skip
 
 
-def _hears(
+def hears(
     count: int, *, frames: int = 16, mask: str = "", first: str = "mels"
 ) -> Callable[[int, int], Batch]:
     """Return what makes texts with ``count`` tokens for a sound of some frames each."""
@@ -142,7 +142,7 @@ _SEQ2SEQ: dict[str, Any] = {
 }  # fmt: skip
 _WAVE: dict[str, Any] = {"lengths": (128, 192), "means": "samples of a wave"}
 _FRAMES: dict[str, Any] = {"lengths": (16, 24), "means": "frames of sound"}
-_CONFORMER: dict[str, Any] = {
+CONFORMER: dict[str, Any] = {
     **LAYERS, "num_mel_bins": 16, "conv_kernel_size": 3, "subsampling_conv_channels": 8,
     "max_position_embeddings": 64,
 }  # fmt: skip
@@ -210,7 +210,7 @@ MODELS = (
         )
     ),
     ZooModel(
-        name="wav2vec2_bert", kind=KIND, model="Wav2Vec2BertForCTC", batch=_long_frames_to_text, **_FRAMES,
+        name="wav2vec2_bert", kind=KIND, model="Wav2Vec2BertForCTC", batch=frames_and_words, **_FRAMES,
         note=_NO_MASKS,
         config={
             **LAYERS, **IDS, "vocab_size": VOCABULARY, "feature_projection_input_dim": 16,
@@ -256,7 +256,7 @@ MODELS = (
         note="the prenet of its decoder draws masks of its own, whatever its configuration says but for a dropout of 0",
     ),
     ZooModel(
-        name="seamless_m4t", kind=KIND, model="SeamlessM4TForSpeechToText", batch=_long_frames_to_text, **_FRAMES,
+        name="seamless_m4t", kind=KIND, model="SeamlessM4TForSpeechToText", batch=frames_and_words, **_FRAMES,
         config={
             **_SEQ2SEQ, "hidden_size": WIDTH, "max_position_embeddings": 64, "speech_encoder_layers": 2,
             "speech_encoder_attention_heads": HEADS,
@@ -272,7 +272,7 @@ MODELS = (
         config={**_SEQ2SEQ, "hidden_size": WIDTH, "max_position_embeddings": 64},
     ),
     ZooModel(
-        name="seamless_m4t_v2", kind=KIND, model="SeamlessM4Tv2ForSpeechToText", batch=_long_frames_to_text,
+        name="seamless_m4t_v2", kind=KIND, model="SeamlessM4Tv2ForSpeechToText", batch=frames_and_words,
         **_FRAMES,
         config={
             **_SEQ2SEQ, "hidden_size": WIDTH, "max_position_embeddings": 64, "speech_encoder_layers": 2,
@@ -297,32 +297,32 @@ MODELS = (
     ),
     ZooModel(
         name="parakeet_ctc", kind=KIND, model="ParakeetForCTC", lengths=(64, 96), means="frames of sound",
-        batch=_long_frames_to_text,
-        config={"vocab_size": VOCABULARY, "pad_token_id": PAD, "encoder_config": _CONFORMER},
+        batch=frames_and_words,
+        config={"vocab_size": VOCABULARY, "pad_token_id": PAD, "encoder_config": CONFORMER},
     ),
     ZooModel(
         name="lasr_ctc", kind=KIND, model="LasrForCTC", lengths=(64, 96), means="frames of sound",
-        batch=_long_frames_to_text,
+        batch=frames_and_words,
         config={
-            "vocab_size": VOCABULARY, "pad_token_id": PAD, "encoder_config": {**_CONFORMER, "conv_kernel_size": 4},
+            "vocab_size": VOCABULARY, "pad_token_id": PAD, "encoder_config": {**CONFORMER, "conv_kernel_size": 4},
         },
     ),
     ZooModel(
         name="audioflamingo3", kind=KIND, model="AudioFlamingo3ForConditionalGeneration",
-        batch=_hears(4, mask="input_features_mask"),
+        batch=hears(4, mask="input_features_mask"),
         config={
             "text_config": text_config("qwen2"), "audio_token_id": AUDIO, "audio_config": _AUDIO_TOWER,
         },
     ),
     ZooModel(
-        name="voxtral", kind=KIND, model="VoxtralForConditionalGeneration", batch=_hears(4),
+        name="voxtral", kind=KIND, model="VoxtralForConditionalGeneration", batch=hears(4),
         config={
             "text_config": text_config(head_dim=8), "audio_token_id": AUDIO,
             "audio_config": {**_AUDIO_TOWER, "intermediate_size": 64},
         },
     ),
     ZooModel(
-        name="glmasr", kind=KIND, model="GlmAsrForConditionalGeneration", batch=_hears(2, mask="input_features_mask"),
+        name="glmasr", kind=KIND, model="GlmAsrForConditionalGeneration", batch=hears(2, mask="input_features_mask"),
         config={
             "text_config": text_config(), "audio_token_id": AUDIO,
             "audio_config": {
@@ -333,7 +333,7 @@ MODELS = (
     ),
     ZooModel(
         name="granite_speech", kind=KIND, model="GraniteSpeechForConditionalGeneration",
-        batch=_hears(6, first="frames", mask="input_features_mask"),
+        batch=hears(6, first="frames", mask="input_features_mask"),
         config={
             "text_config": text_config("granite"), "audio_token_index": AUDIO, "audio_token_id": AUDIO,
             "downsample_rate": 5, "window_size": 15,

@@ -50,12 +50,18 @@ class OnePart(CapturedPart):
 
     def capture_again(self, analysis: Analysis, arguments: Batch) -> CapturedGraph:
         """Return the module traced at a shape, as it was before if it was."""
-        key = tuple(
-            (name, tuple(v.shape) if isinstance(v, Tensor) else v) for name, v in sorted(arguments.items())
-        )
+        key = tuple((name, _tracing_key(value)) for name, value in sorted(arguments.items()))
         if key not in self._traced:
             self._traced[key] = super().capture_again(analysis, arguments)
         return self._traced[key]
+
+
+def _tracing_key(value: Any) -> object:
+    """Return what tracing may depend on: shapes, the values of whole numbers and masks, and constants."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    is_read = not value.is_floating_point() and value.device.type != "meta"
+    return str(value.dtype), tuple(value.shape), tuple(value.flatten().tolist()) if is_read else ()
 
 
 def train_plain(model: nn.Module, batch: Batch) -> Trained:

@@ -27,6 +27,7 @@ from gpp_plugin.errors import GppError, PlanInfeasible
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.model.graph.stage_graph import prepare_batch
 from gpp_plugin.plan.cluster_files import read_cluster
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.profile.analytic_costs import analytic_profile, default_sample_counts
@@ -78,10 +79,14 @@ def try_model(entry: ZooModel, tell: Callable[[str], None] = lambda phase: None)
         model = build_model(entry)
         row["parameters"] = sum(p.numel() for p in model.parameters())
         first, second = (entry.batch(SAMPLES, length) for length in entry.lengths)
-        answers = _Answers(first, _reproducible(model, first)), _Answers(second, _reproducible(model, second))
+        wanted = [_reproducible(model, batch) for batch in (first, second)]
     except Exception as error:
         return row | {"line": one_line(error)}
     try:
+        answers = (
+            _Answers(first, prepare_batch(model, first), wanted[0]),
+            _Answers(second, prepare_batch(model, second), wanted[1]),
+        )
         verdict, line = _judge(entry, model, answers, row, tell)
     except Exception as error:
         verdict, line = REFUSED if is_refusal(error) else RAW, one_line(error)
@@ -90,9 +95,14 @@ def try_model(entry: ZooModel, tell: Callable[[str], None] = lambda phase: None)
 
 @dataclass(frozen=True, slots=True)
 class _Answers:
-    """A batch, and what one process makes of it."""
+    """A batch, and what one process makes of it.
+
+    Args:
+        given: the batch as the engine gives it to a captured model (`prepare_batch`).
+    """
 
     batch: Batch
+    given: Batch
     wanted: Trained
 
 
@@ -110,8 +120,8 @@ def _judge(
     """
     tell("capture")
     start, cpu = time.perf_counter(), time.process_time()
-    part = OnePart(model, answers[0].batch)
-    captured = part.capture(part.arguments(answers[0].batch, {}, SAMPLES), is_training=True)
+    part = OnePart(model, answers[0].given)
+    captured = part.capture(part.arguments(answers[0].given, {}, SAMPLES), is_training=True)
     row |= {"capture_s": time.perf_counter() - start, "capture_cpu_s": time.process_time() - cpu}
     row["means"] = dataclasses.asdict(means_of(captured.analysis))
     reference = make_reference(captured.analysis, part.granularity)
@@ -210,7 +220,7 @@ class _Runs:
     def row(self, plan: PipelinePlan, cut: int, answers: _Answers) -> dict[str, Any]:
         """Return a plan's depth, and how far its loss and gradients are from those of one process."""
         wanted = answers.wanted
-        found = train_staged(self.model, self.part, self.reference, plan, answers.batch)
+        found = train_staged(self.model, self.part, self.reference, plan, answers.given)
         scale = max(abs(float(wanted.loss)), 1e-12)
         loss_error = abs(float(found.loss.double() - wanted.loss.double())) / scale
         errors = gradient_errors(found.gradients, wanted.gradients)

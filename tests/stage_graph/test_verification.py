@@ -198,7 +198,7 @@ def verified(
         forward_us=(us_per_sample, unit * us_per_sample),
         backward_us=(0.0, 0.0),
     )
-    start_up = StartUp(began=time.monotonic(), tracing_s=0.1)
+    start_up = StartUp(began=time.monotonic(), tracing_s=0.1, num_samples=unit)
     place = Place(rank=0, device=CPU, dtype=dtype, group=None)
     return verify_part(job.own, place, make_batch(unit), job._survey, [cost], start_up)
 

@@ -29,10 +29,10 @@ class Honest(nn.Module):
 
 
 class Scaled(Honest):
-    """Another loss, by some parts in a hundred thousand."""
+    """Another loss."""
 
     def change(self, hidden: Tensor) -> Tensor:
-        return hidden * (1.0 + 1e-4) if torch.compiler.is_exporting() else hidden
+        return hidden * 1.01 if torch.compiler.is_exporting() else hidden
 
 
 class Severed(Honest):

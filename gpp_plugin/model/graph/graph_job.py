@@ -122,7 +122,7 @@ class GraphJob:
         # 3. one look at every stage, in topological order: captured ones are traced, others run
         tracing = time.monotonic()
         self._survey: Survey = Prober(self.resolved, self._own, place).survey(sample_batch, loss_unit)
-        self._start_up = StartUp(began=began, tracing_s=time.monotonic() - tracing)
+        self._start_up = StartUp(began=began, tracing_s=time.monotonic() - tracing, num_samples=loss_unit)
         # what a module registers later (a cache of masks) is none of what lanes bind
         self._names = frozenset(self._own.named_tensors() if isinstance(self._own, GivenModule) else ())
         for name, analysis in self._survey.analyses.items():

@@ -43,6 +43,8 @@ LEAST_S = 1.0
 """It may take this long in any case: a process that imports torch and DeepSpeed has taken five times as long."""
 RUNS = 3.0
 """Forwards and backwards that a comparison takes, with the copies around them: graph and module, and some more."""
+SECONDS_A_NUMBER = 1e-8
+"""To draw one weight."""
 LAYERS_KEPT = 2
 """Layers of each list that are compared where all of them are too many: the second one follows another layer."""
 
@@ -53,11 +55,13 @@ class StartUp:
 
     Args:
         began: when, by `time.monotonic`.
-        tracing_s: how long all captures took; one more takes less.
+        tracing_s: how long all captures took.
+        num_samples: samples of the captures.
     """
 
     began: float
     tracing_s: float
+    num_samples: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +106,7 @@ def verify_part(
     free = _free_bytes(place.device)
     reasons: list[str] = []
     for size in _sizes(unit, part, analysis.layer_lists):
-        seconds, needed = _seconds(size, unit, costs, start_up), _bytes(size, part, costs)
+        seconds, needed = _seconds(size, part, costs, start_up), _bytes(size, part, costs)
         if seconds > allowed or needed > free:
             reasons.append(
                 f"{size}: {seconds:.1f} s of {allowed:.1f} s allowed, {needed / 1e9:.2f} GB of {free / 1e9:.2f} free"
@@ -143,18 +147,24 @@ def _sizes(unit: int, part: CapturedPart, layer_lists: Sequence[str]) -> list[_S
 
 def _removed(model: nn.Module, layer_lists: Sequence[str]) -> list[nn.Module]:
     """Return the repeated layers that are left out of a small comparison."""
-    lists = [model.get_submodule(path) for path in layer_lists]
+    lists = [model.get_submodule(path) for path in _outer(layer_lists)]
     return [layer for layers in lists for layer in list(layers.children())[LAYERS_KEPT:]]
 
 
-def _seconds(size: _Size, unit: int, costs: Sequence[BlockCost], start_up: StartUp) -> float:
+def _outer(layer_lists: Sequence[str]) -> list[str]:
+    """Return the lists that are in no other one: a T5 layer is a list of unlike parts, and stays whole."""
+    return [path for path in layer_lists if not any(path.startswith(f"{other}.") for other in layer_lists)]
+
+
+def _seconds(size: _Size, part: CapturedPart, costs: Sequence[BlockCost], start_up: StartUp) -> float:
+    """Return what a comparison will take: runs, random weights for a model on meta, and tracing where it is anew."""
     n = size.num_samples
+    is_known = size.is_whole and n == start_up.num_samples
     one = sum(cost.forward_us_for(n) + cost.backward_us_for(n) for cost in costs) / 1e6
+    drawn = sum(p.numel() for p in part.model.parameters() if p.is_meta)
     # a capture is three traces and what is found out about them; one of few layers is a capture of its own
-    traces = (
-        0.0 if n == unit and size.is_whole else start_up.tracing_s * (0.5 if size.is_whole else size.share)
-    )
-    return RUNS * one * size.share + traces
+    tracing = 0.0 if is_known else start_up.tracing_s * (0.5 if size.is_whole else 1.0)
+    return size.share * (RUNS * one + SECONDS_A_NUMBER * drawn + tracing)
 
 
 def _bytes(size: _Size, part: CapturedPart, costs: Sequence[BlockCost]) -> float:
@@ -230,10 +240,18 @@ def _with_few_layers(part: CapturedPart, place: Place, layer_lists: Sequence[str
     """Return the part of a module with the first layers of each list only, the same tensors as the user's."""
     memo: dict[int, Any] = {id(t): t for t in (*part.model.parameters(), *part.model.buffers())}
     model = copy.deepcopy(part.model, memo)
-    for path in layer_lists:
+    for path in _outer(layer_lists):
         layers = model.get_submodule(path)
-        for name in list(layers._modules)[LAYERS_KEPT:]:
+        names = list(layers._modules)
+        for name in names[LAYERS_KEPT:]:
             del layers._modules[name]
+        # HuggingFace counts layers from the end by its configuration (LLaVA reads the last but one of its tower)
+        owners = [model.get_submodule(path[:end]) for end in range(len(path)) if end == 0 or path[end] == "."]
+        for owner in reversed(owners):
+            config: Any = getattr(owner, "config", None)
+            if getattr(config, "num_hidden_layers", None) == len(names):
+                config.num_hidden_layers = min(len(names), LAYERS_KEPT)
+                break
     return _like(part, place, model)
 
 

@@ -104,6 +104,8 @@ class GraphPipelineConfig(_Block):
             makes one file a step; null writes none.
         seed: of the parameters of a model built on the meta device, of dropout and of shuffling.
         weights: safetensors directory for a model built on the meta device.
+        verify: before training, the loss and the gradients of what was captured are compared with the module's own on
+            the sample batch, in at most a fifth of start-up; false skips that.
         loader_workers: processes of each rank that load ``training_data`` ahead; 0 loads in the rank itself. "auto" is
             up to four where ranks compute on CUDA, and none where the cores compute.
     """
@@ -139,6 +141,7 @@ class GraphPipelineConfig(_Block):
         default=0, description="a whole number from 0 to 2^63 - 1"
     )
     weights: str | None = Field(default=None, description="null or a directory with safetensors files")
+    verify: bool = Field(default=True, description="true or false")
     loader_workers: Auto | Annotated[int, Field(ge=0)] = Field(
         default="auto", description='"auto" or a whole number of at least 0'
     )

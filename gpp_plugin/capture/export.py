@@ -23,6 +23,7 @@ from gpp_plugin.capture.layout.replicate import find_replicable
 from gpp_plugin.capture.mask_values import Mask, inputs_of_ones
 from gpp_plugin.capture.tracing.clean import written_arguments
 from gpp_plugin.capture.tracing.devices import place_graph, placed_body
+from gpp_plugin.capture.tracing.outside import Draws, check_draws
 from gpp_plugin.capture.tracing.sample_batches import count_samples, resize_batch, rows_per_sample
 from gpp_plugin.capture.tracing.shadow import Shadow, dtype_name, make_shadow, tracing_device
 from gpp_plugin.capture.tracing.torch_export import Call, call_by_key
@@ -75,9 +76,18 @@ def capture_model(
     export = functools.partial(
         trace, shadow, outputs=outputs, received=received, training=training, call=call
     )
-    traced, small, large = _at_analysis_sizes(export, batch, export(batch))
+    first = export(batch)
+
+    def trace_again() -> tuple[str, Draws]:
+        again = export(batch)
+        return again.as_text(), again.drawn
+
+    check_draws(shadow.model, trace_again, (first.as_text(), first.drawn))
+    traced, small, large = _at_analysis_sizes(export, batch, first)
     masks, unpadded = _masks(traced, shadow), inputs_of_ones(batch)
     notes = _notes(traced, shadow, masks, unpadded, training=training)
+    if training and traced.loss is not None and not notes[traced.loss].requires_grad:
+        raise CaptureError(_without_gradient(shadow))
     clusters = find_clusters(traced.graph, notes)
     rows = rows_per_sample(resize_batch(batch, small.num_samples))
     # Clusters twice: layouts are judged cluster by cluster, and what they find uncuttable makes clusters larger.
@@ -146,6 +156,22 @@ def recapture(
     masks = _masks(traced, shadow)
     notes = _notes(traced, shadow, masks, analysis.unpadded, training=training)
     return _assemble(traced, _carried_over(known, traced, notes), shadow, analysis, masks)
+
+
+def _without_gradient(shadow: Shadow) -> str:
+    """Return what to say of a training loss that no backward starts from."""
+    own = [p for p in shadow.parameters if not p.is_buffer]
+    trained = sum(p.requires_grad for p in own)
+    why = (
+        "between them and the loss are detach(), torch.no_grad(), integers, or a custom autograd.Function, which is "
+        "traced without its gradient; remove that"
+        if trained
+        else "unfreeze what is to be trained (requires_grad_)"
+    )
+    return (
+        f"the loss of {type(shadow.model).__name__} needs no gradient, so that nothing would train: {trained} of its "
+        f"{len(own)} parameters take one; {why}"
+    )
 
 
 def _masks(traced: Traced, shadow: Shadow) -> dict[str, Mask]:

@@ -98,7 +98,7 @@ class ModelSource:
         built, run and timed on their own ranks; rank 0 plans.
 
         Raises:
-            CaptureError: a module cannot be exported.
+            CaptureError: a module cannot be exported, or its capture is not the module.
             ConfigError: graph, modules and configuration do not fit together.
             PlanError, PlanInfeasible: no plan meets the configuration.
         """
@@ -129,6 +129,8 @@ class ModelSource:
             _check_ties(reference, config)  # before minutes of measuring
         counts = self._sample_counts(job)
         costs = job.measure(counts, self._measuring())
+        if config.verify:
+            job.verify(costs)
         least = _fewest_samples(costs, counts)
 
         def make_plan() -> PipelinePlan:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from gpp_plugin.capture.tracing.outside import hidden_process_group
 from gpp_plugin.capture.tracing.shadow import Shadow, fake_inputs
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.garbage import paused_collector
@@ -152,6 +153,7 @@ def export_model(
             _without_stack_traces(),
             _without_words_of_a_failure(),
             paused_collector(),
+            hidden_process_group(),
         ):
             program = torch.export.export(wrapper, (), fake_inputs(shadow, batch), strict=False)
     except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch.export.graph_signature import InputKind
 
 from gpp_plugin.capture.annotate import module_path
 from gpp_plugin.capture.tracing.clean import clean_graph
+from gpp_plugin.capture.tracing.outside import Draws, watched_generators
 from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.capture.tracing.shadow import Shadow
 from gpp_plugin.capture.tracing.torch_export import WRAPPED, Call, call_by_key, export_model, split_batch
@@ -31,6 +33,7 @@ class Traced:
         fakes: placeholder name -> fake tensor.
         received: as of `OpGraph`.
         has_loss: whether the first result is the loss; ``output_names``: of the other results.
+        drawn: what generators outside the graph did; they are back where they were.
     """
 
     num_samples: int
@@ -43,6 +46,7 @@ class Traced:
     has_loss: bool
     output_names: tuple[str, ...]
     received: tuple[str, ...]
+    drawn: Draws
 
     @property
     def loss(self) -> str | None:
@@ -53,6 +57,16 @@ class Traced:
     def outputs(self) -> dict[str, str]:
         """Return the node of each named output."""
         return dict(zip(self.output_names, self._results()[int(self.has_loss) :], strict=True))
+
+    def as_text(self) -> str:
+        """Return all that two traces of one model can differ in: operators, what they are given, and constants."""
+        values = [
+            hashlib.sha256(
+                value.reshape(-1).contiguous().cpu().view(torch.uint8).numpy().tobytes()
+            ).hexdigest()
+            for value in self.constants.values()
+        ]
+        return "\n".join([str(self.graph), *map(str, self.attributes.values()), *values])
 
     def _results(self) -> list[str]:
         output: Any = next(iter(reversed(self.graph.nodes)))
@@ -84,7 +98,8 @@ def trace(
     """
     # Export, clean, then name what goes in: of a model with a loss and outputs=("logits",) the graph returns (loss,
     # logits), and its placeholders are called as export calls them, here "p_model_head_weight" and "pixel_values".
-    program, has_loss = export_model(shadow, batch, outputs=outputs, training=training, call=call)
+    with watched_generators(shadow.model) as drawn:
+        program, has_loss = export_model(shadow, batch, outputs=outputs, training=training, call=call)
     attributes = {
         str(node.target): _attribute(program.graph_module, str(node.target))
         for node in program.graph.nodes
@@ -106,6 +121,7 @@ def trace(
         has_loss=has_loss,
         output_names=tuple(outputs),
         received=tuple(key for key in keys if key in received),
+        drawn=drawn,
     )
 
 

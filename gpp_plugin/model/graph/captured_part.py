@@ -163,7 +163,7 @@ class CapturedPart:
                 },
                 dtype=self._dtype,
                 device=self._device,
-                call=self._call,
+                call=self.call,
             )
         except CaptureError as error:
             if self.stage.is_alone:
@@ -176,7 +176,7 @@ class CapturedPart:
     def capture_again(self, analysis: Analysis, arguments: Batch) -> CapturedGraph:
         """Return the module traced at another shape; what is kept, where it is that."""
         return self._known(analysis, arguments) or recapture(
-            self.model, analysis, arguments, device=self._device, call=self._call
+            self.model, analysis, arguments, device=self._device, call=self.call
         )
 
     def _known(self, analysis: Analysis, arguments: Batch) -> CapturedGraph | None:
@@ -190,7 +190,7 @@ class CapturedPart:
             return list(self.stage.asked)
         return [node for _, node in self.stage.nodes if (node,) != self.stage.losses]
 
-    def _call(self, module: nn.Module, given: Mapping[str, Any]) -> Any:
+    def call(self, module: nn.Module, given: Mapping[str, Any]) -> Any:
         """Call the module with what is traced, and return its loss and its outputs by their names in the graph."""
         arguments = {keyword: given[name] for keyword, name in _arguments(self.stage).items()}
         arguments |= {keyword: given[keyword] for keyword, _ in self.stage.constants}

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,9 +41,12 @@ from gpp_plugin.model.graph.stage_call import IDLE, loss_node, stage_function
 from gpp_plugin.model.graph.stage_context import StageContext, make_context
 from gpp_plugin.model.graph.stage_costs import Measuring, StageCosts, measure_stages
 from gpp_plugin.model.graph.stage_graph import StageGraph
+from gpp_plugin.model.graph.verification import StartUp, verify_part
 from gpp_plugin.runtime.batches import Batch, OwnRows, shape_key
 from gpp_plugin.runtime.ranks.agree import exchange
 from gpp_plugin.runtime.stage_source import Reference, StageCode, make_reference
+
+logger = logging.getLogger(__name__)
 
 _Pairs = tuple[tuple[str, str], ...]
 _PartKey = tuple[str, _Pairs, _Pairs, tuple[str, ...], str]
@@ -92,6 +97,7 @@ class GraphJob:
         timeout_s: float,
         granularity: str = "layer",
     ) -> None:
+        began = time.monotonic()
         self._given = graph
         self._num_ranks = num_ranks
         self._loss_unit = loss_unit
@@ -114,7 +120,9 @@ class GraphJob:
             self._build(seed, timeout_s) if self.whole is None else self._part(self.whole)
         )
         # 3. one look at every stage, in topological order: captured ones are traced, others run
+        tracing = time.monotonic()
         self._survey: Survey = Prober(self.resolved, self._own, place).survey(sample_batch, loss_unit)
+        self._start_up = StartUp(began=began, tracing_s=time.monotonic() - tracing, num_samples=loss_unit)
         # what a module registers later (a cache of masks) is none of what lanes bind
         self._names = frozenset(self._own.named_tensors() if isinstance(self._own, GivenModule) else ())
         for name, analysis in self._survey.analyses.items():
@@ -221,6 +229,25 @@ class GraphJob:
             counts=counts,
             measuring=measuring,
         )
+
+    def verify(self, costs: StageCosts) -> None:
+        """Hold every capture against its module, each on its part's first rank; collective over all ranks.
+
+        Raises:
+            CaptureError: one is not its module; the same on every rank.
+        """
+
+        def verify_own() -> tuple[bool, str] | None:
+            if not isinstance(self._own, CapturedPart) or self._place.rank != self._stage.spec.ranks[0]:
+                return None
+            own = costs.by_stage[self._stage.name]
+            return verify_part(self._own, self._place, self._sample, self._survey, own, self._start_up)
+
+        what = "comparison of captures with their modules"
+        found = exchange(verify_own, what=f"the {what}", group=self._place.group, stages=self._place.stages)
+        for is_verified, line in (report for report in found if report is not None):
+            if self._place.rank == 0:
+                logger.log(logging.INFO if is_verified else logging.WARNING, "%s", line)
 
     @property
     def coupled(self) -> frozenset[str]:

@@ -121,6 +121,7 @@ class Prober:
             if is_coupled:
                 coupled.add(stage.name)
             small, large = report.seen
+            _check_gradient(stage, small)
             for node, seen in small.items():
                 if node in stage.losses:
                     layout = UNIT
@@ -310,6 +311,15 @@ def _check_loss(stage: GraphStage, node: str, seen: Seen) -> None:
         raise ConfigError(
             f"stage {stage.name!r}: loss {node!r} is {list(seen.shape)} {seen.dtype}; return one floating-point "
             "number, the mean over the samples"
+        )
+
+
+def _check_gradient(stage: GraphStage, seen: Mapping[str, Seen]) -> None:
+    """Refuse losses that no backward starts from."""
+    if stage.losses and not any(seen[node].requires_grad for node in stage.losses):
+        raise ConfigError(
+            f"stage {stage.name!r}: its loss {' + '.join(stage.losses)} needs no gradient, so that nothing before it "
+            "would train; remove detach(), item() or torch.no_grad() between its inputs and the loss"
         )
 
 

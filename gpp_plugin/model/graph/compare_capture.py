@@ -1,0 +1,339 @@
+"""A captured graph against the module it was made of: the loss, outputs, every gradient and what the forward writes.
+
+Both run once on the same weights and rows, in float32. Dropout is off in both: what it draws is replaced by its mean,
+and any other operator that draws begins at the same place in both, so that the order of draws does not matter.
+
+Source: this project
+Tests: tests/stage_graph/test_verification.py
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.mask_values import inputs_of_ones
+from gpp_plugin.capture.tracing.outside import hidden_process_group, watched_generators
+from gpp_plugin.capture.tracing.torch_export import Call, LossWrapper, split_batch
+from gpp_plugin.model.weights.materialize import materialize_parameters
+from gpp_plugin.runtime.random_streams import kept_streams, seed_streams_of
+from gpp_plugin.runtime.stage_module import build_stage_function
+
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 2e-6
+"""Relative errors of a loss, and of a gradient or an output by the norm of the tensor."""
+LEAST_SCALE = 1e-3
+"""Share of the largest gradient's norm below which a gradient counts as rounding: a key's bias has one of zero."""
+HALF = (torch.bfloat16, torch.float16)
+
+aten = torch.ops.aten
+_LOSS = "loss"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """What is not the same in graph and module.
+
+    Args:
+        what: "loss", "output logits", "gradient of head.weight", "buffer norm.running_mean".
+        graph, module: the loss itself, the norm of a tensor, nan where there is none.
+        error: relative.
+    """
+
+    what: str
+    graph: float
+    module: float
+    error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """How far a graph is from its module.
+
+    Args:
+        num_gradients: that were compared.
+        loss_error, gradient_error: the largest ones, of losses or outputs, and of gradients or buffers.
+        differences: beyond tolerance; the loss and outputs first, then gradients in the order of the module.
+    """
+
+    num_gradients: int
+    loss_error: float
+    gradient_error: float
+    differences: tuple[Difference, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    """What one forward and backward gave; no gradient where the backward did not come by."""
+
+    values: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+
+
+def make_twin(model: nn.Module, *, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
+    """Return a copy of a module that can be run without harm: parameters share memory, buffers do not.
+
+    What is on the meta device gets random values, its buffers what the constructor gives them.
+
+    Args:
+        dtype: floating parameters become this type, buffers in half precision float32.
+
+    Raises:
+        CheckpointError: nothing gives a buffer of a meta module its value.
+    """
+
+    # As for tracing (`make_shadow`): what `deepcopy` finds in ``memo`` it does not copy, and ties stay ties.
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        value = (
+            _random(name, parameter.shape, wanted, device)
+            if parameter.is_meta
+            else parameter.detach().to(device, wanted)
+        )
+        memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    buffers = dict(model.named_buffers())
+    absent = [name for name, buffer in buffers.items() if buffer.is_meta]
+    made = materialize_parameters(model, absent, device=device) if absent else {}
+    for name, buffer in buffers.items():
+        kept = torch.float32 if dtype is not None and buffer.dtype in HALF else buffer.dtype
+        memo[id(buffer)] = made.get(name, buffer).detach().to(device, kept).clone()
+    return copy.deepcopy(model, memo)
+
+
+def _random(name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return values as initialisers give: norms near one, everything else of a size that keeps activations finite."""
+    if not dtype.is_floating_point:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    value = torch.randn(shape, dtype=dtype, device=device, generator=generator).mul_(0.02)
+    return value.add_(1.0) if len(shape) == 1 and name.endswith("weight") else value
+
+
+def in_float32(captured: CapturedGraph) -> CapturedGraph:
+    """Return a capture in half precision whose operators name float32 where they named its type."""
+    half = getattr(torch, captured.analysis.dtype or "float32")
+    if half not in HALF:
+        return captured
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def widened(argument: Any) -> Any:
+        return torch.float32 if argument is half else argument
+
+    for node in captured.graph.nodes:
+        copied = copies[node] = graph.node_copy(node, copies.__getitem__)
+        copied.args = fx.node.map_aggregate(copied.args, widened)
+        copied.kwargs = fx.node.map_aggregate(copied.kwargs, widened)
+    constants = {
+        name: value.float() if value.dtype is half else value for name, value in captured.constants.items()
+    }
+    return dataclasses.replace(captured, graph=graph, constants=constants)
+
+
+def compare_capture(
+    captured: CapturedGraph, twin: nn.Module, arguments: Mapping[str, Any], *, call: Call
+) -> Comparison:
+    """Run a capture and the module it was made of, and compare.
+
+    Args:
+        captured: in float32 or wider.
+        twin: as of `make_twin`; it stays as it is.
+        arguments: what was traced, with values, on the twin's device: tensors that take a gradient are other stages'.
+        call: how the module is called with them.
+    """
+    has_draws = any(node.is_random for node in captured.op_graph.nodes)
+
+    @contextmanager
+    def alike() -> Iterator[None]:
+        with ExitStack() as around:
+            around.enter_context(hidden_process_group())
+            around.enter_context(watched_generators(twin))
+            around.enter_context(kept_streams(captured.device))
+            if has_draws:
+                around.enter_context(_SameDraws(captured.device))
+            yield
+
+    def run_module() -> _Outcome:
+        with alike(), torch.enable_grad():
+            return _run_module(captured, make_twin(twin, device=captured.device), arguments, call)
+
+    with alike(), torch.enable_grad():
+        graph = _run_graph(captured, twin, arguments)
+    module = run_module()
+    found = _compare(graph, module, {})
+    if not found.differences:
+        return found
+    # Sums on a GPU come in any order, and a model may be far from well conditioned: what the module is off from itself
+    # when it runs again is no difference of the graph.
+    noise = {d.what: d.error for d in _compare(run_module(), module, {}).differences}
+    return _compare(graph, module, noise)
+
+
+def _run_graph(captured: CapturedGraph, twin: nn.Module, arguments: Mapping[str, Any]) -> _Outcome:
+    """Run all of the graph as the code of one stage: that is what generates code in training."""
+    op_graph = captured.op_graph
+    names = {} if op_graph.loss is None else {_LOSS: op_graph.loss}
+    names |= {f"output {name}": node for name, node in op_graph.outputs.items()}
+    function = build_stage_function(captured, [n.name for n in op_graph.nodes], list(names.values()))
+    if function.choice is not None:
+        function.choice.use(inputs_of_ones(arguments))
+    own = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
+    leaves = {name: _leaf(own[name]) for name in function.tensors}
+    given = {key: _leaf(arguments[key]) for key in (*function.batch_inputs, *function.received)}
+    results = function.call(
+        *leaves.values(), *(given[key] for key in (*function.batch_inputs, *function.received))
+    )
+    written = [p.name for p in op_graph.parameters if p.is_mutated]
+    trained = {
+        name: leaves.get(name) for name, parameter in twin.named_parameters() if parameter.requires_grad
+    }
+    received = {key: given.get(key) for key in op_graph.received if arguments[key].requires_grad}
+    return _outcome(
+        dict(zip(names, results, strict=True)), trained | received, {n: leaves[n] for n in written}
+    )
+
+
+def _run_module(
+    captured: CapturedGraph, twin: nn.Module, arguments: Mapping[str, Any], call: Call
+) -> _Outcome:
+    op_graph = captured.op_graph
+    keys, constants = split_batch(arguments)
+    wrapper = LossWrapper(twin, constants, tuple(op_graph.outputs), needs_loss=False, call=call)
+    wrapper.train(captured.is_training)
+    given = {key: _leaf(arguments[key]) for key in keys}
+    results = wrapper(**given)
+    names = [_LOSS] if wrapper.seen.has_loss else []
+    names += [f"output {name}" for name in op_graph.outputs]
+    trained: dict[str, Tensor | None] = {n: p for n, p in twin.named_parameters() if p.requires_grad}
+    received: dict[str, Tensor | None] = {
+        key: given[key] for key in op_graph.received if given[key].requires_grad
+    }
+    buffers = dict(twin.named_buffers())
+    written = {p.name: buffers[p.name] for p in op_graph.parameters if p.is_mutated}
+    return _outcome(dict(zip(names, results, strict=True)), trained | received, written)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """Return a tensor of its own for one run: buffers and inputs are written by some forwards."""
+    if isinstance(tensor, nn.Parameter):
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _outcome(
+    values: dict[str, Tensor], leaves: Mapping[str, Tensor | None], buffers: dict[str, Tensor]
+) -> _Outcome:
+    """Run the backward: from the loss, and from each output with a fixed random gradient."""
+    # Not by `autograd.grad`, which a module that checkpoints its layers itself refuses.
+    roots = {name: value for name, value in values.items() if value.requires_grad}
+    seeds = [
+        torch.ones_like(v) if n == _LOSS else _random(n, v.shape, v.dtype, v.device) for n, v in roots.items()
+    ]
+    torch.autograd.backward(list(roots.values()), seeds)
+    gradients = {name: None if leaf is None else leaf.grad for name, leaf in leaves.items()}
+    return _Outcome(
+        values={name: value.detach() for name, value in values.items()}, gradients=gradients, buffers=buffers
+    )
+
+
+def _compare(graph: _Outcome, module: _Outcome, noise: Mapping[str, float]) -> Comparison:
+    """Return how far one outcome is from the other.
+
+    Args:
+        noise: of what the module is off from itself -> by how much.
+    """
+    gradients = {
+        name: (graph.gradients.get(name), gradient)
+        for name, gradient in module.gradients.items()
+        if gradient is not None or graph.gradients.get(name) is not None
+    }
+    largest = max((_norm(wanted) for _, wanted in gradients.values()), default=0.0)
+    differences: list[Difference] = []
+    worst = {LOSS_TOLERANCE: 0.0, GRADIENT_TOLERANCE: 0.0}
+
+    def look(what: str, found: Tensor | None, wanted: Tensor | None, tolerance: float, least: float) -> None:
+        error = _error(found, wanted, least)
+        worst[tolerance] = max(worst[tolerance], error)
+        if error > max(tolerance, 4 * noise.get(what, 0.0)):
+            shown = [_shown(found, what), _shown(wanted, what)]
+            differences.append(Difference(what=what, graph=shown[0], module=shown[1], error=error))
+
+    for name, value in module.values.items():
+        tolerance = LOSS_TOLERANCE if name == _LOSS else GRADIENT_TOLERANCE
+        look(name, graph.values.get(name), value, tolerance, 0.0)
+    for name, (found, wanted) in gradients.items():
+        look(f"gradient of {name}", found, wanted, GRADIENT_TOLERANCE, LEAST_SCALE * largest)
+    for name, buffer in module.buffers.items():
+        look(f"buffer {name}", graph.buffers[name], buffer, GRADIENT_TOLERANCE, 0.0)
+    return Comparison(
+        num_gradients=len(gradients),
+        loss_error=worst[LOSS_TOLERANCE],
+        gradient_error=worst[GRADIENT_TOLERANCE],
+        differences=tuple(differences),
+    )
+
+
+def _error(found: Tensor | None, wanted: Tensor | None, least: float) -> float:
+    """Return the norm of the difference over that of ``wanted``, or over ``least``; infinite where one is missing.
+
+    A gradient of zeros is as good as none. Where both are infinite or not numbers at the same places they are equal.
+    """
+    if found is None or wanted is None:
+        only = wanted if found is None else found
+        return 0.0 if only is None or _norm(only) == 0.0 else math.inf
+    if found.shape != wanted.shape:
+        return math.inf
+    found, wanted = (t.to_dense() if t.is_sparse else t for t in (found, wanted))
+    if torch.equal(found, wanted) or torch.equal(found.nan_to_num(), wanted.nan_to_num()):
+        return 0.0
+    error = _norm(found.double() - wanted.double()) / max(_norm(wanted), least, 1e-30)
+    return error if math.isfinite(error) else math.inf
+
+
+def _norm(tensor: Tensor | None) -> float:
+    if tensor is None:
+        return 0.0
+    tensor = tensor.to_dense() if tensor.is_sparse else tensor
+    return float(torch.linalg.vector_norm(tensor.double()))
+
+
+def _shown(tensor: Tensor | None, what: str) -> float:
+    """Return a loss itself, the norm of another tensor, nan where there is none."""
+    return math.nan if tensor is None else float(tensor) if what == _LOSS else _norm(tensor)
+
+
+class _SameDraws(TorchDispatchMode):
+    """Operators draw the same wherever they are called: dropout keeps everything, others start at a seed of their own.
+
+    Dropout on the CPU is a mask ``bernoulli(1 - p) / (1 - p)``; with the mean 1 - p for what is drawn it is ones.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator."""
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        if func is aten.bernoulli_.float:
+            return args[0].fill_(args[1] if len(args) > 1 else 0.5)
+        if func is aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        shapes = [tuple(arg.shape) if isinstance(arg, Tensor) else arg for arg in args]
+        seed_streams_of(self._device, zlib.crc32(f"{func}{shapes}".encode()))
+        return func(*args, **(kwargs or {}))

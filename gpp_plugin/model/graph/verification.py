@@ -1,0 +1,287 @@
+"""Before training: is each capture its module? On as many samples, and as many layers, as time and memory allow.
+
+A captured part is compared with its module on its first rank (`compare_capture`), in at most a fifth of the time that
+start-up has taken with it. Where the sample batch is too much for that, or for the rank's memory, fewer samples are
+taken, then two layers of each list of repeated layers; both are traced anew for it. What could not be compared is said,
+and why.
+
+Source: this project
+Tests: tests/stage_graph/test_verification.py
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.errors import CaptureError, first_line
+from gpp_plugin.ir.profile import BlockCost
+from gpp_plugin.model.graph.captured_part import CapturedPart
+from gpp_plugin.model.graph.compare_capture import (
+    HALF,
+    Comparison,
+    Difference,
+    compare_capture,
+    in_float32,
+    make_twin,
+)
+from gpp_plugin.model.graph.module_trial import Place, stage_arguments
+from gpp_plugin.model.graph.probe import Survey
+from gpp_plugin.runtime.batches import Batch
+
+SHARE = 0.25
+"""Of the time before it: a fifth of the time with it."""
+LEAST_S = 1.0
+"""It may take this long in any case: a process that imports torch and DeepSpeed has taken five times as long."""
+RUNS = 3.0
+"""Forwards and backwards that a comparison takes, with the copies around them: graph and module, and some more."""
+SECONDS_A_NUMBER = 1e-8
+"""To draw one weight."""
+LAYERS_KEPT = 2
+"""Layers of each list that are compared where all of them are too many: the second one follows another layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartUp:
+    """What of start-up has passed on this rank.
+
+    Args:
+        began: when, by `time.monotonic`.
+        tracing_s: how long all captures took.
+        num_samples: samples of the captures.
+    """
+
+    began: float
+    tracing_s: float
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Size:
+    """What may be compared: so many samples, of all layers or of a few.
+
+    Args:
+        share: of the model's operators, by which time and memory are estimated.
+    """
+
+    num_samples: int
+    is_whole: bool
+    share: float = 1.0
+
+    def __str__(self) -> str:
+        return f"{self.num_samples} samples" + (
+            "" if self.is_whole else f", {LAYERS_KEPT} layers of each list"
+        )
+
+
+def verify_part(
+    part: CapturedPart,
+    place: Place,
+    batch: Batch,
+    survey: Survey,
+    costs: Sequence[BlockCost],
+    start_up: StartUp,
+) -> tuple[bool, str]:
+    """Compare a part's capture with its module on this rank; return whether that was possible, and what to log.
+
+    Raises:
+        CaptureError: the capture is not the module; names what differs first, the two values, and how to go on.
+    """
+    # Three sizes at most are looked at, in this order; of a part at 64 samples with 32 layers:
+    #
+    #   64 samples, the capture that was planned with     no tracing
+    #   16, 4 or 2 samples, all layers                    the first that time allows; one trace
+    #    2 samples, 2 layers of each list                 one small capture
+    analysis = survey.analyses[part.stage.name]
+    unit = analysis.op_graph.num_samples
+    allowed = max(SHARE * (time.monotonic() - start_up.began), LEAST_S)
+    free = _free_bytes(place.device)
+    reasons: list[str] = []
+    for size in _sizes(unit, part, analysis.layer_lists):
+        seconds, needed = _seconds(size, part, costs, start_up), _bytes(size, part, costs)
+        if seconds > allowed or needed > free:
+            reasons.append(
+                f"{size}: {seconds:.1f} s of {allowed:.1f} s allowed, {needed / 1e9:.2f} GB of {free / 1e9:.2f} free"
+            )
+            continue
+        began = time.monotonic()
+        try:
+            found = _compare_at(size, part, place, batch, survey)
+        except (
+            Exception
+        ) as error:  # whatever the module raises outside a trace; it trains on its graph all the same
+            reasons.append(f"{size}: {type(error).__name__}: {first_line(error)}")
+            continue
+        if found.differences:
+            raise CaptureError(_refusal(part, found, size))
+        now = time.monotonic()
+        return True, (
+            f"verified: the capture's loss and {found.num_gradients} gradients are those of "
+            f"{type(part.model).__name__} (off by {found.loss_error:.1e} and {found.gradient_error:.1e} at most; {size}"
+            f"), {now - began:.2f} s of {now - start_up.began:.2f} s"
+        )
+    return (
+        False,
+        f"not verified: {type(part.model).__name__} was not compared with its capture ({'; '.join(reasons)})",
+    )
+
+
+def _sizes(unit: int, part: CapturedPart, layer_lists: Sequence[str]) -> list[_Size]:
+    """Return what may be compared, the most first."""
+    fewer = [n for n in (unit // 4, unit // 16, 2) if 2 <= n < unit]
+    sizes = [_Size(num_samples=n, is_whole=True) for n in dict.fromkeys((unit, *fewer))]
+    removed = sum(p.numel() for path in _removed(part.model, layer_lists) for p in path.parameters())
+    if removed:
+        total = sum(p.numel() for p in part.model.parameters())
+        sizes.append(_Size(num_samples=min(unit, 2), is_whole=False, share=1.0 - removed / total))
+    return sizes
+
+
+def _removed(model: nn.Module, layer_lists: Sequence[str]) -> list[nn.Module]:
+    """Return the repeated layers that are left out of a small comparison."""
+    lists = [model.get_submodule(path) for path in _outer(layer_lists)]
+    return [layer for layers in lists for layer in list(layers.children())[LAYERS_KEPT:]]
+
+
+def _outer(layer_lists: Sequence[str]) -> list[str]:
+    """Return the lists that are in no other one: a T5 layer is a list of unlike parts, and stays whole."""
+    return [path for path in layer_lists if not any(path.startswith(f"{other}.") for other in layer_lists)]
+
+
+def _seconds(size: _Size, part: CapturedPart, costs: Sequence[BlockCost], start_up: StartUp) -> float:
+    """Return what a comparison will take: runs, random weights for a model on meta, and tracing where it is anew."""
+    n = size.num_samples
+    is_known = size.is_whole and n == start_up.num_samples
+    one = sum(cost.forward_us_for(n) + cost.backward_us_for(n) for cost in costs) / 1e6
+    drawn = sum(p.numel() for p in part.model.parameters() if p.is_meta)
+    # a capture is three traces and what is found out about them; one of few layers is a capture of its own
+    tracing = 0.0 if is_known else start_up.tracing_s * (0.5 if size.is_whole else 1.0)
+    return size.share * (RUNS * one + SECONDS_A_NUMBER * drawn + tracing)
+
+
+def _bytes(size: _Size, part: CapturedPart, costs: Sequence[BlockCost]) -> float:
+    """Return what a comparison holds at its peak: new copies of weights, two sets of gradients, what backwards keep."""
+    parameters = list(part.model.parameters())
+    copied = sum(4 * p.numel() for p in parameters if p.is_meta or p.dtype in HALF)
+    gradients = sum(2 * 4 * p.numel() for p in parameters if p.requires_grad)
+    saved = sum(c.saved_bytes_per_sample * size.num_samples + c.saved_bytes_fixed for c in costs)
+    return size.share * (copied + gradients + 2 * saved)
+
+
+def _free_bytes(device: torch.device) -> float:
+    """Return what may be taken now: half of what a host has free, which others may ask for too; most of a GPU's."""
+    if device.type == "cuda":
+        return 0.9 * float(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            known = dict(line.split(":", 1) for line in lines)
+        return 0.5 * 1024 * float(known["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError):  # no Linux: nobody knows
+        return float("inf")
+
+
+def _compare_at(size: _Size, part: CapturedPart, place: Place, batch: Batch, survey: Survey) -> Comparison:
+    """Return a comparison at one size."""
+    analysis = survey.analyses[part.stage.name]
+    used = part if size.is_whole else _with_few_layers(part, place, analysis.layer_lists)
+    shapes = survey.shapes.tensors
+    traced = used.arguments(batch, shapes, size.num_samples)
+    captured = (
+        used.capture_again(analysis, traced) if size.is_whole else used.capture(traced, is_training=True)
+    )
+    arguments = _arguments(used, place, batch, survey, size.num_samples)
+    twin = make_twin(used.model, device=place.device, dtype=_comparing_dtype(place.dtype))
+
+    def compare(graph: CapturedGraph) -> Comparison:
+        return compare_capture(graph, twin, arguments, call=used.call)
+
+    found = compare(in_float32(captured))
+    if not found.differences or place.dtype not in HALF:
+        return found
+    # A model may have constants that are rounded to half precision while it is traced, and that it reads in full in
+    # float32: traced in float32 it is held against itself alone.
+    wide = _like(used, place, used.model)
+    return compare(wide.capture(wide.arguments(batch, shapes, size.num_samples), is_training=True))
+
+
+def _arguments(
+    part: CapturedPart, place: Place, batch: Batch, survey: Survey, num_samples: int
+) -> dict[str, Any]:
+    """Return what is traced, with values: rows of the batch, constants, random numbers for what other stages make."""
+    given = part.arguments(batch, survey.shapes.tensors, num_samples)
+    wide = dataclasses.replace(place, dtype=_comparing_dtype(place.dtype))
+    rows = part.as_traced(
+        stage_arguments(
+            part.stage, batch, num_samples, wide, tensors=survey.shapes.tensors, values=survey.values,
+            largest=num_samples,
+        )
+    )  # fmt: skip
+    constants = {key: value for key, value in given.items() if not isinstance(value, Tensor)}
+    found = {}
+    for name, value in rows.items():
+        is_half = value.dtype in HALF
+        found[name] = value.detach().float().requires_grad_(value.requires_grad) if is_half else value
+    return {**found, **constants}
+
+
+def _comparing_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in HALF else dtype
+
+
+def _with_few_layers(part: CapturedPart, place: Place, layer_lists: Sequence[str]) -> CapturedPart:
+    """Return the part of a module with the first layers of each list only, the same tensors as the user's."""
+    memo: dict[int, Any] = {id(t): t for t in (*part.model.parameters(), *part.model.buffers())}
+    model = copy.deepcopy(part.model, memo)
+    for path in _outer(layer_lists):
+        layers = model.get_submodule(path)
+        names = list(layers._modules)
+        for name in names[LAYERS_KEPT:]:
+            del layers._modules[name]
+        # HuggingFace counts layers from the end by its configuration (LLaVA reads the last but one of its tower)
+        owners = [model.get_submodule(path[:end]) for end in range(len(path)) if end == 0 or path[end] == "."]
+        for owner in reversed(owners):
+            config: Any = getattr(owner, "config", None)
+            if getattr(config, "num_hidden_layers", None) == len(names):
+                config.num_hidden_layers = min(len(names), LAYERS_KEPT)
+                break
+    return _like(part, place, model)
+
+
+def _like(part: CapturedPart, place: Place, model: nn.Module) -> CapturedPart:
+    """Return a part that is called as this one and computes in what comparisons compute in."""
+    return CapturedPart(
+        dataclasses.replace(part.stage, spec=dataclasses.replace(part.stage.spec, make=model)),
+        dtype=_comparing_dtype(place.dtype),
+        device=place.device,
+        granularity=part.granularity,
+        called={},
+    )
+
+
+def _refusal(part: CapturedPart, found: Comparison, size: _Size) -> str:
+    first, number = found.differences[0], len(found.differences)
+    where = "" if part.stage.is_alone else f"stage {part.stage.name!r}: "
+    gradient = next((d for d in found.differences if d.what.startswith("gradient")), first)
+    also = f", {_described(gradient)}" if gradient is not first else ""
+    return (
+        f"{where}the capture of {type(part.model).__name__} is not the model: {_described(first)}{also} ({number} of "
+        f"its loss, gradients and buffers differ on {size}, in float32 without dropout); look there for a custom "
+        "autograd.Function, values read in Python, or code that asks whether it is traced; "
+        '"graph_pipeline": {"verify": false} trains it all the same'
+    )
+
+
+def _described(difference: Difference) -> str:
+    kind = "" if difference.what == "loss" else "norm "
+    return (
+        f"{difference.what} is {kind}{difference.graph:.9g} in the graph and {difference.module:.9g} in the module "
+        f"(off by {difference.error:.1e})"
+    )

@@ -15,14 +15,12 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from gpp_plugin.capture.eager.opaque_call import OpaqueCall
+from gpp_plugin.capture.flop_count import FlopCount
 from gpp_plugin.capture.tracing.clean import ADDED, written_arguments
 from gpp_plugin.capture.tracing.shadow import Shadow
 from gpp_plugin.errors import CaptureError
-
-_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,30 +51,6 @@ class Note:
     def shape(self) -> tuple[int, ...]:
         """Return the shape of a node with one tensor."""
         return self.shapes[0]
-
-
-class _Costs(TorchDispatchMode):
-    """Count floating-point operations of the operators below autograd."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0.0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        # Three kinds: products, counted by torch's own formulas (2 m n k of an m x k by k x n); attention as the CPU
-        # runs it, which torch has no formula for; and all else, one operation an element of the result. Views are free.
-        if packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
-        elif packet is _CPU_ATTENTION:
-            self.flops += sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
-        elif not func.is_view:
-            first = result[0] if isinstance(result, (tuple, list)) and result else result
-            self.flops += first.numel() if isinstance(first, torch.Tensor) else 0
-        return result
 
 
 @dataclass(slots=True)
@@ -165,7 +139,7 @@ def annotate(
     tensors = {name: _in_mode(tensor, shadow) for name, tensor in tensors.items()}
     values: dict[fx.Node, Any] = {}
     notes: dict[str, Note] = {}
-    costs = _Costs()
+    costs = FlopCount()
     saved = _Saved(free={t.untyped_storage()._cdata for n, t in tensors.items() if n not in received})
     storages = _StorageOwners()
     hooks = saved_tensors_hooks(saved.pack, _no_backward)
@@ -189,7 +163,8 @@ def annotate(
                 values[node] = node.target(*args, **fx.map_arg(node.kwargs, lambda n: values[n]))
             note = notes[node.name] = _note(node, values[node], reads, writes, storages.of(values[node]))
             note.requires_grad &= training
-            note.flops = 0.0 if node.name in unread else float(costs.flops)
+            flops = node.target.observed.flops if isinstance(node.target, OpaqueCall) else float(costs.flops)
+            note.flops = 0.0 if node.name in unread else flops
             note.saved_bytes = saved.bytes
             if ADDED in node.meta:  # no operator of the capture: what is kept of it is inside of who keeps it
                 continue

@@ -104,6 +104,9 @@ class GraphPipelineConfig(_Block):
             makes one file a step; null writes none.
         seed: of the parameters of a model built on the meta device, of dropout and of shuffling.
         weights: safetensors directory for a model built on the meta device.
+        eager: modules, by path, that are not traced but run as they are: each is one block that takes whole loss units.
+            ``*`` stands for any one part of a path. Modules whose tracing fails are kept whole without being asked for;
+            the log names them.
         loader_workers: processes of each rank that load ``training_data`` ahead; 0 loads in the rank itself. "auto" is
             up to four where ranks compute on CUDA, and none where the cores compute.
     """
@@ -139,6 +142,7 @@ class GraphPipelineConfig(_Block):
         default=0, description="a whole number from 0 to 2^63 - 1"
     )
     weights: str | None = Field(default=None, description="null or a directory with safetensors files")
+    eager: list[str] = Field(default=[], description='a list of module paths, like ["layers.*.router"]')
     loader_workers: Auto | Annotated[int, Field(ge=0)] = Field(
         default="auto", description='"auto" or a whole number of at least 0'
     )

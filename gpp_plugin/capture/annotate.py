@@ -16,11 +16,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from gpp_plugin.capture.eager.choose_whole import Untraceable
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.flop_count import FlopCount
 from gpp_plugin.capture.tracing.clean import ADDED, written_arguments
 from gpp_plugin.capture.tracing.shadow import Shadow
-from gpp_plugin.errors import CaptureError
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,7 +134,7 @@ def annotate(
         unread: operators that the code of a stage leaves out; they cost nothing.
 
     Raises:
-        CaptureError: an operator's result has a size that depends on values.
+        Untraceable: an operator's result has a size that depends on values.
     """
     tensors = {name: _in_mode(tensor, shadow) for name, tensor in tensors.items()}
     values: dict[fx.Node, Any] = {}
@@ -206,16 +206,18 @@ def _note(
     is_tuple = isinstance(value, (tuple, list))
     tensors = [t for t in value if isinstance(t, torch.Tensor)] if is_tuple else [value]
     if not all(isinstance(t, torch.Tensor) for t in tensors):
-        raise CaptureError(
+        raise Untraceable(
             f"operator {node.target} ({node.name}) at {module_path(node) or 'the model itself'} yields a Python "
-            f"number taken from a tensor; keep it a tensor"
+            f"number taken from a tensor; keep it a tensor",
+            module_path(node),
         )
     shapes = tuple(tuple(t.shape) for t in tensors)
     if not all(type(size) is int for shape in shapes for size in shape):
-        raise CaptureError(
+        raise Untraceable(
             f"operator {node.target} ({node.name}) at {module_path(node) or 'the model itself'} makes a tensor "
             f"of shape {shapes[0]}, which depends on values (nonzero, boolean indexing, unique); use a mask or "
-            "torch.where so that shapes are known beforehand"
+            "torch.where so that shapes are known beforehand",
+            module_path(node),
         )
     return Note(
         shapes=shapes,

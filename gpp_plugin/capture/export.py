@@ -89,14 +89,16 @@ def capture_model(
             if more is None or len(reasons) == MAX_ATTEMPTS:
                 raise (reasons or [error])[0] from None
             assert isinstance(error, Untraceable)
+            logger.debug("kept whole, as tracing failed: %s (%s)", error.culprit, error)
             reasons.append(error)
             whole = more
-    for error in reasons:
-        logger.warning(
-            "%s is kept whole and runs as it is, as one block on whole loss units: %s", error.culprit, error
-        )
-    if asked:
-        logger.info("kept whole and run as they are, as asked for: %s", ", ".join(asked))
+    for path in whole:
+        # of modules that failed alike, the first says why; of one that was kept for another inside it, that other
+        why = next((e for e in reasons if e.culprit == path or e.culprit.startswith(f"{path}.")), None)
+        if path not in asked and why is not None:
+            logger.warning("%s is kept whole and runs as it is, on whole loss units: %s", path, why)
+    if whole:
+        logger.info("kept whole, run as they are: %s", ", ".join(whole))
     return captured
 
 

@@ -89,6 +89,15 @@ def is_plain(pattern: Any) -> bool:
     return isinstance(pattern, (*PLAIN, Slot, torch.device))
 
 
+def holds_symbols(pattern: Any) -> bool:
+    """Return whether a pattern holds numbers that tracing knows as symbols only."""
+    if isinstance(pattern, Container):
+        return any(holds_symbols(part) for part in pattern.parts)
+    if isinstance(pattern, (tuple, list)):
+        return any(holds_symbols(part) for part in pattern)
+    return isinstance(pattern, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
 def _open(value: Any) -> tuple[Rebuild, list[Any]]:
     """Return how a value is made of its parts, and those."""
     kind = type(value)

@@ -17,6 +17,7 @@ Tests: tests/capture/test_eager.py
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -25,9 +26,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import _SingleLevelFunction
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gpp_plugin.capture.eager.call_structure import is_plain, put_together, take_apart
+from gpp_plugin.capture.eager.call_structure import holds_symbols, is_plain, put_together, take_apart
 from gpp_plugin.capture.eager.opaque_call import Callee, ModuleCallee, Observed, OpaqueCall, ResultSpec
 from gpp_plugin.capture.eager.trial_run import made_up, observe
 from gpp_plugin.errors import CaptureError, first_line
@@ -37,6 +39,8 @@ _LIBRARY.define("eager(Tensor[] tensors, str call) -> Tensor[]")
 _TRACED: dict[str, tuple[ResultSpec, ...]] = {}
 """Calls in traces under way -> what they return; the operator's shapes are looked up here."""
 _NUMBERS = itertools.count()
+MAX_ANCESTORS = 2000
+"""How deep the operators behind an argument may be nested whose value is computed from the batch."""
 
 
 @torch.library.register_fake("gpp_plugin::eager", lib=_LIBRARY)
@@ -48,7 +52,15 @@ def _fake_results(tensors: Sequence[Tensor], call: str) -> list[Tensor]:
 
 
 class NeedsWholeModule(CaptureError):
-    """What calls this can only be kept whole: the innermost module around it must run as it is."""
+    """What calls this can only be kept whole: the innermost module around it must run as it is.
+
+    Args:
+        within: the module or function that cannot be kept whole alone; None where it is none.
+    """
+
+    def __init__(self, message: str, within: str | None = None) -> None:
+        super().__init__(message)
+        self.within = within
 
 
 class WholeCalls:
@@ -75,7 +87,7 @@ class WholeCalls:
         self._entries = entries
         self._training = training
         self._calls: dict[str, OpaqueCall] = {}
-        self._real: dict[int, Tensor] = {}
+        self._inputs: dict[fx.Node, Tensor] = {}
         self._is_trying = False
         self._gives_modules = False
         # weights by the shadow's modules: the same path in both
@@ -87,8 +99,11 @@ class WholeCalls:
         }
 
     def note_inputs(self, inputs: Mapping[str, Tensor]) -> None:
-        """Take the traced tensors of the batch's entries: a call with one of them is tried with the entry itself."""
-        self._real = {id(fake): self._entries[key] for key, fake in inputs.items()}
+        """Take the traced tensors of the batch's entries: what is made of them alone has a value in a trial."""
+        for key, fake in inputs.items():
+            node, entry = _node_of(fake), self._entries[key]
+            if node is not None and not entry.is_meta and not isinstance(entry, FakeTensor):
+                self._inputs[node] = entry.detach().to(device="cpu", dtype=fake.dtype)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -116,7 +131,7 @@ class WholeCalls:
     def _forget(self) -> None:
         for key in self._calls:
             _TRACED.pop(key, None)
-        self._real = {}
+        self._inputs = {}
 
     # ---- what stands in for modules, and for functions that are attributes -----------------------------------
 
@@ -161,7 +176,11 @@ class WholeCalls:
                     for (module, name), *_ in callee.places
                 ]
             weights = [self._weights[name] for name in names]
-            return self._record(f"eager {path}", where, callee, own, weights, (args, kwargs))
+            try:
+                return self._record(f"eager {path}", where, callee, own, weights, (args, kwargs))
+            except NeedsWholeModule as error:
+                error.within = path
+                raise
 
         return call
 
@@ -216,6 +235,8 @@ class WholeCalls:
         )
         if not own and not given:
             raise NeedsWholeModule(f"{where} is called without tensors")
+        if holds_symbols(pattern) or any(not all(type(n) is int for n in t.shape) for t in given):
+            raise NeedsWholeModule(f"{where} is called with numbers, or shapes, that depend on values")
         returned = self._try(call, [*own, *given], weights)
         key = str(next(_NUMBERS))
         self._calls[key] = call
@@ -234,16 +255,17 @@ class WholeCalls:
             patterns.append(take_apart(result, []))
             return result
 
+        nodes = [_node_of(tensor) for tensor in traced[len(weights) :]]
         self._is_trying, self._gives_modules = True, False
         call.callee.function = noting
         try:
             with _disable_current_modes(), torch.set_grad_enabled(self._training and torch.is_grad_enabled()):
                 real = [
                     _weight(weight, like) for weight, like in zip(weights, traced, strict=False)
-                ] + [self._operand(tensor) for tensor in traced[len(weights) :]]
+                ] + self._operands(traced[len(weights) :], nodes)
                 call.observed = observe(call, real, requires_grad)
         except Exception as error:
-            raise CaptureError(
+            raise NeedsWholeModule(
                 f"{call.where}, which is to run as it is, fails on tensors of its shapes: {type(error).__name__}: "
                 f"{first_line(error)[:300]}"
             ) from error
@@ -254,11 +276,59 @@ class WholeCalls:
             call.callee.stays_bound |= self._gives_modules
         return patterns[-1]
 
-    def _operand(self, traced: Tensor) -> Tensor:
-        entry = self._real.get(id(traced))
-        if entry is None or entry.is_meta or isinstance(entry, FakeTensor):
-            return made_up(traced)
-        return entry.detach().to(device="cpu", dtype=traced.dtype, copy=True)
+    @torch.no_grad()
+    def _operands(self, traced: Sequence[Tensor], nodes: Sequence[fx.Node | None]) -> list[Tensor]:
+        """Return the values of what is made of the batch alone (masks, labels, positions), made-up ones of the rest."""
+        known: dict[fx.Node, Any] = dict(self._inputs)
+        operands = []
+        for tensor, node in zip(traced, nodes, strict=True):
+            value = None if node is None else _value(node, known)
+            fits = isinstance(value, Tensor) and value.shape == tensor.shape and value.dtype == tensor.dtype
+            operands.append(value.clone() if fits else made_up(tensor))
+        return operands
+
+
+def _node_of(traced: Tensor) -> fx.Node | None:
+    """Return the node that tracing has written down for a tensor."""
+    mode = get_proxy_mode()
+    slot: Any = None if mode is None else get_proxy_slot(traced, mode.tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+def _value(wanted: fx.Node, known: dict[fx.Node, Any]) -> Any:
+    """Return the value of a node that depends on nothing but those that are known; None of any other.
+
+    Example: ``extended = (1 - mask[:, None]) * -1e9`` of an entry ``mask`` has one; ``linear(hidden, weight)`` has none.
+    """
+    # depth first with a stack of our own, what a node reads before the node
+    stack = [wanted]
+    while stack:
+        node = stack[-1]
+        missing = [source for source in node.all_input_nodes if source not in known]
+        if node in known or not missing:
+            stack.pop()
+            if node not in known:
+                known[node] = _compute(node, known)
+        elif len(stack) > MAX_ANCESTORS:
+            return None
+        else:
+            stack.extend(missing)
+    return known[wanted]
+
+
+def _compute(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
+    target: Any = node.target
+    if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+        return None
+    sources = [known[source] for source in node.all_input_nodes]
+    is_ours = target is torch.ops.gpp_plugin.eager.default
+    if is_ours or any(source is None for source in sources) or not isinstance(target, torch._ops.OpOverload):
+        if target is not operator.getitem or sources[0] is None:
+            return None
+    try:
+        return target(*fx.map_arg(node.args, known.__getitem__), **fx.map_arg(node.kwargs, known.__getitem__))
+    except Exception:  # whatever an operator raises: the value then is made up
+        return None
 
 
 def _weight(weight: Tensor, like: Tensor) -> Tensor:

@@ -272,9 +272,21 @@ def _culprit(error: Exception, model: nn.Module) -> str:
     HuggingFace models call ``self.loss_function(...)`` from the forward of the model itself, which cannot be kept whole.
     """
     path, _ = _failing_module(error, model)
+    for cause in _causes(error):
+        if isinstance(cause, NeedsWholeModule) and cause.within is not None:
+            return _module_around(cause.within, model)
     module = model.get_submodule(path)
     code = getattr(getattr(module, LOSS_FUNCTION, None), "__code__", None)
     frames = (frame for cause in _causes(error) for frame, _ in traceback.walk_tb(cause.__traceback__))
     if code is not None and any(frame.f_code is code for frame in frames):
         return f"{path}.{LOSS_FUNCTION}" if path else LOSS_FUNCTION
     return path
+
+
+def _module_around(path: str, model: nn.Module) -> str:
+    """Return the path of the module that calls another one; a list of modules calls none."""
+    while path:
+        path = path.rpartition(".")[0]
+        if type(model.get_submodule(path)).forward is not nn.ModuleList.forward:
+            return path
+    return ""

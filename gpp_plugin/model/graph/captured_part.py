@@ -99,6 +99,7 @@ class CapturedPart:
         dtype: what floating parameters become before tracing; None leaves them.
         granularity: size of the blocks.
         called: "stage.parameter" of a parameter tied to another stage's -> what it is called on every stage.
+        eager: its modules that run as they are, as of `capture_model`.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class CapturedPart:
         device: torch.device,
         granularity: str,
         called: Mapping[str, str],
+        eager: Sequence[str] = (),
     ) -> None:
         assert isinstance(stage.spec.make, nn.Module), "what is captured is a module"
         self.stage = stage
@@ -117,6 +119,7 @@ class CapturedPart:
         self._device = device
         self.granularity = granularity
         self._called = called
+        self._eager = tuple(eager)
         self._kept: tuple[tuple[object, ...], CapturedGraph] | None = None
 
     @property
@@ -164,6 +167,7 @@ class CapturedPart:
                 dtype=self._dtype,
                 device=self._device,
                 call=self._call,
+                eager=self._eager,
             )
         except CaptureError as error:
             if self.stage.is_alone:

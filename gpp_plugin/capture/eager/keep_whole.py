@@ -103,7 +103,8 @@ class WholeCalls:
         for key, fake in inputs.items():
             node, entry = _node_of(fake), self._entries[key]
             if node is not None and not entry.is_meta and not isinstance(entry, FakeTensor):
-                self._inputs[node] = entry.detach().to(device="cpu", dtype=fake.dtype)
+                with _disable_current_modes():
+                    self._inputs[node] = entry.detach().to(device="cpu", dtype=fake.dtype)
 
     @contextmanager
     def installed(self) -> Iterator[None]:

@@ -12,8 +12,9 @@ Tests: tests/capture/test_eager.py
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +22,29 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from gpp_plugin.capture.eager.call_structure import plain_values, put_together, take_apart
 from gpp_plugin.errors import RuntimeFailure
+
+
+_HOOKS: ContextVar[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None] = ContextVar(
+    "_HOOKS", default=None
+)
+
+
+@contextmanager
+def saving_apart(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
+    """Let what opaque calls save for backward go through these hooks, whatever hooks there are around the calls.
+
+    Where saved tensors are followed by position (a plan that swaps or recomputes), those of a call must not be among
+    them: with other values it may save more of them, or fewer.
+    """
+    token = _HOOKS.set((pack, unpack))
+    try:
+        yield
+    finally:
+        _HOOKS.reset(token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +189,9 @@ class OpaqueCall:
         """Return the tensors that the user's code returns for real ones, and the plain values beside them."""
         own, given = tensors[: self.num_own], tensors[self.num_own :]
         device = tensors[0].device if tensors else None
-        with self._drawing(), self.callee.bound(own):
+        hooks = _HOOKS.get()
+        apart = nullcontext() if hooks is None else saved_tensors_hooks(*hooks)
+        with self._drawing(), self.callee.bound(own), apart:
             args, kwargs = put_together(self.pattern, given, device)
             returned = self.callee.function(*args, **kwargs)
         results: list[Tensor] = []

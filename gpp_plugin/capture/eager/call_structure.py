@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpp_plugin.capture.eager.padded_records import TracedRecords, cut_records
+
 Rebuild = Callable[[Sequence[Any]], Any]
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.Size)
@@ -104,6 +106,9 @@ def _open(value: Any) -> tuple[Rebuild, list[Any]]:
     if isinstance(value, tuple):
         is_named = hasattr(kind, "_fields")
         return (lambda parts: kind(*parts)) if is_named else (lambda parts: kind(parts)), list(value)
+    if isinstance(value, TracedRecords):
+        fields = tuple(value.tensors)
+        return (lambda parts: cut_records(fields, parts)), [t for pair in value.tensors.values() for t in pair]
     if isinstance(value, list):
         return (lambda parts: kind(parts)), list(value)
     if isinstance(value, Mapping):

@@ -17,6 +17,7 @@ from torch import nn
 
 from gpp_plugin.capture.eager.choose_whole import Untraceable
 from gpp_plugin.capture.eager.keep_whole import NeedsWholeModule, WholeCalls
+from gpp_plugin.capture.eager.padded_records import UnreadRecords, with_records
 from gpp_plugin.capture.tracing.shadow import Shadow, fake_inputs
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.garbage import paused_collector
@@ -35,7 +36,7 @@ Call: TypeAlias = Callable[[nn.Module, Mapping[str, Any]], Any]
 
 def call_by_key(model: nn.Module, entries: Mapping[str, Any]) -> Any:
     """Call a model whose arguments are called as the batch's entries are."""
-    return model(**entries)
+    return model(**with_records(entries))
 
 
 class _Seen:
@@ -170,7 +171,7 @@ def export_model(
             program = torch.export.export(wrapper, (), fake_inputs(shadow, batch), strict=False)
     except Exception as error:
         for cause in _causes(error):
-            if isinstance(cause, CaptureError) and not isinstance(cause, NeedsWholeModule):
+            if isinstance(cause, CaptureError) and not isinstance(cause, (NeedsWholeModule, UnreadRecords)):
                 raise cause from None
         raise Untraceable(_explain(error, shadow.model), _culprit(error, shadow.model)) from error
     return program, wrapper.seen.has_loss

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from gpp_plugin.capture.attention import repeated_operands
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
+from gpp_plugin.capture.eager.padded_records import with_records
 from gpp_plugin.capture.export import capture_model, recapture
 from gpp_plugin.capture.tracing.sample_batches import count_samples, resize_batch
 from gpp_plugin.errors import CaptureError, ConfigError
@@ -198,7 +199,7 @@ class CapturedPart:
         """Call the module with what is traced, and return its loss and its outputs by their names in the graph."""
         arguments = {keyword: given[name] for keyword, name in _arguments(self.stage).items()}
         arguments |= {keyword: given[keyword] for keyword, _ in self.stage.constants}
-        returned: Any = module(**arguments)
+        returned: Any = module(**with_records(arguments))
         if not self.stage.nodes:
             return returned
         if not isinstance(returned, (Tensor, Mapping, tuple, list)):

@@ -106,6 +106,9 @@ class GraphPipelineConfig(_Block):
         weights: safetensors directory for a model built on the meta device.
         verify: before training, the loss and the gradients of what was captured are compared with the module's own on
             the sample batch, in at most a fifth of start-up; false skips that.
+        eager: modules, by path, that are not traced but run as they are: each is one block that takes whole loss units.
+            ``*`` stands for any one part of a path. Modules whose tracing fails are kept whole without being asked for;
+            the log names them.
         loader_workers: processes of each rank that load ``training_data`` ahead; 0 loads in the rank itself. "auto" is
             up to four where ranks compute on CUDA, and none where the cores compute.
     """
@@ -142,6 +145,7 @@ class GraphPipelineConfig(_Block):
     )
     weights: str | None = Field(default=None, description="null or a directory with safetensors files")
     verify: bool = Field(default=True, description="true or false")
+    eager: list[str] = Field(default=[], description='a list of module paths, like ["layers.*.router"]')
     loader_workers: Auto | Annotated[int, Field(ge=0)] = Field(
         default="auto", description='"auto" or a whole number of at least 0'
     )

@@ -15,14 +15,12 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from gpp_plugin.capture.eager.choose_whole import Untraceable
+from gpp_plugin.capture.eager.opaque_call import OpaqueCall
+from gpp_plugin.capture.flop_count import FlopCount
 from gpp_plugin.capture.tracing.clean import ADDED, written_arguments
 from gpp_plugin.capture.tracing.shadow import Shadow
-from gpp_plugin.errors import CaptureError
-
-_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,30 +51,6 @@ class Note:
     def shape(self) -> tuple[int, ...]:
         """Return the shape of a node with one tensor."""
         return self.shapes[0]
-
-
-class _Costs(TorchDispatchMode):
-    """Count floating-point operations of the operators below autograd."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0.0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        # Three kinds: products, counted by torch's own formulas (2 m n k of an m x k by k x n); attention as the CPU
-        # runs it, which torch has no formula for; and all else, one operation an element of the result. Views are free.
-        if packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
-        elif packet is _CPU_ATTENTION:
-            self.flops += sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
-        elif not func.is_view:
-            first = result[0] if isinstance(result, (tuple, list)) and result else result
-            self.flops += first.numel() if isinstance(first, torch.Tensor) else 0
-        return result
 
 
 @dataclass(slots=True)
@@ -160,12 +134,12 @@ def annotate(
         unread: operators that the code of a stage leaves out; they cost nothing.
 
     Raises:
-        CaptureError: an operator's result has a size that depends on values.
+        Untraceable: an operator's result has a size that depends on values.
     """
     tensors = {name: _in_mode(tensor, shadow) for name, tensor in tensors.items()}
     values: dict[fx.Node, Any] = {}
     notes: dict[str, Note] = {}
-    costs = _Costs()
+    costs = FlopCount()
     saved = _Saved(free={t.untyped_storage()._cdata for n, t in tensors.items() if n not in received})
     storages = _StorageOwners()
     hooks = saved_tensors_hooks(saved.pack, _no_backward)
@@ -189,7 +163,8 @@ def annotate(
                 values[node] = node.target(*args, **fx.map_arg(node.kwargs, lambda n: values[n]))
             note = notes[node.name] = _note(node, values[node], reads, writes, storages.of(values[node]))
             note.requires_grad &= training
-            note.flops = 0.0 if node.name in unread else float(costs.flops)
+            flops = node.target.observed.flops if isinstance(node.target, OpaqueCall) else float(costs.flops)
+            note.flops = 0.0 if node.name in unread else flops
             note.saved_bytes = saved.bytes
             if ADDED in node.meta:  # no operator of the capture: what is kept of it is inside of who keeps it
                 continue
@@ -231,16 +206,18 @@ def _note(
     is_tuple = isinstance(value, (tuple, list))
     tensors = [t for t in value if isinstance(t, torch.Tensor)] if is_tuple else [value]
     if not all(isinstance(t, torch.Tensor) for t in tensors):
-        raise CaptureError(
+        raise Untraceable(
             f"operator {node.target} ({node.name}) at {module_path(node) or 'the model itself'} yields a Python "
-            f"number taken from a tensor; keep it a tensor"
+            f"number taken from a tensor; keep it a tensor",
+            module_path(node),
         )
     shapes = tuple(tuple(t.shape) for t in tensors)
     if not all(type(size) is int for shape in shapes for size in shape):
-        raise CaptureError(
+        raise Untraceable(
             f"operator {node.target} ({node.name}) at {module_path(node) or 'the model itself'} makes a tensor "
             f"of shape {shapes[0]}, which depends on values (nonzero, boolean indexing, unique); use a mask or "
-            "torch.where so that shapes are known beforehand"
+            "torch.where so that shapes are known beforehand",
+            module_path(node),
         )
     return Note(
         shapes=shapes,

@@ -15,6 +15,7 @@ from torch import nn
 from gpp_plugin.capture.annotate import Note, annotate, module_path
 from gpp_plugin.capture.attention import find_attention_masks, without_masks
 from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.eager.choose_whole import MAX_ATTEMPTS, Untraceable, find_asked, with_culprit
 from gpp_plugin.capture.keys import find_layer_lists
 from gpp_plugin.capture.layout.inseparable import find_clusters
 from gpp_plugin.capture.layout.layout_rules import Counted, Fixed, Rows
@@ -48,6 +49,7 @@ def capture_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     call: Call = call_by_key,
+    eager: Sequence[str] = (),
 ) -> CapturedGraph:
     """Capture ``model`` on a batch like ``batch`` as one operator graph with the loss inside.
 
@@ -65,16 +67,59 @@ def capture_model(
         device: the device the graph will run on; the CPU by default.
         call: how the model is called with the batch, and what is its loss and which its outputs; ``model(**batch)``
             by default. Names in the graph are the model's own whatever calls it.
+        eager: modules that are not traced but run as they are, each one operator; further ones are found where
+            tracing fails.
 
     Raises:
+        ConfigError: ``eager`` names no module of the model's.
         CaptureError: the model cannot be exported, has no loss, or its structure depends on the number
             of samples; the message names the module, the line and the remedy.
     """
+    asked = whole = find_asked(model, eager)
+    reasons: list[Untraceable] = []
+    while True:
+        try:
+            captured = _capture(
+                model, batch, training, outputs, received, dtype, torch.device(device or "cpu"), call, whole
+            )
+            break
+        except CaptureError as error:
+            # The innermost module that fails is kept whole, and the rest traced anew; where that does not help, the
+            # first failure is what the user should know of.
+            more = with_culprit(model, whole, error.culprit) if isinstance(error, Untraceable) else None
+            if more is None or len(reasons) == MAX_ATTEMPTS:
+                raise (reasons or [error])[0] from None
+            assert isinstance(error, Untraceable)
+            logger.debug("kept whole, as tracing failed: %s (%s)", error.culprit, error)
+            reasons.append(error)
+            whole = more
+    for path in whole:
+        # of modules that failed alike, the first says why; of one that was kept for another inside it, that other
+        why = next((e for e in reasons if e.culprit == path or e.culprit.startswith(f"{path}.")), None)
+        if path not in asked and why is not None:
+            logger.warning("%s is kept whole and runs as it is, on whole loss units: %s", path, why)
+    if whole:
+        logger.info("kept whole, run as they are: %s", ", ".join(whole))
+    return captured
+
+
+def _capture(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    training: bool,
+    outputs: Sequence[str],
+    received: Mapping[str, bool],
+    dtype: torch.dtype | None,
+    device: torch.device,
+    call: Call,
+    eager: tuple[str, ...],
+) -> CapturedGraph:
+    """Capture a model, as `capture_model` does, with these modules kept whole."""
     # One export at the batch's own number of samples, n; more at 2 and 4 (n and 2n where n is 2, 3 or 4): what is
     # twice as long at 4 as at 2 lies along the samples, and an operator on 2 and 4 rows is quickly tried by itself.
-    shadow = make_shadow(model, training=training, dtype=dtype, device=torch.device(device or "cpu"))
+    shadow = make_shadow(model, training=training, dtype=dtype, device=device)
     export = functools.partial(
-        trace, shadow, outputs=outputs, received=received, training=training, call=call
+        trace, shadow, outputs=outputs, received=received, training=training, call=call, eager=eager
     )
     first = export(batch)
 
@@ -105,6 +150,7 @@ def capture_model(
         layer_lists=find_layer_lists(shadow.model),
         clusters=clusters,
         unpadded=tuple(sorted(unpadded & {key for mask in masks.values() for key in mask.inputs})),
+        eager=eager,
     )
     return _assemble(traced, op_graph, shadow, analysis, masks)
 
@@ -144,7 +190,13 @@ def recapture(
     known = analysis.op_graph
     received = {spec.name: spec.requires_grad for spec in known.inputs if spec.name in known.received}
     traced = trace(
-        shadow, batch, outputs=tuple(known.outputs), received=received, training=training, call=call
+        shadow,
+        batch,
+        outputs=tuple(known.outputs),
+        received=received,
+        training=training,
+        call=call,
+        eager=analysis.eager,
     )
     try:
         traced = align(analysis.nodes, traced)

@@ -43,6 +43,7 @@ class Analysis:
             with several results and their parts, tensors that no batch axis can cut.
         unpadded: inputs that held ones only in the first capture's batch; costs are of attention without the masks
             that eager models leave out then.
+        eager: modules (and loss functions) that are kept whole and run as they are, by path.
     """
 
     op_graph: OpGraph
@@ -53,3 +54,4 @@ class Analysis:
     layer_lists: tuple[str, ...] = ()
     clusters: tuple[tuple[str, ...], ...] = ()
     unpadded: tuple[str, ...] = ()
+    eager: tuple[str, ...] = ()

@@ -121,6 +121,7 @@ class ModelSource:
             seed=config.seed,
             timeout_s=collective_timeout_s(None, config.comm_timeout_s),
             granularity=config.granularity,
+            eager=config.eager,
         )
         # From here a plain model and a graph differ in one thing: the planner's answer is the plan, or it cuts the
         # parts, and the stages that come of it and the user's are planned together.

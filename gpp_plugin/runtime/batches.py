@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpp_plugin.capture.eager.padded_records import is_padded, widen
 from gpp_plugin.capture.mask_values import inputs_of_ones
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.samples import SampleRange
@@ -95,6 +96,8 @@ def join_batches(batches: Sequence[Batch]) -> dict[str, Any]:
                 )
             joined[key] = value
             continue
+        if is_padded(key, batches[0]):
+            parts = widen(parts)
         shapes = {tuple(p.shape[1:]) if isinstance(p, Tensor) else None for p in parts}
         if len(shapes) > 1:
             raise ConfigError(

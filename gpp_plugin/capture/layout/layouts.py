@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from gpp_plugin.capture.annotate import module_path
+from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.layout.inseparable import operator_sources, ordered_units
 from gpp_plugin.capture.layout.layout_rules import Counted, Fixed, Operand, Rows, State, Whole, rule_layout
 from gpp_plugin.capture.layout.trials import MixedSamples, Trials, are_equal, find_rows, shape_of, tensors_of
@@ -153,6 +154,10 @@ class _Analysis:
         if first.target in _MIXING and any(isinstance(state, Rows) for state in states):
             self._couple(unit, _MIXING[first.target])
             return
+        eager = [node for name in unit if is_eager(node := self.pairs[name][0])]
+        if eager:
+            self._couple(unit, f"runs {eager[0].target.where} as it is, which may mix samples")
+            return
         if any(is_random(self.pairs[name][0]) for name in unit):
             self._judge_random(unit, sources)
             return
@@ -207,6 +212,8 @@ class _Analysis:
 
     def _is_constant(self, unit: tuple[str, ...], sources: list[fx.Node]) -> bool:
         if any(is_random(self.pairs[name][0]) for name in unit):
+            return False
+        if any(isinstance(self.pairs[name][0].target, OpaqueCall) for name in unit):
             return False
         return all(source.name in self.constants or source.op == "get_attr" for source in sources)
 
@@ -322,8 +329,15 @@ def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter)
 
 
+def is_eager(node: fx.Node) -> bool:
+    """Return whether the operator is a module that runs as it is: what it does with other values nobody knows."""
+    return isinstance(node.target, OpaqueCall) and not node.target.is_function
+
+
 def is_random(node: fx.Node) -> bool:
     """Return whether the operator draws random numbers with these arguments."""
+    if isinstance(node.target, OpaqueCall):
+        return node.target.is_random
     if node.target is aten.dropout.default or node.target is aten.feature_dropout.default:
         return bool(node.args[2]) and float(node.args[1]) > 0.0  # type: ignore[arg-type]
     if node.target is aten.scaled_dot_product_attention.default:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from gpp_plugin.capture.annotate import Note
+from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.layout.inseparable import operator_sources, ordered_units
 from gpp_plugin.capture.layout.layout_rules import Counted
 from gpp_plugin.capture.layout.layouts import Layouts, is_random
@@ -52,6 +53,7 @@ def find_replicable(
             (notes[n.name].flops <= limit or isinstance(layouts.states[n.name], Counted))
             and n.name not in results
             and not is_random(n)
+            and not isinstance(n.target, OpaqueCall)
             and all(s.op == "get_attr" or s.name in known for s in n.all_input_nodes)
             for n in members
         )

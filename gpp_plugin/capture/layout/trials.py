@@ -7,12 +7,13 @@ Tests: tests/capture/test_layouts.py
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.layout.layout_rules import Fixed, Rows, State
 from gpp_plugin.capture.tracing.traced import Traced
 from gpp_plugin.errors import first_line
@@ -176,8 +177,21 @@ class Trials:
                 node = self._pairs[name][which]
                 args = fx.map_arg(node.args, lambda n: values[n.name])
                 kwargs = dict(fx.map_arg(node.kwargs, lambda n: values[n.name]))
-                values[name] = node.target(*args, **kwargs)
+                if isinstance(node.target, OpaqueCall):
+                    values[name] = self._try_function(node, args)
+                else:
+                    values[name] = node.target(*args, **kwargs)
         return {name: values[name] for name in unit}
+
+    def _try_function(self, node: fx.Node, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return a custom function's results, and behind them the gradients of its operands that have samples.
+
+        A backward may mix samples where the forward does not (a gradient divided by its norm).
+        """
+        sources: Any = node.args
+        wanted = [isinstance(self._states[source.name], Rows) for source in sources]
+        results, gradients = node.target.run_with_gradients(arguments, wanted)  # type: ignore[union-attr]
+        return (*results, *gradients)
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:

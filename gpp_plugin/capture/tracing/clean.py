@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.errors import CaptureError
 
 aten = torch.ops.aten
@@ -51,6 +52,9 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
         updates = len(node.args) > switch and bool(node.args[switch])
         found = [node.args[i] for i in (mean, var)] if updates else []
         return [a for a in found if isinstance(a, fx.Node)]
+    if isinstance(node.target, OpaqueCall):
+        given: list[Any] = [node.args[i] for i in node.target.observed.written]
+        return given
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return []

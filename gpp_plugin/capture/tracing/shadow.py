@@ -22,11 +22,13 @@ class Shadow:
 
     Args:
         model: the copy; its parameters and buffers are fake tensors of ``mode``.
+        original: the user's model.
         parameters: every parameter and buffer of the user's model, in model order.
         first_names: any name of a parameter or buffer -> its first name.
     """
 
     model: nn.Module
+    original: nn.Module
     mode: FakeTensorMode
     device: torch.device
     dtype: torch.dtype | None
@@ -89,6 +91,7 @@ def make_shadow(
     first_names = {name: p.name for p in parameters for name in (p.name, *p.aliases)}
     return Shadow(
         model=twin,
+        original=model,
         mode=mode,
         device=device,
         dtype=dtype,

@@ -16,12 +16,17 @@ import torch
 from torch import nn
 
 from gpp_plugin.capture.tracing.outside import hidden_process_group
+from gpp_plugin.capture.eager.choose_whole import Untraceable
+from gpp_plugin.capture.eager.keep_whole import NeedsWholeModule, WholeCalls
+from gpp_plugin.capture.eager.padded_records import UnreadRecords, with_records
 from gpp_plugin.capture.tracing.shadow import Shadow, fake_inputs
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.garbage import paused_collector
 
 WRAPPED = "model"
 """Attribute of the wrapper that holds the model; the prefix of every exported name."""
+LOSS_FUNCTION = "loss_function"
+"""Attribute by which HuggingFace models call their loss."""
 TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 """What logs a stack, or a hint for torch's developers, beside the exception that it raises."""
 
@@ -32,7 +37,7 @@ Call: TypeAlias = Callable[[nn.Module, Mapping[str, Any]], Any]
 
 def call_by_key(model: nn.Module, entries: Mapping[str, Any]) -> Any:
     """Call a model whose arguments are called as the batch's entries are."""
-    return model(**entries)
+    return model(**with_records(entries))
 
 
 class _Seen:
@@ -51,9 +56,11 @@ class LossWrapper(nn.Module):
         outputs: Sequence[str],
         needs_loss: bool,
         call: Call = call_by_key,
+        note_inputs: Callable[[Mapping[str, torch.Tensor]], None] = lambda inputs: None,
     ) -> None:
         super().__init__()
         self.model = model
+        self._note_inputs = note_inputs
         self._call = call
         self._constants = dict(constants)
         self._outputs = tuple(outputs)
@@ -62,6 +69,7 @@ class LossWrapper(nn.Module):
 
     def forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the model on the batch."""
+        self._note_inputs(inputs)
         result = self._call(self.model, {**inputs, **self._constants})
         loss = _find_loss(result)
         if loss is None and self._needs_loss:
@@ -129,21 +137,27 @@ def export_model(
     *,
     outputs: Sequence[str],
     training: bool,
+    whole: WholeCalls,
     call: Call = call_by_key,
 ) -> tuple[torch.export.ExportedProgram, bool]:
     """Export the shadow on fake inputs shaped like ``batch``.
+
+    Args:
+        whole: the calls that leave one operator each.
 
     Returns:
         The program, and whether its first output is a loss.
 
     Raises:
         CaptureError: the model cannot be exported; names the module, the line and the remedy.
+        Untraceable: it could be if a module of it were kept whole.
     """
     _, constants = split_batch(batch)
     # Names in the export are those of attributes: "model.layers.0.weight" for `wrapper.model`, whatever `call` does
     # between the batch and the model, so that a plain model and a part under other names trace to one graph.
     # a part of a larger model is trained by what reads its outputs
-    wrapper = LossWrapper(shadow.model, constants, outputs, needs_loss=training and not outputs, call=call)
+    needs_loss = training and not outputs
+    wrapper = LossWrapper(shadow.model, constants, outputs, needs_loss, call, whole.note_inputs)
     wrapper.training = training
     try:
         # The collector waits: what a finalizer computes on tensors would be traced as the model's. The engine of an
@@ -154,13 +168,14 @@ def export_model(
             _without_words_of_a_failure(),
             paused_collector(),
             hidden_process_group(),
+            whole.installed(),
         ):
             program = torch.export.export(wrapper, (), fake_inputs(shadow, batch), strict=False)
     except Exception as error:
         for cause in _causes(error):
-            if isinstance(cause, CaptureError):
+            if isinstance(cause, CaptureError) and not isinstance(cause, (NeedsWholeModule, UnreadRecords)):
                 raise cause from None
-        raise CaptureError(_explain(error, shadow.model)) from error
+        raise Untraceable(_explain(error, shadow.model), _culprit(error, shadow.model)) from error
     return program, wrapper.seen.has_loss
 
 
@@ -228,19 +243,53 @@ def _explain(error: Exception, model: nn.Module) -> str:
 def _failing_line(error: Exception, model: nn.Module) -> str:
     """Return ``module.path (Class, file.py:12: source)`` of the innermost model frame on the stack."""
     # the innermost frame of the user's code whose `self` is one of the model's modules says both path and line
-    paths = {id(module): name for name, module in model.named_modules()}
     torch_root = os.path.dirname(torch.__file__)
-    path, owner = "", type(model).__name__
+    path, owner = _failing_module(error, model)
     line = ""
     for failure in reversed(_causes(error)):
-        # From the outermost frame inwards: the last module's forward on the way is the innermost one; the last line
-        # that is neither torch's nor ours is the user's, or the model library's, that made the failing call.
+        # From the outermost frame inwards: the last line that is neither torch's nor ours is the user's, or the model
+        # library's, that made the failing call.
         for frame, number in traceback.walk_tb(failure.__traceback__):
-            module = frame.f_locals.get("self")
-            if isinstance(module, nn.Module) and id(module) in paths:
-                path, owner = paths[id(module)], type(module).__name__
             file = frame.f_code.co_filename
             if not file.startswith(torch_root) and "/gpp_plugin/capture/" not in file.replace(os.sep, "/"):
                 source = linecache.getline(file, number).strip()
                 line = f"{os.path.basename(file)}:{number}: {source}"
     return f"{path or 'the model itself'} ({owner}{', ' + line if line else ''})"
+
+
+def _failing_module(error: Exception, model: nn.Module) -> tuple[str, str]:
+    """Return path and class of the last of the model's modules on the way to a failure."""
+    paths = {id(module): name for name, module in model.named_modules()}
+    path, owner = "", type(model).__name__
+    for failure in reversed(_causes(error)):
+        for frame, _ in traceback.walk_tb(failure.__traceback__):
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and id(module) in paths:
+                path, owner = paths[id(module)], type(module).__name__
+    return path, owner
+
+
+def _culprit(error: Exception, model: nn.Module) -> str:
+    """Return what may be kept whole so that tracing comes past a failure: a module, or a loss function called by one.
+
+    HuggingFace models call ``self.loss_function(...)`` from the forward of the model itself, which cannot be kept whole.
+    """
+    path, _ = _failing_module(error, model)
+    for cause in _causes(error):
+        if isinstance(cause, NeedsWholeModule) and cause.within is not None:
+            return _module_around(cause.within, model)
+    module = model.get_submodule(path)
+    code = getattr(getattr(module, LOSS_FUNCTION, None), "__code__", None)
+    frames = (frame for cause in _causes(error) for frame, _ in traceback.walk_tb(cause.__traceback__))
+    if code is not None and any(frame.f_code is code for frame in frames):
+        return f"{path}.{LOSS_FUNCTION}" if path else LOSS_FUNCTION
+    return path
+
+
+def _module_around(path: str, model: nn.Module) -> str:
+    """Return the path of the module that calls another one; a list of modules calls none."""
+    while path:
+        path = path.rpartition(".")[0]
+        if type(model.get_submodule(path)).forward is not nn.ModuleList.forward:
+            return path
+    return ""

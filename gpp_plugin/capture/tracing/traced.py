@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
 
 from gpp_plugin.capture.annotate import module_path
+from gpp_plugin.capture.eager.keep_whole import WholeCalls
 from gpp_plugin.capture.tracing.clean import clean_graph
 from gpp_plugin.capture.tracing.outside import Draws, watched_generators
 from gpp_plugin.capture.tracing.sample_batches import count_samples
@@ -86,10 +87,12 @@ def trace(
     received: Mapping[str, bool],
     training: bool,
     call: Call = call_by_key,
+    eager: Sequence[str] = (),
 ) -> Traced:
     """Export the shadow for ``batch`` and clean the graph.
 
     Args:
+        eager: modules and loss functions that are kept whole.
         received: entries of the batch that other stages make -> whether they take a gradient.
         call: how the model is called with the batch.
 
@@ -98,13 +101,17 @@ def trace(
     """
     # Export, clean, then name what goes in: of a model with a loss and outputs=("logits",) the graph returns (loss,
     # logits), and its placeholders are called as export calls them, here "p_model_head_weight" and "pixel_values".
+    whole = WholeCalls(shadow.model, shadow.original, eager, batch, training=training)
     with watched_generators(shadow.model) as drawn:
-        program, has_loss = export_model(shadow, batch, outputs=outputs, training=training, call=call)
+        program, has_loss = export_model(
+            shadow, batch, outputs=outputs, training=training, whole=whole, call=call
+        )
     attributes = {
         str(node.target): _attribute(program.graph_module, str(node.target))
         for node in program.graph.nodes
         if node.op == "get_attr"
     }
+    whole.place(program.graph, attributes)
     graph = clean_graph(program.graph, attributes)
     keys, _ = split_batch(batch)
     takes = {key: training and gradient for key, gradient in received.items()}

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from gpp_plugin.capture.attention import repeated_operands
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
+from gpp_plugin.capture.eager.padded_records import with_records
 from gpp_plugin.capture.export import capture_model, recapture
 from gpp_plugin.capture.tracing.sample_batches import count_samples, resize_batch
 from gpp_plugin.errors import CaptureError, ConfigError
@@ -99,6 +100,7 @@ class CapturedPart:
         dtype: what floating parameters become before tracing; None leaves them.
         granularity: size of the blocks.
         called: "stage.parameter" of a parameter tied to another stage's -> what it is called on every stage.
+        eager: its modules that run as they are, as of `capture_model`.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class CapturedPart:
         device: torch.device,
         granularity: str,
         called: Mapping[str, str],
+        eager: Sequence[str] = (),
     ) -> None:
         assert isinstance(stage.spec.make, nn.Module), "what is captured is a module"
         self.stage = stage
@@ -117,6 +120,7 @@ class CapturedPart:
         self._device = device
         self.granularity = granularity
         self._called = called
+        self._eager = tuple(eager)
         self._kept: tuple[tuple[object, ...], CapturedGraph] | None = None
 
     @property
@@ -164,6 +168,7 @@ class CapturedPart:
                 dtype=self._dtype,
                 device=self._device,
                 call=self.call,
+                eager=self._eager,
             )
         except CaptureError as error:
             if self.stage.is_alone:
@@ -194,7 +199,7 @@ class CapturedPart:
         """Call the module with what is traced, and return its loss and its outputs by their names in the graph."""
         arguments = {keyword: given[name] for keyword, name in _arguments(self.stage).items()}
         arguments |= {keyword: given[keyword] for keyword, _ in self.stage.constants}
-        returned: Any = module(**arguments)
+        returned: Any = module(**with_records(arguments))
         if not self.stage.nodes:
             return returned
         if not isinstance(returned, (Tensor, Mapping, tuple, list)):

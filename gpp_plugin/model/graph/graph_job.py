@@ -18,8 +18,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gpp_plugin.capture.eager.choose_whole import find_asked
 from gpp_plugin.capture.tracing.sample_batches import count_samples
-from gpp_plugin.errors import PlanError
+from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.op_graph import Parameter
 from gpp_plugin.ir.plan import PipelinePlan
@@ -78,6 +79,7 @@ class GraphJob:
         loss_unit: samples of one loss.
         timeout_s: how long ranks of a stage wait for each other.
         granularity: size of the blocks of captured parts.
+        eager: modules of theirs that run as they are; in a graph of several stages "<stage>.<module>".
         seed: what factories draw weights from, with their stage's name.
 
     Raises:
@@ -96,6 +98,7 @@ class GraphJob:
         seed: int,
         timeout_s: float,
         granularity: str = "layer",
+        eager: Sequence[str] = (),
     ) -> None:
         began = time.monotonic()
         self._given = graph
@@ -106,6 +109,7 @@ class GraphJob:
         # 1. what reads what, the same on every rank without asking others
         self.resolved: ResolvedGraph = self._resolve(sample_batch)
         self.whole: GraphStage | None = self.resolved.whole
+        self._eager = _eager_of(self.resolved, eager)
         if self.whole is None:
             stages = tuple(self.resolved.stage_of_rank(rank).name for rank in range(num_ranks))
             place = dataclasses.replace(place, stages=stages)
@@ -327,6 +331,7 @@ class GraphJob:
                 device=self._place.device,
                 granularity=self._granularity,
                 called=self._called,
+                eager=self._eager.get(stage.name, ()),
             )
         return self._parts[key]
 
@@ -379,6 +384,28 @@ class GraphJob:
             loss=loss,
             outputs=named,
         )
+
+
+def _eager_of(graph: ResolvedGraph, eager: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return for each captured stage which of its modules run as they are.
+
+    Raises:
+        ConfigError: a path names none of them.
+    """
+    captured = [stage for stage in graph.stages if stage.is_captured]
+    known = [stage.prefix for stage in captured]
+    for path in eager:
+        if not any(path.startswith(prefix) for prefix in known):
+            raise ConfigError(
+                f"graph_pipeline.eager: {path!r} is of no captured stage; write one of "
+                f"{', '.join(repr(prefix + '<module>') for prefix in known) or 'none: no stage is captured'}"
+            )
+    found: dict[str, tuple[str, ...]] = {}
+    for stage in captured:
+        own = [path.removeprefix(stage.prefix) for path in eager if path.startswith(stage.prefix)]
+        assert isinstance(stage.spec.make, nn.Module), "what is captured is a module"
+        found[stage.name] = find_asked(stage.spec.make, own)
+    return found
 
 
 def _key(stage: GraphStage) -> _PartKey:

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
+from gpp_plugin.capture.eager.padded_records import pad_records
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.model.graph.stage_context import StageContext
 from gpp_plugin.model.graph.written_stages import (
@@ -95,9 +96,10 @@ def prepare_batch(model: nn.Module | StageGraph, batch: Any) -> dict[str, Any]:
     """Return the batch as the model is called with it; a graph's stages say themselves what they read of it.
 
     Contrastive models compute a loss only when asked to: ``return_loss=True`` is added where the
-    model's forward takes it and the batch does not say, as HuggingFace's Trainer does.
+    model's forward takes it and the batch does not say, as HuggingFace's Trainer does. Lists of dicts of tensors
+    (a detector's labels) become padded tensors.
     """
-    prepared = dict(check_batch(batch))
+    prepared = pad_records(check_batch(batch))
     if isinstance(model, StageGraph):
         asks = any(stage.asks_for_loss for stage in model.stages)
     else:

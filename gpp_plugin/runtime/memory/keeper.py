@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from gpp_plugin.capture.eager.opaque_call import saving_apart
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.program import InstructionKind, RankProgram
@@ -240,7 +241,7 @@ class StageKeeper:
                 leaf = entered[index].requires_grad_(True)
             leaves.append(leaf)
         forward = policy.begin(fixed, entered, micro_batch=micro_batch, counter=counter)
-        with saved_tensors_hooks(forward.packer(), unpack):
+        with saved_tensors_hooks(forward.packer(), unpack), saving_apart(forward.keep, unpack):
             outputs = forward.run(fixed, entered)
         forward.finish()
         if half:

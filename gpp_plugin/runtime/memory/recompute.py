@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from gpp_plugin.capture.eager.opaque_call import saving_apart
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.runtime.memory.counting import MemoryCounter, storage_id
 from gpp_plugin.runtime.memory.segments import SegmentCode
@@ -158,7 +159,9 @@ class Replay:
 
         before = RandomState.take(self._device) if second.code.is_random else None
         try:
-            with torch.enable_grad(), saved_tensors_hooks(collect, _never):
+            # what an opaque call saves was kept the first time, and is dropped the second
+            hooks = saved_tensors_hooks(collect, _never)
+            with torch.enable_grad(), hooks, saving_apart(lambda tensor: None, _never):
                 second.code.call(self, *arguments)
         finally:
             if before is not None:

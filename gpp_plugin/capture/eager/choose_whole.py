@@ -1,0 +1,80 @@
+"""Which modules are kept whole: those that are asked for by path, and those whose tracing fails.
+
+Source: this project
+Tests: tests/capture/test_eager.py
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from gpp_plugin.errors import CaptureError, ConfigError
+
+MAX_ATTEMPTS = 12
+"""How often a model is traced anew with one more kind of module kept whole."""
+
+
+class Untraceable(CaptureError):
+    """Tracing failed inside a module, or a function, which may be kept whole instead.
+
+    Args:
+        culprit: its path; "" where that is the whole model.
+    """
+
+    def __init__(self, message: str, culprit: str) -> None:
+        super().__init__(message)
+        self.culprit = culprit
+
+
+def find_asked(model: nn.Module, eager: Iterable[str], *, key: str = "graph_pipeline.eager") -> tuple[str, ...]:
+    """Return the modules that paths ask for; ``*`` in one stands for any one part of a path.
+
+    A path may end with a function that is an attribute of a module, such as a HuggingFace model's ``loss_function``.
+
+    Raises:
+        ConfigError: a path names nothing of the model's.
+    """
+    modules = dict(model.named_modules())
+    found: dict[str, None] = {}
+    for wanted in eager:
+        pattern = re.compile(re.escape(wanted).replace(r"\*", r"[^.]+"))
+        matches = [path for path in modules if path and pattern.fullmatch(path)]
+        owner, _, name = wanted.rpartition(".")
+        if not matches and owner in modules and callable(getattr(modules[owner], name, None)):
+            matches = [wanted]
+        if not matches:
+            near = difflib.get_close_matches(wanted, [p for p in modules if p], n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{key}: {wanted!r} is no module of {type(model).__name__}{hint}")
+        found.update(dict.fromkeys(matches))
+    return without_inner(found)
+
+
+def with_culprit(model: nn.Module, whole: Sequence[str], culprit: str) -> tuple[str, ...] | None:
+    """Return what to keep whole after tracing failed in one more module; None where nothing is left to try.
+
+    The modules of its class in its place in the other layers fail as it did: ``layers.0.router`` stands for
+    ``layers.*.router``.
+    """
+    if not culprit or culprit in whole:
+        return None
+    modules = dict(model.named_modules())
+    alike = [culprit]
+    if culprit in modules:
+        kind, place = type(modules[culprit]), _place(culprit)
+        alike = [path for path, module in modules.items() if type(module) is kind and _place(path) == place]
+    return without_inner((*whole, *alike))
+
+
+def without_inner(paths: Iterable[str]) -> tuple[str, ...]:
+    """Return paths once each, without those inside another one."""
+    unique = list(dict.fromkeys(paths))
+    return tuple(p for p in unique if not any(p.startswith(f"{other}.") for other in unique))
+
+
+def _place(path: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)

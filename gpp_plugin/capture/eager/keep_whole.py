@@ -1,0 +1,342 @@
+"""While a model is traced: modules that are kept whole, and custom autograd functions, leave one operator each.
+
+The ``forward`` of such a module is replaced by a function that tries the real one (`trial_run`), calls an operator of
+ours with its tensors, which tracing writes down, and returns fake results in the structure of the real ones. In the
+graph that operator becomes the `OpaqueCall` that runs the real forward again.
+
+    traced                                                   in the graph, once placed
+    gpp_plugin::eager([weight, bias, hidden], "3")           OpaqueCall("eager decoder.router")(weight, bias, hidden)
+
+A custom autograd function would otherwise be traced through its forward, and lose its backward: whatever its author
+wrote there would silently be autograd's of the forward. Torch's own functions are traced as before.
+
+Source: this project
+Tests: tests/capture/test_eager.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import _SingleLevelFunction
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils._python_dispatch import _disable_current_modes
+
+from gpp_plugin.capture.eager.call_structure import holds_symbols, is_plain, put_together, take_apart
+from gpp_plugin.capture.eager.opaque_call import Callee, ModuleCallee, Observed, OpaqueCall, ResultSpec
+from gpp_plugin.capture.eager.trial_run import made_up, observe
+from gpp_plugin.errors import CaptureError, first_line
+
+_LIBRARY = torch.library.Library("gpp_plugin", "FRAGMENT")
+_LIBRARY.define("eager(Tensor[] tensors, str call) -> Tensor[]")
+_TRACED: dict[str, tuple[ResultSpec, ...]] = {}
+"""Calls in traces under way -> what they return; the operator's shapes are looked up here."""
+_NUMBERS = itertools.count()
+MAX_ANCESTORS = 2000
+"""How deep the operators behind an argument may be nested whose value is computed from the batch."""
+
+
+@torch.library.register_fake("gpp_plugin::eager", lib=_LIBRARY)
+def _fake_results(tensors: Sequence[Tensor], call: str) -> list[Tensor]:
+    device = tensors[0].device
+    return [
+        torch.empty_strided(r.shape, r.strides, dtype=r.dtype, device=device) for r in _TRACED[call]
+    ]
+
+
+class NeedsWholeModule(CaptureError):
+    """What calls this can only be kept whole: the innermost module around it must run as it is.
+
+    Args:
+        within: the module or function that cannot be kept whole alone; None where it is none.
+    """
+
+    def __init__(self, message: str, within: str | None = None) -> None:
+        super().__init__(message)
+        self.within = within
+
+
+class WholeCalls:
+    """The calls that one trace keeps whole.
+
+    Args:
+        model: what is traced, without weights.
+        original: the user's model, which has them, or is on the meta device.
+        paths: of modules, and of functions that are attributes of modules (a HuggingFace model's ``loss_function``).
+        entries: the batch, whose tensors are what calls are tried with.
+        training: gradients matter, and so do custom backwards.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        original: nn.Module,
+        paths: Sequence[str],
+        entries: Mapping[str, Any],
+        *,
+        training: bool,
+    ) -> None:
+        self._model, self._original, self._paths = model, original, tuple(paths)
+        self._entries = entries
+        self._training = training
+        self._calls: dict[str, OpaqueCall] = {}
+        self._inputs: dict[fx.Node, Tensor] = {}
+        self._is_trying = False
+        self._gives_modules = False
+        # weights by the shadow's modules: the same path in both
+        self._weights = {
+            (path, name): tensor
+            for path, module in original.named_modules(remove_duplicate=False)
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        }
+
+    def note_inputs(self, inputs: Mapping[str, Tensor]) -> None:
+        """Take the traced tensors of the batch's entries: what is made of them alone has a value in a trial."""
+        for key, fake in inputs.items():
+            node, entry = _node_of(fake), self._entries[key]
+            if node is not None and not entry.is_meta and not isinstance(entry, FakeTensor):
+                with _disable_current_modes():
+                    self._inputs[node] = entry.detach().to(device="cpu", dtype=fake.dtype)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Keep the calls whole while a block traces the model."""
+        with ExitStack() as stack:
+            for path in self._paths:
+                self._replace(path, stack)
+            _SingleLevelFunction.apply = classmethod(self._apply)
+            stack.callback(delattr, _SingleLevelFunction, "apply")
+            stack.callback(self._forget)
+            yield
+
+    def place(self, graph: fx.Graph, bodies: Mapping[str, Any]) -> None:
+        """Put the calls into a traced graph, and into the bodies of its regions, in place of our operator."""
+        for node in graph.nodes:
+            if node.target is torch.ops.gpp_plugin.eager.default:
+                node.target = self._calls[node.args[1]]
+                node.args = tuple(node.args[0])
+        for body in bodies.values():
+            if isinstance(body, fx.GraphModule):
+                inner = {name: part for name, part in body.named_children()}
+                self.place(body.graph, inner)
+                body.recompile()
+
+    def _forget(self) -> None:
+        for key in self._calls:
+            _TRACED.pop(key, None)
+        self._inputs = {}
+
+    # ---- what stands in for modules, and for functions that are attributes -----------------------------------
+
+    def _replace(self, path: str, stack: ExitStack) -> None:
+        owner_path, _, name = path.rpartition(".")
+        owner = self._model.get_submodule(owner_path)
+        target: Any = getattr(owner, name)
+        if not isinstance(target, nn.Module):
+            stand_in = self._stand_in(path, Callee(target), [])
+            held = vars(owner).get(f"_{name}", target)
+            setattr(owner, name, stand_in)
+            stack.callback(setattr, owner, name, held)
+            return
+        # by identity: a tensor that the module holds twice is one of its own tensors, in two places
+        slots: dict[int, list[tuple[nn.Module, str]]] = {}
+        names: list[tuple[str, str]] = []
+        for inner_path, module in target.named_modules():
+            for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    if id(tensor) not in slots:
+                        names.append((".".join(part for part in (path, inner_path) if part), leaf))
+                    slots.setdefault(id(tensor), []).append((module, leaf))
+        callee = ModuleCallee(target.forward, tuple(tuple(places) for places in slots.values()))
+        target.__dict__["forward"] = self._stand_in(path, callee, names)
+        stack.callback(target.__dict__.pop, "forward")
+
+    def _stand_in(
+        self, path: str, callee: Callee, names: Sequence[tuple[str, str]]
+    ) -> Callable[..., Any]:
+        where = f"{path} ({type(self._model.get_submodule(path)).__name__})" if names or isinstance(
+            callee, ModuleCallee
+        ) else path
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._is_trying:  # a module inside one that is being tried
+                return callee.function(*args, **kwargs)
+            own: list[Tensor] = []
+            if isinstance(callee, ModuleCallee):
+                # as tracing has put them there, each under its first name
+                own = [
+                    module._parameters.get(name, module._buffers.get(name))  # type: ignore[misc]
+                    for (module, name), *_ in callee.places
+                ]
+            weights = [self._weights[name] for name in names]
+            try:
+                return self._record(f"eager {path}", where, callee, own, weights, (args, kwargs))
+            except NeedsWholeModule as error:
+                error.within = path
+                raise
+
+        return call
+
+    # ---- what stands in for custom autograd functions --------------------------------------------------------
+
+    def _apply(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Keep a custom function with its backward, where its backward matters and it is not torch's own."""
+        original = super(_SingleLevelFunction, function).apply
+        tensors: list[Tensor] = []
+        pattern = take_apart((args, kwargs), tensors)
+        if self._is_trying:
+            self._gives_modules |= not is_plain(pattern)
+            return original(*args, **kwargs)
+        is_traced = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        takes_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if not (is_traced and takes_gradient and self._training) or function.__module__.startswith("torch."):
+            return original(*args, **kwargs)
+        name = f"{function.__module__}.{function.__qualname__}"
+        if not is_plain(pattern):
+            raise NeedsWholeModule(
+                f"custom autograd function {name} is given more than tensors and numbers, and its backward would be lost"
+            )
+        where = f"custom autograd function {name}"
+        return self._record(
+            f"function {name}", where, Callee(function.apply), [], [], (args, kwargs), is_function=True
+        )
+
+    # ---- both ------------------------------------------------------------------------------------------------
+
+    def _record(
+        self,
+        title: str,
+        where: str,
+        callee: Callee,
+        own: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        arguments: Any,
+        *,
+        is_function: bool = False,
+    ) -> Any:
+        """Try a call, let tracing write it down, and return its fake results as the real ones are structured."""
+        given: list[Tensor] = []
+        pattern = take_apart(arguments, given)
+        call = OpaqueCall(
+            title=title,
+            where=where,
+            callee=callee,
+            num_own=len(own),
+            pattern=pattern,
+            observed=Observed(results=()),
+            is_function=is_function,
+        )
+        if not own and not given:
+            raise NeedsWholeModule(f"{where} is called without tensors")
+        if holds_symbols(pattern) or any(not all(type(n) is int for n in t.shape) for t in given):
+            raise NeedsWholeModule(f"{where} is called with numbers, or shapes, that depend on values")
+        returned = self._try(call, [*own, *given], weights)
+        key = str(next(_NUMBERS))
+        self._calls[key] = call
+        _TRACED[key] = call.observed.results
+        made = torch.ops.gpp_plugin.eager([*own, *given], key)
+        return put_together(returned, made)
+
+    def _try(self, call: OpaqueCall, traced: Sequence[Tensor], weights: Sequence[Tensor]) -> Any:
+        """Run a call for real, note what was observed, and return the pattern of what it returned."""
+        requires_grad = [t.requires_grad and torch.is_grad_enabled() for t in traced]
+        patterns: list[Any] = []
+        function = call.callee.function
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            patterns.append(take_apart(result, []))
+            return result
+
+        nodes = [_node_of(tensor) for tensor in traced[len(weights) :]]
+        self._is_trying, self._gives_modules = True, False
+        call.callee.function = noting
+        try:
+            with _disable_current_modes(), torch.set_grad_enabled(self._training and torch.is_grad_enabled()):
+                real = [
+                    _weight(weight, like) for weight, like in zip(weights, traced, strict=False)
+                ] + self._operands(traced[len(weights) :], nodes)
+                call.observed = observe(call, real, requires_grad)
+        except Exception as error:
+            raise NeedsWholeModule(
+                f"{call.where}, which is to run as it is, fails on tensors of its shapes: {type(error).__name__}: "
+                f"{first_line(error)[:300]}"
+            ) from error
+        finally:
+            call.callee.function = function
+            self._is_trying = False
+        if isinstance(call.callee, ModuleCallee):
+            call.callee.stays_bound |= self._gives_modules
+        return patterns[-1]
+
+    @torch.no_grad()
+    def _operands(self, traced: Sequence[Tensor], nodes: Sequence[fx.Node | None]) -> list[Tensor]:
+        """Return the values of what is made of the batch alone (masks, labels, positions), made-up ones of the rest."""
+        known: dict[fx.Node, Any] = dict(self._inputs)
+        operands = []
+        for tensor, node in zip(traced, nodes, strict=True):
+            value = None if node is None else _value(node, known)
+            fits = isinstance(value, Tensor) and value.shape == tensor.shape and value.dtype == tensor.dtype
+            operands.append(value.clone() if fits else made_up(tensor))
+        return operands
+
+
+def _node_of(traced: Tensor) -> fx.Node | None:
+    """Return the node that tracing has written down for a tensor."""
+    mode = get_proxy_mode()
+    slot: Any = None if mode is None else get_proxy_slot(traced, mode.tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+def _value(wanted: fx.Node, known: dict[fx.Node, Any]) -> Any:
+    """Return the value of a node that depends on nothing but those that are known; None of any other.
+
+    Example: ``extended = (1 - mask[:, None]) * -1e9`` of an entry ``mask`` has one; ``linear(hidden, weight)`` has none.
+    """
+    # depth first with a stack of our own, what a node reads before the node
+    stack = [wanted]
+    while stack:
+        node = stack[-1]
+        missing = [source for source in node.all_input_nodes if source not in known]
+        if node in known or not missing:
+            stack.pop()
+            if node not in known:
+                known[node] = _compute(node, known)
+        elif len(stack) > MAX_ANCESTORS:
+            return None
+        else:
+            stack.extend(missing)
+    return known[wanted]
+
+
+def _compute(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
+    target: Any = node.target
+    if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+        return None
+    sources = [known[source] for source in node.all_input_nodes]
+    is_ours = target is torch.ops.gpp_plugin.eager.default
+    if is_ours or any(source is None for source in sources) or not isinstance(target, torch._ops.OpOverload):
+        if target is not operator.getitem or sources[0] is None:
+            return None
+    try:
+        return target(*fx.map_arg(node.args, known.__getitem__), **fx.map_arg(node.kwargs, known.__getitem__))
+    except Exception:  # whatever an operator raises: the value then is made up
+        return None
+
+
+def _weight(weight: Tensor, like: Tensor) -> Tensor:
+    """Return a weight to try a module with, on the CPU: buffers are copies, as the module may write into them."""
+    if weight.is_meta or isinstance(weight, FakeTensor):
+        if not like.dtype.is_floating_point:
+            return torch.zeros(like.shape, dtype=like.dtype)
+        return torch.randn(like.shape, dtype=torch.float32).mul_(0.02).to(like.dtype)
+    copied = not isinstance(weight, nn.Parameter)
+    return weight.detach().to(device="cpu", dtype=like.dtype, copy=copied)

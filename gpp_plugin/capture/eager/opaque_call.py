@@ -1,0 +1,283 @@
+"""One call that a captured graph holds as a single operator: a module that runs as it is, or a custom function.
+
+A graph's node has an `OpaqueCall` as its target and tensors alone as arguments: the module's own parameters and
+buffers, then the tensors among what it was called with. Everything else (flags, lists, None) is frozen in the call.
+On real tensors it runs the user's code under autograd, dropout, custom backwards and all; on fake ones it makes
+results like those that were seen when the code was tried (`trial_run`), and lets autograd keep as much.
+
+Source: this project
+Tests: tests/capture/test_eager.py
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from gpp_plugin.capture.eager.call_structure import plain_values, put_together, take_apart
+from gpp_plugin.errors import RuntimeFailure
+
+
+_HOOKS: ContextVar[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None] = ContextVar(
+    "_HOOKS", default=None
+)
+
+
+@contextmanager
+def saving_apart(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
+    """Let what opaque calls save for backward go through these hooks, whatever hooks there are around the calls.
+
+    Where saved tensors are followed by position (a plan that swaps or recomputes), those of a call must not be among
+    them: with other values it may save more of them, or fewer.
+    """
+    token = _HOOKS.set((pack, unpack))
+    try:
+        yield
+    finally:
+        _HOOKS.reset(token)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultSpec:
+    """A tensor that a call returns."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What a trial of a call showed.
+
+    Args:
+        results: the tensors it returned; ``values`` the numbers and texts beside them, which must never change.
+        keeps: what autograd kept: ("argument", its position), ("result", its number), or ("inside", bytes).
+        written: positions of the arguments that it writes into.
+        draws_outside: it drew from Python's or numpy's generator.
+        calls_modules_later: a custom function inside it was given modules, which its backward may call.
+    """
+
+    results: tuple[ResultSpec, ...]
+    values: tuple[Any, ...] = ()
+    keeps: tuple[tuple[str, int], ...] = ()
+    written: tuple[int, ...] = ()
+    flops: float = 0.0
+    is_random: bool = False
+    draws_outside: bool = False
+    calls_modules_later: bool = False
+
+
+@dataclass
+class Callee:
+    """What an opaque call runs: a plain function of its arguments, without tensors of its own."""
+
+    function: Callable[..., Any]
+
+    def bound(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Let the function see its own tensors."""
+        assert not tensors, "a function has none"
+        return nullcontext()
+
+
+@dataclass
+class ModuleCallee(Callee):
+    """A module whose parameters and buffers are given to it for each call.
+
+    Args:
+        function: its own ``forward``; hooks on the module itself are traced around the call.
+        places: of each of its tensors, the modules and tables that hold it, and under which names: several where it is
+            tied inside the module.
+        stays_bound: the module keeps the tensors after a call, for a backward that calls it again.
+    """
+
+    places: tuple[tuple[tuple[nn.Module, str], ...], ...]
+    stays_bound: bool = False
+
+    @contextmanager
+    def bound(self, tensors: Sequence[Tensor]) -> Any:
+        """Let the module's parameters and buffers be these; what it puts in their place is written into them."""
+        before = self._set(tensors)
+        try:
+            yield
+            for places, tensor in zip(self.places, tensors, strict=True):
+                for module, name in places:
+                    found = module._buffers.get(name, tensor)
+                    if found is not tensor and found is not None:
+                        with torch.no_grad():
+                            tensor.copy_(found)  # ``self.count = self.count + 1``
+        finally:
+            if not self.stays_bound:
+                self._set(before)
+
+    def _set(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        before: list[Tensor | None] = []
+        for places, tensor in zip(self.places, tensors, strict=True):
+            for number, (module, name) in enumerate(places):
+                table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+                if number == 0:
+                    before.append(table[name])
+                table[name] = tensor
+        return before
+
+
+@dataclass(eq=False)
+class OpaqueCall:
+    """The target of a graph's node: called with tensors, it returns a tuple of tensors.
+
+    Args:
+        title: "eager <module>" or "function <class>"; the same at all shapes.
+        where: the module, for messages.
+        num_own: how many of its arguments, the first ones, are tensors that the callee has itself.
+        pattern: of (arguments, keyword arguments).
+        is_function: a custom autograd function, which may be tried on slices of samples.
+    """
+
+    title: str
+    where: str
+    callee: Callee
+    num_own: int
+    pattern: Any
+    observed: Observed
+    is_function: bool = False
+    __name__: str = field(default="opaque_call", init=False)
+
+    def __str__(self) -> str:
+        return self.title
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OpaqueCall:
+        return self
+
+    @property
+    def is_random(self) -> bool:
+        """Return whether it may draw random numbers: of a module that runs as it is nobody knows."""
+        return self.observed.is_random or not self.is_function
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run the user's code, or stand for it on fake tensors.
+
+        Raises:
+            RuntimeFailure: it returned something else than when it was captured.
+        """
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            made: tuple[Tensor, ...] = _Stand.apply(self, *tensors)
+            return made
+        results, values = self.run(tensors)
+        expected = self.observed
+        if values != expected.values or [(r.shape, r.dtype) for r in results] != [
+            (r.shape, r.dtype) for r in expected.results
+        ]:
+            raise RuntimeFailure(
+                f"{self.where}, which runs as it is, returned {_told(results, values)} and was captured with "
+                f"{_told(expected.results, expected.values)}: what it returns depends on values; name a module around "
+                'it that returns one shape in "eager", or pad its input'
+            )
+        return results
+
+    def run(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+        """Return the tensors that the user's code returns for real ones, and the plain values beside them."""
+        own, given = tensors[: self.num_own], tensors[self.num_own :]
+        device = tensors[0].device if tensors else None
+        hooks = _HOOKS.get()
+        apart = nullcontext() if hooks is None else saved_tensors_hooks(*hooks)
+        with self._drawing(), self.callee.bound(own), apart:
+            args, kwargs = put_together(self.pattern, given, device)
+            returned = self.callee.function(*args, **kwargs)
+        results: list[Tensor] = []
+        pattern = take_apart(returned, results)
+        # no result shares memory with an argument: the graph takes it for a tensor of its own
+        storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+        return tuple(r.clone() if r.untyped_storage()._cdata in storages else r for r in results), plain_values(
+            pattern
+        )
+
+    def run_with_gradients(
+        self, tensors: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """Return its results, and the gradients of the arguments ``wanted`` for a gradient that follows the results.
+
+        For trials on slices: what a custom backward does with one sample must not depend on the others either.
+        """
+        with torch.enable_grad():
+            leaves = [
+                t.detach().requires_grad_(is_wanted and t.is_floating_point())
+                for t, is_wanted in zip(tensors, wanted, strict=True)
+            ]
+            results, _ = self.run([leaf.clone() for leaf in leaves])
+            roots = [r for r in results if r.requires_grad]
+            asked = [leaf for leaf in leaves if leaf.requires_grad]
+            if not roots or not asked:
+                return results, []
+            # a gradient that differs from element to element and is cut as the result is: 0.5 + the result's cosine
+            seeds = [root.detach().cos() + 0.5 for root in roots]
+            found = torch.autograd.grad(roots, asked, seeds, allow_unused=True)
+        gradients = [
+            torch.zeros_like(t) if g is None else g for t, g in zip(asked, found, strict=True)
+        ]
+        return tuple(r.detach() for r in results), gradients
+
+    @contextmanager
+    def _drawing(self) -> Any:
+        """Let Python's and numpy's generators follow torch's, where the code draws from them.
+
+        A rank's torch generator is seeded by the job and restored before anything runs again, so that a second forward
+        draws the same.
+        """
+        if not self.observed.draws_outside:
+            yield
+            return
+        before = random.getstate(), numpy.random.get_state()
+        seed = int(torch.randint(2**31, (), device="cpu"))
+        random.seed(seed)
+        numpy.random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            numpy.random.set_state(before[1])
+
+
+class _Stand(torch.autograd.Function):
+    """Stands for a call on fake tensors: results of the shapes seen, and as much kept for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, call: OpaqueCall, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Make the results."""
+        device = tensors[0].device
+        made = tuple(
+            torch.empty_strided(r.shape, r.strides, dtype=r.dtype, device=device)
+            for r in call.observed.results
+        )
+        ctx.mark_non_differentiable(
+            *(m for m, r in zip(made, call.observed.results, strict=True) if not r.requires_grad)
+        )
+        kept = []
+        for kind, number in call.observed.keeps:
+            if kind == "inside":
+                kept.append(torch.empty(number, dtype=torch.uint8, device=device))
+            else:
+                kept.append((tensors if kind == "argument" else made)[number])
+        ctx.save_for_backward(*kept)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Refuse: what is only looked at has no backward."""
+        raise AssertionError("what is only looked at has no backward")
+
+
+def _told(results: Sequence[Any], values: tuple[Any, ...]) -> str:
+    shapes = [f"{list(r.shape)} {str(r.dtype).removeprefix('torch.')}" for r in results]
+    others = [v for v in values if isinstance(v, (bool, int, float, str))]
+    return ", ".join(shapes + [repr(v) for v in others]) or "nothing"

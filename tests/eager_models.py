@@ -1,0 +1,186 @@
+"""Small models with parts that no tracing sees through: custom backwards, loops on values, lists of dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WIDTH = 8
+Builder = Callable[[], tuple[nn.Module, Callable[..., dict[str, Any]]]]
+
+
+class Reversal(torch.autograd.Function):
+    """Gradient reversal (Ganin and Lempitsky 2015): nothing forward, minus the gradient backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, strength: float) -> Tensor:
+        ctx.strength = strength
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return -ctx.strength * gradient, None
+
+
+class UnitGradient(torch.autograd.Function):
+    """Divides the gradient by its norm over all samples: a backward that mixes them where the forward does not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / gradient.norm()
+
+
+reverse = Reversal.apply  # bound before anything is traced, as modules do that define one
+
+
+class Adversarial(nn.Module):
+    """A classifier, and a critic behind gradient reversal that the encoder is to fool."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor] = lambda x: reverse(x, 0.5)) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(3)
+        )
+        self.classifier = nn.Linear(WIDTH, 1)
+        self.critic = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+        self.function = function
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        for layer in self.encoder:
+            x = x + layer(x)
+        guess = self.critic(self.function(x))
+        return {"loss": (self.classifier(x) - y).square().mean() + (guess + y).square().mean()}
+
+
+class Router(nn.Module):
+    """Sends each row to the expert that its values choose: a loop over those who were chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
+
+    def forward(self, x: Tensor, *, options: dict[str, Any] | None = None) -> dict[str, Any]:
+        self.calls += 1
+        weights = self.gate(x).softmax(-1)
+        best = weights.argmax(-1)
+        out = torch.zeros_like(x)
+        for number in best.unique().tolist():
+            rows = (best == number).nonzero()[:, 0]
+            out = out.index_add(0, rows, self.experts[number](x[rows]) * weights[rows, number, None])
+        return {"out": out * self.scale, "weights": weights, "options": options, "count": 2}
+
+
+class Layer(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.router = Router()
+        self.options = {"number": number, "device": torch.device("cpu")}
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.router(self.linear(x).tanh(), options=self.options)
+        return x + found["out"] * found["count"] + found["weights"].mean()
+
+
+class Routed(nn.Module):
+    """Layers that each hold a module with a loop on values."""
+
+    def __init__(self, *, frozen: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(number) for number in range(3))
+        self.head = nn.Linear(WIDTH, 1)
+        if frozen:
+            self.layers[1].router.requires_grad_(False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (self.head(x) - y).square().mean()
+
+
+def vectors(num_samples: int, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(num_samples, WIDTH, generator=generator),
+        "y": torch.randn(num_samples, 1, generator=generator),
+    }
+
+
+def vilt() -> tuple[nn.Module, Callable[..., dict[str, Any]]]:
+    from transformers import ViltConfig, ViltForQuestionAnswering
+
+    config = ViltConfig(
+        vocab_size=64, image_size=16, patch_size=4, max_position_embeddings=40, hidden_size=16, num_hidden_layers=2,
+        num_attention_heads=2, intermediate_size=20, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        num_labels=3,
+    )  # fmt: skip
+
+    def make_batch(num_samples: int, seed: int = 0) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            "input_ids": torch.randint(3, 64, (num_samples, 6), generator=generator),
+            "attention_mask": torch.ones(num_samples, 6, dtype=torch.long),
+            "pixel_values": torch.randn(num_samples, 3, 16, 16, generator=generator),
+            "pixel_mask": torch.ones(num_samples, 16, 16, dtype=torch.long),
+            "labels": torch.rand(num_samples, 3, generator=generator),
+        }
+
+    return ViltForQuestionAnswering(config), make_batch
+
+
+def texts(num_samples: int, seed: int = 0, *, length: int = 16) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 64, (num_samples, length), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+
+
+def longformer() -> tuple[nn.Module, Callable[..., dict[str, Any]]]:
+    from transformers import LongformerConfig, LongformerForMaskedLM
+
+    config = LongformerConfig(
+        vocab_size=64, attention_window=4, max_position_embeddings=40, pad_token_id=1, hidden_size=16,
+        num_hidden_layers=2, num_attention_heads=2, intermediate_size=20, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return LongformerForMaskedLM(config), texts
+
+
+def reformer() -> tuple[nn.Module, Callable[..., dict[str, Any]]]:
+    from transformers import ReformerConfig, ReformerModelWithLMHead
+
+    config = ReformerConfig(
+        vocab_size=64, attention_head_size=8, hidden_size=16, feed_forward_size=20, num_attention_heads=2,
+        axial_pos_shape=[4, 4], axial_pos_embds_dim=[8, 8], attn_layers=["local", "local"], is_decoder=True,
+        local_attn_chunk_length=4, hidden_dropout_prob=0.0, local_attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+
+    def make_batch(num_samples: int, seed: int = 0) -> dict[str, Any]:
+        return {k: v for k, v in texts(num_samples, seed).items() if k != "attention_mask"}
+
+    return ReformerModelWithLMHead(config), make_batch
+
+
+MODELS: dict[str, Builder] = {
+    "adversarial": lambda: (Adversarial(), vectors),
+    "unit gradient": lambda: (Adversarial(UnitGradient.apply), vectors),
+    "routed": lambda: (Routed(), vectors),
+    "routed, one frozen": lambda: (Routed(frozen=True), vectors),
+    "vilt": vilt,
+    "longformer": longformer,
+    "reformer": reformer,
+}
+
+
+def build_eager(name: str) -> tuple[nn.Module, Callable[..., dict[str, Any]]]:
+    torch.manual_seed(0)
+    return MODELS[name]()

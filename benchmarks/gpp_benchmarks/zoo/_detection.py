@@ -185,7 +185,7 @@ MODELS = (
             "dim_feedforward": 64, "num_attention_heads": HEADS,
             "num_queries": 4, "train_num_points": 16, "num_labels": 3,
         },
-        note="its loss is over points drawn by torch's generator: seeds are set",
+        draws=True, note="its loss is over points drawn by torch's generator",
     ),
     ZooModel(
         name="eomt", kind=KIND, model="EomtForUniversalSegmentation", batch=lambda samples,
@@ -196,7 +196,7 @@ MODELS = (
             "num_upscale_blocks": 1, "num_blocks": 1, "num_queries": 4,
             "num_register_tokens": 1, "train_num_points": 16, "num_labels": 3,
         },
-        note="its loss is over points drawn by torch's generator: seeds are set",
+        draws=True, note="its loss is over points drawn by torch's generator",
     ),
     ZooModel(
         name="segformer", kind=KIND, model="SegformerForSemanticSegmentation", batch=_labelled,

@@ -34,17 +34,8 @@ LAYERS: dict[str, Any] = {
 }
 IDS: dict[str, Any] = {"pad_token_id": PAD, "bos_token_id": START, "eos_token_id": END}
 
-_RANDOM = (
-    "dropout",
-    "drop_path",
-    "drop_rate",
-    "layerdrop",
-    "mask_time_prob",
-    "mask_feature_prob",
-    "router_jitter",
-)
+_RANDOM = ("drop", "mask_time_prob", "mask_feature_prob", "router_jitter")
 """Parts of the names by which configurations ask for random numbers; 0 asks for none."""
-_NOT_RANDOM = ("attention_dropout_type", "classifier_dropout_type")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +51,7 @@ class ZooModel:
         lengths: at which it is captured, and another one.
         means: what a length counts.
         note: what was changed so that the loss can be computed twice, and other things a reader may miss.
-        make: builds the model where a configuration alone does not.
+        draws: whether the loss is of numbers drawn by torch's generator; others are the same whatever its seed.
         extra: what to set on the configuration after it is made.
     """
 
@@ -72,7 +63,7 @@ class ZooModel:
     lengths: tuple[int, int] = (8, 12)
     means: str = "text tokens"
     note: str = ""
-    make: Callable[[], nn.Module] | None = None
+    draws: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -84,7 +75,10 @@ def build_model(entry: ZooModel, *, device: str = "cpu") -> nn.Module:
     on_device: Any = torch.device(device) if device != "cpu" else contextlib.nullcontext()
     with torch.random.fork_rng(devices=[]), on_device:
         torch.manual_seed(0)
-        model = (entry.make or (lambda: _from_config(entry)))().train()
+        model = _from_config(entry).train()
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.p = 0.0  # some are written into the code
         if device == "cpu":
             _stir(model)
     return model
@@ -111,11 +105,20 @@ def calm(config: Any) -> None:
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             calm(value)
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            if any(part in name for part in _RANDOM) and name not in _NOT_RANDOM:
-                setattr(config, name, type(value)(0))
+        elif isinstance(value, dict):
+            for key in value:
+                if _is_asked_for(key, value[key]):
+                    value[key] = type(value[key])(0)
+        elif _is_asked_for(name, value):
+            setattr(config, name, type(value)(0))
         elif name == "apply_spec_augment":
             config.apply_spec_augment = False
+
+
+def _is_asked_for(name: Any, value: Any) -> bool:
+    """Return whether a value of a configuration asks for random numbers."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and any(part in str(name) for part in _RANDOM)
 
 
 def _stir(model: nn.Module) -> None:

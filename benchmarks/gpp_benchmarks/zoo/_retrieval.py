@@ -84,7 +84,7 @@ MODELS = (
         },
     ),
     ZooModel(
-        name="groupvit", kind=KIND, model="GroupViTModel", batch=pair,
+        name="groupvit", draws=True, kind=KIND, model="GroupViTModel", batch=pair,
         config={
             "text_config": _CLIP_TEXT, "projection_dim": WIDTH, "projection_intermediate_dim": 64,
             "vision_config": {
@@ -118,7 +118,7 @@ MODELS = (
         },
     ),
     ZooModel(
-        name="vilt", kind=KIND, model="ViltForQuestionAnswering",
+        name="vilt", draws=True, kind=KIND, model="ViltForQuestionAnswering",
         batch=lambda samples, length: {
             **{k: v for k, v in text(samples, length).items() if k != "labels"}, "pixel_values": pixels(samples),
             "pixel_mask": torch.ones(samples, 8, 8, dtype=torch.int64),

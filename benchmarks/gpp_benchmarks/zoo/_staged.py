@@ -64,9 +64,9 @@ def _tracing_key(value: Any) -> object:
     return str(value.dtype), tuple(value.shape), tuple(value.flatten().tolist()) if is_read else ()
 
 
-def train_plain(model: nn.Module, batch: Batch) -> Trained:
+def train_plain(model: nn.Module, batch: Batch, *, seed: int = 0) -> Trained:
     """Return loss and gradients of the model as it is."""
-    with _untouched(model):
+    with _untouched(model, seed=seed):
         loss: Tensor = model(**batch).loss
         loss.backward()
         return Trained(loss=loss.detach(), gradients=_gradients(model))
@@ -166,12 +166,12 @@ def _joined(parts: list[Tensor], spec: TensorSpec | None) -> Tensor:
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def _untouched(model: nn.Module, *, seed: int = 0) -> Iterator[None]:
     """Begin without gradients, and undo what a step does to buffers and generators."""
     model.zero_grad(set_to_none=True)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         try:
             yield
         finally:

@@ -86,7 +86,8 @@ def capture_model(
     traced, small, large = _at_analysis_sizes(export, batch, first)
     masks, unpadded = _masks(traced, shadow), inputs_of_ones(batch)
     notes = _notes(traced, shadow, masks, unpadded, training=training)
-    if training and traced.loss is not None and not notes[traced.loss].requires_grad:
+    has_weights = any(not p.is_buffer for p in shadow.parameters)
+    if training and has_weights and traced.loss is not None and not notes[traced.loss].requires_grad:
         raise CaptureError(_without_gradient(shadow))
     clusters = find_clusters(traced.graph, notes)
     rows = rows_per_sample(resize_batch(batch, small.num_samples))

@@ -162,7 +162,7 @@ def test_the_time_is_said_and_a_second_start_traces_no_more_for_it(
         source_of(Honest(0.2), tmp_path).prepare_plan(make_batch(B))
     (line,) = [r.getMessage() for r in caplog.records if "verified" in r.getMessage()]
     found = re.fullmatch(
-        r"verified: the capture's loss and 10 gradients are those of Honest \(off by (\S+) and (\S+) at most; "
+        r"verified: the capture's results and 10 gradients are those of Honest \(off by (\S+) and (\S+) at most; "
         r"2 samples\), (\S+) s of (\S+) s",
         line,
     )

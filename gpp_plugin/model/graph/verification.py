@@ -116,16 +116,18 @@ def verify_part(
         began = time.monotonic()
         try:
             found = _compare_at(size, part, place, batch, survey)
-        except (
-            Exception
-        ) as error:  # whatever the module raises outside a trace; it trains on its graph all the same
+        except Exception as error:  # of the module outside a trace: its graph may train all the same
             reasons.append(f"{size}: {type(error).__name__}: {first_line(error)}")
+            allowed -= time.monotonic() - began
             continue
+        finally:
+            if place.device.type == "cuda":
+                torch.cuda.empty_cache()  # what training then finds is as if nothing had been compared
         if found.differences:
             raise CaptureError(_refusal(part, found, size))
         now = time.monotonic()
         return True, (
-            f"verified: the capture's loss and {found.num_gradients} gradients are those of "
+            f"verified: the capture's results and {found.num_gradients} gradients are those of "
             f"{type(part.model).__name__} (off by {found.loss_error:.1e} and {found.gradient_error:.1e} at most; {size}"
             f"), {now - began:.2f} s of {now - start_up.began:.2f} s"
         )

@@ -121,18 +121,11 @@ def _capture(
     export = functools.partial(
         trace, shadow, outputs=outputs, received=received, training=training, call=call, eager=eager
     )
-    first = export(batch)
-
-    def trace_again() -> tuple[str, Draws]:
-        again = export(batch)
-        return again.as_text(), again.drawn
-
-    check_draws(shadow.model, trace_again, (first.as_text(), first.drawn))
-    traced, small, large = _at_analysis_sizes(export, batch, first)
+    traced, small, large = _at_analysis_sizes(export, batch, _first(export, batch, shadow))
     masks, unpadded = _masks(traced, shadow), inputs_of_ones(batch)
     notes = _notes(traced, shadow, masks, unpadded, training=training)
-    if training and traced.loss is not None and not notes[traced.loss].requires_grad:
-        raise CaptureError(_without_gradient(shadow))
+    if training:
+        _check_loss(traced, notes, shadow)
     clusters = find_clusters(traced.graph, notes)
     rows = rows_per_sample(resize_batch(batch, small.num_samples))
     # Clusters twice: layouts are judged cluster by cluster, and what they find uncuttable makes clusters larger.
@@ -210,9 +203,24 @@ def recapture(
     return _assemble(traced, _carried_over(known, traced, notes), shadow, analysis, masks)
 
 
-def _without_gradient(shadow: Shadow) -> str:
-    """Return what to say of a training loss that no backward starts from."""
+def _first(export: Callable[[Mapping[str, Any]], Traced], batch: Mapping[str, Any], shadow: Shadow) -> Traced:
+    """Return the capture at the batch's own size, if it holds no number drawn outside the graph."""
+    first = export(batch)
+
+    def trace_again() -> tuple[str, Draws]:
+        again = export(batch)
+        return again.as_text(), again.drawn
+
+    if first.drawn:
+        check_draws(shadow.model, trace_again, (first.as_text(), first.drawn))
+    return first
+
+
+def _check_loss(traced: Traced, notes: Mapping[str, Note], shadow: Shadow) -> None:
+    """Refuse a training loss that no backward starts from; a model without weights has nothing to train anyway."""
     own = [p for p in shadow.parameters if not p.is_buffer]
+    if not own or traced.loss is None or notes[traced.loss].requires_grad:
+        return
     trained = sum(p.requires_grad for p in own)
     why = (
         "between them and the loss are detach(), torch.no_grad(), integers, or a custom autograd.Function, which is "
@@ -220,7 +228,7 @@ def _without_gradient(shadow: Shadow) -> str:
         if trained
         else "unfreeze what is to be trained (requires_grad_)"
     )
-    return (
+    raise CaptureError(
         f"the loss of {type(shadow.model).__name__} needs no gradient, so that nothing would train: {trained} of its "
         f"{len(own)} parameters take one; {why}"
     )

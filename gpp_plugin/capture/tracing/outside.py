@@ -101,8 +101,6 @@ def check_draws(model: nn.Module, trace: Callable[[], tuple[str, Draws]], first:
     # permutation, a choice) matters unless the model seeds the generator itself: then it ends where it ended before,
     # wherever it started.
     traced, drawn = first
-    if not drawn:
-        return
     again: list[tuple[str, Draws]] = []
     for seed, is_low in zip(_SEEDS, (True, False), strict=True):
         with watched_generators(model), _extreme_draws(is_low=is_low):

@@ -45,8 +45,8 @@ class Difference:
     """What is not the same in graph and module.
 
     Args:
-        what: "loss", "output logits", "gradient of head.weight", "buffer norm.running_mean".
-        graph, module: the loss itself, the norm of a tensor, nan where there is none.
+        what: "loss", "output logits[3, 0]", "gradient of head.weight[1, 5]", "norm of the gradient of head.weight".
+        graph, module: the two values there, nan where there is none.
         error: relative.
     """
 
@@ -62,14 +62,23 @@ class Comparison:
 
     Args:
         num_gradients: that were compared.
-        loss_error, gradient_error: the largest ones, of losses or outputs, and of gradients or buffers.
+        errors: of the loss, each output, gradient and buffer, by what it is.
         differences: beyond tolerance; the loss and outputs first, then gradients in the order of the module.
     """
 
     num_gradients: int
-    loss_error: float
-    gradient_error: float
+    errors: Mapping[str, float]
     differences: tuple[Difference, ...]
+
+    @property
+    def loss_error(self) -> float:
+        """Return the relative error of the loss; 0 where there is none."""
+        return self.errors.get(_LOSS, 0.0)
+
+    @property
+    def gradient_error(self) -> float:
+        """Return the largest error of all else."""
+        return max((error for what, error in self.errors.items() if what != _LOSS), default=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +186,7 @@ def compare_capture(
         return found
     # Sums on a GPU come in any order, and a model may be far from well conditioned: what the module is off from itself
     # when it runs again is no difference of the graph.
-    noise = {d.what: d.error for d in _compare(run_module(), module, {}).differences}
-    return _compare(graph, module, noise)
+    return _compare(graph, module, _compare(run_module(), module, {}).errors)
 
 
 def _run_graph(captured: CapturedGraph, twin: nn.Module, arguments: Mapping[str, Any]) -> _Outcome:
@@ -259,16 +267,14 @@ def _compare(graph: _Outcome, module: _Outcome, noise: Mapping[str, float]) -> C
         for name, gradient in module.gradients.items()
         if gradient is not None or graph.gradients.get(name) is not None
     }
-    largest = max((_norm(wanted) for _, wanted in gradients.values()), default=0.0)
+    largest = max((_norm(wanted) for _, wanted in gradients.values() if wanted is not None), default=0.0)
     differences: list[Difference] = []
-    worst = {LOSS_TOLERANCE: 0.0, GRADIENT_TOLERANCE: 0.0}
+    errors: dict[str, float] = {}
 
     def look(what: str, found: Tensor | None, wanted: Tensor | None, tolerance: float, least: float) -> None:
-        error = _error(found, wanted, least)
-        worst[tolerance] = max(worst[tolerance], error)
+        error = errors[what] = _error(found, wanted, least)
         if error > max(tolerance, 4 * noise.get(what, 0.0)):
-            shown = [_shown(found, what), _shown(wanted, what)]
-            differences.append(Difference(what=what, graph=shown[0], module=shown[1], error=error))
+            differences.append(_difference(what, found, wanted, error))
 
     for name, value in module.values.items():
         tolerance = LOSS_TOLERANCE if name == _LOSS else GRADIENT_TOLERANCE
@@ -277,41 +283,47 @@ def _compare(graph: _Outcome, module: _Outcome, noise: Mapping[str, float]) -> C
         look(f"gradient of {name}", found, wanted, GRADIENT_TOLERANCE, LEAST_SCALE * largest)
     for name, buffer in module.buffers.items():
         look(f"buffer {name}", graph.buffers[name], buffer, GRADIENT_TOLERANCE, 0.0)
-    return Comparison(
-        num_gradients=len(gradients),
-        loss_error=worst[LOSS_TOLERANCE],
-        gradient_error=worst[GRADIENT_TOLERANCE],
-        differences=tuple(differences),
-    )
+    return Comparison(num_gradients=len(gradients), errors=errors, differences=tuple(differences))
 
 
 def _error(found: Tensor | None, wanted: Tensor | None, least: float) -> float:
     """Return the norm of the difference over that of ``wanted``, or over ``least``; infinite where one is missing.
 
-    A gradient of zeros is as good as none. Where both are infinite or not numbers at the same places they are equal.
+    A gradient of zeros is as good as none.
     """
     if found is None or wanted is None:
         only = wanted if found is None else found
         return 0.0 if only is None or _norm(only) == 0.0 else math.inf
     if found.shape != wanted.shape:
         return math.inf
-    found, wanted = (t.to_dense() if t.is_sparse else t for t in (found, wanted))
-    if torch.equal(found, wanted) or torch.equal(found.nan_to_num(), wanted.nan_to_num()):
-        return 0.0
-    error = _norm(found.double() - wanted.double()) / max(_norm(wanted), least, 1e-30)
+    apart = float(torch.linalg.vector_norm(_apart(found, wanted)))
+    error = apart / max(_norm(wanted), least, 1e-30)
     return error if math.isfinite(error) else math.inf
 
 
-def _norm(tensor: Tensor | None) -> float:
-    if tensor is None:
-        return 0.0
-    tensor = tensor.to_dense() if tensor.is_sparse else tensor
-    return float(torch.linalg.vector_norm(tensor.double()))
+def _apart(found: Tensor, wanted: Tensor) -> Tensor:
+    """Return the difference; none where both are infinite, or no numbers, at the same place."""
+    found, wanted = (t.to_dense() if t.is_sparse else t for t in (found, wanted))
+    same = (found == wanted) | (found.isnan() & wanted.isnan())
+    return (found.double() - wanted.double()).masked_fill_(same, 0.0)
 
 
-def _shown(tensor: Tensor | None, what: str) -> float:
-    """Return a loss itself, the norm of another tensor, nan where there is none."""
-    return math.nan if tensor is None else float(tensor) if what == _LOSS else _norm(tensor)
+def _norm(tensor: Tensor) -> float:
+    """Return the norm; of the finite elements of a gradient that has others, which would hide all differences."""
+    tensor = (tensor.to_dense() if tensor.is_sparse else tensor).double()
+    norm = float(torch.linalg.vector_norm(tensor))
+    return norm if math.isfinite(norm) else float(torch.linalg.vector_norm(tensor[tensor.isfinite()]))
+
+
+def _difference(what: str, found: Tensor | None, wanted: Tensor | None, error: float) -> Difference:
+    """Return what differs with its two values: where they are furthest apart, nan where there is none."""
+    if found is None or wanted is None or found.shape != wanted.shape:
+        norms = [math.nan if tensor is None else _norm(tensor) for tensor in (found, wanted)]
+        return Difference(what=f"norm of the {what}", graph=norms[0], module=norms[1], error=error)
+    furthest = int(_apart(found, wanted).abs().nan_to_num(math.inf, math.inf).argmax())
+    place = [int(index) for index in torch.unravel_index(torch.tensor(furthest), found.shape)]
+    values = [float((t.to_dense() if t.is_sparse else t).reshape(-1)[furthest]) for t in (found, wanted)]
+    return Difference(what=f"{what}{place if place else ''}", graph=values[0], module=values[1], error=error)
 
 
 class _SameDraws(TorchDispatchMode):

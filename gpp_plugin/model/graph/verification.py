@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -115,16 +116,18 @@ def verify_part(
         began = time.monotonic()
         try:
             found = _compare_at(size, part, place, batch, survey)
-        except (
-            Exception
-        ) as error:  # whatever the module raises outside a trace; it trains on its graph all the same
+        except Exception as error:  # of the module outside a trace: its graph may train all the same
             reasons.append(f"{size}: {type(error).__name__}: {first_line(error)}")
+            allowed -= time.monotonic() - began
             continue
+        finally:
+            if place.device.type == "cuda":
+                torch.cuda.empty_cache()  # what training then finds is as if nothing had been compared
         if found.differences:
             raise CaptureError(_refusal(part, found, size))
         now = time.monotonic()
         return True, (
-            f"verified: the capture's loss and {found.num_gradients} gradients are those of "
+            f"verified: the capture's results and {found.num_gradients} gradients are those of "
             f"{type(part.model).__name__} (off by {found.loss_error:.1e} and {found.gradient_error:.1e} at most; {size}"
             f"), {now - began:.2f} s of {now - start_up.began:.2f} s"
         )
@@ -269,7 +272,7 @@ def _like(part: CapturedPart, place: Place, model: nn.Module) -> CapturedPart:
 def _refusal(part: CapturedPart, found: Comparison, size: _Size) -> str:
     first, number = found.differences[0], len(found.differences)
     where = "" if part.stage.is_alone else f"stage {part.stage.name!r}: "
-    gradient = next((d for d in found.differences if d.what.startswith("gradient")), first)
+    gradient = next((d for d in found.differences if "gradient" in d.what), first)
     also = f", {_described(gradient)}" if gradient is not first else ""
     return (
         f"{where}the capture of {type(part.model).__name__} is not the model: {_described(first)}{also} ({number} of "
@@ -280,8 +283,7 @@ def _refusal(part: CapturedPart, found: Comparison, size: _Size) -> str:
 
 
 def _described(difference: Difference) -> str:
-    kind = "" if difference.what == "loss" else "norm "
-    return (
-        f"{difference.what} is {kind}{difference.graph:.9g} in the graph and {difference.module:.9g} in the module "
-        f"(off by {difference.error:.1e})"
+    graph, module = (
+        "absent" if math.isnan(value) else f"{value:.9g}" for value in (difference.graph, difference.module)
     )
+    return f"{difference.what} is {graph} in the graph and {module} in the module (off by {difference.error:.1e})"

@@ -170,7 +170,38 @@ def reformer() -> tuple[nn.Module, Callable[..., dict[str, Any]]]:
     return ReformerModelWithLMHead(config), make_batch
 
 
+def detr() -> tuple[nn.Module, Callable[..., dict[str, Any]]]:
+    """A detector: its labels are a list of dicts, its loss matches boxes to them by the Hungarian algorithm."""
+    from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
+
+    backbone = ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], out_features=["stage2"], hidden_act="relu"
+    )
+    config = DetrConfig(
+        use_timm_backbone=False, backbone_config=backbone, d_model=16, encoder_layers=1, decoder_layers=1,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=20, decoder_ffn_dim=20, num_queries=5,
+        dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, num_labels=4,
+    )  # fmt: skip
+
+    def make_batch(num_samples: int, seed: int = 0) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            "pixel_values": torch.randn(num_samples, 3, 32, 32, generator=generator),
+            "pixel_mask": torch.ones(num_samples, 32, 32, dtype=torch.long),
+            "labels": [
+                {
+                    "class_labels": torch.randint(0, 4, (count,), generator=generator),
+                    "boxes": torch.rand(count, 4, generator=generator) * 0.3 + 0.3,
+                }
+                for count in [1 + (sample + seed) % 3 for sample in range(num_samples)]
+            ],
+        }
+
+    return DetrForObjectDetection(config), make_batch
+
+
 MODELS: dict[str, Builder] = {
+    "detr": detr,
     "adversarial": lambda: (Adversarial(), vectors),
     "unit gradient": lambda: (Adversarial(UnitGradient.apply), vectors),
     "routed": lambda: (Routed(), vectors),

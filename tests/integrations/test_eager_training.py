@@ -30,6 +30,7 @@ TASKS: dict[str, Job] = {
     "asked for": job("adversarial", eager=["encoder.*"]),
     "ViLT": job("vilt"),
     "Reformer": job("reformer"),
+    "DETR": job("detr"),
 }
 
 

@@ -108,6 +108,49 @@ class Routed(nn.Module):
         return (self.head(x) - y).square().mean()
 
 
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(number) for number in range(2))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"hidden": x}
+
+
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 1)
+
+    def forward(self, hidden: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.linear(reverse(hidden, 0.5)) + y).square().mean()}
+
+
+class Parts(nn.Module):
+    """Two modules in a row: in one process; in a graph each is a captured part of its own name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Body()
+        self.critic = Critic()
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        loss: dict[str, Tensor] = self.critic(self.body(x)["hidden"], y)
+        return loss
+
+
+def as_graph(model: Parts) -> Any:
+    """Return the parts as a graph of stages: the first on two ranks, the second on one."""
+    import gpp_plugin
+
+    graph = gpp_plugin.StageGraph("parts")
+    graph.capture("body", model.body, inputs=["x"], outputs=["hidden"], ranks=[0, 1], stages=2)
+    graph.capture("critic", model.critic, inputs=["hidden", "y"], outputs=["loss"], ranks=[2])
+    return graph
+
+
 def vectors(num_samples: int, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -201,6 +244,7 @@ def detr() -> tuple[nn.Module, Callable[..., dict[str, Any]]]:
 
 
 MODELS: dict[str, Builder] = {
+    "parts": lambda: (Parts(), vectors),
     "detr": detr,
     "adversarial": lambda: (Adversarial(), vectors),
     "unit gradient": lambda: (Adversarial(UnitGradient.apply), vectors),

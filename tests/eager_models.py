@@ -108,6 +108,49 @@ class Routed(nn.Module):
         return (self.head(x) - y).square().mean()
 
 
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(number) for number in range(2))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"hidden": x}
+
+
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 1)
+
+    def forward(self, hidden: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.linear(reverse(hidden, 0.5)) + y).square().mean()}
+
+
+class Parts(nn.Module):
+    """Two modules in a row: in one process; in a graph each is a captured part of its own name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Body()
+        self.critic = Critic()
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        loss: dict[str, Tensor] = self.critic(self.body(x)["hidden"], y)
+        return loss
+
+
+def as_graph(model: Parts) -> Any:
+    """Return the parts as a graph of stages: the first on two ranks, the second on one."""
+    import gpp_plugin
+
+    graph = gpp_plugin.StageGraph("parts")
+    graph.capture("body", model.body, inputs=["x"], outputs=["hidden"], ranks=[0, 1], stages=2)
+    graph.capture("critic", model.critic, inputs=["hidden", "y"], outputs=["loss"], ranks=[2])
+    return graph
+
+
 def vectors(num_samples: int, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -170,7 +213,39 @@ def reformer() -> tuple[nn.Module, Callable[..., dict[str, Any]]]:
     return ReformerModelWithLMHead(config), make_batch
 
 
+def detr() -> tuple[nn.Module, Callable[..., dict[str, Any]]]:
+    """A detector: its labels are a list of dicts, its loss matches boxes to them by the Hungarian algorithm."""
+    from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
+
+    backbone = ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], out_features=["stage2"], hidden_act="relu"
+    )
+    config = DetrConfig(
+        use_timm_backbone=False, backbone_config=backbone, d_model=16, encoder_layers=1, decoder_layers=1,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=20, decoder_ffn_dim=20, num_queries=5,
+        dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, num_labels=4,
+    )  # fmt: skip
+
+    def make_batch(num_samples: int, seed: int = 0) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            "pixel_values": torch.randn(num_samples, 3, 32, 32, generator=generator),
+            "pixel_mask": torch.ones(num_samples, 32, 32, dtype=torch.long),
+            "labels": [
+                {
+                    "class_labels": torch.randint(0, 4, (count,), generator=generator),
+                    "boxes": torch.rand(count, 4, generator=generator) * 0.3 + 0.3,
+                }
+                for count in [1 + (sample + seed) % 3 for sample in range(num_samples)]
+            ],
+        }
+
+    return DetrForObjectDetection(config), make_batch
+
+
 MODELS: dict[str, Builder] = {
+    "parts": lambda: (Parts(), vectors),
+    "detr": detr,
     "adversarial": lambda: (Adversarial(), vectors),
     "unit gradient": lambda: (Adversarial(UnitGradient.apply), vectors),
     "routed": lambda: (Routed(), vectors),

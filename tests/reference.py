@@ -24,6 +24,8 @@ def units_of(batch: Batch, unit: int) -> list[Batch]:
     total = min(v.shape[0] for v in batch.values() if isinstance(v, Tensor))
 
     def rows(value: Any, first: int) -> Any:
+        if isinstance(value, list):  # one dict a sample
+            return value[first : first + unit]
         if not isinstance(value, Tensor):
             return value
         per_sample = value.shape[0] // total

@@ -88,7 +88,7 @@ def capture_model(
             # first failure is what the user should know of.
             more = with_culprit(model, whole, error.culprit) if isinstance(error, Untraceable) else None
             if more is None or len(reasons) == MAX_ATTEMPTS:
-                raise (reasons or [error])[0] from None
+                raise (reasons[0] if reasons else error) from None
             assert isinstance(error, Untraceable)
             logger.debug("kept whole, as tracing failed: %s (%s)", error.culprit, error)
             reasons.append(error)

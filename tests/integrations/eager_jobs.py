@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.eager_models import build_eager
+from tests.eager_models import Parts, as_graph, build_eager
 from tests.integrations.engine_jobs import make_engine
 from tests.runtime.jobs import Job, make_batches, make_config
 
@@ -19,6 +19,8 @@ def train_eager(jobs: list[Job], directory: str) -> list[dict[str, Any]]:
     for number, job in enumerate(jobs):
         model, make_batch = build_eager(job["model"])
         batches = make_batches(make_batch, job)
+        if isinstance(model, Parts):
+            model = as_graph(model)
         engine = make_engine(model, batches[0], make_config(job))
         engine.retain_gradients()
         losses: list[float] = []

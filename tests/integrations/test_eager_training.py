@@ -30,6 +30,8 @@ TASKS: dict[str, Job] = {
     "asked for": job("adversarial", eager=["encoder.*"]),
     "ViLT": job("vilt"),
     "Reformer": job("reformer"),
+    "DETR": job("detr"),
+    "parts of a graph": job("parts", stages="auto", eager=["body.layers.0"]),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -58,18 +58,22 @@ def take_apart(value: Any, tensors: list[Tensor], depth: int = 0) -> Any:
     return Container(rebuild, taken) if len(tensors) > before or _holds_device(taken) else value
 
 
-def put_together(pattern: Any, tensors: Sequence[Any], device: torch.device | None = None) -> Any:
+Moved = tuple[str, torch.device]
+"""A type of devices, and the device that stands for each of that type."""
+
+
+def put_together(pattern: Any, tensors: Sequence[Any], moved: Moved | None = None) -> Any:
     """Return the value of a pattern with these tensors.
 
     Args:
-        device: what stands for every device of its type in the pattern; None leaves them.
+        moved: what becomes of devices in the pattern; None leaves them.
     """
     if isinstance(pattern, Slot):
         return tensors[pattern.index]
     if isinstance(pattern, Container):
-        return pattern.rebuild([put_together(part, tensors, device) for part in pattern.parts])
-    if isinstance(pattern, torch.device) and device is not None and pattern.type == device.type:
-        return device
+        return pattern.rebuild([put_together(part, tensors, moved) for part in pattern.parts])
+    if isinstance(pattern, torch.device) and moved is not None and pattern.type == moved[0]:
+        return moved[1]
     return pattern
 
 
@@ -108,15 +112,17 @@ def _open(value: Any) -> tuple[Rebuild, list[Any]]:
         return (lambda parts: kind(*parts)) if is_named else (lambda parts: kind(parts)), list(value)
     if isinstance(value, TracedRecords):
         fields = tuple(value.tensors)
-        return (lambda parts: cut_records(fields, parts)), [t for pair in value.tensors.values() for t in pair]
+        return (lambda parts: cut_records(fields, parts)), [
+            t for pair in value.tensors.values() for t in pair
+        ]
     if isinstance(value, list):
         return (lambda parts: kind(parts)), list(value)
     if isinstance(value, Mapping):
         keys = list(value)
-        if dataclasses.is_dataclass(value):  # a HuggingFace output: both, made by its fields
+        if dataclasses.is_dataclass(kind):  # a HuggingFace output: both, made by its fields
             return (lambda parts: kind(**dict(zip(keys, parts, strict=True)))), [value[k] for k in keys]
-        if kind is dict:
-            return (lambda parts: dict(zip(keys, parts, strict=True))), [value[k] for k in keys]
+        if isinstance(value, MutableMapping):
+            return _refill(value, keys), [value[k] for k in keys]
     attributes = getattr(value, "__dict__", None)
     if callable(value) or not attributes:
         return (lambda parts: value), []
@@ -135,6 +141,17 @@ def _open(value: Any) -> tuple[Rebuild, list[Any]]:
         return made
 
     return rebuild, [attributes[name] for name in names]
+
+
+def _refill(value: MutableMapping[Any, Any], keys: Sequence[Any]) -> Rebuild:
+    """Return what makes a mapping like ``value``, of its own class, of other values."""
+
+    def rebuild(parts: Sequence[Any]) -> Any:
+        made = copy.copy(value)
+        made.update(zip(keys, parts, strict=True))
+        return made
+
+    return rebuild
 
 
 def _holds_device(parts: Sequence[Any]) -> bool:

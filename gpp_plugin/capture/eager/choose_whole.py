@@ -30,7 +30,9 @@ class Untraceable(CaptureError):
         self.culprit = culprit
 
 
-def find_asked(model: nn.Module, eager: Iterable[str], *, key: str = "graph_pipeline.eager") -> tuple[str, ...]:
+def find_asked(
+    model: nn.Module, eager: Iterable[str], *, key: str = "graph_pipeline.eager"
+) -> tuple[str, ...]:
     """Return the modules that paths ask for; ``*`` in one stands for any one part of a path.
 
     A path may end with a function that is an attribute of a module, such as a HuggingFace model's ``loss_function``.

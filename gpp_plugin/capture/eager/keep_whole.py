@@ -46,9 +46,7 @@ MAX_ANCESTORS = 2000
 @torch.library.register_fake("gpp_plugin::eager", lib=_LIBRARY)
 def _fake_results(tensors: Sequence[Tensor], call: str) -> list[Tensor]:
     device = tensors[0].device
-    return [
-        torch.empty_strided(r.shape, r.strides, dtype=r.dtype, device=device) for r in _TRACED[call]
-    ]
+    return [torch.empty_strided(r.shape, r.strides, dtype=r.dtype, device=device) for r in _TRACED[call]]
 
 
 class NeedsWholeModule(CaptureError):
@@ -112,7 +110,7 @@ class WholeCalls:
         with ExitStack() as stack:
             for path in self._paths:
                 self._replace(path, stack)
-            _SingleLevelFunction.apply = classmethod(self._apply)
+            setattr(_SingleLevelFunction, "apply", classmethod(self._apply))  # noqa: B010
             stack.callback(delattr, _SingleLevelFunction, "apply")
             stack.callback(self._forget)
             yield
@@ -159,12 +157,12 @@ class WholeCalls:
         target.__dict__["forward"] = self._stand_in(path, callee, names)
         stack.callback(target.__dict__.pop, "forward")
 
-    def _stand_in(
-        self, path: str, callee: Callee, names: Sequence[tuple[str, str]]
-    ) -> Callable[..., Any]:
-        where = f"{path} ({type(self._model.get_submodule(path)).__name__})" if names or isinstance(
-            callee, ModuleCallee
-        ) else path
+    def _stand_in(self, path: str, callee: Callee, names: Sequence[tuple[str, str]]) -> Callable[..., Any]:
+        where = (
+            f"{path} ({type(self._model.get_submodule(path)).__name__})"
+            if names or isinstance(callee, ModuleCallee)
+            else path
+        )
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._is_trying:  # a module inside one that is being tried
@@ -189,7 +187,7 @@ class WholeCalls:
 
     def _apply(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Keep a custom function with its backward, where its backward matters and it is not torch's own."""
-        original = super(_SingleLevelFunction, function).apply
+        original: Any = super(_SingleLevelFunction, function).apply  # type: ignore[misc]
         tensors: list[Tensor] = []
         pattern = take_apart((args, kwargs), tensors)
         if self._is_trying:
@@ -202,7 +200,7 @@ class WholeCalls:
         name = f"{function.__module__}.{function.__qualname__}"
         if not is_plain(pattern):
             raise NeedsWholeModule(
-                f"custom autograd function {name} is given more than tensors and numbers, and its backward would be lost"
+                f"custom autograd function {name} is given more than tensors and numbers, and loses its backward alone"
             )
         where = f"custom autograd function {name}"
         return self._record(
@@ -233,6 +231,7 @@ class WholeCalls:
             pattern=pattern,
             observed=Observed(results=()),
             is_function=is_function,
+            home=([*own, *given] or [torch.empty(())])[0].device.type,
         )
         if not own and not given:
             raise NeedsWholeModule(f"{where} is called without tensors")
@@ -264,7 +263,7 @@ class WholeCalls:
                 real = [
                     _weight(weight, like) for weight, like in zip(weights, traced, strict=False)
                 ] + self._operands(traced[len(weights) :], nodes)
-                call.observed = observe(call, real, requires_grad)
+                call.observed = self._observe(call, real, requires_grad, traced[0].device)
         except Exception as error:
             raise NeedsWholeModule(
                 f"{call.where}, which is to run as it is, fails on tensors of its shapes: {type(error).__name__}: "
@@ -277,13 +276,24 @@ class WholeCalls:
             call.callee.stays_bound |= self._gives_modules
         return patterns[-1]
 
+    def _observe(
+        self, call: OpaqueCall, real: Sequence[Tensor], requires_grad: Sequence[bool], home: torch.device
+    ) -> Observed:
+        """Try a call on the CPU, where memory is, and where that fails on the device it is for (kernels of its own)."""
+        try:
+            return observe(call, real, requires_grad)
+        except Exception:
+            if home.type == "cpu":
+                raise
+            return observe(call, [tensor.to(home) for tensor in real], requires_grad)
+
     @torch.no_grad()
     def _operands(self, traced: Sequence[Tensor], nodes: Sequence[fx.Node | None]) -> list[Tensor]:
         """Return the values of what is made of the batch alone (masks, labels, positions), made-up ones of the rest."""
         known: dict[fx.Node, Any] = dict(self._inputs)
         operands = []
         for tensor, node in zip(traced, nodes, strict=True):
-            value = None if node is None else _value(node, known)
+            value: Any = None if node is None else _value(node, known)
             fits = isinstance(value, Tensor) and value.shape == tensor.shape and value.dtype == tensor.dtype
             operands.append(value.clone() if fits else made_up(tensor))
         return operands
@@ -299,7 +309,8 @@ def _node_of(traced: Tensor) -> fx.Node | None:
 def _value(wanted: fx.Node, known: dict[fx.Node, Any]) -> Any:
     """Return the value of a node that depends on nothing but those that are known; None of any other.
 
-    Example: ``extended = (1 - mask[:, None]) * -1e9`` of an entry ``mask`` has one; ``linear(hidden, weight)`` has none.
+    Example: ``extended = (1 - mask[:, None]) * -1e9`` of an entry ``mask`` has one; ``linear(hidden, weight)`` has
+    none.
     """
     # depth first with a stack of our own, what a node reads before the node
     stack = [wanted]

@@ -27,7 +27,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from gpp_plugin.capture.eager.call_structure import plain_values, put_together, take_apart
 from gpp_plugin.errors import RuntimeFailure
 
-
 _HOOKS: ContextVar[tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None] = ContextVar(
     "_HOOKS", default=None
 )
@@ -142,6 +141,7 @@ class OpaqueCall:
         num_own: how many of its arguments, the first ones, are tensors that the callee has itself.
         pattern: of (arguments, keyword arguments).
         is_function: a custom autograd function, which may be tried on slices of samples.
+        home: the type of device it was traced on: such a device in ``pattern`` becomes that of its tensors.
     """
 
     title: str
@@ -151,6 +151,7 @@ class OpaqueCall:
     pattern: Any
     observed: Observed
     is_function: bool = False
+    home: str = "cpu"
     __name__: str = field(default="opaque_call", init=False)
 
     def __str__(self) -> str:
@@ -171,7 +172,7 @@ class OpaqueCall:
             RuntimeFailure: it returned something else than when it was captured.
         """
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            made: tuple[Tensor, ...] = _Stand.apply(self, *tensors)
+            made: tuple[Tensor, ...] = _Stand.apply(self, *tensors)  # type: ignore[no-untyped-call]
             return made
         results, values = self.run(tensors)
         expected = self.observed
@@ -188,19 +189,18 @@ class OpaqueCall:
     def run(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
         """Return the tensors that the user's code returns for real ones, and the plain values beside them."""
         own, given = tensors[: self.num_own], tensors[self.num_own :]
-        device = tensors[0].device if tensors else None
         hooks = _HOOKS.get()
         apart = nullcontext() if hooks is None else saved_tensors_hooks(*hooks)
         with self._drawing(), self.callee.bound(own), apart:
-            args, kwargs = put_together(self.pattern, given, device)
+            args, kwargs = put_together(self.pattern, given, (self.home, tensors[0].device))
             returned = self.callee.function(*args, **kwargs)
         results: list[Tensor] = []
         pattern = take_apart(returned, results)
         # no result shares memory with an argument: the graph takes it for a tensor of its own
         storages = {tensor.untyped_storage()._cdata for tensor in tensors}
-        return tuple(r.clone() if r.untyped_storage()._cdata in storages else r for r in results), plain_values(
-            pattern
-        )
+        return tuple(
+            r.clone() if r.untyped_storage()._cdata in storages else r for r in results
+        ), plain_values(pattern)
 
     def run_with_gradients(
         self, tensors: Sequence[Tensor], wanted: Sequence[bool]
@@ -222,9 +222,7 @@ class OpaqueCall:
             # a gradient that differs from element to element and is cut as the result is: 0.5 + the result's cosine
             seeds = [root.detach().cos() + 0.5 for root in roots]
             found = torch.autograd.grad(roots, asked, seeds, allow_unused=True)
-        gradients = [
-            torch.zeros_like(t) if g is None else g for t, g in zip(asked, found, strict=True)
-        ]
+        gradients = [torch.zeros_like(t) if g is None else g for t, g in zip(asked, found, strict=True)]
         return tuple(r.detach() for r in results), gradients
 
     @contextmanager

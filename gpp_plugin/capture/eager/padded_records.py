@@ -124,7 +124,7 @@ class TracedRecords(list[Any]):
             f"batch entry {self.key!r} is a list of dicts, which only a module or a loss that runs as it is can read"
         )
 
-    __iter__ = __getitem__ = __len__ = __bool__ = _refuse  # type: ignore[assignment]
+    __iter__ = __getitem__ = __len__ = __bool__ = _refuse
 
 
 class UnreadRecords(CaptureError):

@@ -40,17 +40,25 @@ def observe(call: OpaqueCall, arguments: Sequence[Tensor], requires_grad: Sequen
     # Clones: code may write into an argument, and autograd refuses that of a tensor that only takes a gradient. They
     # are counted neither as kept nor as written, and count no operations, being made before.
     given = [
-        a.detach().requires_grad_(takes) if position < call.num_own else a.detach().requires_grad_(takes).clone()
+        a.detach().requires_grad_(takes)
+        if position < call.num_own
+        else a.detach().requires_grad_(takes).clone()
         for position, (a, takes) in enumerate(zip(arguments, requires_grad, strict=True))
     ]
     versions = [tensor._version for tensor in given]
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        kept.setdefault(tensor.untyped_storage()._cdata, tensor)  # held, so that no other storage gets its address
+        kept.setdefault(
+            tensor.untyped_storage()._cdata, tensor
+        )  # held, so that no other storage gets its address
         return tensor
 
-    with _watched() as drawn, FlopCount() as costs, saved_tensors_hooks(pack, lambda tensor: tensor):
+    with (
+        _watched(arguments[0].device) as drawn,
+        FlopCount() as costs,
+        saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
         results, values = call.run(given)
     return Observed(
         results=tuple(
@@ -82,11 +90,12 @@ def _kept(
 
 
 @contextmanager
-def _watched() -> Any:
+def _watched(device: torch.device) -> Any:
     """Give back the states of the generators, and tell afterwards which of them were drawn from."""
     drawn = {"torch": False, "outside": False}
     outside = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng(devices=[]):
+    on_cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=on_cuda):
         before = torch.get_rng_state()
         try:
             yield drawn

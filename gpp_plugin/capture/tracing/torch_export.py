@@ -272,7 +272,8 @@ def _failing_module(error: Exception, model: nn.Module) -> tuple[str, str]:
 def _culprit(error: Exception, model: nn.Module) -> str:
     """Return what may be kept whole so that tracing comes past a failure: a module, or a loss function called by one.
 
-    HuggingFace models call ``self.loss_function(...)`` from the forward of the model itself, which cannot be kept whole.
+    HuggingFace models call ``self.loss_function(...)`` from the forward of the model itself, which cannot be kept
+    whole.
     """
     path, _ = _failing_module(error, model)
     for cause in _causes(error):

@@ -1,0 +1,312 @@
+"""Modules that run as they are, custom autograd functions, losses on lists of dicts: the same numbers as eagerly."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.coarsen import coarsen
+from gpp_plugin.capture.eager.call_structure import put_together, take_apart
+from gpp_plugin.capture.eager.opaque_call import OpaqueCall
+from gpp_plugin.capture.eager.padded_records import RecordKeys, cut_records, pad_records
+from gpp_plugin.capture.export import capture_model, recapture
+from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure
+from gpp_plugin.ir.analysis import Analysis
+from gpp_plugin.ir.serialize import dumps, loads
+from gpp_plugin.ir.tensors import LayoutKind
+from gpp_plugin.model.graph.stage_graph import prepare_batch
+from gpp_plugin.runtime.batches import join_batches
+from tests.capture.graphs import run_graph, run_nodes, sources
+from tests.eager_models import MODELS, Adversarial, Routed, build_eager, reverse, vectors
+from tests.reference import gradient_errors, loss_of
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check_equal(capture: CapturedGraph, model: nn.Module, batch: dict[str, Any]) -> None:
+    """Loss, gradients and buffers of the captured graph are those of the model."""
+    eager, traced = copy.deepcopy(model), copy.deepcopy(model)
+    wanted = loss_of(eager(**batch))
+    wanted.backward()
+    found = run_graph(capture, traced, prepare_batch(model, batch))[capture.op_graph.loss]
+    found.backward()
+    assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-6)
+    reference = gradients(eager)
+    assert gradients(traced).keys() == reference.keys()
+    assert max(gradient_errors(gradients(traced), reference).values()) < 2e-6
+    for (name, one), other in zip(eager.named_buffers(), traced.buffers(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_gradients_and_buffers_are_those_of_the_model(name: str) -> None:
+    model, make_batch = build_eager(name)
+    batch = make_batch(4)
+    capture = capture_model(model, prepare_batch(model, batch))
+    check_equal(capture, model, batch)
+    other = make_batch(2, 1)
+    check_equal(recapture(model, capture.analysis, prepare_batch(model, other)), model, other)
+
+
+def test_a_reversed_gradient_keeps_its_sign_and_cuts_by_samples() -> None:
+    model, make_batch = build_eager("adversarial")
+    capture = capture_model(model, make_batch(4))
+    (node,) = [n for n in capture.graph.nodes if isinstance(n.target, OpaqueCall)]
+    assert str(node.target) == "function tests.eager_models.Reversal" and capture.analysis.eager == ()
+    by_name = {n.name: n for n in capture.op_graph.nodes}
+    result = next(n for n in capture.op_graph.nodes if node.name in n.inputs)
+    assert not by_name[node.name].is_coupling
+    assert result.output is not None and result.output.layout.kind is LayoutKind.BATCH
+    # of the critic alone, the encoder's gradient is minus what it is without the reversal
+    plain = Adversarial(lambda x: x * 1.0)
+    plain.load_state_dict(model.state_dict())
+    found = run_graph(capture, model, make_batch(4))[capture.op_graph.loss]
+    found.backward()
+    loss_of(plain(**make_batch(4))).backward()
+    first = "encoder.0.0.weight"
+    assert not torch.allclose(gradients(model)[first], gradients(plain)[first], rtol=0.1)
+
+
+def test_a_backward_that_mixes_samples_is_found_out() -> None:
+    model, make_batch = build_eager("unit gradient")
+    capture = capture_model(model, make_batch(4))
+    coupled = [n.target for n in capture.op_graph.nodes if n.is_coupling]
+    assert "function tests.eager_models.UnitGradient" in coupled
+    assert any("UnitGradient" in line for line in capture.op_graph.couplings)
+
+
+def test_modules_whose_tracing_fails_are_kept_whole_in_every_layer(caplog: pytest.LogCaptureFixture) -> None:
+    model, make_batch = build_eager("routed")
+    with caplog.at_level(logging.WARNING):
+        capture = capture_model(model, make_batch(4))
+    assert capture.analysis.eager == tuple(f"layers.{i}.router" for i in range(3))
+    warned = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert (
+        len(warned) == 1 and warned[0].startswith("layers.0.router is kept whole") and "unique" in warned[0]
+    )
+    calls = [n for n in capture.op_graph.nodes if n.target.startswith("eager ")]
+    assert [n.module for n in calls] == list(capture.analysis.eager)
+    assert all(n.is_coupling and n.flops > 0 and n.saved_bytes > 0 for n in calls)
+    blocks = {block.name: block for block in coarsen(capture).blocks}
+    assert "layers.1.router.experts.0.weight" in blocks["layers.1"].parameters
+    written = {p.name for p in capture.op_graph.parameters if p.is_mutated}
+    assert written == {f"layers.{i}.router.calls" for i in range(3)}
+    # what one rank finds out is data, and another one captures with it
+    told = loads(Analysis, dumps(capture.analysis))
+    again = recapture(model, told, make_batch(8))
+    assert [n.name for n in again.op_graph.nodes] == [n.name for n in capture.op_graph.nodes]
+
+
+def test_modules_asked_for_are_kept_whole_and_inner_ones_with_them() -> None:
+    model, make_batch = build_eager("adversarial")
+    capture = capture_model(model, make_batch(4), eager=["encoder.*", "encoder.1.0"])
+    assert capture.analysis.eager == ("encoder.0", "encoder.1", "encoder.2")
+    check_equal(capture, model, make_batch(4))
+
+
+def test_a_path_that_is_none_is_refused_with_the_right_one() -> None:
+    model, make_batch = build_eager("routed")
+    with pytest.raises(
+        ConfigError,
+        match=r"graph_pipeline.eager: 'layer.0.router' is no module of Routed; did you mean 'layers.0.router'",
+    ):
+        capture_model(model, make_batch(4), eager=["layer.0.router"])
+
+
+def test_a_model_on_the_meta_device_is_tried_with_random_weights() -> None:
+    with torch.device("meta"):
+        empty = Routed()
+    model, make_batch = build_eager("routed")
+    capture = capture_model(empty, make_batch(4))
+    # what experts compute depends on values, but for that the two are one
+    other = capture_model(model, make_batch(4)).op_graph
+    assert [(n.name, n.inputs, n.output) for n in capture.op_graph.nodes] == [
+        (n.name, n.inputs, n.output) for n in other.nodes
+    ]
+    check_equal(capture, model, make_batch(4))
+
+
+def test_blocks_run_one_by_one_on_their_own_tensors() -> None:
+    model, make_batch = build_eager("routed")
+    batch = make_batch(4)
+    capture = capture_model(model, batch)
+    values = run_nodes(
+        capture, {n.name for n in capture.op_graph.nodes if n.is_replicable}, sources(capture, model, batch)
+    )
+    for block in coarsen(capture).blocks:
+        values = run_nodes(capture, set(block.nodes), values)
+    assert torch.equal(values[capture.op_graph.loss], loss_of(copy.deepcopy(model)(**batch)))
+
+
+class _Counts(nn.Module):
+    """Returns as many rows as values say, or a number of its own."""
+
+    def __init__(self, *, number: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.number = number
+
+    def forward(self, x: Tensor) -> Any:
+        kept = self.linear(x)[(x[:, 0] > 0.0)]
+        if self.number:
+            return self.linear(x), int((x[:, 0] > 0.0).sum())
+        return kept
+
+
+class _Reads(nn.Module):
+    def __init__(self, *, number: bool) -> None:
+        super().__init__()
+        self.counts = _Counts(number=number)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        found = self.counts(x)
+        hidden, number = found if isinstance(found, tuple) else (found, 1)
+        return (hidden.square().mean() * number).sum() + y.mean()
+
+
+@pytest.mark.parametrize("number", [False, True])
+def test_results_that_depend_on_values_are_refused_when_they_change(number: bool) -> None:
+    batch = {**vectors(4), "x": torch.ones(4, 8)}
+    model = _Reads(number=number)
+    capture = capture_model(model, batch, eager=["counts"])
+    check_equal(capture, model, batch)
+    batch["x"][0] = -1.0
+    with pytest.raises(
+        RuntimeFailure, match=r"counts \(_Counts\), which runs as it is, returned .* and was captured with"
+    ):
+        run_graph(capture, model, batch)
+
+
+def test_a_model_that_fails_itself_is_refused_by_its_first_failure() -> None:
+    class Whole(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (x * y).mean() if x.sum() > 0 else y.mean()
+
+    with pytest.raises(
+        CaptureError, match=r"Whole cannot be captured at the model itself .*x.sum\(\) > 0.*torch.where"
+    ):
+        capture_model(Whole(), vectors(4))
+
+
+def test_a_mistake_in_a_module_is_told_as_it_is() -> None:
+    class Wrong(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ x.new_zeros(5, 2)
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wrong = Wrong()
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.wrong(x).mean()
+
+    with pytest.raises(
+        CaptureError, match=r"Around cannot be captured at wrong \(Wrong.*x.new_zeros\(5, 2\)"
+    ):
+        capture_model(Around(), vectors(4))
+
+
+class _Draws(nn.Module):
+    """Draws from all three generators that models draw from."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * random.random() * float(numpy.random.rand()) + torch.rand_like(x)
+
+
+class _Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = _Draws()
+        self.linear = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.linear(self.draws(x)) - y).square().mean()
+
+
+def test_generators_outside_torch_follow_torchs_and_are_left_alone() -> None:
+    model, batch = _Noisy(), vectors(4)
+    random.seed(3)
+    numpy.random.seed(3)
+    states = random.getstate(), numpy.random.get_state()[1].copy(), torch.get_rng_state()
+    capture = capture_model(model, batch, eager=["draws"])
+
+    def loss(seed: int) -> float:
+        torch.manual_seed(seed)
+        return float(run_graph(capture, model, batch)[capture.op_graph.loss])
+
+    assert torch.equal(states[2], torch.get_rng_state())
+    assert loss(1) == loss(1) != loss(2)
+    assert random.getstate() == states[0] and numpy.array_equal(numpy.random.get_state()[1], states[1])
+
+
+def test_arguments_come_apart_and_together() -> None:
+    x, m = torch.ones(2), torch.zeros(3)
+
+    class Box:
+        def __init__(self, inner: Any) -> None:
+            self.inner, self.name = inner, "box"
+
+    tensors: list[Tensor] = []
+    pattern = take_apart(((x, None), {"mask": [m, 3], "box": Box(x), "device": torch.device("cpu")}), tensors)
+    assert len(tensors) == 3
+    (first, none), named = put_together(pattern, [x + 1, m, x + 2], ("cpu", torch.device("meta", 1)))
+    assert torch.equal(first, x + 1) and none is None
+    assert named["mask"][1] == 3 and torch.equal(named["box"].inner, x + 2) and named["box"].name == "box"
+    assert named["device"] == torch.device("meta", 1)
+
+
+def test_lists_of_dicts_travel_as_padded_tensors() -> None:
+    records = [{"boxes": torch.rand(n, 4), "size": torch.tensor([n, 2])} for n in (3, 1)]
+    batch = prepare_batch(nn.Linear(1, 1), {"x": torch.ones(2, 1), "labels": records})
+    assert batch["labels"] == RecordKeys(("boxes", "size"))
+    assert batch["labels.boxes"].shape == (2, 4, 4) and batch["labels.boxes.shape"].tolist() == [
+        [3, 4],
+        [1, 4],
+    ]
+    fields = ("boxes", "size")
+    again = cut_records(fields, [batch[name] for name in batch["labels"].entries("labels")])
+    for one, other in zip(records, again, strict=True):
+        assert all(torch.equal(one[key], other[key]) for key in fields)
+    wider = pad_records(
+        {"x": torch.ones(1, 1), "labels": [{"boxes": torch.rand(5, 4), "size": torch.tensor([5, 2])}]}
+    )
+    joined = join_batches([batch, wider])
+    assert joined["labels.boxes"].shape == (3, 8, 4)
+    with pytest.raises(ConfigError, match="'labels': its dicts have unlike keys"):
+        pad_records({"labels": [{"a": torch.ones(1)}, {"b": torch.ones(1)}]})
+
+
+def test_functions_without_a_gradient_and_in_evaluation_are_traced_as_before() -> None:
+    model, make_batch = build_eager("adversarial")
+    capture = capture_model(model, make_batch(4), training=False)
+    assert not any(isinstance(n.target, OpaqueCall) for n in capture.graph.nodes)
+    model.encoder.requires_grad_(False)
+    capture = capture_model(model, make_batch(4))
+    assert not any(isinstance(n.target, OpaqueCall) for n in capture.graph.nodes)
+    assert reverse(torch.ones(1, requires_grad=True), 2.0).grad_fn is not None, "torch is as it was"
+
+
+def test_a_call_on_fake_tensors_keeps_as_much_as_a_real_one() -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.router(x.tanh()).square().mean() + y.mean()
+
+    whole = capture_model(Keeps(), vectors(4), eager=["router"]).op_graph
+    traced = capture_model(Keeps(), vectors(4)).op_graph
+    assert sum(n.saved_bytes for n in whole.nodes) == sum(n.saved_bytes for n in traced.nodes)
+    assert sum(n.flops for n in whole.nodes) == sum(n.flops for n in traced.nodes)

@@ -18,17 +18,23 @@ from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.keys import find_layer_lists
 from gpp_plugin.capture.layout.inseparable import find_clusters
 from gpp_plugin.capture.layout.layout_rules import Counted, Fixed, Rows
-from gpp_plugin.capture.layout.layouts import Layouts, analyse_layouts, describe_coupling, is_random
+from gpp_plugin.capture.layout.layouts import (
+    Layouts,
+    analyse_layouts,
+    describe_coupling,
+    is_random,
+    whole_layouts,
+)
 from gpp_plugin.capture.layout.replicate import find_replicable
 from gpp_plugin.capture.mask_values import Mask, inputs_of_ones
 from gpp_plugin.capture.tracing.clean import written_arguments
 from gpp_plugin.capture.tracing.devices import place_graph, placed_body
-from gpp_plugin.capture.tracing.sample_batches import count_samples, resize_batch, rows_per_sample
+from gpp_plugin.capture.tracing.sample_batches import UnitBatch, count_samples, resize_batch, rows_per_sample
 from gpp_plugin.capture.tracing.shadow import Shadow, dtype_name, make_shadow, tracing_device
-from gpp_plugin.capture.tracing.torch_export import Call, call_by_key
+from gpp_plugin.capture.tracing.torch_export import READS, Call, call_by_key
 from gpp_plugin.capture.tracing.traced import Traced, align, structure_of, trace
 from gpp_plugin.errors import CaptureError
-from gpp_plugin.ir.analysis import Analysis
+from gpp_plugin.ir.analysis import RECORDED, WHOLE_UNITS, Analysis
 from gpp_plugin.ir.op_graph import OpGraph, OpNode, Parameter
 from gpp_plugin.ir.tensors import UNIFORM, UNIT, Layout, LayoutKind, TensorSpec, batch_layout
 
@@ -75,14 +81,20 @@ def capture_model(
     export = functools.partial(
         trace, shadow, outputs=outputs, received=received, training=training, call=call
     )
-    traced, small, large = _at_analysis_sizes(export, batch, export(batch))
+    traced, pair = _traced_or_whole(export, batch)
+    if pair is not None:
+        traced = _aligned(pair[0], traced)
     masks, unpadded = _masks(traced, shadow), inputs_of_ones(batch)
     notes = _notes(traced, shadow, masks, unpadded, training=training)
     clusters = find_clusters(traced.graph, notes)
-    rows = rows_per_sample(resize_batch(batch, small.num_samples))
-    # Clusters twice: layouts are judged cluster by cluster, and what they find uncuttable makes clusters larger.
-    layouts = analyse_layouts(small, large, clusters, rows, tracing_device(shadow.device))
-    clusters = find_clusters(traced.graph, notes, uncuttable=layouts.uncuttable())
+    if pair is not None:
+        small, large = pair
+        rows = rows_per_sample(resize_batch(batch, small.num_samples))
+        # Clusters twice: layouts are judged cluster by cluster, and what they find uncuttable makes clusters larger.
+        layouts = analyse_layouts(small, large, clusters, rows, tracing_device(shadow.device))
+        clusters = find_clusters(traced.graph, notes, uncuttable=layouts.uncuttable())
+    else:
+        layouts = whole_layouts(traced)
     replicable = find_replicable(traced, notes, clusters, layouts)
     _couple_readers_of_counts(traced, layouts, replicable)
     op_graph = _op_graph(type(model).__name__, shadow, traced, notes, layouts, replicable)
@@ -95,6 +107,7 @@ def capture_model(
         layer_lists=find_layer_lists(shadow.model),
         clusters=clusters,
         unpadded=tuple(sorted(unpadded & {key for mask in masks.values() for key in mask.inputs})),
+        means=(*((RECORDED,) if traced.recording else ()), *((WHOLE_UNITS,) if pair is None else ())),
     )
     return _assemble(traced, op_graph, shadow, analysis, masks)
 
@@ -134,7 +147,13 @@ def recapture(
     known = analysis.op_graph
     received = {spec.name: spec.requires_grad for spec in known.inputs if spec.name in known.received}
     traced = trace(
-        shadow, batch, outputs=tuple(known.outputs), received=received, training=training, call=call
+        shadow,
+        batch,
+        outputs=tuple(known.outputs),
+        received=received,
+        training=training,
+        call=call,
+        reads_values=analysis.reads_values,
     )
     try:
         traced = align(analysis.nodes, traced)
@@ -179,26 +198,53 @@ def _notes(
     return notes
 
 
-def _at_analysis_sizes(
-    export: Callable[[Mapping[str, Any]], Traced], batch: Mapping[str, Any], traced: Traced
-) -> tuple[Traced, Traced, Traced]:
-    """Return the capture, and exports at n and 2n samples, n >= 2, small enough to try operators on."""
+def _traced_or_whole(
+    export: Callable[..., Traced], batch: Mapping[str, Any]
+) -> tuple[Traced, tuple[Traced, Traced] | None]:
+    """Return the capture, and exports at n and 2n samples, n >= 2, small enough to try operators on.
+
+    Without these the model takes whole loss units, of which nothing is known of where samples lie: where the batch is
+    a unit already, where Python reads values (of what there is at another number of samples nobody knows them), and
+    where the graph is another one at another number of samples.
+    """
+    try:
+        traced = export(batch)
+    except CaptureError as error:
+        traced = _trace_with_values(export, batch, error)
+    if isinstance(batch, UnitBatch) or traced.recording is not None:
+        return traced, None
     # Not one sample: export specialises sizes of one (broadcasting, contiguity), and a slice of one sample could not
     # be told from a reduction over samples. A batch of 3 saves an export: (3, 6); one of 16 is tried at (2, 4).
     base = traced.num_samples if traced.num_samples in (2, 3, 4) else 2
     pair = []
-    for count in (base, 2 * base):
-        known = traced if count == traced.num_samples else None
-        pair.append(known or export(resize_batch(batch, count)))
-    small, large = pair
     try:
-        nodes = structure_of(small.graph)
-        return small if traced is small else align(nodes, traced), small, align(nodes, large)
+        for count in (base, 2 * base):
+            known = traced if count == traced.num_samples else None
+            pair.append(known or export(resize_batch(batch, count)))
+        small, large = pair
+        _aligned(small, traced)
+        return traced, (small, _aligned(small, large))
     except CaptureError as error:
-        raise CaptureError(
-            f"the graph of {base} samples has another structure at other numbers of samples: {error}; replace "
-            "Python loops over samples and special cases for one sample by batched operators"
-        ) from None
+        logger.debug("whole units, as the graph differs with the number of samples: %s", error)
+        return traced, None
+
+
+def _trace_with_values(export: Callable[..., Traced], batch: Mapping[str, Any], error: CaptureError) -> Traced:
+    """Return the model traced with what its Python reads of the batch.
+
+    Raises:
+        CaptureError: it cannot be; ``error``, that of the export without, where values are not what it lacks.
+    """
+    try:
+        traced = export(batch, reads_values=True)
+    except CaptureError as other:
+        raise (other if READS in str(error) and READS not in str(other) else error) from None
+    assert traced.recording is not None and traced.recording.values, "an export is the same every time"
+    return traced
+
+
+def _aligned(small: Traced, traced: Traced) -> Traced:
+    return traced if traced is small else align(structure_of(small.graph), traced)
 
 
 def _couple_readers_of_counts(traced: Traced, layouts: Layouts, replicable: set[str]) -> None:
@@ -230,6 +276,7 @@ def _assemble(
         device=device,
         analysis=analysis,
         masks=masks,
+        recording=traced.recording,
     )
 
 

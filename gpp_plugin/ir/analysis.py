@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from gpp_plugin.ir.op_graph import OpGraph
 
 
+RECORDED, WHOLE_UNITS = "recorded", "whole units"
+"""Means of a capture."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphNode:
     """One node of the captured torch graph, for graphs of other sizes to be held against.
@@ -43,6 +47,8 @@ class Analysis:
             with several results and their parts, tensors that no batch axis can cut.
         unpadded: inputs that held ones only in the first capture's batch; costs are of attention without the masks
             that eager models leave out then.
+        means: what tracing it took beyond an export: "recorded" where Python reads values of the batch, "whole units"
+            where no axis is known to hold samples, so that all operators compute on whole loss units.
     """
 
     op_graph: OpGraph
@@ -53,3 +59,14 @@ class Analysis:
     layer_lists: tuple[str, ...] = ()
     clusters: tuple[tuple[str, ...], ...] = ()
     unpadded: tuple[str, ...] = ()
+    means: tuple[str, ...] = ()
+
+    @property
+    def reads_values(self) -> bool:
+        """Return whether Python reads values of the batch."""
+        return RECORDED in self.means
+
+    @property
+    def takes_whole_units(self) -> bool:
+        """Return whether nothing is known of where samples lie."""
+        return WHOLE_UNITS in self.means

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from gpp_plugin.capture.tracing.shadow import Shadow, fake_inputs
+from gpp_plugin.capture.tracing.values import ReadingMode, Recording
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.garbage import paused_collector
 
@@ -23,6 +24,8 @@ WRAPPED = "model"
 """Attribute of the wrapper that holds the model; the prefix of every exported name."""
 TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 """What logs a stack, or a hint for torch's developers, beside the exception that it raises."""
+READS = "the Python code depends on tensor values"
+"""Says that values are what an export lacks."""
 
 
 Call: TypeAlias = Callable[[nn.Module, Mapping[str, Any]], Any]
@@ -38,6 +41,7 @@ class _Seen:
     """What the wrapper saw of the model's result; export puts plain attributes of a module back."""
 
     has_loss = False
+    recording: Recording | None = None
 
 
 class LossWrapper(nn.Module):
@@ -50,10 +54,12 @@ class LossWrapper(nn.Module):
         outputs: Sequence[str],
         needs_loss: bool,
         call: Call = call_by_key,
+        values: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self._call = call
+        self._values = None if values is None else dict(values)
         self._constants = dict(constants)
         self._outputs = tuple(outputs)
         self._needs_loss = needs_loss
@@ -61,7 +67,13 @@ class LossWrapper(nn.Module):
 
     def forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the model on the batch."""
-        result = self._call(self.model, {**inputs, **self._constants})
+        with _attributes_restored(self.model):
+            if self._values is None:
+                result = self._call(self.model, {**inputs, **self._constants})
+            else:
+                with ReadingMode({key: (inputs[key], value) for key, value in self._values.items()}) as mode:
+                    result = self._call(self.model, {**inputs, **self._constants})
+                self.seen.recording = mode.recording()
         loss = _find_loss(result)
         if loss is None and self._needs_loss:
             raise CaptureError(
@@ -129,20 +141,27 @@ def export_model(
     outputs: Sequence[str],
     training: bool,
     call: Call = call_by_key,
-) -> tuple[torch.export.ExportedProgram, bool]:
+    reads_values: bool = False,
+) -> tuple[torch.export.ExportedProgram, bool, Recording | None]:
     """Export the shadow on fake inputs shaped like ``batch``.
 
+    Args:
+        reads_values: the model's Python may read values of the batch's integers (`ReadingMode`).
+
     Returns:
-        The program, and whether its first output is a loss.
+        The program, whether its first output is a loss, and what was read.
 
     Raises:
         CaptureError: the model cannot be exported; names the module, the line and the remedy.
     """
-    _, constants = split_batch(batch)
+    keys, constants = split_batch(batch)
+    values = {key: batch[key] for key in keys} if reads_values else None
     # Names in the export are those of attributes: "model.layers.0.weight" for `wrapper.model`, whatever `call` does
     # between the batch and the model, so that a plain model and a part under other names trace to one graph.
     # a part of a larger model is trained by what reads its outputs
-    wrapper = LossWrapper(shadow.model, constants, outputs, needs_loss=training and not outputs, call=call)
+    wrapper = LossWrapper(
+        shadow.model, constants, outputs, needs_loss=training and not outputs, call=call, values=values
+    )
     wrapper.training = training
     try:
         # The collector waits: what a finalizer computes on tensors would be traced as the model's. The engine of an
@@ -152,6 +171,7 @@ def export_model(
             _without_stack_traces(),
             _without_words_of_a_failure(),
             paused_collector(),
+            _without_checks_of_distributions(),
         ):
             program = torch.export.export(wrapper, (), fake_inputs(shadow, batch), strict=False)
     except Exception as error:
@@ -159,7 +179,32 @@ def export_model(
             if isinstance(cause, CaptureError):
                 raise cause from None
         raise CaptureError(_explain(error, shadow.model)) from error
-    return program, wrapper.seen.has_loss
+    return program, wrapper.seen.has_loss, wrapper.seen.recording
+
+
+@contextmanager
+def _attributes_restored(model: nn.Module) -> Iterator[None]:
+    """Undo what a forward keeps in its modules (a cache of positions): export refuses tensors that it finds there."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            now = vars(module)
+            for name in now.keys() - attributes.keys():
+                del now[name]
+            now.update(attributes)
+
+
+@contextmanager
+def _without_checks_of_distributions() -> Iterator[None]:
+    """Let `torch.distributions` not look at the values of its arguments: a check that passes changes no result."""
+    before = torch.distributions.Distribution._validate_args
+    torch.distributions.Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        torch.distributions.Distribution.set_default_validate_args(before)
 
 
 @contextmanager
@@ -211,7 +256,7 @@ def _explain(error: Exception, model: nn.Module) -> str:
         word in kind + text for word in ("DataDependent", "data-dependent", "Could not guard", "is_nonzero")
     ):
         remedy = (
-            "the Python code depends on tensor values: use tensor operators (torch.where, masks) instead of "
+            f"{READS}: use tensor operators (torch.where, masks) instead of "
             "if/while/int() on tensors, or compute it in the data loader"
         )
     elif "dtype" in text or "same type" in text:

@@ -18,6 +18,7 @@ from gpp_plugin.capture.tracing.clean import clean_graph
 from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.capture.tracing.shadow import Shadow
 from gpp_plugin.capture.tracing.torch_export import WRAPPED, Call, call_by_key, export_model, split_batch
+from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import GraphNode
 
@@ -30,6 +31,7 @@ class Traced:
         inputs, parameters, constants: as in `CapturedGraph`.
         fakes: placeholder name -> fake tensor.
         received: as of `OpGraph`.
+        recording: what Python read of the batch, where it was let.
         has_loss: whether the first result is the loss; ``output_names``: of the other results.
     """
 
@@ -43,6 +45,7 @@ class Traced:
     has_loss: bool
     output_names: tuple[str, ...]
     received: tuple[str, ...]
+    recording: Recording | None = None
 
     @property
     def loss(self) -> str | None:
@@ -72,19 +75,23 @@ def trace(
     received: Mapping[str, bool],
     training: bool,
     call: Call = call_by_key,
+    reads_values: bool = False,
 ) -> Traced:
     """Export the shadow for ``batch`` and clean the graph.
 
     Args:
         received: entries of the batch that other stages make -> whether they take a gradient.
         call: how the model is called with the batch.
+        reads_values: the model's Python may read values of the batch's integers.
 
     Raises:
         CaptureError: the model cannot be exported, or a constant it made has no values.
     """
     # Export, clean, then name what goes in: of a model with a loss and outputs=("logits",) the graph returns (loss,
     # logits), and its placeholders are called as export calls them, here "p_model_head_weight" and "pixel_values".
-    program, has_loss = export_model(shadow, batch, outputs=outputs, training=training, call=call)
+    program, has_loss, recording = export_model(
+        shadow, batch, outputs=outputs, training=training, call=call, reads_values=reads_values
+    )
     attributes = {
         str(node.target): _attribute(program.graph_module, str(node.target))
         for node in program.graph.nodes
@@ -106,6 +113,7 @@ def trace(
         has_loss=has_loss,
         output_names=tuple(outputs),
         received=tuple(key for key in keys if key in received),
+        recording=recording,
     )
 
 

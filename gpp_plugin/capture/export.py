@@ -31,7 +31,7 @@ from gpp_plugin.capture.tracing.clean import written_arguments
 from gpp_plugin.capture.tracing.devices import place_graph, placed_body
 from gpp_plugin.capture.tracing.sample_batches import UnitBatch, count_samples, resize_batch, rows_per_sample
 from gpp_plugin.capture.tracing.shadow import Shadow, dtype_name, make_shadow, tracing_device
-from gpp_plugin.capture.tracing.torch_export import READS, Call, call_by_key
+from gpp_plugin.capture.tracing.torch_export import READS, Call, Reads, call_by_key
 from gpp_plugin.capture.tracing.traced import Traced, align, structure_of, trace
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import RECORDED, WHOLE_UNITS, Analysis
@@ -153,7 +153,7 @@ def recapture(
         received=received,
         training=training,
         call=call,
-        reads_values=analysis.reads_values,
+        reads=_reads(analysis, batch),
     )
     try:
         traced = align(analysis.nodes, traced)
@@ -198,6 +198,13 @@ def _notes(
     return notes
 
 
+def _reads(analysis: Analysis, batch: Mapping[str, Any]) -> Reads | None:
+    if not analysis.reads_values:
+        return None
+    readings = batch.readings if isinstance(batch, UnitBatch) else None
+    return Reads(values=batch) if readings is None else Reads(readings=readings)
+
+
 def _traced_or_whole(
     export: Callable[..., Traced], batch: Mapping[str, Any]
 ) -> tuple[Traced, tuple[Traced, Traced] | None]:
@@ -236,7 +243,7 @@ def _trace_with_values(export: Callable[..., Traced], batch: Mapping[str, Any], 
         CaptureError: it cannot be; ``error``, that of the export without, where values are not what it lacks.
     """
     try:
-        traced = export(batch, reads_values=True)
+        traced = export(batch, reads=Reads(values=batch))
     except CaptureError as other:
         raise (other if READS in str(error) and READS not in str(other) else error) from None
     assert traced.recording is not None and traced.recording.values, "an export is the same every time"

@@ -18,11 +18,15 @@ class UnitBatch(dict[str, Any]):
 
     Args:
         num_samples: of the unit.
+        readings: what Python reads of it, where that is known already; its tensors may lack values then.
     """
 
-    def __init__(self, batch: Mapping[str, Any], *, num_samples: int) -> None:
+    def __init__(
+        self, batch: Mapping[str, Any], *, num_samples: int, readings: tuple[Any, ...] | None = None
+    ) -> None:
         super().__init__(batch)
         self.num_samples = num_samples
+        self.readings = readings
 
 
 def as_unit(batch: Mapping[str, Any], num_samples: int) -> UnitBatch:

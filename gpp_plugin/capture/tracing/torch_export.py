@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -44,6 +45,19 @@ class _Seen:
     recording: Recording | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reads:
+    """What a model's Python may read of the batch that it is traced with: values, or the readings of an earlier run."""
+
+    values: Mapping[str, Any] | None = None
+    readings: Sequence[Any] = ()
+
+    def mode(self, inputs: Mapping[str, torch.Tensor]) -> ReadingMode:
+        """Return what lets Python read, for these fake inputs."""
+        values = None if self.values is None else {key: self.values[key] for key in inputs}
+        return ReadingMode(inputs, values, self.readings)
+
+
 class LossWrapper(nn.Module):
     """Call a model with keyword arguments; return its loss (if any) and the named outputs as a tuple."""
 
@@ -54,12 +68,12 @@ class LossWrapper(nn.Module):
         outputs: Sequence[str],
         needs_loss: bool,
         call: Call = call_by_key,
-        values: Mapping[str, torch.Tensor] | None = None,
+        reads: Reads | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self._call = call
-        self._values = None if values is None else dict(values)
+        self._reads = reads
         self._constants = dict(constants)
         self._outputs = tuple(outputs)
         self._needs_loss = needs_loss
@@ -68,10 +82,10 @@ class LossWrapper(nn.Module):
     def forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the model on the batch."""
         with _attributes_restored(self.model):
-            if self._values is None:
+            if self._reads is None:
                 result = self._call(self.model, {**inputs, **self._constants})
             else:
-                with ReadingMode({key: (inputs[key], value) for key, value in self._values.items()}) as mode:
+                with self._reads.mode(inputs) as mode:
                     result = self._call(self.model, {**inputs, **self._constants})
                 self.seen.recording = mode.recording()
         loss = _find_loss(result)
@@ -141,12 +155,12 @@ def export_model(
     outputs: Sequence[str],
     training: bool,
     call: Call = call_by_key,
-    reads_values: bool = False,
+    reads: Reads | None = None,
 ) -> tuple[torch.export.ExportedProgram, bool, Recording | None]:
     """Export the shadow on fake inputs shaped like ``batch``.
 
     Args:
-        reads_values: the model's Python may read values of the batch's integers (`ReadingMode`).
+        reads: what the model's Python may read of the batch.
 
     Returns:
         The program, whether its first output is a loss, and what was read.
@@ -154,13 +168,12 @@ def export_model(
     Raises:
         CaptureError: the model cannot be exported; names the module, the line and the remedy.
     """
-    keys, constants = split_batch(batch)
-    values = {key: batch[key] for key in keys} if reads_values else None
+    _, constants = split_batch(batch)
     # Names in the export are those of attributes: "model.layers.0.weight" for `wrapper.model`, whatever `call` does
     # between the batch and the model, so that a plain model and a part under other names trace to one graph.
     # a part of a larger model is trained by what reads its outputs
     wrapper = LossWrapper(
-        shadow.model, constants, outputs, needs_loss=training and not outputs, call=call, values=values
+        shadow.model, constants, outputs, needs_loss=training and not outputs, call=call, reads=reads
     )
     wrapper.training = training
     try:
@@ -172,6 +185,7 @@ def export_model(
             _without_words_of_a_failure(),
             paused_collector(),
             _without_checks_of_distributions(),
+            _masks_by_broadcasting(),
         ):
             program = torch.export.export(wrapper, (), fake_inputs(shadow, batch), strict=False)
     except Exception as error:
@@ -184,16 +198,47 @@ def export_model(
 
 @contextmanager
 def _attributes_restored(model: nn.Module) -> Iterator[None]:
-    """Undo what a forward keeps in its modules (a cache of positions): export refuses tensors that it finds there."""
+    """Undo what a forward keeps in its modules of tensors (a cache of positions): export refuses what it finds there."""
     before = [(module, dict(vars(module))) for module in model.modules()]
     try:
         yield
     finally:
         for module, attributes in before:
             now = vars(module)
-            for name in now.keys() - attributes.keys():
-                del now[name]
-            now.update(attributes)
+            for name in [n for n, value in now.items() if value is not attributes.get(n)]:
+                if not any(isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(now[name])):
+                    continue
+                if name in attributes:
+                    now[name] = attributes[name]
+                else:
+                    del now[name]
+
+
+@contextmanager
+def _masks_by_broadcasting() -> Iterator[None]:
+    """Let transformers make masks that models add patterns to by broadcasting: the graph cannot hold `torch.vmap`.
+
+    A pattern is a function of four numbers, (sample, head, query, key). Called with index tensors [B, 1, 1, 1],
+    [1, 1, 1, 1], [1, 1, Q, 1] and [1, 1, 1, K] instead, operators on numbers give the same mask [B, 1, Q, K].
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    mapped = getattr(masking, "_vmap_expansion_sdpa", None)
+    expand = getattr(masking, "_non_vmap_expansion_sdpa", None)
+    if mapped is None or expand is None:
+        yield
+        return
+
+    def broadcast(pattern: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def mask(*indices: torch.Tensor) -> torch.Tensor:
+            return pattern(*expand(*indices)).expand(*(len(index) for index in indices))
+
+        return mask
+
+    masking._vmap_expansion_sdpa = broadcast
+    try:
+        yield
+    finally:
+        masking._vmap_expansion_sdpa = mapped
 
 
 @contextmanager

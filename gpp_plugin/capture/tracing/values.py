@@ -22,7 +22,8 @@ Tests: tests/capture/test_values.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,11 +33,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gpp_plugin.errors import CaptureError
+
 MOST_ELEMENTS = 1 << 24
 """Larger tensors are not computed beside; a read of what is made of them is refused."""
 _PYTHON = frozenset(
     ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__", "equal", "allclose")
-    + ("is_nonzero", "numpy", "__array__")
+    + ("is_nonzero",)
 )
 """Functions that hand values to Python."""
 _TEXT = frozenset(("__format__", "__repr__", "__str__"))
@@ -49,6 +52,7 @@ _SIZES = frozenset(
     + ("select", "eye", "tril_indices", "triu_indices", "roll", "chunk", "unfold", "fill_diagonal_", "adaptive_avg_pool2d")
 )
 """Functions that take sizes; a size that is a tensor is read."""
+_OTHERS = "the model's Python reads other values of this batch than were told of it"
 _RANDOM = ("rand", "normal", "bernoulli", "multinomial", "dropout", "uniform", "exponential", "poisson", "geometric")
 
 
@@ -91,14 +95,14 @@ class Recording:
     values: tuple[Any, ...]
     keys: tuple[str, ...]
     _tape: tuple[_Call, ...] = ()
-    _slots: Mapping[str, int] = field(default_factory=dict)
+    _slots: Mapping[str, tuple[int, torch.dtype]] = field(default_factory=dict)
 
     def matches(self, batch: Mapping[str, Any]) -> bool:
         """Return whether the model would read the same of another batch of the same shapes."""
         slots: dict[int, Any] = {}
-        for key, slot in self._slots.items():
-            if key in self.keys:
-                slots[slot] = batch[key].detach().cpu().clone()
+        for key in self.keys:
+            slot, dtype = self._slots[key]
+            slots[slot] = batch[key].detach().to(device="cpu", dtype=dtype, copy=True)
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for call in self._tape:
                 # up to the first reading that differs, everything was computed as it was then: nothing can fail
@@ -117,14 +121,26 @@ def _filled(value: Any, slots: Mapping[int, Any]) -> Any:
 
 
 def _frozen(value: Any) -> Any:
-    """Return what was read as something to compare: NaN equals itself, lists are tuples."""
+    """Return what was read as something to compare and to write down: numbers, strings and tuples.
+
+    A tensor [[1, 2]] is ("tensor", "int64", (1, 2), (1, 2)): its type, shape and elements; NaN is "nan".
+    """
     if isinstance(value, Tensor):
-        return tuple(value.shape), str(value.dtype), _frozen(value.tolist())
-    if hasattr(value, "dtype") and hasattr(value, "tolist"):  # numpy's
-        return tuple(value.shape), str(value.dtype), _frozen(value.tolist())
+        elements = _frozen(value.flatten().tolist())
+        return "tensor", str(value.dtype).removeprefix("torch."), tuple(value.shape), elements
     if isinstance(value, (list, tuple)):
         return tuple(_frozen(part) for part in value)
-    return repr(value) if isinstance(value, float) else value
+    return repr(value) if isinstance(value, float) and value != value else value
+
+
+def _thawed(reading: Any) -> Any:
+    """Return what Python gets of a reading: lists for tuples, tensors for what was one."""
+    if isinstance(reading, tuple) and reading[:1] == ("tensor",):
+        _, dtype, shape, elements = reading
+        return torch.tensor(_thawed(elements), dtype=getattr(torch, dtype)).reshape(shape)
+    if isinstance(reading, tuple):
+        return [_thawed(part) for part in reading]
+    return float(reading) if reading == "nan" else reading
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -133,37 +149,53 @@ def _tensors(value: Any) -> list[Tensor]:
 
 @dataclass(slots=True)
 class _Known:
-    """The real values of a fake tensor, which is held so that its id stays its own."""
+    """A fake tensor whose values follow from the batch, held so that its id stays its own.
+
+    Args:
+        real: its values; None where readings are replayed.
+    """
 
     fake: Tensor
-    real: Tensor
+    real: Tensor | None
     slot: int
 
 
 class ReadingMode(TorchFunctionMode):
-    """Computes beside a model on fake tensors what its Python reads of the batch's integers.
+    """Computes beside a model on fake tensors what its Python reads of the batch, or replays what was read before.
 
     Args:
-        batch: key -> (the fake tensor, its values).
+        batch: key -> the fake tensor.
+        values: key -> its values; None replays ``readings``.
+        readings: what an earlier run read of a batch of these values, in order.
     """
 
-    def __init__(self, batch: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    def __init__(
+        self,
+        batch: Mapping[str, Tensor],
+        values: Mapping[str, Tensor] | None,
+        readings: Sequence[Any] = (),
+    ) -> None:
         super().__init__()
         self._known: dict[int, _Known] = {}
         self._tape: list[_Call] = []
-        self._slots: dict[str, int] = {}
+        self._slots: dict[str, tuple[int, torch.dtype]] = {}
         self._count = 0
         self._storages: dict[int, int] = {}
-        self._held: list[Tensor] = []
-        self.has_read = False
+        self._replays = values is None
+        self._remaining = deque(readings)
         with _plainly():
-            for key, (fake, value) in batch.items():
-                if value.device.type == "meta" or value.is_floating_point() or value.is_complex():
-                    continue
-                self._slots[key] = self._learn(fake, value.detach().cpu().clone())
+            for key, fake in batch.items():
+                real = None if values is None else values[key].detach().to("cpu", fake.dtype, copy=True)
+                self._slots[key] = self._learn(fake, real), fake.dtype
 
     def recording(self) -> Recording:
-        """Return what was read, with the part of the tape that made it."""
+        """Return what was read, with the part of the tape that made it.
+
+        Raises:
+            CaptureError: readings were left over.
+        """
+        if self._remaining:
+            raise CaptureError(_OTHERS)
         wanted: set[int] = set()
         kept: list[_Call] = []
         # Backwards: an operation counts if it was a read, or makes or writes memory that a later one of these reads.
@@ -175,7 +207,7 @@ class ReadingMode(TorchFunctionMode):
         tape = tuple(reversed(kept))
         return Recording(
             values=tuple(call.reading for call in tape if call.is_read),
-            keys=tuple(sorted(key for key, slot in self._slots.items() if slot in needed)),
+            keys=tuple(sorted(key for key, (slot, _) in self._slots.items() if slot in needed)),
             _tape=tape,
             _slots=self._slots,
         )
@@ -192,17 +224,18 @@ class ReadingMode(TorchFunctionMode):
             return func(*args, **kwargs)
         tensors = _tensors((args, kwargs))
         is_known = all(self._is_known(t) for t in tensors) and not any(word in name for word in _RANDOM)
-        if name in _PYTHON and tensors and is_known:
-            return self._read(func, args, kwargs)
-        if name in _TEXT and tensors and is_known:
-            with _plainly():
-                return func(*self._real(args), **self._real(kwargs))
+        if tensors and is_known:
+            if name in _PYTHON:
+                return self._read(func, args, kwargs)
+            if name in _TEXT:
+                return "a value of the batch"
+            if name in _WHOLE:
+                return self._constants(self._read(func, args, kwargs), tensors[0])
         args, kwargs = self._with_sizes(name, args, kwargs)
-        replaced = self._with_places(name, func, args, kwargs)
-        if replaced is not None:
-            return replaced
-        if name in _WHOLE and tensors and is_known:
-            return self._constants(self._read(func, args, kwargs, keeps=True), tensors[0])
+        with self:
+            found = self._with_places(name, func, args, kwargs)
+        if found is not None:
+            return found
         if not is_known:
             return self._call_unknown(func, args, kwargs, tensors)
         return self._call_known(func, args, kwargs, is_iterator=name == "__iter__")
@@ -211,62 +244,66 @@ class ReadingMode(TorchFunctionMode):
         """Call it; what was known, and is written with what is not, is no longer."""
         before = [t._version for t in tensors]
         result = func(*args, **kwargs)
-        for tensor, version in zip(tensors, before, strict=True):
-            if tensor._version != version and self._is_known(tensor):
-                storage = self._storage_of(self._known[id(tensor)].real)
-                for key in [k for k, v in self._known.items() if self._storage_of(v.real) == storage]:
+        for tensor in _written(tensors, before):
+            if self._is_known(tensor):
+                storage = self._storage_of(tensor)
+                for key in [k for k, v in self._known.items() if self._storage_of(v.fake) == storage]:
                     del self._known[key]
         return result
 
     def _call_known(self, func: Any, args: Any, kwargs: Any, *, is_iterator: bool) -> Any:
         """Call it on fake tensors and on the values; learn the values of its results."""
+        given = _tensors((args, kwargs))
+        before = [t._version for t in given]
         result = func(*args, **kwargs)
         if is_iterator:
             result = list(result)
-        fakes = _tensors(result)
-        if not fakes and not _tensors((args, kwargs)):
-            return result
+        fakes, written = _tensors(result), _written(given, before)
+        answer = iter(result) if is_iterator else result
         sizes = [size for fake in fakes for size in fake.shape]
         if any(not isinstance(size, int) for size in sizes) or sum(f.numel() for f in fakes) > MOST_ELEMENTS:
-            return result
-        call = self._plain(func, is_iterator)
-        given = _tensors((args, kwargs))
-        with _plainly():
-            real_args, real_kwargs = self._real(args), self._real(kwargs)
-            owned = _tensors((real_args, real_kwargs))
-            before = [t._version for t in owned]
-            real = call(*real_args, **real_kwargs)
-            written = [t for t, version in zip(owned, before, strict=True) if t._version != version]
-            made = _tensors(real)
-            if not made and not written:
-                return iter(result) if is_iterator else result
+            return answer
+        if not fakes and not written:
+            return answer
+        call = (lambda *a, **k: list(func(*a, **k))) if is_iterator else func
+        made: Sequence[Tensor | None] = [None] * len(fakes)
+        slotted = self._slotted((args, kwargs))
+        if not self._replays:
+            with _plainly():
+                made = _tensors(call(*self._real(args), **self._real(kwargs)))
             assert len(made) == len(fakes), f"{func} makes other results of values than of shapes"
-            slotted = self._slotted((args, kwargs))
-            reads = frozenset(self._storage_of(self._known[id(t)].real) for t in given)
-            slots = tuple(self._learn(f, r) for f, r in zip(fakes, made, strict=True))
-            makes = frozenset(self._storage_of(r) for r in (*made, *written))
+        slots = tuple(self._learn(f, r) for f, r in zip(fakes, made, strict=True))
         self._tape.append(
-            _Call(function=call, args=slotted[0], kwargs=slotted[1], results=slots, reads=reads, makes=makes)
+            _Call(
+                function=call,
+                args=slotted[0],
+                kwargs=slotted[1],
+                results=slots,
+                reads=frozenset(self._storage_of(t) for t in given),
+                makes=frozenset(self._storage_of(t) for t in (*fakes, *written)),
+            )
         )
-        return iter(result) if is_iterator else result
+        return answer
 
-    def _read(self, func: Any, args: Any, kwargs: Any, *, keeps: bool = False) -> Any:
+    def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what Python reads, and note it.
 
-        Args:
-            keeps: the result is made of tensors; the graph has it as constants.
+        Raises:
+            CaptureError: there is no reading left to replay.
         """
-        with _plainly():
-            value = func(*self._real(args), **self._real(kwargs))
-            reading = _frozen(value)
-        given = _tensors((args, kwargs))
+        if self._replays:
+            if not self._remaining:
+                raise CaptureError(_OTHERS)
+            reading = self._remaining.popleft()
+        else:
+            with _plainly():
+                reading = _frozen(func(*self._real(args), **self._real(kwargs)))
         slotted = self._slotted((args, kwargs))
-        reads = frozenset(self._storage_of(self._known[id(t)].real) for t in given)
+        reads = frozenset(self._storage_of(t) for t in _tensors((args, kwargs)))
         self._tape.append(
             _Call(function=func, args=slotted[0], kwargs=slotted[1], reads=reads, is_read=True, reading=reading)
         )
-        self.has_read = True
-        return value
+        return _thawed(reading)
 
     # ---- sizes and places ------------------------------------------------------------------------
 
@@ -293,7 +330,7 @@ class ReadingMode(TorchFunctionMode):
         """Return a known tensor of one integer as that integer."""
         if not isinstance(value, Tensor) or value.dim() or value.dtype is torch.bool or not self._is_known(value):
             return value
-        return self._read(torch.Tensor.item, (value,), {})
+        return value if value.is_floating_point() else self._read(torch.Tensor.item, (value,), {})
 
     def _with_places(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of a function whose size is the number of places that a known mask holds, or None.
@@ -306,113 +343,98 @@ class ReadingMode(TorchFunctionMode):
             if not any(self._is_mask(part) for part in parts):
                 return None
             found: list[Any] = []
-            with self:
-                for part in parts:
-                    found.extend(self._places(part).unbind(1) if self._is_mask(part) else (part,))
-                return owner[tuple(found)]
+            for part in parts:
+                found.extend(self._places(part).unbind(1) if self._is_mask(part) else (part,))
+            return owner[tuple(found)]
         if name in ("nonzero", "argwhere") and self._is_known(args[0]):
-            with self:
-                places = self._places(args[0])
-                return places.unbind(1) if kwargs.get("as_tuple") else places
-        if name == "where" and len(args) == 1 and self._is_known(args[0]):
-            with self:
-                return self._places(args[0]).unbind(1)
+            places = self._places(args[0])
+            return places.unbind(1) if kwargs.get("as_tuple") else places
+        if name == "where" and len(args) == 1 and not kwargs and self._is_known(args[0]):
+            return self._places(args[0]).unbind(1)
         if name == "masked_select" and self._is_mask(args[1] if len(args) > 1 else kwargs.get("mask")):
-            mask = args[1] if len(args) > 1 else kwargs["mask"]
-            with self:
-                owner, mask = torch.broadcast_tensors(args[0], mask)
-                return owner[mask]
+            owner, mask = torch.broadcast_tensors(args[0], args[1] if len(args) > 1 else kwargs["mask"])
+            return owner[mask]
         if name == "repeat_interleave":
             return self._repeated(func, args, kwargs)
         if name in ("tensor", "as_tensor") and args and isinstance(args[0], (list, tuple)):
             # a list of numbers that are tensors: export would ask each for its value
-            parts = list(args[0])
+            parts = args[0]
             if parts and all(isinstance(p, Tensor) and p.dim() == 0 and self._is_known(p) for p in parts):
-                with self:
-                    return torch.stack(parts).to(dtype=kwargs.get("dtype"), device=kwargs.get("device"))
+                return torch.stack(list(parts)).to(dtype=kwargs.get("dtype"), device=kwargs.get("device"))
         return None
 
     def _repeated(self, func: Any, args: Any, kwargs: Any) -> Any:
         repeats = args[1] if len(args) > 1 else kwargs.get("repeats")
-        alone = repeats is None and len(args) == 1
-        repeats = args[0] if alone else repeats
-        if not isinstance(repeats, Tensor) or not self._is_known(repeats) or kwargs.get("output_size") is not None:
+        is_alone = repeats is None and len(args) == 1
+        repeats = args[0] if is_alone else repeats
+        if not isinstance(repeats, Tensor) or not self._is_known(repeats) or "output_size" in kwargs:
             return None
-        with self:
-            total = repeats.sum()
-            if repeats.dim() and not alone and repeats.numel() == 1:
-                dim = args[2] if len(args) > 2 else kwargs.get("dim")
-                length = args[0].numel() if dim is None else args[0].shape[dim]
-                return func(*args, **kwargs, output_size=int(total) * length)
-            return func(*args, **kwargs, output_size=int(total))
+        total = int(repeats.sum())
+        if not is_alone and repeats.numel() == 1:
+            # one number for all elements of the axis
+            dim = args[2] if len(args) > 2 else kwargs.get("dim")
+            total *= args[0].numel() if dim is None else args[0].shape[dim]
+        return func(*args, **kwargs, output_size=total)
 
     def _places(self, mask: Tensor) -> Tensor:
-        with self:
-            return torch.nonzero_static(mask, size=int((mask != 0).sum()))
+        return torch.nonzero_static(mask, size=int((mask != 0).sum()))
 
     def _is_mask(self, value: Any) -> bool:
-        return (
-            isinstance(value, Tensor)
-            and value.dtype in (torch.bool, torch.uint8)
-            and value.dim() > 0
-            and self._is_known(value)
-        )
+        is_tensor = isinstance(value, Tensor) and value.dtype in (torch.bool, torch.uint8)
+        return is_tensor and value.dim() > 0 and self._is_known(value)
 
     # ---- small helpers ---------------------------------------------------------------------------
 
     def _is_known(self, tensor: Tensor) -> bool:
         return id(tensor) in self._known
 
-    def _learn(self, fake: Tensor, real: Tensor) -> int:
+    def _learn(self, fake: Tensor, real: Tensor | None) -> int:
         self._count += 1
         self._known[id(fake)] = _Known(fake, real, self._count)
         return self._count
 
-    def _storage_of(self, real: Tensor) -> int:
-        """Return the number of a tensor's storage; all that were numbered are held, so that no address recurs."""
-        address = real.untyped_storage()._cdata
-        if address not in self._storages:
-            self._held.append(real)
-            self._storages[address] = len(self._storages)
-        return self._storages[address]
+    def _storage_of(self, fake: Tensor) -> int:
+        """Return the number of a tensor's storage; known tensors are held, so that no address recurs."""
+        return self._storages.setdefault(fake.untyped_storage()._cdata, len(self._storages))
 
     def _real(self, value: Any) -> Any:
         """Return arguments with values for fake tensors, on the CPU."""
-
-        def change(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor):
-                return self._known[id(leaf)].real
-            return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
-
-        return tree_map(change, value)
+        return _with_leaves(value, lambda tensor: self._known[id(tensor)].real)
 
     def _slotted(self, value: Any) -> Any:
-        def change(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor):
-                return _Slot(self._known[id(leaf)].slot)
-            return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
-
-        return tree_map(change, value)
-
-    @staticmethod
-    def _plain(func: Any, is_iterator: bool) -> Callable[..., Any]:
-        return (lambda *args, **kwargs: list(func(*args, **kwargs))) if is_iterator else func
+        return _with_leaves(value, lambda tensor: _Slot(self._known[id(tensor)].slot))
 
     @staticmethod
     def _makes_tensor(func: Any) -> bool:
         return getattr(getattr(func, "__self__", None), "__name__", "") in ("T", "mT", "H", "mH", "data", "real")
 
     def _constants(self, values: Any, like: Tensor) -> Any:
-        """Return tensors of what was read, as the model would make them of numbers."""
+        """Return tensors of what was read, made as the model would make them of numbers."""
 
         def change(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
+            with _plainly():
+                elements, shape = leaf.flatten().tolist(), tuple(leaf.shape)
             with self:
-                made = torch.tensor(leaf.flatten().tolist(), dtype=leaf.dtype, device=like.device)
-                return made.reshape(leaf.shape)
+                return torch.tensor(elements, dtype=leaf.dtype, device=like.device).reshape(shape)
 
         return tree_map(change, values)
+
+
+def _with_leaves(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return arguments with their tensors changed, and the CPU for every device."""
+
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return change(leaf)
+        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+    return tree_map(changed, value)
+
+
+def _written(tensors: Sequence[Tensor], before: Sequence[int]) -> list[Tensor]:
+    return [t for t, version in zip(tensors, before, strict=True) if t._version != version]
 
 
 class _plainly:

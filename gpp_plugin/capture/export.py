@@ -31,8 +31,9 @@ from gpp_plugin.capture.tracing.clean import written_arguments
 from gpp_plugin.capture.tracing.devices import place_graph, placed_body
 from gpp_plugin.capture.tracing.sample_batches import UnitBatch, count_samples, resize_batch, rows_per_sample
 from gpp_plugin.capture.tracing.shadow import Shadow, dtype_name, make_shadow, tracing_device
-from gpp_plugin.capture.tracing.torch_export import READS, Call, Reads, call_by_key
+from gpp_plugin.capture.tracing.torch_export import READS, Call, Reads, call_by_key, run_reading
 from gpp_plugin.capture.tracing.traced import Traced, align, structure_of, trace
+from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import RECORDED, WHOLE_UNITS, Analysis
 from gpp_plugin.ir.op_graph import OpGraph, OpNode, Parameter
@@ -167,6 +168,26 @@ def recapture(
     return _assemble(traced, _carried_over(known, traced, notes), shadow, analysis, masks)
 
 
+def read_values(
+    model: nn.Module,
+    analysis: Analysis,
+    batch: Mapping[str, Any],
+    *,
+    device: torch.device | str | None = None,
+    call: Call = call_by_key,
+) -> Recording:
+    """Return what the model's Python reads of a batch, by running it on fake tensors beside the batch's values.
+
+    Raises:
+        CaptureError: it fails on such a batch; names module and line.
+    """
+    dtype = getattr(torch, analysis.dtype) if analysis.dtype is not None else None
+    shadow = make_shadow(
+        model, training=analysis.is_training, dtype=dtype, device=torch.device(device or "cpu")
+    )
+    return run_reading(shadow, batch, outputs=tuple(analysis.op_graph.outputs), call=call)
+
+
 def _masks(traced: Traced, shadow: Shadow) -> dict[str, Mask]:
     """Return the masks of attention that eager models leave out where some of the batch's entries hold ones only."""
     own = {name: key for name, key in traced.inputs.items() if key not in traced.received}
@@ -236,7 +257,9 @@ def _traced_or_whole(
         return traced, None
 
 
-def _trace_with_values(export: Callable[..., Traced], batch: Mapping[str, Any], error: CaptureError) -> Traced:
+def _trace_with_values(
+    export: Callable[..., Traced], batch: Mapping[str, Any], error: CaptureError
+) -> Traced:
     """Return the model traced with what its Python reads of the batch.
 
     Raises:

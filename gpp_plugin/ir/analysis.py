@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from gpp_plugin.ir.op_graph import OpGraph
 
-
 RECORDED, WHOLE_UNITS = "recorded", "whole units"
 """Means of a capture."""
 

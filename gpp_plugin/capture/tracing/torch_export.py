@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch._export.utils import _compiling_state_context
 
 from gpp_plugin.capture.tracing.shadow import Shadow, fake_inputs
 from gpp_plugin.capture.tracing.values import ReadingMode, Recording
@@ -177,16 +178,7 @@ def export_model(
     )
     wrapper.training = training
     try:
-        # The collector waits: what a finalizer computes on tensors would be traced as the model's. The engine of an
-        # earlier job in this process is such garbage: its operators came into the graph before the inputs.
-        with (
-            torch.enable_grad(),
-            _without_stack_traces(),
-            _without_words_of_a_failure(),
-            paused_collector(),
-            _without_checks_of_distributions(),
-            _masks_by_broadcasting(),
-        ):
+        with torch.enable_grad(), _surroundings():
             program = torch.export.export(wrapper, (), fake_inputs(shadow, batch), strict=False)
     except Exception as error:
         for cause in _causes(error):
@@ -196,9 +188,54 @@ def export_model(
     return program, wrapper.seen.has_loss, wrapper.seen.recording
 
 
+def run_reading(
+    shadow: Shadow, batch: Mapping[str, Any], *, outputs: Sequence[str], call: Call = call_by_key
+) -> Recording:
+    """Run the shadow on fake inputs, as an export would, and return what its Python read of the batch.
+
+    Raises:
+        CaptureError: it fails; names the module and the line.
+    """
+    _, constants = split_batch(batch)
+    wrapper = LossWrapper(
+        shadow.model, constants, outputs, needs_loss=False, call=call, reads=Reads(values=batch)
+    )
+    wrapper.training = shadow.model.training
+    inputs = fake_inputs(shadow, batch)
+    try:
+        with (
+            torch.enable_grad(),
+            _surroundings(),
+            _compiling_state_context(),  # models ask whether they are being exported, and read less then
+            shadow.mode,
+        ):
+            wrapper(**inputs)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(_explain(error, shadow.model)) from error
+    assert wrapper.seen.recording is not None
+    return wrapper.seen.recording
+
+
+@contextmanager
+def _surroundings() -> Iterator[None]:
+    """What a model runs in while it is traced."""
+    # The collector waits: what a finalizer computes on tensors would be traced as the model's. The engine of an
+    # earlier job in this process is such garbage: its operators came into the graph before the inputs.
+    with (
+        _without_stack_traces(),
+        _without_words_of_a_failure(),
+        paused_collector(),
+        _without_checks_of_distributions(),
+        _masks_by_broadcasting(),
+    ):
+        yield
+
+
 @contextmanager
 def _attributes_restored(model: nn.Module) -> Iterator[None]:
-    """Undo what a forward keeps in its modules of tensors (a cache of positions): export refuses what it finds there."""
+    """Undo what a forward keeps of tensors in its modules (a cache of positions): export refuses what it finds."""
     before = [(module, dict(vars(module))) for module in model.modules()]
     try:
         yield
@@ -206,7 +243,9 @@ def _attributes_restored(model: nn.Module) -> Iterator[None]:
         for module, attributes in before:
             now = vars(module)
             for name in [n for n, value in now.items() if value is not attributes.get(n)]:
-                if not any(isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(now[name])):
+                if not any(
+                    isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(now[name])
+                ):
                     continue
                 if name in attributes:
                     now[name] = attributes[name]

@@ -270,7 +270,9 @@ def refuse_values(graph: fx.Graph) -> None:
         results = torch.utils._pytree.tree_leaves(node.meta.get("val"))
         for value in results:
             if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-                raise CaptureError(f"{place} yields a Python number taken from a tensor: {READS}; keep it a tensor")
+                raise CaptureError(
+                    f"{place} yields a Python number taken from a tensor: {READS}; keep it a tensor"
+                )
             if isinstance(value, torch.Tensor) and any(not isinstance(size, int) for size in value.shape):
                 raise CaptureError(
                     f"{place} makes a tensor of shape {tuple(value.shape)}: {READS} (nonzero, boolean indexing, "

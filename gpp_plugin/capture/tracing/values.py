@@ -1,8 +1,8 @@
-"""Values of a batch's integers while a model is traced: what Python reads of them, and whether another batch has the same.
+"""Values of a batch while a model is traced: what Python reads of them, and whether it reads the same of another one.
 
 A capture holds one shape. A model whose Python reads values (``grid_thw.tolist()``, ``if mask.all()``,
 ``hidden[mask]``) has another graph for other values, so a capture of it holds its *readings* too. While the model
-runs on fake tensors, `ReadingMode` computes beside each one whatever can be computed of the batch's integers alone:
+runs on fake tensors, `ReadingMode` computes beside each one whatever can be computed of the batch alone:
 
     input_ids   fake [2, 8]     real [2, 8]
     is_image    fake [2, 8]     real input_ids == 63        computed beside
@@ -13,8 +13,9 @@ runs on fake tensors, `ReadingMode` computes beside each one whatever can be com
                                                             number is frozen, the places are found at run time
 
 A `Recording` keeps the readings and the few operations that made them (the tape). Before another batch runs on the
-same code, the tape is run on its integers: where all readings are the same, so is the graph. What depends on a weight,
-a floating-point input or a random number is not known, and a read of it fails as it does without this mode.
+same code, the tape is run on it: where all readings are the same, so is the graph. A rank that lacks the batch is told
+the readings, and its trace replays them in order. What depends on a weight or a random number is not known, and a read
+of it fails as it does without this mode.
 
 Source: this project
 Tests: tests/capture/test_values.py
@@ -44,16 +45,60 @@ _PYTHON = frozenset(
 """Functions that hand values to Python."""
 _TEXT = frozenset(("__format__", "__repr__", "__str__"))
 """Functions that make words of values, for messages that nobody reads."""
-_WHOLE = frozenset(("unique", "unique_consecutive", "bincount", "_unique2", "unique_dim", "tensor_split", "one_hot"))
+_WHOLE = frozenset(
+    ("unique", "unique_consecutive", "bincount", "_unique2", "unique_dim", "tensor_split", "one_hot")
+)
 """Functions whose result has a size that values decide, and is frozen as it is."""
 _SIZES = frozenset(
-    ("arange", "linspace", "zeros", "ones", "full", "empty", "view", "reshape", "expand", "repeat", "split", "narrow")
-    + ("tile", "pad", "interpolate", "new_zeros", "new_ones", "new_full", "new_empty", "split_with_sizes", "unflatten")
-    + ("select", "eye", "tril_indices", "triu_indices", "roll", "chunk", "unfold", "fill_diagonal_", "adaptive_avg_pool2d")
+    (
+        "arange",
+        "linspace",
+        "zeros",
+        "ones",
+        "full",
+        "empty",
+        "view",
+        "reshape",
+        "expand",
+        "repeat",
+        "split",
+        "narrow",
+    )
+    + (
+        "tile",
+        "pad",
+        "interpolate",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "split_with_sizes",
+        "unflatten",
+    )
+    + (
+        "select",
+        "eye",
+        "tril_indices",
+        "triu_indices",
+        "roll",
+        "chunk",
+        "unfold",
+        "adaptive_avg_pool2d",
+    )
 )
 """Functions that take sizes; a size that is a tensor is read."""
 _OTHERS = "the model's Python reads other values of this batch than were told of it"
-_RANDOM = ("rand", "normal", "bernoulli", "multinomial", "dropout", "uniform", "exponential", "poisson", "geometric")
+_RANDOM = (
+    "rand",
+    "normal",
+    "bernoulli",
+    "multinomial",
+    "dropout",
+    "uniform",
+    "exponential",
+    "poisson",
+    "geometric",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +248,12 @@ class ReadingMode(TorchFunctionMode):
             if call.is_read or call.makes & wanted:
                 kept.append(call)
                 wanted |= call.reads | call.makes
-        needed = {leaf.number for call in kept for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, _Slot)}
+        needed = {
+            leaf.number
+            for call in kept
+            for leaf in tree_leaves((call.args, call.kwargs))
+            if isinstance(leaf, _Slot)
+        }
         tape = tuple(reversed(kept))
         return Recording(
             values=tuple(call.reading for call in tape if call.is_read),
@@ -301,7 +351,9 @@ class ReadingMode(TorchFunctionMode):
         slotted = self._slotted((args, kwargs))
         reads = frozenset(self._storage_of(t) for t in _tensors((args, kwargs)))
         self._tape.append(
-            _Call(function=func, args=slotted[0], kwargs=slotted[1], reads=reads, is_read=True, reading=reading)
+            _Call(
+                function=func, args=slotted[0], kwargs=slotted[1], reads=reads, is_read=True, reading=reading
+            )
         )
         return _thawed(reading)
 
@@ -328,7 +380,12 @@ class ReadingMode(TorchFunctionMode):
 
     def _number(self, value: Any) -> Any:
         """Return a known tensor of one integer as that integer."""
-        if not isinstance(value, Tensor) or value.dim() or value.dtype is torch.bool or not self._is_known(value):
+        if (
+            not isinstance(value, Tensor)
+            or value.dim()
+            or value.dtype is torch.bool
+            or not self._is_known(value)
+        ):
             return value
         return value if value.is_floating_point() else self._read(torch.Tensor.item, (value,), {})
 
@@ -358,9 +415,9 @@ class ReadingMode(TorchFunctionMode):
             return self._repeated(func, args, kwargs)
         if name in ("tensor", "as_tensor") and args and isinstance(args[0], (list, tuple)):
             # a list of numbers that are tensors: export would ask each for its value
-            parts = args[0]
-            if parts and all(isinstance(p, Tensor) and p.dim() == 0 and self._is_known(p) for p in parts):
-                return torch.stack(list(parts)).to(dtype=kwargs.get("dtype"), device=kwargs.get("device"))
+            numbers = list(args[0])
+            if numbers and all(isinstance(n, Tensor) and n.dim() == 0 and self._is_known(n) for n in numbers):
+                return torch.stack(numbers).to(dtype=kwargs.get("dtype"), device=kwargs.get("device"))
         return None
 
     def _repeated(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -406,7 +463,14 @@ class ReadingMode(TorchFunctionMode):
 
     @staticmethod
     def _makes_tensor(func: Any) -> bool:
-        return getattr(getattr(func, "__self__", None), "__name__", "") in ("T", "mT", "H", "mH", "data", "real")
+        return getattr(getattr(func, "__self__", None), "__name__", "") in (
+            "T",
+            "mT",
+            "H",
+            "mH",
+            "data",
+            "real",
+        )
 
     def _constants(self, values: Any, like: Tensor) -> Any:
         """Return tensors of what was read, made as the model would make them of numbers."""

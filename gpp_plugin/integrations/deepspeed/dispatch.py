@@ -168,7 +168,8 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
     if sample is None:
         sample = sample_from_dataset(data, num_samples=setting.sizes.mini_batch, collate_fn=collate_fn)
     sample = prepare_batch(model, sample)
-    count_samples(sample)  # a batch without a common number of samples is refused here, before any work
+    if isinstance(model, StageGraph) or block.planner == STOCK:
+        count_samples(sample)  # a batch without a common number of samples is refused here, before any work
     _check_model(model, block)
     optimizer, groups = _optimizer_of(model, given)
     if optimizer is None:

@@ -95,7 +95,8 @@ def prepare_batch(model: nn.Module | StageGraph, batch: Any) -> dict[str, Any]:
     """Return the batch as the model is called with it; a graph's stages say themselves what they read of it.
 
     Contrastive models compute a loss only when asked to: ``return_loss=True`` is added where the
-    model's forward takes it and the batch does not say, as HuggingFace's Trainer does.
+    model's forward takes it and the batch does not say, as HuggingFace's Trainer does. What a model would make of
+    the batch in Python, and can be given, is made here (`prepared_inputs`).
     """
     prepared = dict(check_batch(batch))
     if isinstance(model, StageGraph):
@@ -104,7 +105,7 @@ def prepare_batch(model: nn.Module | StageGraph, batch: Any) -> dict[str, Any]:
         asks = takes_return_loss(model)
     if asks and RETURN_LOSS not in prepared:
         prepared[RETURN_LOSS] = True
-    return prepared
+    return prepared if isinstance(model, StageGraph) else prepared | prepared_inputs(model, prepared)
 
 
 class StageGraph:

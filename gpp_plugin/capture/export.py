@@ -235,10 +235,13 @@ def _traced_or_whole(
     a unit already, where Python reads values (of what there is at another number of samples nobody knows them), and
     where the graph is another one at another number of samples.
     """
+    failure: CaptureError | None = None
     try:
         traced = export(batch)
     except CaptureError as error:
-        traced = _trace_with_values(export, batch, error)
+        failure = error
+    if failure is not None:  # outside of the handler: an error in there would be told as a consequence of this one
+        traced = _trace_with_values(export, batch, failure)
     if isinstance(batch, UnitBatch) or traced.recording is not None:
         return traced, None
     # Not one sample: export specialises sizes of one (broadcasting, contiguity), and a slice of one sample could not

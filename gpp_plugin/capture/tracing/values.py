@@ -355,7 +355,8 @@ class ReadingMode(TorchFunctionMode):
                 function=func, args=slotted[0], kwargs=slotted[1], reads=reads, is_read=True, reading=reading
             )
         )
-        return _thawed(reading)
+        with _plainly():
+            return _thawed(reading)
 
     # ---- sizes and places ------------------------------------------------------------------------
 

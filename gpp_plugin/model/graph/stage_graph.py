@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 from torch import nn
 
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.integrations.huggingface.prepared_inputs import prepared_inputs
 from gpp_plugin.model.graph.stage_context import StageContext
 from gpp_plugin.model.graph.written_stages import (
     Names,

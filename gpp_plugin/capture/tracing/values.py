@@ -83,7 +83,7 @@ _SIZES = frozenset(
         "roll",
         "chunk",
         "unfold",
-        "adaptive_avg_pool2d",
+        "multinomial", "randperm", "randint", "topk",
     )
 )
 """Functions that take sizes; a size that is a tensor is read."""

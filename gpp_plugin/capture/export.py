@@ -15,6 +15,7 @@ from torch import nn
 from gpp_plugin.capture.annotate import Note, annotate, module_path
 from gpp_plugin.capture.attention import find_attention_masks, without_masks
 from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.keys import find_layer_lists
 from gpp_plugin.capture.layout.inseparable import find_clusters
 from gpp_plugin.capture.layout.layout_rules import Counted, Fixed, Rows
@@ -27,6 +28,7 @@ from gpp_plugin.capture.layout.layouts import (
 )
 from gpp_plugin.capture.layout.replicate import find_replicable
 from gpp_plugin.capture.mask_values import Mask, inputs_of_ones
+from gpp_plugin.capture.same_blocks import border_names, with_names
 from gpp_plugin.capture.tracing.clean import written_arguments
 from gpp_plugin.capture.tracing.devices import place_graph, placed_body
 from gpp_plugin.capture.tracing.sample_batches import UnitBatch, count_samples, resize_batch, rows_per_sample
@@ -85,29 +87,48 @@ def capture_model(
     traced, pair = _traced_or_whole(export, batch)
     if pair is not None:
         traced = _aligned(pair[0], traced)
-    masks, unpadded = _masks(traced, shadow), inputs_of_ones(batch)
+    rows = {} if pair is None else rows_per_sample(resize_batch(batch, pair[0].num_samples))
+    return _analysed(type(model).__name__, traced, shadow, pair, rows, inputs_of_ones(batch), training)
+
+
+def _analysed(
+    model: str,
+    traced: Traced,
+    shadow: Shadow,
+    pair: tuple[Traced, Traced] | None,
+    rows: dict[str, int],
+    unpadded: Collection[str],
+    training: bool,
+) -> CapturedGraph:
+    """Return the capture with all that is found out of it.
+
+    Args:
+        pair: exports at n and 2n samples; None where the model takes whole units.
+        rows: of a sample of each input.
+        unpadded: inputs that hold ones only.
+    """
+    masks = _masks(traced, shadow)
     notes = _notes(traced, shadow, masks, unpadded, training=training)
     clusters = find_clusters(traced.graph, notes)
     if pair is not None:
-        small, large = pair
-        rows = rows_per_sample(resize_batch(batch, small.num_samples))
         # Clusters twice: layouts are judged cluster by cluster, and what they find uncuttable makes clusters larger.
-        layouts = analyse_layouts(small, large, clusters, rows, tracing_device(shadow.device))
+        layouts = analyse_layouts(*pair, clusters, rows, tracing_device(shadow.device))
         clusters = find_clusters(traced.graph, notes, uncuttable=layouts.uncuttable())
     else:
         layouts = whole_layouts(traced)
     replicable = find_replicable(traced, notes, clusters, layouts)
     _couple_readers_of_counts(traced, layouts, replicable)
-    op_graph = _op_graph(type(model).__name__, shadow, traced, notes, layouts, replicable)
+    op_graph = _op_graph(model, shadow, traced, notes, layouts, replicable)
+    of_masks = {key for mask in masks.values() for key in mask.inputs}
     analysis = Analysis(
         op_graph=op_graph,
         nodes=structure_of(traced.graph),
         is_training=training,
-        dtype=dtype_name(dtype) if dtype is not None else None,
+        dtype=dtype_name(shadow.dtype) if shadow.dtype is not None else None,
         device_type=shadow.device.type,
         layer_lists=find_layer_lists(shadow.model),
         clusters=clusters,
-        unpadded=tuple(sorted(unpadded & {key for mask in masks.values() for key in mask.inputs})),
+        unpadded=tuple(sorted(of_masks.intersection(unpadded))),
         means=(*((RECORDED,) if traced.recording else ()), *((WHOLE_UNITS,) if pair is None else ())),
     )
     return _assemble(traced, op_graph, shadow, analysis, masks)
@@ -120,14 +141,16 @@ def recapture(
     *,
     device: torch.device | str | None = None,
     call: Call = call_by_key,
+    granularity: str = "layer",
 ) -> CapturedGraph:
     """Capture the same model at another number of samples or other lengths.
 
     One export; layouts, couplings and what is replicated carry over by name, so that `coarsen` gives the
-    same blocks.
+    same blocks. Of a model that takes whole units the operators may differ, too, where its blocks are the same.
 
     Args:
         analysis: of the first capture, on this rank or another.
+        granularity: of those blocks.
         device: the device the graph will run on, of the type that was analysed; the CPU by default.
         call: as for `capture_model`.
 
@@ -159,6 +182,8 @@ def recapture(
     try:
         traced = align(analysis.nodes, traced)
     except CaptureError as error:
+        if analysis.takes_whole_units:
+            return _with_same_blocks(analysis, traced, shadow, granularity)
         raise CaptureError(
             f"the graph changed with the input shapes: {error}; pad batches to one length, or use another "
             "micro-batch size"
@@ -166,6 +191,26 @@ def recapture(
     masks = _masks(traced, shadow)
     notes = _notes(traced, shadow, masks, analysis.unpadded, training=training)
     return _assemble(traced, _carried_over(known, traced, notes), shadow, analysis, masks)
+
+
+def _with_same_blocks(analysis: Analysis, traced: Traced, shadow: Shadow, granularity: str) -> CapturedGraph:
+    """Return a graph of other operators under the names of the blocks' borders that were analysed.
+
+    Raises:
+        CaptureError: the blocks differ.
+    """
+    known, model = analysis.op_graph, analysis.op_graph.model
+    now = _analysed(model, traced, shadow, None, {}, analysis.unpadded, analysis.is_training)
+    blocks, blocks_now = (coarsen(found, granularity=granularity) for found in (analysis, now))
+    try:
+        names = border_names(blocks, blocks_now, known, now.op_graph)
+    except CaptureError as error:
+        raise CaptureError(
+            f"{model} has other blocks for a batch of these shapes and values than the plan: {error}; give batches "
+            "whose images or clips, and what stands for them, are as in the sample batch"
+        ) from None
+    renamed = with_names(traced, names)
+    return _analysed(model, renamed, shadow, None, {}, analysis.unpadded, analysis.is_training)
 
 
 def read_values(
@@ -240,7 +285,9 @@ def _traced_or_whole(
         traced = export(batch)
     except CaptureError as error:
         failure = error
-    if failure is not None:  # outside of the handler: an error in there would be told as a consequence of this one
+    if (
+        failure is not None
+    ):  # outside of the handler: an error in there would be told as a consequence of this one
         traced = _trace_with_values(export, batch, failure)
     if isinstance(batch, UnitBatch) or traced.recording is not None:
         return traced, None

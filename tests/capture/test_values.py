@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model, read_values, recapture
 from gpp_plugin.capture.tracing.sample_batches import UnitBatch, count_samples, resize_batch
 from gpp_plugin.errors import CaptureError
@@ -92,6 +93,41 @@ def test_a_rank_without_the_batch_replays_what_others_read() -> None:
     for wrong in (readings[:-1], (*readings, 1)):
         with pytest.raises(CaptureError, match="reads other values of this batch than were told"):
             recapture(model, capture.analysis, UnitBatch(shapes, num_samples=2, readings=wrong))
+
+
+def test_another_structure_gets_the_names_of_the_blocks_borders() -> None:
+    model, capture = reader()
+    other = reader_batch([[2, 1], [1, 1, 1]], padded=False)  # a fourth image, and no mask: other operators
+    again = recapture(model, capture.analysis, UnitBatch(other, num_samples=2))
+    assert again.analysis.nodes != capture.analysis.nodes
+    assert_exact(again, model, other)
+    planned, now = coarsen(capture), coarsen(again)
+    assert [block.name for block in planned.blocks] == [block.name for block in now.blocks]
+    assert [(e.src, e.dst, e.tensors) for e in planned.edges] == [
+        (e.src, e.dst, e.tensors) for e in now.edges
+    ]
+    assert again.op_graph.loss == capture.op_graph.loss
+
+
+class _Branches(nn.Module):
+    """Runs a layer where the batch says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, use: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if use[index]:
+                x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def test_other_blocks_are_refused_in_one_line() -> None:
+    model, x = _Branches(), torch.ones(2, 4)
+    capture = capture_model(model, UnitBatch({"x": x, "use": torch.tensor([1, 1, 1])}, num_samples=2))
+    with pytest.raises(CaptureError, match=r"other blocks .* block layers\.1 is gone; give batches"):
+        recapture(model, capture.analysis, UnitBatch({"x": x, "use": torch.tensor([1, 0, 1])}, num_samples=2))
 
 
 class _Written(nn.Module):

@@ -83,7 +83,10 @@ _SIZES = frozenset(
         "roll",
         "chunk",
         "unfold",
-        "multinomial", "randperm", "randint", "topk",
+        "multinomial",
+        "randperm",
+        "randint",
+        "topk",
     )
 )
 """Functions that take sizes; a size that is a tensor is read."""

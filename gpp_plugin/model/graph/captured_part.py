@@ -181,7 +181,12 @@ class CapturedPart:
     def capture_again(self, analysis: Analysis, arguments: Batch) -> CapturedGraph:
         """Return the module traced at another shape; what is kept, where it is that."""
         return self._known(analysis, arguments) or recapture(
-            self.model, analysis, arguments, device=self._device, call=self._call
+            self.model,
+            analysis,
+            arguments,
+            device=self._device,
+            call=self._call,
+            granularity=self.granularity,
         )
 
     def _known(self, analysis: Analysis, arguments: Batch) -> CapturedGraph | None:
@@ -415,6 +420,11 @@ class CapturedPart:
         known: Mapping[str, TensorSpec] = {} if within is None else within.shapes.tensors
         captured = self.capture_again(analysis, self.arguments(batch, known, num_samples))
         self._kept = None  # one stage runs here, and keeps its code
+        if plan.stages[stage].memory is not None and captured.analysis.nodes != analysis.nodes:
+            raise CaptureError(
+                f"stage {plan.stages[stage].name}: its graph changed with values of its inputs, and its memory plan "
+                'names operators; set graph_pipeline.memory.recompute and swap to "off"'
+            )
         view = self.view(captured)
         nodes = self._nodes_of(plan, stage, view, captured)
         # graph's name -> the capture's, of all that this stage computes; its outputs are among them, in the order

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from torch import fx
 
@@ -65,9 +66,9 @@ def with_names(traced: Traced, names: Mapping[str, str]) -> Traced:
     mapping: dict[fx.Node, fx.Node] = {}
     for node in traced.graph.nodes:
         name = names.get(node.name) or (f"{node.name}_now" if node.name in taken else node.name)
-        args = fx.map_arg(node.args, lambda n: mapping[n])
-        kwargs = fx.map_arg(node.kwargs, lambda n: mapping[n])
-        mapping[node] = copied = graph.create_node(node.op, node.target, args, kwargs, name=name)  # type: ignore[arg-type]
+        args: Any = fx.map_arg(node.args, lambda n: mapping[n])
+        kwargs: Any = fx.map_arg(node.kwargs, lambda n: mapping[n])
+        mapping[node] = copied = graph.create_node(node.op, node.target, args, kwargs, name=name)
         copied.meta = dict(node.meta)
     return dataclasses.replace(traced, graph=graph)
 

@@ -26,7 +26,7 @@ def prepared_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any
     """Return the entries to add to a batch: those that the model lacks and can have made ahead."""
     if batch.get(POSITIONS) is not None or not any(batch.get(key) is not None for key in _GRIDS):
         return {}
-    numbering = next((m for m in model.modules() if callable(getattr(m, "get_rope_index", None))), None)
+    numbering: Any = next((m for m in model.modules() if callable(getattr(m, "get_rope_index", None))), None)
     if numbering is None or POSITIONS not in inspect.signature(model.forward).parameters:
         return {}
     parameters = inspect.signature(numbering.get_rope_index).parameters
@@ -39,7 +39,7 @@ def prepared_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any
     if any(name not in given for name in required):
         return {}  # the model says itself what it lacks
     # on a twin without weights: what the method may keep stays out of the model, which may lie on the meta device
-    twin = copy.copy(numbering)
+    twin: Any = copy.copy(numbering)
     twin.__dict__ = {**vars(numbering), "_modules": {}, "_parameters": {}}
     with torch.no_grad():
         positions, _ = twin.get_rope_index(**given)

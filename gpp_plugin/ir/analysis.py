@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gpp_plugin.ir.op_graph import OpGraph
 
-RECORDED, WHOLE_UNITS = "recorded", "whole units"
+PREPARED, RECORDED, WHOLE_UNITS = "prepared", "recorded", "whole units"
 """Means of a capture."""
 
 
@@ -46,7 +46,8 @@ class Analysis:
             with several results and their parts, tensors that no batch axis can cut.
         unpadded: inputs that held ones only in the first capture's batch; costs are of attention without the masks
             that eager models leave out then.
-        means: what tracing it took beyond an export: "recorded" where Python reads values of the batch, "whole units"
+        means: what tracing it took beyond an export: "prepared" where entries of the batch are made ahead on the host,
+            "recorded" where Python reads values of the batch, "whole units"
             where no axis is known to hold samples, so that all operators compute on whole loss units.
     """
 

@@ -22,7 +22,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
-from gpp_plugin.runtime.batches import Batch, ones_among, samples_of, shape_key
+from gpp_plugin.runtime.batches import Batch, WholeUnits, ones_among, samples_of, shape_key
 from gpp_plugin.runtime.compute import AutogradCompute, HalfForwards, StageHooks, boundary_gradients
 from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
 from gpp_plugin.runtime.input_rows import InputLink, InputRows
@@ -249,6 +249,8 @@ class Lane:
     def _executor_for(self, batch: Batch) -> _Compiled:
         # Least recently used first: a hit moves to the end, and a new shape beyond `MAX_SHAPES` takes the first one's
         # place.
+        is_unguarded = self.reference.analysis.takes_whole_units and not isinstance(batch, WholeUnits)
+        assert not is_unguarded, "what Python reads of a batch is part of its key"
         key = shape_key(batch, self.plan.mini_batch)
         found = self._executors.get(key)
         if found is not None:

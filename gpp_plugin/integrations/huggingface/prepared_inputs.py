@@ -22,12 +22,16 @@ POSITIONS = "position_ids"
 _GRIDS = ("image_grid_thw", "video_grid_thw")
 
 
+def has_prepared_inputs(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Return whether a batch holds what `prepared_inputs` made of it."""
+    without = {key: value for key, value in batch.items() if key != POSITIONS}
+    return batch.get(POSITIONS) is not None and _numbering(model, without) is not None
+
+
 def prepared_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries to add to a batch: those that the model lacks and can have made ahead."""
-    if batch.get(POSITIONS) is not None or not any(batch.get(key) is not None for key in _GRIDS):
-        return {}
-    numbering: Any = next((m for m in model.modules() if callable(getattr(m, "get_rope_index", None))), None)
-    if numbering is None or POSITIONS not in inspect.signature(model.forward).parameters:
+    numbering = _numbering(model, batch)
+    if numbering is None:
         return {}
     parameters = inspect.signature(numbering.get_rope_index).parameters
     given = {name: batch[name] for name in parameters if name in batch}
@@ -44,3 +48,12 @@ def prepared_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any
     with torch.no_grad():
         positions, _ = twin.get_rope_index(**given)
     return {POSITIONS: positions}
+
+
+def _numbering(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """Return the module that numbers the tokens of such a batch, None where none does."""
+    if batch.get(POSITIONS) is not None or not any(batch.get(key) is not None for key in _GRIDS):
+        return None
+    found: Any = next((m for m in model.modules() if callable(getattr(m, "get_rope_index", None))), None)
+    is_taken = found is not None and POSITIONS in inspect.signature(model.forward).parameters
+    return found if is_taken else None

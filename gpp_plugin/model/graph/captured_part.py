@@ -26,7 +26,8 @@ from gpp_plugin.capture.export import capture_model, read_values, recapture
 from gpp_plugin.capture.tracing.sample_batches import UnitBatch, count_samples, resize_batch
 from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError, ConfigError
-from gpp_plugin.ir.analysis import Analysis
+from gpp_plugin.integrations.huggingface.prepared_inputs import has_prepared_inputs
+from gpp_plugin.ir.analysis import PREPARED, Analysis
 from gpp_plugin.ir.block_graph import Block, BlockGraph, SavedTensor
 from gpp_plugin.ir.op_graph import OpGraph, Parameter
 from gpp_plugin.ir.plan import PipelinePlan
@@ -174,6 +175,11 @@ class CapturedPart:
             if self.stage.is_alone:
                 raise
             raise CaptureError(f"stage {self.stage.name!r}: {error}") from error
+        if self.stage.is_alone and has_prepared_inputs(self.model, arguments):
+            means = (PREPARED, *captured.analysis.means)
+            captured = dataclasses.replace(
+                captured, analysis=dataclasses.replace(captured.analysis, means=means)
+            )
         if is_training:
             self._kept = (_shapes(arguments), captured)
         return captured

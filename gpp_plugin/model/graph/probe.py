@@ -225,6 +225,8 @@ class Prober:
         arguments = part.arguments(batch, tensors, num_samples)
         if analysis is None:
             captured = part.capture(arguments, is_training=is_training)
+            if captured.analysis.means and is_training:
+                logger.info("captured by other means than an export: %s", ", ".join(captured.analysis.means))
             for line in captured.op_graph.couplings if is_training else ():
                 logger.info("samples are mixed by %s", line)
         else:

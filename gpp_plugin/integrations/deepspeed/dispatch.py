@@ -26,7 +26,7 @@ from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
-from gpp_plugin.capture.export import count_samples, is_counted
+from gpp_plugin.capture.tracing.sample_batches import count_samples, is_counted
 from gpp_plugin.config import (
     BLOCK,
     GraphPipelineConfig,

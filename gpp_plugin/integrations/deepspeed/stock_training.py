@@ -85,7 +85,7 @@ def make_stock_engine(
     if reference.analysis.takes_whole_units:
         raise ConfigError(
             f"planner {STOCK!r}: {type(model).__name__} takes whole loss units, for Python reads values of them or its "
-            "structure differs with the samples, which DeepSpeed's pipeline cannot hand to its stages; choose another planner"
+            "structure differs with the samples, which DeepSpeed's pipeline cannot; choose another planner"
         )
     check_stock_plan(plan, setting)
     engine_config = _deepspeed_config(ds_config, plan, setting)

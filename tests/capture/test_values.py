@@ -200,6 +200,40 @@ def test_checks_of_distributions_are_off_while_a_model_is_traced() -> None:
         torch.distributions.Normal(torch.zeros(1), -torch.ones(1))
 
 
+class _Clamped(nn.Module):
+    """Asks whether something overflowed, as encoders do that train in half precision."""
+
+    def __init__(self, clamps: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.clamps = clamps
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if not torch.isfinite(x).all():
+                x = torch.clamp(x, min=-10.0, max=10.0) if self.clamps else x * 0
+            if torch.isinf(x).any():
+                x = torch.clamp(x, min=-5.0, max=5.0)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("largest", [1.0, 1e38, float("inf")])
+def test_branches_on_overflow_are_choices_of_values(largest: float) -> None:
+    torch.manual_seed(0)
+    model = _Clamped()
+    capture = capture_model(model, {"x": torch.randn(2, 4)})
+    x = torch.randn(2, 4)
+    x[0, 0] = largest
+    expected = eager_loss(model, {"x": x})
+    loss = run_graph(capture, model, {"x": x})[capture.op_graph.loss]
+    assert torch.equal(loss, expected) or (loss.isnan() and expected.isnan())
+    if largest == 1.0:
+        assert_exact(capture, model, {"x": x})
+    with pytest.raises(CaptureError, match="does something else than clamp"):
+        capture_model(_Clamped(clamps=False), {"x": torch.randn(2, 4)})
+
+
 def _text(kind: str, **more: Any) -> dict[str, Any]:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
     return {

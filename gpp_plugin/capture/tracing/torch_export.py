@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch._export.utils import _compiling_state_context
 
+from gpp_plugin.capture.tracing.overflow import OverflowMode
 from gpp_plugin.capture.tracing.shadow import Shadow, fake_inputs
 from gpp_plugin.capture.tracing.values import ReadingMode, Recording
 from gpp_plugin.errors import CaptureError
@@ -44,6 +45,7 @@ class _Seen:
 
     has_loss = False
     recording: Recording | None = None
+    asks_of_overflow = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,13 +84,16 @@ class LossWrapper(nn.Module):
 
     def forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the model on the batch."""
-        with _attributes_restored(self.model):
+        overflow = OverflowMode() if self.seen.asks_of_overflow else None
+        with _attributes_restored(self.model), overflow or nullcontext():
             if self._reads is None:
                 result = self._call(self.model, {**inputs, **self._constants})
             else:
                 with self._reads.mode(inputs) as mode:
                     result = self._call(self.model, {**inputs, **self._constants})
                 self.seen.recording = mode.recording()
+        if overflow is not None:
+            overflow.close()
         loss = _find_loss(result)
         if loss is None and self._needs_loss:
             raise CaptureError(
@@ -177,15 +182,27 @@ def export_model(
         shadow.model, constants, outputs, needs_loss=training and not outputs, call=call, reads=reads
     )
     wrapper.training = training
+    program: torch.export.ExportedProgram | None = None
+    try:
+        program = _export(wrapper, shadow, batch)
+    except CaptureError as error:
+        if not any(word in str(error) for word in ("isfinite(", "isinf(")):
+            raise
+    if program is None:  # a branch on overflow: once more, with an answer to it
+        wrapper.seen.asks_of_overflow = True
+        program = _export(wrapper, shadow, batch)
+    return program, wrapper.seen.has_loss, wrapper.seen.recording
+
+
+def _export(wrapper: LossWrapper, shadow: Shadow, batch: Mapping[str, Any]) -> torch.export.ExportedProgram:
     try:
         with torch.enable_grad(), _surroundings():
-            program = torch.export.export(wrapper, (), fake_inputs(shadow, batch), strict=False)
+            return torch.export.export(wrapper, (), fake_inputs(shadow, batch), strict=False)
     except Exception as error:
         for cause in _causes(error):
             if isinstance(cause, CaptureError):
                 raise cause from None
         raise CaptureError(_explain(error, shadow.model)) from error
-    return program, wrapper.seen.has_loss, wrapper.seen.recording
 
 
 def run_reading(

@@ -400,6 +400,8 @@ def _module_and_batch(
             f"sample_batch: missing; a {type(model).__name__} is captured on a batch as it is trained on, a dict of "
             "tensors with the samples along axis 0"
         )
-    from gpp_plugin.capture.tracing.sample_batches import resize_batch
+    from gpp_plugin.capture.tracing.sample_batches import as_unit, is_counted, resize_batch
+    from gpp_plugin.model.graph.stage_graph import prepare_batch
 
-    return model, resize_batch(batch, loss_unit)
+    prepared = prepare_batch(model, batch)
+    return model, resize_batch(prepared, loss_unit) if is_counted(prepared) else as_unit(prepared, loss_unit)

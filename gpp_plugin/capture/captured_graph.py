@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gpp_plugin.capture.mask_values import Mask
+from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.op_graph import OpGraph, OpNode
 
@@ -28,6 +29,7 @@ class CapturedGraph:
         device: where this rank computes it; code made of the graph names this device and no other.
         analysis: what the first capture of the model found out; `recapture` carries it on.
         masks: of attention, that eager models leave out where some inputs hold ones only, by node name.
+        recording: what Python read of the batch while it was traced: the graph is of batches that it reads the same of.
     """
 
     graph: torch.fx.Graph
@@ -39,6 +41,7 @@ class CapturedGraph:
     device: torch.device
     analysis: Analysis
     masks: Mapping[str, Mask]
+    recording: Recording | None = None
 
     @property
     def is_training(self) -> bool:

@@ -15,22 +15,32 @@ from torch import nn
 from gpp_plugin.capture.annotate import Note, annotate, module_path
 from gpp_plugin.capture.attention import find_attention_masks, without_masks
 from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.eager.choose_whole import MAX_ATTEMPTS, Untraceable, find_asked, with_culprit
+from gpp_plugin.capture.eager.keep_whole import WholeCalls
 from gpp_plugin.capture.keys import find_layer_lists
 from gpp_plugin.capture.layout.inseparable import find_clusters
 from gpp_plugin.capture.layout.layout_rules import Counted, Fixed, Rows
-from gpp_plugin.capture.layout.layouts import Layouts, analyse_layouts, describe_coupling, is_random
+from gpp_plugin.capture.layout.layouts import (
+    Layouts,
+    analyse_layouts,
+    describe_coupling,
+    is_random,
+    whole_layouts,
+)
 from gpp_plugin.capture.layout.replicate import find_replicable
 from gpp_plugin.capture.mask_values import Mask, inputs_of_ones
+from gpp_plugin.capture.same_blocks import border_names, with_names
 from gpp_plugin.capture.tracing.clean import written_arguments
 from gpp_plugin.capture.tracing.devices import place_graph, placed_body
 from gpp_plugin.capture.tracing.outside import Draws, check_draws
-from gpp_plugin.capture.tracing.sample_batches import count_samples, resize_batch, rows_per_sample
+from gpp_plugin.capture.tracing.sample_batches import UnitBatch, count_samples, resize_batch, rows_per_sample
 from gpp_plugin.capture.tracing.shadow import Shadow, dtype_name, make_shadow, tracing_device
-from gpp_plugin.capture.tracing.torch_export import Call, call_by_key
+from gpp_plugin.capture.tracing.torch_export import READS, Call, Reads, call_by_key, run_reading
 from gpp_plugin.capture.tracing.traced import Traced, align, structure_of, trace
+from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError
-from gpp_plugin.ir.analysis import Analysis
+from gpp_plugin.ir.analysis import RECORDED, WHOLE_UNITS, Analysis
 from gpp_plugin.ir.op_graph import OpGraph, OpNode, Parameter
 from gpp_plugin.ir.tensors import UNIFORM, UNIT, Layout, LayoutKind, TensorSpec, batch_layout
 
@@ -121,29 +131,58 @@ def _capture(
     export = functools.partial(
         trace, shadow, outputs=outputs, received=received, training=training, call=call, eager=eager
     )
-    traced, small, large = _at_analysis_sizes(export, batch, _first(export, batch, shadow))
-    masks, unpadded = _masks(traced, shadow), inputs_of_ones(batch)
+    traced, pair = _traced_or_whole(export, batch, shadow)
+    if pair is not None:
+        traced = _aligned(pair[0], traced)
+    rows = {} if pair is None else rows_per_sample(resize_batch(batch, pair[0].num_samples))
+    unpadded = inputs_of_ones(batch)
+    return _analysed(type(model).__name__, traced, shadow, pair, rows, unpadded, training, eager)
+
+
+def _analysed(
+    model: str,
+    traced: Traced,
+    shadow: Shadow,
+    pair: tuple[Traced, Traced] | None,
+    rows: dict[str, int],
+    unpadded: Collection[str],
+    training: bool,
+    eager: tuple[str, ...],
+) -> CapturedGraph:
+    """Return the capture with all that is found out of it.
+
+    Args:
+        pair: exports at n and 2n samples; None where the model takes whole units.
+        rows: of a sample of each input.
+        unpadded: inputs that hold ones only.
+        eager: modules that are kept whole.
+    """
+    masks = _masks(traced, shadow)
     notes = _notes(traced, shadow, masks, unpadded, training=training)
     if training:
         _check_loss(traced, notes, shadow)
     clusters = find_clusters(traced.graph, notes)
-    rows = rows_per_sample(resize_batch(batch, small.num_samples))
-    # Clusters twice: layouts are judged cluster by cluster, and what they find uncuttable makes clusters larger.
-    layouts = analyse_layouts(small, large, clusters, rows, tracing_device(shadow.device))
-    clusters = find_clusters(traced.graph, notes, uncuttable=layouts.uncuttable())
+    if pair is not None:
+        # Clusters twice: layouts are judged cluster by cluster, and what they find uncuttable makes clusters larger.
+        layouts = analyse_layouts(*pair, clusters, rows, tracing_device(shadow.device))
+        clusters = find_clusters(traced.graph, notes, uncuttable=layouts.uncuttable())
+    else:
+        layouts = whole_layouts(traced)
     replicable = find_replicable(traced, notes, clusters, layouts)
     _couple_readers_of_counts(traced, layouts, replicable)
-    op_graph = _op_graph(type(model).__name__, shadow, traced, notes, layouts, replicable)
+    op_graph = _op_graph(model, shadow, traced, notes, layouts, replicable)
+    of_masks = {key for mask in masks.values() for key in mask.inputs}
     analysis = Analysis(
         op_graph=op_graph,
         nodes=structure_of(traced.graph),
         is_training=training,
-        dtype=dtype_name(dtype) if dtype is not None else None,
+        dtype=dtype_name(shadow.dtype) if shadow.dtype is not None else None,
         device_type=shadow.device.type,
         layer_lists=find_layer_lists(shadow.model),
         clusters=clusters,
-        unpadded=tuple(sorted(unpadded & {key for mask in masks.values() for key in mask.inputs})),
+        unpadded=tuple(sorted(of_masks.intersection(unpadded))),
         eager=eager,
+        means=(*((RECORDED,) if traced.recording else ()), *((WHOLE_UNITS,) if pair is None else ())),
     )
     return _assemble(traced, op_graph, shadow, analysis, masks)
 
@@ -155,14 +194,16 @@ def recapture(
     *,
     device: torch.device | str | None = None,
     call: Call = call_by_key,
+    granularity: str = "layer",
 ) -> CapturedGraph:
     """Capture the same model at another number of samples or other lengths.
 
     One export; layouts, couplings and what is replicated carry over by name, so that `coarsen` gives the
-    same blocks.
+    same blocks. Of a model that takes whole units the operators may differ, too, where its blocks are the same.
 
     Args:
         analysis: of the first capture, on this rank or another.
+        granularity: of those blocks.
         device: the device the graph will run on, of the type that was analysed; the CPU by default.
         call: as for `capture_model`.
 
@@ -190,10 +231,13 @@ def recapture(
         training=training,
         call=call,
         eager=analysis.eager,
+        reads=_reads(analysis, batch),
     )
     try:
         traced = align(analysis.nodes, traced)
     except CaptureError as error:
+        if analysis.takes_whole_units:
+            return _with_same_blocks(analysis, traced, shadow, granularity)
         raise CaptureError(
             f"the graph changed with the input shapes: {error}; pad batches to one length, or use another "
             "micro-batch size"
@@ -234,6 +278,49 @@ def _check_loss(traced: Traced, notes: Mapping[str, Note], shadow: Shadow) -> No
     )
 
 
+def _with_same_blocks(analysis: Analysis, traced: Traced, shadow: Shadow, granularity: str) -> CapturedGraph:
+    """Return a graph of other operators under the names of the blocks' borders that were analysed.
+
+    Raises:
+        CaptureError: the blocks differ.
+    """
+    known, model = analysis.op_graph, analysis.op_graph.model
+    now = _analysed(model, traced, shadow, None, {}, analysis.unpadded, analysis.is_training, analysis.eager)
+    blocks, blocks_now = (coarsen(found, granularity=granularity) for found in (analysis, now))
+    try:
+        names = border_names(blocks, blocks_now, known, now.op_graph)
+    except CaptureError as error:
+        raise CaptureError(
+            f"{model} has other blocks for a batch of these shapes and values than the plan: {error}; give batches "
+            "whose images or clips, and what stands for them, are as in the sample batch"
+        ) from None
+    renamed = with_names(traced, names)
+    return _analysed(
+        model, renamed, shadow, None, {}, analysis.unpadded, analysis.is_training, analysis.eager
+    )
+
+
+def read_values(
+    model: nn.Module,
+    analysis: Analysis,
+    batch: Mapping[str, Any],
+    *,
+    device: torch.device | str | None = None,
+    call: Call = call_by_key,
+) -> Recording:
+    """Return what the model's Python reads of a batch, by running it on fake tensors beside the batch's values.
+
+    Raises:
+        CaptureError: it fails on such a batch; names module and line.
+    """
+    dtype = getattr(torch, analysis.dtype) if analysis.dtype is not None else None
+    shadow = make_shadow(
+        model, training=analysis.is_training, dtype=dtype, device=torch.device(device or "cpu")
+    )
+    whole = WholeCalls(shadow.model, shadow.original, analysis.eager, batch, training=analysis.is_training)
+    return run_reading(shadow, batch, outputs=tuple(analysis.op_graph.outputs), whole=whole, call=call)
+
+
 def _masks(traced: Traced, shadow: Shadow) -> dict[str, Mask]:
     """Return the masks of attention that eager models leave out where some of the batch's entries hold ones only."""
     own = {name: key for name, key in traced.inputs.items() if key not in traced.received}
@@ -265,26 +352,67 @@ def _notes(
     return notes
 
 
-def _at_analysis_sizes(
-    export: Callable[[Mapping[str, Any]], Traced], batch: Mapping[str, Any], traced: Traced
-) -> tuple[Traced, Traced, Traced]:
-    """Return the capture, and exports at n and 2n samples, n >= 2, small enough to try operators on."""
+def _reads(analysis: Analysis, batch: Mapping[str, Any]) -> Reads | None:
+    if not analysis.reads_values:
+        return None
+    readings = batch.readings if isinstance(batch, UnitBatch) else None
+    return Reads(values=batch) if readings is None else Reads(readings=readings)
+
+
+def _traced_or_whole(
+    export: Callable[..., Traced], batch: Mapping[str, Any], shadow: Shadow
+) -> tuple[Traced, tuple[Traced, Traced] | None]:
+    """Return the capture, and exports at n and 2n samples, n >= 2, small enough to try operators on.
+
+    Without these the model takes whole loss units, of which nothing is known of where samples lie: where the batch is
+    a unit already, where Python reads values (of what there is at another number of samples nobody knows them), and
+    where the graph is another one at another number of samples.
+    """
+    failure: CaptureError | None = None
+    try:
+        traced = _first(export, batch, shadow)
+    except CaptureError as error:
+        failure = error
+    if (
+        failure is not None
+    ):  # not in the handler: an error in there would be told as a consequence of this one
+        traced = _trace_with_values(export, batch, shadow, failure)
+    if isinstance(batch, UnitBatch) or traced.recording is not None:
+        return traced, None
     # Not one sample: export specialises sizes of one (broadcasting, contiguity), and a slice of one sample could not
     # be told from a reduction over samples. A batch of 3 saves an export: (3, 6); one of 16 is tried at (2, 4).
     base = traced.num_samples if traced.num_samples in (2, 3, 4) else 2
     pair = []
-    for count in (base, 2 * base):
-        known = traced if count == traced.num_samples else None
-        pair.append(known or export(resize_batch(batch, count)))
-    small, large = pair
     try:
-        nodes = structure_of(small.graph)
-        return small if traced is small else align(nodes, traced), small, align(nodes, large)
+        for count in (base, 2 * base):
+            known = traced if count == traced.num_samples else None
+            pair.append(known or export(resize_batch(batch, count)))
+        small, large = pair
+        _aligned(small, traced)
+        return traced, (small, _aligned(small, large))
     except CaptureError as error:
-        raise CaptureError(
-            f"the graph of {base} samples has another structure at other numbers of samples: {error}; replace "
-            "Python loops over samples and special cases for one sample by batched operators"
-        ) from None
+        logger.debug("whole units, as the graph differs with the number of samples: %s", error)
+        return traced, None
+
+
+def _trace_with_values(
+    export: Callable[..., Traced], batch: Mapping[str, Any], shadow: Shadow, error: CaptureError
+) -> Traced:
+    """Return the model traced with what its Python reads of the batch.
+
+    Raises:
+        CaptureError: it cannot be; ``error``, that of the export without, where values are not what it lacks.
+    """
+    try:
+        traced = _first(functools.partial(export, reads=Reads(values=batch)), batch, shadow)
+    except CaptureError as other:
+        raise (other if READS in str(error) and READS not in str(other) else error) from None
+    assert traced.recording is not None and traced.recording.values, "an export is the same every time"
+    return traced
+
+
+def _aligned(small: Traced, traced: Traced) -> Traced:
+    return traced if traced is small else align(structure_of(small.graph), traced)
 
 
 def _couple_readers_of_counts(traced: Traced, layouts: Layouts, replicable: set[str]) -> None:
@@ -316,6 +444,7 @@ def _assemble(
         device=device,
         analysis=analysis,
         masks=masks,
+        recording=traced.recording,
     )
 
 

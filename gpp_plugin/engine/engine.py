@@ -109,6 +109,9 @@ class GraphPipelineEngine(PipelineSurface):
         # What follows is in the order of the ranks' meetings: each call is collective, and needs the one before.
         reference, plan = source.prepare_plan(sample_batch)
         plan = note_edge_transports(plan, config.p2p)
+        self._rule = source.unit_rule(reference, sample_batch)
+        if self._rule is not None:
+            sample_batch = self._rule.sample(sample_batch)
         self._lanes = LaneMaker(source=source, config=config, setting=setting)
         self._lane = self._make_lane(reference, plan)
         module = self._lanes.make_module(self._lane, sample_batch)
@@ -188,6 +191,7 @@ class GraphPipelineEngine(PipelineSurface):
             group=self._setting.group,
             keys=sample_batch,
             timeout_s=self._wait_s,
+            rule=self._rule,
             loads_ahead=self.config.mode == "async",
         )
         own = None
@@ -201,6 +205,7 @@ class GraphPipelineEngine(PipelineSurface):
                 prepare=self._source.prepare_batch,
                 reads=inputs_read(plan, reference.block_graph, self._lane.stage_index),
                 keys=sample_batch,
+                unit=None if self._rule is None else self._rule.num_samples,
             )
         self._data = TrainingData(self._feed, own)
 

@@ -88,7 +88,6 @@ class Evaluator:
             CommTimeout: a rank did not finish.
         """
         self._module.eval()
-        num_samples = count_samples(batch)
         key = (outputs, *((name, _constant(batch[name])) for name in sorted(batch)))
         graph = self._graph(key, batch, outputs)
         if needs_loss and graph.reference.analysis.op_graph.loss is None:
@@ -96,6 +95,12 @@ class Evaluator:
                 f"eval_batch: the model returns no loss for a batch of {sorted(batch)}; give labels, or pass "
                 "compute_loss=False"
             )
+        rule = self._source.unit_rule(graph.reference, batch)
+        if rule is None:
+            num_samples = count_samples(batch)
+        else:
+            batch = rule.evaluated(batch)
+            num_samples = batch.num_samples
         self._source.meet(graph.reference, batch)
         total = 0.0
         collected: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in outputs}

@@ -18,16 +18,21 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from gpp_plugin.capture.export import count_samples
-from gpp_plugin.engine.row_loader import RowLoader, check_keys, repeat
+from gpp_plugin.capture.tracing.sample_batches import UnitBatch
+from gpp_plugin.engine.row_loader import LoadedUnits, RowLoader, check_keys, repeat
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.batches import (
     Batch,
     OwnRows,
+    UnitRule,
+    WholeUnits,
     check_batch,
     collect_mini_batch,
+    collect_units,
     mini_batch_shapes,
+    ones_among,
     shape_key,
 )
 from gpp_plugin.runtime.ranks.meeting import Meeting
@@ -83,7 +88,7 @@ class _Loading:
 
     facts: Tensor
 
-    batch: OwnRows | None = None
+    batch: OwnRows | WholeUnits | None = None
     error: BaseException | None = None
     work: Any = None
 
@@ -98,6 +103,7 @@ class Feed:
         group: a CPU group of all ranks, for announcements.
         timeout_s: how long this rank waits for the others' data.
         keys: what the batch the model was captured with has; mini-batches have the same.
+        rule: how batches become loss units, of a model that takes whole ones.
         loads_ahead: load a mini-batch of the engine's own loader one call before it is needed, so that no rank waits
             for another one to begin the same call.
     """
@@ -112,8 +118,10 @@ class Feed:
         group: dist.ProcessGroup | None,
         keys: Iterable[str],
         timeout_s: float,
+        rule: UnitRule | None = None,
         loads_ahead: bool = False,
     ) -> None:
+        self._rule = rule
         self.batch_fn: Callable[[Any], Any] = lambda batch: batch
         self._prepare = prepare
         self._mini_batch = mini_batch
@@ -127,10 +135,13 @@ class Feed:
         self._loads_ahead = loads_ahead
         self._ahead: _Loading | None = None
 
-    def collect(self, iterator: Iterator[Any]) -> dict[str, Any]:
+    def collect(self, iterator: Iterator[Any]) -> Batch:
         """Take one mini-batch from the user's iterator (every rank has the same stream)."""
         # Batches of any size are joined until they are B samples; constants of the capture are the same in all of them.
         prepared = (self._prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
+        if self._rule is not None:
+            checked = (_with_keys(batch, self._keys) for batch in prepared)
+            return collect_units(checked, self._mini_batch // self._rule.num_samples, self._rule)
         batch = collect_mini_batch(prepared, self._mini_batch, count_samples)
         check_keys(batch, self._keys)
         return batch
@@ -139,7 +150,7 @@ class Feed:
         """Take one batch of any size from the user's iterator."""
         return self._prepare(self.batch_fn(next(_check_iterator(iterator))))
 
-    def load(self, iterator: Iterator[OwnRows]) -> Batch:
+    def load(self, iterator: Iterator[OwnRows | LoadedUnits]) -> Batch:
         """Take this rank's rows of a mini-batch of the engine's own loader; without inputs, only learn its shape.
 
         Raises:
@@ -154,12 +165,12 @@ class Feed:
             self._ahead = self._begin(iterator)
         return batch
 
-    def _begin(self, iterator: Iterator[OwnRows]) -> _Loading:
+    def _begin(self, iterator: Iterator[OwnRows | LoadedUnits]) -> _Loading:
         """Load a mini-batch, and let the other ranks know."""
         loading = _Loading(torch.tensor([-1, -1, _LEAST, _LEAST] + [0] * len(self._keys)))
         if self.reads_inputs:
             try:
-                loading.batch = next(iterator)
+                loading.batch = self._in_units(next(iterator))
             except BaseException as caught:  # whatever it is: the other ranks must not wait for this one
                 loading.error = caught
         if self._group is None:
@@ -169,7 +180,8 @@ class Feed:
         elif loading.batch is not None:
             key = shape_key(loading.batch, self._mini_batch)
             checksum = zlib.crc32(repr(key).encode())
-            other = [int(key not in loading.batch.ones) for key in sorted(self._keys)]
+            ones = ones_among(loading.batch, self._keys)
+            other = [int(key not in ones) for key in sorted(self._keys)]
             loading.facts[2:] = torch.tensor([checksum, -checksum, *other])
             if self._is_source():
                 loading.facts[1] = self._announced.setdefault(key, len(self._announced))
@@ -179,6 +191,13 @@ class Feed:
         # holds ones in every row: the ranks of a stage that reads inputs load all rows between them.
         loading.work = dist.all_reduce(loading.facts, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return loading
+
+    def _in_units(self, batch: OwnRows | LoadedUnits) -> OwnRows | WholeUnits:
+        """Return what was loaded; units with what Python reads of them, which workers do not find out."""
+        if not isinstance(batch, LoadedUnits):
+            return batch
+        assert self._rule is not None, "the loader was made for units"
+        return collect_units(batch.units, len(batch.units), self._rule)
 
     def _end(self, loading: _Loading) -> Batch:
         """Return this rank's batch or its shape, when all ranks have loaded theirs."""
@@ -208,7 +227,10 @@ class Feed:
             assert told is not None
             self._shapes.append(told)
         if batch is None:
-            return self._shapes[index]
+            shape = self._shapes[index]
+            return WholeUnits(shape=shape, units=()) if isinstance(shape, UnitBatch) else shape
+        if isinstance(batch, WholeUnits):
+            return batch
         ones = frozenset(key for key, other in zip(sorted(self._keys), others, strict=True) if not other)
         return replace(batch, ones=ones)
 
@@ -296,7 +318,12 @@ def _check_iterator(iterator: Any) -> Iterator[Any]:
     return iterator
 
 
-def _unlike_shapes(batch: OwnRows | None) -> ConfigError:
+def _with_keys(batch: Batch, keys: frozenset[str]) -> Batch:
+    check_keys(batch, keys)
+    return batch
+
+
+def _unlike_shapes(batch: Batch | None) -> ConfigError:
     """Return the error of ranks whose samples of one mini-batch cannot be stacked together."""
     own = {} if batch is None else {k: list(v.shape[1:]) for k, v in batch.items() if isinstance(v, Tensor)}
     here = f" (rank {dist.get_rank()}: {own})" if own else ""

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from gpp_plugin.capture.tracing.sample_batches import count_samples, rows_per_sample
+from gpp_plugin.capture.tracing.sample_batches import rows_per_sample
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.engine.gradients import StageGradients
 from gpp_plugin.engine.setting import Setting
@@ -22,7 +22,7 @@ from gpp_plugin.ir.memory_report import ALLOCATOR, COUNTED, HeldBytes, MemoryCou
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.memory_breakdown import differences
 from gpp_plugin.plan.memory.memory_advice import memory_advice
-from gpp_plugin.runtime.batches import Batch, shape_key
+from gpp_plugin.runtime.batches import Batch, WholeUnits, samples_of, shape_key
 from gpp_plugin.runtime.ranks.meeting import Meeting
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class MemoryWatch:
     ) -> None:
         self._meeting = meeting
         self._plan, self._config, self._setting = plan, config, setting
-        self._shape = shape_key(sample_batch, count_samples(sample_batch))
+        self._shape = shape_key(sample_batch, samples_of(sample_batch))
         self._stage = plan.stage_of_rank(setting.rank)
         self._reads = frozenset(reads)
         self._counts: MemoryCounts | None = None
@@ -81,9 +81,11 @@ class MemoryWatch:
         self._inputs = sum(
             # a rank holds its rows of what has a row a sample, and all of what has none (a mask, a table)
             self._bytes_as_read(batch[key]) // (degree if rows else 1)
-            for key, rows in rows_per_sample(batch).items()
+            for key, rows in rows_per_sample(batch.shape if isinstance(batch, WholeUnits) else batch).items()
             if key in self._reads
         )
+        if isinstance(batch, WholeUnits):  # these were the bytes of one unit
+            self._inputs *= self._plan.mini_batch // (self._plan.loss_unit * degree)
         everyone = self._meeting.gather(counts, "what the first mini-batch kept")
         if self._setting.rank != 0 or not self._plan.memory:
             return

@@ -242,6 +242,21 @@ class _Order:
                 number += 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedUnits:
+    """A mini-batch of whole loss units as they were collated, all of them."""
+
+    units: tuple[dict[str, Any], ...]
+
+    def pin_memory(self) -> LoadedUnits:
+        """Return the same in page-locked memory."""
+
+        def pin(value: Any) -> Any:
+            return value.pin_memory() if isinstance(value, Tensor) else value
+
+        return LoadedUnits(units=tuple({k: pin(v) for k, v in unit.items()} for unit in self.units))
+
+
 class _Reader:
     """Makes mini-batches of samples and keeps a rank's share; runs where the samples are loaded.
 
@@ -249,6 +264,7 @@ class _Reader:
         collate_fn: the user's; None: torch's own.
         prepare: makes of a batch what the model is called with.
         keys: what a mini-batch has.
+        unit: samples of a loss unit, of a model that takes whole ones: each is collated by itself.
     """
 
     def __init__(
@@ -259,15 +275,17 @@ class _Reader:
         share: Share,
         keys: frozenset[str],
         fetches_all: bool,
+        unit: int | None,
     ) -> None:
+        self._unit = unit
         self._collate = collate_fn or default_collate
         self._prepare = prepare
         self._share = share
         self._keys = keys
-        self._fetches_all = fetches_all or collate_fn is not None
+        self._fetches_all = fetches_all or collate_fn is not None or unit is not None
         self.rank = share.rank
 
-    def of_indices(self, dataset: Any, request: _Request, seed: int) -> OwnRows:
+    def of_indices(self, dataset: Any, request: _Request, seed: int) -> OwnRows | LoadedUnits:
         """Return this rank's share of the mini-batch of some samples of a dataset."""
         share, indices = self._share, request.indices
         items: dict[int, Any] = {}
@@ -289,8 +307,11 @@ class _Reader:
         fetch(range(len(indices)))
         return share.cut(self._whole([items[n] for n in range(len(indices))]), checksum=checksum)
 
-    def of_items(self, items: list[Any]) -> OwnRows:
+    def of_items(self, items: list[Any]) -> OwnRows | LoadedUnits:
         """Return this rank's share of a mini-batch that is there as a whole."""
+        if self._unit is not None:
+            firsts = range(0, len(items), self._unit)
+            return LoadedUnits(units=tuple(self._make(items[i : i + self._unit]) for i in firsts))
         batch = self._whole(items)
         return self._share.cut(batch, checksum=batch_checksum(batch))
 
@@ -332,7 +353,7 @@ class _Loaded:
     def __init__(self, dataset: Any, reader: _Reader, seed: int) -> None:
         self._dataset, self._reader, self._seed = dataset, reader, seed
 
-    def __getitem__(self, request: _Request) -> OwnRows | _Failure:
+    def __getitem__(self, request: _Request) -> OwnRows | LoadedUnits | _Failure:
         return _guarded(lambda: self._reader.of_indices(self._dataset, request, self._seed), self._reader)
 
 
@@ -345,7 +366,7 @@ class _LoadedStream(IterableDataset[Any]):
         )
         self._reader = reader
 
-    def __iter__(self) -> Iterator[OwnRows | _Failure]:
+    def __iter__(self) -> Iterator[OwnRows | LoadedUnits | _Failure]:
         items = repeat(self._items)
         while True:
             yield _guarded(lambda: self._reader.of_items(next(items)), self._reader)
@@ -362,6 +383,7 @@ class RowLoader:
         seed: what random numbers of a dataset depend on, in workers.
         workers: processes that load ahead; 0 loads here, when asked.
         pins: rows come in page-locked memory.
+        unit: as of `make_row_loader`.
     """
 
     def __init__(
@@ -375,7 +397,9 @@ class RowLoader:
         seed: int,
         workers: int = 0,
         pins: bool = False,
+        unit: int | None = None,
     ) -> None:
+        self._unit = unit
         self.loader = loader
         self._collate_fn, self._prepare, self._share = collate_fn, prepare, share
         self._keys, self._seed = frozenset(keys), seed
@@ -390,7 +414,7 @@ class RowLoader:
     def __iter__(self) -> RowLoader:
         return self
 
-    def __next__(self) -> OwnRows:
+    def __next__(self) -> OwnRows | LoadedUnits:
         """Return this rank's share of the next mini-batch.
 
         Raises:
@@ -411,7 +435,7 @@ class RowLoader:
             ) from error
         if isinstance(found, _Failure):
             raise found.kind(found.message)
-        assert isinstance(found, OwnRows)
+        assert isinstance(found, (OwnRows, LoadedUnits))
         return found
 
     def apply(self, fn: Callable[[Any], Any]) -> None:
@@ -446,6 +470,7 @@ class RowLoader:
             keys=self._keys,
             # a function of the user's may make something else of a row without the others beside it
             fetches_all=batch_fn is not None,
+            unit=self._unit,
         )
         options: dict[str, Any] = {
             "batch_size": None,
@@ -487,12 +512,14 @@ def make_row_loader(
     prepare: Prepare,
     reads: Iterable[str] | None,
     keys: Iterable[str],
+    unit: int | None = None,
 ) -> RowLoader:
     """Return what loads this rank's rows of a dataset, for a plan.
 
     Args:
         reads: the inputs that this rank's stage reads; None: all.
         keys: what a mini-batch has.
+        unit: samples of a loss unit, where each is collated by itself.
 
     Raises:
         ConfigError: the dataset holds fewer samples than one mini-batch.
@@ -506,10 +533,11 @@ def make_row_loader(
         seed=config.seed,
         workers=count_workers(config.loader_workers, setting.device),
         pins=setting.device.type == "cuda",
+        unit=unit,
     )
 
 
-def _guarded(load: Callable[[], OwnRows], reader: _Reader) -> OwnRows | _Failure:
+def _guarded(load: Callable[[], OwnRows | LoadedUnits], reader: _Reader) -> OwnRows | LoadedUnits | _Failure:
     """Return what was loaded; what kept it from being is raised here, and returned in a worker.
 
     Raises:

@@ -23,7 +23,7 @@ from gpp_plugin.config import BatchSizes
 from gpp_plugin.engine.gradients import StageGradients
 from gpp_plugin.engine.partitioned_gradients import FlatGroup
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.runtime.batches import Batch, UnitRule
 from gpp_plugin.runtime.lane import Lane
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 from gpp_plugin.runtime.stage_module import StageModule
@@ -68,6 +68,9 @@ class EngineModel(Protocol):
 
     def prepare_plan(self, sample_batch: Batch) -> tuple[Reference, PipelinePlan]:
         """Agree on what the model is and on a plan for it; collective over all ranks."""
+
+    def unit_rule(self, reference: Reference, batch: Batch) -> UnitRule | None:
+        """Return how batches of these keys become loss units, where the model takes whole ones; None: by samples."""
 
     def analyse(self, batch: Batch, outputs: Sequence[str]) -> Reference:
         """Agree on the model in evaluation, for batches of these keys; collective over all ranks."""

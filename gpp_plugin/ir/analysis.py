@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from gpp_plugin.ir.op_graph import OpGraph
 
+PREPARED, RECORDED, WHOLE_UNITS = "prepared", "recorded", "whole units"
+"""Means of a capture."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphNode:
@@ -44,6 +47,9 @@ class Analysis:
         unpadded: inputs that held ones only in the first capture's batch; costs are of attention without the masks
             that eager models leave out then.
         eager: modules (and loss functions) that are kept whole and run as they are, by path.
+        means: what tracing it took beyond an export: "prepared" where entries of the batch are made ahead on the host,
+            "recorded" where Python reads values of the batch, "whole units"
+            where no axis is known to hold samples, so that all operators compute on whole loss units.
     """
 
     op_graph: OpGraph
@@ -55,3 +61,14 @@ class Analysis:
     clusters: tuple[tuple[str, ...], ...] = ()
     unpadded: tuple[str, ...] = ()
     eager: tuple[str, ...] = ()
+    means: tuple[str, ...] = ()
+
+    @property
+    def reads_values(self) -> bool:
+        """Return whether Python reads values of the batch."""
+        return RECORDED in self.means
+
+    @property
+    def takes_whole_units(self) -> bool:
+        """Return whether nothing is known of where samples lie."""
+        return WHOLE_UNITS in self.means

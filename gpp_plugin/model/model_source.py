@@ -45,7 +45,7 @@ from gpp_plugin.profile.analytic_costs import default_sample_counts
 from gpp_plugin.profile.job_cluster import JobCluster
 from gpp_plugin.profile.machine import describe_device
 from gpp_plugin.profile.split_cost import UNSPLITTABLE
-from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.runtime.batches import Batch, UnitRule
 from gpp_plugin.runtime.lane import Lane
 from gpp_plugin.runtime.ranks.agree import call_on_rank_zero, exchange
 from gpp_plugin.runtime.ranks.time_limits import collective_timeout_s
@@ -204,6 +204,9 @@ class ModelSource:
         counts: dict[str, Sequence[int]] = {}
         for stage in job.resolved.stages:
             if stage.is_captured:
+                if job.takes_whole_units(stage.name):
+                    counts[stage.name] = (unit,)
+                    continue
                 counts[stage.name] = searched
                 continue
             size = stage.spec.micro_batch_size or self._size_asked_for(stage.name)
@@ -257,6 +260,10 @@ class ModelSource:
                 found=found,
             )
         return pieces
+
+    def unit_rule(self, reference: Reference, batch: Batch) -> UnitRule | None:
+        """Return how batches of these keys become loss units, where the model takes whole ones."""
+        return self._job.unit_rule(reference, batch)
 
     # ---- running -------------------------------------------------------------------------------
 

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.errors import CaptureError, PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
-from gpp_plugin.runtime.batches import Batch, ones_among, shape_key
+from gpp_plugin.runtime.batches import Batch, WholeUnits, ones_among, samples_of, shape_key
 from gpp_plugin.runtime.compute import AutogradCompute, HalfForwards, StageHooks, boundary_gradients
 from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
 from gpp_plugin.runtime.input_rows import InputLink, InputRows
@@ -200,7 +199,7 @@ class Lane:
 
     def prepare(self, batch: Batch) -> StageFunction:
         """Return the stage's code for batches like this one, before parameters are bound."""
-        key = shape_key(batch, count_samples(batch))
+        key = shape_key(batch, samples_of(batch))
         self._prepared = (key, self._prepare(batch))
         return self._prepared[1].code.function
 
@@ -250,6 +249,8 @@ class Lane:
     def _executor_for(self, batch: Batch) -> _Compiled:
         # Least recently used first: a hit moves to the end, and a new shape beyond `MAX_SHAPES` takes the first one's
         # place.
+        is_unguarded = self.reference.analysis.takes_whole_units and not isinstance(batch, WholeUnits)
+        assert not is_unguarded, "what Python reads of a batch is part of its key"
         key = shape_key(batch, self.plan.mini_batch)
         found = self._executors.get(key)
         if found is not None:

@@ -90,6 +90,8 @@ def _broadcast(operands: Sequence[Operand], shape: tuple[int, ...]) -> Rows | No
     for operand in operands:
         if isinstance(operand.state, Rows):
             axis = operand.state.axis + len(shape) - len(operand.shape)
+            if axis < 0:  # ``a.type_as(b)`` has the type of b and the shape of a
+                return None
             found.add(Rows(axis, operand.state.rows, operand.state.outer))
     if len(found) != 1:
         return None

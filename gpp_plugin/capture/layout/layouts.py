@@ -80,6 +80,12 @@ def analyse_layouts(
     return _Analysis(small, large, clusters, input_rows, device).run()
 
 
+def whole_layouts(traced: Traced) -> Layouts:
+    """Return the layouts of a graph that computes on whole loss units, whatever its axes hold."""
+    names = [*traced.fakes, *(node.name for node in traced.operators)]
+    return Layouts(states=dict.fromkeys(names, Whole()), coupling={node.name for node in traced.operators})
+
+
 class _Analysis:
     """State of one walk through both graphs in step."""
 

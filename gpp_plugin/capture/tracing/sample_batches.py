@@ -1,4 +1,4 @@
-"""How many samples a batch holds, and batches of another number of samples."""
+"""How many samples a batch holds, and batches of another number of samples; loss units that are never cut."""
 
 from __future__ import annotations
 
@@ -11,6 +11,38 @@ import torch
 from gpp_plugin.errors import CaptureError
 
 
+class UnitBatch(dict[str, Any]):
+    """The tensors of one loss unit that is never cut: no axis of them need hold samples.
+
+    ``pixel_values [40, 96]`` of all images' patches beside ``input_ids [2, 20]`` is one of two samples.
+
+    Args:
+        num_samples: of the unit.
+        readings: what Python reads of it, where that is known already; its tensors may lack values then.
+    """
+
+    def __init__(
+        self, batch: Mapping[str, Any], *, num_samples: int, readings: tuple[Any, ...] | None = None
+    ) -> None:
+        super().__init__(batch)
+        self.num_samples = num_samples
+        self.readings = readings
+
+
+def as_unit(batch: Mapping[str, Any], num_samples: int) -> UnitBatch:
+    """Return the batch as one loss unit of ``num_samples`` samples."""
+    return batch if isinstance(batch, UnitBatch) else UnitBatch(batch, num_samples=num_samples)
+
+
+def is_counted(batch: Mapping[str, Any]) -> bool:
+    """Return whether samples lie along axis 0 of the batch's tensors, whole rows of each."""
+    try:
+        count_samples(batch)
+    except CaptureError:
+        return False
+    return True
+
+
 def count_samples(batch: Mapping[str, Any]) -> int:
     """Return the number of samples of a batch dict.
 
@@ -20,6 +52,8 @@ def count_samples(batch: Mapping[str, Any]) -> int:
     Raises:
         CaptureError: no tensor has an axis, or a leading size is no multiple of the samples.
     """
+    if isinstance(batch, UnitBatch):
+        return batch.num_samples
     # pixel_values [16, 3, 8, 8], input_ids [8, 16], attention_mask [8, 16], position_ids [1, 16]: 8 has two votes, 1
     # none beside larger ones; so 8 samples, and two images (rows) a sample.
     leading = {k: v.shape[0] for k, v in batch.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
@@ -46,7 +80,9 @@ def rows_per_sample(batch: Mapping[str, Any]) -> dict[str, int]:
     samples = count_samples(batch)
     rows = {}
     for key, value in batch.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and isinstance(batch, UnitBatch):
+            rows[key] = 0
+        elif isinstance(value, torch.Tensor):
             has_axis = value.dim() > 0 and value.shape[0] % samples == 0
             rows[key] = value.shape[0] // samples if has_axis else 0
     return rows
@@ -62,6 +98,13 @@ def resize_batch(batch: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
     if num_samples < 1:
         raise ValueError(f"num_samples must be positive, got {num_samples}")
     samples = count_samples(batch)
+    if isinstance(batch, UnitBatch):
+        if num_samples != samples:
+            raise CaptureError(
+                f"a model that takes whole loss units of {samples} samples cannot be run on {num_samples}; keep "
+                "train_micro_batch_size_per_gpu as it is"
+            )
+        return batch
     rows = rows_per_sample(batch)
     # 3 samples a b c to 7: three times a b c, of which a b c a b c a are kept.
     times = -(-num_samples // samples)

@@ -9,17 +9,21 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch._export.utils import _compiling_state_context
 
-from gpp_plugin.capture.tracing.outside import hidden_process_group
 from gpp_plugin.capture.eager.choose_whole import Untraceable
 from gpp_plugin.capture.eager.keep_whole import NeedsWholeModule, WholeCalls
 from gpp_plugin.capture.eager.padded_records import UnreadRecords, with_records
+from gpp_plugin.capture.tracing.outside import hidden_process_group
+from gpp_plugin.capture.tracing.overflow import OverflowMode
 from gpp_plugin.capture.tracing.shadow import Shadow, fake_inputs
+from gpp_plugin.capture.tracing.values import ReadingMode, Recording
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.garbage import paused_collector
 
@@ -29,6 +33,8 @@ LOSS_FUNCTION = "loss_function"
 """Attribute by which HuggingFace models call their loss."""
 TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 """What logs a stack, or a hint for torch's developers, beside the exception that it raises."""
+READS = "the Python code depends on tensor values"
+"""Says that values are what an export lacks."""
 
 
 Call: TypeAlias = Callable[[nn.Module, Mapping[str, Any]], Any]
@@ -44,6 +50,21 @@ class _Seen:
     """What the wrapper saw of the model's result; export puts plain attributes of a module back."""
 
     has_loss = False
+    recording: Recording | None = None
+    asks_of_overflow = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reads:
+    """What a model's Python may read of the batch that it is traced with: values, or the readings of an earlier run."""
+
+    values: Mapping[str, Any] | None = None
+    readings: Sequence[Any] = ()
+
+    def mode(self, inputs: Mapping[str, torch.Tensor]) -> ReadingMode:
+        """Return what lets Python read, for these fake inputs."""
+        values = None if self.values is None else {key: self.values[key] for key in inputs}
+        return ReadingMode(inputs, values, self.readings)
 
 
 class LossWrapper(nn.Module):
@@ -57,11 +78,13 @@ class LossWrapper(nn.Module):
         needs_loss: bool,
         call: Call = call_by_key,
         note_inputs: Callable[[Mapping[str, torch.Tensor]], None] = lambda inputs: None,
+        reads: Reads | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self._note_inputs = note_inputs
         self._call = call
+        self._reads = reads
         self._constants = dict(constants)
         self._outputs = tuple(outputs)
         self._needs_loss = needs_loss
@@ -70,7 +93,16 @@ class LossWrapper(nn.Module):
     def forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the model on the batch."""
         self._note_inputs(inputs)
-        result = self._call(self.model, {**inputs, **self._constants})
+        overflow = OverflowMode() if self.seen.asks_of_overflow else None
+        with _attributes_restored(self.model), overflow or nullcontext():
+            if self._reads is None:
+                result = self._call(self.model, {**inputs, **self._constants})
+            else:
+                with self._reads.mode(inputs) as mode:
+                    result = self._call(self.model, {**inputs, **self._constants})
+                self.seen.recording = mode.recording()
+        if overflow is not None:
+            overflow.close()
         loss = _find_loss(result)
         if loss is None and self._needs_loss:
             raise CaptureError(
@@ -139,14 +171,16 @@ def export_model(
     training: bool,
     whole: WholeCalls,
     call: Call = call_by_key,
-) -> tuple[torch.export.ExportedProgram, bool]:
+    reads: Reads | None = None,
+) -> tuple[torch.export.ExportedProgram, bool, Recording | None]:
     """Export the shadow on fake inputs shaped like ``batch``.
 
     Args:
         whole: the calls that leave one operator each.
+        reads: what the model's Python may read of the batch.
 
     Returns:
-        The program, and whether its first output is a loss.
+        The program, whether its first output is a loss, and what was read.
 
     Raises:
         CaptureError: the model cannot be exported; names the module, the line and the remedy.
@@ -157,26 +191,150 @@ def export_model(
     # between the batch and the model, so that a plain model and a part under other names trace to one graph.
     # a part of a larger model is trained by what reads its outputs
     needs_loss = training and not outputs
-    wrapper = LossWrapper(shadow.model, constants, outputs, needs_loss, call, whole.note_inputs)
+    wrapper = LossWrapper(shadow.model, constants, outputs, needs_loss, call, whole.note_inputs, reads)
     wrapper.training = training
+    program: torch.export.ExportedProgram | None = None
     try:
-        # The collector waits: what a finalizer computes on tensors would be traced as the model's. The engine of an
-        # earlier job in this process is such garbage: its operators came into the graph before the inputs.
-        with (
-            torch.enable_grad(),
-            _without_stack_traces(),
-            _without_words_of_a_failure(),
-            paused_collector(),
-            hidden_process_group(),
-            whole.installed(),
-        ):
-            program = torch.export.export(wrapper, (), fake_inputs(shadow, batch), strict=False)
+        program = _export(wrapper, shadow, batch, whole)
+    except CaptureError as error:
+        if not any(word in str(error) for word in ("isfinite(", "isinf(")):
+            raise
+    if program is None:  # a branch on overflow: once more, with an answer to it
+        wrapper.seen.asks_of_overflow = True
+        program = _export(wrapper, shadow, batch, whole)
+    return program, wrapper.seen.has_loss, wrapper.seen.recording
+
+
+def _export(
+    wrapper: LossWrapper, shadow: Shadow, batch: Mapping[str, Any], whole: WholeCalls
+) -> torch.export.ExportedProgram:
+    try:
+        with torch.enable_grad(), _surroundings(), whole.installed():
+            return torch.export.export(wrapper, (), fake_inputs(shadow, batch), strict=False)
     except Exception as error:
         for cause in _causes(error):
             if isinstance(cause, CaptureError) and not isinstance(cause, (NeedsWholeModule, UnreadRecords)):
                 raise cause from None
         raise Untraceable(_explain(error, shadow.model), _culprit(error, shadow.model)) from error
-    return program, wrapper.seen.has_loss
+
+
+def run_reading(
+    shadow: Shadow,
+    batch: Mapping[str, Any],
+    *,
+    outputs: Sequence[str],
+    whole: WholeCalls,
+    call: Call = call_by_key,
+) -> Recording:
+    """Run the shadow on fake inputs, as an export would, and return what its Python read of the batch.
+
+    Args:
+        whole: the calls that an export leaves one operator each.
+
+    Raises:
+        CaptureError: it fails; names the module and the line.
+    """
+    _, constants = split_batch(batch)
+    wrapper = LossWrapper(
+        shadow.model,
+        constants,
+        outputs,
+        needs_loss=False,
+        call=call,
+        note_inputs=whole.note_inputs,
+        reads=Reads(values=batch),
+    )
+    wrapper.training = shadow.model.training
+    inputs = fake_inputs(shadow, batch)
+    try:
+        with (
+            torch.enable_grad(),
+            _surroundings(),
+            whole.installed(),
+            _compiling_state_context(),  # models ask whether they are being exported, and read less then
+            shadow.mode,
+        ):
+            wrapper(**inputs)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(_explain(error, shadow.model)) from error
+    assert wrapper.seen.recording is not None
+    return wrapper.seen.recording
+
+
+@contextmanager
+def _surroundings() -> Iterator[None]:
+    """What a model runs in while it is traced."""
+    # The collector waits: what a finalizer computes on tensors would be traced as the model's. The engine of an
+    # earlier job in this process is such garbage: its operators came into the graph before the inputs.
+    with (
+        _without_stack_traces(),
+        _without_words_of_a_failure(),
+        paused_collector(),
+        hidden_process_group(),
+        _without_checks_of_distributions(),
+        _masks_by_broadcasting(),
+    ):
+        yield
+
+
+@contextmanager
+def _attributes_restored(model: nn.Module) -> Iterator[None]:
+    """Undo what a forward keeps of tensors in its modules (a cache of positions): export refuses what it finds."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            now = vars(module)
+            for name in [n for n, value in now.items() if value is not attributes.get(n)]:
+                if not any(
+                    isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(now[name])
+                ):
+                    continue
+                if name in attributes:
+                    now[name] = attributes[name]
+                else:
+                    del now[name]
+
+
+@contextmanager
+def _masks_by_broadcasting() -> Iterator[None]:
+    """Let transformers make masks that models add patterns to by broadcasting: the graph cannot hold `torch.vmap`.
+
+    A pattern is a function of four numbers, (sample, head, query, key). Called with index tensors [B, 1, 1, 1],
+    [1, 1, 1, 1], [1, 1, Q, 1] and [1, 1, 1, K] instead, operators on numbers give the same mask [B, 1, Q, K].
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    mapped = getattr(masking, "_vmap_expansion_sdpa", None)
+    expand = getattr(masking, "_non_vmap_expansion_sdpa", None)
+    if mapped is None or expand is None:
+        yield
+        return
+
+    def broadcast(pattern: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def mask(*indices: torch.Tensor) -> torch.Tensor:
+            return pattern(*expand(*indices)).expand(*(len(index) for index in indices))
+
+        return mask
+
+    masking._vmap_expansion_sdpa = broadcast
+    try:
+        yield
+    finally:
+        masking._vmap_expansion_sdpa = mapped
+
+
+@contextmanager
+def _without_checks_of_distributions() -> Iterator[None]:
+    """Let `torch.distributions` not look at the values of its arguments: a check that passes changes no result."""
+    before = torch.distributions.Distribution._validate_args
+    torch.distributions.Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        torch.distributions.Distribution.set_default_validate_args(before)
 
 
 @contextmanager
@@ -228,7 +386,7 @@ def _explain(error: Exception, model: nn.Module) -> str:
         word in kind + text for word in ("DataDependent", "data-dependent", "Could not guard", "is_nonzero")
     ):
         remedy = (
-            "the Python code depends on tensor values: use tensor operators (torch.where, masks) instead of "
+            f"{READS}: use tensor operators (torch.where, masks) instead of "
             "if/while/int() on tensors, or compute it in the data loader"
         )
     elif "dtype" in text or "same type" in text:

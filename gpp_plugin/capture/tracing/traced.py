@@ -20,7 +20,16 @@ from gpp_plugin.capture.tracing.clean import clean_graph
 from gpp_plugin.capture.tracing.outside import Draws, watched_generators
 from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.capture.tracing.shadow import Shadow
-from gpp_plugin.capture.tracing.torch_export import WRAPPED, Call, call_by_key, export_model, split_batch
+from gpp_plugin.capture.tracing.torch_export import (
+    READS,
+    WRAPPED,
+    Call,
+    Reads,
+    call_by_key,
+    export_model,
+    split_batch,
+)
+from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import GraphNode
 
@@ -33,6 +42,7 @@ class Traced:
         inputs, parameters, constants: as in `CapturedGraph`.
         fakes: placeholder name -> fake tensor.
         received: as of `OpGraph`.
+        recording: what Python read of the batch, where it was let.
         has_loss: whether the first result is the loss; ``output_names``: of the other results.
         drawn: what generators outside the graph did; they are back where they were.
     """
@@ -48,6 +58,7 @@ class Traced:
     output_names: tuple[str, ...]
     received: tuple[str, ...]
     drawn: Draws
+    recording: Recording | None = None
 
     @property
     def loss(self) -> str | None:
@@ -88,6 +99,7 @@ def trace(
     training: bool,
     call: Call = call_by_key,
     eager: Sequence[str] = (),
+    reads: Reads | None = None,
 ) -> Traced:
     """Export the shadow for ``batch`` and clean the graph.
 
@@ -95,6 +107,7 @@ def trace(
         eager: modules and loss functions that are kept whole.
         received: entries of the batch that other stages make -> whether they take a gradient.
         call: how the model is called with the batch.
+        reads: what the model's Python may read of the batch.
 
     Raises:
         CaptureError: the model cannot be exported, or a constant it made has no values.
@@ -103,8 +116,8 @@ def trace(
     # logits), and its placeholders are called as export calls them, here "p_model_head_weight" and "pixel_values".
     whole = WholeCalls(shadow.model, shadow.original, eager, batch, training=training)
     with watched_generators(shadow.model) as drawn:
-        program, has_loss = export_model(
-            shadow, batch, outputs=outputs, training=training, whole=whole, call=call
+        program, has_loss, recording = export_model(
+            shadow, batch, outputs=outputs, training=training, whole=whole, call=call, reads=reads
         )
     attributes = {
         str(node.target): _attribute(program.graph_module, str(node.target))
@@ -113,6 +126,7 @@ def trace(
     }
     whole.place(program.graph, attributes)
     graph = clean_graph(program.graph, attributes)
+    refuse_values(graph)
     keys, _ = split_batch(batch)
     takes = {key: training and gradient for key, gradient in received.items()}
     known = _name_placeholders(program, graph, shadow, keys, takes)
@@ -129,6 +143,7 @@ def trace(
         output_names=tuple(outputs),
         received=tuple(key for key in keys if key in received),
         drawn=drawn,
+        recording=recording,
     )
 
 
@@ -261,6 +276,29 @@ def _difference(old: GraphNode | None, new: fx.Node | None, num_samples: int) ->
     was = f"{old.name} ({old.target})" if old is not None else "nothing"
     now = f"{new.name} ({new.target})" if new is not None else "nothing"
     return f"operator {was} in {place or 'the model itself'} is {now} at {num_samples} samples"
+
+
+def refuse_values(graph: fx.Graph) -> None:
+    """Refuse operators whose results have a size, or are numbers, that only values decide.
+
+    Raises:
+        CaptureError: names the first.
+    """
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        place = f"operator {node.target} ({node.name}) at {module_path(node) or 'the model itself'}"
+        results = torch.utils._pytree.tree_leaves(node.meta.get("val"))
+        for value in results:
+            if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                raise CaptureError(
+                    f"{place} yields a Python number taken from a tensor: {READS}; keep it a tensor"
+                )
+            if isinstance(value, torch.Tensor) and any(not isinstance(size, int) for size in value.shape):
+                raise CaptureError(
+                    f"{place} makes a tensor of shape {tuple(value.shape)}: {READS} (nonzero, boolean indexing, "
+                    "unique); use a mask or torch.where so that shapes are known beforehand"
+                )
 
 
 def _attribute(root: torch.nn.Module, target: str) -> Any:

@@ -26,7 +26,7 @@ from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
-from gpp_plugin.capture.export import count_samples
+from gpp_plugin.capture.tracing.sample_batches import count_samples, is_counted
 from gpp_plugin.config import (
     BLOCK,
     GraphPipelineConfig,
@@ -167,8 +167,11 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
     setting = _make_setting(ds_config, block, given)
     if sample is None:
         sample = sample_from_dataset(data, num_samples=setting.sizes.mini_batch, collate_fn=collate_fn)
+        if not is_counted(sample):  # of a model that takes whole units; what is captured is one of them
+            sample = sample_from_dataset(data, num_samples=setting.sizes.loss_unit, collate_fn=collate_fn)
     sample = prepare_batch(model, sample)
-    count_samples(sample)  # a batch without a common number of samples is refused here, before any work
+    if isinstance(model, StageGraph) or block.planner == STOCK:
+        count_samples(sample)  # a batch without a common number of samples is refused here, before any work
     _check_model(model, block)
     optimizer, groups = _optimizer_of(model, given)
     if optimizer is None:

@@ -82,6 +82,11 @@ def make_stock_engine(
     _check_config(config, setting)
     planned = ModelSource(model, config=config, setting=setting)
     reference, plan = planned.prepare_plan(sample_batch)
+    if reference.analysis.takes_whole_units:
+        raise ConfigError(
+            f"planner {STOCK!r}: {type(model).__name__} takes whole loss units, for Python reads values of them or its "
+            "structure differs with the samples, which DeepSpeed's pipeline cannot; choose another planner"
+        )
     check_stock_plan(plan, setting)
     engine_config = _deepspeed_config(ds_config, plan, setting)
     source = ChainSource(model=model, planned=planned, config=config, setting=setting)

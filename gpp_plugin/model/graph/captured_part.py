@@ -11,6 +11,7 @@ Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +23,12 @@ from gpp_plugin.capture.attention import repeated_operands
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.eager.padded_records import with_records
-from gpp_plugin.capture.export import capture_model, recapture
-from gpp_plugin.capture.tracing.sample_batches import count_samples, resize_batch
+from gpp_plugin.capture.export import capture_model, read_values, recapture
+from gpp_plugin.capture.tracing.sample_batches import UnitBatch, count_samples, resize_batch
+from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError, ConfigError
-from gpp_plugin.ir.analysis import Analysis
+from gpp_plugin.integrations.huggingface.prepared_inputs import has_prepared_inputs
+from gpp_plugin.ir.analysis import PREPARED, Analysis
 from gpp_plugin.ir.block_graph import Block, BlockGraph, SavedTensor
 from gpp_plugin.ir.op_graph import OpGraph, Parameter
 from gpp_plugin.ir.plan import PipelinePlan
@@ -35,11 +38,13 @@ from gpp_plugin.model.graph.graph_shapes import Shapes
 from gpp_plugin.model.graph.resolve import GraphStage, resolve_module
 from gpp_plugin.model.graph.stage_call import loss_node, named_outputs
 from gpp_plugin.model.graph.stage_graph import LOSS
-from gpp_plugin.runtime.batches import Batch, shape_key
+from gpp_plugin.runtime.batches import Batch, WholeUnits, shape_key
 from gpp_plugin.runtime.memory.memory_policy import INSIDE, StageOperators
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 from gpp_plugin.runtime.stage_source import Reference, StageCode
 
+MAX_READINGS = 64
+"""Shapes, and readings of a shape, whose guards are kept."""
 ARGUMENT = "argument_"
 """In front of received arguments' names while tracing: torch.fx renames those that are Python's own (``input``)."""
 
@@ -122,6 +127,7 @@ class CapturedPart:
         self._called = called
         self._eager = tuple(eager)
         self._kept: tuple[tuple[object, ...], CapturedGraph] | None = None
+        self._recordings: OrderedDict[tuple[object, ...], list[Recording]] = OrderedDict()
 
     @property
     def called(self) -> dict[str, str]:
@@ -174,6 +180,11 @@ class CapturedPart:
             if self.stage.is_alone:
                 raise
             raise CaptureError(f"stage {self.stage.name!r}: {error}") from error
+        if self.stage.is_alone and has_prepared_inputs(self.model, arguments):
+            means = (PREPARED, *captured.analysis.means)
+            captured = dataclasses.replace(
+                captured, analysis=dataclasses.replace(captured.analysis, means=means)
+            )
         if is_training:
             self._kept = (_shapes(arguments), captured)
         return captured
@@ -181,13 +192,45 @@ class CapturedPart:
     def capture_again(self, analysis: Analysis, arguments: Batch) -> CapturedGraph:
         """Return the module traced at another shape; what is kept, where it is that."""
         return self._known(analysis, arguments) or recapture(
-            self.model, analysis, arguments, device=self._device, call=self.call
+            self.model,
+            analysis,
+            arguments,
+            device=self._device,
+            call=self.call,
+            granularity=self.granularity,
         )
 
     def _known(self, analysis: Analysis, arguments: Batch) -> CapturedGraph | None:
         kept = self._kept
-        is_known = kept is not None and kept[0] == _shapes(arguments) and kept[1].analysis == analysis
-        return kept[1] if kept is not None and is_known else None
+        if kept is None or kept[0] != _shapes(arguments) or kept[1].analysis != analysis:
+            return None
+        recording = kept[1].recording
+        if recording is None:
+            return kept[1]
+        readings = arguments.readings if isinstance(arguments, UnitBatch) else None
+        is_same = recording.matches(arguments) if readings is None else recording.values == readings
+        return kept[1] if is_same else None
+
+    def readings(self, analysis: Analysis, unit: UnitBatch) -> tuple[Any, ...] | None:
+        """Return what the module's Python reads of a loss unit; None where it reads nothing.
+
+        Runs what led to the readings of earlier units of the same shapes, some operations on integers; where none
+        of them had the same readings, the module on fake tensors.
+        """
+        if not analysis.reads_values:
+            return None
+        arguments = self.arguments(unit, {}, unit.num_samples)
+        key = (analysis.is_training, *_shapes(arguments))
+        known = self._recordings.setdefault(key, [])
+        self._recordings.move_to_end(key)
+        for recording in known:
+            if recording.matches(arguments):
+                return recording.values
+        known.append(read_values(self.model, analysis, arguments, device=self._device, call=self.call))
+        del known[:-MAX_READINGS]
+        while len(self._recordings) > MAX_READINGS:
+            self._recordings.popitem(last=False)
+        return known[-1].values
 
     def _outputs(self) -> list[str]:
         """Return what is traced beside the loss: what others may read, or, with no others, what is asked for."""
@@ -216,7 +259,16 @@ class CapturedPart:
         Args:
             shapes: of what other stages make.
         """
-        rows = resize_batch(batch, num_samples)
+        given = batch.shape if isinstance(batch, WholeUnits) else batch
+        rows = resize_batch(given, num_samples)
+        found = self._arguments_of(rows, shapes, num_samples)
+        if isinstance(rows, UnitBatch):
+            return UnitBatch(found, num_samples=num_samples, readings=rows.readings)
+        return found
+
+    def _arguments_of(
+        self, rows: Batch, shapes: Mapping[str, TensorSpec], num_samples: int
+    ) -> dict[str, Any]:
         names = _arguments(self.stage)
         found: dict[str, Any] = {key: rows[key] for _, key in self.stage.batch_inputs}
         for keyword, node in self.stage.received:
@@ -224,7 +276,7 @@ class CapturedPart:
             empty = torch.empty(spec.shape_for(num_samples), dtype=getattr(torch, spec.dtype), device="meta")
             found[names[keyword]] = empty.requires_grad_(spec.requires_grad)
         if not self.stage.nodes:  # called with the batch as it is: a later one may have other constants
-            return found | {key: batch.get(key, value) for key, value in self.stage.constants}
+            return found | {key: rows.get(key, value) for key, value in self.stage.constants}
         return found | dict(self.stage.constants)
 
     def as_traced(self, arguments: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -379,6 +431,11 @@ class CapturedPart:
         known: Mapping[str, TensorSpec] = {} if within is None else within.shapes.tensors
         captured = self.capture_again(analysis, self.arguments(batch, known, num_samples))
         self._kept = None  # one stage runs here, and keeps its code
+        if plan.stages[stage].memory is not None and captured.analysis.nodes != analysis.nodes:
+            raise CaptureError(
+                f"stage {plan.stages[stage].name}: its graph changed with values of its inputs, and its memory plan "
+                'names operators; set graph_pipeline.memory.recompute and swap to "off"'
+            )
         view = self.view(captured)
         nodes = self._nodes_of(plan, stage, view, captured)
         # graph's name -> the capture's, of all that this stage computes; its outputs are among them, in the order
@@ -440,8 +497,10 @@ def whole_part(model: nn.Module, batch: Batch, *, granularity: str = "layer") ->
 
 
 def _shapes(batch: Batch) -> tuple[object, ...]:
-    count = count_samples(batch)
-    return (count, *shape_key(batch, count))
+    # readings apart: two units of one shape may be of several
+    plain = UnitBatch(batch, num_samples=batch.num_samples) if isinstance(batch, UnitBatch) else batch
+    count = count_samples(plain)
+    return (count, *shape_key(plain, count))
 
 
 def _operators(

@@ -9,6 +9,7 @@ Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import logging
 import time
@@ -19,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gpp_plugin.capture.eager.choose_whole import find_asked
-from gpp_plugin.capture.tracing.sample_batches import count_samples
+from gpp_plugin.capture.tracing.sample_batches import as_unit, count_samples, is_counted
 from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.op_graph import Parameter
@@ -43,7 +44,7 @@ from gpp_plugin.model.graph.stage_context import StageContext, make_context
 from gpp_plugin.model.graph.stage_costs import Measuring, StageCosts, measure_stages
 from gpp_plugin.model.graph.stage_graph import StageGraph
 from gpp_plugin.model.graph.verification import StartUp, verify_part
-from gpp_plugin.runtime.batches import Batch, OwnRows, shape_key
+from gpp_plugin.runtime.batches import Batch, OwnRows, UnitRule, shape_key
 from gpp_plugin.runtime.ranks.agree import exchange
 from gpp_plugin.runtime.stage_source import Reference, StageCode, make_reference
 
@@ -104,6 +105,8 @@ class GraphJob:
         self._given = graph
         self._num_ranks = num_ranks
         self._loss_unit = loss_unit
+        # flattened patches of all images beside a row of tokens a sample: the batch is a unit, whatever it holds
+        sample_batch = sample_batch if is_counted(sample_batch) else as_unit(sample_batch, loss_unit)
         self._sample = sample_batch
         self._granularity = granularity
         # 1. what reads what, the same on every rank without asking others
@@ -262,6 +265,7 @@ class GraphJob:
         """Return the graph in evaluation, without the stages that lack an input and what reads them."""
         resolved = self._resolve(batch, needs_loss=False, asked=outputs)
         if resolved.whole is not None:
+            batch = batch if is_counted(batch) else as_unit(batch, self._loss_unit)
             _, analyses = Prober(resolved, self._part(resolved.whole), self._place).shapes_at(
                 batch, self._loss_unit, {}, is_training=False, analyses={}
             )
@@ -277,6 +281,18 @@ class GraphJob:
             is_training=False,
             outputs=outputs,
         )
+
+    def takes_whole_units(self, stage: str) -> bool:
+        """Return whether a captured part computes on loss units as they are given."""
+        return self._survey.analyses[stage].takes_whole_units
+
+    def unit_rule(self, reference: Reference, batch: Batch) -> UnitRule | None:
+        """Return how batches of these keys become loss units, where the model takes whole ones."""
+        analysis = reference.analysis
+        if self.whole is None or not analysis.takes_whole_units:
+            return None
+        part = self._part(self.whole if analysis.is_training else self._evaluated(reference, batch))
+        return UnitRule(num_samples=self._loss_unit, read=functools.partial(part.readings, analysis))
 
     def meet(self, batch: Batch, *, is_training: bool) -> None:
         """Learn the shapes that come of a batch like this one, unless they are known."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import CaptureError, ConfigError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.tensors import UNIT, TensorSpec
 from gpp_plugin.model.graph.captured_part import CapturedPart
@@ -226,10 +226,17 @@ class Prober:
         arguments = part.arguments(batch, tensors, num_samples)
         if analysis is None:
             captured = part.capture(arguments, is_training=is_training)
+            if captured.analysis.means and is_training:
+                logger.info("captured by other means than an export: %s", ", ".join(captured.analysis.means))
             for line in captured.op_graph.couplings if is_training else ():
                 logger.info("samples are mixed by %s", line)
         else:
             captured = part.capture_again(analysis, arguments)
+        if not stage.is_alone and captured.recording is not None:
+            raise CaptureError(
+                f"stage {stage.name!r}: its Python reads values of the batch, which a captured part of a stage graph "
+                "may not; give the whole model as one module, or the stage as a factory: it is run as it is then"
+            )
         # nobody reads what the whole model makes
         outputs = {} if stage.is_alone else dict(part.view(captured).outputs)
         return _Report(traced=(captured.analysis, outputs))

@@ -18,6 +18,7 @@ from torch import nn
 
 from gpp_plugin.capture.eager.padded_records import pad_records
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.integrations.huggingface.prepared_inputs import prepared_inputs
 from gpp_plugin.model.graph.stage_context import StageContext
 from gpp_plugin.model.graph.written_stages import (
     Names,
@@ -97,7 +98,8 @@ def prepare_batch(model: nn.Module | StageGraph, batch: Any) -> dict[str, Any]:
 
     Contrastive models compute a loss only when asked to: ``return_loss=True`` is added where the
     model's forward takes it and the batch does not say, as HuggingFace's Trainer does. Lists of dicts of tensors
-    (a detector's labels) become padded tensors.
+    (a detector's labels) become padded tensors. What a model would make of the batch in Python, and can be given, is
+    made here (`prepared_inputs`).
     """
     prepared = pad_records(check_batch(batch))
     if isinstance(model, StageGraph):
@@ -106,7 +108,7 @@ def prepare_batch(model: nn.Module | StageGraph, batch: Any) -> dict[str, Any]:
         asks = takes_return_loss(model)
     if asks and RETURN_LOSS not in prepared:
         prepared[RETURN_LOSS] = True
-    return prepared
+    return prepared if isinstance(model, StageGraph) else prepared | prepared_inputs(model, prepared)
 
 
 class StageGraph:

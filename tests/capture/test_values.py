@@ -1,0 +1,272 @@
+"""Python reads values of a batch while a model is traced: recorded, guarded, replayed; never frozen silently."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.coarsen import coarsen
+from gpp_plugin.capture.export import capture_model, read_values, recapture
+from gpp_plugin.capture.tracing.sample_batches import UnitBatch, count_samples, resize_batch
+from gpp_plugin.errors import CaptureError
+from gpp_plugin.ir.analysis import RECORDED, WHOLE_UNITS
+from tests.capture.graphs import eager_loss, run_graph
+from tests.reading_models import OneByOne, Reader, reader_batch
+
+TWO = [[2, 1], [1, 2]]
+
+
+def reader() -> tuple[Reader, CapturedGraph]:
+    torch.manual_seed(0)
+    model = Reader()
+    return model, capture_model(model, UnitBatch(reader_batch(TWO), num_samples=2))
+
+
+def assert_exact(capture: CapturedGraph, model: nn.Module, batch: dict[str, Any]) -> None:
+    """Hold the graph on a batch against the eager model: loss and every gradient, bit for bit."""
+    own, plain = copy.deepcopy(model), copy.deepcopy(model)
+    expected = eager_loss(plain, batch)
+    expected.backward()
+    loss = run_graph(capture, own, batch)[capture.op_graph.loss]
+    loss.backward()
+    assert torch.equal(loss, expected)
+    for (name, found), (_, wanted) in zip(own.named_parameters(), plain.named_parameters(), strict=True):
+        assert (found.grad is None) == (wanted.grad is None), name
+        assert wanted.grad is None or torch.equal(found.grad, wanted.grad), name
+
+
+def test_a_model_whose_python_reads_values_is_captured_and_exact() -> None:
+    model, capture = reader()
+    assert capture.analysis.means == (RECORDED, WHOLE_UNITS)
+    assert_exact(capture, model, reader_batch(TWO))
+    assert model.positions is None, "what a forward keeps is kept on a copy, and dropped"
+    assert capture.recording is not None
+    assert capture.recording.keys == ("ids", "labels", "mask", "sizes"), "no pixel decides about the graph"
+    assert {node.is_coupling for node in capture.op_graph.nodes} == {True}
+
+
+def test_the_graph_holds_for_other_values_that_read_the_same() -> None:
+    model, capture = reader()
+    assert capture.recording is not None
+    for seed in (1, 2):  # images in other places, other labels in other places: as many of each
+        batch = reader_batch(TWO, seed=seed)
+        assert not torch.equal(batch["ids"] == 63, reader_batch(TWO)["ids"] == 63)
+        assert capture.recording.matches(batch)
+        assert_exact(capture, model, batch)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(reader_batch([[1, 2], [2, 1]], seed=3), id="sizes"),
+        pytest.param(reader_batch(TWO, seed=3, padded=False), id="padding"),
+        pytest.param(reader_batch(TWO, seed=3, labelled=3), id="number of labels"),
+    ],
+)
+def test_other_readings_are_told_and_captured_anew(other: dict[str, Any]) -> None:
+    model, capture = reader()
+    assert capture.recording is not None
+    assert not capture.recording.matches(other)
+    again = recapture(model, capture.analysis, UnitBatch(other, num_samples=2))
+    assert_exact(again, model, other)
+    assert again.recording is not None
+    assert again.recording.matches(other)
+    assert not again.recording.matches(reader_batch(TWO))
+    assert again.recording.values == read_values(model, capture.analysis, other).values
+
+
+def test_a_rank_without_the_batch_replays_what_others_read() -> None:
+    model, capture = reader()
+    other = reader_batch([[1, 2], [2, 1]], seed=3)
+    readings = read_values(model, capture.analysis, other).values
+    shapes = {key: torch.empty_like(value, device="meta") for key, value in other.items()}
+    replayed = recapture(model, capture.analysis, UnitBatch(shapes, num_samples=2, readings=readings))
+    again = recapture(model, capture.analysis, UnitBatch(other, num_samples=2))
+    assert str(replayed.graph) == str(again.graph)
+    assert replayed.op_graph == again.op_graph
+    assert_exact(replayed, model, other)
+    for wrong in (readings[:-1], (*readings, 1)):
+        with pytest.raises(CaptureError, match="reads other values of this batch than were told"):
+            recapture(model, capture.analysis, UnitBatch(shapes, num_samples=2, readings=wrong))
+
+
+def test_another_structure_gets_the_names_of_the_blocks_borders() -> None:
+    model, capture = reader()
+    other = reader_batch([[2, 1], [1, 1, 1]], padded=False)  # a fourth image, and no mask: other operators
+    again = recapture(model, capture.analysis, UnitBatch(other, num_samples=2))
+    assert again.analysis.nodes != capture.analysis.nodes
+    assert_exact(again, model, other)
+    planned, now = coarsen(capture), coarsen(again)
+    assert [block.name for block in planned.blocks] == [block.name for block in now.blocks]
+    assert [(e.src, e.dst, e.tensors) for e in planned.edges] == [
+        (e.src, e.dst, e.tensors) for e in now.edges
+    ]
+    assert again.op_graph.loss == capture.op_graph.loss
+
+
+class _Branches(nn.Module):
+    """Runs a layer where the batch says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, use: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if use[index]:
+                x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def test_other_blocks_are_refused_in_one_line() -> None:
+    model, x = _Branches(), torch.ones(2, 4)
+    capture = capture_model(model, UnitBatch({"x": x, "use": torch.tensor([1, 1, 1])}, num_samples=2))
+    with pytest.raises(CaptureError, match=r"other blocks .* block layers\.1 is gone; give batches"):
+        recapture(model, capture.analysis, UnitBatch({"x": x, "use": torch.tensor([1, 0, 1])}, num_samples=2))
+
+
+class _Written(nn.Module):
+    """Reads a tensor that began as known values, and was written with what a weight decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        counts = ids + 1
+        view = counts[0]
+        view += (self.weight.sum() > 0).long()
+        return (x * self.weight).sum() * counts.max().item()
+
+
+def test_what_a_weight_decides_is_not_read() -> None:
+    with pytest.raises(CaptureError, match="depends on tensor values"):
+        capture_model(_Written(), {"x": torch.ones(2, 4), "ids": torch.ones(2, 3, dtype=torch.long)})
+
+
+class _Lengths(nn.Module):
+    """Reads a number that was written into memory through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        table = torch.zeros(2, 3, dtype=torch.long)
+        table[1].add_(ids.amax(0))
+        return (x * self.weight).sum() * int(table.max())
+
+
+def test_the_guard_follows_values_through_views_and_writes() -> None:
+    model, ids = _Lengths(), torch.tensor([[1, 2, 3], [3, 1, 1]])
+    capture = capture_model(model, {"x": torch.ones(2, 4), "ids": ids})
+    assert_exact(capture, model, {"x": torch.rand(2, 4), "ids": ids})
+    assert capture.recording is not None
+    assert capture.recording.matches({"ids": ids.flip(1)})
+    assert not capture.recording.matches({"ids": ids + 1})
+
+
+def test_a_structure_that_differs_with_the_samples_takes_whole_units() -> None:
+    torch.manual_seed(0)
+    model = OneByOne()
+    capture = capture_model(model, {"x": torch.randn(3, 4)})
+    assert capture.analysis.means == (WHOLE_UNITS,)
+    assert_exact(capture, model, {"x": torch.randn(3, 4)})
+    with pytest.raises(CaptureError, match="cannot be run on 2; keep train_micro_batch_size_per_gpu"):
+        resize_batch(UnitBatch({"x": torch.randn(3, 4)}, num_samples=3), 2)
+    assert count_samples(UnitBatch({"patches": torch.ones(7, 2)}, num_samples=3)) == 3
+
+
+class _Categories(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return -torch.distributions.Categorical(logits=self.layer(x)).log_prob(labels).mean()
+
+
+def test_checks_of_distributions_are_off_while_a_model_is_traced() -> None:
+    model, batch = _Categories(), {"x": torch.randn(2, 4), "labels": torch.tensor([0, 2])}
+    capture = capture_model(model, batch)
+    assert capture.analysis.means == ()
+    assert_exact(capture, model, batch)
+    with pytest.raises(ValueError, match="constraint"):
+        torch.distributions.Normal(torch.zeros(1), -torch.ones(1))
+
+
+class _Clamped(nn.Module):
+    """Asks whether something overflowed, as encoders do that train in half precision."""
+
+    def __init__(self, clamps: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.clamps = clamps
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if not torch.isfinite(x).all():
+                x = torch.clamp(x, min=-10.0, max=10.0) if self.clamps else x * 0
+            if torch.isinf(x).any():
+                x = torch.clamp(x, min=-5.0, max=5.0)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("largest", [1.0, 1e38, float("inf")])
+def test_branches_on_overflow_are_choices_of_values(largest: float) -> None:
+    torch.manual_seed(0)
+    model = _Clamped()
+    capture = capture_model(model, {"x": torch.randn(2, 4)})
+    x = torch.randn(2, 4)
+    x[0, 0] = largest
+    expected = eager_loss(model, {"x": x})
+    loss = run_graph(capture, model, {"x": x})[capture.op_graph.loss]
+    assert torch.equal(loss, expected) or (loss.isnan() and expected.isnan())
+    if largest == 1.0:
+        assert_exact(capture, model, {"x": x})
+    with pytest.raises(CaptureError, match="does something else than clamp"):
+        capture_model(_Clamped(clamps=False), {"x": torch.randn(2, 4)})
+
+
+def _text(kind: str, **more: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    return {
+        "model_type": kind, **sizes, "num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2, **more,
+    }  # fmt: skip
+
+
+def test_gemma3_makes_its_masks_by_broadcasting() -> None:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    vision = {
+        "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64, "image_size": 8,
+        "num_attention_heads": 4, "num_hidden_layers": 1, "patch_size": 4,
+    }  # fmt: skip
+    kinds = ["sliding_attention", "full_attention"]
+    text = _text("gemma3_text", head_dim=8, query_pre_attn_scalar=8, sliding_window=6, layer_types=kinds)
+    config = Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=61, image_token_id=61
+    )
+    torch.manual_seed(0)
+    model = Gemma3ForConditionalGeneration(config).train()
+    ids = torch.randint(3, 60, (2, 12))
+    ids[:, 2:6] = 61
+    mask = torch.ones_like(ids)
+    mask[0, -2:] = 0
+    batch = {
+        "input_ids": ids, "attention_mask": mask, "token_type_ids": (ids == 61).long(),
+        "pixel_values": torch.randn(2, 3, 8, 8), "labels": ids.masked_fill(ids == 61, -100),
+    }  # fmt: skip
+    capture = capture_model(model, batch)
+    assert capture.analysis.means == ()
+    assert_exact(capture, model, batch)
+    import transformers.masking_utils as masking
+
+    assert masking._vmap_expansion_sdpa.__module__ == masking.__name__, "as it was"

@@ -152,7 +152,7 @@ MODELS = (
     *(
         ZooModel(
             name=name, kind=KIND, model=model, means="nothing: a past has the length that the model is made for",
-            batch=lambda samples, length: _series(samples, 8), config={**_SERIES, **more},
+            batch=lambda samples, length: _series(samples, 8), config={**_SERIES, **more}, draws=name == "informer",
         )
         for name, model, more in (
             ("time_series_transformer", "TimeSeriesTransformerForPrediction", {}),

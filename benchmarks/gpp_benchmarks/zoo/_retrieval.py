@@ -84,7 +84,8 @@ MODELS = (
         },
     ),
     ZooModel(
-        name="groupvit", draws=True, kind=KIND, model="GroupViTModel", batch=pair,
+        name="groupvit", draws=True,
+        note="its assignment of groups is drawn (Gumbel)", kind=KIND, model="GroupViTModel", batch=pair,
         config={
             "text_config": _CLIP_TEXT, "projection_dim": WIDTH, "projection_intermediate_dim": 64,
             "vision_config": {
@@ -118,7 +119,7 @@ MODELS = (
         },
     ),
     ZooModel(
-        name="vilt", draws=True, kind=KIND, model="ViltForQuestionAnswering",
+        name="vilt", draws=True, note="the order of patches is drawn", kind=KIND, model="ViltForQuestionAnswering",
         batch=lambda samples, length: {
             **{k: v for k, v in text(samples, length).items() if k != "labels"}, "pixel_values": pixels(samples),
             "pixel_mask": torch.ones(samples, 8, 8, dtype=torch.int64),

@@ -36,7 +36,13 @@ from gpp_plugin.capture.tracing.devices import place_graph, placed_body
 from gpp_plugin.capture.tracing.outside import Draws, check_draws
 from gpp_plugin.capture.tracing.sample_batches import UnitBatch, count_samples, resize_batch, rows_per_sample
 from gpp_plugin.capture.tracing.shadow import Shadow, dtype_name, make_shadow, tracing_device
-from gpp_plugin.capture.tracing.torch_export import READS, Call, Reads, call_by_key, run_reading
+from gpp_plugin.capture.tracing.torch_export import (
+    Call,
+    Reads,
+    call_by_key,
+    lacks_values,
+    run_reading,
+)
 from gpp_plugin.capture.tracing.traced import Traced, align, structure_of, trace
 from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError
@@ -406,8 +412,8 @@ def _trace_with_values(
     try:
         traced = _first(functools.partial(export, reads=Reads(values=batch)), batch, shadow)
     except CaptureError as other:
-        raise (other if READS in str(error) and READS not in str(other) else error) from None
-    assert traced.recording is not None and traced.recording.values, "an export is the same every time"
+        raise (other if lacks_values(error) and not lacks_values(other) else error) from None
+    assert traced.recording is not None
     return traced
 
 

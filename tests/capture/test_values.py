@@ -14,7 +14,9 @@ from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model, read_values, recapture
 from gpp_plugin.capture.tracing.sample_batches import UnitBatch, count_samples, resize_batch
 from gpp_plugin.errors import CaptureError
+from gpp_plugin.integrations.huggingface.prepared_inputs import has_prepared_inputs
 from gpp_plugin.ir.analysis import RECORDED, WHOLE_UNITS
+from gpp_plugin.model.graph.stage_graph import prepare_batch
 from tests.capture.graphs import eager_loss, run_graph
 from tests.reading_models import OneByOne, Reader, reader_batch
 
@@ -270,3 +272,51 @@ def test_gemma3_makes_its_masks_by_broadcasting() -> None:
     import transformers.masking_utils as masking
 
     assert masking._vmap_expansion_sdpa.__module__ == masking.__name__, "as it was"
+
+
+def _qwen() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    sections = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    vision = {
+        "depth": 1, "num_heads": 4, "in_channels": 3, "patch_size": 4, "spatial_merge_size": 2,
+        "temporal_patch_size": 2, "embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2,
+    }  # fmt: skip
+    config = Qwen2VLConfig(
+        text_config=_text("qwen2_vl_text", rope_parameters=sections), vision_config=vision, image_token_id=61,
+        video_token_id=62, vision_start_token_id=59, vision_end_token_id=60,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    ids = torch.randint(3, 59, (2, 12))
+    ids[:, 2], ids[:, 3:7], ids[:, 7] = 59, 61, 60
+    mask = torch.ones_like(ids)
+    mask[0, -2:] = 0
+    batch = {
+        "input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(ids > 58, -100),
+        "mm_token_type_ids": (ids == 61).long(), "pixel_values": torch.randn(32, 96),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
+    }  # fmt: skip
+    return Qwen2VLForConditionalGeneration(config).train(), batch
+
+
+def test_positions_made_ahead_leave_images_where_they_stand_out_of_the_readings() -> None:
+    model, batch = _qwen()
+    prepared = prepare_batch(model, batch)
+    assert set(prepared) - set(batch) == {"position_ids"}
+    assert model.model.rope_deltas is None
+    assert has_prepared_inputs(model, prepared)
+    assert not has_prepared_inputs(model, batch)
+    assert prepare_batch(model, {**batch, "image_grid_thw": None}).get("position_ids") is None
+    capture = capture_model(model, UnitBatch(prepared, num_samples=2))
+    assert_exact(capture, model, prepared)
+    assert capture.recording is not None
+    assert capture.recording.keys == ("image_grid_thw", "input_ids")
+    moved = {
+        key: batch[key].roll(1, 1) for key in ("input_ids", "attention_mask", "labels", "mm_token_type_ids")
+    }
+    other = prepare_batch(model, {**batch, **moved})
+    assert not torch.equal(other["position_ids"], prepared["position_ids"])
+    assert capture.recording.matches(other)
+    own, plain = copy.deepcopy(model), copy.deepcopy(model)
+    expected = eager_loss(plain, {**batch, **moved})  # the model makes its positions itself
+    assert torch.equal(run_graph(capture, own, other)[capture.op_graph.loss], expected)

@@ -33,8 +33,12 @@ LOSS_FUNCTION = "loss_function"
 """Attribute by which HuggingFace models call their loss."""
 TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 """What logs a stack, or a hint for torch's developers, beside the exception that it raises."""
-READS = "the Python code depends on tensor values"
-"""Says that values are what an export lacks."""
+READS, DEPENDS, TAKEN = (
+    "the Python code depends on tensor values",
+    "depends on values",
+    "taken from a tensor",
+)
+"""Words that say that values are what an export lacks (`lacks_values`)."""
 
 
 Call: TypeAlias = Callable[[nn.Module, Mapping[str, Any]], Any]
@@ -139,6 +143,11 @@ def _find_output(result: Any, name: str, model: str) -> torch.Tensor:
             f"output {name!r} of {model} is {type(found).__name__}, not a tensor; its fields are {fields}"
         )
     return found
+
+
+def lacks_values(error: CaptureError) -> bool:
+    """Return whether a capture failed for want of values."""
+    return any(words in str(error) for words in (READS, DEPENDS, TAKEN))
 
 
 def split_batch(batch: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:

@@ -21,7 +21,8 @@ from gpp_plugin.capture.tracing.outside import Draws, watched_generators
 from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.capture.tracing.shadow import Shadow
 from gpp_plugin.capture.tracing.torch_export import (
-    READS,
+    DEPENDS,
+    TAKEN,
     WRAPPED,
     Call,
     Reads,
@@ -288,16 +289,13 @@ def refuse_values(graph: fx.Graph) -> None:
         if node.op != "call_function":
             continue
         place = f"operator {node.target} ({node.name}) at {module_path(node) or 'the model itself'}"
-        results = torch.utils._pytree.tree_leaves(node.meta.get("val"))
-        for value in results:
+        for value in torch.utils._pytree.tree_leaves(node.meta.get("val")):
             if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-                raise CaptureError(
-                    f"{place} yields a Python number taken from a tensor: {READS}; keep it a tensor"
-                )
+                raise CaptureError(f"{place} yields a Python number {TAKEN}; keep it a tensor")
             if isinstance(value, torch.Tensor) and any(not isinstance(size, int) for size in value.shape):
                 raise CaptureError(
-                    f"{place} makes a tensor of shape {tuple(value.shape)}: {READS} (nonzero, boolean indexing, "
-                    "unique); use a mask or torch.where so that shapes are known beforehand"
+                    f"{place} makes a tensor of shape {tuple(value.shape)}, which {DEPENDS} (nonzero, boolean "
+                    "indexing, unique); use a mask or torch.where so that shapes are known beforehand"
                 )
 
 

@@ -259,7 +259,12 @@ class WholeCalls:
         self._is_trying, self._gives_modules = True, False
         call.callee.function = noting
         try:
-            with _disable_current_modes(), torch.set_grad_enabled(self._training and torch.is_grad_enabled()):
+            # made-up operands and weights are drawn; the capture is told of no number that is not the model's own
+            with (
+                _disable_current_modes(),
+                torch.random.fork_rng(devices=[]),
+                torch.set_grad_enabled(self._training and torch.is_grad_enabled()),
+            ):
                 real = [
                     _weight(weight, like) for weight, like in zip(weights, traced, strict=False)
                 ] + self._operands(traced[len(weights) :], nodes)

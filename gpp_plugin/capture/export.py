@@ -79,8 +79,6 @@ def capture_model(
     traced, small, large = _at_analysis_sizes(export, batch, _first(export, batch, shadow))
     masks, unpadded = _masks(traced, shadow), inputs_of_ones(batch)
     notes = _notes(traced, shadow, masks, unpadded, training=training)
-    if training:
-        _check_loss(traced, notes, shadow)
     clusters = find_clusters(traced.graph, notes)
     rows = rows_per_sample(resize_batch(batch, small.num_samples))
     # Clusters twice: layouts are judged cluster by cluster, and what they find uncuttable makes clusters larger.
@@ -210,6 +208,8 @@ def _notes(
     for node in traced.operators:
         if isinstance(node.meta.get("val"), torch.Tensor):
             notes[node.name].shapes = (tuple(node.meta["val"].shape),)
+    if training:
+        _check_loss(traced, notes, shadow)
     return notes
 
 

@@ -165,8 +165,6 @@ def _analysed(
     """
     masks = _masks(traced, shadow)
     notes = _notes(traced, shadow, masks, unpadded, training=training)
-    if training:
-        _check_loss(traced, notes, shadow)
     clusters = find_clusters(traced.graph, notes)
     if pair is not None:
         # Clusters twice: layouts are judged cluster by cluster, and what they find uncuttable makes clusters larger.
@@ -355,6 +353,8 @@ def _notes(
     for node in traced.operators:
         if isinstance(node.meta.get("val"), torch.Tensor):
             notes[node.name].shapes = (tuple(node.meta["val"].shape),)
+    if training:
+        _check_loss(traced, notes, shadow)
     return notes
 
 

@@ -275,7 +275,7 @@ def test_lists_of_dicts_travel_as_padded_tensors() -> None:
         [1, 4],
     ]
     fields = ("boxes", "size")
-    again = cut_records(fields, [batch[name] for name in batch["labels"].entries("labels")])
+    again = cut_records(batch["labels"], [batch[name] for name in batch["labels"].entries("labels")])
     for one, other in zip(records, again, strict=True):
         assert all(torch.equal(one[key], other[key]) for key in fields)
     wider = pad_records(
@@ -283,6 +283,13 @@ def test_lists_of_dicts_travel_as_padded_tensors() -> None:
     )
     joined = join_batches([batch, wider])
     assert joined["labels.boxes"].shape == (3, 8, 4)
+    masks = [torch.rand(n, 5, 5) for n in (2, 3)]
+    bare = pad_records({"x": torch.ones(2, 1), "masks": masks, "scales": [torch.ones(3)] * 3})
+    assert bare["masks.tensor"].shape == (2, 4, 5, 5) and len(bare["scales"]) == 3, (
+        "three are not one a sample"
+    )
+    cut = cut_records(bare["masks"], [bare[name] for name in bare["masks"].entries("masks")])
+    assert all(torch.equal(one, other) for one, other in zip(cut, masks, strict=True))
     with pytest.raises(ConfigError, match="'labels': its dicts have unlike keys"):
         pad_records({"labels": [{"a": torch.ones(1)}, {"b": torch.ones(1)}]})
 

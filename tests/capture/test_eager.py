@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.eager.call_structure import put_together, take_apart
+from gpp_plugin.capture.eager.choose_whole import with_culprit
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.eager.padded_records import RecordKeys, cut_records, pad_records
 from gpp_plugin.capture.export import capture_model, recapture
@@ -275,7 +276,7 @@ def test_lists_of_dicts_travel_as_padded_tensors() -> None:
         [1, 4],
     ]
     fields = ("boxes", "size")
-    again = cut_records(fields, [batch[name] for name in batch["labels"].entries("labels")])
+    again = cut_records(batch["labels"], [batch[name] for name in batch["labels"].entries("labels")])
     for one, other in zip(records, again, strict=True):
         assert all(torch.equal(one[key], other[key]) for key in fields)
     wider = pad_records(
@@ -283,6 +284,13 @@ def test_lists_of_dicts_travel_as_padded_tensors() -> None:
     )
     joined = join_batches([batch, wider])
     assert joined["labels.boxes"].shape == (3, 8, 4)
+    masks = [torch.rand(n, 5, 5) for n in (2, 3)]
+    bare = pad_records({"x": torch.ones(2, 1), "masks": masks, "scales": [torch.ones(3)] * 3})
+    assert bare["masks.tensor"].shape == (2, 4, 5, 5) and len(bare["scales"]) == 3, (
+        "three are not one a sample"
+    )
+    cut = cut_records(bare["masks"], [bare[name] for name in bare["masks"].entries("masks")])
+    assert all(torch.equal(one, other) for one, other in zip(cut, masks, strict=True))
     with pytest.raises(ConfigError, match="'labels': its dicts have unlike keys"):
         pad_records({"labels": [{"a": torch.ones(1)}, {"b": torch.ones(1)}]})
 
@@ -310,3 +318,16 @@ def test_a_call_on_fake_tensors_keeps_as_much_as_a_real_one() -> None:
     traced = capture_model(Keeps(), vectors(4)).op_graph
     assert sum(n.saved_bytes for n in whole.nodes) == sum(n.saved_bytes for n in traced.nodes)
     assert sum(n.flops for n in whole.nodes) == sum(n.flops for n in traced.nodes)
+
+
+def test_what_is_kept_whole_after_a_failure() -> None:
+    model, _ = build_eager("routed")
+    alike = tuple(f"layers.{i}.linear" for i in range(3))
+    assert with_culprit(model, (), "layers.0.linear") == alike
+    # a second place where a linear module fails: all of them do
+    assert with_culprit(model, alike, "head") == (
+        *alike,
+        *(path for path, m in model.named_modules() if isinstance(m, nn.Linear) and path not in alike),
+    )
+    assert with_culprit(model, alike, "layers.1") == ("layers.0", "layers.1", "layers.2")
+    assert with_culprit(model, alike, "") is None and with_culprit(model, alike, "layers.2.linear") is None

@@ -111,7 +111,7 @@ def _open(value: Any) -> tuple[Rebuild, list[Any]]:
         is_named = hasattr(kind, "_fields")
         return (lambda parts: kind(*parts)) if is_named else (lambda parts: kind(parts)), list(value)
     if isinstance(value, TracedRecords):
-        fields = tuple(value.tensors)
+        fields = value.fields
         return (lambda parts: cut_records(fields, parts)), [
             t for pair in value.tensors.values() for t in pair
         ]

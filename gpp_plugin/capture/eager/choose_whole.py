@@ -60,7 +60,7 @@ def with_culprit(model: nn.Module, whole: Sequence[str], culprit: str) -> tuple[
     """Return what to keep whole after tracing failed in one more module; None where nothing is left to try.
 
     The modules of its class in its place in the other layers fail as it did: ``layers.0.router`` stands for
-    ``layers.*.router``.
+    ``layers.*.router``. Where one of its class failed in another place before, all modules of the class do.
     """
     if not culprit or culprit in whole:
         return None
@@ -68,7 +68,12 @@ def with_culprit(model: nn.Module, whole: Sequence[str], culprit: str) -> tuple[
     alike = [culprit]
     if culprit in modules:
         kind, place = type(modules[culprit]), _place(culprit)
-        alike = [path for path, module in modules.items() if type(module) is kind and _place(path) == place]
+        is_known = any(type(modules.get(path)) is kind for path in whole)
+        alike = [
+            path
+            for path, module in modules.items()
+            if type(module) is kind and (is_known or _place(path) == place)
+        ]
     return without_inner((*whole, *alike))
 
 

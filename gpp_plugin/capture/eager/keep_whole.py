@@ -335,6 +335,9 @@ def _value(wanted: fx.Node, known: dict[fx.Node, Any]) -> Any:
 
 def _compute(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
     target: Any = node.target
+    seen: Any = node.meta.get("val")
+    if isinstance(seen, FakeTensor) and seen.constant is not None:
+        return seen.constant  # made of Python's numbers (sizes of feature maps): tracing knows its values
     if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
         return None
     sources = [known[source] for source in node.all_input_nodes]

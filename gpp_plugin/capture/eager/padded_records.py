@@ -1,4 +1,4 @@
-"""Batch entries that are lists of dicts of tensors, one a sample (a detector's labels), as padded tensors.
+"""Batch entries that are lists of dicts of tensors, or of tensors, one a sample, as padded tensors.
 
 ``labels = [{"boxes": [3, 4]}, {"boxes": [1, 4]}]`` becomes entries with the samples along axis 0, which travel, are cut
 and joined like any other, and a constant that says what they were:
@@ -6,6 +6,8 @@ and joined like any other, and a constant that says what they were:
     "labels"              RecordKeys(("boxes",))
     "labels.boxes"        [2, 4, 4]    padded with zeros; the first axis of a tensor to a power of two
     "labels.boxes.shape"  [2, 2]       (3, 4) and (1, 4)
+
+A list of tensors (a segmenter's masks) is taken for one of dicts with one field, ``tensor``.
 
 While a model is traced such an entry is a `TracedRecords`, of which nothing can be read: only a module or a loss that
 is kept whole gets the list of dicts again, cut to each tensor's own shape.
@@ -24,16 +26,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.errors import CaptureError, ConfigError
 
-SHAPE = "shape"
+SHAPE, BARE = "shape", "tensor"
 
 
 @dataclass(frozen=True, slots=True)
 class RecordKeys:
-    """Stands for an entry in a batch; its tensors are entries of their own."""
+    """Stands for an entry in a batch; its tensors are entries of their own.
+
+    Args:
+        is_bare: a list of tensors, not of dicts.
+    """
 
     keys: tuple[str, ...]
+    is_bare: bool = False
 
     def entries(self, key: str) -> tuple[str, ...]:
         """Return the names of the tensors of the entry ``key``."""
@@ -41,31 +49,41 @@ class RecordKeys:
 
 
 def pad_records(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch with its lists of dicts of tensors as padded tensors.
+    """Return the batch with its lists of dicts of tensors, one a sample, as padded tensors.
 
     Raises:
         ConfigError: dicts of one entry have unlike keys, or tensors of unlike numbers of axes.
     """
     padded: dict[str, Any] = {}
     for key, value in batch.items():
-        if _are_records(value):
-            fields = tuple(value[0])
-            padded[key] = RecordKeys(fields)
-            for field in fields:
-                padded |= _pad_field(key, field, value)
+        records = _records_of(value)
+        if records is not None and len(records) == _num_samples(batch):
+            padded[key] = RecordKeys(tuple(records[0]), is_bare=records[0] is not value[0])
+            for field in records[0]:
+                padded |= _pad_field(key, field, records)
         else:
             padded[key] = value
     return padded
 
 
-def _are_records(value: Any) -> bool:
-    is_list = isinstance(value, (list, tuple)) and len(value) > 0
-    return is_list and all(
-        isinstance(record, Mapping)
-        and len(record) > 0
-        and all(isinstance(part, Tensor) for part in record.values())
+def _records_of(value: Any) -> Sequence[Mapping[str, Tensor]] | None:
+    """Return the dicts of a list of dicts of tensors, or of one of tensors; None of anything else."""
+    if not isinstance(value, (list, tuple)) or not value:
+        return None
+    if all(isinstance(part, Tensor) for part in value):
+        return [{BARE: part} for part in value]
+    is_records = all(
+        isinstance(record, Mapping) and record and all(isinstance(part, Tensor) for part in record.values())
         for record in value
     )
+    return value if is_records else None
+
+
+def _num_samples(batch: Mapping[str, Any]) -> int:
+    """Return the samples of the batch's tensors; of one that has none but in lists, the length of the first list."""
+    if any(isinstance(value, Tensor) and value.dim() for value in batch.values()):
+        return count_samples(batch)
+    return next((len(value) for value in batch.values() if isinstance(value, (list, tuple))), 0)
 
 
 def _pad_field(key: str, field: str, records: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -111,12 +129,14 @@ class TracedRecords(list[Any]):
     """An entry while a model is traced: its padded tensors, of which the model can read nothing.
 
     Args:
+        fields: of it, as of the batch's entry.
         tensors: field -> (padded values, shapes).
     """
 
-    def __init__(self, key: str, tensors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, key: str, fields: RecordKeys, tensors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         super().__init__()
         self.key = key
+        self.fields = fields
         self.tensors = dict(tensors)
 
     def _refuse(self, *_: Any) -> NoReturn:
@@ -138,14 +158,13 @@ def with_records(entries: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, RecordKeys):
             for name in value.entries(key):
                 found.pop(name, None)
-            found[key] = TracedRecords(
-                key, {f: (entries[f"{key}.{f}"], entries[f"{key}.{f}.{SHAPE}"]) for f in value.keys}
-            )
+            tensors = {f: (entries[f"{key}.{f}"], entries[f"{key}.{f}.{SHAPE}"]) for f in value.keys}
+            found[key] = TracedRecords(key, value, tensors)
     return found
 
 
-def cut_records(fields: Sequence[str], tensors: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-    """Return the list of dicts of padded tensors.
+def cut_records(fields: RecordKeys, tensors: Sequence[Tensor]) -> list[Any]:
+    """Return the list of dicts, or of tensors, that was padded.
 
     Args:
         tensors: values and shapes of each field in turn.
@@ -158,4 +177,6 @@ def cut_records(fields: Sequence[str], tensors: Sequence[Tensor]) -> list[dict[s
                 value = value.narrow(axis, 0, size)
             cut.append(value)
         columns.append(cut)
-    return [dict(zip(fields, row, strict=True)) for row in zip(*columns, strict=True)]
+    if fields.is_bare:
+        return columns[0]
+    return [dict(zip(fields.keys, row, strict=True)) for row in zip(*columns, strict=True)]

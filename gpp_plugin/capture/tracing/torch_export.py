@@ -426,13 +426,14 @@ def _failing_line(error: Exception, model: nn.Module) -> str:
 
 def _failing_module(error: Exception, model: nn.Module) -> tuple[str, str]:
     """Return path and class of the last of the model's modules on the way to a failure."""
-    paths = {id(module): name for name, module in model.named_modules()}
+    # by their attributes: export calls some modules through proxies, which share those
+    paths = {id(vars(module)): name for name, module in model.named_modules()}
     path, owner = "", type(model).__name__
     for failure in reversed(_causes(error)):
         for frame, _ in traceback.walk_tb(failure.__traceback__):
             module = frame.f_locals.get("self")
-            if isinstance(module, nn.Module) and id(module) in paths:
-                path, owner = paths[id(module)], type(module).__name__
+            if isinstance(module, nn.Module) and id(vars(module)) in paths:
+                path, owner = paths[id(vars(module))], type(module).__name__
     return path, owner
 
 

@@ -1,10 +1,10 @@
 """Frozen branches run ahead: their forwards of the next mini-batch stand in the programs of this one.
 
-Stages that depend on the mini-batch alone (`frozen_branch`) have nothing to wait for at a mini-batch's end but the
-other stages. So a mini-batch is cut in two parts, the branch's forwards and all else, and parts of two mini-batches run
-together. Of a frozen stage 0 and a trained stage 1 with two micro-batches each, where 2 and 3 are the next mini-batch's:
+Stages that depend on the mini-batch alone (`frozen_branch`) wait for nothing at a mini-batch's end but the others. So
+a mini-batch is cut in two parts, the branch's forwards and all else, and parts of two mini-batches run
+together. Of a frozen stage 0 and a trained stage 1 with two micro-batches each, 2 and 3 are the next mini-batch's:
 
-    whole    rank 0  F0 F1           step     as without look-ahead, where nothing was run ahead and nothing will be
+    whole    rank 0  F0 F1           step     as without look-ahead: nothing was run ahead, and nothing will be
              rank 1     F0 B0 F1 B1  step
     fill     rank 0  F2 F3                    the branch alone, before a first mini-batch
     steady   rank 0  F2 F3           step     rank 1 has what F0 and F1 read; while it works, F2's and F3's arrive
@@ -12,9 +12,9 @@ together. Of a frozen stage 0 and a trained stage 1 with two micro-batches each,
     last     rank 0                  step     no next mini-batch is known, or its shapes are to be met first
              rank 1  F0 B0 F1 B1     step
 
-``fill`` and ``steady`` end with messages that nobody has read. They are received in the program that sends them, as of
-asynchronous windows (`windows`), and the next program, ``steady`` or ``last``, reads them. Each part is lowered from one
-global order, so a receive of the next mini-batch stands where its message is due by simulation.
+``fill`` and ``steady`` end with messages that nobody has read. They are received in the program that sends them, as
+those of asynchronous windows are (`windows`), and the next program, ``steady`` or ``last``, reads them. Each part is
+lowered from one global order, so a receive of the next mini-batch stands where its message is due by simulation.
 
 Source: this project
 Tests: tests/schedule/test_look_ahead.py
@@ -23,7 +23,7 @@ Tests: tests/schedule/test_look_ahead.py
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from gpp_plugin.ir.plan import PipelinePlan
@@ -66,37 +66,45 @@ class AheadPrograms:
             next(p for p in programs if p.rank == rank) for programs in (self.fill, self.steady, self.last)
         )
         received = fill.messages(InstructionKind.RECEIVE) if fill.stage not in self.branch else ()
+        carried = tuple(moved_message(self.plan, message, -1) for message in received)
         return RankAhead(
             is_ahead=fill.stage in self.branch,
             fill=fill,
             steady=steady,
             last=last,
-            carried=tuple(moved_message(self.plan, message, -1) for message in received),
+            carried=carried,
+            most_bytes=round(self._most_bytes(steady, carried)) if carried else 0,
         )
 
-    def most_carried_bytes(self, rank: int) -> float:
-        """Return the most bytes that a rank holds of messages that came ahead of their mini-batch.
-
-        What is here as ``steady`` begins goes with the forwards that read it, and the next mini-batch's comes.
-        """
-        own = self.of_rank(rank)
+    def _most_bytes(self, steady: RankProgram, carried: tuple[Message, ...]) -> float:
+        """Return the most bytes that a rank holds of messages that came ahead of their mini-batch."""
+        # What is here as the program begins goes with the tasks that read it, while the next mini-batch's comes.
         edges = self.plan.edges
+        coming = [
+            m
+            for m in steady.messages(InstructionKind.RECEIVE)
+            if m.samples.first_sample >= self.plan.mini_batch
+        ]
         sizes = {
-            m: activation_bytes(edges[m.edge], m.samples.num_samples, m.has_whole_tensors) / _shares(self, m)
-            for m in (*own.carried, *own.steady.messages(InstructionKind.RECEIVE))
-            if edges[m.edge].src in self.branch
+            m: activation_bytes(edges[m.edge], m.samples.num_samples, m.has_whole_tensors) / self._senders(m)
+            for m in (*carried, *coming)
         }
-        unread = set(own.carried)
-        held = most = sum(sizes[m] for m in unread)
-        for instruction in own.steady.instructions:
-            if instruction.message in sizes and instruction.message not in unread:
-                held += sizes[instruction.message]
+        unread = set(carried)
+        held = most = sum(sizes[m] for m in carried)
+        for instruction in steady.instructions:
+            if instruction.message is not None:
+                held += sizes.get(instruction.message, 0.0)
                 most = max(most, held)
-            if instruction.task is not None:
+            elif instruction.task is not None:
                 read = {m for m in unread if _is_read_by(m, instruction.task)}
                 held -= sum(sizes[m] for m in read)
                 unread -= read
         return most
+
+    def _senders(self, message: Message) -> int:
+        """Return among how many senders the bytes of a message's samples are shared out, where they hold shards."""
+        edge = self.plan.edges[message.edge]
+        return self.plan.stages[edge.src].tensor if edge.src_shard_axis is not None else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +114,7 @@ class RankAhead:
     Args:
         is_ahead: the rank's stage runs ahead, so its tasks in ``steady`` are of the next mini-batch.
         carried: what ``steady`` and ``last`` read of the messages that were received before them.
+        most_bytes: that the rank ever holds of messages that came ahead of their mini-batch.
     """
 
     is_ahead: bool
@@ -113,6 +122,7 @@ class RankAhead:
     steady: RankProgram
     last: RankProgram
     carried: tuple[Message, ...]
+    most_bytes: int
 
 
 def lower_ahead(
@@ -126,32 +136,45 @@ def lower_ahead(
     Raises:
         ScheduleError, PlanError: the plan's own schedules cannot be lowered.
     """
-    branch = frozen_branch(plan)
     trained = set(range(len(plan.stages))) - forward_only_stages(plan)
-    counts = [plan.num_micro_batches(stage) for stage in range(len(plan.stages))]
-    graph = build_task_graph(lengthened(plan, 2), repeated_schedules(plan, 2))
 
-    def is_next(node: int) -> bool:
-        return graph.micro_batch[node] >= counts[graph.stage[node]]
+    def lowered(part: TaskGraph) -> Programs:
+        return lower_graph(part, part_durations(part))
 
-    def is_ahead(node: int) -> bool:
-        return graph.stage[node] in branch and is_next(node)
-
-    def is_now(node: int) -> bool:
-        return graph.stage[node] not in branch and not is_next(node)
-
-    def ended(programs: Programs) -> Programs:
+    def ended(part: TaskGraph) -> Programs:
         return end_mini_batch(
-            plan, programs, trained, tied_stages=tied_stages, reduce_each_backward=reduce_each_backward
+            plan, lowered(part), trained, tied_stages=tied_stages, reduce_each_backward=reduce_each_backward
         )
 
+    parts = ahead_graphs(plan)
     return AheadPrograms(
         plan=plan,
-        branch=branch,
-        fill=_lower_part(graph, is_ahead),
-        steady=ended(_lower_part(graph, lambda node: is_ahead(node) or is_now(node))),
-        last=ended(_lower_part(graph, is_now)),
+        branch=frozen_branch(plan),
+        fill=lowered(parts["fill"]),
+        steady=ended(parts["steady"]),
+        last=ended(parts["last"]),
     )
+
+
+def ahead_graphs(plan: PipelinePlan) -> dict[str, TaskGraph]:
+    """Return the tasks and messages of each part, without what ends a mini-batch: of two mini-batches in a row."""
+    branch = frozen_branch(plan)
+    counts = [plan.num_micro_batches(stage) for stage in range(len(plan.stages))]
+    full = build_task_graph(lengthened(plan, 2), repeated_schedules(plan, 2))
+
+    def cut(*, is_branch_in: bool, are_others_in: bool) -> TaskGraph:
+        def is_inside(node: int) -> bool:
+            stage = full.stage[node]
+            is_next = full.micro_batch[node] >= counts[stage]
+            return is_next and is_branch_in if stage in branch else are_others_in and not is_next
+
+        return cut_graph(full, is_inside, has_updates=False)
+
+    return {
+        "fill": cut(is_branch_in=True, are_others_in=False),
+        "steady": cut(is_branch_in=True, are_others_in=True),
+        "last": cut(is_branch_in=False, are_others_in=True),
+    }
 
 
 def repeated_schedules(plan: PipelinePlan, num_mini_batches: int) -> tuple[StageSchedule, ...]:
@@ -187,17 +210,6 @@ def moved_message(plan: PipelinePlan, message: Message, mini_batches: int) -> Me
     return shift_message(message, at_src, mini_batches * plan.mini_batch, at_dst=at_dst)
 
 
-def _lower_part(graph: TaskGraph, is_inside: Callable[[int], bool]) -> Programs:
-    part = cut_graph(graph, is_inside, has_updates=False)
-    return lower_graph(part, part_durations(part))
-
-
 def _is_read_by(message: Message, task: Task) -> bool:
     half = message.dst_half
     return message.dst_micro_batch == task.micro_batch and (half is None or half == task.half)
-
-
-def _shares(programs: AheadPrograms, message: Message) -> int:
-    """Return among how many senders the bytes of a message's samples are shared out, where tensors are shards."""
-    edge = programs.plan.edges[message.edge]
-    return programs.plan.stages[edge.src].tensor if edge.src_shard_axis is not None else 1

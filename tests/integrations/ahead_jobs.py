@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from gpp_plugin.errors import ConfigError
 from gpp_plugin.runtime.ahead_lane import AheadLane
 from tests.integrations.engine_jobs import B, config_of, make_engine
 from tests.integrations.frozen_jobs import frozen_model
@@ -64,6 +65,7 @@ def train(
     ahead: int,
     own: bool = False,
     dropout: float = 0.0,
+    dropout_after: float = 0.0,
     zero: int = 0,
     num_steps: int = 6,
     lengths: tuple[int, ...] = (),
@@ -76,8 +78,12 @@ def train(
 
     Args:
         own: the engine loads the data, and looks ahead by default; ``draws``: its dataset draws random numbers.
+        dropout: of the whole model; ``dropout_after`` of the trained language model alone.
     """
     model, make_batch = frozen_model(kind, dropout=dropout)
+    if dropout_after:
+        for layer in model.model.language_model.layers:
+            layer.self_attn.attention_dropout = dropout_after
     batches = [make_batch(B, seed) for seed in range(num_steps)]
     for batch, length in zip(batches, lengths, strict=False):
         for key in ("input_ids", "attention_mask", "labels"):
@@ -96,6 +102,7 @@ def train(
     torch.manual_seed(11)
     engine = make_engine(model, batches[0], config, **data)
     engine.retain_gradients()
+    engine.record_timelines = interrupt == "trace"
     iterator = None if own else iter(batches)
     losses, gradients, looked = [], [], []
     for step in range(num_steps):
@@ -127,6 +134,10 @@ def disturb(
     what: str, engine: Any, iterator: Iterator[Any] | None, make_batch: Any, directory: str
 ) -> list[float]:
     """Do something between two steps; return the losses that it yields."""
+    if what == "trace":
+        timeline = engine.last_timeline
+        assert timeline is None or len({e.micro_batch for e in timeline.events if e.stage == 0}) == 9
+        return []
     if what == "evaluate":
         return [float(engine.eval_batch(iter([make_batch(B, 40)])))]
     if what == "other iterator":  # and back to the first one afterwards: none of its mini-batches is lost
@@ -146,3 +157,53 @@ def disturb(
             if not parameter.requires_grad:
                 parameter.mul_(1.01)
     return []
+
+
+def make(kind: str, stages: str) -> tuple[Any, Any]:
+    """Return an engine that looks ahead on its caller's iterator, and what makes mini-batches."""
+    model, make_batch = frozen_model(kind)
+    config = config_of(block={"plan": {"stages": STAGES[stages]}, "look_ahead": 1, "micro_batch_sizes": 2})
+    return make_engine(model, make_batch(B, 0), config), make_batch
+
+
+def resume(kind: str, stages: str, directory: str) -> dict[str, Any]:
+    """Train six steps with a checkpoint after three; go on from there with another engine and its own iterator."""
+    engine, make_batch = make(kind, stages)
+    batches = [make_batch(B, seed) for seed in range(6)]
+    iterator, through = iter(batches), []
+    for step in range(6):
+        through.append(float(engine.train_batch(data_iter=iterator)))
+        if step == 2:
+            engine.save_checkpoint(directory)
+    engine.flush()
+    other, _ = make(kind, stages)
+    other.load_checkpoint(directory)
+    iterator = iter(batches[other.global_steps :])
+    resumed = [float(other.train_batch(data_iter=iterator)) for _ in range(3)]
+    return {"through": through, "resumed": resumed, "steps": other.global_steps}
+
+
+def meet_trouble(kind: str, stages: str) -> dict[str, Any]:
+    """Train on an iterator that fails at its fourth mini-batch, and then on another one."""
+    engine, make_batch = make(kind, stages)
+
+    def broken() -> Iterator[dict[str, Any]]:
+        yield from (make_batch(B, seed) for seed in range(3))
+        raise OSError("the disk is gone")
+
+    iterator, error = broken(), ""
+    trained, refused = 0, ""
+    try:
+        for _ in range(4):
+            engine.train_batch(data_iter=iterator)
+            trained += 1
+            if trained == 2:
+                try:
+                    engine.set_batch_fn(lambda batch: batch)
+                except ConfigError as caught:
+                    refused = str(caught)
+    except OSError as caught:
+        error = str(caught)
+    after = float(engine.train_batch(data_iter=iter([make_batch(B, 5)])))
+    engine.flush()
+    return {"trained": trained, "error": error, "after": after, "batch_fn": refused}

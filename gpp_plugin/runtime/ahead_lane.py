@@ -20,13 +20,14 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from gpp_plugin.errors import CaptureError, ConfigError
-from gpp_plugin.ir.program import Message, RankProgram
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.timeline import Event
 from gpp_plugin.runtime.batches import Batch, shape_key
@@ -50,6 +51,71 @@ class _CompiledAhead(_Compiled):
     parts: OrderedDict[tuple[str, Any], StageExecutor] = field(default_factory=OrderedDict)
 
 
+Part = Literal["fill", "steady", "last"]
+
+
+@dataclass(slots=True, kw_only=True)
+class AheadRunner:
+    """Runs the parts of one rank one after the other, in training and in a rehearsal; keeps what stays between two.
+
+    Args:
+        plan: of one mini-batch.
+        stage: of the rank; ``is_trained``: it runs backwards.
+    """
+
+    plan: PipelinePlan
+    programs: RankAhead
+    stage: int
+    is_trained: bool
+    carry: Carry = field(default_factory=Carry)
+
+    def program(self, part: Part) -> RankProgram:
+        """Return the program of a part."""
+        return {"fill": self.programs.fill, "steady": self.programs.steady, "last": self.programs.last}[part]
+
+    def place(self, part: Part) -> WindowPlace:
+        """Return where a part stands among the others."""
+        return WindowPlace(
+            carried=() if part == "fill" else self.programs.carried,
+            first_micro_batch=self._count if self.programs.is_ahead else 0,
+            is_trained=self.is_trained,
+            ends_mini_batch=True,
+        )
+
+    def run(
+        self,
+        part: Part,
+        executor: StageExecutor,
+        inputs: Sequence[Sequence[Tensor]],
+        *,
+        record: bool = False,
+    ) -> MiniBatchResult:
+        """Run what was compiled of a part; what stays is numbered as the next one does."""
+        result = executor.run(inputs, record=record, carry=self.carry)
+        if part != "last":
+            self.carry.renumber(lambda message: moved_message(self.plan, message, -1))
+            self.carry.sends_of = {m - self._count: held for m, held in self.carry.sends_of.items()}
+        return result
+
+    def drop(self) -> None:
+        """Let go of what came ahead; collective over all ranks, which have the same to let go of."""
+        # Every message's ends were posted in the program that sent it, so none waits for what is still to come. They
+        # are waited for: what a transport writes into must not be let go of before.
+        for pending in [*self.carry.sends, *(pending for _, pending in self.carry.received.values())]:
+            pending.wait()
+        self.carry = Carry()
+
+    def as_first(self, event: Event) -> Event:
+        """Return an event of a fill as the mini-batch that follows numbers it."""
+        if event.micro_batch < 0:
+            return event
+        return dataclasses.replace(event, micro_batch=event.micro_batch - self._count)
+
+    @property
+    def _count(self) -> int:
+        return self.plan.num_micro_batches(self.stage)
+
+
 class AheadLane(Lane):
     """This rank's pipeline, whose frozen branch may run ahead.
 
@@ -60,8 +126,15 @@ class AheadLane(Lane):
 
     def __init__(self, *, ahead: RankAhead, **lane: Any) -> None:
         super().__init__(**lane)
+        self._runner = AheadRunner(
+            plan=self.plan,
+            programs=ahead,
+            stage=self.stage_index,
+            is_trained=any(
+                i.task is not None and i.task.kind is not TaskKind.FORWARD for i in self._program.instructions
+            ),
+        )
         self._ahead = ahead
-        self._carry = Carry()
         self._carried: Batch | None = None
         self._following: Batch | None = None
         self._weights_seen = 0
@@ -94,10 +167,7 @@ class AheadLane(Lane):
 
     def drop(self) -> None:
         """Let go of what was run ahead; collective over all ranks, which have the same to let go of."""
-        # Every message's ends were posted in the program that sent it, so none waits for what is still to come. They
-        # are waited for: what a transport writes into must not be let go of before.
-        for pending in [*self._carry.sends, *(pending for _, pending in self._carry.received.values())]:
-            pending.wait()
+        self._runner.drop()
         self._forget()
 
     def run(self, batch: Batch, *, record: bool = False, count: bool = False) -> MiniBatchResult:
@@ -147,83 +217,60 @@ class AheadLane(Lane):
         #     run(c)                                last:   - | c
         filled: Sequence[Event] = ()
         if self._carried is None:
-            filled = self._run_part(
-                "fill", self._ahead.fill, now=batch, following=batch, record=record
-            ).events
-            self._renumber()
+            filled = self._run_part("fill", now=batch, following=batch, record=record).events
         self._carried = batch
-        name, program = ("last", self._ahead.last) if following is None else ("steady", self._ahead.steady)
-        result = self._run_part(name, program, now=batch, following=following, record=record, count=count)
-        if following is not None:
-            self._renumber()
+        part: Part = "last" if following is None else "steady"
+        result = self._run_part(part, now=batch, following=following, record=record, count=count)
         self._carried = following
         self._weights_seen = self._num_writes()
-        held = sum(t.nbytes for buffers, _ in self._carry.received.values() for t in buffers)
+        held = sum(t.nbytes for buffers, _ in self._runner.carry.received.values() for t in buffers)
         self._most_held = max(self._most_held, held)
-        result.events[:0] = [self._moved_event(event) for event in filled]
+        result.events[:0] = map(self._runner.as_first, filled)
         return result
 
     def _run_part(
-        self,
-        name: str,
-        program: RankProgram,
-        *,
-        now: Batch,
-        following: Batch | None,
-        record: bool,
-        count: bool = False,
+        self, part: Part, *, now: Batch, following: Batch | None, record: bool, count: bool = False
     ) -> MiniBatchResult:
         own = following if self._ahead.is_ahead and following is not None else now
         compiled = self._executor_for(own)
         assert isinstance(compiled, _CompiledAhead)
-        executor = self._part_of(compiled, name, program, following)
-        if not any(instruction.task is not None for instruction in program.instructions):
-            return executor.run((), record=record, carry=self._carry)
+        executor = self._part_of(compiled, part, following)
+        if not any(instruction.task is not None for instruction in self._runner.program(part).instructions):
+            return self._runner.run(part, executor, (), record=record)
         compiled.choose_masks(own)
         with self._rows_of(own, compiled) as inputs:
             if not count:
-                return executor.run(inputs, record=record, carry=self._carry)
+                return self._runner.run(part, executor, inputs, record=record)
             compiled.compute.start_counting()
             try:
-                result = executor.run(inputs, record=record, carry=self._carry)
+                result = self._runner.run(part, executor, inputs, record=record)
             finally:
                 counts = compiled.compute.stop_counting()
             result.memory = counts
             return result
 
-    def _part_of(
-        self, compiled: _CompiledAhead, name: str, program: RankProgram, following: Batch | None
-    ) -> StageExecutor:
-        """Return what runs a program at the stage's shape, and at the shape of what comes ahead."""
-        key = (name, None if following is None else shape_key(following, self.plan.mini_batch))
+    def _part_of(self, compiled: _CompiledAhead, part: Part, following: Batch | None) -> StageExecutor:
+        """Return what runs a part at the stage's shape, and at the shape of what comes ahead."""
+        key = (part, None if following is None else shape_key(following, self.plan.mini_batch))
         parts = compiled.parts
         if key not in parts:
-            if len(parts) > MAX_SHAPES:  # one a shape that may follow, and the last
+            if len(parts) > 2 * MAX_SHAPES:  # two a shape that may follow, and the last
                 parts.popitem(last=False)
-            parts[key] = self._make_part(compiled, name, program, following)
+            next_specs = None
+            if following is not None:
+                found = self._executor_for(following)
+                assert isinstance(found, _CompiledAhead)
+                next_specs = found.code.tensors
+            parts[key] = self._make_executor(
+                compiled.code,
+                self._runner.program(part),
+                compiled.compute,
+                self._hooks,
+                self._runner.place(part),
+                next_specs=next_specs,
+            )
         parts.move_to_end(key)
         return parts[key]
-
-    def _make_part(
-        self, compiled: _CompiledAhead, name: str, program: RankProgram, following: Batch | None
-    ) -> StageExecutor:
-        next_code = compiled.code
-        if following is not None:
-            found = self._executor_for(following)
-            assert isinstance(found, _CompiledAhead)
-            next_code = found.code
-        is_branch = self._ahead.is_ahead
-        place = WindowPlace(
-            carried=() if name == "fill" else self._ahead.carried,
-            first_micro_batch=self.plan.num_micro_batches(self.stage_index) if is_branch else 0,
-            is_trained=any(
-                i.task is not None and i.task.kind is not TaskKind.FORWARD for i in self._program.instructions
-            ),
-            ends_mini_batch=True,
-        )
-        return self._make_executor(
-            compiled.code, program, compiled.compute, self._hooks, place, next_specs=next_code.tensors
-        )
 
     def _compile(self, prepared: _Prepared) -> _CompiledAhead:
         whole = super()._compile(prepared)
@@ -232,26 +279,8 @@ class AheadLane(Lane):
 
     # ---- between two mini-batches --------------------------------------------------------------------------
 
-    def _renumber(self) -> None:
-        """Count from the next mini-batch on."""
-        plan, count = self.plan, self.plan.num_micro_batches(self.stage_index)
-
-        def rename(message: Message) -> Message:
-            return moved_message(plan, message, -1)
-
-        self._carry.renumber(rename)
-        self._carry.sends_of = {m - count: held for m, held in self._carry.sends_of.items()}
-
-    def _moved_event(self, event: Event) -> Event:
-        count = self.plan.num_micro_batches(self.stage_index)
-        return (
-            dataclasses.replace(event, micro_batch=event.micro_batch - count)
-            if event.micro_batch >= 0
-            else event
-        )
-
     def _forget(self) -> None:
-        self._carry = Carry()
+        self._runner.carry = Carry()
         self._carried = None
 
     def _num_writes(self) -> int:

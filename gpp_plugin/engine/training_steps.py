@@ -105,6 +105,10 @@ class LaneMaker:
         """Return the programs that run a frozen branch ahead, proven; None without one, or room for its results."""
         branch = frozen_branch(plan)
         if not branch:
+            if self._config.look_ahead == 1 and self._setting.rank == 0:
+                logger.info(
+                    "look_ahead: no stage of the plan is frozen and reads only the data; none runs ahead"
+                )
             return None
         tied = {stage for stages in tied_stages(plan, reference).values() for stage in stages}
         programs = lower_ahead(plan, tied_stages=tied, reduce_each_backward=self._setting.zero_stage >= 2)

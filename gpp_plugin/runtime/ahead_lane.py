@@ -195,15 +195,13 @@ class AheadLane(Lane):
 
     def _run_whole(self, batch: Batch, *, record: bool, count: bool) -> MiniBatchResult:
         """Run a mini-batch as any lane does; look whether the branch leaves anything but its results."""
-        if self.has_peeked or not self._ahead.is_ahead:
-            self.has_peeked = True
-            return super().run(batch, record=record, count=count)
         self._executor_for(batch)  # captured before: that draws numbers too
-        before, writes = RandomState.take(self._device), self._num_writes()
+        before = RandomState.take(self._device) if self._ahead.is_ahead else None
+        writes = self._num_writes()
         result = super().run(batch, record=record, count=count)
-        self.is_stateful = writes != self._num_writes() or not _is_same(
-            before, RandomState.take(self._device)
-        )
+        if before is not None:
+            after = RandomState.take(self._device)
+            self.is_stateful |= writes != self._num_writes() or not _is_same(before, after)
         self.has_peeked = True
         return result
 

@@ -147,7 +147,8 @@ def test_every_schedule_has_its_name(name):
         ({"look_ahead": 2}, 'look_ahead: 2 is not valid; give "auto", 0 or 1'),
         (
             {"look_ahead": 1, "mode": "async"},
-            "graph_pipeline.look_ahead: 1 is not possible in mode async, whose pipeline",
+            "look_ahead: 1 is not possible in mode async, whose pipeline never drains; set mode to "
+            '"sync" or remove it',
         ),
         ({"stagess": 3}, "stagess: unknown key (value 3); did you mean 'stages'?"),
         ({"memory": {"limitgb": 3}}, "memory.limitgb: unknown key (value 3); did you mean 'limit_gb'?"),

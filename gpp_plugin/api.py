@@ -47,6 +47,7 @@ from gpp_plugin.report.plan_text import format_plan
 from gpp_plugin.schedule.names import is_schedule_name, planning_schedule, schedule_names
 from gpp_plugin.schedule.orders.async_1f1b import windows_of
 from gpp_plugin.schedule.windows import lengthened
+from gpp_plugin.simulate.ahead_prediction import AheadPrediction, predict_ahead
 from gpp_plugin.simulate.async_prediction import AsyncPrediction, num_windows, simulate_windows
 from gpp_plugin.simulate.predict import simulate_plan
 
@@ -70,6 +71,7 @@ __all__ = [
     "rehearse",
     "save",
     "simulate",
+    "simulate_ahead",
     "simulate_async",
     "validate",
 ]
@@ -251,6 +253,16 @@ def simulate_async(plan: PipelinePlan, cluster: ClusterSource | None = None) -> 
     """
     _check_times(plan)
     return simulate_windows(plan, cluster=_links(plan, cluster))
+
+
+def simulate_ahead(plan: PipelinePlan, cluster: ClusterSource | None = None) -> AheadPrediction | None:
+    """Return what a mini-batch takes where frozen stages run the next one's forwards; None where none can.
+
+    Raises:
+        ConfigError, PlanError, ScheduleError: as `simulate`.
+    """
+    _check_times(plan)
+    return predict_ahead(plan, cluster=_links(plan, cluster))
 
 
 def rehearse(

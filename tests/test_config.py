@@ -144,6 +144,12 @@ def test_every_schedule_has_its_name(name):
         ({"memory.limit_gb": 4}, 'memory.limit_gb: unknown key (value 4); write "memory": {"limit_gb": 4}'),
         ({"seed": 2**63}, "seed: 9223372036854775808 is not valid; give a whole number from 0 to 2^63 - 1"),
         ({"vertical_sync": "true"}, 'vertical_sync: "true" is not valid; give true or false'),
+        ({"look_ahead": 2}, 'look_ahead: 2 is not valid; give "auto", 0 or 1'),
+        (
+            {"look_ahead": 1, "mode": "async"},
+            "look_ahead: 1 is not possible in mode async, whose pipeline never drains; set mode to "
+            '"sync" or remove it',
+        ),
         ({"stagess": 3}, "stagess: unknown key (value 3); did you mean 'stages'?"),
         ({"memory": {"limitgb": 3}}, "memory.limitgb: unknown key (value 3); did you mean 'limit_gb'?"),
         (

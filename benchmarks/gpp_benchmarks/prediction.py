@@ -21,6 +21,7 @@ from gpp_benchmarks._emulated_graphs import (
     branch_links,
     chain_links,
     emulated_plan,
+    with_frozen_first,
     with_in_flight,
 )
 from gpp_plugin.errors import ConfigError
@@ -128,7 +129,7 @@ def plans() -> list[PipelinePlan]:
         _under(chain, "chain of 4, greedy", schedule="greedy"),
         _under(chain, "chain of 4, zero bubble", schedule="zero_bubble"),
         _sliced(chain),
-        _frozen(emulated_plan("frozen branch", fan_in, num_micro_batches=8)),
+        with_frozen_first(emulated_plan("frozen branch", fan_in, num_micro_batches=8)),
         emulated_plan("chain of 8", chain_links(8), num_micro_batches=8),
         emulated_plan("two branches of 3", branch_links(2, 3, has_own_join=False), num_micro_batches=8),
         emulated_plan("fan-in of seven", branch_links(7, 1, has_own_join=True), num_micro_batches=8),
@@ -152,15 +153,3 @@ def _sliced(plan: PipelinePlan) -> PipelinePlan:
     *others, last = plan.stages
     stages = (*(dataclasses.replace(stage, num_sliced=1) for stage in others), last)
     return dataclasses.replace(plan, model=f"{plan.model}, sliced", stages=stages)
-
-
-def _frozen(plan: PipelinePlan) -> PipelinePlan:
-    """Return the plan without gradients from its first stage, which then runs no backwards."""
-    edges = tuple(
-        dataclasses.replace(edge, gradient_tensors=(), gradient_bytes_per_sample=0.0)
-        if edge.src == 0
-        else edge
-        for edge in plan.edges
-    )
-    stages = (dataclasses.replace(plan.stages[0], backward_us=0.0), *plan.stages[1:])
-    return dataclasses.replace(plan, edges=edges, stages=stages)

@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from gpp_plugin.api import format_timeline, load_plan, save, simulate, simulate_async
+from gpp_plugin.api import format_timeline, load_plan, save, simulate, simulate_ahead, simulate_async
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import to_plain
@@ -47,6 +47,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         save(timeline, args.out)
         print(f"timeline written to {args.out}")
     summary = dataclasses.asdict(summarize_timeline(timeline, plan))
+    ahead = simulate_ahead(plan, args.cluster)
+    if ahead is not None:
+        print(
+            f"look_ahead: {format_ms(ahead.steady_us)} ms a mini-batch, not {format_ms(ahead.whole_us)} ms, while the "
+            f"frozen stages {', '.join(ahead.stages)} run the forwards of the next one"
+        )
+        summary["look_ahead_us"] = ahead.steady_us
     return {"rows": [to_plain(event) for event in timeline.events], "summary": summary}
 
 

@@ -59,6 +59,7 @@ class Contest:
         has_timelines: keep every mini-batch's timeline of the plans (then no chain).
         durations: plan -> the times of its tasks, where they are not the plan's own.
         megatron: the plans that megatron-core's multi-module communicator runs as well, as ``megatron NAME``.
+        ahead: the plans whose frozen branch runs a mini-batch ahead.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Contest:
     has_timelines: bool = False
     durations: Mapping[str, TaskTimes] = field(default_factory=dict)
     megatron: tuple[str, ...] = ()
+    ahead: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +154,7 @@ def _write(folder: Path, number: int, contest: Contest) -> dict[str, Any]:
             for name, times in contest.durations.items()
         },
         "megatron": list(contest.megatron),
+        "ahead": list(contest.ahead),
     }
 
 
@@ -170,7 +173,13 @@ def main() -> None:
             for name, times in contest["durations"].items()
         }
         plans = {
-            name: RehearsalRank(plan, SETTINGS, has_step=False, durations=durations.get(name))
+            name: RehearsalRank(
+                plan,
+                SETTINGS,
+                has_step=False,
+                durations=durations.get(name),
+                looks_ahead=name in contest["ahead"],
+            )
             for name, plan in read.items()
         }
         iterations: dict[str, Iteration] = {name: plan.iterate for name, plan in plans.items()}

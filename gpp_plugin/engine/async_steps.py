@@ -106,7 +106,12 @@ class AsynchronousSteps:
             if index not in frozen
         }
 
-    def train(self, batch: Batch, *, record: bool) -> TrainedCall:
+    @property
+    def looks_ahead(self) -> bool:
+        """Return False: what enters stays in the pipeline anyway."""
+        return False
+
+    def train(self, batch: Batch, *, following: Batch | None = None, record: bool) -> TrainedCall:
         """Let a mini-batch enter the pipeline, which is full when this returns.
 
         Every micro-batch makes one update of every stage; the learning-rate schedule advances once. The loss is the

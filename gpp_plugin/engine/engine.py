@@ -3,7 +3,8 @@
 It has the public surface of `deepspeed.runtime.pipe.engine.PipelineEngine`; what differs is said where
 it does. It is put together of parts, each of which is told what it needs:
 
-    steps          what a call of `train_batch` does: `SynchronousSteps`, or `AsynchronousSteps` in mode async
+    steps          what a call of `train_batch` does: `SynchronousSteps`, `LookAheadSteps` where a frozen branch runs
+                   ahead, or `AsynchronousSteps` in mode async
     runner         runs a lane on a mini-batch, and ends the job when one fails on its way
     lane           this rank's program, its stage's code by shape, its messages
     stage_engine   gradients, optimizer and counters of this rank's stage
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.engine.ahead_steps import LookAheadSteps
 from gpp_plugin.engine.async_steps import AsynchronousSteps
 from gpp_plugin.engine.engine_files import PipelineFiles
 from gpp_plugin.engine.evaluator import Evaluator
@@ -58,6 +60,7 @@ from gpp_plugin.ir.memory_report import MemoryReport
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.plan.edge_transports import note_edge_transports
+from gpp_plugin.runtime.ahead_lane import AheadLane
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.lane import Lane, tied_stages
 from gpp_plugin.runtime.ranks.meeting import Meeting
@@ -113,7 +116,9 @@ class GraphPipelineEngine(PipelineSurface):
         if self._rule is not None:
             sample_batch = self._rule.sample(sample_batch)
         self._lanes = LaneMaker(source=source, config=config, setting=setting)
-        self._lane = self._make_lane(reference, plan)
+        # by default where this engine loads the data itself: nobody sees then that it is loaded one call ahead
+        looks_ahead = config.look_ahead == 1 or (config.look_ahead == "auto" and training_data is not None)
+        self._lane = self._make_lane(reference, plan, looks_ahead=looks_ahead)
         module = self._lanes.make_module(self._lane, sample_batch)
         tied = tied_parameters(tied_stages(plan, reference))
         name = plan.stages[self._lane.stage_index].name
@@ -145,14 +150,14 @@ class GraphPipelineEngine(PipelineSurface):
 
     # ---- construction --------------------------------------------------------------------------
 
-    def _make_lane(self, reference: Reference, plan: PipelinePlan) -> Lane:
+    def _make_lane(self, reference: Reference, plan: PipelinePlan, *, looks_ahead: bool) -> Lane:
         """Return this rank's lane of training; collective."""
         if self.config.mode == "async":
             # Where weights lie is the optimizer's to say, which is made for a module, which is made for this lane.
             return self._lanes.make_windows(
                 reference, plan, make_places=lambda parameters: self.stage_engine.weight_places(parameters)
             )
-        lane = self._lanes.make(reference, plan)
+        lane = self._lanes.make(reference, plan, looks_ahead=looks_ahead)
         assert lane is not None, "every rank is in a stage of the training plan"
         return lane
 
@@ -207,7 +212,7 @@ class GraphPipelineEngine(PipelineSurface):
                 keys=sample_batch,
                 unit=None if self._rule is None else self._rule.num_samples,
             )
-        self._data = TrainingData(self._feed, own)
+        self._data = TrainingData(self._feed, own, peeks_at_iterators=self.config.look_ahead == 1)
 
     def _join(
         self, stage: StageEngine, module: StageModule, reference: Reference, sample_batch: Batch
@@ -249,14 +254,21 @@ class GraphPipelineEngine(PipelineSurface):
                 reads_inputs=self._feed.reads_inputs,
                 timeout_s=self._wait_s,
             )
-        return SynchronousSteps(
-            self._lane,
-            stage,
-            self._runner,
+        common: dict[str, Any] = dict(
             meeting=self._meeting,
             reads_inputs=self._feed.reads_inputs,
             has_peers=self._setting.group is not None,
         )
+        if isinstance(self._lane, AheadLane):
+            reference = self._lane.reference
+            return LookAheadSteps(
+                self._lane,
+                stage,
+                self._runner,
+                meet=lambda batch: self._source.meet(reference, batch),
+                **common,
+            )
+        return SynchronousSteps(self._lane, stage, self._runner, **common)
 
     # ---- training ------------------------------------------------------------------------------
 
@@ -293,10 +305,11 @@ class GraphPipelineEngine(PipelineSurface):
         self._runner.refuse_after_failure()
         self.stage_engine.require_optimizer()
         batch = self._data.next(data_iter)
+        following = self._data.peek(data_iter) if self._steps.looks_ahead else None
         clock = start_clock(self._meeting) if self.record_timelines else None
         self._source.meet(self._reference, batch)
         self.module.train()
-        call = self._steps.train(batch, record=clock is not None)
+        call = self._steps.train(batch, following=following, record=clock is not None)
         self._last_step = call.step
         if clock is not None:
             self._keep_timeline(call, clock)
@@ -433,7 +446,8 @@ class GraphPipelineEngine(PipelineSurface):
         Measured is what the first mini-batch of the sample batch's shape held (on CUDA, the allocator's peak since
         construction). `report.memory_text.format_memory_report` makes a table of it.
         """
-        return self._memory.report(self.stage_engine)
+        ahead = self._lane.ahead_bytes if isinstance(self._lane, AheadLane) else (0, 0)
+        return self._memory.report(self.stage_engine, ahead=ahead)
 
     # ---- the end -------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ does: one number a mini-batch, and the shapes themselves only when they are new.
 from __future__ import annotations
 
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -82,8 +83,8 @@ class _Loading:
     Args:
         batch: where this rank reads inputs; ``error`` what kept it from them.
         facts: a rank that failed (-1: none) and the number of the batch's shape, once ``work`` is done; then the
-            largest checksum of a reading rank's shape, and minus the smallest; then for each key whether any rank
-            loaded anything but ones.
+            largest checksum of a reading rank's shape, and minus the smallest; then whether any rank drew random
+            numbers of torch's as it loaded; then for each key whether any rank loaded anything but ones.
     """
 
     facts: Tensor
@@ -106,6 +107,10 @@ class Feed:
         rule: how batches become loss units, of a model that takes whole ones.
         loads_ahead: load a mini-batch of the engine's own loader one call before it is needed, so that no rank waits
             for another one to begin the same call.
+
+    Attributes:
+        draws: loading the first mini-batch drew random numbers on some rank, from the generator that dropout draws
+            from: loaded ahead, both would draw others.
     """
 
     def __init__(
@@ -134,6 +139,7 @@ class Feed:
         self._shapes: list[dict[str, Any]] = []
         self._loads_ahead = loads_ahead
         self._ahead: _Loading | None = None
+        self.draws = False
 
     def collect(self, iterator: Iterator[Any]) -> Batch:
         """Take one mini-batch from the user's iterator (every rank has the same stream)."""
@@ -167,7 +173,8 @@ class Feed:
 
     def _begin(self, iterator: Iterator[OwnRows | LoadedUnits]) -> _Loading:
         """Load a mini-batch, and let the other ranks know."""
-        loading = _Loading(torch.tensor([-1, -1, _LEAST, _LEAST] + [0] * len(self._keys)))
+        loading = _Loading(torch.tensor([-1, -1, _LEAST, _LEAST, 0] + [0] * len(self._keys)))
+        before = torch.get_rng_state() if not self._shapes else None
         if self.reads_inputs:
             try:
                 loading.batch = self._in_units(next(iterator))
@@ -182,7 +189,8 @@ class Feed:
             checksum = zlib.crc32(repr(key).encode())
             ones = ones_among(loading.batch, self._keys)
             other = [int(key not in ones) for key in sorted(self._keys)]
-            loading.facts[2:] = torch.tensor([checksum, -checksum, *other])
+            has_drawn = before is not None and not torch.equal(before, torch.get_rng_state())
+            loading.facts[2:] = torch.tensor([checksum, -checksum, int(has_drawn), *other])
             if self._is_source():
                 loading.facts[1] = self._announced.setdefault(key, len(self._announced))
         # A maximum of (rank that failed or -1, number of the shape or -1, its checksum, minus that): a failure wins,
@@ -212,7 +220,8 @@ class Feed:
 
     def _learn_shape(self, loading: _Loading) -> Batch | None:
         """Return this rank's batch or its shape; one number a mini-batch travels, a new shape once."""
-        failed, index, largest, smallest, *others = loading.facts.tolist()
+        failed, index, largest, smallest, has_drawn, *others = loading.facts.tolist()
+        self.draws = self.draws or bool(has_drawn)
         batch = loading.batch
         if failed >= 0:
             if loading.error is None:
@@ -247,18 +256,34 @@ class Feed:
             ) from error
 
 
+_MOST_SOURCES = 4
+"""Iterators of which a mini-batch taken ahead is kept: jobs that take turns between a few lose nothing."""
+
+
+@dataclass(slots=True)
+class _Taken:
+    """A mini-batch taken ahead, or what kept it from being; ``source`` is held so that its identity stays its own."""
+
+    source: Any
+    batch: Batch | None = None
+    error: BaseException | None = None
+
+
 class TrainingData:
     """What `train_batch` reads when it is called without data: the engine's own loader, or what the user set.
 
     Args:
         own: this rank's share of ``training_data``; None where there is none.
+        peeks_at_iterators: `peek` takes mini-batches from iterators too, and not from the engine's own loader alone.
     """
 
-    def __init__(self, feed: Feed, own: RowLoader | None) -> None:
+    def __init__(self, feed: Feed, own: RowLoader | None, *, peeks_at_iterators: bool = False) -> None:
         self.loader: Any = None if own is None else own.loader
         self._feed = feed
         self._own = own
         self._iterator: Iterator[Any] | None = None
+        self._peeks_at_iterators = peeks_at_iterators
+        self._taken: OrderedDict[int, _Taken] = OrderedDict()
 
     def next(self, given: Iterator[Any] | None) -> Batch:
         """Return the mini-batch of ``train_batch(given)``, or its shape where this rank reads no inputs.
@@ -267,6 +292,37 @@ class TrainingData:
             ConfigError: there is no data, or its keys or sizes do not fit.
             RuntimeFailure: a rank could not load its rows.
         """
+        taken = self._taken.pop(id(self._source(given)), None)
+        if taken is None:
+            return self._take(given)
+        if taken.error is not None:
+            raise taken.error
+        assert taken.batch is not None, "what was taken is a mini-batch or an error"
+        return taken.batch
+
+    def peek(self, given: Iterator[Any] | None) -> Batch | None:
+        """Return the mini-batch that `next` will return for the same source; None where there is none to be had ahead.
+
+        What goes wrong is kept for `next` to raise: the mini-batch before it is trained on all the same.
+        """
+        source = self._source(given)
+        is_own = source is self._own
+        if source is None or (self._feed.draws if is_own else not self._peeks_at_iterators):
+            return None
+        taken = _Taken(source)
+        try:
+            taken.batch = self._take(given)
+        except Exception as error:  # the end of an iterator too
+            taken.error = error
+        self._taken[id(source)] = taken
+        while len(self._taken) > _MOST_SOURCES:
+            self._taken.popitem(last=False)
+        return taken.batch
+
+    def _source(self, given: Iterator[Any] | None) -> Any:
+        return given if given is not None else self._own if self._own is not None else self._iterator
+
+    def _take(self, given: Iterator[Any] | None) -> Batch:
         if given is not None:
             return self._feed.collect(given)
         if self._own is None:
@@ -290,6 +346,7 @@ class TrainingData:
     def use_iterator(self, iterator: Iterator[Any]) -> None:
         """Read ``iterator``, the same batches on every rank."""
         self.close()
+        self._taken.pop(id(self._source(None)), None)
         self._own, self._iterator = None, iterator
 
     def apply(self, fn: Callable[[Any], Any]) -> None:
@@ -298,6 +355,10 @@ class TrainingData:
         Raises:
             ConfigError: mini-batches are loaded ahead already.
         """
+        if self._taken:
+            raise ConfigError(
+                "set_batch_fn: a mini-batch is taken ahead already; call it before train_batch()"
+            )
         if self._own is not None:
             self._own.apply(fn)
         self._feed.batch_fn = fn

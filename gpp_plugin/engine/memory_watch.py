@@ -118,13 +118,16 @@ class MemoryWatch:
                 lines.append(f"stage {self._plan.stages[stage].name!r} on rank {rank} {', '.join(found)}")
         return lines
 
-    def report(self, stage_engine: StageEngine) -> MemoryReport:
+    def report(self, stage_engine: StageEngine, *, ahead: tuple[int, int] = (0, 0)) -> MemoryReport:
         """Return the report of all ranks on every rank; collective.
+
+        Args:
+            ahead: bytes of what this rank gets ahead of its mini-batch: at most, and as found between two.
 
         Raises:
             CommTimeout: not every rank asked for it; nothing that takes long can keep one from it.
         """
-        mine = self._mine(stage_engine)
+        mine = self._mine(stage_engine, *ahead)
         meeting = dataclasses.replace(self._meeting, timeout_s=self._config.comm_timeout_s)
         ranks = meeting.gather(mine, "memory_report(), which every rank calls")
         return MemoryReport(
@@ -138,12 +141,13 @@ class MemoryWatch:
             ),
         )
 
-    def _mine(self, stage_engine: StageEngine) -> RankMemory:
+    def _mine(self, stage_engine: StageEngine, ahead_bytes: int, held_ahead: int) -> RankMemory:
         held = HeldBytes(
             weights=_bytes_of(stage_engine.weight_tensors()),
             gradients=self._gradients,
             optimizer=_optimizer_bytes(stage_engine),
             buffers=self._inputs,
+            ahead=held_ahead,
         )
         # On the CPU no allocator counts; what lies there is added up, which misses workspaces of operators.
         peak = 0
@@ -158,6 +162,7 @@ class MemoryWatch:
             held=held,
             counts=self._counts,
             measured_peak_bytes=peak,
+            ahead_bytes=ahead_bytes,
         )
 
 

@@ -3,6 +3,7 @@
     LaneMaker          programs of all ranks for a plan, the transport of their messages, this rank's lane
     MiniBatchRunner    runs a lane; after a mini-batch that failed on its way nothing more runs
     SynchronousSteps   a mini-batch from its first forward to the one step of all stages
+    (look-ahead)       `ahead_steps.LookAheadSteps`: the same, with frozen stages' forwards of the next one in between
     (mode async)       `async_steps.AsynchronousSteps`: windows of a pipeline that stays full
 
 The engine holds one strategy of steps (`StepStrategy`) and knows no difference between them.
@@ -11,9 +12,10 @@ The engine holds one strategy of steps (`StepStrategy`) and knows no difference 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +32,7 @@ from gpp_plugin.extensions import find_transport
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Event
 from gpp_plugin.plan.given.tied_blocks import UNTIE
+from gpp_plugin.runtime.ahead_lane import AheadLane
 from gpp_plugin.runtime.batches import Batch, batch_checksum
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.lane import Lane, channels_of, make_programs, tied_stages
@@ -39,10 +42,13 @@ from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference
 from gpp_plugin.runtime.weight_versions import MakePlaces
 from gpp_plugin.runtime.window_lane import WindowLane
-from gpp_plugin.schedule.checks.validate_windows import validate_windows
+from gpp_plugin.schedule.checks.validate_windows import validate_ahead, validate_windows
 from gpp_plugin.schedule.early_reductions import stages_that_reduce_early
-from gpp_plugin.schedule.orders.forward_only import forward_only_stages
+from gpp_plugin.schedule.look_ahead import AheadPrograms, lower_ahead
+from gpp_plugin.schedule.orders.forward_only import forward_only_stages, frozen_branch
 from gpp_plugin.schedule.windows import lower_windows
+
+logger = logging.getLogger(__name__)
 
 # ---- lanes --------------------------------------------------------------------------------------------------
 
@@ -63,15 +69,22 @@ class LaneMaker:
         self._setting = setting
         self._transport: Transport | None = None
 
-    def make(self, reference: Reference, plan: PipelinePlan) -> Lane | None:
-        """Return this rank's lane for a plan, or None where the plan leaves the rank idle."""
+    def make(self, reference: Reference, plan: PipelinePlan, *, looks_ahead: bool = False) -> Lane | None:
+        """Return this rank's lane for a plan, or None where the plan leaves the rank idle.
+
+        Args:
+            looks_ahead: let a frozen branch run a mini-batch ahead, where the plan has one and memory allows it.
+        """
         programs = make_programs(plan, reference, reduce_each_backward=self._setting.zero_stage >= 2)
+        ahead = self._programs_ahead(reference, plan) if looks_ahead else None
         # Transports are made by all ranks, also by those that the plan leaves idle: a process group is made so.
         transport = self._transport_for(plan, reference, channels_of(programs))
         early = stages_that_reduce_early(plan, programs)
+        for part in () if ahead is None else (ahead.steady, ahead.last):
+            early &= stages_that_reduce_early(plan, part)
         for program in programs:
             if program.rank == self._setting.rank:
-                return Lane(
+                common: dict[str, Any] = dict(
                     reduces_early=program.stage in early,
                     source=self._source.stages,
                     reference=reference,
@@ -81,7 +94,40 @@ class LaneMaker:
                     device=self._setting.device,
                     dtype=self._setting.dtype,
                 )
+                return (
+                    Lane(**common)
+                    if ahead is None
+                    else AheadLane(ahead=ahead.of_rank(program.rank), **common)
+                )
         return None
+
+    def _programs_ahead(self, reference: Reference, plan: PipelinePlan) -> AheadPrograms | None:
+        """Return the programs that run a frozen branch ahead, proven; None without one, or room for its results."""
+        branch = frozen_branch(plan)
+        if not branch:
+            if self._config.look_ahead == 1 and self._setting.rank == 0:
+                logger.info(
+                    "look_ahead: no stage of the plan is frozen and reads only the data; none runs ahead"
+                )
+            return None
+        tied = {stage for stages in tied_stages(plan, reference).values() for stage in stages}
+        programs = lower_ahead(plan, tied_stages=tied, reduce_each_backward=self._setting.zero_stage >= 2)
+        validate_ahead(plan, programs)
+        names = ", ".join(repr(plan.stages[index].name) for index in sorted(branch))
+        for rank in range(plan.num_ranks):
+            memory = plan.memory[plan.stage_of_rank(rank)] if plan.memory else None
+            carried = programs.of_rank(rank).most_bytes
+            if memory is not None and 0 < memory.limit < memory.total + carried:
+                if self._setting.rank == 0:
+                    logger.info(
+                        "look_ahead: frozen stages %s do not run ahead: rank %d would hold %d bytes of their results "
+                        "beside the %d planned, and may use %d",
+                        *(names, rank, carried, memory.total, memory.limit),
+                    )
+                return None
+        if self._setting.rank == 0:
+            logger.info("look_ahead: frozen stages %s run the forwards of the next mini-batch", names)
+        return programs
 
     def make_windows(
         self, reference: Reference, plan: PipelinePlan, *, make_places: MakePlaces
@@ -291,8 +337,15 @@ class StepStrategy(Protocol):
     def staleness(self) -> dict[str, int]:
         """Return, by stage, how many updates lie between the weights of a gradient and the update it makes."""
 
-    def train(self, batch: Batch, *, record: bool) -> TrainedCall:
+    @property
+    def looks_ahead(self) -> bool:
+        """Return whether `train` has use for the mini-batch that follows."""
+
+    def train(self, batch: Batch, *, following: Batch | None = None, record: bool) -> TrainedCall:
         """Train on one mini-batch.
+
+        Args:
+            following: the next call's, where it is known and of use.
 
         Raises:
             CommTimeout, RuntimeFailure: a rank failed, or was given other data.
@@ -338,7 +391,12 @@ class SynchronousSteps:
         frozen = forward_only_stages(plan)
         return {stage.name: 0 for index, stage in enumerate(plan.stages) if index not in frozen}
 
-    def train(self, batch: Batch, *, record: bool) -> TrainedCall:
+    @property
+    def looks_ahead(self) -> bool:
+        """Return False: a mini-batch begins when the one before it has ended."""
+        return False
+
+    def train(self, batch: Batch, *, following: Batch | None = None, record: bool) -> TrainedCall:
         """Run one mini-batch and its step; the loss is the mini-batch's own."""
         result = self._runner.train(self._lane, batch, record=record)
         loss = self._agree_on_loss(result, batch)

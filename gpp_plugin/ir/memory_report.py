@@ -53,17 +53,19 @@ class HeldBytes:
         gradients: at their most, before the optimizer's step.
         optimizer: its state, and weights of its own in higher precision.
         buffers: this rank's part of the mini-batch.
+        ahead: what frozen stages sent for the next mini-batch, from one to the other.
     """
 
     weights: int
     gradients: int
     optimizer: int
     buffers: int
+    ahead: int = 0
 
     @property
     def total(self) -> int:
         """Return all bytes."""
-        return self.weights + self.gradients + self.optimizer + self.buffers
+        return self.weights + self.gradients + self.optimizer + self.buffers + self.ahead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,7 @@ class RankMemory:
         held: what was found there.
         counts: of the first mini-batch; None before it, and for a stage without backwards.
         measured_peak_bytes: in the measure of the report; 0 before the first mini-batch.
+        ahead_bytes: predicted, beside the plan, of what frozen stages send for the next mini-batch.
     """
 
     rank: int
@@ -84,12 +87,13 @@ class RankMemory:
     held: HeldBytes
     counts: MemoryCounts | None
     measured_peak_bytes: int
+    ahead_bytes: int = 0
 
     @property
     def predicted_peak_bytes(self) -> int:
-        """Return the plan's figure; 0 where nothing is predicted."""
+        """Return the plan's figure, and what comes ahead; 0 where nothing is predicted."""
         # the sum of the parts: all are there at once at the end of the last forward of a full stage
-        return 0 if self.predicted is None else self.predicted.total
+        return 0 if self.predicted is None else self.predicted.total + self.ahead_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,8 @@ from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.rehearse.emulated_compute import CPU, EmulatedCompute, EmulatedHooks
 from gpp_plugin.rehearse.rehearsal_settings import LEAST_COMM_TIMEOUT_S, RehearsalSettings, scale_tensors
-from gpp_plugin.rehearse.saved_programs import make_programs, make_windows
+from gpp_plugin.rehearse.saved_programs import make_ahead, make_programs, make_windows
+from gpp_plugin.runtime.ahead_lane import AheadRunner
 from gpp_plugin.runtime.compute import boundary_gradients
 from gpp_plugin.runtime.executor import StageExecutor
 from gpp_plugin.runtime.lane import channels_of
@@ -40,6 +41,7 @@ from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 from gpp_plugin.runtime.recorder import gather_timeline, start_clock
 from gpp_plugin.runtime.window_lane import WindowRunner
 from gpp_plugin.schedule.durations import Durations, duration_reader
+from gpp_plugin.schedule.orders.forward_only import forward_only_stages
 from gpp_plugin.simulate.async_prediction import num_windows
 
 
@@ -51,6 +53,7 @@ class RehearsalRank:
         plan: with times that are already scaled.
         has_step: ranks agree with each other before the optimizer step, as they do on the gradients' norm.
         durations: of single tasks, where the plan's times do not hold.
+        looks_ahead: the plan's frozen branch runs a mini-batch ahead; what is run is the steady part.
         placement: where the ranks run; None: on CPUs.
         group: a CPU group of all ranks; None: the default group is one.
     """
@@ -62,6 +65,7 @@ class RehearsalRank:
         *,
         has_step: bool = True,
         durations: Durations | None = None,
+        looks_ahead: bool = False,
         placement: JobPlacement | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -115,6 +119,17 @@ class RehearsalRank:
         self._inputs: list[tuple[Tensor, ...]] = [()] * plan.num_micro_batches(index)
         self._windows = None if own is None else WindowRunner.make(own, make, mini_batch=plan.mini_batch)
         self._executor = make(program) if own is None else None
+        self._ahead: AheadRunner | None = None
+        if looks_ahead:
+            self._ahead = AheadRunner(
+                plan=plan,
+                programs=make_ahead(plan, validate=False).of_rank(rank),
+                stage=index,
+                is_trained=index not in forward_only_stages(plan),
+            )
+            self._fill = make(self._ahead.program("fill"), self._ahead.place("fill"))
+            self._steady = make(self._ahead.program("steady"), self._ahead.place("steady"))
+            self._is_filled = False
 
     def meet(self, what: str) -> None:
         """Wait for all ranks; ``what`` is the occasion, for errors."""
@@ -137,6 +152,11 @@ class RehearsalRank:
         #
         #   window 1 (shift 0)   0F0 0F1 0B0        window 3 of programs that repeat from 2 on, M = 2: shift 2
         #   window 2 (shift 0)   0F2 0B1 0F3 0B2    0F2 -> 0F4, 0B1 -> 0B3, 0F3 -> 0F5, 0B2 -> 0B4
+        if self._ahead is not None:
+            if not self._is_filled:
+                self._is_filled = True
+                self._ahead.run("fill", self._fill, self._inputs)
+            return self._ahead.run("steady", self._steady, self._inputs, record=record).events
         if self._executor is not None:
             return self._executor.run(self._inputs, record=record).events
         runner = self._windows

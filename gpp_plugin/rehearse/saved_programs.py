@@ -8,7 +8,8 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
-from gpp_plugin.schedule.checks.validate_windows import validate_windows
+from gpp_plugin.schedule.checks.validate_windows import validate_ahead, validate_windows
+from gpp_plugin.schedule.look_ahead import AheadPrograms, lower_ahead
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages
 from gpp_plugin.schedule.windows import WindowPrograms, lower_windows
@@ -41,6 +42,18 @@ def make_windows(plan: PipelinePlan, *, validate: bool = True) -> WindowPrograms
     programs = lower_windows(plan, forward_only_stages=frozen)
     if validate:
         validate_windows(plan, programs, forward_only_stages=frozen)
+    return programs
+
+
+def make_ahead(plan: PipelinePlan, *, validate: bool = True) -> AheadPrograms:
+    """Return the programs of a plan whose frozen branch runs a mini-batch ahead, as the engine lowers them.
+
+    Raises:
+        ScheduleError: they are unsafe.
+    """
+    programs = lower_ahead(plan)
+    if validate:
+        validate_ahead(plan, programs)
     return programs
 
 

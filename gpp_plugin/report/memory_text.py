@@ -16,7 +16,7 @@ _PARTS = ("weights", "gradients", "optimizer")
 
 def format_memory_report(report: MemoryReport) -> str:
     """Return the table of ranks, ``predicted / measured`` where both are known, and the lines below it."""
-    header = ["rank", "stage", *_PARTS, "stashed", "activations", "working", "transient", "buffers"]
+    header = ["rank", "stage", *_PARTS, "stashed", "activations", "working", "transient", "buffers", "ahead"]
     header += ["swapped", "recomputed", "peak", "of"]
     table = format_table(header, [_row(rank) for rank in report.ranks], left=2)
     lines = [
@@ -42,6 +42,7 @@ def _row(rank: RankMemory) -> list[str]:
         _pair(planned.get("working"), counted.working_bytes),
         _pair(planned.get("transient"), None),
         _pair(planned.get("inputs"), held.buffers),
+        _pair(rank.ahead_bytes, held.ahead),
         _pair(None, counted.swapped_bytes),
         _pair(None, counted.recomputed_bytes),
         _pair(rank.predicted_peak_bytes or None, rank.measured_peak_bytes),

@@ -61,7 +61,9 @@ class StageExecutor:
         device: where the stage computes; receive buffers lie there.
         loss: node name of the loss if this stage yields it.
         named_outputs: output name -> node name, collected when running forward only.
-        window: where the program stands among those of an asynchronous pipeline; None: it is run by itself.
+        window: where the program stands among those of a pipeline that carries messages over; None: it is run by
+            itself.
+        next_specs: of the tensors that come for the next mini-batch, where its shapes are others.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class StageExecutor:
         named_outputs: Mapping[str, str] | None = None,
         is_training: bool = True,
         window: WindowPlace | None = None,
+        next_specs: Mapping[str, TensorSpec] | None = None,
     ) -> None:
         # Everything that can be known before the first mini-batch is known here: tensors have positions, messages
         # numbers, tasks slots, and each instruction becomes one closure over those. Running the program is calling a
@@ -101,13 +104,16 @@ class StageExecutor:
             instruction.task is not None and instruction.task.kind is not TaskKind.FORWARD
             for instruction in program.instructions
         )
-        self._is_window = window is not None
+        # an asynchronous window sends copies, which no update changes, and keeps micro-batches for the next one
+        self._is_endless = window is not None and not window.ends_mini_batch
         carried: tuple[Message, ...] = ()
         self._first_input = 0
         if window is not None:
             self._is_trained = window.is_trained
             carried, self._first_input = window.carried, window.first_micro_batch
-        self._routes = resolve_routes(program, plan=plan, boundary=compute, specs=specs, carried=carried)
+        self._routes = resolve_routes(
+            program, plan=plan, boundary=compute, specs=specs, carried=carried, next_specs=next_specs
+        )
         self._recorder = Recorder(rank=program.rank, stage=program.stage, device=device)
         self._mail = Mailbox(
             self._routes,
@@ -156,7 +162,7 @@ class StageExecutor:
             return run
 
         def step() -> None:
-            if not self._is_window:  # a window sends copies, which no update changes
+            if not self._is_endless:
                 self._mail.finish_sends()  # a sent tensor may be a view of a parameter
             start = recorder.now()
             self._result.step_result = hooks.step()
@@ -293,7 +299,7 @@ class StageExecutor:
             self._inputs = ()
             self._mail.clear()
             self._made.clear()
-            if not is_carried:
+            if not (is_carried and self._is_endless):
                 self._compute.clear()
         return self._result
 

@@ -362,6 +362,7 @@ class Lane:
         compute: AutogradCompute,
         hooks: StageHooks | None,
         window: WindowPlace | None = None,
+        next_specs: Mapping[str, TensorSpec] | None = None,
     ) -> StageExecutor:
         return StageExecutor(
             plan=self.plan,
@@ -375,6 +376,7 @@ class Lane:
             named_outputs=code.outputs,
             is_training=self.is_training,
             window=window,
+            next_specs=next_specs,
         )
 
 

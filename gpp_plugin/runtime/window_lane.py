@@ -31,7 +31,7 @@ from gpp_plugin.runtime.memory.keeper import NextBackward, Turn
 from gpp_plugin.runtime.messages.mailbox import Carry, WindowPlace
 from gpp_plugin.runtime.weight_versions import MakePlaces, WeightVersions
 from gpp_plugin.schedule.orders.async_1f1b import Windows
-from gpp_plugin.schedule.windows import RankWindows
+from gpp_plugin.schedule.windows import RankWindows, shift_message
 
 MakeExecutor = Callable[[RankProgram, WindowPlace], StageExecutor]
 
@@ -90,7 +90,7 @@ class WindowRunner:
         # window.
         self.window += 1
         if self.window > self.windows.first_steady:
-            self.carry.renumber(-self.windows.micro_batches, -self.mini_batch)
+            self.carry.renumber(lambda m: shift_message(m, -self.windows.micro_batches, -self.mini_batch))
         self.carry.shift = self.shift
         executor = self.steps[self.windows.program_of(self.window) - 1]
         return executor.run(inputs, record=record, carry=self.carry)

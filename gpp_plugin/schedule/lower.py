@@ -85,14 +85,33 @@ def lower_schedules(
         )
     durations = nominal_durations(graph) if costs is None else task_durations(graph, costs)
     transfers = message_transfers(graph, cluster) if cluster is not None else None
-    tied = frozenset(tied_stages)
-    programs = []
-    for program in lower_graph(graph, durations, transfers=transfers):
-        tail = _tail(program.stage in trained, program.stage in tied) if training else ()
-        programs.append(dataclasses.replace(program, instructions=(*program.instructions, *tail)))
-    if training and reduce_each_backward:
-        return reduce_after_backwards(plan, programs, trained)
-    return tuple(programs)
+    programs = lower_graph(graph, durations, transfers=transfers)
+    if not training:
+        return programs
+    return end_mini_batch(
+        plan, programs, trained, tied_stages=tied_stages, reduce_each_backward=reduce_each_backward
+    )
+
+
+def end_mini_batch(
+    plan: PipelinePlan,
+    programs: Sequence[RankProgram],
+    trained: Collection[int],
+    *,
+    tied_stages: Collection[int],
+    reduce_each_backward: bool,
+) -> tuple[RankProgram, ...]:
+    """Return the programs with what ends a mini-batch: reductions, and the step that all ranks agree on.
+
+    Args:
+        trained: stages that run backwards.
+        tied_stages, reduce_each_backward: as for `lower_schedules`.
+    """
+    ended = []
+    for program in programs:
+        tail = _tail(program.stage in trained, program.stage in tied_stages)
+        ended.append(dataclasses.replace(program, instructions=(*program.instructions, *tail)))
+    return reduce_after_backwards(plan, ended, trained) if reduce_each_backward else tuple(ended)
 
 
 def lower_graph(

@@ -145,12 +145,18 @@ def window_schedules(
     return tuple(schedules)
 
 
-def shift_message(message: Message, micro_batches: int, samples: int) -> Message:
-    """Return a message as a later or earlier window numbers it."""
+def shift_message(
+    message: Message, micro_batches: int, samples: int, *, at_dst: int | None = None
+) -> Message:
+    """Return a message as a later or earlier window numbers it.
+
+    Args:
+        micro_batches: of the sender; ``at_dst`` those of the receiver, where they are others.
+    """
     return dataclasses.replace(
         message,
         src_micro_batch=message.src_micro_batch + micro_batches,
-        dst_micro_batch=message.dst_micro_batch + micro_batches,
+        dst_micro_batch=message.dst_micro_batch + (micro_batches if at_dst is None else at_dst),
         samples=SampleRange(
             first_sample=message.samples.first_sample + samples, num_samples=message.samples.num_samples
         ),
@@ -165,12 +171,17 @@ def part_durations(graph: TaskGraph, *, update_us: Callable[[int], float] = lamb
     """
     stages = nominal_times(graph.plan).stages
     updates = [update_us(graph.stage[node]) for node in range(graph.num_updates)]
-    times = [stage_task_us(stages[graph.stage[node]], graph.kind[node]) for node in graph.tasks]
+    times = [
+        stage_task_us(stages[graph.stage[node]], graph.kind[node], graph.half[node]) for node in graph.tasks
+    ]
     return [*updates, *times, *[0.0] * graph.num_ends]
 
 
-def cut_graph(full: TaskGraph, is_inside: Callable[[int], bool]) -> TaskGraph:
+def cut_graph(full: TaskGraph, is_inside: Callable[[int], bool], *, has_updates: bool = True) -> TaskGraph:
     """Return the part of ``full`` with these nodes, and updates and ends.
+
+    Args:
+        has_updates: there is one behind each backward.
 
     Nodes wait for nothing outside: it happened before, or it is waited for at the end. Window 2 of two stages of one
     rank each that hold 2 and 1 micro-batches, with U an update and E an end:
@@ -183,7 +194,7 @@ def cut_graph(full: TaskGraph, is_inside: Callable[[int], bool]) -> TaskGraph:
     """
     rows = {lead: [node for node in order if is_inside(node)] for lead, order in full.orders.items()}
     tasks = [node for row in rows.values() for node in row]
-    trained = [node for node in tasks if full.kind[node] is TaskKind.BACKWARD]
+    trained = [node for node in tasks if has_updates and full.kind[node] is TaskKind.BACKWARD]
     # From nodes of the whole graph to those of the part, in which updates come first, then tasks, then ends.
     update = {node: at for at, node in enumerate(trained)}
     number = {node: len(trained) + at for at, node in enumerate(tasks)}
@@ -224,7 +235,7 @@ def _empty_part(
         rank=[full.rank[node] for node in nodes] + list(leads),
         micro_batch=[full.micro_batch[node] for node in nodes] + [-1] * len(leads),
         kind=[full.kind[node] for node in nodes] + [TaskKind.FORWARD] * len(leads),
-        half=[None] * count,
+        half=[full.half[node] for node in nodes] + [None] * len(leads),
         num_waits=[0] * count,
         next_on_rank=[-1] * count,
         first_message=[-1] * count,

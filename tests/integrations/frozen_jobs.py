@@ -28,10 +28,10 @@ class LoRA(nn.Module):
         return out
 
 
-def frozen_model(kind: str) -> tuple[nn.Module, Any]:
-    """Return a model with a part frozen, and its batches."""
+def frozen_model(kind: str, **options: Any) -> tuple[nn.Module, Any]:
+    """Return a model with a part frozen, and its batches; ``options`` as of `build`."""
     name, _, part = kind.partition(" ")
-    model, make_batch = build(name)
+    model, make_batch = build(name, **options)
     if part == "lora":
         torch.manual_seed(7)
         model.requires_grad_(False)

@@ -29,22 +29,23 @@ from gpp_plugin.runtime.messages.receive_buffers import ReceiveBuffers
 from gpp_plugin.runtime.messages.routes import Parcel, Routes
 from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.recorder import Recorder
-from gpp_plugin.schedule.windows import shift_message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowPlace:
-    """Where a program stands among the windows of an asynchronous pipeline.
+    """Where a program stands among the windows of an asynchronous pipeline, or of one that looks ahead.
 
     Args:
         carried: messages received before it that it reads, or passes on.
         first_micro_batch: that of its first forward; its inputs are counted from there.
         is_trained: whether the stage runs backwards, in this window or another one.
+        ends_mini_batch: the window leaves no micro-batch that its stage has begun, and its step is of all stages.
     """
 
     carried: tuple[Message, ...]
     first_micro_batch: int
     is_trained: bool
+    ends_mini_batch: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,11 +69,9 @@ class Carry:
         self.sends.clear()
         self.sends_of.clear()
 
-    def renumber(self, micro_batches: int, samples: int) -> None:
-        """Name what was received as a program does that counts so many micro-batches more."""
-        self.received = {
-            shift_message(message, micro_batches, samples): held for message, held in self.received.items()
-        }
+    def renumber(self, rename: Callable[[Message], Message]) -> None:
+        """Name what was received as the next program does."""
+        self.received = {rename(message): held for message, held in self.received.items()}
 
 
 class Mailbox:

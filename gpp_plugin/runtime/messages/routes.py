@@ -113,17 +113,19 @@ def resolve_routes(
     boundary: StageCompute,
     specs: Mapping[str, TensorSpec],
     carried: Sequence[Message] = (),
+    next_specs: Mapping[str, TensorSpec] | None = None,
 ) -> Routes:
     """Return the routes of one rank's program.
 
     Args:
         boundary: names the tensors that the stage reads and makes, and their order.
         carried: messages whose receives an earlier program posted; they are numbered first.
+        next_specs: of what is received for the mini-batch behind this one (`schedule.look_ahead`).
 
     Raises:
         PlanError: an edge names a tensor that was not captured.
     """
-    return _Resolver(program, plan, boundary, specs, carried).resolve()
+    return _Resolver(program, plan, boundary, specs, carried, next_specs or specs).resolve()
 
 
 class _Resolver:
@@ -136,6 +138,7 @@ class _Resolver:
         boundary: StageCompute,
         specs: Mapping[str, TensorSpec],
         carried: Sequence[Message],
+        next_specs: Mapping[str, TensorSpec],
     ) -> None:
         # ``shard_axes``: (is it read here, tensor) -> the axis along which this stage's tensor ranks hold shards of
         # it. ``makers``: (is it a forward, micro-batch) -> the tasks that make what is sent of it; two where it runs
@@ -155,7 +158,10 @@ class _Resolver:
                     self._shard_axes[False, name] = edge.src_shard_axis
         self._tasks = [i.task for i in program.instructions if i.task is not None]
         own = program.messages(InstructionKind.RECEIVE)
-        self._receives = [(message, self._wires(message)) for message in (*carried, *own)]
+        self._receives = [(message, self._wires(message)) for message in carried]
+        for message in own:
+            is_next = message.samples.first_sample >= plan.mini_batch
+            self._receives.append((message, self._wires(message, next_specs if is_next else specs)))
         self._slots: dict[Task, int] = {}
         self._makers: dict[tuple[bool, int], list[Task]] = defaultdict(list)
         for task in self._tasks:
@@ -173,8 +179,8 @@ class _Resolver:
             slots=self._slots,
         )
 
-    def _wires(self, message: Message) -> tuple[Wire, ...]:
-        return wires_of(message, rank=self._program.rank, plan=self._plan, specs=self._specs)
+    def _wires(self, message: Message, specs: Mapping[str, TensorSpec] | None = None) -> tuple[Wire, ...]:
+        return wires_of(message, rank=self._program.rank, plan=self._plan, specs=specs or self._specs)
 
     # ---- what is sent ----------------------------------------------------------------------------
 

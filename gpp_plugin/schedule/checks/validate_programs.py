@@ -65,6 +65,20 @@ def validate_programs(
     _check_completion(checked)
 
 
+def validate_tails(
+    plan: PipelinePlan, schedules: Sequence[StageSchedule], programs: Sequence[RankProgram]
+) -> None:
+    """Check only the reductions and steps of programs that may be a part of a mini-batch (claim 5).
+
+    Raises:
+        ScheduleError: as of `validate_programs`.
+    """
+    checked = CheckedPrograms(plan, schedules, programs)
+    for program in programs:
+        _check_tail(checked, program)
+    _check_collectives_agree(checked, steps_each_backward=False)
+
+
 def _check_ranks(checked: CheckedPrograms, order: Sequence[int]) -> None:
     expected = sorted(rank for stage in checked.plan.stages for rank in stage.ranks)
     if order != expected:

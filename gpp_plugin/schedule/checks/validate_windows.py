@@ -1,4 +1,4 @@
-"""Proves the programs of asynchronous windows: one behind the other, and each by itself.
+"""Proves the programs of windows, asynchronous ones and those that look ahead: in a row, and each by itself.
 
 Windows that are run one after the other, and the drain after them, are one long program of a longer mini-batch: all
 that is proven for programs (`validate_programs`) is proven for that. The windows that repeat are run twice in it, the
@@ -7,8 +7,11 @@ second time shifted. Besides, no window may need a later one:
 1. the messages of a window (or a drain) are sent and received in it;
 2. a window finishes by itself under serial rendezvous execution, whatever ranks do between two of them.
 
+Programs that look ahead (`look_ahead`) are windows too: the branch by itself, mini-batches with the branch's next one,
+and one without. They end with a reduction and a step each, which are checked by the window.
+
 Source: this project
-Tests: tests/schedule/test_async.py
+Tests: tests/schedule/test_async.py, tests/schedule/test_look_ahead.py
 """
 
 from __future__ import annotations
@@ -19,14 +22,15 @@ from collections.abc import Collection, Sequence
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
+from gpp_plugin.schedule.checks.checked_programs import TAIL_ORDER
 from gpp_plugin.schedule.checks.rendezvous import execute_serially
-from gpp_plugin.schedule.checks.validate_programs import validate_programs
+from gpp_plugin.schedule.checks.validate_programs import validate_programs, validate_tails
 from gpp_plugin.schedule.grid import program_grid
+from gpp_plugin.schedule.look_ahead import AheadPrograms, moved_message, moved_task, repeated_schedules
 from gpp_plugin.schedule.windows import (
     Programs,
     WindowPrograms,
     lengthened,
-    shift_message,
     window_schedules,
 )
 
@@ -56,6 +60,32 @@ def validate_windows(
             joined,
             steps_each_backward=True,
         )
+
+
+def validate_ahead(plan: PipelinePlan, programs: AheadPrograms) -> None:
+    """Check the programs of a plan whose frozen branch runs a mini-batch ahead, of all ranks together.
+
+    Raises:
+        ScheduleError: what is wrong, with which values, and the grid with the bad cell marked.
+    """
+    fill, steady, last = programs.fill, programs.steady, programs.last
+    for name, part in (("fill", fill), ("steady", steady), ("last", last)):
+        _check_alone(plan, part, f"look-ahead, {name}")
+    for part in (steady, last):
+        validate_tails(plan, repeated_schedules(plan, 1), part)
+    # Three mini-batches, in the numbers of the first: the branch alone on 0, then 0 with the branch on 1, 1 with the
+    # branch on 2, and 2. A fourth would be another steady part behind one, which these have proven. Without their ends,
+    # which every part has proven by itself.
+    bare = [_without_ends(part) for part in (fill, steady, steady, last)]
+    joined = _join(bare, (-1, 0, 1, 2), plan)
+    validate_programs(lengthened(plan, 3), repeated_schedules(plan, 3), joined)
+
+
+def _without_ends(programs: Programs) -> Programs:
+    return tuple(
+        dataclasses.replace(p, instructions=tuple(i for i in p.instructions if i.kind not in TAIL_ORDER))
+        for p in programs
+    )
 
 
 def _check_alone(plan: PipelinePlan, programs: Programs, name: str) -> None:
@@ -91,10 +121,9 @@ def _join(parts: Sequence[Programs], shifts: Sequence[int], plan: PipelinePlan) 
 def _moved(instruction: Instruction, plan: PipelinePlan, num_windows: int) -> Instruction:
     if not num_windows:
         return instruction
-    count, samples = num_windows * plan.num_micro_batches(0), num_windows * plan.mini_batch
     task, message = instruction.task, instruction.message
     return dataclasses.replace(
         instruction,
-        task=None if task is None else dataclasses.replace(task, micro_batch=task.micro_batch + count),
-        message=None if message is None else shift_message(message, count, samples),
+        task=None if task is None else moved_task(task, num_windows * plan.num_micro_batches(task.stage)),
+        message=None if message is None else moved_message(plan, message, num_windows),
     )

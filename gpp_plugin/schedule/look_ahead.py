@@ -1,0 +1,215 @@
+"""Frozen branches run ahead: their forwards of the next mini-batch stand in the programs of this one.
+
+Stages that depend on the mini-batch alone (`frozen_branch`) wait for nothing at a mini-batch's end but the others. So
+a mini-batch is cut in two parts, the branch's forwards and all else, and parts of two mini-batches run
+together. Of a frozen stage 0 and a trained stage 1 with two micro-batches each, 2 and 3 are the next mini-batch's:
+
+    whole    rank 0  F0 F1           step     as without look-ahead: nothing was run ahead, and nothing will be
+             rank 1     F0 B0 F1 B1  step
+    fill     rank 0  F2 F3                    the branch alone, before a first mini-batch
+    steady   rank 0  F2 F3           step     rank 1 has what F0 and F1 read; while it works, F2's and F3's arrive
+             rank 1  F0 B0 F1 B1     step
+    last     rank 0                  step     no next mini-batch is known, or its shapes are to be met first
+             rank 1  F0 B0 F1 B1     step
+
+``fill`` and ``steady`` end with messages that nobody has read. They are received in the program that sends them, as
+those of asynchronous windows are (`windows`), and the next program, ``steady`` or ``last``, reads them. Each part is
+lowered from one global order, so a receive of the next mini-batch stands where its message is due by simulation.
+
+Source: this project
+Tests: tests/schedule/test_look_ahead.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgram
+from gpp_plugin.ir.schedule import StageSchedule, Task
+from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.lower import end_mini_batch, lower_graph
+from gpp_plugin.schedule.messages import activation_bytes
+from gpp_plugin.schedule.orders.forward_only import forward_only_stages, frozen_branch
+from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph
+from gpp_plugin.schedule.windows import (
+    Programs,
+    cut_graph,
+    lengthened,
+    part_durations,
+    shift_message,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AheadPrograms:
+    """The programs of all ranks for a plan whose frozen branch runs a mini-batch ahead.
+
+    Micro-batches of the mini-batch that is trained count from 0, those of the next one go on from there.
+
+    Args:
+        branch: the stages that run ahead.
+        fill, steady, last: as drawn above.
+    """
+
+    plan: PipelinePlan
+    branch: frozenset[int]
+    fill: Programs
+    steady: Programs
+    last: Programs
+
+    def of_rank(self, rank: int) -> RankAhead:
+        """Return one rank's programs."""
+        fill, steady, last = (
+            next(p for p in programs if p.rank == rank) for programs in (self.fill, self.steady, self.last)
+        )
+        received = fill.messages(InstructionKind.RECEIVE) if fill.stage not in self.branch else ()
+        carried = tuple(moved_message(self.plan, message, -1) for message in received)
+        return RankAhead(
+            is_ahead=fill.stage in self.branch,
+            fill=fill,
+            steady=steady,
+            last=last,
+            carried=carried,
+            most_bytes=round(self._most_bytes(steady, carried)) if carried else 0,
+        )
+
+    def _most_bytes(self, steady: RankProgram, carried: tuple[Message, ...]) -> float:
+        """Return the most bytes that a rank holds of messages that came ahead of their mini-batch."""
+        # What is here as the program begins goes with the tasks that read it, while the next mini-batch's comes.
+        edges = self.plan.edges
+        coming = [
+            m
+            for m in steady.messages(InstructionKind.RECEIVE)
+            if m.samples.first_sample >= self.plan.mini_batch
+        ]
+        sizes = {
+            m: activation_bytes(edges[m.edge], m.samples.num_samples, m.has_whole_tensors) / self._senders(m)
+            for m in (*carried, *coming)
+        }
+        unread = set(carried)
+        held = most = sum(sizes[m] for m in carried)
+        for instruction in steady.instructions:
+            if instruction.message is not None:
+                held += sizes.get(instruction.message, 0.0)
+                most = max(most, held)
+            elif instruction.task is not None:
+                read = {m for m in unread if _is_read_by(m, instruction.task)}
+                held -= sum(sizes[m] for m in read)
+                unread -= read
+        return most
+
+    def _senders(self, message: Message) -> int:
+        """Return among how many senders the bytes of a message's samples are shared out, where they hold shards."""
+        edge = self.plan.edges[message.edge]
+        return self.plan.stages[edge.src].tensor if edge.src_shard_axis is not None else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAhead:
+    """The programs of one rank: of `AheadPrograms`.
+
+    Args:
+        is_ahead: the rank's stage runs ahead, so its tasks in ``steady`` are of the next mini-batch.
+        carried: what ``steady`` and ``last`` read of the messages that were received before them.
+        most_bytes: that the rank ever holds of messages that came ahead of their mini-batch.
+    """
+
+    is_ahead: bool
+    fill: RankProgram
+    steady: RankProgram
+    last: RankProgram
+    carried: tuple[Message, ...]
+    most_bytes: int
+
+
+def lower_ahead(
+    plan: PipelinePlan, *, tied_stages: Collection[int] = (), reduce_each_backward: bool = False
+) -> AheadPrograms:
+    """Return the programs of a plan whose frozen branch runs a mini-batch ahead.
+
+    Args:
+        tied_stages, reduce_each_backward: as for `lower_schedules`.
+
+    Raises:
+        ScheduleError, PlanError: the plan's own schedules cannot be lowered.
+    """
+    trained = set(range(len(plan.stages))) - forward_only_stages(plan)
+
+    def lowered(part: TaskGraph) -> Programs:
+        return lower_graph(part, part_durations(part))
+
+    def ended(part: TaskGraph) -> Programs:
+        return end_mini_batch(
+            plan, lowered(part), trained, tied_stages=tied_stages, reduce_each_backward=reduce_each_backward
+        )
+
+    parts = ahead_graphs(plan)
+    return AheadPrograms(
+        plan=plan,
+        branch=frozen_branch(plan),
+        fill=lowered(parts["fill"]),
+        steady=ended(parts["steady"]),
+        last=ended(parts["last"]),
+    )
+
+
+def ahead_graphs(plan: PipelinePlan) -> dict[str, TaskGraph]:
+    """Return the tasks and messages of each part, without what ends a mini-batch: of two mini-batches in a row."""
+    branch = frozen_branch(plan)
+    counts = [plan.num_micro_batches(stage) for stage in range(len(plan.stages))]
+    full = build_task_graph(lengthened(plan, 2), repeated_schedules(plan, 2))
+
+    def cut(*, is_branch_in: bool, are_others_in: bool) -> TaskGraph:
+        def is_inside(node: int) -> bool:
+            stage = full.stage[node]
+            is_next = full.micro_batch[node] >= counts[stage]
+            return is_next and is_branch_in if stage in branch else are_others_in and not is_next
+
+        return cut_graph(full, is_inside, has_updates=False)
+
+    return {
+        "fill": cut(is_branch_in=True, are_others_in=False),
+        "steady": cut(is_branch_in=True, are_others_in=True),
+        "last": cut(is_branch_in=False, are_others_in=True),
+    }
+
+
+def repeated_schedules(plan: PipelinePlan, num_mini_batches: int) -> tuple[StageSchedule, ...]:
+    """Return the order of every stage in so many mini-batches, one behind the other; the branch is not held back."""
+    branch = frozen_branch(plan)
+    repeated = []
+    for schedule in build_schedules(plan, forward_only_stages=forward_only_stages(plan)):
+        count = plan.num_micro_batches(schedule.stage)
+        firsts = range(0, num_mini_batches * count, count)
+        tasks = [moved_task(task, first) for first in firsts for task in schedule.tasks]
+        held = num_mini_batches * count if schedule.stage in branch else schedule.num_in_flight
+        repeated.append(
+            dataclasses.replace(
+                schedule,
+                tasks=tuple(tasks),
+                num_in_flight=held,
+                joined=tuple(first + m for first in firsts for m in schedule.joined),
+            )
+        )
+    return tuple(repeated)
+
+
+def moved_task(task: Task, micro_batches: int) -> Task:
+    """Return a task as it is numbered after so many micro-batches more."""
+    return dataclasses.replace(task, micro_batch=task.micro_batch + micro_batches)
+
+
+def moved_message(plan: PipelinePlan, message: Message, mini_batches: int) -> Message:
+    """Return a message as it is numbered after so many mini-batches more, each stage with its own micro-batches."""
+    edge = plan.edges[message.edge]
+    stages = (edge.src, edge.dst) if message.direction is Direction.ACTIVATION else (edge.dst, edge.src)
+    at_src, at_dst = (mini_batches * plan.num_micro_batches(stage) for stage in stages)
+    return shift_message(message, at_src, mini_batches * plan.mini_batch, at_dst=at_dst)
+
+
+def _is_read_by(message: Message, task: Task) -> bool:
+    half = message.dst_half
+    return message.dst_micro_batch == task.micro_batch and (half is None or half == task.half)

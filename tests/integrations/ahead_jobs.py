@@ -1,0 +1,217 @@
+"""What each rank runs in the tests of frozen branches that run ahead: the same training with and without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from gpp_plugin.api import format_timeline
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.report.summary import summarize_timeline
+from gpp_plugin.runtime.ahead_lane import AheadLane
+from tests.integrations.engine_jobs import B, config_of, make_engine
+from tests.integrations.frozen_jobs import frozen_model
+
+STAGES: dict[str, list[dict[str, Any]]] = {
+    "clip text_model": [
+        {"name": "text", "modules": ["text_model"], "devices": 1},
+        {"name": "vision", "modules": ["vision_model"], "devices": 1},
+        {"name": "loss", "modules": ["*"], "devices": 1},
+    ],
+    "llava model.vision_tower": [
+        {"name": "vision", "modules": ["model.vision_tower"], "devices": 1},
+        {"name": "language", "modules": ["*"], "devices": 1},
+    ],
+    "llava on two": [
+        {"name": "vision", "modules": ["model.vision_tower"], "devices": 2},
+        {"name": "language", "modules": ["*"], "devices": 2},
+    ],
+    "llava branch of two": [
+        {"name": "early", "modules": ["model.vision_tower.embeddings", "model.vision_tower.pre_layrnorm",
+                                      "model.vision_tower.encoder.layers.0"], "devices": 1},
+        {"name": "late", "modules": ["model.vision_tower"], "devices": 1},
+        {"name": "language", "modules": ["*"], "devices": 1},
+    ],
+}  # fmt: skip
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """The samples of some mini-batches, one by one; ``draws`` lets loading draw random numbers."""
+
+    def __init__(self, batch: dict[str, Tensor], *, draws: bool = False) -> None:
+        self._batch, self._draws = batch, draws
+
+    def __len__(self) -> int:
+        return len(next(iter(self._batch.values())))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = {key: value[index] for key, value in self._batch.items()}
+        if self._draws:
+            row["pixel_values"] = row["pixel_values"] + 0.1 * torch.randn(row["pixel_values"].shape)
+        return row
+
+
+def train_both(kind: str, stages: str, options: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Train without looking ahead and with; options as of `train`."""
+    return {ahead: train(kind, stages, ahead=ahead, **options) for ahead in (0, 1)}
+
+
+def train(
+    kind: str,
+    stages: str,
+    *,
+    ahead: int,
+    own: bool = False,
+    dropout: float = 0.0,
+    dropout_after: float = 0.0,
+    zero: int = 0,
+    num_steps: int = 6,
+    lengths: tuple[int, ...] = (),
+    interrupt: str = "",
+    directory: str = "",
+    draws: bool = False,
+    block: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train some steps; between two of them do what ``interrupt`` names.
+
+    Args:
+        own: the engine loads the data, and looks ahead by default; ``draws``: its dataset draws random numbers.
+        dropout: of the whole model; ``dropout_after`` of the trained language model alone.
+    """
+    model, make_batch = frozen_model(kind, dropout=dropout)
+    if dropout_after:
+        for layer in model.model.language_model.layers:
+            layer.self_attn.attention_dropout = dropout_after
+    batches = [make_batch(B, seed) for seed in range(num_steps)]
+    for batch, length in zip(batches, lengths, strict=False):
+        for key in ("input_ids", "attention_mask", "labels"):
+            batch[key] = batch[key][:, :length].contiguous()
+    given = "auto" if own and ahead else ahead
+    config = config_of(
+        zero_optimization={"stage": zero},
+        block={
+            "plan": {"stages": STAGES[stages]},
+            "look_ahead": given,
+            "micro_batch_sizes": 2,
+            **(block or {}),
+        },
+    )
+    data = {"training_data": Rows(make_batch(4 * B, 50), draws=draws)} if own else {}
+    torch.manual_seed(11)
+    engine = make_engine(model, batches[0], config, **data)
+    engine.retain_gradients()
+    engine.record_timelines = interrupt == "trace"
+    iterator = None if own else iter(batches)
+    losses, gradients, looked = [], [], []
+    for step in range(num_steps):
+        if step == 3 and interrupt:
+            losses += disturb(interrupt, engine, iterator, make_batch, directory)
+        losses.append(float(engine.train_batch(data_iter=iterator)))
+        gradients.append({name: g.clone() for name, g in engine.gradients.items()})
+        lane = engine._lane
+        looked.append(isinstance(lane, AheadLane) and lane.is_ahead)
+    if not own:
+        try:
+            engine.train_batch(data_iter=iterator)
+        except StopIteration:
+            losses.append(-1.0)
+    answer = {
+        "losses": losses,
+        "gradients": gradients,
+        "looked": looked,
+        "parameters": {n: p.detach().clone() for n, p in engine.module.named_parameters()},
+        "steps": engine.global_steps,
+        "stage": engine.plan.stages[engine.stage_id].name,
+        "report": engine.memory_report(),
+    }
+    engine.flush()
+    return answer
+
+
+def disturb(
+    what: str, engine: Any, iterator: Iterator[Any] | None, make_batch: Any, directory: str
+) -> list[float]:
+    """Do something between two steps; return the losses that it yields."""
+    if what == "trace":
+        timeline = engine.last_timeline
+        if (
+            timeline is not None
+        ):  # rank 0's: the tower ran the next mini-batch, in the numbers behind this one's four
+            run = [{e.micro_batch for e in timeline.events if e.task and e.stage == s} for s in (0, 1)]
+            assert run == [{4, 5, 6, 7}, {0, 1, 2, 3}], run
+            assert "vision" in format_timeline(timeline, engine.plan)
+            assert summarize_timeline(timeline, engine.plan).iteration_us > 0.0
+        return []
+    if what == "evaluate":
+        return [float(engine.eval_batch(iter([make_batch(B, 40)])))]
+    if what == "other iterator":  # and back to the first one afterwards: none of its mini-batches is lost
+        return [float(engine.train_batch(data_iter=iter([make_batch(B, seed)]))) for seed in (30, 31)]
+    if what == "load":
+        engine.save_checkpoint(directory, tag="here")
+        found = [float(engine.train_batch(data_iter=iter([make_batch(B, 30)])))]
+        engine.load_checkpoint(directory, tag="here")
+        return found
+    if what == "weights":
+        state = {name: value * 1.01 for name, value in engine.module.state_dict().items()}
+        engine.load_module_state_dict(state)
+        return []
+    assert what == "weights by hand"  # as nobody is told: one rank finds it out, and all drop what they have
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            if not parameter.requires_grad:
+                parameter.mul_(1.01)
+    return []
+
+
+def make(kind: str, stages: str) -> tuple[Any, Any]:
+    """Return an engine that looks ahead on its caller's iterator, and what makes mini-batches."""
+    model, make_batch = frozen_model(kind)
+    config = config_of(block={"plan": {"stages": STAGES[stages]}, "look_ahead": 1, "micro_batch_sizes": 2})
+    return make_engine(model, make_batch(B, 0), config), make_batch
+
+
+def resume(kind: str, stages: str, directory: str) -> dict[str, Any]:
+    """Train six steps with a checkpoint after three; go on from there with another engine and its own iterator."""
+    engine, make_batch = make(kind, stages)
+    batches = [make_batch(B, seed) for seed in range(6)]
+    iterator, through = iter(batches), []
+    for step in range(6):
+        through.append(float(engine.train_batch(data_iter=iterator)))
+        if step == 2:
+            engine.save_checkpoint(directory)
+    engine.flush()
+    other, _ = make(kind, stages)
+    other.load_checkpoint(directory)
+    iterator = iter(batches[other.global_steps :])
+    resumed = [float(other.train_batch(data_iter=iterator)) for _ in range(3)]
+    return {"through": through, "resumed": resumed, "steps": other.global_steps}
+
+
+def meet_trouble(kind: str, stages: str) -> dict[str, Any]:
+    """Train on an iterator that fails at its fourth mini-batch, and then on another one."""
+    engine, make_batch = make(kind, stages)
+
+    def broken() -> Iterator[dict[str, Any]]:
+        yield from (make_batch(B, seed) for seed in range(3))
+        raise OSError("the disk is gone")
+
+    iterator, error = broken(), ""
+    trained, refused = 0, ""
+    try:
+        for _ in range(4):
+            engine.train_batch(data_iter=iterator)
+            trained += 1
+            if trained == 2:
+                try:
+                    engine.set_batch_fn(lambda batch: batch)
+                except ConfigError as caught:
+                    refused = str(caught)
+    except OSError as caught:
+        error = str(caught)
+    after = float(engine.train_batch(data_iter=iter([make_batch(B, 5)])))
+    engine.flush()
+    return {"trained": trained, "error": error, "after": after, "batch_fn": refused}

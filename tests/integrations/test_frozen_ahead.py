@@ -1,0 +1,89 @@
+"""Frozen branches that run ahead: every bit is as without, whatever happens between two steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations import ahead_jobs as jobs
+from tests.ranks import run_kept_ranks
+
+CLIP, LLAVA = "clip text_model", "llava model.vision_tower"
+TO_THE_END = [False, True, True, True, True, False]
+"""The first mini-batch shows whether the branch may run ahead; after the last one there is none to run."""
+ALWAYS = [False, True, True, True, True, True]
+NEVER = [False] * 6
+
+
+def check(answers: list[dict[int, dict[str, Any]]], looked: list[bool]) -> None:
+    for answer in answers:
+        without, ahead = answer[0], answer[1]
+        assert without["looked"] == NEVER and ahead["looked"] == looked
+        assert ahead["losses"] == without["losses"] and ahead["steps"] == without["steps"]
+        for one, other in zip(ahead["gradients"], without["gradients"], strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[name], other[name]) for name in one)
+        for name, parameter in ahead["parameters"].items():
+            assert torch.equal(parameter, without["parameters"][name]), name
+
+
+def both(kind: str, stages: str, ranks: int, **options: Any) -> list[dict[int, dict[str, Any]]]:
+    return run_kept_ranks(jobs.train_both, ranks, kind, stages, options, timeout_s=200)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages", "ranks", "options"),
+    [
+        (LLAVA, LLAVA, 2, {"dropout_after": 0.1}),
+        (LLAVA, "llava on two", 4, {"zero": 1}),
+        (LLAVA, "llava on two", 4, {"zero": 2}),
+        (LLAVA, "llava branch of two", 3, {"lengths": (12, 10, 10, 11, 12, 10)}),
+        (CLIP, CLIP, 3, {"zero": 1}),
+    ],
+)
+def test_bits_are_the_same_on_a_callers_iterator(
+    kind: str, stages: str, ranks: int, options: dict[str, Any]
+) -> None:
+    check(both(kind, stages, ranks, **options), TO_THE_END)
+
+
+def test_bits_are_the_same_on_the_engines_own_loader_which_looks_ahead_by_default() -> None:
+    answers = both(LLAVA, LLAVA, 2, own=True)
+    check(answers, ALWAYS)
+    language = answers[1][1]["report"].ranks[1]
+    # 8 samples of 4 patches x 32 in fp32, one mini-batch between two calls and never more than two
+    assert language.held.ahead == 8 * 4 * 32 * 4 and language.held.ahead <= language.ahead_bytes
+    assert language.ahead_bytes <= 2 * language.held.ahead
+    assert language.predicted_peak_bytes == language.predicted.total + language.ahead_bytes
+    assert answers[0][1]["report"].ranks[0].ahead_bytes == 0
+    assert answers[0][0]["report"].ranks[1].ahead_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "what", ["evaluate", "load", "weights", "weights by hand", "other iterator", "trace"]
+)
+def test_what_happens_between_two_steps_finds_none_of_it(what: str, tmp_path: Path) -> None:
+    check(both(LLAVA, LLAVA, 2, interrupt=what, directory=str(tmp_path)), TO_THE_END)
+
+
+def test_a_job_resumed_in_the_middle_goes_on_with_the_next_mini_batch(tmp_path: Path) -> None:
+    for answer in run_kept_ranks(jobs.resume, 2, LLAVA, LLAVA, str(tmp_path), timeout_s=200):
+        assert answer["resumed"] == answer["through"][3:] and answer["steps"] == 6
+
+
+def test_a_branch_that_draws_random_numbers_stays_in_its_turn() -> None:
+    check(both(LLAVA, LLAVA, 2, dropout=0.3), NEVER)
+
+
+def test_loading_that_draws_random_numbers_stays_in_its_turn() -> None:
+    check(both(LLAVA, LLAVA, 2, own=True, draws=True), NEVER)
+
+
+def test_what_cannot_be_had_ahead_is_refused_in_its_turn() -> None:
+    for answer in run_kept_ranks(jobs.meet_trouble, 2, LLAVA, LLAVA, timeout_s=200):
+        assert answer["trained"] == 3, "the mini-batch before it is trained on all the same"
+        assert "the disk is gone" in answer["error"] and answer["batch_fn"].startswith("set_batch_fn")
+        assert answer["after"] > 0.0

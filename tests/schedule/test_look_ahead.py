@@ -1,0 +1,146 @@
+"""Programs that look ahead: literal orders, random graphs of stages proven, damage found, what is gained."""
+
+import dataclasses
+import random
+
+import pytest
+
+from gpp_benchmarks._random_plans import random_plan
+from gpp_plugin.errors import ScheduleError
+from gpp_plugin.ir.program import InstructionKind
+from gpp_plugin.schedule.checks.validate_windows import validate_ahead
+from gpp_plugin.schedule.look_ahead import lower_ahead
+from gpp_plugin.schedule.orders.forward_only import forward_only_stages, frozen_branch
+from gpp_plugin.simulate.ahead_prediction import predict_ahead
+from tests.schedule.plans import simple_plan
+
+
+def freeze(plan, stages):
+    """Return the plan with no gradients sent to these stages."""
+    edges = tuple(
+        dataclasses.replace(edge, gradient_tensors=(), gradient_bytes_per_sample=0.0)
+        if edge.src in stages
+        else edge
+        for edge in plan.edges
+    )
+    return dataclasses.replace(plan, edges=edges)
+
+
+def two_stages(*, micro_batches=2, **options):
+    return freeze(simple_plan([1, 1], [(0, 1)], mini_batch=micro_batches, num_bytes=8.0, **options), {0})
+
+
+def tasks(program):
+    return " ".join(str(i.task)[1:] for i in program.instructions if i.task is not None)
+
+
+def text(program):
+    return [str(instruction) for instruction in program.instructions]
+
+
+def test_a_branch_depends_on_the_mini_batch_alone():
+    diamond = simple_plan([1] * 4, [(0, 1), (1, 3), (2, 3)], mini_batch=2)
+    assert frozen_branch(freeze(diamond, {0, 1})) == {0, 1}
+    assert frozen_branch(freeze(diamond, {2})) == {2}
+    behind = freeze(diamond, {1})  # trained stage 0 sends it a gradient-free tensor
+    behind = dataclasses.replace(
+        behind,
+        edges=tuple(dataclasses.replace(e, gradient_tensors=()) if e.src == 0 else e for e in behind.edges),
+    )
+    assert frozen_branch(behind) == {0, 1} and frozen_branch(diamond) == frozenset()
+
+
+def test_a_forward_only_stage_behind_a_trained_one_is_not_ahead():
+    plan = simple_plan([1] * 4, [(0, 1), (0, 3), (1, 2), (2, 3)], mini_batch=2)
+    edges = tuple(
+        e if (e.src, e.dst) == (0, 3) else dataclasses.replace(e, gradient_tensors=()) for e in plan.edges
+    )
+    plan = dataclasses.replace(
+        plan, edges=edges
+    )  # stage 0 trains by way of 3; 1 and 2 read it without gradients
+    assert forward_only_stages(plan) == {1, 2} and frozen_branch(plan) == frozenset()
+
+
+def test_parts_of_two_stages():
+    programs = lower_ahead(two_stages())
+    validate_ahead(two_stages(), programs)
+    assert [tasks(p) for p in programs.fill] == ["F2 F3", ""]
+    assert [tasks(p) for p in programs.steady] == ["F2 F3", "F0 B0 F1 B1"]
+    assert [tasks(p) for p in programs.last] == ["", "F0 B0 F1 B1"]
+    assert text(programs.last[0]) == ["step"]
+    assert programs.steady[1].messages(InstructionKind.RECEIVE) == programs.fill[1].messages(
+        InstructionKind.RECEIVE
+    )
+    carried = programs.of_rank(1).carried
+    assert [(m.src_micro_batch, m.dst_micro_batch, m.samples.first_sample) for m in carried] == [
+        (0, 0, 0),
+        (1, 1, 1),
+    ]
+    assert programs.of_rank(0).carried == ()
+
+
+def test_a_receive_stands_where_its_message_is_due():
+    """A frozen forward as long as a trained micro-batch: each arrives behind one of them."""
+    programs = lower_ahead(two_stages(forward_us=[20.0, 10.0], backward_us=[0.0, 10.0]))
+    kinds = [i.kind.value if i.task is None else str(i.task)[1:] for i in programs.steady[1].instructions]
+    assert kinds == ["F0", "B0", "receive", "F1", "B1", "receive", "reduce_data", "step"]
+    # as micro-batch 0 is read the first of the next mini-batch has not come: never three, and two at either end
+    assert [programs.of_rank(rank).most_bytes for rank in (0, 1)] == [0, 16]
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_random_graphs_are_proven(seed):
+    rng = random.Random(seed)
+    while True:
+        plan = random_plan(rng, most_stages=6, most_ranks=12)
+        frozen = {
+            i for i in range(len(plan.stages)) if rng.random() < 0.5 and any(e.src == i for e in plan.edges)
+        }
+        plan = freeze(plan, frozen)
+        is_whole = not any(e.gradient_tensors and e.dst in forward_only_stages(plan) for e in plan.edges)
+        if is_whole and frozen_branch(plan):
+            break
+    programs = lower_ahead(plan, reduce_each_backward=rng.random() < 0.5)
+    validate_ahead(plan, programs)
+    branch = frozen_branch(plan)
+    for rank in range(plan.num_ranks):
+        own = programs.of_rank(rank)
+        count = plan.num_micro_batches(own.steady.stage)
+        micro_batches = {i.task.micro_batch for i in own.steady.instructions if i.task is not None}
+        assert own.is_ahead == (own.steady.stage in branch)
+        assert micro_batches == set(range(count, 2 * count) if own.is_ahead else range(count))
+
+
+def test_damage_is_found():
+    plan = two_stages()
+    programs = lower_ahead(plan)
+
+    def damaged(part, rank, change):
+        found = list(getattr(programs, part))
+        found[rank] = dataclasses.replace(
+            found[rank], instructions=tuple(change(list(found[rank].instructions)))
+        )
+        return dataclasses.replace(programs, **{part: tuple(found)})
+
+    def without_receives(instructions):
+        return [i for i in instructions if i.kind is not InstructionKind.RECEIVE]
+
+    with pytest.raises(ScheduleError, match="nobody receives"):
+        validate_ahead(plan, damaged("steady", 1, without_receives))
+    with pytest.raises(ScheduleError, match="has no step"):
+        validate_ahead(plan, damaged("last", 0, lambda i: i[:-1]))
+    with pytest.raises(ScheduleError, match="stop under serial rendezvous"):
+        validate_ahead(plan, damaged("fill", 0, lambda i: i[2:] + i[:2]))
+    with pytest.raises(ScheduleError, match="runs 1F5 where the schedule has 1F4"):
+        validate_ahead(plan, damaged("last", 1, lambda i: i[2:4] + i[:2] + i[4:]))
+
+
+def test_what_is_gained_is_predicted():
+    """The frozen stage's first forward is no start-up any more: 4 x 20 us of trained tasks instead of 10 + 4 x 20."""
+    plan = two_stages(micro_batches=4, forward_us=[10.0, 10.0], backward_us=[0.0, 10.0])
+    found = predict_ahead(plan)
+    assert (found.stages, found.whole_us, found.steady_us) == (("s0",), 90.0, 80.0)
+    long = two_stages(micro_batches=4, forward_us=[30.0, 10.0], backward_us=[0.0, 10.0])
+    found = predict_ahead(long)  # the frozen stage is the slower one: the trained one hides behind it
+    assert (found.whole_us, found.steady_us) == (140.0, 120.0)
+    assert predict_ahead(simple_plan([1, 1], [(0, 1)], mini_batch=2)) is None

@@ -13,14 +13,15 @@ import torch
 from torch import nn
 
 from gpp_plugin.capture.annotate import Note, annotate, module_path
-from gpp_plugin.capture.attention import find_attention_masks, without_masks
+from gpp_plugin.capture.attention import attention_masks, without_masks
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.keys import find_layer_lists
 from gpp_plugin.capture.layout.inseparable import find_clusters
 from gpp_plugin.capture.layout.layout_rules import Counted, Fixed, Rows
 from gpp_plugin.capture.layout.layouts import Layouts, analyse_layouts, describe_coupling, is_random
 from gpp_plugin.capture.layout.replicate import find_replicable
-from gpp_plugin.capture.mask_values import Mask, inputs_of_ones
+from gpp_plugin.capture.lengths import LengthCapture, resized
+from gpp_plugin.capture.mask_values import Mask, MaskFinder, inputs_of_ones
 from gpp_plugin.capture.tracing.clean import written_arguments
 from gpp_plugin.capture.tracing.devices import place_graph, placed_body
 from gpp_plugin.capture.tracing.sample_batches import count_samples, resize_batch, rows_per_sample
@@ -30,9 +31,9 @@ from gpp_plugin.capture.tracing.traced import Traced, align, structure_of, trace
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.op_graph import OpGraph, OpNode, Parameter
-from gpp_plugin.ir.tensors import UNIFORM, UNIT, Layout, LayoutKind, TensorSpec, batch_layout
+from gpp_plugin.ir.tensors import UNIFORM, UNIT, Layout, TensorSpec, batch_layout
 
-__all__ = ["capture_model", "count_samples", "recapture", "resize_batch"]
+__all__ = ["capture_model", "count_samples", "recapture", "recapture_for_lengths", "resize_batch"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def capture_model(
         trace, shadow, outputs=outputs, received=received, training=training, call=call
     )
     traced, small, large = _at_analysis_sizes(export, batch, export(batch))
-    masks, unpadded = _masks(traced, shadow), inputs_of_ones(batch)
+    masks, unpadded = _masks(traced, shadow).find(), inputs_of_ones(batch)
     notes = _notes(traced, shadow, masks, unpadded, training=training)
     clusters = find_clusters(traced.graph, notes)
     rows = rows_per_sample(resize_batch(batch, small.num_samples))
@@ -121,6 +122,51 @@ def recapture(
         CaptureError: the graph has another structure at these shapes; the message says where.
         ValueError: ``device`` is of another type.
     """
+    shadow, traced = _trace_again(model, analysis, batch, device=device, call=call)
+    masks = _masks(traced, shadow).find()
+    notes = _notes(traced, shadow, masks, analysis.unpadded, training=analysis.is_training)
+    return _assemble(traced, _carried_over(analysis.op_graph, traced, notes), shadow, analysis, masks)
+
+
+def recapture_for_lengths(
+    model: nn.Module,
+    analysis: Analysis,
+    batch: Mapping[str, Any],
+    lengths: Mapping[str, Collection[int]],
+    *,
+    device: torch.device | str | None = None,
+    call: Call = call_by_key,
+) -> LengthCapture:
+    """Capture the same model at another number of samples for batches of many lengths.
+
+    One export, with symbols for the sizes of some axes. Operators, names and what is known of them are as analysed.
+
+    Args:
+        lengths: batch key -> its axes of many lengths.
+        analysis, device, call: as for `recapture`.
+
+    Raises:
+        CaptureError: as `recapture`; or a length has no symbol.
+        ValueError: as `recapture`.
+    """
+    shadow, traced = _trace_again(model, analysis, batch, device=device, call=call, lengths=lengths)
+    return LengthCapture(
+        captured=_assemble(traced, analysis.op_graph, shadow, analysis, {}),
+        num_samples=traced.num_samples,
+        masks=_masks(traced, shadow),
+    )
+
+
+def _trace_again(
+    model: nn.Module,
+    analysis: Analysis,
+    batch: Mapping[str, Any],
+    *,
+    device: torch.device | str | None,
+    call: Call,
+    lengths: Mapping[str, Collection[int]] = MappingProxyType({}),
+) -> tuple[Shadow, Traced]:
+    """Return another export of an analysed model, aligned with what was analysed."""
     # Names tie the two: the new graph is aligned with the analysed one operator by operator, and takes its notes.
     # What rank 0 analysed on its device is of another rank's too, as long as the type is the same.
     where = torch.device(device or "cpu")
@@ -132,27 +178,29 @@ def recapture(
     training = analysis.is_training
     shadow = make_shadow(model, training=training, dtype=dtype, device=where)
     known = analysis.op_graph
-    received = {spec.name: spec.requires_grad for spec in known.inputs if spec.name in known.received}
     traced = trace(
-        shadow, batch, outputs=tuple(known.outputs), received=received, training=training, call=call
+        shadow,
+        batch,
+        outputs=tuple(known.outputs),
+        received={spec.name: spec.requires_grad for spec in known.inputs if spec.name in known.received},
+        training=training,
+        call=call,
+        lengths=lengths,
     )
     try:
-        traced = align(analysis.nodes, traced)
+        return shadow, align(analysis.nodes, traced)
     except CaptureError as error:
         raise CaptureError(
             f"the graph changed with the input shapes: {error}; pad batches to one length, or use another "
             "micro-batch size"
         ) from None
-    masks = _masks(traced, shadow)
-    notes = _notes(traced, shadow, masks, analysis.unpadded, training=training)
-    return _assemble(traced, _carried_over(known, traced, notes), shadow, analysis, masks)
 
 
-def _masks(traced: Traced, shadow: Shadow) -> dict[str, Mask]:
-    """Return the masks of attention that eager models leave out where some of the batch's entries hold ones only."""
+def _masks(traced: Traced, shadow: Shadow) -> MaskFinder:
+    """Return what finds the masks of attention that eager models leave out where some entries hold ones only."""
     own = {name: key for name, key in traced.inputs.items() if key not in traced.received}
     where = tracing_device(shadow.device)
-    return find_attention_masks(traced.graph, inputs=own, constants=traced.constants, device=where)
+    return attention_masks(traced.graph, inputs=own, constants=traced.constants, device=where)
 
 
 def _notes(
@@ -307,7 +355,7 @@ def _carried_over(reference: OpGraph, traced: Traced, notes: Mapping[str, Note])
         note = notes[old.name]
         output = None
         if old.output is not None:
-            output = _respec(old.output, old.name, note, samples)
+            output = _respec(old.output, note, samples)
         nodes.append(
             dataclasses.replace(
                 old,
@@ -320,23 +368,12 @@ def _carried_over(reference: OpGraph, traced: Traced, notes: Mapping[str, Note])
             )
         )
     names = {key: name for name, key in traced.inputs.items()}
-    inputs = tuple(_respec(old, names[old.name], notes[names[old.name]], samples) for old in reference.inputs)
+    inputs = tuple(_respec(old, notes[names[old.name]], samples) for old in reference.inputs)
     return dataclasses.replace(reference, num_samples=samples, nodes=tuple(nodes), inputs=inputs)
 
 
-def _respec(old: TensorSpec, node: str, note: Note, samples: int) -> TensorSpec:
-    # The axis is known; the rows a sample may be others, where they count tokens: hidden [4 x 7, 32] of 4 samples of 7
-    # tokens, and [4 x 9, 32] of 9, have 7 and 9 rows a sample along axis 0.
-    layout = old.layout
-    if layout.kind is LayoutKind.BATCH:
-        size = note.shape[layout.axis] if layout.axis < len(note.shape) else 0
-        if size % samples or len(note.shape) != len(old.shape):
-            raise CaptureError(
-                f"tensor {node} has shape {note.shape} at {samples} samples and {old.shape} at "
-                f"{old.num_samples}; its batch axis {layout.axis} does not hold whole samples"
-            )
-        layout = batch_layout(layout.axis, size // samples)
-    return _spec(old.name, note, samples, layout)
+def _respec(old: TensorSpec, note: Note, samples: int) -> TensorSpec:
+    return dataclasses.replace(resized(old, note.shape, samples), requires_grad=note.requires_grad)
 
 
 def _layout(layouts: Layouts, name: str, note: Note, samples: int) -> Layout:

@@ -8,14 +8,16 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from gpp_plugin.capture.tracing.shadow import Shadow, fake_inputs
+from gpp_plugin.capture.tracing.symbolic_sizes import leave_open
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.garbage import paused_collector
 
@@ -129,8 +131,12 @@ def export_model(
     outputs: Sequence[str],
     training: bool,
     call: Call = call_by_key,
+    lengths: Mapping[str, Collection[int]] = MappingProxyType({}),
 ) -> tuple[torch.export.ExportedProgram, bool]:
     """Export the shadow on fake inputs shaped like ``batch``.
+
+    Args:
+        lengths: batch key -> axes whose sizes are left open, where the model allows it.
 
     Returns:
         The program, and whether its first output is a loss.
@@ -153,7 +159,9 @@ def export_model(
             _without_words_of_a_failure(),
             paused_collector(),
         ):
-            program = torch.export.export(wrapper, (), fake_inputs(shadow, batch), strict=False)
+            inputs = fake_inputs(shadow, batch)
+            leave_open(inputs, lengths)
+            program = torch.export.export(wrapper, (), inputs, strict=False)
     except Exception as error:
         for cause in _causes(error):
             if isinstance(cause, CaptureError):

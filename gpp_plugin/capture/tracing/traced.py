@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from gpp_plugin.capture.annotate import module_path
 from gpp_plugin.capture.tracing.clean import clean_graph
 from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.capture.tracing.shadow import Shadow
+from gpp_plugin.capture.tracing.symbolic_sizes import has_shape_of
 from gpp_plugin.capture.tracing.torch_export import WRAPPED, Call, call_by_key, export_model, split_batch
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import GraphNode
@@ -72,10 +74,12 @@ def trace(
     received: Mapping[str, bool],
     training: bool,
     call: Call = call_by_key,
+    lengths: Mapping[str, Collection[int]] = MappingProxyType({}),
 ) -> Traced:
     """Export the shadow for ``batch`` and clean the graph.
 
     Args:
+        lengths: batch key -> axes whose sizes are left open.
         received: entries of the batch that other stages make -> whether they take a gradient.
         call: how the model is called with the batch.
 
@@ -84,7 +88,7 @@ def trace(
     """
     # Export, clean, then name what goes in: of a model with a loss and outputs=("logits",) the graph returns (loss,
     # logits), and its placeholders are called as export calls them, here "p_model_head_weight" and "pixel_values".
-    program, has_loss = export_model(shadow, batch, outputs=outputs, training=training, call=call)
+    program, has_loss = export_model(shadow, batch, outputs=outputs, training=training, call=call, lengths=lengths)
     attributes = {
         str(node.target): _attribute(program.graph_module, str(node.target))
         for node in program.graph.nodes
@@ -199,11 +203,14 @@ def align(reference: Iterable[GraphNode], traced: Traced) -> Traced:
     # Both lists are walked in step:
     #     reference  x  view  contiguous  linear_3     names and wiring are taken from here,
     #     traced     x  view              linear_2     operators and their static arguments (sizes) from here.
-    # Where they differ and the reference has a copy, one is put in; anything else is another structure.
+    # Where they differ and the reference has a copy, one is put in; a slice of everything, which Python leaves out
+    # where it sees that from numbers and cannot see from symbols, is left out; anything else is another structure.
     new = fx.Graph()
     mapping: dict[str, fx.Node] = {}  # of the reference's nodes
     pending = deque(traced.graph.nodes)
     for old in reference:
+        while pending and old.target != _target(pending[0]) and _is_whole_slice(pending[0]):
+            pending.popleft()
         node = pending[0] if pending else None
         if node is not None and (node.op, _target(node)) == (old.op, old.target):
             pending.popleft()
@@ -225,6 +232,11 @@ def align(reference: Iterable[GraphNode], traced: Traced) -> Traced:
     if pending:
         raise CaptureError(_difference(None, pending[0], traced.num_samples))
     return dataclasses.replace(traced, graph=new)
+
+
+def _is_whole_slice(node: fx.Node) -> bool:
+    source = node.args[0] if node.target is torch.ops.aten.slice.Tensor else None
+    return isinstance(source, fx.Node) and has_shape_of(node, source)
 
 
 def _target(node: fx.Node) -> str:

@@ -57,6 +57,11 @@ def are_ones(value: Tensor) -> bool:
     return value.numel() > 0 and bool(value.reshape(-1)[0] == 1) and bool((value == 1).all())
 
 
+def is_elementwise(target: Any) -> bool:
+    """Return whether an operator makes each element of its result of those at the same place."""
+    return target in _ELEMENTWISE or torch.Tag.pointwise in getattr(target, "tags", ())
+
+
 def inputs_of_ones(batch: Mapping[str, Any], keys: Iterable[str] | None = None) -> frozenset[str]:
     """Return the entries of a batch, of those called ``keys``, that hold whole numbers or truths, all ones."""
     return frozenset(key for key in (batch if keys is None else keys) if _holds_ones(batch[key]))
@@ -107,18 +112,22 @@ class MaskFinder:
         """Return the nodes that may be such masks."""
         return frozenset(node.name for node in self._candidates)
 
-    def sizes(self) -> list[Any]:
-        """Return the sizes that were left open among those that the candidates are made with."""
+    def made_of(self, *names: str) -> list[fx.Node]:
+        """Return candidates, and all that they are made of, in the order of the graph."""
         needed: set[fx.Node] = set()
-        pending = list(self._candidates)
+        pending = [node for node in self._candidates if node.name in names]
         while pending:
             node = pending.pop()
             if node not in needed:
                 needed.add(node)
                 pending.extend(node.all_input_nodes)
+        return sorted(needed, key=self._order.__getitem__)
+
+    def sizes(self) -> list[Any]:
+        """Return the sizes that were left open among those that the candidates are made with."""
         return [
             size
-            for node in sorted(needed, key=self._order.__getitem__)
+            for node in self.made_of(*self.candidates)
             for size in (*sizes_in(node), *getattr(node.meta.get("val"), "shape", ()))
             if is_open(size)
         ]
@@ -225,19 +234,19 @@ class _Values:
             return torch.ones((), dtype=dtype, device=self._device).expand(self._shape(node))
         # Operators on elements compute with what is held, [1, 1, 1, 8] <= [1, 1, 8, 1]; others with all of it, expanded
         # without a copy.
-        is_elementwise = target in _ELEMENTWISE or torch.Tag.pointwise in target.tags
+        by_element = is_elementwise(target)
         shape = self._shape(node)
-        argument = self._known.__getitem__ if is_elementwise else self._whole
+        argument = self._known.__getitem__ if by_element else self._whole
         held = (
             torch.broadcast_shapes(*(self._known[s].shape for s in node.all_input_nodes))
-            if is_elementwise
+            if by_element
             else shape
         )
         if held.numel() > MAX_VALUES and not _may_alias(node):
             raise ValueError(f"{node.name} has shape {tuple(held)}, more than {MAX_VALUES} elements")
         args, kwargs = with_sizes((node.args, node.kwargs), self._size_of)
         result = target(*fx.map_arg(args, argument), **fx.map_arg(kwargs, argument))
-        return result.expand(shape) if is_elementwise else result
+        return result.expand(shape) if by_element else result
 
     def _whole(self, node: fx.Node) -> Tensor:
         return self._known[node].expand(self._shape(node))

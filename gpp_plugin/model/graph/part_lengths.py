@@ -28,6 +28,7 @@ from torch import Tensor
 
 from gpp_plugin.capture.attention import repeated_operands
 from gpp_plugin.capture.lengths import LengthCapture
+from gpp_plugin.capture.mask_corners import MasksAtLengths
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.stage_module import OpenStage
@@ -69,14 +70,12 @@ class StageAtLengths:
             (*code.tensors, *(placeholder[key] for key in code.inputs)),
             texts,
         )
-        self._masks = capture.masks.of(self._stage.names)
+        finder = capture.masks.of(self._stage.names)
+        self._masks = MasksAtLengths(finder, texts)
         self._repeated = {
-            name: repeated_operands(captured.graph, (name,)) for name in sorted(self._masks.candidates)
+            name: repeated_operands(captured.graph, (name,)) for name in sorted(finder.candidates)
         }
-        mask_sizes = self._masks.sizes()
         self._sizes = texts.compile(self._stage.sizes)
-        self._mask_sizes, self._key = texts.compile(mask_sizes), texts.key
-        self._mask_keys = [texts.key(size) for size in mask_sizes]
         # last: until here operators' shapes were compared, which may be conditions too
         self._solve = texts.batch_sizes().solver()
 
@@ -86,7 +85,7 @@ class StageAtLengths:
         if isinstance(symbols, str):
             return symbols
         specs = self._specs(*symbols)
-        masks = self._masks_at(symbols)
+        masks = self._masks.at(symbols)
         operators = self._code.operators
         assert operators is not None, "captured code says what it is made of"
         return dataclasses.replace(
@@ -98,11 +97,6 @@ class StageAtLengths:
                 operators, repeated=[pair for name in masks for pair in self._repeated[name]]
             ),
         )
-
-    def _masks_at(self, symbols: tuple[int, ...]) -> Mapping[str, Any]:
-        values = self._mask_sizes(*symbols)
-        size_of = dict(zip(self._mask_keys, values, strict=True))
-        return self._masks.find(lambda size: int(size_of[self._key(size)]))
 
 
 @dataclass(slots=True)

@@ -56,7 +56,10 @@ class LengthCapture:
         by_name = {node.name: node for node in self.captured.graph.nodes}
         samples = self.num_samples
         pairs = [(spec, by_name[node].meta["val"].shape) for spec, node in zip(known, nodes, strict=True)]
-        fixed = [resized(spec, _plain(shape), samples) if not _has_symbols(shape) else None for spec, shape in pairs]
+        fixed = [
+            resized(spec, _plain(shape), samples) if not _has_symbols(shape) else None
+            for spec, shape in pairs
+        ]
         open_shapes = [(spec, shape) for spec, shape in pairs if _has_symbols(shape)]
         sizes = dict.fromkeys(texts.text(size) for _, shape in open_shapes for size in shape)
         place = {text: position for position, text in enumerate(sizes)}

@@ -68,7 +68,7 @@ def _check(text: str, symbols: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSizes:
+class SizeConditions:
     """For which batches something holds that was made for symbols.
 
     Args:
@@ -109,7 +109,9 @@ class BatchSizes:
         sizes = [(key, axis) for key in keys for axis in range(len(self.shapes[key]))]
         at = next(i for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b)
         key, axis = sizes[at]
-        return f"axis {axis} of {key} is {found[at]}, not {self.in_words(self.shapes[key][axis])} = {wanted[at]}"
+        return (
+            f"axis {axis} of {key} is {found[at]}, not {self.in_words(self.shapes[key][axis])} = {wanted[at]}"
+        )
 
     def in_words(self, text: str) -> str:
         """Return a formula with what its symbols are: ``input_ids.shape[1] <= 16``."""

@@ -25,7 +25,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._sympy.printers import PythonPrinter
 
 from gpp_plugin.errors import CaptureError, first_line
-from gpp_plugin.ir.size_formulas import BatchSizes, Evaluate, compile_formulas
+from gpp_plugin.ir.size_formulas import Evaluate, SizeConditions, compile_formulas
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -84,7 +84,7 @@ def fold_sizes(graph: fx.Graph) -> None:
             return fixed if argument is node else argument
 
         for user in list(node.users):
-            user.args, user.kwargs = map_aggregate(user.args, folded), map_aggregate(user.kwargs, folded)  # type: ignore[assignment]
+            user.args, user.kwargs = map_aggregate(user.args, folded), map_aggregate(user.kwargs, folded)
 
 
 def _fixed(value: Any) -> Any:
@@ -136,7 +136,7 @@ class SizeTexts:
         """Return the names of the symbols."""
         return tuple(self._symbols)
 
-    def batch_sizes(self) -> BatchSizes:
+    def conditions(self) -> SizeConditions:
         """Return for which batches the export holds; to be asked when nothing looks at its sizes any more.
 
         Whatever Python code asked of a size (``length > 16``) was answered for the batch that was traced, and is a
@@ -150,7 +150,7 @@ class SizeTexts:
                 bounds = self._env.var_to_range[symbol]
                 conditions[f"{name} >= {max(int(bounds.lower), 2)}"] = None
         conditions.pop("True", None)
-        return BatchSizes(symbols=self._symbols, shapes=self._shapes, conditions=tuple(conditions))
+        return SizeConditions(symbols=self._symbols, shapes=self._shapes, conditions=tuple(conditions))
 
     def text(self, size: Any) -> str:
         """Return a size as a formula."""
@@ -192,9 +192,5 @@ class _Renaming(PythonPrinter):
 
 
 def _shape_env(tensors: Iterable[Tensor]) -> ShapeEnv | None:
-    for tensor in tensors:
-        for size in tensor.shape:
-            if isinstance(size, torch.SymInt):
-                found: ShapeEnv | None = size.node.shape_env
-                return found
-    return None
+    sizes: list[Any] = [size for tensor in tensors for size in tensor.shape]
+    return next((size.node.shape_env for size in sizes if isinstance(size, _SYMBOLIC)), None)

@@ -88,7 +88,9 @@ def trace(
     """
     # Export, clean, then name what goes in: of a model with a loss and outputs=("logits",) the graph returns (loss,
     # logits), and its placeholders are called as export calls them, here "p_model_head_weight" and "pixel_values".
-    program, has_loss = export_model(shadow, batch, outputs=outputs, training=training, call=call, lengths=lengths)
+    program, has_loss = export_model(
+        shadow, batch, outputs=outputs, training=training, call=call, lengths=lengths
+    )
     attributes = {
         str(node.target): _attribute(program.graph_module, str(node.target))
         for node in program.graph.nodes

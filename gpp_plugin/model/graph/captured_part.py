@@ -396,7 +396,7 @@ class CapturedPart:
             def for_lengths(shapes: Mapping[str, Tensor], lengths: Lengths) -> StageAtLengths:
                 return self._stage_for_lengths(reference, plan, stage, shapes, lengths)
 
-            found = self._lengths.code(arguments, (reference, plan, stage), for_lengths)
+            found = self._lengths.code(arguments, num_samples, (reference, plan, stage), for_lengths)
             if found is not None:
                 return found
         captured = self.capture_again(analysis, arguments)
@@ -433,9 +433,7 @@ class CapturedPart:
         named = {n: node for n, node in reference.analysis.op_graph.outputs.items() if node in made}
         losses = [view.loss] if view.loss is not None and view.loss in made else []
         outputs = tuple(dict.fromkeys([*sent, *losses, *named.values()]))
-        return _Cut(
-            nodes=nodes, made=made, outputs=outputs, named=named, loss=losses[0] if losses else None
-        )
+        return _Cut(nodes=nodes, made=made, outputs=outputs, named=named, loss=losses[0] if losses else None)
 
     def _stage_for_lengths(
         self,
@@ -459,6 +457,7 @@ class CapturedPart:
             loss=cut.loss,
             outputs=cut.named,
             operators=_operators(captured, cut.nodes, view.names, reference.block_graph.saved),
+            is_for_lengths=True,
         )
         nodes, outputs = list(cut.made.values()), [cut.made[name] for name in cut.outputs]
         return StageAtLengths(capture, code, nodes, outputs)

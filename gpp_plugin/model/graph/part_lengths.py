@@ -77,7 +77,7 @@ class StageAtLengths:
         }
         self._sizes = texts.compile(self._stage.sizes)
         # last: until here operators' shapes were compared, which may be conditions too
-        self._solve = texts.batch_sizes().solver()
+        self._solve = texts.conditions().solver()
 
     def at(self, shapes: Mapping[str, Sequence[int]]) -> StageCode | str:
         """Return the stage for a batch of these shapes, or why it has no code for it."""
@@ -131,17 +131,19 @@ class CodeForLengths:
     def code(
         self,
         arguments: Batch,
+        num_samples: int,
         about: tuple[object, ...],
         capture: Callable[[Batch, Lengths], StageAtLengths],
     ) -> StageCode | None:
         """Return code for these arguments of the part; None where they must be captured by themselves.
 
         Args:
+            arguments: of ``num_samples`` samples.
             about: the objects that the code is of; those of one stage in one mode.
             capture: returns the stage, captured for arguments with some lengths open.
         """
         shapes = {key: tuple(value.shape) for key, value in arguments.items() if isinstance(value, Tensor)}
-        key = (*(id(part) for part in about), *_kind(arguments))
+        key = (num_samples, *(id(part) for part in about), *_kind(arguments))
         kind = self._kinds.get(key)
         if kind is None:
             while len(self._kinds) >= MAX_KINDS:
@@ -202,9 +204,9 @@ class CodeForLengths:
 
 
 def _kind(arguments: Batch) -> tuple[Any, ...]:
-    """Return what is alike in all batches of one kind: all but the sizes of axes behind the first."""
+    """Return what is alike in all batches of one kind: all but sizes."""
     return tuple(
-        (key, value.dtype, value.ndim, value.shape[:1]) if isinstance(value, Tensor) else (key, repr(value))
+        (key, value.dtype, value.ndim) if isinstance(value, Tensor) else (key, repr(value))
         for key, value in sorted(arguments.items())
     )
 
@@ -214,17 +216,18 @@ def _attempts(
 ) -> list[tuple[dict[str, tuple[int, ...]], Lengths]]:
     """Return from which shapes, and with which axes open, to capture: the likeliest first.
 
-    Token ids, masks and labels are of many lengths even where only some of them have changed so far: all axes of whole
-    numbers are left open, and of others those that differ. Sizes of the larger batch are the better example: torch
+    Token ids, masks and labels are of many lengths even where only some of them have changed so far: all axes behind
+    the samples are left open in whole numbers, and elsewhere those that differ, which may be the first, where samples
+    have unlike numbers of images. Sizes of the larger batch are the better example: torch
     specialises sizes of one.
     """
     differing = {
-        key: tuple(axis for axis in range(1, len(shape)) if shape[axis] != first[key][axis])
+        key: tuple(axis for axis in range(len(shape)) if shape[axis] != first[key][axis])
         for key, shape in new.items()
     }
     whole = {
-        key: tuple(range(1, len(shape))) if not arguments[key].is_floating_point() else differing[key]
-        for key, shape in new.items()
+        key: axes if arguments[key].is_floating_point() else tuple(sorted({*axes, *range(1, len(new[key]))}))
+        for key, axes in differing.items()
     }
     larger, smaller = sorted((new, first), key=_num_elements, reverse=True)
     order = [(larger, whole), (larger, differing), (smaller, whole), (smaller, differing)]

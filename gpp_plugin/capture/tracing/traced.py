@@ -209,14 +209,20 @@ def align(reference: Iterable[GraphNode], traced: Traced) -> Traced:
     # where it sees that from numbers and cannot see from symbols, is left out; anything else is another structure.
     new = fx.Graph()
     mapping: dict[str, fx.Node] = {}  # of the reference's nodes
+    # what each traced node is in the reference, and what each copy that was put in is a copy of: two operators of one
+    # kind are told apart by what they read (a branch in Python that takes another layer at another length)
+    known_as: dict[fx.Node, str] = {}
+    copy_of: dict[str, str] = {}
     pending = deque(traced.graph.nodes)
     for old in reference:
         while pending and old.target != _target(pending[0]) and _is_whole_slice(pending[0]):
-            pending.popleft()
+            whole: Any = pending.popleft()
+            known_as[whole] = known_as[whole.args[0]]
         node = pending[0] if pending else None
         if node is not None and (node.op, _target(node)) == (old.op, old.target):
             pending.popleft()
-            if len(node.all_input_nodes) != len(old.inputs):
+            read = [known_as[source] for source in node.all_input_nodes]
+            if read != [copy_of.get(source, source) for source in old.inputs]:
                 raise CaptureError(_difference(old, node, traced.num_samples))
             # by position, not by name: the traced node reads ``view`` where the reference reads ``contiguous``
             wiring = {own: mapping[s] for own, s in zip(node.all_input_nodes, old.inputs, strict=True)}
@@ -224,11 +230,13 @@ def align(reference: Iterable[GraphNode], traced: Traced) -> Traced:
             kwargs: Any = fx.map_arg(node.kwargs, wiring.__getitem__)
             mapping[old.name] = new.create_node(node.op, node.target, args, kwargs, name=old.name)
             mapping[old.name].meta = dict(node.meta)
+            known_as[node] = old.name
         elif old.target == str(torch.ops.aten.contiguous.default):
             source = mapping[old.inputs[0]]
             contiguous = torch.ops.aten.contiguous.default
             mapping[old.name] = new.create_node("call_function", contiguous, (source,), {}, name=old.name)
             mapping[old.name].meta = dict(source.meta)
+            copy_of[old.name] = copy_of.get(old.inputs[0], old.inputs[0])
         else:
             raise CaptureError(_difference(old, node, traced.num_samples))
     if pending:
@@ -251,6 +259,10 @@ def _difference(old: GraphNode | None, new: fx.Node | None, num_samples: int) ->
     place = old.module if old is not None else module_path(new) if new is not None else ""
     was = f"{old.name} ({old.target})" if old is not None else "nothing"
     now = f"{new.name} ({new.target})" if new is not None else "nothing"
+    if old is not None and new is not None and (new.op, _target(new)) == (old.op, old.target):
+        was, now = (f"{name} of {', '.join(read)}" for name, read in (
+            (was, old.inputs), (now, [source.name for source in new.all_input_nodes])
+        ))  # fmt: skip
     return f"operator {was} in {place or 'the model itself'} is {now} at {num_samples} samples"
 
 

@@ -77,7 +77,13 @@ class StageAtLengths:
         }
         self._sizes = texts.compile(self._stage.sizes)
         # last: until here operators' shapes were compared, which may be conditions too
-        self._solve = texts.conditions().solver()
+        conditions = texts.conditions()
+        self._solve = conditions.solver()
+        self._shapes = conditions.shapes
+
+    def is_open(self, key: str, axis: int) -> bool:
+        """Return whether the stage is for many sizes of an axis of the batch."""
+        return not self._shapes[key][axis].isdigit()
 
     def at(self, shapes: Mapping[str, Sequence[int]]) -> StageCode | str:
         """Return the stage for a batch of these shapes, or why it has no code for it."""
@@ -181,7 +187,13 @@ class CodeForLengths:
             except CaptureError as error:
                 reason = str(error)
                 continue
-            found = stage.at(shapes)
+            fixed = [
+                f"{key}.shape[{axis}] is a number to the model"
+                for key, shape in shapes.items()
+                for axis, size in enumerate(shape)
+                if size != kind.first[key][axis] and not stage.is_open(key, axis)
+            ]
+            found = fixed[0] if fixed else stage.at(shapes)
             if isinstance(found, StageCode):
                 kind.stages.insert(0, stage)
                 return found

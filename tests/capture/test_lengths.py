@@ -121,6 +121,16 @@ def test_code_at_a_length_is_that_of_a_capture_there(
             assert all(torch.equal(gradients[key], of_capture[key]) for key in gradients), (length, padding)
 
 
+def test_a_text_may_be_as_long_as_the_table_of_positions() -> None:
+    # then the table's slice is all of it, which Python leaves out
+    model, make_batch = build_family("clip", SIZE)
+    stage = OneStage(model, cut(make_batch("left"), 9))
+    for length in (9, 16):
+        batch = cut(make_batch("left"), length)
+        loss, _, _ = stage.run(stage.recaptured(batch), batch)
+        assert loss.item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
+
+
 class Asking(nn.Module):
     """Asks for its input's length in Python: of more than 6 steps it takes another layer, or another number."""
 

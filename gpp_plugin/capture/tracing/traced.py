@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -205,8 +206,9 @@ def align(reference: Iterable[GraphNode], traced: Traced) -> Traced:
     # Both lists are walked in step:
     #     reference  x  view  contiguous  linear_3     names and wiring are taken from here,
     #     traced     x  view              linear_2     operators and their static arguments (sizes) from here.
-    # Where they differ and the reference has a copy, one is put in; a slice of everything, which Python leaves out
-    # where it sees that from numbers and cannot see from symbols, is left out; anything else is another structure.
+    # Where they differ and the reference has a copy, one is put in. So is a slice: of everything, as Python leaves it
+    # out where it sees that from numbers (positions[:, :77] of 77); where it cannot see that, from symbols, it is left
+    # out here. Anything else is another structure.
     new = fx.Graph()
     mapping: dict[str, fx.Node] = {}  # of the reference's nodes
     # what each traced node is in the reference, and what each copy that was put in is a copy of: two operators of one
@@ -235,6 +237,14 @@ def align(reference: Iterable[GraphNode], traced: Traced) -> Traced:
             source = mapping[old.inputs[0]]
             contiguous = torch.ops.aten.contiguous.default
             mapping[old.name] = new.create_node("call_function", contiguous, (source,), {}, name=old.name)
+            mapping[old.name].meta = dict(source.meta)
+            copy_of[old.name] = copy_of.get(old.inputs[0], old.inputs[0])
+        elif old.target == str(torch.ops.aten.slice.Tensor):
+            source = mapping[old.inputs[0]]
+            everything = (source, 0, 0, sys.maxsize)
+            mapping[old.name] = new.create_node(
+                "call_function", torch.ops.aten.slice.Tensor, everything, {}, name=old.name
+            )
             mapping[old.name].meta = dict(source.meta)
             copy_of[old.name] = copy_of.get(old.inputs[0], old.inputs[0])
         else:

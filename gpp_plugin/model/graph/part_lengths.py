@@ -29,7 +29,7 @@ from torch import Tensor
 from gpp_plugin.capture.attention import repeated_operands
 from gpp_plugin.capture.lengths import LengthCapture
 from gpp_plugin.capture.mask_corners import MasksAtLengths
-from gpp_plugin.errors import CaptureError
+from gpp_plugin.errors import CaptureError, first_line
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.stage_module import OpenStage
 from gpp_plugin.runtime.stage_source import StageCode
@@ -90,7 +90,10 @@ class StageAtLengths:
         symbols = self._solve(shapes)
         if isinstance(symbols, str):
             return symbols
-        specs = self._specs(*symbols)
+        try:
+            specs = self._specs(*symbols)
+        except CaptureError as error:
+            return str(error)
         masks = self._masks.at(symbols)
         operators = self._code.operators
         assert operators is not None, "captured code says what it is made of"
@@ -184,8 +187,9 @@ class CodeForLengths:
             kind.tried.add(attempt)
             try:
                 stage = capture(_resized(arguments, example), lengths)
-            except CaptureError as error:
-                reason = str(error)
+            except Exception as error:  # whatever torch raises on symbols: the shape is then captured by itself
+                logger.debug("%s has no capture for many lengths", self._model, exc_info=True)
+                reason = first_line(error)
                 continue
             fixed = [
                 f"{key}.shape[{axis}] is a number to the model"

@@ -10,9 +10,9 @@ element has, at a smaller size, the values that it has at a larger one, as far a
         1 1 1                                                          1 1 1 0
                                                                        1 1 1 1
 
-and corners of masks that hide nothing, or just what comes later, are such masks. So values are computed at sizes
-rounded up to powers of two, a few times in a job. A mask that is neither at the larger size may be one at the smaller:
-then, and where an operator has no corners (a flip, a sum), the sizes themselves decide.
+and corners of masks that hide nothing, or just what comes later, are such masks. So values are computed at one large
+size, and at sizes rounded up to powers of two where that does not tell. A mask that is neither at the larger size may
+be one at the smaller: then, and where an operator has no corners (a flip, a sum), the sizes themselves decide.
 
 Source: this project
 Tests: tests/capture/test_lengths.py
@@ -32,14 +32,16 @@ from gpp_plugin.capture.tracing.symbolic_sizes import SizeTexts, is_open, sizes_
 
 aten = torch.ops.aten
 
-MAX_KNOWN = 256
+MAX_KNOWN = 64
+MOST_AT_FIRST = 512
+"""A length at which masks are looked at before any is asked for: most are up to it what they are there."""
 
 _SIZED = {
     aten.expand.default, aten.ones.default, aten.zeros.default, aten.unsqueeze.default, aten.contiguous.default,
     aten.clone.default, aten.alias.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.detach.default,
 }  # fmt: skip
 """Operators whose results have corners, whatever sizes they are told."""
-_UNSIZED = {aten.index.Tensor, aten.cumsum.default, aten.tril.default, aten.triu.default}
+_UNSIZED = {aten.cumsum.default, aten.tril.default, aten.triu.default}
 """Others, where no size is among their arguments."""
 _FILLED = {aten.full.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default}
 _RESHAPED = {aten.view.default, aten.reshape.default}
@@ -60,25 +62,34 @@ class MasksAtLengths:
         self._sizes, self._key = texts.compile(sizes), texts.key
         self._keys = [texts.key(size) for size in sizes]
         cut = frozenset(name for name in finder.candidates if _has_corners(finder.made_of(name)))
-        self._cut, self._whole = finder.of(cut), finder.of(finder.candidates - cut)
-        # by sizes rounded up: what each mask with corners is there; and by sizes: what the others are
+        self._cut = finder.of(cut)
+        # by sizes: what masks with corners are there, and what the others are
         self._larger: OrderedDict[tuple[int, ...], dict[str, Mask]] = OrderedDict()
         self._exact: OrderedDict[tuple[int, ...], dict[str, Mask]] = OrderedDict()
+        if self._keys:
+            self._look(tuple(MOST_AT_FIRST for _ in texts.symbols))
 
     def at(self, symbols: tuple[int, ...]) -> dict[str, Mask]:
         """Return the masks at these values of the symbols, by node name."""
         sizes = self._sizes(*symbols)
-        if not self._keys:
-            return self._remembered(self._exact, sizes, self._finder)
-        larger = tuple(1 << max(value - 1, 0).bit_length() for value in symbols)
-        found: dict[str, Mask] = {}
-        above = self._sizes(*larger)
-        if all(a >= b for a, b in zip(above, sizes, strict=True)):
-            found = self._remembered(self._larger, above, self._cut)
+        found = self._corners(sizes)
+        if self._cut.candidates - found.keys() and self._keys:
+            self._look(tuple(1 << max(value - 1, 0).bit_length() for value in symbols))
+            found = self._corners(sizes)
         missing = self._finder.candidates - found.keys()
-        if not missing:
-            return found
-        return found | self._remembered(self._exact, sizes, self._finder.of(missing))
+        return found | self._remembered(self._exact, sizes, self._finder.of(missing)) if missing else found
+
+    def _look(self, symbols: tuple[int, ...]) -> None:
+        """Find out what masks with corners are at larger sizes."""
+        self._remembered(self._larger, self._sizes(*symbols), self._cut)
+
+    def _corners(self, sizes: tuple[int, ...]) -> dict[str, Mask]:
+        """Return the masks that are corners of known ones."""
+        found: dict[str, Mask] = {}
+        for above, masks in self._larger.items():
+            if all(a >= b for a, b in zip(above, sizes, strict=True)):
+                found |= masks
+        return found
 
     def _remembered(
         self,
@@ -114,6 +125,9 @@ def _keeps_corners(node: fx.Node) -> bool:
     if target in _RESHAPED:
         (source,) = node.all_input_nodes
         return _extents(source) == _extents(node)
+    if target is aten.index.Tensor:  # a table of fixed size has no rows for larger positions
+        table: Any = node.args[0]
+        return any(is_open(size) for size in table.meta["val"].shape)
     return (target in _UNSIZED or is_elementwise(target)) and not any(sizes_in(node))
 
 

@@ -241,7 +241,7 @@ def build_stage_function(
     module = _generate(captured, kept, groups, outputs, frozenset(ones))
     if not with_replicated:
         groups = _drop_unread(module, groups)
-    masks = _choosable(captured.masks, module, captured, groups)
+    masks = _Choosable(module, captured, groups).of(captured.masks)
     function = _as_function(captured, module, groups, outputs)
     return _bound(function, MaskChoice(module, function.bound, masks) if masks else None)
 
@@ -266,17 +266,22 @@ def _select(
     return kept, _group_sources(captured, kept, wanted)
 
 
-def _choosable(
-    masks: Mapping[str, Mask],
-    module: torch.fx.GraphModule,
-    captured: CapturedGraph,
-    groups: Mapping[str, Sequence[torch.fx.Node]],
-) -> dict[str, Mask]:
-    """Return the masks that the code makes of inputs it has."""
-    # a mask that another stage sends is there for all batches: this one may not see what it is made of
-    own = {captured.inputs[source.name] for source in groups["input"]}
-    made = {node.name for node in module.graph.nodes if node.op == "call_function"}
-    return {n: m for n, m in masks.items() if m.inputs and n in made and m.inputs <= own}
+class _Choosable:
+    """Which masks a stage's code makes of inputs that it has."""
+
+    def __init__(
+        self,
+        module: torch.fx.GraphModule,
+        captured: CapturedGraph,
+        groups: Mapping[str, Sequence[torch.fx.Node]],
+    ) -> None:
+        # a mask that another stage sends is there for all batches: this one may not see what it is made of
+        self._own = {captured.inputs[source.name] for source in groups["input"]}
+        self._made = {node.name for node in module.graph.nodes if node.op == "call_function"}
+
+    def of(self, masks: Mapping[str, Mask]) -> dict[str, Mask]:
+        """Return those of some masks that depend on inputs at all."""
+        return {n: m for n, m in masks.items() if m.inputs and n in self._made and m.inputs <= self._own}
 
 
 def _as_function(
@@ -325,7 +330,7 @@ class OpenStage:
         kept, groups = _select(captured, nodes, with_replicated=True)
         arguments = SizeArguments(key)
         module = _generate(captured, kept, groups, outputs, frozenset(), arguments)
-        self._captured, self._groups = captured, groups
+        self._choosable = _Choosable(module, captured, groups)
         self._function = _as_function(captured, module, groups, outputs)
         self._names = frozenset(node.name for node in module.graph.nodes)
         self._open = OpenCode(arguments=arguments, versions={frozenset(): module})
@@ -351,7 +356,7 @@ class OpenStage:
         assert module is not None
         # made of sizes alone, a mask is known, whoever makes it
         known = {n: m for n, m in masks.items() if not m.inputs and n in self._names}
-        known |= _choosable(masks, module, self._captured, self._groups)
+        known |= self._choosable.of(masks)
         choice = MaskChoice(module, function.bound, known, self._open) if known else None
         return _bound(function, choice)
 

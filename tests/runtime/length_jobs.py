@@ -17,7 +17,9 @@ def make_batches(make_batch: Any, job: jobs.Job) -> list[dict[str, Any]]:
         batch = make_batch(job["mini_batch"], seed)
         for key in job["texts"]:
             text = batch[key]
-            batch[key] = torch.cat([text, text], dim=1)[:, : text.shape[1] + length].contiguous()
+            # more of its end: an image's tokens are at the beginning
+            longer = torch.cat([text, text[:, -5:]], dim=1)
+            batch[key] = longer[:, : text.shape[1] + length].contiguous()
         batches.append(batch)
     return batches
 

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gpp_plugin.capture.mask_values import Mask, find_masks, written_storages
+from gpp_plugin.capture.mask_values import Mask, MaskFinder, written_storages
 from gpp_plugin.capture.tracing.clean import ADDED, written_arguments
+from gpp_plugin.capture.tracing.symbolic_sizes import argument_of, is_open
 
 aten = torch.ops.aten
 
@@ -36,15 +37,15 @@ _MAX_GROUPED_WIDTH = 256
 """Widest head for which eager lets attention repeat keys and values itself: wider ones have no kernel for it."""
 
 
-def find_attention_masks(
+def attention_masks(
     graph: fx.Graph, *, inputs: Mapping[str, str], constants: Mapping[str, Tensor], device: torch.device
-) -> dict[str, Mask]:
-    """Return the masks of attention that eager models leave out, by node name.
+) -> MaskFinder:
+    """Return what finds the masks of attention that eager models leave out, by node name.
 
     Args:
-        inputs, constants, device: as of `find_masks`.
+        inputs, constants, device: as of `MaskFinder`.
     """
-    return find_masks(graph, _candidates(graph), inputs=inputs, constants=constants, device=device)
+    return MaskFinder(graph, _candidates(graph), inputs=inputs, constants=constants, device=device)
 
 
 def _candidates(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -71,7 +72,7 @@ def without_masks(
     """Return a copy of a graph, or of part of it, whose attention has no masks where eager would have none.
 
     Args:
-        masks: as of `find_attention_masks`; those that the graph lacks are of other parts.
+        masks: as `attention_masks` finds them; those that the graph lacks are of other parts.
         ones: batch keys of the inputs that hold ones only.
 
     Returns:
@@ -96,7 +97,7 @@ def without_masks(
     return new, _unread(new, idle)
 
 
-def repeated_operands(graph: fx.Graph, masks: Mapping[str, Mask]) -> list[tuple[str, str]]:
+def repeated_operands(graph: fx.Graph, masks: Collection[str]) -> list[tuple[str, str]]:
     """Return the keys and values that attention repeats where it has its mask, as (repeated, as they are)."""
     found = []
     for node in graph.nodes:
@@ -106,6 +107,13 @@ def repeated_operands(graph: fx.Graph, masks: Mapping[str, Mask]) -> list[tuple[
             if source is not None:
                 found.append((operand.name, source.name))
     return found
+
+
+def sizes_of_bias(node: fx.Node) -> list[Any]:
+    """Return the symbolic sizes that code without masks may name and the operator itself does not."""
+    if node.target not in _CHOICES or not _is_attention_bias(node):
+        return []
+    return [size for size in node.meta["val"].shape[-2:] if is_open(size)]
 
 
 def drop_operators(graph: fx.Graph, names: Collection[str]) -> None:
@@ -168,7 +176,7 @@ def _skip_choice(node: fx.Node, known: Mapping[str, Mask], written: Collection[f
         node.replace_all_uses_with(bias)
         return
     # eager makes this mask in the attention itself: [T, T], where the captured one has every sample's, [B, 1, T, T]
-    size = list(node.meta["val"].shape[-2:])
+    size = [argument_of(length) for length in node.meta["val"].shape[-2:]]
     graph = node.graph
     with graph.inserting_before(node):
         ones = graph.call_function(aten.new_ones.default, (bias, size), {"dtype": torch.bool})

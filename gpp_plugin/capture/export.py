@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gpp_plugin.capture.annotate import Note, annotate, module_path
-from gpp_plugin.capture.attention import find_attention_masks, without_masks
+from gpp_plugin.capture.attention import attention_masks, without_masks
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.eager.choose_whole import MAX_ATTEMPTS, Untraceable, find_asked, with_culprit
@@ -29,7 +29,8 @@ from gpp_plugin.capture.layout.layouts import (
     whole_layouts,
 )
 from gpp_plugin.capture.layout.replicate import find_replicable
-from gpp_plugin.capture.mask_values import Mask, inputs_of_ones
+from gpp_plugin.capture.lengths import LengthCapture, resized
+from gpp_plugin.capture.mask_values import Mask, MaskFinder, inputs_of_ones
 from gpp_plugin.capture.same_blocks import border_names, with_names
 from gpp_plugin.capture.tracing.clean import written_arguments
 from gpp_plugin.capture.tracing.devices import place_graph, placed_body
@@ -48,9 +49,9 @@ from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import RECORDED, WHOLE_UNITS, Analysis
 from gpp_plugin.ir.op_graph import OpGraph, OpNode, Parameter
-from gpp_plugin.ir.tensors import UNIFORM, UNIT, Layout, LayoutKind, TensorSpec, batch_layout
+from gpp_plugin.ir.tensors import UNIFORM, UNIT, Layout, TensorSpec, batch_layout
 
-__all__ = ["capture_model", "count_samples", "recapture", "resize_batch"]
+__all__ = ["capture_model", "count_samples", "recapture", "recapture_for_lengths", "resize_batch"]
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +164,7 @@ def _analysed(
         unpadded: inputs that hold ones only.
         eager: modules that are kept whole.
     """
-    masks = _masks(traced, shadow)
+    masks = _masks(traced, shadow).find()
     notes = _notes(traced, shadow, masks, unpadded, training=training)
     clusters = find_clusters(traced.graph, notes)
     if pair is not None:
@@ -215,7 +216,62 @@ def recapture(
         CaptureError: the graph has another structure at these shapes; the message says where.
         ValueError: ``device`` is of another type.
     """
-    # Names tie the two: the new graph is aligned with the analysed one operator by operator, and takes its notes.
+    shadow, traced = _trace_again(model, analysis, batch, device=device, call=call)
+    try:
+        traced = align(analysis.nodes, traced)
+    except CaptureError as error:
+        if analysis.takes_whole_units:
+            return _with_same_blocks(analysis, traced, shadow, granularity)
+        raise _changed(error) from None
+    masks = _masks(traced, shadow).find()
+    notes = _notes(traced, shadow, masks, analysis.unpadded, training=analysis.is_training)
+    return _assemble(traced, _carried_over(analysis.op_graph, traced, notes), shadow, analysis, masks)
+
+
+def recapture_for_lengths(
+    model: nn.Module,
+    analysis: Analysis,
+    batch: Mapping[str, Any],
+    lengths: Mapping[str, Collection[int]],
+    *,
+    device: torch.device | str | None = None,
+    call: Call = call_by_key,
+) -> LengthCapture:
+    """Capture the same model at another number of samples for batches of many lengths.
+
+    One export, with symbols for the sizes of some axes. Operators, names and what is known of them are as analysed.
+
+    Args:
+        lengths: batch key -> its axes of many lengths.
+        analysis, device, call: as for `recapture`.
+
+    Raises:
+        CaptureError: as `recapture`; or a length has no symbol.
+        ValueError: as `recapture`.
+    """
+    shadow, traced = _trace_again(model, analysis, batch, device=device, call=call, lengths=lengths)
+    try:
+        traced = align(analysis.nodes, traced)
+    except CaptureError as error:
+        raise _changed(error) from None
+    return LengthCapture(
+        captured=_assemble(traced, analysis.op_graph, shadow, analysis, {}),
+        num_samples=traced.num_samples,
+        masks=_masks(traced, shadow),
+    )
+
+
+def _trace_again(
+    model: nn.Module,
+    analysis: Analysis,
+    batch: Mapping[str, Any],
+    *,
+    device: torch.device | str | None,
+    call: Call,
+    lengths: Mapping[str, Collection[int]] = MappingProxyType({}),
+) -> tuple[Shadow, Traced]:
+    """Return another export of an analysed model, for `align`."""
+    # Names tie the two: the new graph will be aligned with the analysed one operator by operator, and takes its notes.
     # What rank 0 analysed on its device is of another rank's too, as long as the type is the same.
     where = torch.device(device or "cpu")
     if where.type != analysis.device_type:
@@ -226,29 +282,24 @@ def recapture(
     training = analysis.is_training
     shadow = make_shadow(model, training=training, dtype=dtype, device=where)
     known = analysis.op_graph
-    received = {spec.name: spec.requires_grad for spec in known.inputs if spec.name in known.received}
     traced = trace(
         shadow,
         batch,
         outputs=tuple(known.outputs),
-        received=received,
+        received={spec.name: spec.requires_grad for spec in known.inputs if spec.name in known.received},
         training=training,
         call=call,
         eager=analysis.eager,
         reads=_reads(analysis, batch),
+        lengths=lengths,
     )
-    try:
-        traced = align(analysis.nodes, traced)
-    except CaptureError as error:
-        if analysis.takes_whole_units:
-            return _with_same_blocks(analysis, traced, shadow, granularity)
-        raise CaptureError(
-            f"the graph changed with the input shapes: {error}; pad batches to one length, or use another "
-            "micro-batch size"
-        ) from None
-    masks = _masks(traced, shadow)
-    notes = _notes(traced, shadow, masks, analysis.unpadded, training=training)
-    return _assemble(traced, _carried_over(known, traced, notes), shadow, analysis, masks)
+    return shadow, traced
+
+
+def _changed(error: CaptureError) -> CaptureError:
+    return CaptureError(
+        f"the graph changed with the input shapes: {error}; pad batches to one length, or use another micro-batch size"
+    )
 
 
 def _first(export: Callable[[Mapping[str, Any]], Traced], batch: Mapping[str, Any], shadow: Shadow) -> Traced:
@@ -325,11 +376,11 @@ def read_values(
     return run_reading(shadow, batch, outputs=tuple(analysis.op_graph.outputs), whole=whole, call=call)
 
 
-def _masks(traced: Traced, shadow: Shadow) -> dict[str, Mask]:
-    """Return the masks of attention that eager models leave out where some of the batch's entries hold ones only."""
+def _masks(traced: Traced, shadow: Shadow) -> MaskFinder:
+    """Return what finds the masks of attention that eager models leave out where some entries hold ones only."""
     own = {name: key for name, key in traced.inputs.items() if key not in traced.received}
     where = tracing_device(shadow.device)
-    return find_attention_masks(traced.graph, inputs=own, constants=traced.constants, device=where)
+    return attention_masks(traced.graph, inputs=own, constants=traced.constants, device=where)
 
 
 def _notes(
@@ -528,7 +579,7 @@ def _carried_over(reference: OpGraph, traced: Traced, notes: Mapping[str, Note])
         note = notes[old.name]
         output = None
         if old.output is not None:
-            output = _respec(old.output, old.name, note, samples)
+            output = _respec(old.output, note, samples)
         nodes.append(
             dataclasses.replace(
                 old,
@@ -541,23 +592,12 @@ def _carried_over(reference: OpGraph, traced: Traced, notes: Mapping[str, Note])
             )
         )
     names = {key: name for name, key in traced.inputs.items()}
-    inputs = tuple(_respec(old, names[old.name], notes[names[old.name]], samples) for old in reference.inputs)
+    inputs = tuple(_respec(old, notes[names[old.name]], samples) for old in reference.inputs)
     return dataclasses.replace(reference, num_samples=samples, nodes=tuple(nodes), inputs=inputs)
 
 
-def _respec(old: TensorSpec, node: str, note: Note, samples: int) -> TensorSpec:
-    # The axis is known; the rows a sample may be others, where they count tokens: hidden [4 x 7, 32] of 4 samples of 7
-    # tokens, and [4 x 9, 32] of 9, have 7 and 9 rows a sample along axis 0.
-    layout = old.layout
-    if layout.kind is LayoutKind.BATCH:
-        size = note.shape[layout.axis] if layout.axis < len(note.shape) else 0
-        if size % samples or len(note.shape) != len(old.shape):
-            raise CaptureError(
-                f"tensor {node} has shape {note.shape} at {samples} samples and {old.shape} at "
-                f"{old.num_samples}; its batch axis {layout.axis} does not hold whole samples"
-            )
-        layout = batch_layout(layout.axis, size // samples)
-    return _spec(old.name, note, samples, layout)
+def _respec(old: TensorSpec, note: Note, samples: int) -> TensorSpec:
+    return dataclasses.replace(resized(old, note.shape, samples), requires_grad=note.requires_grad)
 
 
 def _layout(layouts: Layouts, name: str, note: Note, samples: int) -> Layout:

@@ -10,8 +10,9 @@ Tests: tests/capture/test_attention.py
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from gpp_plugin.capture.layout.layouts import is_random
 from gpp_plugin.capture.tracing.clean import written_arguments
+from gpp_plugin.capture.tracing.symbolic_sizes import is_open, sizes_in, with_sizes
 from gpp_plugin.errors import first_line
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,11 @@ def are_ones(value: Tensor) -> bool:
     return value.numel() > 0 and bool(value.reshape(-1)[0] == 1) and bool((value == 1).all())
 
 
+def is_elementwise(target: Any) -> bool:
+    """Return whether an operator makes each element of its result of those at the same place."""
+    return target in _ELEMENTWISE or torch.Tag.pointwise in getattr(target, "tags", ())
+
+
 def inputs_of_ones(batch: Mapping[str, Any], keys: Iterable[str] | None = None) -> frozenset[str]:
     """Return the entries of a batch, of those called ``keys``, that hold whole numbers or truths, all ones."""
     return frozenset(key for key in (batch if keys is None else keys) if _holds_ones(batch[key]))
@@ -66,32 +73,84 @@ def _holds_ones(value: Any) -> bool:
     return not isinstance(value, FakeTensor) and are_ones(value)  # a fake one has no values
 
 
-def find_masks(
-    graph: fx.Graph,
-    candidates: Iterable[fx.Node],
-    *,
-    inputs: Mapping[str, str],
-    constants: Mapping[str, Tensor],
-    device: torch.device,
-) -> dict[str, Mask]:
-    """Return which of the candidates are masks that ``Mask`` describes, by node name.
+class MaskFinder:
+    """Says which of the candidates are masks that ``Mask`` describes, at any sizes that were left open.
 
     Args:
         graph: operators refer to ``device``; shapes are those of ``node.meta["val"]``.
         inputs: placeholder -> batch key, of the model's own inputs.
         constants: placeholder -> its values.
     """
-    values = _Values(graph, inputs=inputs, constants=constants, device=device)
-    found = {}
-    for node in dict.fromkeys(candidates):
-        try:
-            mask = values.mask(node)
-        except Exception as error:  # whatever an operator raises: the mask then is what it was
-            logger.debug("mask %s has no value of its own: %s", node.name, first_line(error))
-            continue
-        if mask is not None:
-            found[node.name] = mask
-    return found
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        candidates: Iterable[fx.Node],
+        *,
+        inputs: Mapping[str, str],
+        constants: Mapping[str, Tensor],
+        device: torch.device,
+    ) -> None:
+        self._device = device
+        self._constants = constants
+        self._sources = _sources(graph, inputs, constants)
+        self._order = {node: position for position, node in enumerate(graph.nodes)}
+        self._candidates = [node for node in dict.fromkeys(candidates) if self._has_values(node)]
+
+    def _has_values(self, node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        return node in self._sources and isinstance(value, Tensor) and value.dtype is torch.bool
+
+    def of(self, nodes: Collection[str]) -> MaskFinder:
+        """Return what looks at some of the candidates alone."""
+        found = copy.copy(self)
+        found._candidates = [node for node in self._candidates if node.name in nodes]
+        return found
+
+    @property
+    def candidates(self) -> frozenset[str]:
+        """Return the nodes that may be such masks."""
+        return frozenset(node.name for node in self._candidates)
+
+    def made_of(self, *names: str) -> list[fx.Node]:
+        """Return candidates, and all that they are made of, in the order of the graph."""
+        needed: set[fx.Node] = set()
+        pending = [node for node in self._candidates if node.name in names]
+        while pending:
+            node = pending.pop()
+            if node not in needed:
+                needed.add(node)
+                pending.extend(node.all_input_nodes)
+        return sorted(needed, key=self._order.__getitem__)
+
+    def sizes(self) -> list[Any]:
+        """Return the sizes that were left open among those that the candidates are made with."""
+        return [
+            size
+            for node in self.made_of(*self.candidates)
+            for size in (*sizes_in(node), *getattr(node.meta.get("val"), "shape", ()))
+            if is_open(size)
+        ]
+
+    def find(self, size_of: Callable[[Any], int] = int) -> dict[str, Mask]:
+        """Return the masks by node name.
+
+        Args:
+            size_of: the value of a size that was left open.
+        """
+        values = _Values(
+            self._sources, self._order, constants=self._constants, device=self._device, size_of=size_of
+        )
+        found = {}
+        for node in self._candidates:
+            try:
+                mask = values.mask(node)
+            except Exception as error:  # whatever an operator raises: the mask then is what it was
+                logger.debug("mask %s has no value of its own: %s", node.name, first_line(error))
+                continue
+            if mask is not None:
+                found[node.name] = mask
+        return found
 
 
 def written_storages(graph: fx.Graph) -> set[fx.Node]:
@@ -125,30 +184,32 @@ class _Values:
 
     def __init__(
         self,
-        graph: fx.Graph,
+        sources: Mapping[fx.Node, frozenset[str]],
+        order: Mapping[fx.Node, int],
         *,
-        inputs: Mapping[str, str],
         constants: Mapping[str, Tensor],
         device: torch.device,
+        size_of: Callable[[Any], int],
     ) -> None:
-        self._device = device
+        self._sources = sources
+        self._order = order
         self._constants = constants
-        self._sources = _sources(graph, inputs, constants)
-        self._order = {node: position for position, node in enumerate(graph.nodes)}
+        self._device = device
+        self._size_of = size_of
         self._known: dict[fx.Node, Tensor] = {}
+
+    def _shape(self, node: fx.Node) -> torch.Size:
+        return torch.Size([self._size_of(s) if is_open(s) else s for s in node.meta["val"].shape])
 
     def mask(self, node: fx.Node) -> Mask | None:
         """Return what a node masks, None if that is not known or something else than `Mask` can say."""
-        sources = self._sources.get(node)
-        value = node.meta.get("val")
-        if sources is None or not isinstance(value, Tensor) or value.dtype is not torch.bool:
-            return None
+        sources = self._sources[node]
         held = self._value(node)
         if bool(held.all()):
             return Mask(inputs=sources, is_causal=False)
         if held.dim() < 2 or held.numel() != held.shape[-1] * held.shape[-2]:
             return None  # samples or heads differ
-        square = held.reshape(held.shape[-2:]).expand(value.shape[-2:])
+        square = held.reshape(held.shape[-2:]).expand(self._shape(node)[-2:])
         is_causal = torch.equal(square, torch.ones_like(square).tril())
         return Mask(inputs=sources, is_causal=True) if is_causal else None
 
@@ -169,26 +230,26 @@ class _Values:
         if node.op == "placeholder":
             if node.name in self._constants:
                 return self._constants[node.name]
-            value = node.meta["val"]
-            return torch.ones((), dtype=value.dtype, device=self._device).expand(value.shape)
+            dtype = node.meta["val"].dtype
+            return torch.ones((), dtype=dtype, device=self._device).expand(self._shape(node))
         # Operators on elements compute with what is held, [1, 1, 1, 8] <= [1, 1, 8, 1]; others with all of it, expanded
         # without a copy.
-        is_elementwise = target in _ELEMENTWISE or torch.Tag.pointwise in target.tags
-        shape = node.meta["val"].shape
-        argument = self._known.__getitem__ if is_elementwise else self._whole
+        by_element = is_elementwise(target)
+        shape = self._shape(node)
+        argument = self._known.__getitem__ if by_element else self._whole
         held = (
             torch.broadcast_shapes(*(self._known[s].shape for s in node.all_input_nodes))
-            if is_elementwise
+            if by_element
             else shape
         )
         if held.numel() > MAX_VALUES and not _may_alias(node):
             raise ValueError(f"{node.name} has shape {tuple(held)}, more than {MAX_VALUES} elements")
-        args = fx.map_arg(node.args, argument)
-        result = target(*args, **fx.map_arg(node.kwargs, argument))
-        return result.expand(shape) if is_elementwise else result
+        args, kwargs = with_sizes((node.args, node.kwargs), self._size_of)
+        result = target(*fx.map_arg(args, argument), **fx.map_arg(kwargs, argument))
+        return result.expand(shape) if by_element else result
 
     def _whole(self, node: fx.Node) -> Tensor:
-        return self._known[node].expand(node.meta["val"].shape)
+        return self._known[node].expand(self._shape(node))
 
 
 def _sources(

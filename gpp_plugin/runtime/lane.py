@@ -256,19 +256,19 @@ class Lane:
         if found is not None:
             self._executors.move_to_end(key)
             return found
+        if self._prepared is not None and self._prepared[0] == key:
+            prepared = self._prepared[1]
+        else:
+            prepared = self._prepare(batch)
         if len(self._executors) >= MAX_SHAPES:
             self._executors.popitem(last=False)
-            if not self._has_warned:
+            if not prepared.code.is_for_lengths and not self._has_warned:
                 self._has_warned = True
                 logger.warning(
                     "more than %d input shapes seen; each new one is captured again (about a second). "
                     "Pad sequences to a few lengths (bucketing) to avoid it",
                     MAX_SHAPES,
                 )
-        if self._prepared is not None and self._prepared[0] == key:
-            prepared = self._prepared[1]
-        else:
-            prepared = self._prepare(batch)
         self._prepared = None
         self._executors[key] = self._compile(prepared)
         return self._executors[key]

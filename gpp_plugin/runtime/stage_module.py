@@ -8,16 +8,17 @@ length), it takes parameters, model inputs and received tensors, and returns wha
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.capture.attention import drop_operators, without_masks
+from gpp_plugin.capture.attention import drop_operators, sizes_of_bias, without_masks
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.mask_values import Mask
 from gpp_plugin.capture.tracing.devices import on_device, placed_body
+from gpp_plugin.capture.tracing.symbolic_sizes import sizes_in, with_sizes
 from gpp_plugin.errors import CaptureError
 
 
@@ -79,6 +80,53 @@ def owner_of(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module, leaf
 
 
+class SizeArguments:
+    """The sizes that generated code takes as arguments, in front of all others: each of them once.
+
+    Args:
+        key: what equal sizes have in common.
+    """
+
+    def __init__(self, key: Callable[[Any], Any]) -> None:
+        self._key = key
+        self._names: dict[Any, str] = {}
+        self.sizes: list[Any] = []
+
+    def add(self, graph: torch.fx.Graph) -> None:
+        """Make arguments of all symbolic sizes in a graph, and of those that its `MaskChoice` may need."""
+        found = [size for node in graph.nodes for size in (*sizes_in(node), *sizes_of_bias(node))]
+        first = next(iter(graph.nodes))
+        with graph.inserting_before(first):
+            for size in found:
+                if self._key(size) not in self._names:
+                    self._names[self._key(size)] = graph.placeholder(f"size_{len(self.sizes)}").name
+                    self.sizes.append(size)
+        self.bind(graph)
+
+    def bind(self, graph: torch.fx.Graph) -> None:
+        """Let the operators of a graph, or of a version of it, read the arguments instead of symbols."""
+        known = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+
+        def argument(size: Any) -> torch.fx.Node:
+            return known[self._names[self._key(size)]]
+
+        for node in graph.nodes:
+            node.args = with_sizes(node.args, argument)
+            node.kwargs = with_sizes(node.kwargs, argument)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenCode:
+    """What the code of a stage has in common at all sizes that were left open.
+
+    Args:
+        versions: the code by the masks that it leaves out (node name, whether it is causal).
+    """
+
+    arguments: SizeArguments
+    versions: dict[frozenset[tuple[str, bool]], torch.fx.GraphModule]
+
+
 class MaskChoice:
     """Generated code whose attention has masks, or has none where eager models look at their values and leave them out.
 
@@ -86,34 +134,47 @@ class MaskChoice:
     says otherwise.
 
     Args:
-        module: the code with all masks, ``constants`` its first arguments.
-        masks: of attention, made of the code's own inputs.
+        module: the code with all masks, ``bound`` its first arguments.
+        masks: of attention, made of the code's own inputs or of sizes alone.
+        open_code: where sizes were left open: what is shared by the code at all sizes.
     """
 
     def __init__(
-        self, module: torch.fx.GraphModule, constants: tuple[Tensor, ...], masks: Mapping[str, Mask]
+        self,
+        module: torch.fx.GraphModule,
+        bound: tuple[Tensor | int, ...],
+        masks: Mapping[str, Mask],
+        open_code: OpenCode | None = None,
     ) -> None:
-        self._constants = constants
+        self._bound = bound
         self._masks = masks
+        self._open = open_code
         self.inputs = frozenset(key for mask in masks.values() for key in mask.inputs)
-        self._versions = {frozenset[str](): module}
-        self.module = module
-        self._forward = module.forward
+        # by the masks that are left out, and what each of them is: at another length it may be something else
+        self._versions = {frozenset[tuple[str, bool]](): module} if open_code is None else open_code.versions
+        self._wanted: frozenset[str] | None = None
+        self.use(())
 
     def use(self, ones: Iterable[str]) -> None:
         """Use the code for batches whose inputs ``ones`` hold ones only, from now on."""
         wanted = self.inputs.intersection(ones)
-        if wanted not in self._versions:
+        if wanted == self._wanted:
+            return
+        self._wanted = wanted
+        version = frozenset((n, mask.is_causal) for n, mask in self._masks.items() if mask.inputs <= wanted)
+        if version not in self._versions:
             masked = self._versions[frozenset()]
             graph, unread = without_masks(masked.graph, self._masks, wanted)
             drop_operators(graph, unread)
-            self._versions[wanted] = torch.fx.GraphModule(masked, graph)
-        self.module = self._versions[wanted]
+            if self._open is not None:
+                self._open.arguments.bind(graph)
+            self._versions[version] = torch.fx.GraphModule(masked, graph)
+        self.module = self._versions[version]
         self._forward = self.module.forward
 
     def __call__(self, *args: Tensor) -> tuple[Tensor, ...]:
         """Run the code."""
-        outputs: tuple[Tensor, ...] = self._forward(*self._constants, *args)
+        outputs: tuple[Tensor, ...] = self._forward(*self._bound, *args)
         return outputs
 
 
@@ -129,8 +190,9 @@ class StageFunction:
         batch_inputs: batch keys it reads; ``received``: node names that other stages make.
         outputs: node names it returns.
         code: the generated Python, for the curious and for error messages.
+        sizes: values of the sizes that were left open; the first arguments of code that is for all lengths.
         choice: decides for each mini-batch whether attention has masks; None where that never changes.
-        module: what the code was generated from, ``constants`` its first arguments; with all masks where there is a
+        module: what the code was generated from, ``bound`` its first arguments; with all masks where there is a
             choice. None for code of other origin.
         given: the user's module that the code calls; None for generated code.
     """
@@ -142,9 +204,15 @@ class StageFunction:
     received: tuple[str, ...]
     outputs: tuple[str, ...]
     code: str
+    sizes: tuple[int, ...] = ()
     choice: MaskChoice | None = None
     module: torch.fx.GraphModule | None = None
     given: nn.Module | None = None
+
+    @property
+    def bound(self) -> tuple[Tensor | int, ...]:
+        """Return what generated code takes in front of parameters."""
+        return (*self.sizes, *self.constants)
 
 
 def build_stage_function(
@@ -169,6 +237,19 @@ def build_stage_function(
     Raises:
         CaptureError: an output is not among the stage's nodes.
     """
+    kept, groups = _select(captured, nodes, with_replicated=with_replicated)
+    module = _generate(captured, kept, groups, outputs, frozenset(ones))
+    if not with_replicated:
+        groups = _drop_unread(module, groups)
+    masks = _Choosable(module, captured, groups).of(captured.masks)
+    function = _as_function(captured, module, groups, outputs)
+    return _bound(function, MaskChoice(module, function.bound, masks) if masks else None)
+
+
+def _select(
+    captured: CapturedGraph, nodes: Iterable[str], *, with_replicated: bool
+) -> tuple[list[torch.fx.Node], dict[str, list[torch.fx.Node]]]:
+    """Return the operators that code computes, and what they read from outside by kind."""
     nodes = set(nodes)
     missing = sorted(nodes - {node.name for node in captured.graph.nodes})
     if missing:
@@ -182,28 +263,102 @@ def build_stage_function(
     # received.
     wanted = captured.replicated_closure(nodes) if with_replicated else nodes
     kept = [node for node in captured.graph.nodes if node.name in wanted]
-    groups = _group_sources(captured, kept, wanted)
-    module = _generate(captured, kept, groups, outputs, frozenset(ones))
-    if not with_replicated:
-        groups = _drop_unread(module, groups)
+    return kept, _group_sources(captured, kept, wanted)
+
+
+class _Choosable:
+    """Which masks a stage's code makes of inputs that it has."""
+
+    def __init__(
+        self,
+        module: torch.fx.GraphModule,
+        captured: CapturedGraph,
+        groups: Mapping[str, Sequence[torch.fx.Node]],
+    ) -> None:
+        # a mask that another stage sends is there for all batches: this one may not see what it is made of
+        self._own = {captured.inputs[source.name] for source in groups["input"]}
+        self._made = {node.name for node in module.graph.nodes if node.op == "call_function"}
+
+    def of(self, masks: Mapping[str, Mask]) -> dict[str, Mask]:
+        """Return those of some masks that depend on inputs at all."""
+        return {n: m for n, m in masks.items() if m.inputs and n in self._made and m.inputs <= self._own}
+
+
+def _as_function(
+    captured: CapturedGraph,
+    module: torch.fx.GraphModule,
+    groups: Mapping[str, Sequence[torch.fx.Node]],
+    outputs: Sequence[str],
+) -> StageFunction:
     constants = tuple(captured.constants[source.name].to(captured.device) for source in groups["constant"])
-    # a mask that another stage sends is there for all batches: this one may not see what it is made of
-    own = {captured.inputs[source.name] for source in groups["input"]}
-    made = {node.name for node in module.graph.nodes if node.op == "call_function"}
-    masks = {n: m for n, m in captured.masks.items() if m.inputs and n in made and m.inputs <= own}
-    choice = MaskChoice(module, constants, masks) if masks else None
-    forward = module.forward
     return StageFunction(
-        call=choice or ((lambda *args: forward(*constants, *args)) if constants else forward),
+        call=module.forward,
         tensors=tuple(captured.parameters[source.name] for source in groups["tensor"]),
         constants=constants,
         batch_inputs=tuple(captured.inputs[source.name] for source in groups["input"]),
         received=tuple(source.name for source in groups["received"]),
         outputs=tuple(outputs),
         code=module.code,
-        choice=choice,
         module=module,
     )
+
+
+def _bound(function: StageFunction, choice: MaskChoice | None) -> StageFunction:
+    """Return code with its first arguments bound."""
+    bound, forward = function.bound, function.call
+    call = choice or ((lambda *args: forward(*bound, *args)) if bound else forward)
+    return replace(function, call=call, choice=choice)
+
+
+class OpenStage:
+    """The code of a stage with sizes left open: generated once, bound to the sizes of each batch.
+
+    Args:
+        captured: its graph has symbolic sizes; masks are given with the sizes.
+        nodes, outputs: as of `build_stage_function`.
+        key: what equal sizes have in common.
+    """
+
+    def __init__(
+        self,
+        captured: CapturedGraph,
+        nodes: Iterable[str],
+        outputs: Sequence[str],
+        *,
+        key: Callable[[Any], Any],
+    ) -> None:
+        kept, groups = _select(captured, nodes, with_replicated=True)
+        arguments = SizeArguments(key)
+        module = _generate(captured, kept, groups, outputs, frozenset(), arguments)
+        self._choosable = _Choosable(module, captured, groups)
+        self._function = _as_function(captured, module, groups, outputs)
+        self._names = frozenset(node.name for node in module.graph.nodes)
+        self._open = OpenCode(arguments=arguments, versions={frozenset(): module})
+
+    @property
+    def sizes(self) -> Sequence[Any]:
+        """Return the symbolic sizes that the code takes."""
+        return self._open.arguments.sizes
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Return what the code makes and takes, by node name."""
+        return self._names
+
+    def at(self, sizes: Sequence[int], masks: Mapping[str, Mask]) -> StageFunction:
+        """Return the code at these values of `sizes`.
+
+        Args:
+            masks: what attention's masks are at these sizes.
+        """
+        function = replace(self._function, sizes=tuple(sizes))
+        module = function.module
+        assert module is not None
+        # made of sizes alone, a mask is known, whoever makes it
+        known = {n: m for n, m in masks.items() if not m.inputs and n in self._names}
+        known |= self._choosable.of(masks)
+        choice = MaskChoice(module, function.bound, known, self._open) if known else None
+        return _bound(function, choice)
 
 
 _ARGUMENTS = ("constant", "tensor", "input", "received")
@@ -238,8 +393,12 @@ def _generate(
     groups: Mapping[str, Sequence[torch.fx.Node]],
     outputs: Sequence[str],
     ones: frozenset[str],
+    arguments: SizeArguments | None = None,
 ) -> torch.fx.GraphModule:
     """Return the code that runs ``kept``, without the masks that hide nothing where the inputs ``ones`` hold ones.
+
+    Args:
+        arguments: takes the sizes that were left open.
 
     Raises:
         CaptureError: an output is not among what it computes or takes.
@@ -259,6 +418,9 @@ def _generate(
     if absent:
         raise CaptureError(f"stage outputs {absent} are not computed by its blocks")
     graph.output(tuple(made[name] for name in outputs))
+    if arguments is not None:
+        arguments.add(graph)
+        return torch.fx.GraphModule(_root_module(root), graph)
     graph, unread = without_masks(graph, captured.masks, ones)
     drop_operators(graph, unread)
     return torch.fx.GraphModule(_root_module(root), graph)

@@ -45,6 +45,7 @@ class StageCode:
         loss: which of the function's outputs is the loss, if the stage yields one.
         outputs: named output of the model -> which of the function's outputs it is.
         operators: what the code is made of; None where it is not captured.
+        is_for_lengths: bound to this shape from code that holds for others: at another length that is all to be done.
     """
 
     function: StageFunction
@@ -53,6 +54,7 @@ class StageCode:
     loss: str | None
     outputs: Mapping[str, str]
     operators: StageOperators | None = None
+    is_for_lengths: bool = False
 
 
 class StageSource(Protocol):

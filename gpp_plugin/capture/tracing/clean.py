@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
+from gpp_plugin.capture.tracing.symbolic_sizes import argument_of, fold_sizes
 from gpp_plugin.errors import CaptureError
 
 aten = torch.ops.aten
@@ -72,6 +73,8 @@ def clean_graph(graph: fx.Graph, attributes: dict[str, Any]) -> fx.Graph:
 
     Constants made in the shape of a tensor no longer read that tensor.
 
+    Sizes that were left open are arguments where they are read (`fold_sizes`).
+
     Values and gradients stay bitwise the same. Parts of a tuple are named after the tuple, so that
     the names of other nodes do not depend on how many parts there are.
 
@@ -88,6 +91,7 @@ def clean_graph(graph: fx.Graph, attributes: dict[str, Any]) -> fx.Graph:
             node.replace_all_uses_with(None)
             graph.erase_node(node)
     _drop_dead(graph, attributes)
+    fold_sizes(graph)
     for node in list(graph.nodes):
         if node.op == "call_function":
             _make_from_shape(node)
@@ -138,7 +142,7 @@ def _make_from_shape(node: fx.Node) -> None:
     value = node.meta.get("val")
     if node.target not in _FACTORIES or not isinstance(value, torch.Tensor):
         return
-    args: list[Any] = [list(value.shape)]
+    args: list[Any] = [[argument_of(size) for size in value.shape]]
     if node.target is aten.full_like.default:
         args.append(node.args[1])
     elif node.target is aten.new_full.default:

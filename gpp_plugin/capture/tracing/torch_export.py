@@ -8,9 +8,10 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -23,6 +24,7 @@ from gpp_plugin.capture.eager.padded_records import UnreadRecords, with_records
 from gpp_plugin.capture.tracing.outside import hidden_process_group
 from gpp_plugin.capture.tracing.overflow import OverflowMode
 from gpp_plugin.capture.tracing.shadow import Shadow, fake_inputs
+from gpp_plugin.capture.tracing.symbolic_sizes import leave_open
 from gpp_plugin.capture.tracing.values import ReadingMode, Recording
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.garbage import paused_collector
@@ -181,12 +183,14 @@ def export_model(
     whole: WholeCalls,
     call: Call = call_by_key,
     reads: Reads | None = None,
+    lengths: Mapping[str, Collection[int]] = MappingProxyType({}),
 ) -> tuple[torch.export.ExportedProgram, bool, Recording | None]:
     """Export the shadow on fake inputs shaped like ``batch``.
 
     Args:
         whole: the calls that leave one operator each.
         reads: what the model's Python may read of the batch.
+        lengths: batch key -> axes whose sizes are left open, where the model allows it.
 
     Returns:
         The program, whether its first output is a loss, and what was read.
@@ -204,22 +208,28 @@ def export_model(
     wrapper.training = training
     program: torch.export.ExportedProgram | None = None
     try:
-        program = _export(wrapper, shadow, batch, whole)
+        program = _export(wrapper, shadow, batch, whole, lengths)
     except CaptureError as error:
         if not any(word in str(error) for word in ("isfinite(", "isinf(")):
             raise
     if program is None:  # a branch on overflow: once more, with an answer to it
         wrapper.seen.asks_of_overflow = True
-        program = _export(wrapper, shadow, batch, whole)
+        program = _export(wrapper, shadow, batch, whole, lengths)
     return program, wrapper.seen.has_loss, wrapper.seen.recording
 
 
 def _export(
-    wrapper: LossWrapper, shadow: Shadow, batch: Mapping[str, Any], whole: WholeCalls
+    wrapper: LossWrapper,
+    shadow: Shadow,
+    batch: Mapping[str, Any],
+    whole: WholeCalls,
+    lengths: Mapping[str, Collection[int]],
 ) -> torch.export.ExportedProgram:
     try:
         with torch.enable_grad(), _surroundings(), whole.installed():
-            return torch.export.export(wrapper, (), fake_inputs(shadow, batch), strict=False)
+            inputs = fake_inputs(shadow, batch)
+            leave_open(inputs, lengths)
+            return torch.export.export(wrapper, (), inputs, strict=False)
     except Exception as error:
         for cause in _causes(error):
             if isinstance(cause, CaptureError) and not isinstance(cause, (NeedsWholeModule, UnreadRecords)):

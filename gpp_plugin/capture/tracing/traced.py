@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import sys
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,11 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
 
 from gpp_plugin.capture.annotate import module_path
+from gpp_plugin.capture.eager.choose_whole import Untraceable
 from gpp_plugin.capture.eager.keep_whole import WholeCalls
 from gpp_plugin.capture.tracing.clean import clean_graph
 from gpp_plugin.capture.tracing.outside import Draws, watched_generators
 from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.capture.tracing.shadow import Shadow
+from gpp_plugin.capture.tracing.symbolic_sizes import has_shape_of
 from gpp_plugin.capture.tracing.torch_export import (
     DEPENDS,
     TAKEN,
@@ -101,11 +105,13 @@ def trace(
     call: Call = call_by_key,
     eager: Sequence[str] = (),
     reads: Reads | None = None,
+    lengths: Mapping[str, Collection[int]] = MappingProxyType({}),
 ) -> Traced:
     """Export the shadow for ``batch`` and clean the graph.
 
     Args:
         eager: modules and loss functions that are kept whole.
+        lengths: batch key -> axes whose sizes are left open.
         received: entries of the batch that other stages make -> whether they take a gradient.
         call: how the model is called with the batch.
         reads: what the model's Python may read of the batch.
@@ -118,7 +124,14 @@ def trace(
     whole = WholeCalls(shadow.model, shadow.original, eager, batch, training=training)
     with watched_generators(shadow.model) as drawn:
         program, has_loss, recording = export_model(
-            shadow, batch, outputs=outputs, training=training, whole=whole, call=call, reads=reads
+            shadow,
+            batch,
+            outputs=outputs,
+            training=training,
+            whole=whole,
+            call=call,
+            reads=reads,
+            lengths=lengths,
         )
     attributes = {
         str(node.target): _attribute(program.graph_module, str(node.target))
@@ -127,7 +140,8 @@ def trace(
     }
     whole.place(program.graph, attributes)
     graph = clean_graph(program.graph, attributes)
-    refuse_values(graph)
+    if not lengths:
+        refuse_values(graph)
     keys, _ = split_batch(batch)
     takes = {key: training and gradient for key, gradient in received.items()}
     known = _name_placeholders(program, graph, shadow, keys, takes)
@@ -238,15 +252,25 @@ def align(reference: Iterable[GraphNode], traced: Traced) -> Traced:
     # Both lists are walked in step:
     #     reference  x  view  contiguous  linear_3     names and wiring are taken from here,
     #     traced     x  view              linear_2     operators and their static arguments (sizes) from here.
-    # Where they differ and the reference has a copy, one is put in; anything else is another structure.
+    # Where they differ and the reference has a copy, one is put in. So is a slice: of everything, as Python leaves it
+    # out where it sees that from numbers (positions[:, :77] of 77); where it cannot see that, from symbols, it is left
+    # out here. Anything else is another structure.
     new = fx.Graph()
     mapping: dict[str, fx.Node] = {}  # of the reference's nodes
+    # what each traced node is in the reference, and what each copy that was put in is a copy of: two operators of one
+    # kind are told apart by what they read (a branch in Python that takes another layer at another length)
+    known_as: dict[fx.Node, str] = {}
+    copy_of: dict[str, str] = {}
     pending = deque(traced.graph.nodes)
     for old in reference:
+        while pending and old.target != _target(pending[0]) and _is_whole_slice(pending[0]):
+            whole: Any = pending.popleft()
+            known_as[whole] = known_as[whole.args[0]]
         node = pending[0] if pending else None
         if node is not None and (node.op, _target(node)) == (old.op, old.target):
             pending.popleft()
-            if len(node.all_input_nodes) != len(old.inputs):
+            read = [known_as[source] for source in node.all_input_nodes]
+            if read != [copy_of.get(source, source) for source in old.inputs]:
                 raise CaptureError(_difference(old, node, traced.num_samples))
             # by position, not by name: the traced node reads ``view`` where the reference reads ``contiguous``
             wiring = {own: mapping[s] for own, s in zip(node.all_input_nodes, old.inputs, strict=True)}
@@ -254,16 +278,31 @@ def align(reference: Iterable[GraphNode], traced: Traced) -> Traced:
             kwargs: Any = fx.map_arg(node.kwargs, wiring.__getitem__)
             mapping[old.name] = new.create_node(node.op, node.target, args, kwargs, name=old.name)
             mapping[old.name].meta = dict(node.meta)
+            known_as[node] = old.name
         elif old.target == str(torch.ops.aten.contiguous.default):
             source = mapping[old.inputs[0]]
             contiguous = torch.ops.aten.contiguous.default
             mapping[old.name] = new.create_node("call_function", contiguous, (source,), {}, name=old.name)
             mapping[old.name].meta = dict(source.meta)
+            copy_of[old.name] = copy_of.get(old.inputs[0], old.inputs[0])
+        elif old.target == str(torch.ops.aten.slice.Tensor):
+            source = mapping[old.inputs[0]]
+            everything = (source, 0, 0, sys.maxsize)
+            mapping[old.name] = new.create_node(
+                "call_function", torch.ops.aten.slice.Tensor, everything, {}, name=old.name
+            )
+            mapping[old.name].meta = dict(source.meta)
+            copy_of[old.name] = copy_of.get(old.inputs[0], old.inputs[0])
         else:
             raise CaptureError(_difference(old, node, traced.num_samples))
     if pending:
         raise CaptureError(_difference(None, pending[0], traced.num_samples))
     return dataclasses.replace(traced, graph=new)
+
+
+def _is_whole_slice(node: fx.Node) -> bool:
+    source = node.args[0] if node.target is torch.ops.aten.slice.Tensor else None
+    return isinstance(source, fx.Node) and has_shape_of(node, source)
 
 
 def _target(node: fx.Node) -> str:
@@ -276,6 +315,10 @@ def _difference(old: GraphNode | None, new: fx.Node | None, num_samples: int) ->
     place = old.module if old is not None else module_path(new) if new is not None else ""
     was = f"{old.name} ({old.target})" if old is not None else "nothing"
     now = f"{new.name} ({new.target})" if new is not None else "nothing"
+    if old is not None and new is not None and (new.op, _target(new)) == (old.op, old.target):
+        was, now = (f"{name} of {', '.join(read)}" for name, read in (
+            (was, old.inputs), (now, [source.name for source in new.all_input_nodes])
+        ))  # fmt: skip
     return f"operator {was} in {place or 'the model itself'} is {now} at {num_samples} samples"
 
 
@@ -283,7 +326,7 @@ def refuse_values(graph: fx.Graph) -> None:
     """Refuse operators whose results have a size, or are numbers, that only values decide.
 
     Raises:
-        CaptureError: names the first.
+        Untraceable: names the first.
     """
     for node in graph.nodes:
         if node.op != "call_function":
@@ -291,11 +334,14 @@ def refuse_values(graph: fx.Graph) -> None:
         place = f"operator {node.target} ({node.name}) at {module_path(node) or 'the model itself'}"
         for value in torch.utils._pytree.tree_leaves(node.meta.get("val")):
             if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-                raise CaptureError(f"{place} yields a Python number {TAKEN}; keep it a tensor")
+                raise Untraceable(
+                    f"{place} yields a Python number {TAKEN}; keep it a tensor", module_path(node)
+                )
             if isinstance(value, torch.Tensor) and any(not isinstance(size, int) for size in value.shape):
-                raise CaptureError(
+                raise Untraceable(
                     f"{place} makes a tensor of shape {tuple(value.shape)}, which {DEPENDS} (nonzero, boolean "
-                    "indexing, unique); use a mask or torch.where so that shapes are known beforehand"
+                    "indexing, unique); use a mask or torch.where so that shapes are known beforehand",
+                    module_path(node),
                 )
 
 

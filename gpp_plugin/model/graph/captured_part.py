@@ -23,7 +23,7 @@ from gpp_plugin.capture.attention import repeated_operands
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.eager.padded_records import with_records
-from gpp_plugin.capture.export import capture_model, read_values, recapture
+from gpp_plugin.capture.export import capture_model, read_values, recapture, recapture_for_lengths
 from gpp_plugin.capture.tracing.sample_batches import UnitBatch, count_samples, resize_batch
 from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError, ConfigError
@@ -35,8 +35,9 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.model.graph.given_module import describe_tensors
 from gpp_plugin.model.graph.graph_shapes import Shapes
+from gpp_plugin.model.graph.part_lengths import CodeForLengths, Lengths, StageAtLengths
 from gpp_plugin.model.graph.resolve import GraphStage, resolve_module
-from gpp_plugin.model.graph.stage_call import loss_node, named_outputs
+from gpp_plugin.model.graph.stage_call import IDLE, loss_node, named_outputs
 from gpp_plugin.model.graph.stage_graph import LOSS
 from gpp_plugin.runtime.batches import Batch, WholeUnits, shape_key
 from gpp_plugin.runtime.memory.memory_policy import INSIDE, StageOperators
@@ -89,6 +90,22 @@ class PartView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """What a stage of a plan computes of a capture.
+
+    Args:
+        nodes: block -> its operators; ``made``: what the graph calls each of them -> what the capture does.
+        outputs: as of the stage's function; ``named`` and ``loss`` as of `StageCode`.
+    """
+
+    nodes: Mapping[str, tuple[str, ...]]
+    made: Mapping[str, str]
+    outputs: tuple[str, ...]
+    named: Mapping[str, str]
+    loss: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
     """What a part of a larger graph must know to make code: what tracing it found out, and the graph's tensors."""
 
@@ -128,6 +145,7 @@ class CapturedPart:
         self._eager = tuple(eager)
         self._kept: tuple[tuple[object, ...], CapturedGraph] | None = None
         self._recordings: OrderedDict[tuple[object, ...], list[Recording]] = OrderedDict()
+        self._lengths = CodeForLengths(type(self.model).__name__)
 
     @property
     def called(self) -> dict[str, str]:
@@ -429,7 +447,17 @@ class CapturedPart:
         # alone, the reference is the part's own; within a graph it speaks of stages and their outputs only
         analysis = reference.analysis if within is None else within.analysis
         known: Mapping[str, TensorSpec] = {} if within is None else within.shapes.tensors
-        captured = self.capture_again(analysis, self.arguments(batch, known, num_samples))
+        arguments = self.arguments(batch, known, num_samples)
+        # What takes whole units is captured for each shape, and each reading, by itself: no axis is known there.
+        if within is None and not analysis.takes_whole_units:
+
+            def for_lengths(shapes: Mapping[str, Tensor], lengths: Lengths) -> StageAtLengths:
+                return self._stage_for_lengths(reference, plan, stage, shapes, lengths)
+
+            found = self._lengths.code(arguments, num_samples, (reference, plan, stage), for_lengths)
+            if found is not None:
+                return found
+        captured = self.capture_again(analysis, arguments)
         self._kept = None  # one stage runs here, and keeps its code
         if plan.stages[stage].memory is not None and captured.analysis.nodes != analysis.nodes:
             raise CaptureError(
@@ -437,6 +465,29 @@ class CapturedPart:
                 'names operators; set graph_pipeline.memory.recompute and swap to "off"'
             )
         view = self.view(captured)
+        cut = self._cut(reference, plan, stage, view, captured)
+        function = build_stage_function(
+            captured, list(cut.made.values()), [cut.made[name] for name in cut.outputs]
+        )
+        op_graph = captured.op_graph
+        return StageCode(
+            function=self._in_graph(function, view.names, op_graph, cut.outputs),
+            tensors={**known, **view.blocks.tensors, **view.outputs},
+            inputs={spec.name: spec for spec in op_graph.inputs} if within is None else within.shapes.inputs,
+            loss=cut.loss,
+            outputs=cut.named,
+            operators=_operators(captured, cut.nodes, view.names, reference.block_graph.saved),
+        )
+
+    def _cut(
+        self,
+        reference: Reference,
+        plan: PipelinePlan,
+        stage: int,
+        view: PartView,
+        captured: CapturedGraph,
+    ) -> _Cut:
+        """Return what a stage of a plan computes, of a capture at any shapes."""
         nodes = self._nodes_of(plan, stage, view, captured)
         # graph's name -> the capture's, of all that this stage computes; its outputs are among them, in the order
         # in which the runtime hands them on: what edges carry, the loss, what an evaluation asks for
@@ -445,16 +496,34 @@ class CapturedPart:
         named = {n: node for n, node in reference.analysis.op_graph.outputs.items() if node in made}
         losses = [view.loss] if view.loss is not None and view.loss in made else []
         outputs = tuple(dict.fromkeys([*sent, *losses, *named.values()]))
-        function = build_stage_function(captured, list(made.values()), [made[name] for name in outputs])
-        op_graph = captured.op_graph
-        return StageCode(
-            function=self._in_graph(function, view.names, op_graph, outputs),
-            tensors={**known, **view.blocks.tensors, **view.outputs},
-            inputs={spec.name: spec for spec in op_graph.inputs} if within is None else within.shapes.inputs,
-            loss=losses[0] if losses else None,
-            outputs=named,
-            operators=_operators(captured, nodes, view.names, reference.block_graph.saved),
+        return _Cut(nodes=nodes, made=made, outputs=outputs, named=named, loss=losses[0] if losses else None)
+
+    def _stage_for_lengths(
+        self,
+        reference: Reference,
+        plan: PipelinePlan,
+        stage: int,
+        arguments: Batch,
+        lengths: Lengths,
+    ) -> StageAtLengths:
+        """Trace the module once more, for batches of many lengths, and return a stage of it."""
+        analysis = reference.analysis
+        capture = recapture_for_lengths(
+            self.model, analysis, arguments, lengths, device=self._device, call=self.call
         )
+        captured, view = capture.captured, self.view(analysis)
+        cut = self._cut(reference, plan, stage, view, captured)
+        code = StageCode(
+            function=IDLE,
+            tensors=view.blocks.tensors,
+            inputs={spec.name: spec for spec in analysis.op_graph.inputs},
+            loss=cut.loss,
+            outputs=cut.named,
+            operators=_operators(captured, cut.nodes, view.names, reference.block_graph.saved),
+            is_for_lengths=True,
+        )
+        nodes, outputs = list(cut.made.values()), [cut.made[name] for name in cut.outputs]
+        return StageAtLengths(capture, code, nodes, outputs)
 
     def _nodes_of(
         self, plan: PipelinePlan, stage: int, view: PartView, captured: CapturedGraph
@@ -526,7 +595,7 @@ def _operators(
         blocks={block: tuple(nodes) for block, nodes in blocks.items()},
         storage_of={**storage_of, **received},
         local={names[node.name]: node.name for node in op_graph.nodes},
-        repeated=repeated_operands(captured.graph, captured.masks),
+        repeated=repeated_operands(captured.graph, frozenset(captured.masks)),
     )
 
 

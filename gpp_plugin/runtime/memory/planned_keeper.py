@@ -86,7 +86,7 @@ class CapturedPolicy:
     def __init__(self, function: StageFunction, policy: MemoryPolicy, link: SwapLink) -> None:
         assert function.module is not None
         self._function = function
-        self._constants = function.constants
+        self._constants = function.bound
         self._policy = policy
         self._link = link
         # one for each version of the code: with masks of attention, and without

@@ -109,14 +109,15 @@ class MovingPass(Pass):
     """A forward some of whose saved tensors move to the host, or are made again by segments.
 
     Args:
-        fixed: what is there anyway (constants, parameters, the model's inputs), in the order of the code's arguments.
+        fixed: what is there anyway (sizes, constants, parameters, the model's inputs), in the order of the code's
+            arguments.
     """
 
     def __init__(
         self,
         *,
         micro_batch: int,
-        fixed: Sequence[Tensor],
+        fixed: Sequence[Any],
         num_segments: int,
         link: SwapLink,
         counter: MemoryCounter | None,
@@ -186,7 +187,7 @@ class PlannedPass(MovingPass):
         constants: what the code takes in front of parameters; ``fixed`` begins with them.
     """
 
-    def __init__(self, recipe: Recipe, *, constants: Sequence[Tensor], **surroundings: Any) -> None:
+    def __init__(self, recipe: Recipe, *, constants: Sequence[Any], **surroundings: Any) -> None:
         super().__init__(num_segments=len(recipe.segments), **surroundings)
         self._recipe = recipe
         self._constants = constants

@@ -124,7 +124,7 @@ class SurveyPass(MovingPass):
         self,
         module: fx.GraphModule,
         policy: MemoryPolicy,
-        arguments: Mapping[str, Tensor],
+        arguments: Mapping[str, Tensor | int],
         num_fixed: int,
         *,
         link: SwapLink,
@@ -149,6 +149,8 @@ class SurveyPass(MovingPass):
         self._tell = tell
         self._storages = _Storages(policy, link.device)
         for position, (name, tensor) in enumerate(arguments.items()):
+            if not isinstance(tensor, Tensor):  # a size, of code for all lengths
+                continue
             if position < num_fixed:
                 self._storages.claim(tensor)
             else:

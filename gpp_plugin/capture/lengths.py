@@ -1,0 +1,109 @@
+"""A model captured for batches of many lengths: what its tensors' sizes are at each of them.
+
+Source: this project
+Tests: tests/capture/test_lengths.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.mask_values import MaskFinder
+from gpp_plugin.capture.tracing.symbolic_sizes import SizeTexts, is_open
+from gpp_plugin.errors import CaptureError
+from gpp_plugin.ir.size_formulas import compile_formulas
+from gpp_plugin.ir.tensors import LayoutKind, TensorSpec, batch_layout
+
+SpecsAt = Callable[..., list[TensorSpec]]
+"""Takes the values of the symbols in order and returns tensors at these sizes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthCapture:
+    """A model as one graph whose sizes may be symbols.
+
+    Args:
+        captured: its operators have symbolic sizes in their arguments and shapes; ``op_graph`` is as analysed, with the
+            sizes and costs of another batch.
+        num_samples: what it was captured for.
+        masks: finds attention's masks at any sizes.
+    """
+
+    captured: CapturedGraph
+    num_samples: int
+    masks: MaskFinder
+
+    def texts(self) -> SizeTexts:
+        """Return what writes the capture's sizes down."""
+        graph, inputs = self.captured.graph, self.captured.inputs
+        tensors = {inputs[n.name]: n.meta["val"] for n in graph.nodes if n.name in inputs}
+        return SizeTexts(tensors)
+
+    def specs(self, known: Iterable[TensorSpec], nodes: Sequence[str], texts: SizeTexts) -> SpecsAt:
+        """Return what tells tensors at other lengths.
+
+        Args:
+            known: what was analysed of each of them, under the names they will have.
+            nodes: of the capture's graph, in the same order.
+
+        Raises:
+            CaptureError: a size has no formula, or a batch axis does not hold whole samples.
+        """
+        # Only those with a symbol are made anew for each length: of a LLaVA the tensors of the text, not the images'.
+        by_name = {node.name: node for node in self.captured.graph.nodes}
+        samples = self.num_samples
+        pairs = [(spec, by_name[node].meta["val"].shape) for spec, node in zip(known, nodes, strict=True)]
+        fixed = [
+            resized(spec, _plain(shape), samples) if not _has_symbols(shape) else None
+            for spec, shape in pairs
+        ]
+        open_shapes = [(spec, shape) for spec, shape in pairs if _has_symbols(shape)]
+        sizes = dict.fromkeys(texts.text(size) for _, shape in open_shapes for size in shape)
+        place = {text: position for position, text in enumerate(sizes)}
+        evaluate = compile_formulas(texts.symbols, list(sizes))
+        plans = [(spec, [place[texts.text(size)] for size in shape]) for spec, shape in open_shapes]
+
+        def at(*symbols: int) -> list[TensorSpec]:
+            values = evaluate(*symbols)
+            made = iter([resized(spec, tuple(values[i] for i in places), samples) for spec, places in plans])
+            return [spec if spec is not None else next(made) for spec in fixed]
+
+        return at
+
+
+def resized(spec: TensorSpec, shape: tuple[int, ...], samples: int) -> TensorSpec:
+    """Return a tensor at other sizes, of which the axis of samples is known.
+
+    Raises:
+        CaptureError: that axis does not hold whole samples.
+    """
+    # The rows a sample may be others, where they count tokens: hidden [4 x 7, 32] of 4 samples of 7 tokens, and
+    # [4 x 9, 32] of 9, have 7 and 9 rows a sample along axis 0.
+    layout = spec.layout
+    if layout.kind is LayoutKind.BATCH:
+        size = shape[layout.axis] if layout.axis < len(shape) else 0
+        if size % samples or len(shape) != len(spec.shape):
+            raise CaptureError(
+                f"tensor {spec.name} has shape {shape} at {samples} samples and {spec.shape} at "
+                f"{spec.num_samples}; its batch axis {layout.axis} does not hold whole samples"
+            )
+        layout = batch_layout(layout.axis, size // samples)
+    return TensorSpec(
+        name=spec.name,
+        dtype=spec.dtype,
+        shape=shape,
+        num_samples=samples,
+        layout=layout,
+        requires_grad=spec.requires_grad,
+    )
+
+
+def _has_symbols(shape: Sequence[Any]) -> bool:
+    return any(is_open(size) for size in shape)
+
+
+def _plain(shape: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(int(size) for size in shape)

@@ -1,0 +1,196 @@
+"""Sizes that an export left open: symbols in the graph's arguments and shapes, and the formulas they become.
+
+An export with open axes has sizes of torch's own symbols, and operators that compute with them:
+
+    sym_size(ids, 1) -> s0      add(s0, 1) -> s0 + 1      arange(add)
+
+`fold_sizes` puts what such an operator yields where it was read, ``arange(s0 + 1)``, so that the graph has the
+operators of one with sizes fixed, and differs from it in static arguments only. `SizeTexts` writes sizes down as
+formulas.
+
+Source: this project
+Tests: tests/capture/test_lengths.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols, statically_known_true
+from torch.fx.node import map_aggregate
+from torch.utils._sympy.printers import PythonPrinter
+
+from gpp_plugin.errors import CaptureError, first_line
+from gpp_plugin.ir.size_formulas import Evaluate, SizeConditions, compile_formulas
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenSize:
+    """A size that was left open, among the arguments of an operator: a graph takes torch's own symbols for nodes."""
+
+    value: Any
+
+    def __repr__(self) -> str:
+        """Return the expression."""
+        return str(self.value)
+
+
+def leave_open(inputs: Mapping[str, Tensor], axes: Mapping[str, Collection[int]]) -> None:
+    """Let the sizes of some axes be symbols in the export of a model on these inputs."""
+    # What ``Dim.AUTO`` means, told by the tensors themselves: export has no words for axes of keyword arguments whose
+    # names the signature (``**inputs``) does not give.
+    for key, of_key in axes.items():
+        for axis in of_key:
+            torch._dynamo.maybe_mark_dynamic(inputs[key], axis)
+
+
+def is_open(size: object) -> bool:
+    """Return whether a size, of a shape or among arguments, is a symbol or made of some."""
+    return isinstance(size, (*_SYMBOLIC, OpenSize))
+
+
+def argument_of(size: Any) -> Any:
+    """Return a size of a shape as an operator's argument."""
+    return OpenSize(size) if isinstance(size, _SYMBOLIC) else size
+
+
+def has_shape_of(node: fx.Node, other: fx.Node) -> bool:
+    """Return whether two nodes' tensors have one shape, whatever the symbols are."""
+    a, b = node.meta["val"].shape, other.meta["val"].shape
+    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
+
+
+def fold_sizes(graph: fx.Graph) -> None:
+    """Replace operators that compute sizes by the sizes, where they are read; they are dead then.
+
+    Raises:
+        CaptureError: a size is a value of a tensor.
+    """
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if not isinstance(value, _SYMBOLIC) or not node.users:
+            continue
+        if free_unbacked_symbols(value):
+            raise CaptureError(f"{node.name} is a size that depends on values")
+        fixed = _fixed(value)
+
+        def folded(argument: Any, node: fx.Node = node, fixed: Any = fixed) -> Any:
+            return fixed if argument is node else argument
+
+        for user in list(node.users):
+            user.args, user.kwargs = map_aggregate(user.args, folded), map_aggregate(user.kwargs, folded)
+
+
+def _fixed(value: Any) -> Any:
+    """Return a size as a plain number where it is one after all."""
+    expression = value.node.expr
+    if not expression.is_number and expression not in (True, False):
+        return OpenSize(value)
+    return {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)](expression)
+
+
+def with_sizes(value: Any, size_of: Callable[[Any], Any]) -> Any:
+    """Return an operator's arguments with every symbolic size in them replaced."""
+    return map_aggregate(value, lambda part: size_of(part) if is_open(part) else part)
+
+
+def sizes_in(node: fx.Node) -> Iterator[Any]:
+    """Return the symbolic sizes among an operator's arguments."""
+    found: list[Any] = []
+    with_sizes((node.args, node.kwargs), lambda size: found.append(size) or size)  # type: ignore[func-returns-value]
+    return iter(found)
+
+
+class SizeTexts:
+    """Writes the sizes of one export down.
+
+    Args:
+        inputs: batch key -> the export's own tensor for it, whose axes' sizes are symbols or numbers.
+
+    Raises:
+        CaptureError: a symbol is no size of an axis by itself, or torch says something of it that is no formula.
+    """
+
+    def __init__(self, inputs: Mapping[str, Tensor]) -> None:
+        self._env = _shape_env(inputs.values())
+        # torch's symbol -> ours, in the order of the batch's keys; equal lengths of two keys are one symbol to torch
+        self._names: dict[Any, str] = {}
+        symbols: dict[str, tuple[str, int]] = {}
+        for key, tensor in inputs.items():
+            for axis, size in enumerate(tensor.shape):
+                expression = self._expression(size)
+                if is_open(size) and expression.is_Symbol and expression not in self._names:
+                    name = self._names[expression] = f"s{len(self._names)}"
+                    symbols[name] = (key, axis)
+        shapes = {key: tuple(self.text(size) for size in tensor.shape) for key, tensor in inputs.items()}
+        self._symbols, self._shapes = symbols, shapes
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """Return the names of the symbols."""
+        return tuple(self._symbols)
+
+    def conditions(self) -> SizeConditions:
+        """Return for which batches the export holds; to be asked when nothing looks at its sizes any more.
+
+        Whatever Python code asked of a size (``length > 16``) was answered for the batch that was traced, and is a
+        condition; so is what torch assumes of all sizes it leaves open, that they are no 0 and no 1.
+        """
+        conditions: dict[str, None] = {}
+        if self._env is not None:
+            for guard in self._env.guards:
+                conditions[self._text(self._env.replace(guard.expr))] = None
+            for symbol, name in self._names.items():
+                bounds = self._env.var_to_range[symbol]
+                conditions[f"{name} >= {max(int(bounds.lower), 2)}"] = None
+        conditions.pop("True", None)
+        return SizeConditions(symbols=self._symbols, shapes=self._shapes, conditions=tuple(conditions))
+
+    def text(self, size: Any) -> str:
+        """Return a size as a formula."""
+        return self._text(self._expression(size)) if is_open(size) else repr(size)
+
+    def compile(self, sizes: Sequence[Any]) -> Evaluate:
+        """Return what evaluates sizes from the values of the symbols, in order."""
+        return compile_formulas(self.symbols, [self.text(size) for size in sizes])
+
+    def key(self, size: Any) -> Any:
+        """Return what equal sizes have in common."""
+        return self._expression(size) if is_open(size) else size
+
+    def _expression(self, size: Any) -> Any:
+        if not is_open(size):
+            return size
+        size = size.value if isinstance(size, OpenSize) else size
+        return size.node.shape_env.replace(size.node.expr)
+
+    def _text(self, expression: Any) -> str:
+        unknown = set(getattr(expression, "free_symbols", ())) - self._names.keys()
+        if unknown:
+            raise CaptureError(f"size {expression} is of no axis of the batch")
+        try:
+            return str(_Renaming(self._names).doprint(expression))
+        except Exception as error:  # an expression that torch's printer has no Python for
+            raise CaptureError(f"size {expression} has no formula: {first_line(error)}") from error
+
+
+class _Renaming(PythonPrinter):
+    """Prints an expression of torch's symbols with our names of them."""
+
+    def __init__(self, names: Mapping[Any, str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def _print_Symbol(self, expr: Any) -> str:
+        return self._names[expr]
+
+
+def _shape_env(tensors: Iterable[Tensor]) -> ShapeEnv | None:
+    sizes: list[Any] = [size for tensor in tensors for size in tensor.shape]
+    return next((size.node.shape_env for size in sizes if isinstance(size, _SYMBOLIC)), None)

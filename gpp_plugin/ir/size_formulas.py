@@ -1,0 +1,123 @@
+"""Sizes as formulas of a batch's lengths: data that is evaluated without a tracer or an algebra system.
+
+A *symbol* is the size of one axis of one entry of the batch: ``s0`` the number of columns of ``input_ids``. A *formula*
+is Python text over symbols, as ``4*s0`` or ``s0//2 + 1``. Which texts are formulas is checked when they are compiled:
+integers, symbols, arithmetic, comparisons, and the few functions that sizes are made with.
+
+    captured for     input_ids [4, s0], labels [4, s1], where s1 >= 2
+    a batch of       input_ids [4, 9], labels [4, 5]          -> (9, 5)
+    a batch of       input_ids [4, 9], labels [4, 1]          -> refused: s1 >= 2 does not hold
+
+Source: this project
+Tests: tests/ir/test_size_formulas.py
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Evaluate = Callable[..., tuple[Any, ...]]
+"""Takes the values of all symbols in order and returns those of the formulas."""
+
+_FUNCTIONS: dict[str, Any] = {
+    "abs": abs, "bool": bool, "float": float, "int": int, "max": max, "min": min, "round": round,
+}  # fmt: skip
+_MATH = ("sqrt", "floor", "ceil", "trunc")
+_NODES = (
+    ast.Expression, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Call, ast.Attribute, ast.Name,
+    ast.Constant, ast.Load, ast.operator, ast.unaryop, ast.boolop, ast.cmpop,
+)  # fmt: skip
+
+
+def compile_formulas(symbols: Sequence[str], texts: Sequence[str]) -> Evaluate:
+    """Return what evaluates all formulas at once.
+
+    >>> compile_formulas(("s0", "s1"), ("4*s0", "s0 + s1//2", "7"))(3, 5)
+    (12, 5, 7)
+
+    Raises:
+        ValueError: a text is no formula, or has a symbol that is not given.
+    """
+    for text in texts:
+        _check(text, symbols)
+    # one function for all: a call of it costs less than a call for each formula
+    body = "".join(f"({text}), " for text in texts)
+    names = {**_FUNCTIONS, "math": math, "__builtins__": {}}
+    evaluate: Evaluate = eval(f"lambda {', '.join(symbols)}: ({body})", names)  # noqa: S307 - checked above
+    return evaluate
+
+
+def _check(text: str, symbols: Sequence[str]) -> None:
+    try:
+        tree = ast.parse(text, mode="eval")
+    except SyntaxError:
+        raise ValueError(f"{text!r} is no formula of sizes") from None
+    known = {*symbols, *_FUNCTIONS, "math"}
+    for node in ast.walk(tree):
+        is_unknown = isinstance(node, ast.Name) and node.id not in known
+        is_other = isinstance(node, ast.Attribute) and not (
+            isinstance(node.value, ast.Name) and node.value.id == "math" and node.attr in _MATH
+        )
+        is_text = isinstance(node, ast.Constant) and not isinstance(node.value, (int, float))
+        if not isinstance(node, _NODES) or is_unknown or is_other or is_text:
+            raise ValueError(f"{text!r} is no formula of the sizes {', '.join(symbols) or '(none)'}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeConditions:
+    """For which batches something holds that was made for symbols.
+
+    Args:
+        symbols: name of each symbol -> the batch's key and the axis that it is the size of.
+        shapes: batch key -> a formula for each of its axes.
+        conditions: formulas that must be true.
+    """
+
+    symbols: Mapping[str, tuple[str, int]]
+    shapes: Mapping[str, tuple[str, ...]]
+    conditions: tuple[str, ...] = ()
+
+    def solver(self) -> Callable[[Mapping[str, Sequence[int]]], tuple[int, ...] | str]:
+        """Return what finds the values of the symbols in a batch's shapes, or says in which way it is another batch.
+
+        Raises:
+            ValueError: a shape or a condition is no formula.
+        """
+        keys, names = tuple(self.shapes), tuple(self.symbols)
+        expected = compile_formulas(names, [size for key in keys for size in self.shapes[key]])
+        holds = compile_formulas(names, self.conditions)
+
+        def solve(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...] | str:
+            if any(len(shapes[key]) != len(self.shapes[key]) for key in keys):
+                return "a tensor has another number of axes"
+            values = tuple(int(shapes[key][axis]) for key, axis in self.symbols.values())
+            found = tuple(int(size) for key in keys for size in shapes[key])
+            if found != (wanted := expected(*values)):
+                return self._odd_size(keys, found, wanted)
+            for text, is_true in zip(self.conditions, holds(*values), strict=True):
+                if not is_true:
+                    return f"{self.in_words(text)} does not hold"
+            return values
+
+        return solve
+
+    def _odd_size(self, keys: Sequence[str], found: Sequence[int], wanted: Sequence[int]) -> str:
+        sizes = [(key, axis) for key in keys for axis in range(len(self.shapes[key]))]
+        at = next(i for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b)
+        key, axis = sizes[at]
+        return (
+            f"axis {axis} of {key} is {found[at]}, not {self.in_words(self.shapes[key][axis])} = {wanted[at]}"
+        )
+
+    def in_words(self, text: str) -> str:
+        """Return a formula with what its symbols are: ``input_ids.shape[1] <= 16``."""
+        named = ast.parse(text, mode="eval")
+        for node in ast.walk(named):
+            if isinstance(node, ast.Name) and node.id in self.symbols:
+                key, axis = self.symbols[node.id]
+                node.id = f"{key}.shape[{axis}]"
+        return ast.unparse(named)

@@ -1,0 +1,271 @@
+"""A captured part's code for batches of many lengths: one export with symbols, bound to the sizes of each batch.
+
+The first batch's shapes are captured as they are. A batch of other lengths shows which axes are lengths: the part is
+captured once more with symbols for those, and from then on a length not seen before costs the evaluation of formulas.
+
+    input_ids [4, 8]     captured at the start               seconds
+    input_ids [4, 11]    captured with input_ids [4, s0]     seconds, once
+    input_ids [4, 9]     s0 = 9                              milliseconds
+
+Where a model's Python asks for sizes, what it answered is a condition of the capture (``s0 <= 16``). A batch that it
+does not hold for is captured by itself, and a warning says so once.
+
+Source: this project
+Tests: tests/runtime/test_lengths.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gpp_plugin.capture.attention import repeated_operands
+from gpp_plugin.capture.lengths import LengthCapture
+from gpp_plugin.capture.mask_corners import MasksAtLengths
+from gpp_plugin.errors import CaptureError, first_line
+from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.runtime.stage_module import OpenStage
+from gpp_plugin.runtime.stage_source import StageCode
+
+logger = logging.getLogger(__name__)
+
+Lengths: TypeAlias = Mapping[str, tuple[int, ...]]
+"""Batch key -> its axes of many lengths."""
+
+MAX_KINDS = 16
+"""Kinds of batches (numbers of samples, keys, constants) of which a part remembers what it found out."""
+MAX_EXPORTS = 4
+"""Exports with symbols for one kind of batches: of other axes each, or from another batch."""
+
+
+class StageAtLengths:
+    """A stage of a capture with symbols.
+
+    Args:
+        code: the stage as analysed, without its function: what does not depend on lengths, and what is analysed of
+            tensors.
+        nodes, outputs: its operators and results in the capture.
+
+    Raises:
+        CaptureError: a size has no formula.
+    """
+
+    def __init__(
+        self, capture: LengthCapture, code: StageCode, nodes: Sequence[str], outputs: Sequence[str]
+    ) -> None:
+        texts, captured = capture.texts(), capture.captured
+        self._code = code
+        self._stage = OpenStage(captured, nodes, outputs, key=texts.key)
+        self._tensors, self._inputs = tuple(code.tensors), tuple(code.inputs)
+        placeholder = {key: name for name, key in captured.inputs.items()}
+        self._specs = capture.specs(
+            (*code.tensors.values(), *code.inputs.values()),
+            (*code.tensors, *(placeholder[key] for key in code.inputs)),
+            texts,
+        )
+        finder = capture.masks.of(self._stage.names)
+        self._masks = MasksAtLengths(finder, texts)
+        self._repeated = {
+            name: repeated_operands(captured.graph, (name,)) for name in sorted(finder.candidates)
+        }
+        self._sizes = texts.compile(self._stage.sizes)
+        # last: until here operators' shapes were compared, which may be conditions too
+        conditions = texts.conditions()
+        self._solve = conditions.solver()
+        self._shapes = conditions.shapes
+
+    def is_open(self, key: str, axis: int) -> bool:
+        """Return whether the stage is for many sizes of an axis of the batch."""
+        return not self._shapes[key][axis].isdigit()
+
+    def at(self, shapes: Mapping[str, Sequence[int]]) -> StageCode | str:
+        """Return the stage for a batch of these shapes, or why it has no code for it."""
+        symbols = self._solve(shapes)
+        if isinstance(symbols, str):
+            return symbols
+        try:
+            specs = self._specs(*symbols)
+        except CaptureError as error:
+            return str(error)
+        masks = self._masks.at(symbols)
+        operators = self._code.operators
+        assert operators is not None, "captured code says what it is made of"
+        return dataclasses.replace(
+            self._code,
+            function=self._stage.at(self._sizes(*symbols), masks),
+            tensors=dict(zip(self._tensors, specs, strict=False)),
+            inputs=dict(zip(self._inputs, specs[len(self._tensors) :], strict=True)),
+            operators=dataclasses.replace(
+                operators, repeated=[pair for name in masks for pair in self._repeated[name]]
+            ),
+        )
+
+
+@dataclass(slots=True)
+class _Kind:
+    """What is known of batches that differ in lengths only.
+
+    Args:
+        about: what code was asked for; held, as it is told apart by identity.
+        first: shapes of the first batch.
+        stages: captured with symbols, the newest first.
+        tried: the axes that were left open, and the example's shapes.
+    """
+
+    about: tuple[object, ...]
+    first: dict[str, tuple[int, ...]]
+    stages: list[StageAtLengths] = field(default_factory=list)
+    tried: set[tuple[Any, ...]] = field(default_factory=set)
+
+
+class CodeForLengths:
+    """The code of one part for batches of many lengths.
+
+    Args:
+        model: what the part is called in a warning.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._kinds: OrderedDict[tuple[Any, ...], _Kind] = OrderedDict()
+        self._has_warned = False
+
+    def code(
+        self,
+        arguments: Batch,
+        num_samples: int,
+        about: tuple[object, ...],
+        capture: Callable[[Batch, Lengths], StageAtLengths],
+    ) -> StageCode | None:
+        """Return code for these arguments of the part; None where they must be captured by themselves.
+
+        Args:
+            arguments: of ``num_samples`` samples.
+            about: the objects that the code is of; those of one stage in one mode.
+            capture: returns the stage, captured for arguments with some lengths open.
+        """
+        shapes = {key: tuple(value.shape) for key, value in arguments.items() if isinstance(value, Tensor)}
+        key = (num_samples, *(id(part) for part in about), *_kind(arguments))
+        kind = self._kinds.get(key)
+        if kind is None:
+            while len(self._kinds) >= MAX_KINDS:
+                self._kinds.popitem(last=False)
+            self._kinds[key] = _Kind(about, shapes)
+            return None
+        self._kinds.move_to_end(key)
+        if shapes == kind.first and not kind.stages:
+            return None
+        return self._found(kind, shapes) or self._capture(kind, arguments, shapes, capture)
+
+    def _found(self, kind: _Kind, shapes: Mapping[str, tuple[int, ...]]) -> StageCode | None:
+        for stage in kind.stages:
+            found = stage.at(shapes)
+            if isinstance(found, StageCode):
+                return found
+        return None
+
+    def _capture(
+        self,
+        kind: _Kind,
+        arguments: Batch,
+        shapes: dict[str, tuple[int, ...]],
+        capture: Callable[[Batch, Lengths], StageAtLengths],
+    ) -> StageCode | None:
+        """Capture with symbols what may be one, or at least what differs, and return code for the arguments."""
+        reason = ""
+        for example, lengths in _attempts(kind.first, shapes, arguments):
+            attempt = (tuple(sorted(lengths.items())), tuple(sorted(example.items())))
+            if attempt in kind.tried or len(kind.tried) >= MAX_EXPORTS:
+                continue
+            kind.tried.add(attempt)
+            try:
+                stage = capture(_resized(arguments, example), lengths)
+            except (
+                Exception
+            ) as error:  # whatever torch raises on symbols: the shape is then captured by itself
+                logger.debug("%s has no capture for many lengths", self._model, exc_info=True)
+                reason = first_line(error)
+                continue
+            fixed = [
+                f"{key}.shape[{axis}] is a number to the model"
+                for key, shape in shapes.items()
+                for axis, size in enumerate(shape)
+                if size != kind.first[key][axis] and not stage.is_open(key, axis)
+            ]
+            found = fixed[0] if fixed else stage.at(shapes)
+            if isinstance(found, StageCode):
+                kind.stages.insert(0, stage)
+                return found
+            reason = found
+        for stage in kind.stages[:1]:
+            refused = stage.at(shapes)
+            reason = refused if isinstance(refused, str) else reason
+        self._warn(reason)
+        return None
+
+    def _warn(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s is captured again for each new shape of a batch, which takes seconds: no one capture holds for all "
+                "lengths%s; pad sequences to a few lengths (buckets)",
+                self._model,
+                f" ({reason})" if reason else "",
+            )
+
+
+def _kind(arguments: Batch) -> tuple[Any, ...]:
+    """Return what is alike in all batches of one kind: all but sizes."""
+    return tuple(
+        (key, value.dtype, value.ndim) if isinstance(value, Tensor) else (key, repr(value))
+        for key, value in sorted(arguments.items())
+    )
+
+
+def _attempts(
+    first: dict[str, tuple[int, ...]], new: dict[str, tuple[int, ...]], arguments: Batch
+) -> list[tuple[dict[str, tuple[int, ...]], Lengths]]:
+    """Return from which shapes, and with which axes open, to capture: the likeliest first.
+
+    Token ids, masks and labels are of many lengths even where only some of them have changed so far: all axes behind
+    the samples are left open in whole numbers, and elsewhere those that differ, which may be the first, where samples
+    have unlike numbers of images. Sizes of the larger batch are the better example: torch
+    specialises sizes of one.
+    """
+    differing = {
+        key: tuple(axis for axis in range(len(shape)) if shape[axis] != first[key][axis])
+        for key, shape in new.items()
+    }
+    whole = {
+        key: axes if arguments[key].is_floating_point() else tuple(sorted({*axes, *range(1, len(new[key]))}))
+        for key, axes in differing.items()
+    }
+    larger, smaller = sorted((new, first), key=_num_elements, reverse=True)
+    order = [(larger, whole), (larger, differing), (smaller, whole), (smaller, differing)]
+    return [(example, _open(lengths, example)) for example, lengths in order]
+
+
+def _open(lengths: Lengths, example: Mapping[str, tuple[int, ...]]) -> Lengths:
+    opened = {key: tuple(a for a in axes if example[key][a] > 1) for key, axes in lengths.items()}
+    return {key: axes for key, axes in opened.items() if axes}
+
+
+def _num_elements(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(torch.Size(shape).numel() for shape in shapes.values())
+
+
+def _resized(arguments: Batch, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Return arguments of other shapes to trace with; what they hold is not looked at."""
+    return {
+        key: torch.empty(shapes[key], dtype=value.dtype, device="meta").requires_grad_(value.requires_grad)
+        if isinstance(value, Tensor)
+        else value
+        for key, value in arguments.items()
+    }

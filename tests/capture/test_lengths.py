@@ -1,0 +1,200 @@
+"""One capture for many lengths: its code at each is that of a capture there, and what it cannot hold for is told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpp_benchmarks._attention_calls import recorded_attention
+from gpp_benchmarks._attention_models import Batch, Size, build_family
+from gpp_plugin.errors import CaptureError
+from gpp_plugin.model.graph.captured_part import CapturedPart, whole_part
+from gpp_plugin.runtime.batches import ones_among
+from gpp_plugin.runtime.stage_source import Reference, StageCode, make_reference
+
+SIZE = Size(layers=1, length=16)
+LENGTHS = {
+    "gpt2": (12, 9, 14, 7), "mistral": (12, 9, 14, 7, 6), "t5": (12, 10, 14, 8), "clip": (12, 9, 14, 7),
+    "bert": (12, 9, 14, 7), "whisper": (12, 9, 14, 7), "llava": (28, 31, 26, 29),
+}  # fmt: skip
+"""Captured at the first of them; a text's images are among the first 24 tokens of llava's 32."""
+
+
+class OneStage:
+    """A model as the code of one stage, as a lane asks for it."""
+
+    def __init__(self, model: nn.Module, batch: Batch) -> None:
+        self.model = model
+        self.part: CapturedPart = whole_part(model, batch)
+        self.samples = next(iter(v.shape[0] for v in batch.values() if isinstance(v, Tensor)))
+        captured = self.part.capture(batch, is_training=True)
+        self.reference: Reference = make_reference(captured.analysis, "layer")
+        blocks = tuple(block.name for block in self.reference.block_graph.blocks)
+        self.plan: Any = SimpleNamespace(edges=(), stages=(SimpleNamespace(name="all", blocks=blocks),))
+
+    def code(self, batch: Batch) -> StageCode:
+        return self.part.stage_code(self.reference, self.plan, 0, batch, self.samples)
+
+    def recaptured(self, batch: Batch) -> StageCode:
+        """Return code captured at this shape alone."""
+        part = whole_part(self.model, batch)
+        return part.stage_code(self.reference, self.plan, 0, batch, self.samples)
+
+    def run(self, code: StageCode, batch: Batch) -> tuple[Tensor, dict[str, Tensor], list[Any]]:
+        """Return the loss, every gradient, and how attention was called."""
+        function, model = code.function, self.model
+        named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        if function.choice is not None:
+            function.choice.use(ones_among(batch, function.choice.inputs))
+        model.zero_grad(set_to_none=True)
+        inputs = [batch[key] for key in function.batch_inputs]
+        with recorded_attention() as calls:
+            outputs = function.call(*(named[name] for name in function.tensors), *inputs)
+        loss = outputs[function.outputs.index(str(code.loss))]
+        loss.backward()
+        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        return loss.detach(), found, calls
+
+
+def cut(batch: Batch, length: int) -> Batch:
+    """Return a batch whose longest text has ``length`` tokens, and others as much less."""
+    texts = {
+        k: v for k, v in batch.items() if isinstance(v, Tensor) and not v.is_floating_point() and v.ndim == 2
+    }
+    longest = max(text.shape[1] for text in texts.values())
+    short = {k: v[:, : v.shape[1] * length // longest].contiguous() for k, v in texts.items()}
+    return {**batch, **short}
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [
+        r.getMessage()
+        for r in caplog.records
+        if r.name.startswith("gpp_plugin") and r.levelno >= logging.WARNING
+    ]
+
+
+def count_exports(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    counted: list[int] = []
+    export = torch.export.export
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        counted.append(1)
+        return export(*args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", counting)
+    return lambda: len(counted)
+
+
+@pytest.mark.parametrize("name", sorted(LENGTHS))
+def test_code_at_a_length_is_that_of_a_capture_there(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, make_batch = build_family(name, SIZE)
+    first, *others = LENGTHS[name]
+    stage = OneStage(model, cut(make_batch("left"), first))
+    stage.code(cut(make_batch("left"), first))
+    exports = count_exports(monkeypatch)
+    codes = {length: stage.code(cut(make_batch("left"), length)) for length in others}
+    assert exports() == 1, "one for all lengths"
+    assert all(code.is_for_lengths for code in codes.values())
+    assert not warnings_in(caplog)
+    for length in others:
+        fresh = stage.recaptured(cut(make_batch("left"), length))
+        assert codes[length].tensors == fresh.tensors
+        assert codes[length].inputs == fresh.inputs
+        assert codes[length].operators == fresh.operators
+        for padding in ("left", "none"):
+            batch = cut(make_batch(padding), length)
+            loss, gradients, calls = stage.run(codes[length], batch)
+            wanted, of_capture, wanted_calls = stage.run(fresh, batch)
+            assert calls == wanted_calls and calls, (length, padding)
+            assert torch.equal(loss, wanted), (length, padding)
+            assert loss.item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
+            assert gradients.keys() == of_capture.keys()
+            assert all(torch.equal(gradients[key], of_capture[key]) for key in gradients), (length, padding)
+
+
+def test_a_text_may_be_as_long_as_the_table_of_positions() -> None:
+    # then the table's slice is all of it, which Python leaves out
+    model, make_batch = build_family("clip", SIZE)
+    stage = OneStage(model, cut(make_batch("left"), 9))
+    for length in (9, 16):
+        batch = cut(make_batch("left"), length)
+        loss, _, _ = stage.run(stage.recaptured(batch), batch)
+        assert loss.item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
+
+
+class Asking(nn.Module):
+    """Asks for its input's length in Python: of more than 6 steps it takes another layer, or another number."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.what = what
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """Return a loss of x [samples, length, 4]."""
+        is_long = x.shape[1] > 6
+        result = self.layers[1 if is_long and self.what == "layer" else 0](x)
+        factor = 3.0 if is_long and self.what == "number" else 2.0
+        times = int(x.shape[1]) if self.what == "length" else 1
+        return {"loss": (result * factor).square().mean() + sum(result.mean() for _ in range(times))}
+
+
+def _steps(length: int) -> Batch:
+    return {"x": torch.randn(2, length, 4, generator=torch.Generator().manual_seed(length))}
+
+
+def _check_loss(stage: OneStage, code: StageCode, batch: Batch) -> None:
+    assert stage.run(code, batch)[0].item() == pytest.approx(stage.model(**batch)["loss"].item(), rel=1e-6)
+
+
+def test_what_python_asked_of_a_length_is_a_condition(caplog: pytest.LogCaptureFixture) -> None:
+    stage = OneStage(Asking("number"), _steps(4))
+    stage.code(_steps(4))
+    for length in (5, 6, 7, 9, 2, 8):
+        code = stage.code(_steps(length))
+        assert code.is_for_lengths
+        _check_loss(stage, code, _steps(length))
+    assert not warnings_in(caplog)
+
+
+def test_a_length_at_which_the_model_is_another_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    # operators of one kind on both ways: only what they read tells that it is another layer
+    stage = OneStage(Asking("layer"), _steps(4))
+    stage.code(_steps(4))
+    assert stage.code(_steps(5)).is_for_lengths
+    with pytest.raises(CaptureError, match=r"linear .* of .*layers_0.* is linear .* of .*layers_1"):
+        stage.code(_steps(7))
+    _check_loss(stage, stage.code(_steps(6)), _steps(6))
+    (warning,) = warnings_in(caplog)
+    assert "Asking is captured again for each new shape" in warning
+
+
+def test_a_length_that_python_takes_as_a_number_is_captured_by_itself(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"loss": self.layer(x).square().mean() * [1.0, 2.0][int(x.shape[1]) % 2]}
+
+    stage = OneStage(Scaled(), _steps(5))
+    stage.code(_steps(5))
+    for length in (6, 7, 8, 9, 10, 5):
+        code = stage.code(_steps(length))
+        assert not code.is_for_lengths
+        _check_loss(stage, code, _steps(length))
+    (warning,) = warnings_in(caplog)
+    assert "x.shape[1] is a number to the model" in warning
+    assert "pad sequences to a few lengths" in warning

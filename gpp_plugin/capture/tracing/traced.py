@@ -87,7 +87,8 @@ def trace(
     """
     # Export, clean, then name what goes in: of a model with a loss and outputs=("logits",) the graph returns (loss,
     # logits), and its placeholders are called as export calls them, here "p_model_head_weight" and "pixel_values".
-    whole = WholeCalls(shadow.model, shadow.original, eager, batch, training=training)
+    receives = training and any(received.values())
+    whole = WholeCalls(shadow.model, shadow.original, eager, batch, training=training, receives=receives)
     program, has_loss = export_model(
         shadow, batch, outputs=outputs, training=training, whole=whole, call=call
     )

@@ -331,3 +331,15 @@ def test_what_is_kept_whole_after_a_failure() -> None:
     )
     assert with_culprit(model, alike, "layers.1") == ("layers.0", "layers.1", "layers.2")
     assert with_culprit(model, alike, "") is None and with_culprit(model, alike, "layers.2.linear") is None
+
+
+def test_a_received_tensor_takes_its_gradient_through_a_custom_function() -> None:
+    model, _ = build_eager("parts")
+    hidden = torch.randn(4, 8, requires_grad=True)
+    batch = {"hidden": hidden.detach(), "y": vectors(4)["y"]}
+    capture = capture_model(model.critic, batch, received={"hidden": True})
+    own = hidden.detach().clone().requires_grad_(True)
+    run_graph(capture, model.critic, {**batch, "hidden": own})[capture.op_graph.loss].backward()
+    model.critic(hidden, batch["y"])["loss"].backward()
+    assert hidden.grad is not None and own.grad is not None
+    assert torch.allclose(own.grad, hidden.grad, rtol=1e-6)

@@ -70,6 +70,7 @@ class WholeCalls:
         paths: of modules, and of functions that are attributes of modules (a HuggingFace model's ``loss_function``).
         entries: the batch, whose tensors are what calls are tried with.
         training: gradients matter, and so do custom backwards.
+        receives: entries of the batch take a gradient, which tracing does not know of: any tensor may.
     """
 
     def __init__(
@@ -80,7 +81,9 @@ class WholeCalls:
         entries: Mapping[str, Any],
         *,
         training: bool,
+        receives: bool = False,
     ) -> None:
+        self._receives = receives
         self._model, self._original, self._paths = model, original, tuple(paths)
         self._entries = entries
         self._training = training
@@ -194,7 +197,7 @@ class WholeCalls:
             self._gives_modules |= not is_plain(pattern)
             return original(*args, **kwargs)
         is_traced = any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        takes_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        takes_gradient = torch.is_grad_enabled() and any(map(self._takes_gradient, tensors))
         if not (is_traced and takes_gradient and self._training) or function.__module__.startswith("torch."):
             return original(*args, **kwargs)
         name = f"{function.__module__}.{function.__qualname__}"
@@ -206,6 +209,10 @@ class WholeCalls:
         return self._record(
             f"function {name}", where, Callee(function.apply), [], [], (args, kwargs), is_function=True
         )
+
+    def _takes_gradient(self, traced: Tensor) -> bool:
+        may = self._receives and traced.is_floating_point() and not isinstance(traced, nn.Parameter)
+        return traced.requires_grad or may
 
     # ---- both ------------------------------------------------------------------------------------------------
 
@@ -246,7 +253,7 @@ class WholeCalls:
 
     def _try(self, call: OpaqueCall, traced: Sequence[Tensor], weights: Sequence[Tensor]) -> Any:
         """Run a call for real, note what was observed, and return the pattern of what it returned."""
-        requires_grad = [t.requires_grad and torch.is_grad_enabled() for t in traced]
+        requires_grad = [torch.is_grad_enabled() and self._takes_gradient(t) for t in traced]
         patterns: list[Any] = []
         function = call.callee.function
 

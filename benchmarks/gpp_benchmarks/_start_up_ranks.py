@@ -17,7 +17,7 @@ from typing import Any
 WAITING = "waiting"
 PARTS = (
     ("/runtime/ranks/", WAITING),
-    ("/model/graph/verification.py", "verification"),
+    ("/model/verify/verification.py", "verification"),
     ("/gpp_plugin/capture/", "capture"),
     ("/gpp_plugin/profile/", "profile"),
     ("/gpp_plugin/plan/", "plan"),

@@ -36,7 +36,8 @@ class OneStage:
         captured = self.part.capture(batch, is_training=True)
         self.reference: Reference = make_reference(captured.analysis, "layer")
         blocks = tuple(block.name for block in self.reference.block_graph.blocks)
-        self.plan: Any = SimpleNamespace(edges=(), stages=(SimpleNamespace(name="all", blocks=blocks),))
+        stage = SimpleNamespace(name="all", blocks=blocks, memory=None)
+        self.plan: Any = SimpleNamespace(edges=(), stages=(stage,))
 
     def code(self, batch: Batch) -> StageCode:
         return self.part.stage_code(self.reference, self.plan, 0, batch, self.samples)

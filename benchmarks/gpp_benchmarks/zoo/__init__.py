@@ -113,7 +113,11 @@ def _line(row: Mapping[str, Any]) -> str:
     runs = [*stages, *row.get("other_length", [])]
     depths = ", ".join(f"{r['stages']} in depth {r['depth']}" for r in stages if r["micro_batches"] == 1)
     leaves = row["means"]["eager_leaves"]
-    share = f", {row['means']['eager_share']:.0%} in {len(leaves)} eager leaves" if leaves else ""
+    share = (
+        f", {row['means']['eager_share']:.0%} of its operations in {len(leaves)} eager leaves"
+        if leaves
+        else ""
+    )
     return (
         f"{head} {row['means']['how']}{share}; {depths or 'one stage'}; loss {max(r['loss_error'] for r in runs):.1e}, "
         f"gradients {max(r['gradient_error'] for r in runs):.1e}; capture {row['capture_s']:.1f} s"

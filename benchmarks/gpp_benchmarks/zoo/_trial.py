@@ -47,7 +47,8 @@ class Means:
     """By what means a model was captured.
 
     Args:
-        eager_leaves: modules that run as they are, and ``eager_share`` their share of the time of a step.
+        how: "whole", or what tracing took beyond an export (`Analysis.means`).
+        eager_leaves: modules that run as they are, and ``eager_share`` their share of the operations of a forward.
     """
 
     how: str
@@ -56,8 +57,15 @@ class Means:
 
 
 def means_of(analysis: Analysis) -> Means:
-    """Return by what means an analysis came about: so far every model is captured whole, or not at all."""
-    return Means(how="whole")
+    """Return by what means an analysis came about."""
+    nodes = analysis.op_graph.nodes
+    flops = sum(node.flops for node in nodes)
+    leaves = sum(node.flops for node in nodes if node.target.startswith("eager "))
+    return Means(
+        how=", ".join(analysis.means) or "whole",
+        eager_leaves=analysis.eager,
+        eager_share=leaves / flops if flops else 0.0,
+    )
 
 
 def empty_row(entry: ZooModel) -> dict[str, Any]:

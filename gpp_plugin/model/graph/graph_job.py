@@ -43,7 +43,7 @@ from gpp_plugin.model.graph.stage_call import IDLE, loss_node, stage_function
 from gpp_plugin.model.graph.stage_context import StageContext, make_context
 from gpp_plugin.model.graph.stage_costs import Measuring, StageCosts, measure_stages
 from gpp_plugin.model.graph.stage_graph import StageGraph
-from gpp_plugin.model.graph.verification import StartUp, verify_part
+from gpp_plugin.model.verify.verification import StartUp, verify_part
 from gpp_plugin.runtime.batches import Batch, OwnRows, UnitRule, shape_key
 from gpp_plugin.runtime.ranks.agree import exchange
 from gpp_plugin.runtime.stage_source import Reference, StageCode, make_reference

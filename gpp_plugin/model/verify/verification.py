@@ -26,7 +26,9 @@ from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.errors import CaptureError, first_line
 from gpp_plugin.ir.profile import BlockCost
 from gpp_plugin.model.graph.captured_part import CapturedPart
-from gpp_plugin.model.graph.compare_capture import (
+from gpp_plugin.model.graph.module_trial import Place, stage_arguments
+from gpp_plugin.model.graph.probe import Survey
+from gpp_plugin.model.verify.compare_capture import (
     HALF,
     Comparison,
     Difference,
@@ -34,8 +36,6 @@ from gpp_plugin.model.graph.compare_capture import (
     in_float32,
     make_twin,
 )
-from gpp_plugin.model.graph.module_trial import Place, stage_arguments
-from gpp_plugin.model.graph.probe import Survey
 from gpp_plugin.runtime.batches import Batch
 
 SHARE = 0.25

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from gpp_plugin.capture.export import count_samples
-from gpp_plugin.capture.tracing.sample_batches import UnitBatch
+from gpp_plugin.capture.tracing.sample_batches import WholeUnit
 from gpp_plugin.engine.row_loader import LoadedUnits, RowLoader, check_keys, repeat
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.ir.block_graph import BlockGraph
@@ -31,7 +31,7 @@ from gpp_plugin.runtime.batches import (
     WholeUnits,
     check_batch,
     collect_mini_batch,
-    collect_units,
+    collect_whole_units,
     mini_batch_shapes,
     ones_among,
     shape_key,
@@ -147,7 +147,7 @@ class Feed:
         prepared = (self._prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
         if self._rule is not None:
             checked = (_with_keys(batch, self._keys) for batch in prepared)
-            return collect_units(checked, self._mini_batch // self._rule.num_samples, self._rule)
+            return collect_whole_units(checked, self._mini_batch // self._rule.num_samples, self._rule)
         batch = collect_mini_batch(prepared, self._mini_batch, count_samples)
         check_keys(batch, self._keys)
         return batch
@@ -205,7 +205,7 @@ class Feed:
         if not isinstance(batch, LoadedUnits):
             return batch
         assert self._rule is not None, "the loader was made for units"
-        return collect_units(batch.units, len(batch.units), self._rule)
+        return collect_whole_units(batch.units, len(batch.units), self._rule)
 
     def _end(self, loading: _Loading) -> Batch:
         """Return this rank's batch or its shape, when all ranks have loaded theirs."""
@@ -237,7 +237,7 @@ class Feed:
             self._shapes.append(told)
         if batch is None:
             shape = self._shapes[index]
-            return WholeUnits(shape=shape, units=()) if isinstance(shape, UnitBatch) else shape
+            return WholeUnits(shape=shape, units=()) if isinstance(shape, WholeUnit) else shape
         if isinstance(batch, WholeUnits):
             return batch
         ones = frozenset(key for key, other in zip(sorted(self._keys), others, strict=True) if not other)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gpp_plugin.capture.eager.padded_records import is_padded, widen
 from gpp_plugin.capture.mask_values import inputs_of_ones
-from gpp_plugin.capture.tracing.sample_batches import UnitBatch, count_samples, is_counted, resize_batch
+from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, is_counted, resize_batch
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.samples import SampleRange
 
@@ -192,8 +192,8 @@ class WholeUnits(Mapping[str, Any]):
         units: all of them; empty where this rank reads no inputs, and ``shape`` has no values.
     """
 
-    shape: UnitBatch
-    units: tuple[UnitBatch, ...]
+    shape: WholeUnit
+    units: tuple[WholeUnit, ...]
 
     def __getitem__(self, key: str) -> Any:
         return self.shape[key]
@@ -226,15 +226,15 @@ class UnitRule:
     """
 
     num_samples: int
-    read: Callable[[UnitBatch], tuple[Any, ...] | None]
+    read: Callable[[WholeUnit], tuple[Any, ...] | None]
 
-    def unit(self, batch: Batch) -> UnitBatch:
+    def unit(self, batch: Batch) -> WholeUnit:
         """Return a batch as one unit.
 
         Raises:
             ConfigError: it holds another number of samples.
         """
-        if isinstance(batch, UnitBatch) and batch.readings is not None:
+        if isinstance(batch, WholeUnit) and batch.readings is not None:
             return batch
         rows = _rows_of_all(batch)
         if rows is not None and rows != self.num_samples:
@@ -242,13 +242,13 @@ class UnitRule:
                 f"a batch holds {rows} samples; this model takes whole loss units: give batches of "
                 f"train_micro_batch_size_per_gpu={self.num_samples} samples, as many as make up train_batch_size"
             )
-        unit = UnitBatch(batch, num_samples=self.num_samples)
+        unit = WholeUnit(batch, num_samples=self.num_samples)
         unit.readings = self.read(unit)
         return unit
 
-    def sample(self, batch: Batch) -> UnitBatch:
+    def sample(self, batch: Batch) -> WholeUnit:
         """Return a unit like those to come, of a sample batch of any number of samples."""
-        if not isinstance(batch, UnitBatch) and is_counted(batch):
+        if not isinstance(batch, WholeUnit) and is_counted(batch):
             batch = resize_batch(batch, self.num_samples)
         return self.unit(batch)
 
@@ -256,11 +256,11 @@ class UnitRule:
         """Return a batch to evaluate as loss units: as many as it can be cut into, or one of any number of samples."""
         leading = _rows_of_all(batch)
         if leading is None or leading % self.num_samples == 0:
-            return collect_units([batch], max((leading or 0) // self.num_samples, 1), self)
-        return collect_units([batch], 1, replace(self, num_samples=leading))
+            return collect_whole_units([batch], max((leading or 0) // self.num_samples, 1), self)
+        return collect_whole_units([batch], 1, replace(self, num_samples=leading))
 
 
-def collect_units(batches: Iterable[Batch], num_units: int, rule: UnitRule) -> WholeUnits:
+def collect_whole_units(batches: Iterable[Batch], num_units: int, rule: UnitRule) -> WholeUnits:
     """Take batches until they are ``num_units`` loss units; a batch is one, or can be cut into several.
 
     Raises:
@@ -299,7 +299,7 @@ def _rows_of_all(batch: Batch) -> int | None:
     return leading.pop() if len(leading) == 1 else None
 
 
-def _unlike_units(first: UnitBatch, other: UnitBatch) -> ConfigError:
+def _unlike_units(first: WholeUnit, other: WholeUnit) -> ConfigError:
     for key, value in first.items():
         here = other.get(key)
         if isinstance(value, Tensor) and isinstance(here, Tensor) and value.shape != here.shape:
@@ -335,7 +335,7 @@ def shape_key(batch: Batch, num_samples: int) -> tuple[Any, ...]:
     # code of a stage is for a number of samples of its own, however many the mini-batch has.
     unit = batch.shape if isinstance(batch, WholeUnits) else batch
     parts: list[Any] = []
-    if isinstance(unit, UnitBatch):  # nothing is told by sample; what Python reads decides about the code too
+    if isinstance(unit, WholeUnit):  # nothing is told by sample; what Python reads decides about the code too
         parts, num_samples = [("unit", unit.num_samples, unit.readings)], 1
     for key in sorted(batch):
         value = batch[key]
@@ -382,7 +382,7 @@ def mini_batch_shapes(batch: Batch) -> dict[str, Any]:
     }
     if isinstance(batch, WholeUnits):
         unit = batch.shape
-        return UnitBatch(shapes, num_samples=unit.num_samples, readings=unit.readings)
+        return WholeUnit(shapes, num_samples=unit.num_samples, readings=unit.readings)
     return shapes
 
 

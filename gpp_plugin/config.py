@@ -31,6 +31,7 @@ Granularity = Literal["layer", "sub_layer", "node"]
 Mode = Literal["sync", "async"]
 Recompute = Literal["auto", "off", "full"]
 Swap = Literal["auto", "off"]
+LossMean = Literal["units", "tokens"]
 Auto = Literal["auto"]
 Count = Annotated[int, Field(ge=1)]
 _PLANNER = "the name of a planner"
@@ -92,6 +93,12 @@ class GraphPipelineConfig(_Block):
             PCIe and network, whose speeds are measured once for a kind of cluster.
         plan: a plan made before or written by hand: a file, or in place.
         profile_dir: where measured costs are kept; null keeps them in the user's cache.
+        loss_mean: "units" weighs the losses of a step equally; "tokens" is the sum over all labelled tokens of the
+            mini-batch divided by their number, as HuggingFace's Trainer has it in one process, for models that take
+            `num_items_in_batch`.
+        units: how many items `train_batch` takes from the iterator, each one loss unit as the collator made it, of
+            whatever length and number of samples; null takes batches until they hold ``train_batch_size`` samples.
+            ``train_micro_batch_size_per_gpu`` is then the samples of a typical unit, which the plan is made for.
         mode: "sync" steps once a mini-batch; "async" after every micro-batch, on each stage, with a pipeline that never
             drains (PipeDream): a gradient is then as many updates old as the stage holds micro-batches beside it.
         vertical_sync: in mode async, a micro-batch uses weights of the same age on every stage.
@@ -128,6 +135,8 @@ class GraphPipelineConfig(_Block):
     cluster: str | dict[str, Any] = Field(default="auto", description='"auto", a file name, or an object')
     plan: str | dict[str, Any] | None = Field(default=None, description="null, a file name, or an object")
     profile_dir: str | None = Field(default=None, description="null or a directory name")
+    loss_mean: LossMean = Field(default="units", description=_one_of(LossMean))
+    units: Count | None = Field(default=None, description="null or a whole number of at least 1")
     mode: Mode = Field(default="sync", description=_one_of(Mode))
     vertical_sync: bool = Field(default=False, description="true or false")
     p2p: str = Field(default="native", description=_TRANSPORT)
@@ -234,6 +243,11 @@ def _check_mode(config: GraphPipelineConfig) -> None:
                 '"async" or remove it'
             )
         return
+    if config.loss_mean == "tokens":
+        raise ConfigError(
+            f'{BLOCK}.loss_mean: "tokens" is a mean over the mini-batch, and in mode async each micro-batch is a step; '
+            'set loss_mean to "units", or mode to "sync"'
+        )
     sizes = config.micro_batch_sizes
     wrong = {
         "schedule": (config.schedule, "auto", "1f1b"),

@@ -64,6 +64,11 @@ class CompareSettings:
         block = read_config(self.ds_config)
         if block is not None and self.modes != (SINGLE,):
             check_ranks(block, self.num_ranks)
+        if block is not None and block.loss_mean != "units":
+            raise ConfigError(
+                f"graph_pipeline.loss_mean: {block.loss_mean!r}, which one process and {STOCK} are not compared with; "
+                "remove it"
+            )
 
     @property
     def mini_batch(self) -> int:

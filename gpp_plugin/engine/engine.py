@@ -67,6 +67,8 @@ from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference
 from gpp_plugin.runtime.window_lane import WindowLane
 
+NO_LOSS = ("labels", "return_loss", "num_items_in_batch")
+"""What a batch lacks where no loss is asked for."""
 EXPORT_TIMEOUT_S = 600.0
 """How long ranks wait, at least, for one that writes its part of an export."""
 
@@ -106,6 +108,7 @@ class GraphPipelineEngine(PipelineSurface):
         self._source = source
         self._is_destroyed = False
         find_transport(config.p2p).check(str(setting.device))
+        (sample_batch,) = source.complete_batches([sample_batch])
         # What follows is in the order of the ranks' meetings: each call is collective, and needs the one before.
         reference, plan = source.prepare_plan(sample_batch)
         plan = note_edge_transports(plan, config.p2p)
@@ -182,6 +185,7 @@ class GraphPipelineEngine(PipelineSurface):
         reading = ranks_that_read(plan, reference.block_graph)
         self._feed = Feed(
             prepare=self._source.prepare_batch,
+            complete=self._source.complete_batches,
             mini_batch=plan.mini_batch,
             reads_inputs=self._setting.rank in reading,
             source=min(reading),
@@ -198,7 +202,7 @@ class GraphPipelineEngine(PipelineSurface):
                 config=self.config,
                 setting=self._setting,
                 collate_fn=collate_fn,
-                prepare=self._source.prepare_batch,
+                prepare=lambda batch: self._source.complete_batches([self._source.prepare_batch(batch)])[0],
                 reads=inputs_read(plan, reference.block_graph, self._lane.stage_index),
                 keys=sample_batch,
             )
@@ -369,7 +373,7 @@ class GraphPipelineEngine(PipelineSurface):
         batch = self._feed.take(data_iter)
         wanted = tuple(outputs) if return_logits or not compute_loss else ()
         if not compute_loss:
-            batch = {key: value for key, value in batch.items() if key not in ("labels", "return_loss")}
+            batch = {key: value for key, value in batch.items() if key not in NO_LOSS}
         loss, found = self._evaluator.evaluate(batch, outputs=wanted, needs_loss=compute_loss)
         value = torch.tensor(loss, dtype=torch.float32, device=self.device)
         if not wanted:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.capture.export import count_samples
-from gpp_plugin.engine.metrics import sum_of_losses
+from gpp_plugin.engine.metrics import share_of_loss
 from gpp_plugin.engine.setting import EngineModel, Setting
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
@@ -107,12 +107,12 @@ class Evaluator:
             if lane is None:
                 continue
             result = self._run(lane, rows)
-            total += sum_of_losses(result.losses)
+            total += share_of_loss(result.losses, num_samples, is_sum=lane.sums_losses)
             for name, pieces in result.outputs.items():
                 collected[name] += [(part.first_sample + first, piece) for first, piece in pieces]
-        # Losses come weighted by their samples: the sum over parts and ranks is over all samples.
+        # Losses come weighted by their samples of all: the sum over parts and ranks is the batch's.
         whole = self._meeting.sum(torch.tensor([total], dtype=torch.float64), "the loss of an evaluation")
-        return float(whole) / num_samples, self._gather(collected, graph.reference)
+        return float(whole), self._gather(collected, graph.reference)
 
     def close(self) -> None:
         """Let go of all lanes."""

@@ -7,7 +7,7 @@ does: one number a mini-batch, and the shapes themselves only when they are new.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -66,6 +66,11 @@ def ranks_that_read(plan: PipelinePlan, graph: BlockGraph) -> set[int]:
     }
 
 
+def as_they_are(batches: Sequence[Batch]) -> list[dict[str, Any]]:
+    """Return the batches of a mini-batch of whose whole the model is told nothing."""
+    return [dict(batch) for batch in batches]
+
+
 _LEAST = -(2**62)
 """Below every checksum, and minus every checksum."""
 
@@ -93,6 +98,7 @@ class Feed:
 
     Args:
         prepare: makes of a batch what the model is called with.
+        complete: adds to the batches of a mini-batch what the model is told of all of them together.
         reads_inputs: whether this rank's stage reads model inputs.
         source: a rank that does.
         group: a CPU group of all ranks, for announcements.
@@ -106,6 +112,7 @@ class Feed:
         self,
         *,
         prepare: Callable[[Any], dict[str, Any]],
+        complete: Callable[[Sequence[Batch]], list[dict[str, Any]]] = as_they_are,
         mini_batch: int,
         reads_inputs: bool,
         source: int,
@@ -116,6 +123,7 @@ class Feed:
     ) -> None:
         self.batch_fn: Callable[[Any], Any] = lambda batch: batch
         self._prepare = prepare
+        self._complete = complete
         self._mini_batch = mini_batch
         self.reads_inputs = reads_inputs
         self._source = source
@@ -131,13 +139,14 @@ class Feed:
         """Take one mini-batch from the user's iterator (every rank has the same stream)."""
         # Batches of any size are joined until they are B samples; constants of the capture are the same in all of them.
         prepared = (self._prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
-        batch = collect_mini_batch(prepared, self._mini_batch, count_samples)
+        (batch,) = self._complete([collect_mini_batch(prepared, self._mini_batch, count_samples)])
         check_keys(batch, self._keys)
         return batch
 
     def take(self, iterator: Iterator[Any]) -> dict[str, Any]:
         """Take one batch of any size from the user's iterator."""
-        return self._prepare(self.batch_fn(next(_check_iterator(iterator))))
+        (batch,) = self._complete([self._prepare(self.batch_fn(next(_check_iterator(iterator))))])
+        return batch
 
     def load(self, iterator: Iterator[OwnRows]) -> Batch:
         """Take this rank's rows of a mini-batch of the engine's own loader; without inputs, only learn its shape.

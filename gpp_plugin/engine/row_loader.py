@@ -362,6 +362,7 @@ class RowLoader:
         seed: what random numbers of a dataset depend on, in workers.
         workers: processes that load ahead; 0 loads here, when asked.
         pins: rows come in page-locked memory.
+        needs_whole: ``prepare`` makes something of a row that depends on those beside it.
     """
 
     def __init__(
@@ -375,6 +376,7 @@ class RowLoader:
         seed: int,
         workers: int = 0,
         pins: bool = False,
+        needs_whole: bool = False,
     ) -> None:
         self.loader = loader
         self._collate_fn, self._prepare, self._share = collate_fn, prepare, share
@@ -383,6 +385,7 @@ class RowLoader:
         # two would each have the whole stream
         self._workers = min(workers, 1) if is_stream else workers
         self._pins = pins
+        self._needs_whole = needs_whole
         self._iterator: Any = None
         self._is_closed = False
         self.batch_fn: Callable[[Any], Any] | None = None
@@ -445,7 +448,7 @@ class RowLoader:
             share=self._share,
             keys=self._keys,
             # a function of the user's may make something else of a row without the others beside it
-            fetches_all=batch_fn is not None,
+            fetches_all=batch_fn is not None or self._needs_whole,
         )
         options: dict[str, Any] = {
             "batch_size": None,
@@ -506,6 +509,7 @@ def make_row_loader(
         seed=config.seed,
         workers=count_workers(config.loader_workers, setting.device),
         pins=setting.device.type == "cuda",
+        needs_whole=config.loss_mean == "tokens",  # each rank counts those of the whole mini-batch
     )
 
 

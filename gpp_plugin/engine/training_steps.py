@@ -21,7 +21,7 @@ from torch import Tensor
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.doors import Channel, Transport, TransportRequest
 from gpp_plugin.engine.memory_watch import MemoryWatch
-from gpp_plugin.engine.metrics import sum_of_losses
+from gpp_plugin.engine.metrics import share_of_loss
 from gpp_plugin.engine.setting import EngineModel, Setting
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_step import StepResult
@@ -80,6 +80,7 @@ class LaneMaker:
                     transport=transport,
                     device=self._setting.device,
                     dtype=self._setting.dtype,
+                    sums_losses=self._config.loss_mean == "tokens",
                 )
         return None
 
@@ -357,7 +358,8 @@ class SynchronousSteps:
         with S = sum of c and Q = sum of c squared, n Q = S S exactly where all checksums are equal (Cauchy and
         Schwarz). Checksums 5, 5, 5: 3 * 75 = 15 * 15; checksums 5, 5, 6: 3 * 86 > 16 * 16.
         """
-        mine = sum_of_losses(result.losses) / self._lane.plan.mini_batch
+        lane = self._lane
+        mine = share_of_loss(result.losses, lane.plan.mini_batch, is_sum=lane.sums_losses)
         if not self._has_peers:
             return mine
         step = self._stage.global_steps

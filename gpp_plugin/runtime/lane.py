@@ -161,6 +161,8 @@ class Lane:
         plan: on ``reference.block_graph``.
         program: this rank's.
         reduces_early: the stage may sum gradients in its last backward (`schedule.early_reductions`).
+        sums_losses: the loss of a mini-batch is the sum of its units' losses, each divided by what it is to be divided
+            by already; else their mean.
         module: the stage's parameters; None until `bind`.
     """
 
@@ -175,8 +177,10 @@ class Lane:
         device: torch.device,
         dtype: torch.dtype | None = None,
         reduces_early: bool = False,
+        sums_losses: bool = False,
     ) -> None:
         self.plan = plan
+        self.sums_losses = sums_losses
         self.reduces_early = reduces_early
         self.reference = reference
         self.stage_index = program.stage
@@ -324,12 +328,16 @@ class Lane:
             gradients=boundary_gradients(self._program, self.plan, code.tensors),
             hooks=hooks if is_trained else None,
             loss=code.loss,
-            loss_share=self.plan.stages[self.stage_index].local_batch_size / step_samples,
+            loss_share=self._loss_share(step_samples),
             halves=_halves(prepared),
             keeper=self._make_keeper(prepared) if is_trained else None,
             versions=versions,
             reduces_in=last_backward(self._program) if self.reduces_early else None,
         )
+
+    def _loss_share(self, step_samples: int) -> float:
+        """Return the seed of a loss: what the loss of a step grows by where it grows by one."""
+        return 1.0 if self.sums_losses else self.plan.stages[self.stage_index].local_batch_size / step_samples
 
     def _make_keeper(self, prepared: _Prepared) -> StageKeeper | None:
         """Return what executes the stage's memory plan, if it has one."""

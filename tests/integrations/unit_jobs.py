@@ -1,0 +1,178 @@
+"""What each rank runs in the tests of token means and of mini-batches of unlike units."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from tests.integrations.engine_jobs import config_of, make_engine
+from tests.models import build
+from tests.reference import gradient_errors
+
+UNLABELLED = -100
+
+# ---- one process --------------------------------------------------------------------------------------------
+
+
+def trainer_count(model: nn.Module, units: Sequence[dict[str, Any]]) -> Tensor:
+    """Return `num_items_in_batch` as HuggingFace's Trainer counts it for these batches of one step."""
+    from transformers import Trainer
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    # as Trainer.__init__ has it, which itself needs accelerate
+    is_causal = LOSS_MAPPING.get(model.loss_type) is ForCausalLMLoss
+    trainer = SimpleNamespace(
+        model_accepts_loss_kwargs=True,
+        _loss_shifts_labels=is_causal and not getattr(model.config, "is_encoder_decoder", False),
+        args=SimpleNamespace(average_tokens_across_devices=False, n_gpu=0),
+        get_tp_size=lambda: 1,
+        get_cp_size=lambda: 1,
+        get_sp_size=lambda: 1,
+    )
+    return Trainer._get_num_items_in_batch(trainer, units, torch.device("cpu"))
+
+
+def one_process(
+    model: nn.Module, steps: Sequence[Sequence[dict[str, Any]]], *, loss_mean: str
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Train a copy on a list of units a step; return the losses and the first step's gradients."""
+    model = copy.deepcopy(model).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    losses, gradients = [], {}
+    for units in steps:
+        optimizer.zero_grad()
+        total = 0.0
+        for unit in units:
+            if loss_mean == "tokens":
+                loss = model(**unit, num_items_in_batch=trainer_count(model, units)).loss
+            else:
+                loss = model(**unit).loss / len(units)
+            loss.backward()
+            total += float(loss.detach())
+        losses.append(total)
+        if not gradients:
+            gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    return losses, gradients
+
+
+# ---- token means --------------------------------------------------------------------------------------------
+
+
+def unlike_labels(batch: dict[str, Any], unit: int) -> dict[str, Any]:
+    """Take away labels, more of them the later the unit, so that means of units and of tokens differ."""
+    labels = batch["labels"].clone()
+    for row in range(len(labels)):
+        labels[row, -1 - row // unit - row % 3 :] = UNLABELLED
+    return {**batch, "labels": labels}
+
+
+class Rows:
+    """A dataset of the rows of batches."""
+
+    def __init__(self, batches: Sequence[dict[str, Any]]) -> None:
+        self._rows = [{k: v[i] for k, v in b.items()} for b in batches for i in range(len(b["input_ids"]))]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self._rows[index]
+
+
+def collate_padded(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Pad as users' collators do."""
+    fill = {"labels": UNLABELLED}
+    return {
+        key: pad_sequence([i[key] for i in items], batch_first=True, padding_value=fill.get(key, 0))
+        for key in items[0]
+    }
+
+
+def token_mean(name: str, zero: int, loader: str, block: dict[str, Any]) -> dict[str, Any]:
+    """Train three steps with the mean over tokens, and evaluate; compare with one process."""
+    import deepspeed
+
+    import gpp_plugin
+
+    torch.manual_seed(0)
+    model, make_batch = build(name)
+    plain = copy.deepcopy(model)
+    batches = [unlike_labels(make_batch(8, seed), 2) for seed in range(3)]
+    config = config_of(block={"loss_mean": "tokens", **block}, zero_optimization={"stage": zero})
+    sample = unlike_labels(make_batch(8, 9), 2)
+    if loader == "iterator":
+        engine = make_engine(model, sample, config)
+    else:
+        engine = deepspeed.initialize(
+            model=gpp_plugin.GraphPipelineModule(model, sample_batch=sample),
+            config=config,
+            training_data=Rows(batches),
+            collate_fn=collate_padded if loader == "collated" else None,
+        )[0]
+        batches = list(engine.training_dataloader)
+        engine.training_dataloader.generator.manual_seed(0)  # from the beginning, as the engine reads it
+    wanted = [[{k: v[i : i + 2] for k, v in b.items()} for i in range(0, 8, 2)] for b in batches]
+    engine.retain_gradients()
+    losses = []
+    for step, batch in enumerate(batches):
+        losses.append(float(engine.train_batch(iter([batch]) if loader == "iterator" else None)))
+        if step == 0:
+            gradients = dict(engine.gradients)
+    evaluated = float(engine.eval_batch(iter([batches[0]])))
+    reference, first = one_process(plain, wanted, loss_mean="tokens")
+    by_units, _ = one_process(plain, wanted[:1], loss_mean="units")
+    trained = _with_weights(plain, wanted)
+    with torch.no_grad():
+        told = trainer_count(trained, wanted[0])
+        whole = sum(float(trained(**unit, num_items_in_batch=told).loss) for unit in wanted[0])
+    return {
+        "losses": losses,
+        "wanted": reference,
+        "by_units": by_units[0],
+        "errors": gradient_errors(gradients, first),
+        "evaluated": evaluated,
+        "wanted_evaluated": whole,
+        "degrees": [stage.degree for stage in engine.plan.stages],
+    }
+
+
+def _with_weights(plain: nn.Module, steps: Sequence[Sequence[dict[str, Any]]]) -> nn.Module:
+    """Return the model as trained in one process, in evaluation mode."""
+    model = copy.deepcopy(plain).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    for units in steps:
+        optimizer.zero_grad()
+        for unit in units:
+            model(**unit, num_items_in_batch=trainer_count(model, units)).loss.backward()
+        optimizer.step()
+    return model.eval()
+
+
+def refuse_token_means() -> dict[str, str]:
+    """Each way to have no token mean, and what is said."""
+    from gpp_plugin.errors import GppError
+
+    said: dict[str, str] = {}
+    for case, name, change, block in (
+        ("no way", "two_branch", {}, {}),
+        ("not divided", "t5", {}, {}),
+        ("no labels", "gpt2", {"labels": None}, {}),
+        ("no targets", "gpt2", {"labels": torch.full((8, 8), UNLABELLED)}, {}),
+        ("stock", "gpt2", {}, {"planner": "stock_1f1b"}),
+        ("async", "gpt2", {}, {"mode": "async"}),
+    ):
+        model, make_batch = build(name)
+        sample = {k: v for k, v in {**make_batch(8, 0), **change}.items() if v is not None}
+        try:
+            make_engine(model, sample, config_of(block={"loss_mean": "tokens", **block}))
+            said[case] = "nothing"
+        except GppError as error:
+            said[case] = str(error)
+    return said

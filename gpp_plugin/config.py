@@ -231,7 +231,26 @@ def read_config(ds_config: Mapping[str, Any] | str | Path) -> GraphPipelineConfi
     except ValidationError as error:
         raise ConfigError("\n".join(_problems(error))) from None
     _check_mode(config)
+    if config.units is not None:
+        _check_units(config)
+        config = config.model_copy(update={"slicing": "off"})  # a half of a unit is cut
     return config if config.enabled else None
+
+
+def _check_units(config: GraphPipelineConfig) -> None:
+    """Refuse keys that contradict ``units``: nothing is cut below a unit, and each step is of whole ones."""
+    wrong = {
+        "micro_batch_sizes": (config.micro_batch_sizes, "auto"),
+        "slicing": (config.slicing, "auto", "off"),
+        "mode": (config.mode, "sync"),
+        "p2p": (config.p2p, "native"),
+    }
+    for key, (value, *allowed) in wrong.items():
+        if value not in allowed:
+            raise ConfigError(
+                f"{BLOCK}.{key}: {_show(value)} is not possible with {BLOCK}.units, of which every rank runs one whole "
+                f"unit at a time; give {' or '.join(map(_show, allowed))}"
+            )
 
 
 def _check_mode(config: GraphPipelineConfig) -> None:
@@ -451,6 +470,8 @@ def batch_arithmetic(ds_config: Mapping[str, Any] | str | Path, num_ranks: int) 
     mini_batch = _size(plain, "train_batch_size")
     unit = _size(plain, "train_micro_batch_size_per_gpu")
     steps = _size(plain, "gradient_accumulation_steps")
+    if config.units is not None:
+        return _units_arithmetic(config.units, mini_batch, unit, steps)
     if mini_batch is None:
         mini_batch = _implied_mini_batch(unit, steps, num_ranks, config)
     full_loss = isinstance(config.micro_batch_sizes, dict) and config.micro_batch_sizes.get("loss") == "full"
@@ -476,6 +497,29 @@ def batch_arithmetic(ds_config: Mapping[str, Any] | str | Path, num_ranks: int) 
         )
     _check_micro_batches_divide(config, mini_batch)
     return BatchSizes(mini_batch, unit, steps)
+
+
+def _units_arithmetic(units: int, mini_batch: int | None, unit: int | None, steps: int | None) -> BatchSizes:
+    """Return the sizes of a mini-batch of ``units`` typical units."""
+    # units=8 and u=4: B=32, which need not be given; units=8 and B=32: u=4
+    if unit is None and mini_batch is None:
+        raise ConfigError(
+            f"train_micro_batch_size_per_gpu: missing; give the samples of a typical one of the {units} "
+            f"{BLOCK}.units, which the plan is made for"
+        )
+    if unit is None and mini_batch is not None:
+        unit = mini_batch // units
+    assert unit is not None
+    if mini_batch not in (None, units * unit) or not unit:
+        raise ConfigError(
+            f"train_batch_size: {mini_batch} is not {BLOCK}.units={units} times train_micro_batch_size_per_gpu; remove "
+            "it, since units may have any number of samples"
+        )
+    if steps is not None and units % steps:
+        raise ConfigError(
+            f"gradient_accumulation_steps: {steps} does not divide {BLOCK}.units={units}; remove it"
+        )
+    return BatchSizes(units * unit, unit, steps)
 
 
 def _size(plain: Mapping[str, Any], key: str) -> int | None:

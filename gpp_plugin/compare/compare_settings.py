@@ -64,10 +64,10 @@ class CompareSettings:
         block = read_config(self.ds_config)
         if block is not None and self.modes != (SINGLE,):
             check_ranks(block, self.num_ranks)
-        if block is not None and block.loss_mean != "units":
+        if block is not None and (block.loss_mean, block.units) != ("units", None):
+            key, value = ("units", block.units) if block.units is not None else ("loss_mean", block.loss_mean)
             raise ConfigError(
-                f"graph_pipeline.loss_mean: {block.loss_mean!r}, which one process and {STOCK} are not compared with; "
-                "remove it"
+                f"graph_pipeline.{key}: {value!r} is not what one process and {STOCK} are compared with; remove it"
             )
 
     @property

@@ -25,8 +25,10 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.batches import (
     Batch,
     OwnRows,
+    UnitBatch,
     check_batch,
     collect_mini_batch,
+    collect_units,
     mini_batch_shapes,
     shape_key,
 )
@@ -99,6 +101,7 @@ class Feed:
     Args:
         prepare: makes of a batch what the model is called with.
         complete: adds to the batches of a mini-batch what the model is told of all of them together.
+        units: items of a mini-batch, each one loss unit; None: a mini-batch is of batches of ``mini_batch`` samples.
         reads_inputs: whether this rank's stage reads model inputs.
         source: a rank that does.
         group: a CPU group of all ranks, for announcements.
@@ -114,6 +117,7 @@ class Feed:
         prepare: Callable[[Any], dict[str, Any]],
         complete: Callable[[Sequence[Batch]], list[dict[str, Any]]] = as_they_are,
         mini_batch: int,
+        units: int | None = None,
         reads_inputs: bool,
         source: int,
         group: dist.ProcessGroup | None,
@@ -125,6 +129,7 @@ class Feed:
         self._prepare = prepare
         self._complete = complete
         self._mini_batch = mini_batch
+        self._units = units
         self.reads_inputs = reads_inputs
         self._source = source
         self._group = group
@@ -135,18 +140,26 @@ class Feed:
         self._loads_ahead = loads_ahead
         self._ahead: _Loading | None = None
 
-    def collect(self, iterator: Iterator[Any]) -> dict[str, Any]:
+    def collect(self, iterator: Iterator[Any]) -> Batch:
         """Take one mini-batch from the user's iterator (every rank has the same stream)."""
         # Batches of any size are joined until they are B samples; constants of the capture are the same in all of them.
         prepared = (self._prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
+        if self._units is not None:
+            units = self._complete(collect_units(prepared, self._units))
+            for unit in units:
+                check_keys(unit, self._keys)
+            return UnitBatch(units=tuple(units))
         (batch,) = self._complete([collect_mini_batch(prepared, self._mini_batch, count_samples)])
         check_keys(batch, self._keys)
         return batch
 
-    def take(self, iterator: Iterator[Any]) -> dict[str, Any]:
-        """Take one batch of any size from the user's iterator."""
-        (batch,) = self._complete([self._prepare(self.batch_fn(next(_check_iterator(iterator))))])
-        return batch
+    def take(self, iterator: Iterator[Any]) -> Batch:
+        """Take one batch of any size from the user's iterator, or the units of a mini-batch, with whatever keys."""
+        prepared = (self._prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
+        units = self._complete(collect_units(prepared, self._units or 1))
+        for unit in units:
+            check_keys(unit, frozenset(units[0]))
+        return units[0] if self._units is None else UnitBatch(units=tuple(units))
 
     def load(self, iterator: Iterator[OwnRows]) -> Batch:
         """Take this rank's rows of a mini-batch of the engine's own loader; without inputs, only learn its shape.

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gpp_plugin.config import GraphPipelineConfig
@@ -37,6 +38,7 @@ from gpp_plugin.runtime.ranks.agree import exchange
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference
+from gpp_plugin.runtime.unit_lane import UnitLane, plan_of_units
 from gpp_plugin.runtime.weight_versions import MakePlaces
 from gpp_plugin.runtime.window_lane import WindowLane
 from gpp_plugin.schedule.checks.validate_windows import validate_windows
@@ -65,13 +67,16 @@ class LaneMaker:
 
     def make(self, reference: Reference, plan: PipelinePlan) -> Lane | None:
         """Return this rank's lane for a plan, or None where the plan leaves the rank idle."""
+        make: type[Lane] = Lane
+        if self._config.units is not None:
+            plan, make = plan_of_units(plan), UnitLane
         programs = make_programs(plan, reference, reduce_each_backward=self._setting.zero_stage >= 2)
         # Transports are made by all ranks, also by those that the plan leaves idle: a process group is made so.
         transport = self._transport_for(plan, reference, channels_of(programs))
         early = stages_that_reduce_early(plan, programs)
         for program in programs:
             if program.rank == self._setting.rank:
-                return Lane(
+                return make(
                     reduces_early=program.stage in early,
                     source=self._source.stages,
                     reference=reference,
@@ -216,13 +221,13 @@ class MiniBatchRunner:
     Args:
         stage: whose gradients a failed mini-batch leaves behind.
         memory: counts one mini-batch of training.
-        has_peers: there are other ranks, whose messages may still arrive after a failure here.
+        group: of all ranks; None for a single one. Messages of others may still arrive after a failure here.
     """
 
-    def __init__(self, stage: StageEngine, memory: MemoryWatch, *, has_peers: bool) -> None:
+    def __init__(self, stage: StageEngine, memory: MemoryWatch, *, group: dist.ProcessGroup | None) -> None:
         self._stage = stage
         self._memory = memory
-        self._has_peers = has_peers
+        self._group = group
         self.failure: str | None = None
 
     def refuse_after_failure(self) -> None:
@@ -245,11 +250,14 @@ class MiniBatchRunner:
         """
         self.refuse_after_failure()
         try:
+            if isinstance(lane, UnitLane) and lane.has_new_shapes(batch):
+                # a rank makes code for its own units alone: before any message all know whether all could
+                exchange(lambda: lane.learn_shapes(batch), what="code for a new shape", group=self._group)
             return lane.run(batch, record=record, count=count)
         except BaseException as error:
             self._stage.zero_grad()
             # What capture or configuration refuse is refused before the first message, by every rank alike.
-            if self._has_peers and not isinstance(error, (CaptureError, ConfigError)):
+            if self._group is not None and not isinstance(error, (CaptureError, ConfigError)):
                 self.failure = failure_after(self._stage.global_steps, error)
             raise
 

@@ -497,6 +497,12 @@ def _check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
             "its stages count for themselves; remove the key",
         ),
         (
+            "units",
+            config.units,
+            config.units is not None,
+            "units of their own shapes are for captured models; remove the key",
+        ),
+        (
             "weights",
             config.weights,
             config.weights is not None and not is_plain,

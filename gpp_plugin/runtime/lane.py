@@ -24,7 +24,14 @@ from gpp_plugin.ir.program import InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.runtime.batches import Batch, ones_among, shape_key
-from gpp_plugin.runtime.compute import AutogradCompute, HalfForwards, StageHooks, boundary_gradients
+from gpp_plugin.runtime.compute import (
+    AutogradCompute,
+    CountedCompute,
+    HalfForwards,
+    StageCompute,
+    StageHooks,
+    boundary_gradients,
+)
 from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
 from gpp_plugin.runtime.input_rows import InputLink, InputRows
 from gpp_plugin.runtime.memory.keeper import NextBackward, StageKeeper, backwards_after
@@ -32,6 +39,7 @@ from gpp_plugin.runtime.memory.planned_keeper import make_keeper
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.messages.mailbox import WindowPlace
 from gpp_plugin.runtime.messages.transport import Channel, Transport
+from gpp_plugin.runtime.messages.wires import BoundarySpecs
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule
 from gpp_plugin.runtime.stage_source import Reference, StageCode, StageSource
 from gpp_plugin.runtime.weight_versions import WeightVersions
@@ -136,7 +144,7 @@ class _Compiled:
     """A stage ready to run at one shape; ``inputs`` are the model's inputs there, by batch key."""
 
     executor: StageExecutor
-    compute: AutogradCompute
+    compute: CountedCompute
     function: StageFunction
     half: StageFunction | None
     inputs: Mapping[str, TensorSpec]
@@ -366,15 +374,21 @@ class Lane:
         self,
         code: StageCode,
         program: RankProgram,
-        compute: AutogradCompute,
+        compute: StageCompute,
         hooks: StageHooks | None,
         window: WindowPlace | None = None,
+        specs: BoundarySpecs | None = None,
     ) -> StageExecutor:
+        """Return what runs a program.
+
+        Args:
+            specs: of units of unlike shapes; None: those of ``code`` for all samples.
+        """
         return StageExecutor(
             plan=self.plan,
             program=program,
             compute=compute,
-            specs=code.tensors,
+            specs=code.tensors if specs is None else specs,
             transport=self._transport,
             hooks=hooks,
             device=self._device,

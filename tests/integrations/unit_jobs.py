@@ -48,11 +48,7 @@ def one_process(
     for units in steps:
         optimizer.zero_grad()
         total = 0.0
-        for unit in units:
-            if loss_mean == "tokens":
-                loss = model(**unit, num_items_in_batch=trainer_count(model, units)).loss
-            else:
-                loss = model(**unit).loss / len(units)
+        for loss in _losses(model, units, loss_mean):
             loss.backward()
             total += float(loss.detach())
         losses.append(total)
@@ -128,10 +124,9 @@ def token_mean(name: str, zero: int, loader: str, block: dict[str, Any]) -> dict
     evaluated = float(engine.eval_batch(iter([batches[0]])))
     reference, first = one_process(plain, wanted, loss_mean="tokens")
     by_units, _ = one_process(plain, wanted[:1], loss_mean="units")
-    trained = _with_weights(plain, wanted)
+    trained = _with_weights(plain, wanted, loss_mean="tokens")
     with torch.no_grad():
-        told = trainer_count(trained, wanted[0])
-        whole = sum(float(trained(**unit, num_items_in_batch=told).loss) for unit in wanted[0])
+        whole = sum(float(part) for part in _losses(trained, wanted[0], "tokens"))
     return {
         "losses": losses,
         "wanted": reference,
@@ -143,14 +138,24 @@ def token_mean(name: str, zero: int, loader: str, block: dict[str, Any]) -> dict
     }
 
 
-def _with_weights(plain: nn.Module, steps: Sequence[Sequence[dict[str, Any]]]) -> nn.Module:
+def _losses(model: nn.Module, units: Sequence[dict[str, Any]], loss_mean: str) -> list[Tensor]:
+    """Return what each unit adds to the loss of a step."""
+    if loss_mean == "tokens":
+        told = trainer_count(model, units)
+        return [model(**unit, num_items_in_batch=told).loss for unit in units]
+    return [model(**unit).loss / len(units) for unit in units]
+
+
+def _with_weights(
+    plain: nn.Module, steps: Sequence[Sequence[dict[str, Any]]], *, loss_mean: str
+) -> nn.Module:
     """Return the model as trained in one process, in evaluation mode."""
     model = copy.deepcopy(plain).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     for units in steps:
         optimizer.zero_grad()
-        for unit in units:
-            model(**unit, num_items_in_batch=trainer_count(model, units)).loss.backward()
+        for loss in _losses(model, units, loss_mean):
+            loss.backward()
         optimizer.step()
     return model.eval()
 
@@ -176,3 +181,66 @@ def refuse_token_means() -> dict[str, str]:
         except GppError as error:
             said[case] = str(error)
     return said
+
+
+# ---- units --------------------------------------------------------------------------------------------------
+
+
+def unlike_units(name: str, count: int, seed: int) -> list[dict[str, Any]]:
+    """Return units of one to three samples and of several lengths; some have padding and some none."""
+    _, make_batch = build(name)
+    generator = torch.Generator().manual_seed(seed)
+    units = []
+    for index in range(count):
+        samples, cut, shorter = (int(torch.randint(0, 3, (), generator=generator)) for _ in range(3))
+        unit = make_batch(1 + samples, 100 * seed + index)
+        ids, labels = unit["input_ids"], unit["labels"]
+        length, of_labels = ids.shape[1] - cut, labels.shape[1] - (shorter if name == "t5" else cut)
+        mask = torch.ones_like(ids) if index % 2 else unit["attention_mask"]
+        rows = {
+            "input_ids": ids[:, :length],
+            "attention_mask": mask[:, :length],
+            "labels": labels[:, :of_labels],
+        }
+        units.append({**unit, **{key: value.contiguous() for key, value in rows.items()}})
+    return units
+
+
+def train_units(
+    name: str, zero: int, block: dict[str, Any], loss_mean: str = "units", count: int = 4
+) -> dict[str, Any]:
+    """Train three steps on units of their own shapes, and evaluate; compare with one process."""
+    torch.manual_seed(0)
+    model, make_batch = build(name)
+    plain = copy.deepcopy(model)
+    config = config_of(
+        block={"units": count, "loss_mean": loss_mean, **block},
+        zero_optimization={"stage": zero},
+        train_batch_size="auto",
+    )
+    steps = [unlike_units(name, count, seed) for seed in range(3)]
+    engine = make_engine(model, make_batch(4, 9), config)
+    engine.retain_gradients()
+    stream = iter([unit for units in (*steps, steps[0], steps[1]) for unit in units])
+    losses = [float(engine.train_batch(stream))]
+    gradients = dict(engine.gradients)
+    losses += [float(engine.train_batch(stream)) for _ in steps[1:]]
+    evaluated = float(engine.eval_batch(stream))
+    logits = engine.eval_batch(stream, compute_loss=False)
+    reference, first = one_process(plain, steps, loss_mean=loss_mean)
+    trained = _with_weights(plain, steps, loss_mean=loss_mean)
+    with torch.no_grad():
+        wanted = sum(float(part) for part in _losses(trained, steps[0], loss_mean))
+        last = [trained(**unit).logits for unit in steps[1]]
+    return {
+        "losses": losses,
+        "wanted": reference,
+        "errors": gradient_errors(gradients, first),
+        "evaluated": evaluated,
+        "wanted_evaluated": wanted,
+        "logits": max(float((a - b).abs().max()) for a, b in zip(logits, last, strict=True)),
+        "degrees": [stage.degree for stage in engine.plan.stages],
+        "schedules": [stage.schedule for stage in engine.plan.stages],
+        "recomputed": [bool(stage.memory and stage.memory.recomputed) for stage in engine.plan.stages],
+        "left": len(list(stream)),
+    }

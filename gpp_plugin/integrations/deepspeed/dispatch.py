@@ -166,7 +166,9 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
     # From here on the ranks are joined.
     setting = _make_setting(ds_config, block, given)
     if sample is None:
-        sample = sample_from_dataset(data, num_samples=setting.sizes.mini_batch, collate_fn=collate_fn)
+        sizes = setting.sizes
+        count = sizes.mini_batch if block.units is None else sizes.loss_unit
+        sample = sample_from_dataset(data, num_samples=count, collate_fn=collate_fn)
     sample = prepare_batch(model, sample)
     count_samples(sample)  # a batch without a common number of samples is refused here, before any work
     _check_model(model, block)

@@ -65,9 +65,10 @@ class CompareSettings:
         if block is not None and self.modes != (SINGLE,):
             check_ranks(block, self.num_ranks)
         if block is not None and (block.loss_mean, block.units) != ("units", None):
-            key, value = ("units", block.units) if block.units is not None else ("loss_mean", block.loss_mean)
+            key = "loss_mean" if block.units is None else "units"
             raise ConfigError(
-                f"graph_pipeline.{key}: {value!r} is not what one process and {STOCK} are compared with; remove it"
+                f"graph_pipeline.{key}: {getattr(block, key)!r} is not what one process and {STOCK} are compared with; "
+                "remove it"
             )
 
     @property

@@ -193,6 +193,7 @@ class GraphPipelineEngine(PipelineSurface):
             units=self.config.units,
             reads_inputs=self._setting.rank in reading,
             source=min(reading),
+            all_read=len(reading) == self._setting.num_ranks,
             group=self._setting.group,
             keys=sample_batch,
             timeout_s=self._wait_s,
@@ -206,7 +207,8 @@ class GraphPipelineEngine(PipelineSurface):
                 config=self.config,
                 setting=self._setting,
                 collate_fn=collate_fn,
-                prepare=lambda batch: self._source.complete_batches([self._source.prepare_batch(batch)])[0],
+                prepare=self._source.prepare_batch,
+                complete=self._source.complete_batches,
                 reads=inputs_read(plan, reference.block_graph, self._lane.stage_index),
                 keys=sample_batch,
             )

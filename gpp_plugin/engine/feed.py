@@ -7,7 +7,7 @@ does: one number a mini-batch, and the shapes themselves only when they are new.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from gpp_plugin.capture.export import count_samples
-from gpp_plugin.engine.row_loader import RowLoader, check_keys, repeat
+from gpp_plugin.data.packing import Packing
+from gpp_plugin.engine.row_loader import Complete, RowLoader, as_they_are, check_keys, repeat
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
@@ -31,6 +32,7 @@ from gpp_plugin.runtime.batches import (
     collect_units,
     mini_batch_shapes,
     shape_key,
+    unit_key,
 )
 from gpp_plugin.runtime.ranks.meeting import Meeting
 
@@ -43,7 +45,9 @@ def sample_from_dataset(
 ) -> Batch:
     """Return one collated batch of the dataset's first samples, for capture and profiling."""
     collate = collate_fn or default_collate
-    if isinstance(dataset, IterableDataset):
+    if isinstance(dataset, Packing):  # a unit as they will come
+        items = [dataset.dataset[index] for index in dataset.typical_unit()]
+    elif isinstance(dataset, IterableDataset):
         items = [item for item, _ in zip(dataset, range(num_samples), strict=False)]
     else:
         items = [dataset[index] for index in range(min(num_samples, len(dataset)))]
@@ -68,11 +72,6 @@ def ranks_that_read(plan: PipelinePlan, graph: BlockGraph) -> set[int]:
     }
 
 
-def as_they_are(batches: Sequence[Batch]) -> list[dict[str, Any]]:
-    """Return the batches of a mini-batch of whose whole the model is told nothing."""
-    return [dict(batch) for batch in batches]
-
-
 _LEAST = -(2**62)
 """Below every checksum, and minus every checksum."""
 
@@ -90,7 +89,7 @@ class _Loading:
 
     facts: Tensor
 
-    batch: OwnRows | None = None
+    batch: OwnRows | UnitBatch | None = None
     error: BaseException | None = None
     work: Any = None
 
@@ -104,6 +103,7 @@ class Feed:
         units: items of a mini-batch, each one loss unit; None: a mini-batch is of batches of ``mini_batch`` samples.
         reads_inputs: whether this rank's stage reads model inputs.
         source: a rank that does.
+        all_read: all ranks do.
         group: a CPU group of all ranks, for announcements.
         timeout_s: how long this rank waits for the others' data.
         keys: what the batch the model was captured with has; mini-batches have the same.
@@ -115,11 +115,12 @@ class Feed:
         self,
         *,
         prepare: Callable[[Any], dict[str, Any]],
-        complete: Callable[[Sequence[Batch]], list[dict[str, Any]]] = as_they_are,
+        complete: Complete = as_they_are,
         mini_batch: int,
         units: int | None = None,
         reads_inputs: bool,
         source: int,
+        all_read: bool = False,
         group: dist.ProcessGroup | None,
         keys: Iterable[str],
         timeout_s: float,
@@ -132,13 +133,26 @@ class Feed:
         self._units = units
         self.reads_inputs = reads_inputs
         self._source = source
+        self._all_read = all_read
         self._group = group
         self._keys = frozenset(keys)
         self._timeout_s = timeout_s
         self._announced: dict[tuple[Any, ...], int] = {}
-        self._shapes: list[dict[str, Any]] = []
+        self._shapes: list[Batch] = []
         self._loads_ahead = loads_ahead
         self._ahead: _Loading | None = None
+
+    def check_packing(self, sampler: Any) -> None:
+        """Refuse units that were packed for mini-batches of another number of them.
+
+        Raises:
+            ConfigError: says both.
+        """
+        if isinstance(sampler, Packing) and sampler.units != self._units:
+            raise ConfigError(
+                f"the loader packs mini-batches of {sampler.units} units, and graph_pipeline.units is {self._units}; "
+                f'set "units": {sampler.units}, or give what pack() made as training_data'
+            )
 
     def collect(self, iterator: Iterator[Any]) -> Batch:
         """Take one mini-batch from the user's iterator (every rank has the same stream)."""
@@ -161,7 +175,7 @@ class Feed:
             check_keys(unit, frozenset(units[0]))
         return units[0] if self._units is None else UnitBatch(units=tuple(units))
 
-    def load(self, iterator: Iterator[OwnRows]) -> Batch:
+    def load(self, iterator: Iterator[OwnRows | UnitBatch]) -> Batch:
         """Take this rank's rows of a mini-batch of the engine's own loader; without inputs, only learn its shape.
 
         Raises:
@@ -176,7 +190,7 @@ class Feed:
             self._ahead = self._begin(iterator)
         return batch
 
-    def _begin(self, iterator: Iterator[OwnRows]) -> _Loading:
+    def _begin(self, iterator: Iterator[OwnRows | UnitBatch]) -> _Loading:
         """Load a mini-batch, and let the other ranks know."""
         loading = _Loading(torch.tensor([-1, -1, _LEAST, _LEAST] + [0] * len(self._keys)))
         if self.reads_inputs:
@@ -189,11 +203,15 @@ class Feed:
         if loading.error is not None:
             loading.facts[0] = dist.get_rank()
         elif loading.batch is not None:
-            key = shape_key(loading.batch, self._mini_batch)
+            if isinstance(loading.batch, UnitBatch):  # each rank looks at the masks of its own units
+                key: tuple[Any, ...] = tuple(unit_key(unit) for unit in loading.batch.units)
+                ones: frozenset[str] = frozenset()
+            else:
+                key, ones = shape_key(loading.batch, self._mini_batch), loading.batch.ones
             checksum = zlib.crc32(repr(key).encode())
-            other = [int(key not in loading.batch.ones) for key in sorted(self._keys)]
+            other = [int(name not in ones) for name in sorted(self._keys)]
             loading.facts[2:] = torch.tensor([checksum, -checksum, *other])
-            if self._is_source():
+            if self._is_source() and self._units is None:
                 loading.facts[1] = self._announced.setdefault(key, len(self._announced))
         # A maximum of (rank that failed or -1, number of the shape or -1, its checksum, minus that): a failure wins,
         # and the source's number is the only one. Shapes are numbered in the order in which the source first met them:
@@ -223,16 +241,32 @@ class Feed:
             return None
         if largest != -smallest:
             raise _unlike_shapes(batch)
+        if (
+            self._units is not None
+        ):  # hardly two mini-batches are of the same units: told where anybody needs it
+            if not self._all_read:
+                told = self._tell_shapes(batch)
+                return told if batch is None else batch
+            return batch
         if index == len(self._shapes):  # a new shape: its source tells it once
-            own = mini_batch_shapes(batch) if self._is_source() and batch is not None else None
-            meeting = Meeting(group=self._group, who=f"rank {dist.get_rank()}", timeout_s=self._timeout_s)
-            told = meeting.tell(own, source=self._source, what=f"a new shape, from rank {self._source}")
-            assert told is not None
-            self._shapes.append(told)
+            self._shapes.append(self._tell_shapes(batch))
         if batch is None:
             return self._shapes[index]
+        assert isinstance(batch, OwnRows)
         ones = frozenset(key for key, other in zip(sorted(self._keys), others, strict=True) if not other)
         return replace(batch, ones=ones)
+
+    def _tell_shapes(self, batch: Batch | None) -> Batch:
+        """Return the shapes of the source's batch, on every rank."""
+        own: Batch | None = None
+        if self._is_source() and batch is not None:
+            own = mini_batch_shapes(batch)
+            if isinstance(batch, UnitBatch):
+                own = UnitBatch(units=tuple(mini_batch_shapes(unit) for unit in batch.units))
+        meeting = Meeting(group=self._group, who=f"rank {dist.get_rank()}", timeout_s=self._timeout_s)
+        told = meeting.tell(own, source=self._source, what=f"a new shape, from rank {self._source}")
+        assert told is not None
+        return told
 
     def _is_source(self) -> bool:
         return dist.get_rank() == self._source
@@ -283,7 +317,12 @@ class TrainingData:
             raise
 
     def use_loader(self, loader: Any) -> None:
-        """Read ``loader``, the same batches on every rank, from its beginning."""
+        """Read ``loader``, the same batches on every rank, from its beginning.
+
+        Raises:
+            ConfigError: it packs mini-batches of another number of units.
+        """
+        self._feed.check_packing(getattr(loader, "batch_sampler", None))
         self.use_iterator(repeat(loader))
         self.loader = loader
 
@@ -318,7 +357,7 @@ def _check_iterator(iterator: Any) -> Iterator[Any]:
     return iterator
 
 
-def _unlike_shapes(batch: OwnRows | None) -> ConfigError:
+def _unlike_shapes(batch: Batch | None) -> ConfigError:
     """Return the error of ranks whose samples of one mini-batch cannot be stacked together."""
     own = {} if batch is None else {k: list(v.shape[1:]) for k, v in batch.items() if isinstance(v, Tensor)}
     here = f" (rank {dist.get_rank()}: {own})" if own else ""

@@ -221,6 +221,14 @@ class UnitBatch(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self.units[0])
 
+    def pin_memory(self) -> UnitBatch:
+        """Return the same with what is here in page-locked memory; a loader calls this."""
+
+        def pinned(value: Any) -> Any:
+            return value.pin_memory() if isinstance(value, Tensor) and not value.is_meta else value
+
+        return replace(self, units=tuple({k: pinned(v) for k, v in unit.items()} for unit in self.units))
+
 
 def units_of(batch: Batch) -> tuple[Batch, ...]:
     """Return the parts of a mini-batch that have shapes of their own: its units, or itself."""

@@ -226,7 +226,7 @@ def train_units(
     gradients = dict(engine.gradients)
     losses += [float(engine.train_batch(stream)) for _ in steps[1:]]
     evaluated = float(engine.eval_batch(stream))
-    logits = engine.eval_batch(stream, compute_loss=False)
+    _, logits = engine.eval_batch(stream, return_logits=True)
     reference, first = one_process(plain, steps, loss_mean=loss_mean)
     trained = _with_weights(plain, steps, loss_mean=loss_mean)
     with torch.no_grad():
@@ -244,3 +244,125 @@ def train_units(
         "recomputed": [bool(stage.memory and stage.memory.recomputed) for stage in engine.plan.stages],
         "left": len(list(stream)),
     }
+
+
+class Lines:
+    """A dataset of texts of unlike lengths."""
+
+    def __init__(self, count: int) -> None:
+        _, make_batch = build("gpt2")
+        rows = make_batch(count, 5)["input_ids"]
+        self.rows = [rows[i, : 3 + (5 * i) % 6] for i in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = self.rows[index]
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+
+
+def train_packed(block: dict[str, Any], workers: int, loss_mean: str) -> dict[str, Any]:
+    """Train on units that `pack` made, loaded by the engine; compare with one process."""
+    import deepspeed
+
+    from gpp_plugin.data import pack
+
+    torch.manual_seed(0)
+    model, _ = build("gpt2")
+    plain = copy.deepcopy(model)
+    data = Lines(37)
+
+    def packing() -> Any:
+        return pack(data, cost="input_ids", budget=20, units=4, seed=1)
+
+    config = config_of(block={"loader_workers": workers, "loss_mean": loss_mean, **block})
+    del config["train_batch_size"], config["train_micro_batch_size_per_gpu"]
+    engine = deepspeed.initialize(
+        model=model, config=config, training_data=packing(), collate_fn=collate_padded
+    )[0]
+    engine.retain_gradients()
+    count = len(packing()) // 4 + 1  # into the second epoch
+    losses = [float(engine.train_batch())]
+    gradients = dict(engine.gradients)
+    losses += [float(engine.train_batch()) for _ in range(count - 1)]
+    units = [unit for epoch in range(2) for unit in packing().epoch_units(epoch)]
+    collated = [collate_padded([data[i] for i in unit]) for unit in units[: 4 * count]]
+    steps = [collated[i : i + 4] for i in range(0, 4 * count, 4)]
+    reference, first = one_process(plain, steps, loss_mean=loss_mean)
+    return {
+        "losses": losses,
+        "wanted": reference,
+        "errors": gradient_errors(gradients, first),
+        "reads": engine._feed.reads_inputs,
+        "shapes": len({tuple(unit["input_ids"].shape) for unit in collated}),
+    }
+
+
+def resume_units(directory: str) -> dict[str, Any]:
+    """Save after one step of three on the engine's own units, and go on in another engine."""
+    import deepspeed
+
+    from gpp_plugin.data import pack
+
+    model, _ = build("gpt2")
+    start = copy.deepcopy(model.state_dict())
+    data = Lines(37)
+
+    def make(block: dict[str, Any]) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        again, _ = build("gpt2")
+        again.load_state_dict(start)
+        packing = pack(data, cost="input_ids", budget=20, units=4, seed=1)
+        config = config_of(block={"loss_mean": "tokens", **block}, zero_optimization={"stage": 1})
+        del config["train_batch_size"], config["train_micro_batch_size_per_gpu"]
+        engine = deepspeed.initialize(
+            model=again, config=config, training_data=packing, collate_fn=collate_padded
+        )[0]
+        return engine, packing
+
+    first, packing = make({"stages": 2, "data_parallel": 2})
+    losses = [float(first.train_batch())]
+    first.save_checkpoint(directory, client_state={"data": packing.state_dict(mini_batches=1)})
+    losses += [float(first.train_batch()) for _ in range(2)]
+    second, packing = make({"plan": f"{directory}/global_step1/plan.json"})
+    _, client = second.load_checkpoint(directory)
+    packing.load_state_dict(client["data"])
+    return {"losses": losses, "resumed": [float(second.train_batch()) for _ in range(2)]}
+
+
+def refuse_units() -> dict[str, str]:
+    """Each mistake and what it says, on every rank alike."""
+    from gpp_plugin.errors import GppError
+
+    said: dict[str, str] = {}
+
+    def attempt(case: str, action: Any) -> None:
+        try:
+            action()
+            said[case] = "nothing"
+        except GppError as error:
+            said[case] = str(error)
+
+    model, make_batch = build("gpt2")
+    for case, block, changes in (
+        ("sizes", {"micro_batch_sizes": 2}, {}),
+        ("slicing", {"slicing": "on"}, {}),
+        ("async", {"mode": "async"}, {}),
+        ("transport", {"p2p": "megatron"}, {}),
+        ("stock", {"planner": "stock_1f1b"}, {}),
+        ("batch size", {}, {"train_batch_size": 7}),
+        ("no size", {}, {"train_micro_batch_size_per_gpu": None}),
+    ):
+        config = config_of(block={"units": 4, **block}, **{"train_batch_size": None, **changes})
+        attempt(case, lambda config=config: make_engine(build("gpt2")[0], make_batch(2, 0), config))
+    config = config_of(block={"units": 4, "stages": 2, "data_parallel": 1}, train_batch_size=None)
+    engine = make_engine(model, make_batch(2, 0), config)
+    units = unlike_units("gpt2", 4, 0)
+    without = [{k: v for k, v in unit.items() if k != "labels"} for unit in units]
+    odd = [{**unit, "labels": unit["labels"][:0]} for unit in units]
+    attempt("early", lambda: engine.train_batch(iter(units[:3])))
+    attempt("keys", lambda: engine.train_batch(iter([*units[:3], without[3]])))
+    attempt("rows", lambda: engine.train_batch(iter([*units[:3], odd[3]])))
+    attempt("trains", lambda: engine.train_batch(iter(units)))
+    return said

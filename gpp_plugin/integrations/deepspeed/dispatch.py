@@ -35,6 +35,7 @@ from gpp_plugin.config import (
     load_deepspeed_json,
     read_config,
 )
+from gpp_plugin.data.packing import Packing
 from gpp_plugin.engine.engine import GraphPipelineEngine
 from gpp_plugin.engine.feed import sample_from_dataset
 from gpp_plugin.engine.setting import Monitor, Setting, StageReplica
@@ -163,6 +164,8 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
             "graph_pipeline: capture needs a sample batch; pass training_data, or wrap the model: "
             "gpp_plugin.GraphPipelineModule(model, sample_batch=batch)"
         )
+    if isinstance(data, Packing):
+        ds_config, block = _with_packing(ds_config, block, data)
     # From here on the ranks are joined.
     setting = _make_setting(ds_config, block, given)
     if sample is None:
@@ -199,6 +202,28 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
         source = ModelSource(model, config=block, setting=setting)
         engine = GraphPipelineEngine(source=source, framework=framework, **common)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _with_packing(
+    ds_config: dict[str, Any], block: GraphPipelineConfig, data: Packing
+) -> tuple[dict[str, Any], GraphPipelineConfig]:
+    """Return the configuration of a job whose data is packed: it says how many units a mini-batch has.
+
+    Raises:
+        ConfigError: the configuration says otherwise.
+    """
+    if block.units not in (None, data.units):
+        raise ConfigError(
+            f"{BLOCK}.units: {block.units}, and training_data is packed for mini-batches of {data.units}; remove the "
+            "key, or pack for as many"
+        )
+    told = {**ds_config, BLOCK: {**ds_config[BLOCK], "units": data.units}}
+    told.setdefault("train_micro_batch_size_per_gpu", len(data.typical_unit()))
+    if told["train_micro_batch_size_per_gpu"] == "auto":
+        told["train_micro_batch_size_per_gpu"] = len(data.typical_unit())
+    packed = read_config(told)
+    assert packed is not None, "it is enabled"
+    return told, packed
 
 
 def _check_model(model: nn.Module | StageGraph, block: GraphPipelineConfig) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from gpp_plugin.capture.export import count_samples
-from gpp_plugin.data.packing import Packing
+from gpp_plugin.data.unit_packing import PackedUnits
 from gpp_plugin.engine.row_loader import Complete, RowLoader, as_they_are, check_keys, repeat
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.ir.block_graph import BlockGraph
@@ -45,7 +45,7 @@ def sample_from_dataset(
 ) -> Batch:
     """Return one collated batch of the dataset's first samples, for capture and profiling."""
     collate = collate_fn or default_collate
-    if isinstance(dataset, Packing):  # a unit as they will come
+    if isinstance(dataset, PackedUnits):  # a unit as they will come
         items = [dataset.dataset[index] for index in dataset.typical_unit()]
     elif isinstance(dataset, IterableDataset):
         items = [item for item, _ in zip(dataset, range(num_samples), strict=False)]
@@ -148,7 +148,7 @@ class Feed:
         Raises:
             ConfigError: says both.
         """
-        if isinstance(sampler, Packing) and sampler.units != self._units:
+        if isinstance(sampler, PackedUnits) and sampler.units != self._units:
             raise ConfigError(
                 f"the loader packs mini-batches of {sampler.units} units, and graph_pipeline.units is {self._units}; "
                 f'set "units": {sampler.units}, or give what pack() made as training_data'

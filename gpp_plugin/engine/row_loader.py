@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from gpp_plugin.capture.mask_values import inputs_of_ones
 from gpp_plugin.capture.tracing.sample_batches import count_samples, rows_per_sample
 from gpp_plugin.config import GraphPipelineConfig
-from gpp_plugin.data.packing import Packing
+from gpp_plugin.data.unit_packing import PackedUnits
 from gpp_plugin.engine.setting import Setting
 from gpp_plugin.errors import ConfigError, GppError, RuntimeFailure, first_line
 from gpp_plugin.ir.plan import PipelinePlan
@@ -75,7 +75,7 @@ def make_loader(
         ConfigError: the dataset holds fewer samples than one mini-batch.
     """
     collate = collate_fn or default_collate
-    if isinstance(dataset, Packing):
+    if isinstance(dataset, PackedUnits):
         own = torch.Generator().manual_seed(seed)  # draws nothing but seeds of workers
         return DataLoader(dataset.dataset, batch_sampler=dataset, collate_fn=collate, generator=own)
     if units is not None:

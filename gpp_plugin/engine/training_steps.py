@@ -250,9 +250,8 @@ class MiniBatchRunner:
         """
         self.refuse_after_failure()
         try:
-            if isinstance(lane, UnitLane) and lane.has_new_shapes(batch):
-                # a rank makes code for its own units alone: before any message all know whether all could
-                exchange(lambda: lane.learn_shapes(batch), what="code for a new shape", group=self._group)
+            if isinstance(lane, UnitLane):
+                self._learn_shapes(lane, batch)
             return lane.run(batch, record=record, count=count)
         except BaseException as error:
             self._stage.zero_grad()
@@ -260,6 +259,17 @@ class MiniBatchRunner:
             if self._group is not None and not isinstance(error, (CaptureError, ConfigError)):
                 self.failure = failure_after(self._stage.global_steps, error)
             raise
+
+    def _learn_shapes(self, lane: UnitLane, batch: Batch) -> None:
+        """Make code for units of shapes that were not met lately; collective over all ranks where there are any.
+
+        Raises:
+            CaptureError: a rank could not; the same on every rank.
+        """
+        # a rank makes code for its own units alone: before any message all know whether all could
+        if lane.has_new_shapes(batch):
+            exchange(lambda: lane.learn_shapes(batch), what="code for a new shape", group=self._group)
+        lane.note_shapes(batch)
 
     def train(self, lane: Lane, batch: Batch, *, record: bool) -> MiniBatchResult:
         """Run one mini-batch of training, counted if it is the one to compare with the plan."""

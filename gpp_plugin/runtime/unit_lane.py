@@ -185,16 +185,17 @@ class UnitLane(Lane):
 
     def has_new_shapes(self, batch: Batch) -> bool:
         """Return whether a unit of this mini-batch has a shape that was not met lately; the same on every rank."""
-        # Noted in the order of units, of which every rank knows all: so all ranks forget the same ones, too.
-        is_new = False
+        return any(unit_key(unit) not in self._seen for unit in units_of(batch))
+
+    def note_shapes(self, batch: Batch) -> None:
+        """Take the shapes of a mini-batch for known: every rank has code for those of its units."""
+        # in the order of units, of which every rank knows all: so all ranks forget the same ones, too
         for unit in units_of(batch):
             key = unit_key(unit)
-            is_new |= key not in self._seen
             self._seen[key] = None
             self._seen.move_to_end(key)
         while len(self._seen) > MAX_UNIT_SHAPES:
             self._seen.popitem(last=False)
-        return is_new
 
     def learn_shapes(self, batch: Batch) -> None:
         """Make the code for this rank's units before any of them runs.

@@ -366,3 +366,34 @@ def refuse_units() -> dict[str, str]:
     attempt("rows", lambda: engine.train_batch(iter([*units[:3], odd[3]])))
     attempt("trains", lambda: engine.train_batch(iter(units)))
     return said
+
+
+class Branching(nn.Module):
+    """Its structure depends on the length of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.first(x)
+        if x.shape[1] == 7:
+            hidden = torch.tanh(hidden)
+        return {"loss": self.second(hidden).square().mean()}
+
+
+def refuse_a_shape() -> dict[str, Any]:
+    """Give one of two data-parallel ranks a unit that it has no code for, and go on."""
+    from gpp_plugin.errors import CaptureError
+
+    torch.manual_seed(0)
+    config = config_of(block={"units": 2, "data_parallel": 2}, train_batch_size=None)
+    engine = make_engine(Branching(), {"x": torch.randn(2, 4, 8)}, config)
+    said = []
+    for _ in range(2):  # the second time nothing is new about the shape
+        try:
+            engine.train_batch(iter([{"x": torch.randn(2, 5, 8)}, {"x": torch.randn(3, 7, 8)}]))
+        except CaptureError as error:
+            said.append(str(error))
+    loss = float(engine.train_batch(iter([{"x": torch.randn(2, 5, 8)}, {"x": torch.randn(3, 6, 8)}])))
+    return {"said": said, "loss": loss}

@@ -35,7 +35,7 @@ from gpp_plugin.config import (
     load_deepspeed_json,
     read_config,
 )
-from gpp_plugin.data.packing import Packing
+from gpp_plugin.data.unit_packing import PackedUnits
 from gpp_plugin.engine.engine import GraphPipelineEngine
 from gpp_plugin.engine.feed import sample_from_dataset
 from gpp_plugin.engine.setting import Monitor, Setting, StageReplica
@@ -164,7 +164,7 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
             "graph_pipeline: capture needs a sample batch; pass training_data, or wrap the model: "
             "gpp_plugin.GraphPipelineModule(model, sample_batch=batch)"
         )
-    if isinstance(data, Packing):
+    if isinstance(data, PackedUnits):
         ds_config, block = _with_packing(ds_config, block, data)
     # From here on the ranks are joined.
     setting = _make_setting(ds_config, block, given)
@@ -205,7 +205,7 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
 
 
 def _with_packing(
-    ds_config: dict[str, Any], block: GraphPipelineConfig, data: Packing
+    ds_config: dict[str, Any], block: GraphPipelineConfig, data: PackedUnits
 ) -> tuple[dict[str, Any], GraphPipelineConfig]:
     """Return the configuration of a job whose data is packed: it says how many units a mini-batch has.
 

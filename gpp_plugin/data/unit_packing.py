@@ -9,7 +9,7 @@ message, on any number of ranks, and goes on in the middle of an epoch from two 
                                                                   the unit that it fills least
 
 Source: R. L. Graham, Bounds on multiprocessing timing anomalies (SIAM J. Appl. Math. 1969, doi 10.1137/0117039)
-Tests: tests/data/test_packing.py
+Tests: tests/data/test_unit_packing.py
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def pack(
     units: int,
     seed: int = 0,
     is_padded: bool = True,
-) -> Packing:
+) -> PackedUnits:
     """Return what fills units to a budget, to be given as ``training_data``, or as a DataLoader's ``batch_sampler``.
 
     Args:
@@ -92,7 +92,7 @@ def pack(
             f"pack: sample {worst} costs {costs[worst].tolist()}, and a unit may cost {limits.tolist()}; raise the "
             "budget, or cut or leave out such samples"
         )
-    return Packing(dataset, fills, units=units, seed=seed, is_padded=is_padded)
+    return PackedUnits(dataset, fills, units=units, seed=seed, is_padded=is_padded)
 
 
 def _costs_of(dataset: Any, cost: Cost) -> NDArray[np.float64]:
@@ -114,7 +114,7 @@ def _costs_of(dataset: Any, cost: Cost) -> NDArray[np.float64]:
     return given.reshape(len(given), -1)
 
 
-class Packing:
+class PackedUnits:
     """The units of every epoch, each a list of samples' numbers; a batch sampler whose iterations go on from epoch to
     epoch.
 

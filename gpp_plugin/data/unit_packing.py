@@ -143,9 +143,11 @@ class PackedUnits:
             order = generator.permutation(len(self._fills))
             found: list[list[int]] = []
             for window in np.array_split(order, self._num_windows()):
-                own = self._fill_window(window)
-                # every unit of a window is about as full: any of them may share a mini-batch
-                found += [own[i] for i in generator.permutation(len(own))]
+                # units of about the same cost share a mini-batch, whose slowest unit is what all wait for
+                own = sorted(self._fill_window(window), key=self._cost)
+                batches = [own[first : first + self.units] for first in range(0, len(own), self.units)]
+                for batch in generator.permutation(len(batches)):
+                    found += [batches[batch][i] for i in generator.permutation(self.units)]
             self._made = epoch, found
         return self._made[1]
 

@@ -299,7 +299,7 @@ def train_packed(block: dict[str, Any], workers: int, loss_mean: str) -> dict[st
     }
 
 
-def resume_units(directory: str) -> dict[str, Any]:
+def resume_units(directory: str, block: dict[str, Any]) -> dict[str, Any]:
     """Save after one step of three on the engine's own units, and go on in another engine."""
     import deepspeed
 
@@ -321,7 +321,7 @@ def resume_units(directory: str) -> dict[str, Any]:
         )[0]
         return engine, packing
 
-    first, packing = make({"stages": 2, "data_parallel": 2})
+    first, packing = make(block)
     losses = [float(first.train_batch())]
     first.save_checkpoint(directory, client_state={"data": packing.state_dict(mini_batches=1)})
     losses += [float(first.train_batch()) for _ in range(2)]
@@ -333,6 +333,9 @@ def resume_units(directory: str) -> dict[str, Any]:
 
 def refuse_units() -> dict[str, str]:
     """Each mistake and what it says, on every rank alike."""
+    from torch.utils.data import DataLoader
+
+    from gpp_plugin.data import pack
     from gpp_plugin.errors import GppError
 
     said: dict[str, str] = {}
@@ -356,14 +359,17 @@ def refuse_units() -> dict[str, str]:
     ):
         config = config_of(block={"units": 4, **block}, **{"train_batch_size": None, **changes})
         attempt(case, lambda config=config: make_engine(build("gpt2")[0], make_batch(2, 0), config))
-    config = config_of(block={"units": 4, "stages": 2, "data_parallel": 1}, train_batch_size=None)
+    config = config_of(block={"units": 4}, train_batch_size=None)
     engine = make_engine(model, make_batch(2, 0), config)
     units = unlike_units("gpt2", 4, 0)
     without = [{k: v for k, v in unit.items() if k != "labels"} for unit in units]
-    odd = [{**unit, "labels": unit["labels"][:0]} for unit in units]
+    three = make_batch(3, 0)
+    packing = pack(Lines(8), cost="input_ids", budget=20, units=2)
+    loader = DataLoader(packing.dataset, batch_sampler=packing, collate_fn=collate_padded)
     attempt("early", lambda: engine.train_batch(iter(units[:3])))
     attempt("keys", lambda: engine.train_batch(iter([*units[:3], without[3]])))
-    attempt("rows", lambda: engine.train_batch(iter([*units[:3], odd[3]])))
+    attempt("rows", lambda: engine.train_batch(iter([*units[:3], {**three, "labels": three["labels"][:2]}])))
+    attempt("packing", lambda: engine.set_dataloader(loader))
     attempt("trains", lambda: engine.train_batch(iter(units)))
     return said
 

@@ -175,6 +175,7 @@ class UnitLane(Lane):
         self._codes: OrderedDict[_Key, _UnitCode] = OrderedDict()
         self._stage: Stage = plan.stages[self.stage_index]
         self._seen: OrderedDict[_Key, None] = OrderedDict()
+        self._first: tuple[StageFunction, AutogradCompute] | None = None
 
     def own_units(self, batch: Batch) -> list[Batch]:
         """Return the units that this rank runs, in the order of its micro-batches."""
@@ -204,7 +205,7 @@ class UnitLane(Lane):
             CaptureError: the model's structure depends on the shape of its inputs.
         """
         for unit in self.own_units(batch):
-            self._code_of(unit)
+            self._compute_of(unit)
 
     def prepare(self, batch: Batch) -> StageFunction:
         """Return the stage's code for a unit like this batch, or like the first of a mini-batch."""
@@ -213,6 +214,7 @@ class UnitLane(Lane):
     def bind(self, module: StageModule, hooks: Any) -> None:
         """Use these parameters and this optimizer side from now on; code stays as it is."""
         super().bind(module, hooks)
+        self._first = None
         for key, code in self._codes.items():
             self._codes[key] = dataclasses.replace(code, compute=None)
 
@@ -236,7 +238,11 @@ class UnitLane(Lane):
         code = self._code_of(unit)
         compute = code.compute
         if compute is None:
+            function = code.prepared.code.function
             compute = self._make_compute(code.prepared, self._hooks, step_samples=self.plan.mini_batch)
+            # any two shapes may meet in a later mini-batch, where nothing is new: all are like the first one
+            self._first = self._first or (function, compute)
+            self._check_alike(*self._first, function, compute)
             code = self._codes[unit_key(unit)] = dataclasses.replace(code, compute=compute)
         return code, compute
 
@@ -255,8 +261,6 @@ class UnitLane(Lane):
         by_key = {unit_key(unit): self._compute_of(unit) for unit in own}
         codes, computes = zip(*(by_key[unit_key(unit)] for unit in own), strict=True)
         functions = [code.prepared.code.function for code in codes]
-        for function, compute in zip(functions, computes, strict=True):
-            self._check_alike(functions[0], computes[0], function, compute)
         first = codes[0].prepared.code
         units = UnitCompute(computes, functions)
         # of the other units this rank has no tensors, and no messages
@@ -288,13 +292,13 @@ class UnitLane(Lane):
         for what in ("batch_inputs", "received", "outputs"):
             if getattr(function, what) != getattr(other, what):
                 raise CaptureError(
-                    f"stage {self._stage.name}: its {what} differ between units of one mini-batch; the model's "
+                    f"stage {self._stage.name}: its {what} differ between units; the model's "
                     "structure depends on the shape of its inputs: pad units alike"
                 )
         for what in ("gradient_outputs", "gradient_inputs"):
             if getattr(compute, what) != getattr(of_other, what):
                 raise CaptureError(
-                    f"stage {self._stage.name}: its {what} differ between units of one mini-batch: a tensor between "
+                    f"stage {self._stage.name}: its {what} differ between units: a tensor between "
                     "stages is empty in some of them; give every unit at least one of each input"
                 )
 

@@ -10,7 +10,7 @@ Tests: tests/runtime/test_batches.py
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,6 +55,26 @@ def collect_mini_batch(batches: Iterable[Batch], mini_batch: int, count: Any) ->
             f"train_batch_size={mini_batch}; choose a loader batch size that divides it"
         )
     return join_batches(taken)
+
+
+def collect_units(items: Iterable[Any], count: int) -> list[Batch]:
+    """Take the loss units of a mini-batch, one an item.
+
+    Raises:
+        StopIteration: the iterator ended before the first.
+        ConfigError: it ended early, or an item is no batch.
+    """
+    iterator = iter(items)
+    units = [check_batch(next(iterator))]
+    for _ in range(count - 1):
+        try:
+            units.append(check_batch(next(iterator)))
+        except StopIteration:
+            raise ConfigError(
+                f"the data iterator ended after {len(units)} of graph_pipeline.units={count} items; drop the last "
+                "incomplete mini-batch or repeat the data"
+            ) from None
+    return units
 
 
 def check_batch(batch: Any) -> Batch:
@@ -181,6 +201,58 @@ class OwnRows(Mapping[str, Any]):
             length = self.shapes[key].shape[0] if self.rows[key] else 0
             batch[key] = torch.cat([value] * -(-length // value.shape[0]))[:length] if length else value
         return batch
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class UnitBatch(Mapping[str, Any]):
+    """A mini-batch as a list of loss units, each of its own shapes; as a mapping it is the first of them.
+
+    Args:
+        units: in order; of those that this process does not read, perhaps shapes only (the meta device).
+        checksum: below 2^20; None where the units are here as they are, and say it themselves.
+    """
+
+    units: tuple[Batch, ...]
+    checksum: int | None = None
+
+    def __getitem__(self, key: str) -> Any:
+        return self.units[0][key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.units[0])
+
+    def __len__(self) -> int:
+        return len(self.units[0])
+
+    def pin_memory(self) -> UnitBatch:
+        """Return the same with what is here in page-locked memory; a loader calls this."""
+
+        def pinned(value: Any) -> Any:
+            return value.pin_memory() if isinstance(value, Tensor) and not value.is_meta else value
+
+        return replace(self, units=tuple({k: pinned(v) for k, v in unit.items()} for unit in self.units))
+
+
+def units_of(batch: Batch) -> tuple[Batch, ...]:
+    """Return the parts of a mini-batch that have shapes of their own: its units, or itself."""
+    return batch.units if isinstance(batch, UnitBatch) else (batch,)
+
+
+def without_keys(batch: Batch, keys: Collection[str]) -> Batch:
+    """Return a batch, or each of its units, without some of its entries."""
+    if isinstance(batch, UnitBatch):
+        return replace(batch, units=tuple(without_keys(unit, keys) for unit in batch.units))
+    return {key: value for key, value in batch.items() if key not in keys}
+
+
+def unit_key(unit: Batch) -> tuple[Any, ...]:
+    """Return what the code for a loss unit depends on: its samples, and what `shape_key` has.
+
+    Raises:
+        CaptureError: it has no common number of samples.
+    """
+    count = count_samples(unit)
+    return (count, *shape_key(unit, count))
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -357,9 +429,9 @@ def batch_checksum(batch: Batch) -> int:
 
     It is below 2^20, so that fp64 holds the sum of its squares over 8,192 ranks exactly.
     """
-    if isinstance(batch, OwnRows):
+    if isinstance(batch, (OwnRows, UnitBatch)) and batch.checksum is not None:
         return batch.checksum
-    if isinstance(batch, WholeUnits):
+    if isinstance(batch, (UnitBatch, WholeUnits)):
         return zlib.crc32(repr([batch_checksum(unit) for unit in batch.units]).encode()) & 0xFFFFF
     checksum = 0
     for key in sorted(batch):

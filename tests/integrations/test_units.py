@@ -34,7 +34,7 @@ def test_losses_and_gradients_equal_one_process(
         assert all(answer["recomputed"]) == ("memory" in block)
 
 
-@pytest.mark.parametrize(("ranks", "block", "workers"), [(3, {"stages": 3}, 2), (2, {"data_parallel": 2}, 0)])
+@pytest.mark.parametrize(("ranks", "block", "workers"), [(3, {"stages": 3}, 0), (2, {"data_parallel": 2}, 0)])
 def test_packed_units_of_the_engines_own_loader_equal_one_process(
     ranks: int, block: dict[str, Any], workers: int
 ) -> None:

@@ -259,7 +259,7 @@ class Lines:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         ids = self.rows[index]
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+        return {"input_ids": ids, "labels": ids.clone()}  # no mask: a stage in the middle reads nothing
 
 
 def train_packed(block: dict[str, Any], workers: int, loss_mean: str) -> dict[str, Any]:

@@ -93,3 +93,12 @@ def test_units_that_do_not_fit_are_refused_and_the_next_ones_train() -> None:
         assert "loss units of one mini-batch, which this model takes whole" in other_shape
         assert "ended after 1 of 2 batches" in ended
         assert float(loss) > 0
+
+
+def test_keys_that_such_models_are_not_run_with_are_refused_on_every_rank() -> None:
+    answers = run_kept_ranks(whole_unit_jobs.refused_keys, 2)
+    assert answers[0] == answers[1]
+    for key, line in answers[0].items():
+        assert line.startswith(f"graph_pipeline.{key}: "), line
+        assert "is not possible with Counted, which takes whole loss units" in line
+        assert "\n" not in line

@@ -104,3 +104,44 @@ def refused() -> list[str]:
             said.append(f"{type(error).__name__}: {error}")
     said.append(str(float(engine.train_batch(iter(good)))))
     return said
+
+
+class Counted(Reader):
+    """A `Reader` that divides its loss by the labelled tokens of the mini-batch."""
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        pixels: torch.Tensor,
+        sizes: torch.Tensor,
+        labels: torch.Tensor,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Return the mean loss of the labelled tokens, or a share of the mini-batch's."""
+        found = super().forward(ids, mask, pixels, sizes, labels)
+        if num_items_in_batch is not None:
+            found["loss"] = found["loss"] / num_items_in_batch
+        return found
+
+
+def refused_keys() -> dict[str, str]:
+    """Return what is said of keys that such a model is not trained with."""
+    import deepspeed
+
+    import gpp_plugin
+    from gpp_plugin.errors import ConfigError
+
+    use_device("cpu")
+    job = {"mini_batch": 4, "unit": 2, "block": {"stages": 2}}
+    unit = units_of_steps("reader", 2)[0][0]
+    said = {}
+    for key, value in {"units": 2, "loss_mean": "tokens", "look_ahead": 1}.items():
+        wrapped = gpp_plugin.GraphPipelineModule(Counted(), sample_batch=unit)
+        config = make_config({**job, "block": {"stages": 2, key: value}})
+        try:
+            deepspeed.initialize(model=wrapped, config=config)
+            said[key] = "nothing"
+        except ConfigError as error:
+            said[key] = str(error)
+    return said

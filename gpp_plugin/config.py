@@ -31,6 +31,7 @@ Granularity = Literal["layer", "sub_layer", "node"]
 Mode = Literal["sync", "async"]
 Recompute = Literal["auto", "off", "full"]
 Swap = Literal["auto", "off"]
+LossMean = Literal["units", "tokens"]
 Auto = Literal["auto"]
 Count = Annotated[int, Field(ge=1)]
 _PLANNER = "the name of a planner"
@@ -92,6 +93,12 @@ class GraphPipelineConfig(_Block):
             PCIe and network, whose speeds are measured once for a kind of cluster.
         plan: a plan made before or written by hand: a file, or in place.
         profile_dir: where measured costs are kept; null keeps them in the user's cache.
+        loss_mean: "units" weighs the losses of a step equally; "tokens" is the sum over all labelled tokens of the
+            mini-batch divided by their number, as HuggingFace's Trainer has it in one process, for models that take
+            `num_items_in_batch`.
+        units: how many items `train_batch` takes from the iterator, each one loss unit as the collator made it, of
+            whatever length and number of samples; null takes batches until they hold ``train_batch_size`` samples.
+            ``train_micro_batch_size_per_gpu`` is then the samples of a typical unit, which the plan is made for.
         mode: "sync" steps once a mini-batch; "async" after every micro-batch, on each stage, with a pipeline that never
             drains (PipeDream): a gradient is then as many updates old as the stage holds micro-batches beside it.
         vertical_sync: in mode async, a micro-batch uses weights of the same age on every stage.
@@ -114,7 +121,7 @@ class GraphPipelineConfig(_Block):
         look_ahead: mini-batches that frozen stages run ahead, where these read nothing but the data: 1 lets them run
             the forwards of the next mini-batch while the others train the present one, and takes it one call early from
             whatever `train_batch` reads; 0 does not. "auto" is 1 for ``training_data``, which the engine loads, and 0
-            for an iterator of yours. Results are the same.
+            for an iterator of yours, and with ``units``. Results are the same.
     """
 
     enabled: bool = Field(default=True, description="true or false")
@@ -137,6 +144,8 @@ class GraphPipelineConfig(_Block):
     cluster: str | dict[str, Any] = Field(default="auto", description='"auto", a file name, or an object')
     plan: str | dict[str, Any] | None = Field(default=None, description="null, a file name, or an object")
     profile_dir: str | None = Field(default=None, description="null or a directory name")
+    loss_mean: LossMean = Field(default="units", description=_one_of(LossMean))
+    units: Count | None = Field(default=None, description="null or a whole number of at least 1")
     mode: Mode = Field(default="sync", description=_one_of(Mode))
     vertical_sync: bool = Field(default=False, description="true or false")
     p2p: str = Field(default="native", description=_TRANSPORT)
@@ -234,7 +243,31 @@ def read_config(ds_config: Mapping[str, Any] | str | Path) -> GraphPipelineConfi
     except ValidationError as error:
         raise ConfigError("\n".join(_problems(error))) from None
     _check_mode(config)
+    if config.units is not None:
+        _check_units(config)
+        config = config.model_copy(update={"slicing": "off"})  # a half of a unit is cut
     return config if config.enabled else None
+
+
+def _check_units(config: GraphPipelineConfig) -> None:
+    """Refuse keys that contradict ``units``: nothing is cut below a unit, and each step is of whole ones."""
+    wrong = {
+        "micro_batch_sizes": (config.micro_batch_sizes, "auto"),
+        "slicing": (config.slicing, "auto", "off"),
+        "mode": (config.mode, "sync"),
+        "p2p": (config.p2p, "native"),
+    }
+    for key, (value, *allowed) in wrong.items():
+        if value not in allowed:
+            raise ConfigError(
+                f"{BLOCK}.{key}: {_show(value)} is not possible with {BLOCK}.units, of which every rank runs one whole "
+                f"unit at a time; give {' or '.join(map(_show, allowed))}"
+            )
+    if config.look_ahead == 1:
+        raise ConfigError(
+            f"{BLOCK}.look_ahead: 1 is not possible with {BLOCK}.units, whose mini-batches run one after the other; "
+            "set look_ahead to 0 or remove it"
+        )
 
 
 def _check_mode(config: GraphPipelineConfig) -> None:
@@ -250,6 +283,11 @@ def _check_mode(config: GraphPipelineConfig) -> None:
         raise ConfigError(
             f"{BLOCK}.look_ahead: 1 is not possible in mode async, whose pipeline never drains; set mode to "
             '"sync" or remove it'
+        )
+    if config.loss_mean == "tokens":
+        raise ConfigError(
+            f'{BLOCK}.loss_mean: "tokens" is a mean over the mini-batch, and in mode async each micro-batch is a step; '
+            'set loss_mean to "units", or mode to "sync"'
         )
     sizes = config.micro_batch_sizes
     wrong = {
@@ -454,6 +492,8 @@ def batch_arithmetic(ds_config: Mapping[str, Any] | str | Path, num_ranks: int) 
     mini_batch = _size(plain, "train_batch_size")
     unit = _size(plain, "train_micro_batch_size_per_gpu")
     steps = _size(plain, "gradient_accumulation_steps")
+    if config.units is not None:
+        return _units_arithmetic(config.units, mini_batch, unit, steps)
     if mini_batch is None:
         mini_batch = _implied_mini_batch(unit, steps, num_ranks, config)
     full_loss = isinstance(config.micro_batch_sizes, dict) and config.micro_batch_sizes.get("loss") == "full"
@@ -479,6 +519,29 @@ def batch_arithmetic(ds_config: Mapping[str, Any] | str | Path, num_ranks: int) 
         )
     _check_micro_batches_divide(config, mini_batch)
     return BatchSizes(mini_batch, unit, steps)
+
+
+def _units_arithmetic(units: int, mini_batch: int | None, unit: int | None, steps: int | None) -> BatchSizes:
+    """Return the sizes of a mini-batch of ``units`` typical units."""
+    # units=8 and u=4: B=32, which need not be given; units=8 and B=32: u=4
+    if unit is None and mini_batch is None:
+        raise ConfigError(
+            f"train_micro_batch_size_per_gpu: missing; give the samples of a typical one of the {units} "
+            f"{BLOCK}.units, which the plan is made for"
+        )
+    if unit is None and mini_batch is not None:
+        unit = mini_batch // units
+    assert unit is not None
+    if mini_batch not in (None, units * unit) or not unit:
+        raise ConfigError(
+            f"train_batch_size: {mini_batch} is not {BLOCK}.units={units} times train_micro_batch_size_per_gpu; remove "
+            "it, since units may have any number of samples"
+        )
+    if steps is not None and units % steps:
+        raise ConfigError(
+            f"gradient_accumulation_steps: {steps} does not divide {BLOCK}.units={units}; remove it"
+        )
+    return BatchSizes(units * unit, unit, steps)
 
 
 def _size(plain: Mapping[str, Any], key: str) -> int | None:

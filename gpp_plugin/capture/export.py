@@ -35,7 +35,7 @@ from gpp_plugin.capture.same_blocks import border_names, with_names
 from gpp_plugin.capture.tracing.clean import written_arguments
 from gpp_plugin.capture.tracing.devices import place_graph, placed_body
 from gpp_plugin.capture.tracing.outside import Draws, check_draws
-from gpp_plugin.capture.tracing.sample_batches import UnitBatch, count_samples, resize_batch, rows_per_sample
+from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, resize_batch, rows_per_sample
 from gpp_plugin.capture.tracing.shadow import Shadow, dtype_name, make_shadow, tracing_device
 from gpp_plugin.capture.tracing.torch_export import (
     Call,
@@ -412,7 +412,7 @@ def _notes(
 def _reads(analysis: Analysis, batch: Mapping[str, Any]) -> Reads | None:
     if not analysis.reads_values:
         return None
-    readings = batch.readings if isinstance(batch, UnitBatch) else None
+    readings = batch.readings if isinstance(batch, WholeUnit) else None
     return Reads(values=batch) if readings is None else Reads(readings=readings)
 
 
@@ -434,7 +434,7 @@ def _traced_or_whole(
         failure is not None
     ):  # not in the handler: an error in there would be told as a consequence of this one
         traced = _trace_with_values(export, batch, shadow, failure)
-    if isinstance(batch, UnitBatch) or traced.recording is not None:
+    if isinstance(batch, WholeUnit) or traced.recording is not None:
         return traced, None
     # Not one sample: export specialises sizes of one (broadcasting, contiguity), and a slice of one sample could not
     # be told from a reduction over samples. A batch of 3 saves an export: (3, 6); one of 16 is tried at (2, 4).

@@ -64,6 +64,12 @@ class CompareSettings:
         block = read_config(self.ds_config)
         if block is not None and self.modes != (SINGLE,):
             check_ranks(block, self.num_ranks)
+        if block is not None and (block.loss_mean, block.units) != ("units", None):
+            key = "loss_mean" if block.units is None else "units"
+            raise ConfigError(
+                f"graph_pipeline.{key}: {getattr(block, key)!r} is not what one process and {STOCK} are compared with; "
+                "remove it"
+            )
 
     @property
     def mini_batch(self) -> int:

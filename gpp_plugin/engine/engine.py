@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpp_plugin.capture.tracing.sample_batches import is_counted, resize_batch
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.engine.ahead_steps import LookAheadSteps
 from gpp_plugin.engine.async_steps import AsynchronousSteps
@@ -61,7 +62,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.plan.edge_transports import note_edge_transports
 from gpp_plugin.runtime.ahead_lane import AheadLane
-from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.runtime.batches import Batch, without_keys
 from gpp_plugin.runtime.lane import Lane, tied_stages
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.ranks.time_limits import collective_timeout_s
@@ -70,6 +71,8 @@ from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference
 from gpp_plugin.runtime.window_lane import WindowLane
 
+NO_LOSS = ("labels", "return_loss", "num_items_in_batch")
+"""What a batch lacks where no loss is asked for."""
 EXPORT_TIMEOUT_S = 600.0
 """How long ranks wait, at least, for one that writes its part of an export."""
 
@@ -109,15 +112,21 @@ class GraphPipelineEngine(PipelineSurface):
         self._source = source
         self._is_destroyed = False
         find_transport(config.p2p).check(str(setting.device))
+        # one unit, as the plan is made for it; what has no count of samples is refused when it is known why
+        if config.units is not None and is_counted(sample_batch):
+            sample_batch = resize_batch(sample_batch, setting.sizes.loss_unit)
+        (sample_batch,) = source.complete_batches([sample_batch])
         # What follows is in the order of the ranks' meetings: each call is collective, and needs the one before.
         reference, plan = source.prepare_plan(sample_batch)
-        plan = note_edge_transports(plan, config.p2p)
+        self._plan = plan = note_edge_transports(plan, config.p2p)
         self._rule = source.unit_rule(reference, sample_batch)
         if self._rule is not None:
             sample_batch = self._rule.sample(sample_batch)
         self._lanes = LaneMaker(source=source, config=config, setting=setting)
-        # by default where this engine loads the data itself: nobody sees then that it is loaded one call ahead
+        # By default where this engine loads the data itself: nobody sees then that it is loaded one call ahead. Units
+        # and whole units have lanes and readings of their own: nothing of them runs ahead.
         looks_ahead = config.look_ahead == 1 or (config.look_ahead == "auto" and training_data is not None)
+        looks_ahead = looks_ahead and config.units is None and self._rule is None
         self._lane = self._make_lane(reference, plan, looks_ahead=looks_ahead)
         module = self._lanes.make_module(self._lane, sample_batch)
         tied = tied_parameters(tied_stages(plan, reference))
@@ -167,7 +176,7 @@ class GraphPipelineEngine(PipelineSurface):
         """Return what trains this rank's stage; collective."""
         return StageEngine(
             module=module,
-            plan=self._lane.plan,
+            plan=self._plan,
             rank=self._setting.rank,
             groups=self._groups,
             tied=tied,
@@ -186,13 +195,16 @@ class GraphPipelineEngine(PipelineSurface):
         collate_fn: Callable[[list[Any]], Any] | None,
     ) -> None:
         """Make what gives this rank its mini-batches: the ranks that read none learn shapes from one that does."""
-        plan = self._lane.plan
+        plan = self._plan
         reading = ranks_that_read(plan, reference.block_graph)
         self._feed = Feed(
             prepare=self._source.prepare_batch,
+            complete=self._source.complete_batches,
             mini_batch=plan.mini_batch,
+            units=self.config.units,
             reads_inputs=self._setting.rank in reading,
             source=min(reading),
+            all_read=len(reading) == self._setting.num_ranks,
             group=self._setting.group,
             keys=sample_batch,
             timeout_s=self._wait_s,
@@ -208,6 +220,7 @@ class GraphPipelineEngine(PipelineSurface):
                 setting=self._setting,
                 collate_fn=collate_fn,
                 prepare=self._source.prepare_batch,
+                complete=self._source.complete_batches,
                 reads=inputs_read(plan, reference.block_graph, self._lane.stage_index),
                 keys=sample_batch,
                 unit=None if self._rule is None else self._rule.num_samples,
@@ -218,7 +231,7 @@ class GraphPipelineEngine(PipelineSurface):
         self, stage: StageEngine, module: StageModule, reference: Reference, sample_batch: Batch
     ) -> None:
         """Let the lane run on the stage, and make what runs it: for training, for evaluation, with what is counted."""
-        plan, setting = self._lane.plan, self._setting
+        plan, setting = self._plan, self._setting
         self._memory = MemoryWatch(
             plan,
             config=self.config,
@@ -227,7 +240,7 @@ class GraphPipelineEngine(PipelineSurface):
             reads=inputs_read(plan, reference.block_graph, stage.stage_index),
             meeting=self._meeting,
         )
-        self._runner = MiniBatchRunner(stage, self._memory, has_peers=setting.group is not None)
+        self._runner = MiniBatchRunner(stage, self._memory, group=setting.group)
         self._hooks = StepHooks(stage, self._memory)
         self._lane.bind(module, self._hooks)
         self._evaluator = Evaluator(
@@ -273,14 +286,15 @@ class GraphPipelineEngine(PipelineSurface):
     # ---- training ------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Train on ``train_batch_size`` samples and return the mean loss.
+        """Train on ``train_batch_size`` samples, or on the loss units of a mini-batch, and return the mean loss.
 
         One optimizer step of all stages. In mode async the samples enter the pipeline, which is full when this
         returns: each micro-batch of them is one update of every stage, and the learning-rate schedule advances once.
 
         Args:
-            data_iter: batches whose samples sum to ``train_batch_size``, the same stream on every rank;
-                the engine's own loader (``training_data``) if None.
+            data_iter: batches whose samples sum to ``train_batch_size``, or as many loss units as
+                ``graph_pipeline.units`` says, the same stream on every rank; the engine's own loader
+                (``training_data``) if None.
 
         Returns:
             The mean loss of the mini-batch, a scalar on this rank's device, the same on every rank. In mode async of
@@ -364,7 +378,7 @@ class GraphPipelineEngine(PipelineSurface):
         num_micro_batches: int | None = None,
         outputs: Sequence[str] = ("logits",),
     ) -> Any:
-        """Evaluate one batch from ``data_iter`` (of any size) and return its mean loss.
+        """Evaluate one batch from ``data_iter`` (of any size, or the units of a mini-batch) and return its mean loss.
 
         Dropout is off and no gradient is kept. The loss is the mean over loss units, a smaller last one
         weighted by its samples; every rank gets it. What is under way is finished first.
@@ -375,7 +389,8 @@ class GraphPipelineEngine(PipelineSurface):
 
         Returns:
             The loss; with ``return_logits`` the pair of loss and outputs (one tensor, or a dict where
-            several were asked for); with ``compute_loss=False`` the outputs.
+            several were asked for; of units a list of tensors in place of each); with ``compute_loss=False`` the
+            outputs.
         """
         self._steps.drain()
         # The other arguments of DeepSpeed's have one value that means something here.
@@ -384,10 +399,10 @@ class GraphPipelineEngine(PipelineSurface):
                 "eval_batch: only reduce_output='avg', bcast_loss=True and num_micro_batches=None are supported; "
                 "the mean loss is returned on every rank and the batch decides how many micro-batches run"
             )
-        batch = self._feed.take(data_iter)
+        batch: Batch = self._feed.take(data_iter)
         wanted = tuple(outputs) if return_logits or not compute_loss else ()
         if not compute_loss:
-            batch = {key: value for key, value in batch.items() if key not in ("labels", "return_loss")}
+            batch = without_keys(batch, NO_LOSS)
         loss, found = self._evaluator.evaluate(batch, outputs=wanted, needs_loss=compute_loss)
         value = torch.tensor(loss, dtype=torch.float32, device=self.device)
         if not wanted:

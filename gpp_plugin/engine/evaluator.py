@@ -6,6 +6,7 @@ A batch's keys and constants decide which graph is captured; its size decides wh
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpp_plugin.capture.export import count_samples
-from gpp_plugin.engine.metrics import sum_of_losses
+from gpp_plugin.engine.metrics import share_of_loss
 from gpp_plugin.engine.setting import EngineModel, Setting
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import LayoutKind
-from gpp_plugin.runtime.batches import Batch, take_samples
-from gpp_plugin.runtime.evaluation import evaluation_plan, split_evaluation
+from gpp_plugin.runtime.batches import Batch, UnitBatch, samples_of, take_samples, units_of
+from gpp_plugin.runtime.evaluation import EvaluationPart, evaluation_plan, split_evaluation
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.lane import Lane, Reference, held_tensors
 from gpp_plugin.runtime.ranks.meeting import Meeting
@@ -80,7 +80,7 @@ class Evaluator:
     @torch.no_grad()
     def evaluate(
         self, batch: Batch, *, outputs: tuple[str, ...], needs_loss: bool
-    ) -> tuple[float, dict[str, Tensor]]:
+    ) -> tuple[float, dict[str, Any]]:
         """Return the mean loss of the batch and the named outputs of all its samples, on every rank.
 
         Raises:
@@ -88,36 +88,34 @@ class Evaluator:
             CommTimeout: a rank did not finish.
         """
         self._module.eval()
+        typical = units_of(batch)[0]
         key = (outputs, *((name, _constant(batch[name])) for name in sorted(batch)))
-        graph = self._graph(key, batch, outputs)
+        graph = self._graph(key, typical, outputs)
         if needs_loss and graph.reference.analysis.op_graph.loss is None:
             raise ConfigError(
                 f"eval_batch: the model returns no loss for a batch of {sorted(batch)}; give labels, or pass "
                 "compute_loss=False"
             )
-        rule = self._source.unit_rule(graph.reference, batch)
-        if rule is None:
-            num_samples = count_samples(batch)
-        else:
-            batch = rule.evaluated(batch)
-            num_samples = batch.num_samples
-        self._source.meet(graph.reference, batch)
+        rule = self._source.unit_rule(graph.reference, typical)
+        if rule is not None:
+            batch = typical = rule.evaluated(batch)
+        self._source.meet(graph.reference, typical)
+        parts = _parts(graph.plan, batch)
         total = 0.0
         collected: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in outputs}
         # Training's micro-batches do not divide any batch: with ones of 8 and a loss unit of 4, 21 samples run as 16, 4
         # and 1. Each part has a plan, and so a lane, of its own; ranks that a part leaves idle go on to the next.
-        for part in split_evaluation(graph.plan, num_samples):
-            rows = take_samples(batch, part.first_sample, part.plan.mini_batch, num_samples)
+        for part, rows in parts:
             lane = self._lane(key, graph.reference, part.plan, rows)
             if lane is None:
                 continue
             result = self._run(lane, rows)
-            total += sum_of_losses(result.losses)
+            total += share_of_loss(result.losses, _count(batch), is_sum=lane.sums_losses)
             for name, pieces in result.outputs.items():
                 collected[name] += [(part.first_sample + first, piece) for first, piece in pieces]
-        # Losses come weighted by their samples: the sum over parts and ranks is over all samples.
+        # Losses come weighted by their samples of all: the sum over parts and ranks is the batch's.
         whole = self._meeting.sum(torch.tensor([total], dtype=torch.float64), "the loss of an evaluation")
-        return float(whole) / num_samples, self._gather(collected, graph.reference)
+        return float(whole), self._gather(collected, graph.reference, are_units=isinstance(batch, UnitBatch))
 
     def close(self) -> None:
         """Let go of all lanes."""
@@ -155,12 +153,13 @@ class Evaluator:
         return lane
 
     def _gather(
-        self, collected: Mapping[str, list[tuple[int, Tensor]]], reference: Reference
-    ) -> dict[str, Tensor]:
+        self, collected: Mapping[str, list[tuple[int, Tensor]]], reference: Reference, *, are_units: bool
+    ) -> dict[str, Any]:
         """Return the named outputs of all samples on every rank, in the order of samples.
 
         Those with a batch axis are joined along it; what is the same for every sample is returned once; what
-        each loss unit has one of is joined along axis 0, or stacked where it has no axes.
+        each loss unit has one of is joined along axis 0, or stacked where it has no axes. Of units with shapes of
+        their own nothing is joined: they are a list, in their order.
         """
         if not collected:
             return {}
@@ -168,11 +167,14 @@ class Evaluator:
         own = {name: [(first, piece.cpu()) for first, piece in pieces] for name, pieces in collected.items()}
         slots = self._meeting.gather(own, "the outputs of an evaluation")
         layouts = {node.name: node.output.layout for node in reference.analysis.op_graph.nodes if node.output}
-        joined = {}
+        joined: dict[str, Any] = {}
         for name in collected:
             layout = layouts[reference.analysis.op_graph.outputs[name]]
             pieces = sorted((pair for slot in slots for pair in slot[name]), key=lambda pair: pair[0])
             tensors = [piece for _, piece in pieces]
+            if are_units:
+                joined[name] = [tensor.to(self._setting.device) for tensor in tensors]
+                continue
             if layout.kind is LayoutKind.UNIFORM:
                 whole = tensors[0]
             elif layout.kind is LayoutKind.BATCH:
@@ -181,6 +183,23 @@ class Evaluator:
                 whole = torch.cat(tensors) if tensors[0].ndim else torch.stack(tensors)
             joined[name] = whole.to(self._setting.device)
         return joined
+
+
+def _count(batch: Batch) -> int:
+    """Return what a batch's loss is the mean over, losses being of so many: its samples, or its units."""
+    return len(batch.units) if isinstance(batch, UnitBatch) else samples_of(batch)
+
+
+def _parts(plan: PipelinePlan, batch: Batch) -> list[tuple[EvaluationPart, Batch]]:
+    """Return the plans that together run a batch, each with what it runs of it; units are never taken apart."""
+    if isinstance(batch, UnitBatch):
+        whole = dataclasses.replace(plan, mini_batch=len(batch.units) * plan.loss_unit)
+        return [(EvaluationPart(first_sample=0, plan=whole), batch)]
+    count = samples_of(batch)
+    return [
+        (part, take_samples(batch, part.first_sample, part.plan.mini_batch, count))
+        for part in split_evaluation(plan, count)
+    ]
 
 
 def _constant(value: Any) -> str | None:

@@ -19,22 +19,33 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from gpp_plugin.capture.export import count_samples
-from gpp_plugin.capture.tracing.sample_batches import UnitBatch
-from gpp_plugin.engine.row_loader import LoadedUnits, RowLoader, check_keys, repeat
+from gpp_plugin.capture.tracing.sample_batches import WholeUnit
+from gpp_plugin.data.unit_packing import PackedUnits
+from gpp_plugin.engine.row_loader import (
+    Complete,
+    LoadedUnits,
+    RowLoader,
+    as_they_are,
+    check_keys,
+    repeat,
+)
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.batches import (
     Batch,
     OwnRows,
+    UnitBatch,
     UnitRule,
     WholeUnits,
     check_batch,
     collect_mini_batch,
     collect_units,
+    collect_whole_units,
     mini_batch_shapes,
     ones_among,
     shape_key,
+    unit_key,
 )
 from gpp_plugin.runtime.ranks.meeting import Meeting
 
@@ -47,7 +58,9 @@ def sample_from_dataset(
 ) -> Batch:
     """Return one collated batch of the dataset's first samples, for capture and profiling."""
     collate = collate_fn or default_collate
-    if isinstance(dataset, IterableDataset):
+    if isinstance(dataset, PackedUnits):  # a unit as they will come
+        items = [dataset.dataset[index] for index in dataset.typical_unit()]
+    elif isinstance(dataset, IterableDataset):
         items = [item for item, _ in zip(dataset, range(num_samples), strict=False)]
     else:
         items = [dataset[index] for index in range(min(num_samples, len(dataset)))]
@@ -89,7 +102,7 @@ class _Loading:
 
     facts: Tensor
 
-    batch: OwnRows | WholeUnits | None = None
+    batch: OwnRows | WholeUnits | UnitBatch | None = None
     error: BaseException | None = None
     work: Any = None
 
@@ -99,8 +112,11 @@ class Feed:
 
     Args:
         prepare: makes of a batch what the model is called with.
+        complete: adds to the batches of a mini-batch what the model is told of all of them together.
+        units: items of a mini-batch, each one loss unit; None: a mini-batch is of batches of ``mini_batch`` samples.
         reads_inputs: whether this rank's stage reads model inputs.
         source: a rank that does.
+        all_read: all ranks do.
         group: a CPU group of all ranks, for announcements.
         timeout_s: how long this rank waits for the others' data.
         keys: what the batch the model was captured with has; mini-batches have the same.
@@ -117,9 +133,12 @@ class Feed:
         self,
         *,
         prepare: Callable[[Any], dict[str, Any]],
+        complete: Complete = as_they_are,
         mini_batch: int,
+        units: int | None = None,
         reads_inputs: bool,
         source: int,
+        all_read: bool = False,
         group: dist.ProcessGroup | None,
         keys: Iterable[str],
         timeout_s: float,
@@ -129,34 +148,58 @@ class Feed:
         self._rule = rule
         self.batch_fn: Callable[[Any], Any] = lambda batch: batch
         self._prepare = prepare
+        self._complete = complete
         self._mini_batch = mini_batch
+        self._units = units
         self.reads_inputs = reads_inputs
         self._source = source
+        self._all_read = all_read
         self._group = group
         self._keys = frozenset(keys)
         self._timeout_s = timeout_s
         self._announced: dict[tuple[Any, ...], int] = {}
-        self._shapes: list[dict[str, Any]] = []
+        self._shapes: list[Batch] = []
         self._loads_ahead = loads_ahead
         self._ahead: _Loading | None = None
         self.draws = False
+
+    def check_packing(self, sampler: Any) -> None:
+        """Refuse units that were packed for mini-batches of another number of them.
+
+        Raises:
+            ConfigError: says both.
+        """
+        if isinstance(sampler, PackedUnits) and sampler.units != self._units:
+            raise ConfigError(
+                f"the loader packs mini-batches of {sampler.units} units, and graph_pipeline.units is {self._units}; "
+                f'set "units": {sampler.units}, or give what pack() made as training_data'
+            )
 
     def collect(self, iterator: Iterator[Any]) -> Batch:
         """Take one mini-batch from the user's iterator (every rank has the same stream)."""
         # Batches of any size are joined until they are B samples; constants of the capture are the same in all of them.
         prepared = (self._prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
+        if self._units is not None:
+            units = self._complete(collect_units(prepared, self._units))
+            for unit in units:
+                check_keys(unit, self._keys)
+            return UnitBatch(units=tuple(units))
         if self._rule is not None:
             checked = (_with_keys(batch, self._keys) for batch in prepared)
-            return collect_units(checked, self._mini_batch // self._rule.num_samples, self._rule)
-        batch = collect_mini_batch(prepared, self._mini_batch, count_samples)
+            return collect_whole_units(checked, self._mini_batch // self._rule.num_samples, self._rule)
+        (batch,) = self._complete([collect_mini_batch(prepared, self._mini_batch, count_samples)])
         check_keys(batch, self._keys)
         return batch
 
-    def take(self, iterator: Iterator[Any]) -> dict[str, Any]:
-        """Take one batch of any size from the user's iterator."""
-        return self._prepare(self.batch_fn(next(_check_iterator(iterator))))
+    def take(self, iterator: Iterator[Any]) -> Batch:
+        """Take one batch of any size from the user's iterator, or the units of a mini-batch, with whatever keys."""
+        prepared = (self._prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
+        units = self._complete(collect_units(prepared, self._units or 1))
+        for unit in units:
+            check_keys(unit, frozenset(units[0]))
+        return units[0] if self._units is None else UnitBatch(units=tuple(units))
 
-    def load(self, iterator: Iterator[OwnRows | LoadedUnits]) -> Batch:
+    def load(self, iterator: Iterator[OwnRows | LoadedUnits | UnitBatch]) -> Batch:
         """Take this rank's rows of a mini-batch of the engine's own loader; without inputs, only learn its shape.
 
         Raises:
@@ -171,7 +214,7 @@ class Feed:
             self._ahead = self._begin(iterator)
         return batch
 
-    def _begin(self, iterator: Iterator[OwnRows | LoadedUnits]) -> _Loading:
+    def _begin(self, iterator: Iterator[OwnRows | LoadedUnits | UnitBatch]) -> _Loading:
         """Load a mini-batch, and let the other ranks know."""
         loading = _Loading(torch.tensor([-1, -1, _LEAST, _LEAST, 0] + [0] * len(self._keys)))
         before = torch.get_rng_state() if not self._shapes else None
@@ -185,13 +228,17 @@ class Feed:
         if loading.error is not None:
             loading.facts[0] = dist.get_rank()
         elif loading.batch is not None:
-            key = shape_key(loading.batch, self._mini_batch)
+            if isinstance(loading.batch, UnitBatch):  # each rank looks at the masks of its own units
+                key: tuple[Any, ...] = tuple(unit_key(unit) for unit in loading.batch.units)
+                ones: frozenset[str] = frozenset()
+            else:
+                key = shape_key(loading.batch, self._mini_batch)
+                ones = ones_among(loading.batch, self._keys)
             checksum = zlib.crc32(repr(key).encode())
-            ones = ones_among(loading.batch, self._keys)
-            other = [int(key not in ones) for key in sorted(self._keys)]
+            other = [int(name not in ones) for name in sorted(self._keys)]
             has_drawn = before is not None and not torch.equal(before, torch.get_rng_state())
             loading.facts[2:] = torch.tensor([checksum, -checksum, int(has_drawn), *other])
-            if self._is_source():
+            if self._is_source() and self._units is None:
                 loading.facts[1] = self._announced.setdefault(key, len(self._announced))
         # A maximum of (rank that failed or -1, number of the shape or -1, its checksum, minus that): a failure wins,
         # and the source's number is the only one. Shapes are numbered in the order in which the source first met them:
@@ -200,12 +247,12 @@ class Feed:
         loading.work = dist.all_reduce(loading.facts, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return loading
 
-    def _in_units(self, batch: OwnRows | LoadedUnits) -> OwnRows | WholeUnits:
-        """Return what was loaded; units with what Python reads of them, which workers do not find out."""
+    def _in_units(self, batch: OwnRows | LoadedUnits | UnitBatch) -> OwnRows | WholeUnits | UnitBatch:
+        """Return what was loaded; whole units with what Python reads of them, which workers do not find out."""
         if not isinstance(batch, LoadedUnits):
             return batch
         assert self._rule is not None, "the loader was made for units"
-        return collect_units(batch.units, len(batch.units), self._rule)
+        return collect_whole_units(batch.units, len(batch.units), self._rule)
 
     def _end(self, loading: _Loading) -> Batch:
         """Return this rank's batch or its shape, when all ranks have loaded theirs."""
@@ -229,19 +276,35 @@ class Feed:
             return None
         if largest != -smallest:
             raise _unlike_shapes(batch)
+        if self._units is not None:
+            if (
+                not self._all_read
+            ):  # hardly two mini-batches are of the same units: told where anybody needs it
+                told = self._tell_shapes(batch)
+                return told if batch is None else batch
+            return batch
         if index == len(self._shapes):  # a new shape: its source tells it once
-            own = mini_batch_shapes(batch) if self._is_source() and batch is not None else None
-            meeting = Meeting(group=self._group, who=f"rank {dist.get_rank()}", timeout_s=self._timeout_s)
-            told = meeting.tell(own, source=self._source, what=f"a new shape, from rank {self._source}")
-            assert told is not None
-            self._shapes.append(told)
+            self._shapes.append(self._tell_shapes(batch))
         if batch is None:
             shape = self._shapes[index]
-            return WholeUnits(shape=shape, units=()) if isinstance(shape, UnitBatch) else shape
+            return WholeUnits(shape=shape, units=()) if isinstance(shape, WholeUnit) else shape
         if isinstance(batch, WholeUnits):
             return batch
+        assert isinstance(batch, OwnRows)
         ones = frozenset(key for key, other in zip(sorted(self._keys), others, strict=True) if not other)
         return replace(batch, ones=ones)
+
+    def _tell_shapes(self, batch: Batch | None) -> Batch:
+        """Return the shapes of the source's batch, on every rank."""
+        own: Batch | None = None
+        if self._is_source() and batch is not None:
+            own = mini_batch_shapes(batch)
+            if isinstance(batch, UnitBatch):
+                own = UnitBatch(units=tuple(mini_batch_shapes(unit) for unit in batch.units))
+        meeting = Meeting(group=self._group, who=f"rank {dist.get_rank()}", timeout_s=self._timeout_s)
+        told = meeting.tell(own, source=self._source, what=f"a new shape, from rank {self._source}")
+        assert told is not None
+        return told
 
     def _is_source(self) -> bool:
         return dist.get_rank() == self._source
@@ -339,7 +402,12 @@ class TrainingData:
             raise
 
     def use_loader(self, loader: Any) -> None:
-        """Read ``loader``, the same batches on every rank, from its beginning."""
+        """Read ``loader``, the same batches on every rank, from its beginning.
+
+        Raises:
+            ConfigError: it packs mini-batches of another number of units.
+        """
+        self._feed.check_packing(getattr(loader, "batch_sampler", None))
         self.use_iterator(repeat(loader))
         self.loader = loader
 

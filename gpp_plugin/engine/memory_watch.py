@@ -22,7 +22,15 @@ from gpp_plugin.ir.memory_report import ALLOCATOR, COUNTED, HeldBytes, MemoryCou
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.memory_breakdown import differences
 from gpp_plugin.plan.memory.memory_advice import memory_advice
-from gpp_plugin.runtime.batches import Batch, WholeUnits, samples_of, shape_key
+from gpp_plugin.runtime.batches import (
+    Batch,
+    UnitBatch,
+    WholeUnits,
+    samples_of,
+    shape_key,
+    unit_key,
+    units_of,
+)
 from gpp_plugin.runtime.ranks.meeting import Meeting
 
 logger = logging.getLogger(__name__)
@@ -60,7 +68,12 @@ class MemoryWatch:
 
     def is_due(self, batch: Batch) -> bool:
         """Return whether to count this mini-batch; the same on every rank."""
-        return not self._has_counted and shape_key(batch, self._plan.mini_batch) == self._shape
+        if self._has_counted:
+            return False
+        if isinstance(batch, UnitBatch):
+            unit = (self._plan.loss_unit, *self._shape)
+            return all(unit_key(each) == unit for each in batch.units)
+        return shape_key(batch, self._plan.mini_batch) == self._shape
 
     def note_gradients(self, gradients: StageGradients) -> None:
         """Look at the gradients there are before the optimizer's step, until they have been seen once."""
@@ -80,8 +93,9 @@ class MemoryWatch:
         degree = self._plan.stages[self._stage].degree
         self._inputs = sum(
             # a rank holds its rows of what has a row a sample, and all of what has none (a mask, a table)
-            self._bytes_as_read(batch[key]) // (degree if rows else 1)
-            for key, rows in rows_per_sample(batch.shape if isinstance(batch, WholeUnits) else batch).items()
+            self._bytes_as_read(part[key]) // (degree if rows else 1)
+            for part in units_of(batch)
+            for key, rows in rows_per_sample(part.shape if isinstance(part, WholeUnits) else part).items()
             if key in self._reads
         )
         if isinstance(batch, WholeUnits):  # these were the bytes of one unit

@@ -23,12 +23,20 @@ logger = logging.getLogger(__name__)
 DEFAULT_STEPS_PER_PRINT = 10
 
 
-def sum_of_losses(losses: Sequence[tuple[Tensor, int]]) -> float:
-    """Return the sum of losses, each times the samples it is the mean over; reads the device once."""
+def share_of_loss(losses: Sequence[tuple[Tensor, int]], num_samples: int, *, is_sum: bool) -> float:
+    """Return what losses add to that of a batch; reads the device once.
+
+    Args:
+        losses: each with the samples that it is of.
+        num_samples: of the whole batch.
+        is_sum: the batch's loss is the sum of all losses; else their mean by samples.
+    """
     if not losses:
         return 0.0
     values = torch.stack([loss.reshape(()) for loss, _ in losses]).tolist()
-    return sum(value * count for value, (_, count) in zip(values, losses, strict=True))
+    if is_sum:
+        return sum(values)
+    return sum(value * count for value, (_, count) in zip(values, losses, strict=True)) / num_samples
 
 
 class Metrics:

@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from gpp_plugin.capture.mask_values import inputs_of_ones
 from gpp_plugin.capture.tracing.sample_batches import count_samples, rows_per_sample
 from gpp_plugin.config import GraphPipelineConfig
+from gpp_plugin.data.unit_packing import PackedUnits
 from gpp_plugin.engine.setting import Setting
 from gpp_plugin.errors import ConfigError, GppError, RuntimeFailure, first_line
 from gpp_plugin.ir.plan import PipelinePlan
@@ -41,15 +42,19 @@ from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.runtime.batches import (
     Batch,
     OwnRows,
+    UnitBatch,
     batch_checksum,
     collect_mini_batch,
     mini_batch_shapes,
 )
 
+_MOST_SAMPLES = 2**20
+"""More than a mini-batch of units has: places in the stream of samples are apart by so many a mini-batch."""
 MOST_WORKERS = 4
 """Processes that load for a rank on CUDA unless the configuration says how many."""
 
 Prepare = Callable[[Any], dict[str, Any]]
+Complete = Callable[[Sequence[Batch]], list[dict[str, Any]]]
 
 
 def make_loader(
@@ -58,19 +63,33 @@ def make_loader(
     mini_batch: int,
     collate_fn: Callable[[list[Any]], Any] | None,
     seed: int,
+    units: int | None = None,
 ) -> DataLoader[Any]:
-    """Return a loader of whole mini-batches, in the same shuffled order on every rank.
+    """Return a loader of whole mini-batches, or of their units, in the same shuffled order on every rank.
+
+    Args:
+        mini_batch: samples of a mini-batch.
+        units: of a mini-batch, of equal numbers of samples; those that `pack` made have their own.
 
     Raises:
         ConfigError: the dataset holds fewer samples than one mini-batch.
     """
     collate = collate_fn or default_collate
+    if isinstance(dataset, PackedUnits):
+        own = torch.Generator().manual_seed(seed)  # draws nothing but seeds of workers
+        return DataLoader(dataset.dataset, batch_sampler=dataset, collate_fn=collate, generator=own)
+    if units is not None:
+        if isinstance(dataset, IterableDataset):
+            return DataLoader(dataset, batch_size=mini_batch // units, drop_last=True, collate_fn=collate)
+        mini_batch, whole = mini_batch // units, mini_batch
+    else:
+        whole = mini_batch
     # Whole mini-batches: ranks take their rows of them, so that a shuffle is the same everywhere and padding too.
     if isinstance(dataset, IterableDataset):
         return DataLoader(dataset, batch_size=mini_batch, drop_last=True, collate_fn=collate)
-    if len(dataset) < mini_batch:
+    if len(dataset) < whole:
         raise ConfigError(
-            f"training_data has {len(dataset)} samples, fewer than train_batch_size={mini_batch}; "
+            f"training_data has {len(dataset)} samples, fewer than train_batch_size={whole}; "
             "lower train_batch_size or give more data"
         )
     return DataLoader(
@@ -81,6 +100,11 @@ def make_loader(
         collate_fn=collate,
         generator=torch.Generator().manual_seed(seed),
     )
+
+
+def as_they_are(batches: Sequence[Batch]) -> list[dict[str, Any]]:
+    """Return the batches of a mini-batch of whose whole the model is told nothing."""
+    return [dict(batch) for batch in batches]
 
 
 def count_workers(asked: int | str, device: torch.device) -> int:
@@ -133,6 +157,7 @@ class Share:
 
     Args:
         mini_batch: samples of all ranks together.
+        units: that they are in, where these have shapes of their own; None where they have one shape.
         samples: those that the rank reads, in order.
         keys: the inputs that it reads; None: all.
         dtype: floating inputs are cast to it; None keeps them.
@@ -140,13 +165,20 @@ class Share:
 
     rank: int
     mini_batch: int
+    units: int | None
     samples: tuple[SampleRange, ...]
     keys: frozenset[str] | None
     dtype: torch.dtype | None
 
     @classmethod
     def of(
-        cls, plan: PipelinePlan, rank: int, *, keys: Iterable[str] | None, dtype: torch.dtype | None
+        cls,
+        plan: PipelinePlan,
+        rank: int,
+        *,
+        keys: Iterable[str] | None,
+        dtype: torch.dtype | None,
+        units: int | None = None,
     ) -> Share:
         """Return what a rank of a plan keeps."""
         index = plan.stage_of_rank(rank)
@@ -154,6 +186,7 @@ class Share:
         return cls(
             rank=rank,
             mini_batch=plan.mini_batch,
+            units=units,
             samples=tuple(stage.samples(micro_batch, rank) for micro_batch in range(count)),
             keys=None if keys is None else frozenset(keys),
             dtype=dtype,
@@ -163,6 +196,20 @@ class Share:
     def numbers(self) -> list[int]:
         """Return the samples' numbers in the mini-batch."""
         return [n for r in self.samples for n in range(r.first_sample, r.end)]
+
+    def keep_units(self, units: Sequence[Batch]) -> UnitBatch:
+        """Return a mini-batch of units, of which this rank's are there and the shapes of all."""
+        assert self.units is not None
+        size = self.mini_batch // self.units
+        own = {samples.first_sample // size for samples in self.samples}
+        kept: list[dict[str, Any]] = []
+        for number, unit in enumerate(units):
+            values: dict[str, Any] = mini_batch_shapes(unit)
+            for key, value in unit.items() if number in own else ():
+                if isinstance(value, Tensor) and (self.keys is None or key in self.keys):
+                    values[key] = self._cast(value)
+            kept.append(values)
+        return UnitBatch(units=tuple(kept), checksum=batch_checksum(UnitBatch(units=tuple(units))))
 
     def cut(self, batch: Batch, *, checksum: int) -> OwnRows:
         """Return this rank's rows of a whole mini-batch, in storages of their own."""
@@ -212,10 +259,12 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """The mini-batch of one call: its number in the stream, and its samples' numbers in the dataset."""
+    """The mini-batch of one call: its number in the stream, and its samples' numbers in the dataset, by unit if it is
+    of units.
+    """
 
     number: int
-    indices: Sequence[int]
+    indices: Sequence[int] | Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,17 +278,26 @@ class _Failure:
 class _Order:
     """The mini-batches of all epochs, as iterating over the loader again and again gives them."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[Any], units: int | None) -> None:
         self._loader = loader
+        self._units = units
 
     def __iter__(self) -> Iterator[_Request]:
         number = 0
+        units: list[Sequence[int]] = []
         while True:
             # what a DataLoader draws for its workers' seeds as an epoch begins: without it the shuffle would differ
             torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+            units.clear()  # of the last epoch, fewer than a mini-batch
             for indices in self._loader.batch_sampler or ():
-                yield _Request(number=number, indices=indices)
-                number += 1
+                units.append(indices)
+                if self._units is None:
+                    yield _Request(number=number, indices=units.pop())
+                    number += 1
+                elif len(units) == self._units:
+                    yield _Request(number=number, indices=tuple(units))
+                    number += 1
+                    units.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +321,7 @@ class _Reader:
     Args:
         collate_fn: the user's; None: torch's own.
         prepare: makes of a batch what the model is called with.
+        complete: adds to the batches of a mini-batch what the model is told of all of them together.
         keys: what a mini-batch has.
         unit: samples of a loss unit, of a model that takes whole ones: each is collated by itself.
     """
@@ -272,6 +331,7 @@ class _Reader:
         *,
         collate_fn: Callable[[list[Any]], Any] | None,
         prepare: Prepare,
+        complete: Complete,
         share: Share,
         keys: frozenset[str],
         fetches_all: bool,
@@ -280,14 +340,31 @@ class _Reader:
         self._unit = unit
         self._collate = collate_fn or default_collate
         self._prepare = prepare
+        self._complete = complete
         self._share = share
         self._keys = keys
         self._fetches_all = fetches_all or collate_fn is not None or unit is not None
         self.rank = share.rank
+        self.units = share.units
+
+    def of_units(self, dataset: Any, request: _Request, seed: int) -> UnitBatch:
+        """Return this rank's units of a mini-batch, each collated by itself, and the shapes of the others."""
+        numbers = [index for unit in request.indices for index in _listed(unit)]
+        # a sample's place in the stream is the mini-batch's number, and its own within it: units may be of any size
+        first = request.number * _MOST_SAMPLES if self._share.units else 0
+        items = iter(self._fetch(dataset, [(n, first + i) for i, n in enumerate(numbers)], seed))
+        return self.of_unit_items([[next(items) for _ in _listed(unit)] for unit in request.indices])
+
+    def of_unit_items(self, units: Sequence[list[Any]]) -> UnitBatch:
+        """Return this rank's units of those whose items are there."""
+        whole = self._complete([self._prepare(self._collate(items)) for items in units])
+        for unit in whole:
+            check_keys(unit, self._keys)
+        return self._share.keep_units(whole)
 
     def of_indices(self, dataset: Any, request: _Request, seed: int) -> OwnRows | LoadedUnits:
         """Return this rank's share of the mini-batch of some samples of a dataset."""
-        share, indices = self._share, request.indices
+        share, indices = self._share, [n for n in request.indices if isinstance(n, int)]
         items: dict[int, Any] = {}
 
         def fetch(numbers: Iterable[int]) -> None:
@@ -319,7 +396,7 @@ class _Reader:
         return collect_mini_batch([self._make(items)], self._share.mini_batch, count_samples)
 
     def _make(self, items: list[Any]) -> dict[str, Any]:
-        batch = self._prepare(self._collate(items))
+        (batch,) = self._complete([self._prepare(self._collate(items))])
         check_keys(batch, self._keys)
         return batch
 
@@ -353,8 +430,10 @@ class _Loaded:
     def __init__(self, dataset: Any, reader: _Reader, seed: int) -> None:
         self._dataset, self._reader, self._seed = dataset, reader, seed
 
-    def __getitem__(self, request: _Request) -> OwnRows | LoadedUnits | _Failure:
-        return _guarded(lambda: self._reader.of_indices(self._dataset, request, self._seed), self._reader)
+    def __getitem__(self, request: _Request) -> OwnRows | LoadedUnits | UnitBatch | _Failure:
+        reader = self._reader
+        read = reader.of_indices if reader.units is None else reader.of_units
+        return _guarded(lambda: read(self._dataset, request, self._seed), reader)
 
 
 class _LoadedStream(IterableDataset[Any]):
@@ -366,10 +445,16 @@ class _LoadedStream(IterableDataset[Any]):
         )
         self._reader = reader
 
-    def __iter__(self) -> Iterator[OwnRows | LoadedUnits | _Failure]:
-        items = repeat(self._items)
+    def __iter__(self) -> Iterator[OwnRows | LoadedUnits | UnitBatch | _Failure]:
+        items, reader = repeat(self._items), self._reader
+
+        def read() -> OwnRows | LoadedUnits | UnitBatch:
+            if reader.units is None:
+                return reader.of_items(next(items))
+            return reader.of_unit_items([next(items) for _ in range(reader.units)])
+
         while True:
-            yield _guarded(lambda: self._reader.of_items(next(items)), self._reader)
+            yield _guarded(read, reader)
 
 
 class RowLoader:
@@ -383,6 +468,7 @@ class RowLoader:
         seed: what random numbers of a dataset depend on, in workers.
         workers: processes that load ahead; 0 loads here, when asked.
         pins: rows come in page-locked memory.
+        needs_whole: ``complete`` makes something of a row that depends on those beside it.
         unit: as of `make_row_loader`.
     """
 
@@ -392,21 +478,25 @@ class RowLoader:
         *,
         collate_fn: Callable[[list[Any]], Any] | None,
         prepare: Prepare,
+        complete: Complete = as_they_are,
         share: Share,
         keys: Iterable[str],
         seed: int,
         workers: int = 0,
         pins: bool = False,
+        needs_whole: bool = False,
         unit: int | None = None,
     ) -> None:
         self._unit = unit
         self.loader = loader
         self._collate_fn, self._prepare, self._share = collate_fn, prepare, share
+        self._complete = complete
         self._keys, self._seed = frozenset(keys), seed
         is_stream = isinstance(loader.dataset, IterableDataset)
         # two would each have the whole stream
         self._workers = min(workers, 1) if is_stream else workers
         self._pins = pins
+        self._needs_whole = needs_whole
         self._iterator: Any = None
         self._is_closed = False
         self.batch_fn: Callable[[Any], Any] | None = None
@@ -414,7 +504,7 @@ class RowLoader:
     def __iter__(self) -> RowLoader:
         return self
 
-    def __next__(self) -> OwnRows | LoadedUnits:
+    def __next__(self) -> OwnRows | LoadedUnits | UnitBatch:
         """Return this rank's share of the next mini-batch.
 
         Raises:
@@ -435,7 +525,7 @@ class RowLoader:
             ) from error
         if isinstance(found, _Failure):
             raise found.kind(found.message)
-        assert isinstance(found, (OwnRows, LoadedUnits))
+        assert isinstance(found, (OwnRows, LoadedUnits, UnitBatch))
         return found
 
     def apply(self, fn: Callable[[Any], Any]) -> None:
@@ -466,10 +556,11 @@ class RowLoader:
         reader = _Reader(
             collate_fn=self._collate_fn,
             prepare=prepare if batch_fn is None else lambda batch: prepare(batch_fn(batch)),
+            complete=self._complete,
             share=self._share,
             keys=self._keys,
             # a function of the user's may make something else of a row without the others beside it
-            fetches_all=batch_fn is not None,
+            fetches_all=batch_fn is not None or self._needs_whole,
             unit=self._unit,
         )
         options: dict[str, Any] = {
@@ -486,7 +577,7 @@ class RowLoader:
         if isinstance(loader.dataset, IterableDataset):
             return DataLoader(_LoadedStream(loader, reader), **options)
         dataset: Any = _Loaded(loader.dataset, reader, self._seed)
-        return DataLoader(dataset, sampler=_Order(loader), **options)
+        return DataLoader(dataset, sampler=_Order(loader, self._share.units), **options)
 
 
 def _start(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -510,6 +601,7 @@ def make_row_loader(
     setting: Setting,
     collate_fn: Callable[[list[Any]], Any] | None,
     prepare: Prepare,
+    complete: Complete = as_they_are,
     reads: Iterable[str] | None,
     keys: Iterable[str],
     unit: int | None = None,
@@ -525,19 +617,25 @@ def make_row_loader(
         ConfigError: the dataset holds fewer samples than one mini-batch.
     """
     return RowLoader(
-        make_loader(dataset, mini_batch=plan.mini_batch, collate_fn=collate_fn, seed=config.seed),
+        make_loader(
+            dataset, mini_batch=plan.mini_batch, collate_fn=collate_fn, seed=config.seed, units=config.units
+        ),
         collate_fn=collate_fn,
         prepare=prepare,
-        share=Share.of(plan, setting.rank, keys=reads, dtype=setting.dtype),
+        complete=complete,
+        share=Share.of(plan, setting.rank, keys=reads, dtype=setting.dtype, units=config.units),
         keys=keys,
         seed=config.seed,
         workers=count_workers(config.loader_workers, setting.device),
         pins=setting.device.type == "cuda",
+        needs_whole=config.loss_mean == "tokens",  # each rank counts those of the whole mini-batch
         unit=unit,
     )
 
 
-def _guarded(load: Callable[[], OwnRows | LoadedUnits], reader: _Reader) -> OwnRows | LoadedUnits | _Failure:
+def _guarded(
+    load: Callable[[], OwnRows | LoadedUnits | UnitBatch], reader: _Reader
+) -> OwnRows | LoadedUnits | UnitBatch | _Failure:
     """Return what was loaded; what kept it from being is raised here, and returned in a worker.
 
     Raises:
@@ -562,6 +660,10 @@ def _failure(error: Exception, rank: int) -> _Failure:
 
 def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _listed(unit: int | Sequence[int]) -> Sequence[int]:
+    return [unit] if isinstance(unit, int) else unit
 
 
 def _as_it_is(items: Any) -> Any:

@@ -66,6 +66,9 @@ class EngineModel(Protocol):
     def prepare_batch(self, batch: Any) -> dict[str, Any]:
         """Return a batch as the model is called with it."""
 
+    def complete_batches(self, batches: Sequence[Batch]) -> list[dict[str, Any]]:
+        """Return the batches of a mini-batch with what the model is told of all of them together."""
+
     def prepare_plan(self, sample_batch: Batch) -> tuple[Reference, PipelinePlan]:
         """Agree on what the model is and on a plan for it; collective over all ranks."""
 

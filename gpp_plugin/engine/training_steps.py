@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.doors import Channel, Transport, TransportRequest
 from gpp_plugin.engine.memory_watch import MemoryWatch
-from gpp_plugin.engine.metrics import sum_of_losses
+from gpp_plugin.engine.metrics import share_of_loss
 from gpp_plugin.engine.setting import EngineModel, Setting
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_step import StepResult
@@ -40,6 +41,7 @@ from gpp_plugin.runtime.ranks.agree import exchange
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference
+from gpp_plugin.runtime.unit_lane import UnitLane, plan_of_units
 from gpp_plugin.runtime.weight_versions import MakePlaces
 from gpp_plugin.runtime.window_lane import WindowLane
 from gpp_plugin.schedule.checks.validate_windows import validate_ahead, validate_windows
@@ -73,8 +75,13 @@ class LaneMaker:
         """Return this rank's lane for a plan, or None where the plan leaves the rank idle.
 
         Args:
-            looks_ahead: let a frozen branch run a mini-batch ahead, where the plan has one and memory allows it.
+            looks_ahead: let a frozen branch run a mini-batch ahead, where the plan has one and memory allows it; not
+                with units, whose lane is another.
         """
+        make: type[Lane] = Lane
+        if self._config.units is not None:
+            assert not looks_ahead, "of units nothing runs ahead"
+            plan, make = plan_of_units(plan), UnitLane
         programs = make_programs(plan, reference, reduce_each_backward=self._setting.zero_stage >= 2)
         ahead = self._programs_ahead(reference, plan) if looks_ahead else None
         # Transports are made by all ranks, also by those that the plan leaves idle: a process group is made so.
@@ -93,12 +100,11 @@ class LaneMaker:
                     transport=transport,
                     device=self._setting.device,
                     dtype=self._setting.dtype,
+                    sums_losses=self._config.loss_mean == "tokens",
                 )
-                return (
-                    Lane(**common)
-                    if ahead is None
-                    else AheadLane(ahead=ahead.of_rank(program.rank), **common)
-                )
+                if ahead is not None:
+                    return AheadLane(ahead=ahead.of_rank(program.rank), **common)
+                return make(**common)
         return None
 
     def _programs_ahead(self, reference: Reference, plan: PipelinePlan) -> AheadPrograms | None:
@@ -261,13 +267,13 @@ class MiniBatchRunner:
     Args:
         stage: whose gradients a failed mini-batch leaves behind.
         memory: counts one mini-batch of training.
-        has_peers: there are other ranks, whose messages may still arrive after a failure here.
+        group: of all ranks; None for a single one. Messages of others may still arrive after a failure here.
     """
 
-    def __init__(self, stage: StageEngine, memory: MemoryWatch, *, has_peers: bool) -> None:
+    def __init__(self, stage: StageEngine, memory: MemoryWatch, *, group: dist.ProcessGroup | None) -> None:
         self._stage = stage
         self._memory = memory
-        self._has_peers = has_peers
+        self._group = group
         self.failure: str | None = None
 
     def refuse_after_failure(self) -> None:
@@ -290,13 +296,26 @@ class MiniBatchRunner:
         """
         self.refuse_after_failure()
         try:
+            if isinstance(lane, UnitLane):
+                self._learn_shapes(lane, batch)
             return lane.run(batch, record=record, count=count)
         except BaseException as error:
             self._stage.zero_grad()
             # What capture or configuration refuse is refused before the first message, by every rank alike.
-            if self._has_peers and not isinstance(error, (CaptureError, ConfigError)):
+            if self._group is not None and not isinstance(error, (CaptureError, ConfigError)):
                 self.failure = failure_after(self._stage.global_steps, error)
             raise
+
+    def _learn_shapes(self, lane: UnitLane, batch: Batch) -> None:
+        """Make code for units of shapes that were not met lately; collective over all ranks where there are any.
+
+        Raises:
+            CaptureError: a rank could not; the same on every rank.
+        """
+        # a rank makes code for its own units alone: before any message all know whether all could
+        if lane.has_new_shapes(batch):
+            exchange(lambda: lane.learn_shapes(batch), what="code for a new shape", group=self._group)
+        lane.note_shapes(batch)
 
     def train(self, lane: Lane, batch: Batch, *, record: bool) -> MiniBatchResult:
         """Run one mini-batch of training, counted if it is the one to compare with the plan."""
@@ -415,7 +434,8 @@ class SynchronousSteps:
         with S = sum of c and Q = sum of c squared, n Q = S S exactly where all checksums are equal (Cauchy and
         Schwarz). Checksums 5, 5, 5: 3 * 75 = 15 * 15; checksums 5, 5, 6: 3 * 86 > 16 * 16.
         """
-        mine = sum_of_losses(result.losses) / self._lane.plan.mini_batch
+        lane = self._lane
+        mine = share_of_loss(result.losses, lane.plan.mini_batch, is_sum=lane.sums_losses)
         if not self._has_peers:
             return mine
         step = self._stage.global_steps

@@ -18,6 +18,14 @@ from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.extensions import find_schedule
 from gpp_plugin.integrations.huggingface import pretrained_files
+from gpp_plugin.integrations.huggingface.labelled_tokens import (
+    NUM_ITEMS,
+    check_counted,
+    check_divides,
+    check_takes_count,
+    count_labelled,
+    has_labels,
+)
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.graph.captured_part import CapturedPart, owner_of_block
 from gpp_plugin.model.graph.given_module import GivenModule
@@ -69,6 +77,8 @@ class ModelSource:
     ) -> None:
         if isinstance(model, StageGraph):
             _check_config(model, config)
+        elif config.loss_mean == "tokens":
+            check_takes_count(model)
         self._model = model
         self._config = _with_stage(model, config)
         self._setting = setting
@@ -89,6 +99,17 @@ class ModelSource:
         """Return a batch as the model is called with it."""
         return prepare_batch(self._model, batch)
 
+    def complete_batches(self, batches: Sequence[Batch]) -> list[dict[str, Any]]:
+        """Return the batches of a mini-batch with what the model is told of all of them: its labelled tokens.
+
+        Those without labels, which an evaluation may do without, stay as they are.
+        """
+        model = self._model
+        if self._config.loss_mean == "units" or isinstance(model, StageGraph) or not has_labels(batches[0]):
+            return [dict(batch) for batch in batches]
+        count = count_labelled(model, batches)
+        return [{**batch, NUM_ITEMS: count} for batch in batches]
+
     # ---- planning ------------------------------------------------------------------------------
 
     def prepare_plan(self, sample_batch: Batch) -> tuple[Reference, PipelinePlan]:
@@ -104,6 +125,8 @@ class ModelSource:
         """
         setting, config = self._setting, self._config
         self._check_files()
+        if config.loss_mean == "tokens":
+            check_counted(sample_batch)
         machines = look_at_devices(config, setting)  # while nothing of the model is on them
         place = Place(
             rank=setting.rank,
@@ -126,6 +149,8 @@ class ModelSource:
         # From here a plain model and a graph differ in one thing: the planner's answer is the plan, or it cuts the
         # parts, and the stages that come of it and the user's are planned together.
         reference = job.reference()
+        if config.loss_mean == "tokens":
+            check_divides(type(self._model).__name__, reference.analysis.op_graph)
         if job.whole is not None and config.mode == "async" and config.plan is None:
             _check_ties(reference, config)  # before minutes of measuring
         counts = self._sample_counts(job)
@@ -262,8 +287,15 @@ class ModelSource:
         return pieces
 
     def unit_rule(self, reference: Reference, batch: Batch) -> UnitRule | None:
-        """Return how batches of these keys become loss units, where the model takes whole ones."""
-        return self._job.unit_rule(reference, batch)
+        """Return how batches of these keys become loss units, where the model takes whole ones.
+
+        Raises:
+            ConfigError: it does, and the configuration asks for what such a model is not run with.
+        """
+        rule = self._job.unit_rule(reference, batch)
+        if rule is not None:
+            _check_whole_units(type(self._model).__name__, self._config)
+        return rule
 
     # ---- running -------------------------------------------------------------------------------
 
@@ -401,6 +433,27 @@ def _with_stage(model: nn.Module | StageGraph, config: GraphPipelineConfig) -> G
     return config.model_copy(update=changes)
 
 
+def _check_whole_units(model: str, config: GraphPipelineConfig) -> None:
+    """Refuse keys that a model which takes whole loss units is not run with.
+
+    Raises:
+        ConfigError: names the model and the first of these keys.
+    """
+    # Units of unlike shapes have a lane that knows no readings; labelled tokens are counted before units are made, and
+    # what runs ahead is kept by shape alone.
+    instead = {
+        "units": (config.units is not None, "remove it and give units of one mini-batch the same shapes"),
+        "loss_mean": (config.loss_mean == "tokens", 'set it to "units"'),
+        "look_ahead": (config.look_ahead == 1, "set it to 0 or remove it"),
+    }
+    for key, (is_wrong, remedy) in instead.items():
+        if is_wrong:
+            raise ConfigError(
+                f"graph_pipeline.{key}: {getattr(config, key)!r} is not possible with {model}, which takes whole loss "
+                f"units, as its Python reads values of them or couples their samples; {remedy}"
+            )
+
+
 def _check_ties(reference: Reference, config: GraphPipelineConfig) -> None:
     """Refuse more stages than blocks that share no trained parameter (mode async)."""
     if isinstance(config.stages, int):
@@ -474,6 +527,18 @@ def _check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
             config.stages not in ("auto", number if is_given else "auto")
             and not (is_plain and pieces in ("auto", config.stages)),
             f"it has {pieces if is_plain else number}; remove the key",
+        ),
+        (
+            "loss_mean",
+            config.loss_mean,
+            config.loss_mean != "units",
+            "its stages count for themselves; remove the key",
+        ),
+        (
+            "units",
+            config.units,
+            config.units is not None,
+            "units of their own shapes are for captured models; remove the key",
         ),
         (
             "weights",

@@ -303,7 +303,7 @@ def plan_request(
         # with one loss a mini-batch there is nothing to pipeline unless the other stages take less
         keep_units=not is_async
         and config.micro_batch_sizes != "search"
-        and setting.sizes.loss_unit < mini_batch,
+        and (config.units is not None or setting.sizes.loss_unit < mini_batch),
         smallest_local_batch=smallest_local_batch,
         memory_optimization=config.memory.optimization,
         vertical_sync=config.vertical_sync,

@@ -10,7 +10,7 @@ Tests: tests/runtime/test_batches.py
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gpp_plugin.capture.eager.padded_records import is_padded, widen
 from gpp_plugin.capture.mask_values import inputs_of_ones
-from gpp_plugin.capture.tracing.sample_batches import UnitBatch, count_samples, is_counted, resize_batch
+from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, is_counted, resize_batch
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.samples import SampleRange
 
@@ -55,6 +55,26 @@ def collect_mini_batch(batches: Iterable[Batch], mini_batch: int, count: Any) ->
             f"train_batch_size={mini_batch}; choose a loader batch size that divides it"
         )
     return join_batches(taken)
+
+
+def collect_units(items: Iterable[Any], count: int) -> list[Batch]:
+    """Take the loss units of a mini-batch, one an item.
+
+    Raises:
+        StopIteration: the iterator ended before the first.
+        ConfigError: it ended early, or an item is no batch.
+    """
+    iterator = iter(items)
+    units = [check_batch(next(iterator))]
+    for _ in range(count - 1):
+        try:
+            units.append(check_batch(next(iterator)))
+        except StopIteration:
+            raise ConfigError(
+                f"the data iterator ended after {len(units)} of graph_pipeline.units={count} items; drop the last "
+                "incomplete mini-batch or repeat the data"
+            ) from None
+    return units
 
 
 def check_batch(batch: Any) -> Batch:
@@ -184,6 +204,58 @@ class OwnRows(Mapping[str, Any]):
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class UnitBatch(Mapping[str, Any]):
+    """A mini-batch as a list of loss units, each of its own shapes; as a mapping it is the first of them.
+
+    Args:
+        units: in order; of those that this process does not read, perhaps shapes only (the meta device).
+        checksum: below 2^20; None where the units are here as they are, and say it themselves.
+    """
+
+    units: tuple[Batch, ...]
+    checksum: int | None = None
+
+    def __getitem__(self, key: str) -> Any:
+        return self.units[0][key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.units[0])
+
+    def __len__(self) -> int:
+        return len(self.units[0])
+
+    def pin_memory(self) -> UnitBatch:
+        """Return the same with what is here in page-locked memory; a loader calls this."""
+
+        def pinned(value: Any) -> Any:
+            return value.pin_memory() if isinstance(value, Tensor) and not value.is_meta else value
+
+        return replace(self, units=tuple({k: pinned(v) for k, v in unit.items()} for unit in self.units))
+
+
+def units_of(batch: Batch) -> tuple[Batch, ...]:
+    """Return the parts of a mini-batch that have shapes of their own: its units, or itself."""
+    return batch.units if isinstance(batch, UnitBatch) else (batch,)
+
+
+def without_keys(batch: Batch, keys: Collection[str]) -> Batch:
+    """Return a batch, or each of its units, without some of its entries."""
+    if isinstance(batch, UnitBatch):
+        return replace(batch, units=tuple(without_keys(unit, keys) for unit in batch.units))
+    return {key: value for key, value in batch.items() if key not in keys}
+
+
+def unit_key(unit: Batch) -> tuple[Any, ...]:
+    """Return what the code for a loss unit depends on: its samples, and what `shape_key` has.
+
+    Raises:
+        CaptureError: it has no common number of samples.
+    """
+    count = count_samples(unit)
+    return (count, *shape_key(unit, count))
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class WholeUnits(Mapping[str, Any]):
     """A mini-batch of loss units that are never cut, each as the user gave it; as a mapping, one unit.
 
@@ -192,8 +264,8 @@ class WholeUnits(Mapping[str, Any]):
         units: all of them; empty where this rank reads no inputs, and ``shape`` has no values.
     """
 
-    shape: UnitBatch
-    units: tuple[UnitBatch, ...]
+    shape: WholeUnit
+    units: tuple[WholeUnit, ...]
 
     def __getitem__(self, key: str) -> Any:
         return self.shape[key]
@@ -226,15 +298,15 @@ class UnitRule:
     """
 
     num_samples: int
-    read: Callable[[UnitBatch], tuple[Any, ...] | None]
+    read: Callable[[WholeUnit], tuple[Any, ...] | None]
 
-    def unit(self, batch: Batch) -> UnitBatch:
+    def unit(self, batch: Batch) -> WholeUnit:
         """Return a batch as one unit.
 
         Raises:
             ConfigError: it holds another number of samples.
         """
-        if isinstance(batch, UnitBatch) and batch.readings is not None:
+        if isinstance(batch, WholeUnit) and batch.readings is not None:
             return batch
         rows = _rows_of_all(batch)
         if rows is not None and rows != self.num_samples:
@@ -242,13 +314,13 @@ class UnitRule:
                 f"a batch holds {rows} samples; this model takes whole loss units: give batches of "
                 f"train_micro_batch_size_per_gpu={self.num_samples} samples, as many as make up train_batch_size"
             )
-        unit = UnitBatch(batch, num_samples=self.num_samples)
+        unit = WholeUnit(batch, num_samples=self.num_samples)
         unit.readings = self.read(unit)
         return unit
 
-    def sample(self, batch: Batch) -> UnitBatch:
+    def sample(self, batch: Batch) -> WholeUnit:
         """Return a unit like those to come, of a sample batch of any number of samples."""
-        if not isinstance(batch, UnitBatch) and is_counted(batch):
+        if not isinstance(batch, WholeUnit) and is_counted(batch):
             batch = resize_batch(batch, self.num_samples)
         return self.unit(batch)
 
@@ -256,11 +328,11 @@ class UnitRule:
         """Return a batch to evaluate as loss units: as many as it can be cut into, or one of any number of samples."""
         leading = _rows_of_all(batch)
         if leading is None or leading % self.num_samples == 0:
-            return collect_units([batch], max((leading or 0) // self.num_samples, 1), self)
-        return collect_units([batch], 1, replace(self, num_samples=leading))
+            return collect_whole_units([batch], max((leading or 0) // self.num_samples, 1), self)
+        return collect_whole_units([batch], 1, replace(self, num_samples=leading))
 
 
-def collect_units(batches: Iterable[Batch], num_units: int, rule: UnitRule) -> WholeUnits:
+def collect_whole_units(batches: Iterable[Batch], num_units: int, rule: UnitRule) -> WholeUnits:
     """Take batches until they are ``num_units`` loss units; a batch is one, or can be cut into several.
 
     Raises:
@@ -299,7 +371,7 @@ def _rows_of_all(batch: Batch) -> int | None:
     return leading.pop() if len(leading) == 1 else None
 
 
-def _unlike_units(first: UnitBatch, other: UnitBatch) -> ConfigError:
+def _unlike_units(first: WholeUnit, other: WholeUnit) -> ConfigError:
     for key, value in first.items():
         here = other.get(key)
         if isinstance(value, Tensor) and isinstance(here, Tensor) and value.shape != here.shape:
@@ -335,7 +407,7 @@ def shape_key(batch: Batch, num_samples: int) -> tuple[Any, ...]:
     # code of a stage is for a number of samples of its own, however many the mini-batch has.
     unit = batch.shape if isinstance(batch, WholeUnits) else batch
     parts: list[Any] = []
-    if isinstance(unit, UnitBatch):  # nothing is told by sample; what Python reads decides about the code too
+    if isinstance(unit, WholeUnit):  # nothing is told by sample; what Python reads decides about the code too
         parts, num_samples = [("unit", unit.num_samples, unit.readings)], 1
     for key in sorted(batch):
         value = batch[key]
@@ -357,9 +429,9 @@ def batch_checksum(batch: Batch) -> int:
 
     It is below 2^20, so that fp64 holds the sum of its squares over 8,192 ranks exactly.
     """
-    if isinstance(batch, OwnRows):
+    if isinstance(batch, (OwnRows, UnitBatch)) and batch.checksum is not None:
         return batch.checksum
-    if isinstance(batch, WholeUnits):
+    if isinstance(batch, (UnitBatch, WholeUnits)):
         return zlib.crc32(repr([batch_checksum(unit) for unit in batch.units]).encode()) & 0xFFFFF
     checksum = 0
     for key in sorted(batch):
@@ -382,7 +454,7 @@ def mini_batch_shapes(batch: Batch) -> dict[str, Any]:
     }
     if isinstance(batch, WholeUnits):
         unit = batch.shape
-        return UnitBatch(shapes, num_samples=unit.num_samples, readings=unit.readings)
+        return WholeUnit(shapes, num_samples=unit.num_samples, readings=unit.readings)
     return shapes
 
 

@@ -96,6 +96,16 @@ class StageCompute(Protocol):
         """Forget all micro-batches: a mini-batch ended or failed."""
 
 
+class CountedCompute(StageCompute, Protocol):
+    """A stage's tasks, and what they keep for backward where somebody wants to know."""
+
+    def start_counting(self) -> None:
+        """Count what the forwards from now on keep for their backwards, if there are any."""
+
+    def stop_counting(self) -> MemoryCounts | None:
+        """Count no longer, and return what was counted; None for a stage without backwards."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundaryGradients:
     """Which gradients cross a stage's boundary on one rank: the two orders of `StageCompute`."""

@@ -28,6 +28,7 @@ from gpp_plugin.runtime.messages.assembly import compile_reading
 from gpp_plugin.runtime.messages.mailbox import Carry, Mailbox, WindowPlace
 from gpp_plugin.runtime.messages.routes import resolve_routes
 from gpp_plugin.runtime.messages.transport import Transport
+from gpp_plugin.runtime.messages.wires import BoundarySpecs
 from gpp_plugin.runtime.recorder import Recorder
 
 
@@ -55,7 +56,7 @@ class StageExecutor:
 
     Args:
         compute: does the stage's tasks.
-        specs: every boundary tensor of the graph at the shapes of this mini-batch.
+        specs: every boundary tensor of the graph at the shapes of this mini-batch, or of each of its samples.
         transport: where messages go; None when the plan has one rank.
         hooks: what the reductions and the step call; None for a program without them.
         device: where the stage computes; receive buffers lie there.
@@ -72,7 +73,7 @@ class StageExecutor:
         plan: PipelinePlan,
         program: RankProgram,
         compute: StageCompute,
-        specs: Mapping[str, TensorSpec],
+        specs: BoundarySpecs,
         transport: Transport | None,
         hooks: StageHooks | None,
         device: torch.device,

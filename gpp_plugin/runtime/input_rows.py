@@ -174,6 +174,22 @@ class InputLink:
         # Of an input with 3 rows a sample (three images, say) that is rows 6..11 and 18..23.
         samples = [stage.samples(micro_batch, rank) for micro_batch in range(num_micro_batches)]
         columns = [_rows(batch, key, specs[key], samples) for key in keys]
+        return self._bring(columns, num_micro_batches, dtype)
+
+    def bring_units(
+        self, units: Sequence[Batch], keys: Sequence[str], *, dtype: torch.dtype | None
+    ) -> InputRows:
+        """Return the inputs of each micro-batch where it is a loss unit of its own shape, in the order of ``keys``."""
+        return self._bring([[unit[key] for unit in units] for key in keys], len(units), dtype)
+
+    def _bring(
+        self, columns: Sequence[Sequence[Tensor]], num_micro_batches: int, dtype: torch.dtype | None
+    ) -> InputRows:
+        """Return what each micro-batch reads, on the device.
+
+        Args:
+            columns: of each key, the rows of every micro-batch.
+        """
         if self._device.type == "cuda" and self._stream is None:
             self._stream, self._pool = CudaCopyStream(self._device), HostPool(is_pinned=True)
         if self._stream is None:

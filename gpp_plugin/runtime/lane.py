@@ -23,7 +23,14 @@ from gpp_plugin.ir.program import InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.runtime.batches import Batch, WholeUnits, ones_among, samples_of, shape_key
-from gpp_plugin.runtime.compute import AutogradCompute, HalfForwards, StageHooks, boundary_gradients
+from gpp_plugin.runtime.compute import (
+    AutogradCompute,
+    CountedCompute,
+    HalfForwards,
+    StageCompute,
+    StageHooks,
+    boundary_gradients,
+)
 from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
 from gpp_plugin.runtime.input_rows import InputLink, InputRows
 from gpp_plugin.runtime.memory.keeper import NextBackward, StageKeeper, backwards_after
@@ -31,6 +38,7 @@ from gpp_plugin.runtime.memory.planned_keeper import make_keeper
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.messages.mailbox import WindowPlace
 from gpp_plugin.runtime.messages.transport import Channel, Transport
+from gpp_plugin.runtime.messages.wires import BoundarySpecs
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule
 from gpp_plugin.runtime.stage_source import Reference, StageCode, StageSource
 from gpp_plugin.runtime.weight_versions import WeightVersions
@@ -135,7 +143,7 @@ class _Compiled:
     """A stage ready to run at one shape; ``inputs`` are the model's inputs there, by batch key."""
 
     executor: StageExecutor
-    compute: AutogradCompute
+    compute: CountedCompute
     function: StageFunction
     half: StageFunction | None
     inputs: Mapping[str, TensorSpec]
@@ -160,6 +168,8 @@ class Lane:
         plan: on ``reference.block_graph``.
         program: this rank's.
         reduces_early: the stage may sum gradients in its last backward (`schedule.early_reductions`).
+        sums_losses: the loss of a mini-batch is the sum of its units' losses, each divided by what it is to be divided
+            by already; else their mean.
         module: the stage's parameters; None until `bind`.
     """
 
@@ -174,8 +184,10 @@ class Lane:
         device: torch.device,
         dtype: torch.dtype | None = None,
         reduces_early: bool = False,
+        sums_losses: bool = False,
     ) -> None:
         self.plan = plan
+        self.sums_losses = sums_losses
         self.reduces_early = reduces_early
         self.reference = reference
         self.stage_index = program.stage
@@ -325,12 +337,16 @@ class Lane:
             gradients=boundary_gradients(self._program, self.plan, code.tensors),
             hooks=hooks if is_trained else None,
             loss=code.loss,
-            loss_share=self.plan.stages[self.stage_index].local_batch_size / step_samples,
+            loss_share=self._loss_share(step_samples),
             halves=_halves(prepared),
             keeper=self._make_keeper(prepared) if is_trained else None,
             versions=versions,
             reduces_in=last_backward(self._program) if self.reduces_early else None,
         )
+
+    def _loss_share(self, step_samples: int) -> float:
+        """Return the seed of a loss: what the loss of a step grows by where it grows by one."""
+        return 1.0 if self.sums_losses else self.plan.stages[self.stage_index].local_batch_size / step_samples
 
     def _make_keeper(self, prepared: _Prepared) -> StageKeeper | None:
         """Return what executes the stage's memory plan, if it has one."""
@@ -359,16 +375,22 @@ class Lane:
         self,
         code: StageCode,
         program: RankProgram,
-        compute: AutogradCompute,
+        compute: StageCompute,
         hooks: StageHooks | None,
         window: WindowPlace | None = None,
         next_specs: Mapping[str, TensorSpec] | None = None,
+        specs: BoundarySpecs | None = None,
     ) -> StageExecutor:
+        """Return what runs a program.
+
+        Args:
+            specs: of units of unlike shapes; None: those of ``code`` for all samples.
+        """
         return StageExecutor(
             plan=self.plan,
             program=program,
             compute=compute,
-            specs=code.tensors,
+            specs=code.tensors if specs is None else specs,
             transport=self._transport,
             hooks=hooks,
             device=self._device,

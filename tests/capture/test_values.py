@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model, read_values, recapture
-from gpp_plugin.capture.tracing.sample_batches import UnitBatch, count_samples, resize_batch
+from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, resize_batch
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.integrations.huggingface.prepared_inputs import has_prepared_inputs
 from gpp_plugin.ir.analysis import RECORDED, WHOLE_UNITS
@@ -26,7 +26,7 @@ TWO = [[2, 1], [1, 2]]
 def reader() -> tuple[Reader, CapturedGraph]:
     torch.manual_seed(0)
     model = Reader()
-    return model, capture_model(model, UnitBatch(reader_batch(TWO), num_samples=2))
+    return model, capture_model(model, WholeUnit(reader_batch(TWO), num_samples=2))
 
 
 def assert_exact(capture: CapturedGraph, model: nn.Module, batch: dict[str, Any]) -> None:
@@ -74,7 +74,7 @@ def test_other_readings_are_told_and_captured_anew(other: dict[str, Any]) -> Non
     model, capture = reader()
     assert capture.recording is not None
     assert not capture.recording.matches(other)
-    again = recapture(model, capture.analysis, UnitBatch(other, num_samples=2))
+    again = recapture(model, capture.analysis, WholeUnit(other, num_samples=2))
     assert_exact(again, model, other)
     assert again.recording is not None
     assert again.recording.matches(other)
@@ -87,20 +87,20 @@ def test_a_rank_without_the_batch_replays_what_others_read() -> None:
     other = reader_batch([[1, 2], [2, 1]], seed=3)
     readings = read_values(model, capture.analysis, other).values
     shapes = {key: torch.empty_like(value, device="meta") for key, value in other.items()}
-    replayed = recapture(model, capture.analysis, UnitBatch(shapes, num_samples=2, readings=readings))
-    again = recapture(model, capture.analysis, UnitBatch(other, num_samples=2))
+    replayed = recapture(model, capture.analysis, WholeUnit(shapes, num_samples=2, readings=readings))
+    again = recapture(model, capture.analysis, WholeUnit(other, num_samples=2))
     assert str(replayed.graph) == str(again.graph)
     assert replayed.op_graph == again.op_graph
     assert_exact(replayed, model, other)
     for wrong in (readings[:-1], (*readings, 1)):
         with pytest.raises(CaptureError, match="reads other values of this batch than were told"):
-            recapture(model, capture.analysis, UnitBatch(shapes, num_samples=2, readings=wrong))
+            recapture(model, capture.analysis, WholeUnit(shapes, num_samples=2, readings=wrong))
 
 
 def test_another_structure_gets_the_names_of_the_blocks_borders() -> None:
     model, capture = reader()
     other = reader_batch([[2, 1], [1, 1, 1]], padded=False)  # a fourth image, and no mask: other operators
-    again = recapture(model, capture.analysis, UnitBatch(other, num_samples=2))
+    again = recapture(model, capture.analysis, WholeUnit(other, num_samples=2))
     assert again.analysis.nodes != capture.analysis.nodes
     assert_exact(again, model, other)
     planned, now = coarsen(capture), coarsen(again)
@@ -127,9 +127,9 @@ class _Branches(nn.Module):
 
 def test_other_blocks_are_refused_in_one_line() -> None:
     model, x = _Branches(), torch.ones(2, 4)
-    capture = capture_model(model, UnitBatch({"x": x, "use": torch.tensor([1, 1, 1])}, num_samples=2))
+    capture = capture_model(model, WholeUnit({"x": x, "use": torch.tensor([1, 1, 1])}, num_samples=2))
     with pytest.raises(CaptureError, match=r"other blocks .* block layers\.1 is gone; give batches"):
-        recapture(model, capture.analysis, UnitBatch({"x": x, "use": torch.tensor([1, 0, 1])}, num_samples=2))
+        recapture(model, capture.analysis, WholeUnit({"x": x, "use": torch.tensor([1, 0, 1])}, num_samples=2))
 
 
 class _Written(nn.Module):
@@ -180,8 +180,8 @@ def test_a_structure_that_differs_with_the_samples_takes_whole_units() -> None:
     assert capture.analysis.means == (WHOLE_UNITS,)
     assert_exact(capture, model, {"x": torch.randn(3, 4)})
     with pytest.raises(CaptureError, match="cannot be run on 2; keep train_micro_batch_size_per_gpu"):
-        resize_batch(UnitBatch({"x": torch.randn(3, 4)}, num_samples=3), 2)
-    assert count_samples(UnitBatch({"patches": torch.ones(7, 2)}, num_samples=3)) == 3
+        resize_batch(WholeUnit({"x": torch.randn(3, 4)}, num_samples=3), 2)
+    assert count_samples(WholeUnit({"patches": torch.ones(7, 2)}, num_samples=3)) == 3
 
 
 class _Categories(nn.Module):
@@ -307,7 +307,7 @@ def test_positions_made_ahead_leave_images_where_they_stand_out_of_the_readings(
     assert has_prepared_inputs(model, prepared)
     assert not has_prepared_inputs(model, batch)
     assert prepare_batch(model, {**batch, "image_grid_thw": None}).get("position_ids") is None
-    capture = capture_model(model, UnitBatch(prepared, num_samples=2))
+    capture = capture_model(model, WholeUnit(prepared, num_samples=2))
     assert_exact(capture, model, prepared)
     assert capture.recording is not None
     assert capture.recording.keys == ("image_grid_thw", "input_ids")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpp_plugin.engine.row_loader import make_loader
-from tests.integrations import unit_jobs
+from tests.integrations import whole_unit_jobs
 from tests.ranks import run_kept_ranks
 from tests.reference import gradient_errors, loss_of
 
@@ -55,22 +55,22 @@ JOBS = {
 @pytest.mark.parametrize("num_ranks", sorted(JOBS))
 def test_units_train_as_in_one_process(num_ranks: int) -> None:
     tasks = JOBS[num_ranks]
-    per_rank = run_kept_ranks(unit_jobs.train, num_ranks, tasks, timeout_s=150)
+    per_rank = run_kept_ranks(whole_unit_jobs.train, num_ranks, tasks, timeout_s=150)
     for index, one in enumerate(tasks):
         answers = [of_rank[index] for of_rank in per_rank]
         num_units = one["mini_batch"] // 2
-        steps = unit_jobs.units_of_steps(one["model"], num_units)
+        steps = whole_unit_jobs.units_of_steps(one["model"], num_units)
         if one["loads"]:
             loader = make_loader(
-                unit_jobs.Pairs(), mini_batch=one["mini_batch"], collate_fn=lambda items: items, seed=0
+                whole_unit_jobs.Pairs(), mini_batch=one["mini_batch"], collate_fn=lambda items: items, seed=0
             )
             batches = [items for _ in range(4) for items in loader][: len(steps)]
             steps_seen = [
-                [unit_jobs.join(items[i : i + 2]) for i in range(0, len(items), 2)] for items in batches
+                [whole_unit_jobs.join(items[i : i + 2]) for i in range(0, len(items), 2)] for items in batches
             ]
         else:
             steps_seen = steps
-        losses, gradients, model = trained(unit_jobs.build(one["model"]), steps_seen)
+        losses, gradients, model = trained(whole_unit_jobs.build(one["model"]), steps_seen)
         found = answers[0]
         assert found["stages"] == one["block"]["stages"]
         assert all(answer["losses"] == found["losses"] for answer in answers)
@@ -87,9 +87,18 @@ def test_units_train_as_in_one_process(num_ranks: int) -> None:
 
 
 def test_units_that_do_not_fit_are_refused_and_the_next_ones_train() -> None:
-    for said in run_kept_ranks(unit_jobs.refused, 2):
+    for said in run_kept_ranks(whole_unit_jobs.refused, 2):
         unlike, other_shape, ended, loss = said
         assert "values that the model's Python reads" in unlike
         assert "loss units of one mini-batch, which this model takes whole" in other_shape
         assert "ended after 1 of 2 batches" in ended
         assert float(loss) > 0
+
+
+def test_keys_that_such_models_are_not_run_with_are_refused_on_every_rank() -> None:
+    answers = run_kept_ranks(whole_unit_jobs.refused_keys, 2)
+    assert answers[0] == answers[1]
+    for key, line in answers[0].items():
+        assert line.startswith(f"graph_pipeline.{key}: "), line
+        assert "is not possible with Counted, which takes whole loss units" in line
+        assert "\n" not in line

@@ -1,106 +1,405 @@
-"""What each rank runs in the tests of models that take whole loss units."""
+"""What each rank runs in the tests of token means and of mini-batches of unlike units."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from tests.reading_models import OneByOne, Reader, reader_batch
-from tests.runtime.jobs import make_config, use_device
+from tests.integrations.engine_jobs import config_of, make_engine
+from tests.models import build
+from tests.reference import gradient_errors
 
-TWO, TURNED = [[2, 1], [1, 2]], [[1, 2], [2, 1]]
-STEPS: tuple[tuple[list[list[int]], bool], ...] = ((TWO, True), (TURNED, True), (TWO, False), (TWO, True))
-"""What Python reads of each mini-batch: sizes of images; whether something is padded."""
+UNLABELLED = -100
 
-
-def build(name: str) -> Any:
-    torch.manual_seed(0)
-    return Reader() if name == "reader" else OneByOne()
+# ---- one process --------------------------------------------------------------------------------------------
 
 
-def units_of_steps(name: str, num_units: int) -> list[list[dict[str, Any]]]:
-    """Return the units of each mini-batch."""
-    if name == "one_by_one":
-        generator = torch.Generator().manual_seed(0)
-        return [[{"x": torch.randn(2, 4, generator=generator)} for _ in range(num_units)] for _ in range(3)]
-    return [
-        [reader_batch(sizes, seed=10 * step + unit, padded=padded) for unit in range(num_units)]
-        for step, (sizes, padded) in enumerate(STEPS)
-    ]
+def trainer_count(model: nn.Module, units: Sequence[dict[str, Any]]) -> Tensor:
+    """Return `num_items_in_batch` as HuggingFace's Trainer counts it for these batches of one step."""
+    from transformers import Trainer
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    # as Trainer.__init__ has it, which itself needs accelerate
+    is_causal = LOSS_MAPPING.get(model.loss_type) is ForCausalLMLoss
+    trainer = SimpleNamespace(
+        model_accepts_loss_kwargs=True,
+        _loss_shifts_labels=is_causal and not getattr(model.config, "is_encoder_decoder", False),
+        args=SimpleNamespace(average_tokens_across_devices=False, n_gpu=0),
+        get_tp_size=lambda: 1,
+        get_cp_size=lambda: 1,
+        get_sp_size=lambda: 1,
+    )
+    return Trainer._get_num_items_in_batch(trainer, units, torch.device("cpu"))
 
 
-class Pairs(Dataset[dict[str, Any]]):
-    """Samples whose images a collator puts into one list."""
+def one_process(
+    model: nn.Module, steps: Sequence[Sequence[dict[str, Any]]], *, loss_mean: str
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Train a copy on a list of units a step; return the losses and the first step's gradients."""
+    model = copy.deepcopy(model).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    losses, gradients = [], {}
+    for units in steps:
+        optimizer.zero_grad()
+        total = 0.0
+        for loss in _losses(model, units, loss_mean):
+            loss.backward()
+            total += float(loss.detach())
+        losses.append(total)
+        if not gradients:
+            gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    return losses, gradients
+
+
+# ---- token means --------------------------------------------------------------------------------------------
+
+
+def unlike_labels(batch: dict[str, Any], unit: int) -> dict[str, Any]:
+    """Take away labels, more of them the later the unit, so that means of units and of tokens differ."""
+    labels = batch["labels"].clone()
+    for row in range(len(labels)):
+        labels[row, -1 - row // unit - row % 3 :] = UNLABELLED
+    return {**batch, "labels": labels}
+
+
+class Rows:
+    """A dataset of the rows of batches."""
+
+    def __init__(self, batches: Sequence[dict[str, Any]]) -> None:
+        self._rows = [{k: v[i] for k, v in b.items()} for b in batches for i in range(len(b["input_ids"]))]
 
     def __len__(self) -> int:
-        return 16
+        return len(self._rows)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return reader_batch([[2, 1]], seed=index)
-
-
-def join(items: list[dict[str, Any]]) -> dict[str, Any]:
-    """Collate samples: tensors end to end, patches of all images in one list."""
-    return {key: torch.cat([item[key] for item in items]) for key in items[0]}
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self._rows[index]
 
 
-def train(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Train each job on this rank; return losses, this stage's first gradients, and evaluations."""
+def collate_padded(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Pad as users' collators do."""
+    fill = {"labels": UNLABELLED}
+    return {
+        key: pad_sequence([i[key] for i in items], batch_first=True, padding_value=fill.get(key, 0))
+        for key in items[0]
+    }
+
+
+def token_mean(name: str, zero: int, loader: str, block: dict[str, Any]) -> dict[str, Any]:
+    """Train three steps with the mean over tokens, and evaluate; compare with one process."""
     import deepspeed
 
     import gpp_plugin
 
-    use_device("cpu")
-    answers = []
-    for job in jobs:
-        model, steps = build(job["model"]), units_of_steps(job["model"], job["mini_batch"] // job["unit"])
-        wrapped = gpp_plugin.GraphPipelineModule(model, sample_batch=steps[0][0])
-        data = {"training_data": Pairs(), "collate_fn": join} if job.get("loads") else {}
-        engine, *_ = deepspeed.initialize(model=wrapped, config=make_config(job), **data)
-        engine.retain_gradients()
-        losses: list[float] = []
-        gradients: dict[str, torch.Tensor] = {}
-        for units in steps:
-            given = () if job.get("loads") else (iter(units),)
-            losses.append(float(engine.train_batch(*given)))
-            gradients = gradients or {name: g.clone() for name, g in engine.gradients.items()}
-        evaluated = [float(engine.eval_batch(iter([unit]))) for unit in steps[1]]
-        answers.append(
-            {
-                "losses": losses,
-                "gradients": gradients,
-                "evaluated": evaluated,
-                "stages": len(engine.plan.stages),
-                "means": engine._reference.analysis.means,
-            }
-        )
-        engine.destroy()
-    return answers
+    torch.manual_seed(0)
+    model, make_batch = build(name)
+    plain = copy.deepcopy(model)
+    batches = [unlike_labels(make_batch(8, seed), 2) for seed in range(3)]
+    config = config_of(block={"loss_mean": "tokens", **block}, zero_optimization={"stage": zero})
+    sample = unlike_labels(make_batch(8, 9), 2)
+    if loader == "iterator":
+        engine = make_engine(model, sample, config)
+    else:
+        engine = deepspeed.initialize(
+            model=gpp_plugin.GraphPipelineModule(model, sample_batch=sample),
+            config=config,
+            training_data=Rows(batches),
+            collate_fn=collate_padded if loader == "collated" else None,
+        )[0]
+        batches = list(engine.training_dataloader)
+        engine.training_dataloader.generator.manual_seed(0)  # from the beginning, as the engine reads it
+    wanted = [[{k: v[i : i + 2] for k, v in b.items()} for i in range(0, 8, 2)] for b in batches]
+    engine.retain_gradients()
+    losses = []
+    for step, batch in enumerate(batches):
+        losses.append(float(engine.train_batch(iter([batch]) if loader == "iterator" else None)))
+        if step == 0:
+            gradients = dict(engine.gradients)
+    evaluated = float(engine.eval_batch(iter([batches[0]])))
+    reference, first = one_process(plain, wanted, loss_mean="tokens")
+    by_units, _ = one_process(plain, wanted[:1], loss_mean="units")
+    trained = _with_weights(plain, wanted, loss_mean="tokens")
+    with torch.no_grad():
+        whole = sum(float(part) for part in _losses(trained, wanted[0], "tokens"))
+    return {
+        "losses": losses,
+        "wanted": reference,
+        "by_units": by_units[0],
+        "errors": gradient_errors(gradients, first),
+        "evaluated": evaluated,
+        "wanted_evaluated": whole,
+        "degrees": [stage.degree for stage in engine.plan.stages],
+    }
 
 
-def refused() -> list[str]:
-    """Return what is said of mini-batches that do not fit, and train a good one behind them."""
-    import deepspeed
+def _losses(model: nn.Module, units: Sequence[dict[str, Any]], loss_mean: str) -> list[Tensor]:
+    """Return what each unit adds to the loss of a step."""
+    if loss_mean == "tokens":
+        told = trainer_count(model, units)
+        return [model(**unit, num_items_in_batch=told).loss for unit in units]
+    return [model(**unit).loss / len(units) for unit in units]
 
-    import gpp_plugin
+
+def _with_weights(
+    plain: nn.Module, steps: Sequence[Sequence[dict[str, Any]]], *, loss_mean: str
+) -> nn.Module:
+    """Return the model as trained in one process, in evaluation mode."""
+    model = copy.deepcopy(plain).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    for units in steps:
+        optimizer.zero_grad()
+        for loss in _losses(model, units, loss_mean):
+            loss.backward()
+        optimizer.step()
+    return model.eval()
+
+
+def refuse_token_means() -> dict[str, str]:
+    """Each way to have no token mean, and what is said."""
     from gpp_plugin.errors import GppError
 
-    use_device("cpu")
-    job = {"model": "reader", "mini_batch": 4, "unit": 2, "block": {"stages": 2}}
-    good = units_of_steps("reader", 2)[0]
-    wrapped = gpp_plugin.GraphPipelineModule(build("reader"), sample_batch=good[0])
-    engine, *_ = deepspeed.initialize(model=wrapped, config=make_config(job))
-    said = []
-    for units in (
-        [good[0], reader_batch(TURNED)],
-        [good[0], reader_batch([[1, 1], [1, 1]])],
-        good[:1],
+    said: dict[str, str] = {}
+    for case, name, change, block in (
+        ("no way", "two_branch", {}, {}),
+        ("not divided", "t5", {}, {}),
+        ("no labels", "gpt2", {"labels": None}, {}),
+        ("no targets", "gpt2", {"labels": torch.full((8, 8), UNLABELLED)}, {}),
+        ("stock", "gpt2", {}, {"planner": "stock_1f1b"}),
+        ("async", "gpt2", {}, {"mode": "async"}),
     ):
+        model, make_batch = build(name)
+        sample = {k: v for k, v in {**make_batch(8, 0), **change}.items() if v is not None}
         try:
-            engine.train_batch(iter(units))
+            make_engine(model, sample, config_of(block={"loss_mean": "tokens", **block}))
+            said[case] = "nothing"
         except GppError as error:
-            said.append(f"{type(error).__name__}: {error}")
-    said.append(str(float(engine.train_batch(iter(good)))))
+            said[case] = str(error)
     return said
+
+
+# ---- units --------------------------------------------------------------------------------------------------
+
+
+def unlike_units(name: str, count: int, seed: int) -> list[dict[str, Any]]:
+    """Return units of one to three samples and of several lengths; some have padding and some none."""
+    _, make_batch = build(name)
+    generator = torch.Generator().manual_seed(seed)
+    units = []
+    for index in range(count):
+        samples, cut, shorter = (int(torch.randint(0, 3, (), generator=generator)) for _ in range(3))
+        unit = make_batch(1 + samples, 100 * seed + index)
+        ids, labels = unit["input_ids"], unit["labels"]
+        length, of_labels = ids.shape[1] - cut, labels.shape[1] - (shorter if name == "t5" else cut)
+        mask = torch.ones_like(ids) if index % 2 else unit["attention_mask"]
+        rows = {
+            "input_ids": ids[:, :length],
+            "attention_mask": mask[:, :length],
+            "labels": labels[:, :of_labels],
+        }
+        units.append({**unit, **{key: value.contiguous() for key, value in rows.items()}})
+    return units
+
+
+def train_units(
+    name: str, zero: int, block: dict[str, Any], loss_mean: str = "units", count: int = 4
+) -> dict[str, Any]:
+    """Train three steps on units of their own shapes, and evaluate; compare with one process."""
+    torch.manual_seed(0)
+    model, make_batch = build(name)
+    plain = copy.deepcopy(model)
+    config = config_of(
+        block={"units": count, "loss_mean": loss_mean, **block},
+        zero_optimization={"stage": zero},
+        train_batch_size="auto",
+    )
+    steps = [unlike_units(name, count, seed) for seed in range(3)]
+    engine = make_engine(model, make_batch(4, 9), config)
+    engine.retain_gradients()
+    stream = iter([unit for units in (*steps, steps[0], steps[1]) for unit in units])
+    losses = [float(engine.train_batch(stream))]
+    gradients = dict(engine.gradients)
+    losses += [float(engine.train_batch(stream)) for _ in steps[1:]]
+    evaluated = float(engine.eval_batch(stream))
+    _, logits = engine.eval_batch(stream, return_logits=True)
+    reference, first = one_process(plain, steps, loss_mean=loss_mean)
+    trained = _with_weights(plain, steps, loss_mean=loss_mean)
+    with torch.no_grad():
+        wanted = sum(float(part) for part in _losses(trained, steps[0], loss_mean))
+        last = [trained(**unit).logits for unit in steps[1]]
+    return {
+        "losses": losses,
+        "wanted": reference,
+        "errors": gradient_errors(gradients, first),
+        "evaluated": evaluated,
+        "wanted_evaluated": wanted,
+        "logits": max(float((a - b).abs().max()) for a, b in zip(logits, last, strict=True)),
+        "degrees": [stage.degree for stage in engine.plan.stages],
+        "schedules": [stage.schedule for stage in engine.plan.stages],
+        "recomputed": [bool(stage.memory and stage.memory.recomputed) for stage in engine.plan.stages],
+        "left": len(list(stream)),
+    }
+
+
+class Lines:
+    """A dataset of texts of unlike lengths."""
+
+    def __init__(self, count: int) -> None:
+        _, make_batch = build("gpt2")
+        rows = make_batch(count, 5)["input_ids"]
+        self.rows = [rows[i, : 3 + (5 * i) % 6] for i in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = self.rows[index]
+        return {"input_ids": ids, "labels": ids.clone()}  # no mask: a stage in the middle reads nothing
+
+
+def train_packed(block: dict[str, Any], workers: int, loss_mean: str) -> dict[str, Any]:
+    """Train on units that `pack` made, loaded by the engine; compare with one process."""
+    import deepspeed
+
+    from gpp_plugin.data import pack
+
+    torch.manual_seed(0)
+    model, _ = build("gpt2")
+    plain = copy.deepcopy(model)
+    data = Lines(37)
+
+    def packing() -> Any:
+        return pack(data, cost="input_ids", budget=20, units=4, seed=1)
+
+    config = config_of(block={"loader_workers": workers, "loss_mean": loss_mean, **block})
+    del config["train_batch_size"], config["train_micro_batch_size_per_gpu"]
+    engine = deepspeed.initialize(
+        model=model, config=config, training_data=packing(), collate_fn=collate_padded
+    )[0]
+    engine.retain_gradients()
+    count = len(packing()) // 4 + 1  # into the second epoch
+    losses = [float(engine.train_batch())]
+    gradients = dict(engine.gradients)
+    losses += [float(engine.train_batch()) for _ in range(count - 1)]
+    units = [unit for epoch in range(2) for unit in packing().epoch_units(epoch)]
+    collated = [collate_padded([data[i] for i in unit]) for unit in units[: 4 * count]]
+    steps = [collated[i : i + 4] for i in range(0, 4 * count, 4)]
+    reference, first = one_process(plain, steps, loss_mean=loss_mean)
+    return {
+        "losses": losses,
+        "wanted": reference,
+        "errors": gradient_errors(gradients, first),
+        "reads": engine._feed.reads_inputs,
+        "shapes": len({tuple(unit["input_ids"].shape) for unit in collated}),
+    }
+
+
+def resume_units(directory: str, block: dict[str, Any]) -> dict[str, Any]:
+    """Save after one step of three on the engine's own units, and go on in another engine."""
+    import deepspeed
+
+    from gpp_plugin.data import pack
+
+    model, _ = build("gpt2")
+    start = copy.deepcopy(model.state_dict())
+    data = Lines(37)
+
+    def make(block: dict[str, Any]) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        again, _ = build("gpt2")
+        again.load_state_dict(start)
+        packing = pack(data, cost="input_ids", budget=20, units=4, seed=1)
+        config = config_of(block={"loss_mean": "tokens", **block}, zero_optimization={"stage": 1})
+        del config["train_batch_size"], config["train_micro_batch_size_per_gpu"]
+        engine = deepspeed.initialize(
+            model=again, config=config, training_data=packing, collate_fn=collate_padded
+        )[0]
+        return engine, packing
+
+    first, packing = make(block)
+    losses = [float(first.train_batch())]
+    first.save_checkpoint(directory, client_state={"data": packing.state_dict(mini_batches=1)})
+    losses += [float(first.train_batch()) for _ in range(2)]
+    second, packing = make({"plan": f"{directory}/global_step1/plan.json"})
+    _, client = second.load_checkpoint(directory)
+    packing.load_state_dict(client["data"])
+    return {"losses": losses, "resumed": [float(second.train_batch()) for _ in range(2)]}
+
+
+def refuse_units() -> dict[str, str]:
+    """Each mistake and what it says, on every rank alike."""
+    from torch.utils.data import DataLoader
+
+    from gpp_plugin.data import pack
+    from gpp_plugin.errors import GppError
+
+    said: dict[str, str] = {}
+
+    def attempt(case: str, action: Any) -> None:
+        try:
+            action()
+            said[case] = "nothing"
+        except GppError as error:
+            said[case] = str(error)
+
+    model, make_batch = build("gpt2")
+    for case, block, changes in (
+        ("sizes", {"micro_batch_sizes": 2}, {}),
+        ("slicing", {"slicing": "on"}, {}),
+        ("async", {"mode": "async"}, {}),
+        ("transport", {"p2p": "megatron"}, {}),
+        ("stock", {"planner": "stock_1f1b"}, {}),
+        ("batch size", {}, {"train_batch_size": 7}),
+        ("no size", {}, {"train_micro_batch_size_per_gpu": None}),
+    ):
+        config = config_of(block={"units": 4, **block}, **{"train_batch_size": None, **changes})
+        attempt(case, lambda config=config: make_engine(build("gpt2")[0], make_batch(2, 0), config))
+    config = config_of(block={"units": 4}, train_batch_size=None)
+    engine = make_engine(model, make_batch(2, 0), config)
+    units = unlike_units("gpt2", 4, 0)
+    without = [{k: v for k, v in unit.items() if k != "labels"} for unit in units]
+    three = make_batch(3, 0)
+    packing = pack(Lines(8), cost="input_ids", budget=20, units=2)
+    loader = DataLoader(packing.dataset, batch_sampler=packing, collate_fn=collate_padded)
+    attempt("early", lambda: engine.train_batch(iter(units[:3])))
+    attempt("keys", lambda: engine.train_batch(iter([*units[:3], without[3]])))
+    attempt("rows", lambda: engine.train_batch(iter([*units[:3], {**three, "labels": three["labels"][:2]}])))
+    attempt("packing", lambda: engine.set_dataloader(loader))
+    attempt("trains", lambda: engine.train_batch(iter(units)))
+    return said
+
+
+class Branching(nn.Module):
+    """Its structure depends on the length of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.first(x)
+        if x.shape[1] == 7:
+            hidden = torch.tanh(hidden)
+        return {"loss": self.second(hidden).square().mean()}
+
+
+def refuse_a_shape() -> dict[str, Any]:
+    """Give one of two data-parallel ranks a unit that it has no code for, and go on."""
+    from gpp_plugin.errors import CaptureError
+
+    torch.manual_seed(0)
+    config = config_of(block={"units": 2, "data_parallel": 2}, train_batch_size=None)
+    engine = make_engine(Branching(), {"x": torch.randn(2, 4, 8)}, config)
+    said = []
+    for _ in range(2):  # the second time nothing is new about the shape
+        try:
+            engine.train_batch(iter([{"x": torch.randn(2, 5, 8)}, {"x": torch.randn(3, 7, 8)}]))
+        except CaptureError as error:
+            said.append(str(error))
+    loss = float(engine.train_batch(iter([{"x": torch.randn(2, 5, 8)}, {"x": torch.randn(3, 6, 8)}])))
+    return {"said": said, "loss": loss}

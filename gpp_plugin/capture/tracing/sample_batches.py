@@ -11,7 +11,7 @@ import torch
 from gpp_plugin.errors import CaptureError
 
 
-class UnitBatch(dict[str, Any]):
+class WholeUnit(dict[str, Any]):
     """The tensors of one loss unit that is never cut: no axis of them need hold samples.
 
     ``pixel_values [40, 96]`` of all images' patches beside ``input_ids [2, 20]`` is one of two samples.
@@ -29,9 +29,9 @@ class UnitBatch(dict[str, Any]):
         self.readings = readings
 
 
-def as_unit(batch: Mapping[str, Any], num_samples: int) -> UnitBatch:
+def as_unit(batch: Mapping[str, Any], num_samples: int) -> WholeUnit:
     """Return the batch as one loss unit of ``num_samples`` samples."""
-    return batch if isinstance(batch, UnitBatch) else UnitBatch(batch, num_samples=num_samples)
+    return batch if isinstance(batch, WholeUnit) else WholeUnit(batch, num_samples=num_samples)
 
 
 def is_counted(batch: Mapping[str, Any]) -> bool:
@@ -52,7 +52,7 @@ def count_samples(batch: Mapping[str, Any]) -> int:
     Raises:
         CaptureError: no tensor has an axis, or a leading size is no multiple of the samples.
     """
-    if isinstance(batch, UnitBatch):
+    if isinstance(batch, WholeUnit):
         return batch.num_samples
     # pixel_values [16, 3, 8, 8], input_ids [8, 16], attention_mask [8, 16], position_ids [1, 16]: 8 has two votes, 1
     # none beside larger ones; so 8 samples, and two images (rows) a sample.
@@ -80,7 +80,7 @@ def rows_per_sample(batch: Mapping[str, Any]) -> dict[str, int]:
     samples = count_samples(batch)
     rows = {}
     for key, value in batch.items():
-        if isinstance(value, torch.Tensor) and isinstance(batch, UnitBatch):
+        if isinstance(value, torch.Tensor) and isinstance(batch, WholeUnit):
             rows[key] = 0
         elif isinstance(value, torch.Tensor):
             has_axis = value.dim() > 0 and value.shape[0] % samples == 0
@@ -98,7 +98,7 @@ def resize_batch(batch: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
     if num_samples < 1:
         raise ValueError(f"num_samples must be positive, got {num_samples}")
     samples = count_samples(batch)
-    if isinstance(batch, UnitBatch):
+    if isinstance(batch, WholeUnit):
         if num_samples != samples:
             raise CaptureError(
                 f"a model that takes whole loss units of {samples} samples cannot be run on {num_samples}; keep "

@@ -35,6 +35,7 @@ from gpp_plugin.config import (
     load_deepspeed_json,
     read_config,
 )
+from gpp_plugin.data.unit_packing import PackedUnits
 from gpp_plugin.engine.engine import GraphPipelineEngine
 from gpp_plugin.engine.feed import sample_from_dataset
 from gpp_plugin.engine.setting import Monitor, Setting, StageReplica
@@ -163,12 +164,16 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
             "graph_pipeline: capture needs a sample batch; pass training_data, or wrap the model: "
             "gpp_plugin.GraphPipelineModule(model, sample_batch=batch)"
         )
+    if isinstance(data, PackedUnits):
+        ds_config, block = _with_packing(ds_config, block, data)
     # From here on the ranks are joined.
     setting = _make_setting(ds_config, block, given)
     if sample is None:
-        sample = sample_from_dataset(data, num_samples=setting.sizes.mini_batch, collate_fn=collate_fn)
+        sizes = setting.sizes
+        count = sizes.mini_batch if block.units is None else sizes.loss_unit
+        sample = sample_from_dataset(data, num_samples=count, collate_fn=collate_fn)
         if not is_counted(sample):  # of a model that takes whole units; what is captured is one of them
-            sample = sample_from_dataset(data, num_samples=setting.sizes.loss_unit, collate_fn=collate_fn)
+            sample = sample_from_dataset(data, num_samples=sizes.loss_unit, collate_fn=collate_fn)
     sample = prepare_batch(model, sample)
     if isinstance(model, StageGraph) or block.planner == STOCK:
         count_samples(sample)  # a batch without a common number of samples is refused here, before any work
@@ -200,6 +205,28 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
         source = ModelSource(model, config=block, setting=setting)
         engine = GraphPipelineEngine(source=source, framework=framework, **common)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _with_packing(
+    ds_config: dict[str, Any], block: GraphPipelineConfig, data: PackedUnits
+) -> tuple[dict[str, Any], GraphPipelineConfig]:
+    """Return the configuration of a job whose data is packed: it says how many units a mini-batch has.
+
+    Raises:
+        ConfigError: the configuration says otherwise.
+    """
+    if block.units not in (None, data.units):
+        raise ConfigError(
+            f"{BLOCK}.units: {block.units}, and training_data is packed for mini-batches of {data.units}; remove the "
+            "key, or pack for as many"
+        )
+    told = {**ds_config, BLOCK: {**ds_config[BLOCK], "units": data.units}}
+    told.setdefault("train_micro_batch_size_per_gpu", len(data.typical_unit()))
+    if told["train_micro_batch_size_per_gpu"] == "auto":
+        told["train_micro_batch_size_per_gpu"] = len(data.typical_unit())
+    packed = read_config(told)
+    assert packed is not None, "it is enabled"
+    return told, packed
 
 
 def _check_model(model: nn.Module | StageGraph, block: GraphPipelineConfig) -> None:

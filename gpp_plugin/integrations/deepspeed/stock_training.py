@@ -219,6 +219,14 @@ def _check_config(config: GraphPipelineConfig, setting: Setting) -> None:
         )
     if config.schedule not in ("auto", "1f1b"):
         raise ConfigError(f"graph_pipeline.schedule: {config.schedule!r}, but {STOCK} runs 1F1B; remove it")
+    if config.units is not None:
+        raise ConfigError(
+            f"graph_pipeline.units: {config.units}, but {STOCK} runs micro-batches of one shape; remove it"
+        )
+    if config.loss_mean != "units":
+        raise ConfigError(
+            f"graph_pipeline.loss_mean: {config.loss_mean!r}, but {STOCK} takes the mean of losses; remove it"
+        )
     if config.memory.recompute == "full":
         raise ConfigError(f"graph_pipeline.memory.recompute: {STOCK} keeps what backward needs; remove it")
     if config.trace_path is not None:

@@ -24,7 +24,7 @@ from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.eager.padded_records import with_records
 from gpp_plugin.capture.export import capture_model, read_values, recapture, recapture_for_lengths
-from gpp_plugin.capture.tracing.sample_batches import UnitBatch, count_samples, resize_batch
+from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, resize_batch
 from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError, ConfigError
 from gpp_plugin.integrations.huggingface.prepared_inputs import has_prepared_inputs
@@ -225,11 +225,11 @@ class CapturedPart:
         recording = kept[1].recording
         if recording is None:
             return kept[1]
-        readings = arguments.readings if isinstance(arguments, UnitBatch) else None
+        readings = arguments.readings if isinstance(arguments, WholeUnit) else None
         is_same = recording.matches(arguments) if readings is None else recording.values == readings
         return kept[1] if is_same else None
 
-    def readings(self, analysis: Analysis, unit: UnitBatch) -> tuple[Any, ...] | None:
+    def readings(self, analysis: Analysis, unit: WholeUnit) -> tuple[Any, ...] | None:
         """Return what the module's Python reads of a loss unit; None where it reads nothing.
 
         Runs what led to the readings of earlier units of the same shapes, some operations on integers; where none
@@ -280,8 +280,8 @@ class CapturedPart:
         given = batch.shape if isinstance(batch, WholeUnits) else batch
         rows = resize_batch(given, num_samples)
         found = self._arguments_of(rows, shapes, num_samples)
-        if isinstance(rows, UnitBatch):
-            return UnitBatch(found, num_samples=num_samples, readings=rows.readings)
+        if isinstance(rows, WholeUnit):
+            return WholeUnit(found, num_samples=num_samples, readings=rows.readings)
         return found
 
     def _arguments_of(
@@ -567,7 +567,7 @@ def whole_part(model: nn.Module, batch: Batch, *, granularity: str = "layer") ->
 
 def _shapes(batch: Batch) -> tuple[object, ...]:
     # readings apart: two units of one shape may be of several
-    plain = UnitBatch(batch, num_samples=batch.num_samples) if isinstance(batch, UnitBatch) else batch
+    plain = WholeUnit(batch, num_samples=batch.num_samples) if isinstance(batch, WholeUnit) else batch
     count = count_samples(plain)
     return (count, *shape_key(plain, count))
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.capture.tracing.sample_batches import UnitBatch, resize_batch, rows_per_sample
+from gpp_plugin.capture.tracing.sample_batches import WholeUnit, resize_batch, rows_per_sample
 from gpp_plugin.errors import ConfigError, GppError, first_line
 from gpp_plugin.ir.tensors import UNIFORM, UNIT, LayoutKind, TensorSpec, batch_layout
 from gpp_plugin.model.graph.resolve import GraphStage
@@ -145,7 +145,7 @@ def input_specs(batch: Batch, num_samples: int) -> dict[str, TensorSpec]:
             dtype=str(resized[key].dtype).removeprefix("torch."),
             shape=tuple(resized[key].shape),
             num_samples=num_samples,
-            layout=batch_layout(0, count) if count else UNIT if isinstance(batch, UnitBatch) else UNIFORM,
+            layout=batch_layout(0, count) if count else UNIT if isinstance(batch, WholeUnit) else UNIFORM,
         )
         for key, count in rows.items()
     }

@@ -23,7 +23,14 @@ from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.runtime.compute import StageCompute
-from gpp_plugin.runtime.messages.wires import Wire, WireCut, held_shape, wires_of
+from gpp_plugin.runtime.messages.wires import (
+    BoundarySpecs,
+    Wire,
+    WireCut,
+    held_shape,
+    specs_of,
+    wires_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +118,7 @@ def resolve_routes(
     *,
     plan: PipelinePlan,
     boundary: StageCompute,
-    specs: Mapping[str, TensorSpec],
+    specs: BoundarySpecs,
     carried: Sequence[Message] = (),
     next_specs: Mapping[str, TensorSpec] | None = None,
 ) -> Routes:
@@ -136,9 +143,9 @@ class _Resolver:
         program: RankProgram,
         plan: PipelinePlan,
         boundary: StageCompute,
-        specs: Mapping[str, TensorSpec],
+        specs: BoundarySpecs,
         carried: Sequence[Message],
-        next_specs: Mapping[str, TensorSpec],
+        next_specs: BoundarySpecs,
     ) -> None:
         # ``shard_axes``: (is it read here, tensor) -> the axis along which this stage's tensor ranks hold shards of
         # it. ``makers``: (is it a forward, micro-batch) -> the tasks that make what is sent of it; two where it runs
@@ -179,7 +186,7 @@ class _Resolver:
             slots=self._slots,
         )
 
-    def _wires(self, message: Message, specs: Mapping[str, TensorSpec] | None = None) -> tuple[Wire, ...]:
+    def _wires(self, message: Message, specs: BoundarySpecs | None = None) -> tuple[Wire, ...]:
         return wires_of(message, rank=self._program.rank, plan=self._plan, specs=specs or self._specs)
 
     # ---- what is sent ----------------------------------------------------------------------------
@@ -213,9 +220,13 @@ class _Resolver:
         assert sources, f"no task makes {wire.name}"
         return tuple(sources)
 
+    def _spec(self, task: Task, name: str) -> TensorSpec:
+        """Return a tensor as it is for the samples of a task."""
+        return specs_of(self._specs, self._stage.samples(task.micro_batch, self._program.rank))[name]
+
     def _rows(self, task: Task, name: str) -> tuple[int, int]:
         """Return the rows of a tensor that a task has, within those of its micro-batch."""
-        rows = self._local * self._specs[name].layout.rows_per_sample
+        rows = self._local * self._spec(task, name).layout.rows_per_sample
         if task.half is None:
             return 0, rows
         return task.half * rows // 2, (task.half + 1) * rows // 2
@@ -271,7 +282,7 @@ class _Resolver:
 
     def _groups(self, task: Task, name: str, arrived: Sequence[tuple[int, int]]) -> list[list[Piece]]:
         """Return the pieces of a tensor: those of a group are joined, the groups added up."""
-        is_batch = self._specs[name].layout.kind is LayoutKind.BATCH
+        is_batch = self._spec(task, name).layout.kind is LayoutKind.BATCH
         if task.kind is TaskKind.FORWARD:
             joined = (
                 self._rows_of_half(task, name, arrived)
@@ -332,7 +343,7 @@ class _Resolver:
         groups: Sequence[Sequence[Piece]],
         last_reader: Mapping[tuple[int, int], Task],
     ) -> Reading:
-        spec = self._specs[name]
+        spec = self._spec(task, name)
         samples = self._local if task.half is None else self._local // 2
         return Reading(
             name=name,

@@ -12,7 +12,7 @@ Tests: tests/runtime/test_tensor_grids.py
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,11 @@ import torch
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.program import Direction, Message
+from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
+
+BoundarySpecs = Mapping[str, TensorSpec] | Sequence[Mapping[str, TensorSpec]]
+"""Boundary tensors by name: of all samples alike, or of each sample in order where each has shapes of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +65,12 @@ class Wire:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def wires_of(
-    message: Message, *, rank: int, plan: PipelinePlan, specs: Mapping[str, TensorSpec]
-) -> tuple[Wire, ...]:
+def specs_of(specs: BoundarySpecs, samples: SampleRange) -> Mapping[str, TensorSpec]:
+    """Return the boundary tensors of some samples; where samples differ in shape a range is one of them."""
+    return specs if isinstance(specs, Mapping) else specs[samples.first_sample]
+
+
+def wires_of(message: Message, *, rank: int, plan: PipelinePlan, specs: BoundarySpecs) -> tuple[Wire, ...]:
     """Return the tensors of ``message`` as ``rank`` (its sender or receiver) sees them.
 
     Tensors of no elements are left out: nothing travels for them.
@@ -85,11 +92,12 @@ def wires_of(
     micro_batch = message.src_micro_batch if rank == message.src_rank else message.dst_micro_batch
     task = stage.samples(micro_batch, rank)
     gradients = frozenset(edge.gradient_tensors)
+    known = specs_of(specs, message.samples)
     wires = []
     for slot, name in enumerate((*edge.batch_tensors, *edge.whole_tensors)):
         if not is_forward and name not in gradients:
             continue
-        spec = specs.get(name)
+        spec = known.get(name)
         if spec is None:
             raise PlanError(
                 f"edge {message.edge} sends {name!r}, which the captured graph does not have; plan anew"

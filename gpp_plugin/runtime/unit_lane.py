@@ -1,0 +1,311 @@
+"""A pipeline whose mini-batches are lists of loss units, each of its own shapes.
+
+A unit is the sample of this pipeline's arithmetic: a plan for 8 units of 4 samples becomes one for 8 samples of a
+unit each (`plan_of_units`), every micro-batch of a rank is one unit, and nothing is ever cut below one. So each message
+holds whole tensors, whatever their layouts, and programs, which name samples alone, are scheduled, lowered and proved
+once:
+
+    units of 2 x 7, 3 x 5, 2 x 7, 1 x 9 tokens      stage 0, rank 0   0F0 0F1 ...      units 0, 2
+                                                             rank 1   0F0 0F1 ...      units 1, 3
+                                                    stage 1, rank 2   1F0 1F1 1F2 1F3
+
+What differs from unit to unit is code, the shapes of messages and the rows that are read. Code is kept by the shape of
+a unit, an executor by the shapes of all units that its rank runs.
+
+Source: this project
+Tests: tests/runtime/test_unit_lane.py, tests/integrations/test_units.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from gpp_plugin.errors import CaptureError, PlanError
+from gpp_plugin.ir.memory_report import MemoryCounts
+from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.tensors import LayoutKind, TensorSpec, batch_layout
+from gpp_plugin.runtime.batches import Batch, ones_among, unit_key, units_of
+from gpp_plugin.runtime.compute import AutogradCompute
+from gpp_plugin.runtime.input_rows import InputRows
+from gpp_plugin.runtime.lane import Lane, _Compiled, _Prepared
+from gpp_plugin.runtime.stage_module import StageFunction, StageModule
+
+MAX_UNIT_SHAPES = 64
+"""Shapes of units whose code is kept."""
+MAX_MINI_BATCHES = 64
+"""Executors that are kept, one for the shapes of a rank's units together."""
+
+_Key = tuple[Any, ...]
+
+
+def plan_of_units(plan: PipelinePlan) -> PipelinePlan:
+    """Return a plan for units of ``plan.loss_unit`` samples with units in place of samples.
+
+    Raises:
+        PlanError: a stage would run less or more than one unit a rank at a time.
+    """
+    unit = plan.loss_unit
+    stages = []
+    for stage in plan.stages:
+        if stage.local_batch_size != unit or stage.num_sliced:
+            what = (
+                f"slices {stage.num_sliced} forwards"
+                if stage.num_sliced
+                else f"takes {stage.local_batch_size}"
+            )
+            raise PlanError(
+                f"stage {stage.name!r} {what} samples a rank, but with graph_pipeline.units each rank runs whole units "
+                f"of {unit}; give graph_pipeline.plan micro-batches of {unit} samples a rank and no slices"
+            )
+        stages.append(dataclasses.replace(stage, micro_batch_size=stage.degree))
+    return dataclasses.replace(plan, mini_batch=plan.mini_batch // unit, loss_unit=1, stages=tuple(stages))
+
+
+def spec_of_unit(spec: TensorSpec) -> TensorSpec:
+    """Return a tensor captured on one whole unit with the unit as its only sample: all its rows belong to it."""
+    if spec.layout.kind is not LayoutKind.BATCH:
+        return dataclasses.replace(spec, num_samples=1)
+    axis = spec.layout.axis
+    return dataclasses.replace(spec, num_samples=1, layout=batch_layout(axis, spec.shape[axis]))
+
+
+class UnitCompute:
+    """Computes each micro-batch with the code of its unit's shape.
+
+    Args:
+        computes: of each micro-batch of the rank; the same object where shapes are the same.
+        functions: their code.
+    """
+
+    def __init__(self, computes: Sequence[AutogradCompute], functions: Sequence[StageFunction]) -> None:
+        first = computes[0]
+        self.received, self.outputs = first.received, first.outputs
+        self.gradient_outputs, self.gradient_inputs = first.gradient_outputs, first.gradient_inputs
+        self._computes = tuple(computes)
+        self._choices = tuple(function.choice for function in functions)
+        self._ones: Sequence[frozenset[str]] = ()
+
+    def use_masks(self, units: Sequence[Batch]) -> None:
+        """Run each unit from now on as an eager model would run it alone: attention without needless masks."""
+        self._ones = [
+            frozenset() if choice is None else ones_among(unit, choice.inputs)
+            for unit, choice in zip(units, self._choices, strict=True)
+        ]
+
+    def _of(self, micro_batch: int) -> AutogradCompute:
+        # a backward may run code again (recomputation), as its forward did
+        choice = self._choices[micro_batch]
+        if choice is not None:
+            choice.use(self._ones[micro_batch])
+        return self._computes[micro_batch]
+
+    def forward(
+        self, micro_batch: int, half: int | None, inputs: Sequence[Tensor], received: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Return the outputs of a unit."""
+        return self._of(micro_batch).forward(micro_batch, half, inputs, received)
+
+    def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        """Add up the gradients of parameters and return those of received tensors."""
+        return self._of(micro_batch).backward(micro_batch, gradients)
+
+    def input_gradient(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        """Return the gradients of received tensors only."""
+        return self._of(micro_batch).input_gradient(micro_batch, gradients)
+
+    def weight_gradient(self, micro_batch: int) -> None:
+        """Add up the gradients of parameters after `input_gradient`."""
+        self._of(micro_batch).weight_gradient(micro_batch)
+
+    def clear(self) -> None:
+        """Forget all micro-batches."""
+        for compute in self._computes:
+            compute.clear()
+
+    def start_counting(self) -> None:
+        """Count what is kept; all units have one shape then (`MemoryWatch.is_due`)."""
+        self._computes[0].start_counting()
+
+    def stop_counting(self) -> MemoryCounts | None:
+        """Count no longer, and return what was counted."""
+        return self._computes[0].stop_counting()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _UnitCode:
+    """A stage's code at one shape of a unit, and what computes with it; None until parameters are bound."""
+
+    prepared: _Prepared
+    tensors: Mapping[str, TensorSpec]
+    compute: AutogradCompute | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CompiledUnits(_Compiled):
+    """A stage ready to run units of some shapes; ``function`` is that of the first.
+
+    Args:
+        own: a mini-batch -> the units of it that this rank runs.
+    """
+
+    units: UnitCompute
+    own: Callable[[Batch], Sequence[Batch]]
+
+    def choose_masks(self, batch: Batch) -> None:
+        """Look at each unit by itself: another rank's units do not change this one's code."""
+        self.units.use_masks(self.own(batch))
+
+
+class UnitLane(Lane):
+    """This rank's pipeline of units.
+
+    Args:
+        plan: of units (`plan_of_units`).
+        lane: as of `Lane`.
+    """
+
+    def __init__(self, *, plan: PipelinePlan, **lane: Any) -> None:
+        super().__init__(plan=plan, **lane)
+        self._codes: OrderedDict[_Key, _UnitCode] = OrderedDict()
+        self._stage: Stage = plan.stages[self.stage_index]
+        self._seen: OrderedDict[_Key, None] = OrderedDict()
+        self._first: tuple[StageFunction, AutogradCompute] | None = None
+
+    def own_units(self, batch: Batch) -> list[Batch]:
+        """Return the units that this rank runs, in the order of its micro-batches."""
+        units = units_of(batch)
+        rank, stage = self._program.rank, self._stage
+        count = self.plan.num_micro_batches(self.stage_index)
+        return [units[stage.samples(micro_batch, rank).first_sample] for micro_batch in range(count)]
+
+    def has_new_shapes(self, batch: Batch) -> bool:
+        """Return whether a unit of this mini-batch has a shape that was not met lately; the same on every rank."""
+        return any(unit_key(unit) not in self._seen for unit in units_of(batch))
+
+    def note_shapes(self, batch: Batch) -> None:
+        """Take the shapes of a mini-batch for known: every rank has code for those of its units."""
+        # in the order of units, of which every rank knows all: so all ranks forget the same ones, too
+        for unit in units_of(batch):
+            key = unit_key(unit)
+            self._seen[key] = None
+            self._seen.move_to_end(key)
+        while len(self._seen) > MAX_UNIT_SHAPES:
+            self._seen.popitem(last=False)
+
+    def learn_shapes(self, batch: Batch) -> None:
+        """Make the code for this rank's units before any of them runs.
+
+        Raises:
+            CaptureError: the model's structure depends on the shape of its inputs.
+        """
+        for unit in self.own_units(batch):
+            self._compute_of(unit)
+
+    def prepare(self, batch: Batch) -> StageFunction:
+        """Return the stage's code for a unit like this batch, or like the first of a mini-batch."""
+        return self._code_of(units_of(batch)[0]).prepared.code.function
+
+    def bind(self, module: StageModule, hooks: Any) -> None:
+        """Use these parameters and this optimizer side from now on; code stays as it is."""
+        super().bind(module, hooks)
+        self._first = None
+        for key, code in self._codes.items():
+            self._codes[key] = dataclasses.replace(code, compute=None)
+
+    def _code_of(self, unit: Batch) -> _UnitCode:
+        key = unit_key(unit)
+        found = self._codes.get(key)
+        if found is None:
+            code = self._code_at(unit, key[0])
+            found = _UnitCode(
+                prepared=_Prepared(code=code, half=None),
+                tensors={name: spec_of_unit(spec) for name, spec in code.tensors.items()},
+                compute=None,
+            )
+        self._codes[key] = found
+        self._codes.move_to_end(key)
+        while len(self._codes) > MAX_UNIT_SHAPES:
+            self._codes.popitem(last=False)
+        return found
+
+    def _compute_of(self, unit: Batch) -> tuple[_UnitCode, AutogradCompute]:
+        code = self._code_of(unit)
+        compute = code.compute
+        if compute is None:
+            function = code.prepared.code.function
+            compute = self._make_compute(code.prepared, self._hooks, step_samples=self.plan.mini_batch)
+            # any two shapes may meet in a later mini-batch, where nothing is new: all are like the first one
+            self._first = self._first or (function, compute)
+            self._check_alike(*self._first, function, compute)
+            code = self._codes[unit_key(unit)] = dataclasses.replace(code, compute=compute)
+        return code, compute
+
+    def _executor_for(self, batch: Batch) -> _Compiled:
+        own = self.own_units(batch)
+        key = tuple(unit_key(unit) for unit in own)
+        found = self._executors.get(key)
+        if found is None:
+            found = self._executors[key] = self._compile_units(own)
+        self._executors.move_to_end(key)
+        while len(self._executors) > MAX_MINI_BATCHES:
+            self._executors.popitem(last=False)
+        return found
+
+    def _compile_units(self, own: Sequence[Batch]) -> _CompiledUnits:
+        by_key = {unit_key(unit): self._compute_of(unit) for unit in own}
+        codes, computes = zip(*(by_key[unit_key(unit)] for unit in own), strict=True)
+        functions = [code.prepared.code.function for code in codes]
+        first = codes[0].prepared.code
+        units = UnitCompute(computes, functions)
+        # of the other units this rank has no tensors, and no messages
+        specs: list[Mapping[str, TensorSpec]] = [{}] * self.plan.mini_batch
+        for micro_batch, code in enumerate(codes):
+            specs[self._stage.samples(micro_batch, self._program.rank).first_sample] = code.tensors
+        return _CompiledUnits(
+            executor=self._make_executor(first, self._program, units, self._hooks, specs=specs),
+            compute=units,
+            function=functions[0],
+            half=None,
+            inputs=first.inputs,
+            units=units,
+            own=self.own_units,
+        )
+
+    def _check_alike(
+        self,
+        function: StageFunction,
+        compute: AutogradCompute,
+        other: StageFunction,
+        of_other: AutogradCompute,
+    ) -> None:
+        """Refuse units whose shapes change what crosses the stage's boundary.
+
+        Raises:
+            CaptureError: says what differs.
+        """
+        for what in ("batch_inputs", "received", "outputs"):
+            if getattr(function, what) != getattr(other, what):
+                raise CaptureError(
+                    f"stage {self._stage.name}: its {what} differ between units; the model's "
+                    "structure depends on the shape of its inputs: pad units alike"
+                )
+        for what in ("gradient_outputs", "gradient_inputs"):
+            if getattr(compute, what) != getattr(of_other, what):
+                raise CaptureError(
+                    f"stage {self._stage.name}: its {what} differ between units: a tensor between "
+                    "stages is empty in some of them; give every unit at least one of each input"
+                )
+
+    def _loss_share(self, step_samples: int) -> float:
+        return 1.0 if self.sums_losses else 1.0 / step_samples
+
+    def _rows_of(self, batch: Batch, compiled: _Compiled) -> InputRows:
+        return self._input_link.bring_units(
+            self.own_units(batch), compiled.function.batch_inputs, dtype=self._dtype
+        )

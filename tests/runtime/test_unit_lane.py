@@ -1,0 +1,265 @@
+"""A plan and its tensors in units in place of samples, and tasks that run the code of their unit's shape.
+
+Whole models run here with all ranks as threads of one process; `tests/integrations/test_units.py` has them on ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import queue
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpp_plugin.config import read_config
+from gpp_plugin.errors import CaptureError, PlanError
+from gpp_plugin.integrations.deepspeed.dispatch import setting_of
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.program import InstructionKind
+from gpp_plugin.ir.samples import SampleRange
+from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
+from gpp_plugin.model.model_source import ModelSource
+from gpp_plugin.runtime.batches import UnitBatch, batch_checksum, unit_key, without_keys
+from gpp_plugin.runtime.lane import make_programs
+from gpp_plugin.runtime.messages.wires import specs_of, wires_of
+from gpp_plugin.runtime.unit_lane import UnitLane, plan_of_units, spec_of_unit
+from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.checks.validate_programs import validate_programs
+from gpp_plugin.schedule.lower import lower_schedules
+from tests.integrations.unit_jobs import Branching, one_process, unlike_units
+from tests.models import build
+from tests.reference import gradient_errors
+from tests.runtime.test_tensor_grids import Hooks, ThreadTransport
+
+U = 4
+
+
+def typical_plan() -> PipelinePlan:
+    """Return six units of four samples: two ranks, then three."""
+    common: dict[str, Any] = {"forward_us": 1.0, "backward_us": 2.0}
+    return PipelinePlan(
+        model="two",
+        graph="",
+        planner="given",
+        mini_batch=6 * U,
+        loss_unit=U,
+        stages=(
+            Stage(name="a", blocks=("a",), ranks=(0, 1), micro_batch_size=2 * U, in_flight=3, **common),
+            Stage(name="b", blocks=("b",), ranks=(2, 3, 4), micro_batch_size=3 * U, in_flight=2, **common),
+        ),
+        edges=(
+            StageEdge(
+                src=0,
+                dst=1,
+                batch_tensors=("hidden",),
+                whole_tensors=("bias",),
+                gradient_tensors=("hidden", "bias"),
+            ),
+        ),
+    )
+
+
+def test_a_plan_of_units_has_programs_whose_messages_are_whole_units() -> None:
+    plan = plan_of_units(typical_plan())
+    assert (plan.mini_batch, plan.loss_unit) == (6, 1)
+    assert [stage.local_batch_size for stage in plan.stages] == [1, 1]
+    schedules = build_schedules(plan)
+    programs = lower_schedules(plan, schedules)
+    validate_programs(plan, schedules, programs)
+    for program in programs:
+        for message in program.messages(InstructionKind.SEND):
+            assert message.samples.num_samples == 1
+            assert message.has_whole_tensors
+
+
+def test_what_cuts_units_is_no_plan_of_units() -> None:
+    plan = typical_plan()
+    small = dataclasses.replace(plan.stages[0], micro_batch_size=U)
+    sliced = dataclasses.replace(plan.stages[0], num_sliced=1)
+    for stage, words in ((small, "takes 2 samples"), (sliced, "slices 1 forwards")):
+        with pytest.raises(PlanError, match=words):
+            plan_of_units(dataclasses.replace(plan, stages=(stage, plan.stages[1])))
+
+
+def test_each_message_has_the_shape_of_its_own_unit() -> None:
+    plan = plan_of_units(typical_plan())
+    programs = lower_schedules(plan, build_schedules(plan))
+    specs = []
+    for unit in range(
+        6
+    ):  # 1 to 3 samples of 5 to 10 tokens, joined: hidden [samples x tokens, 8], bias [tokens]
+        samples, tokens = 1 + unit % 3, 5 + unit
+        hidden = TensorSpec(
+            name="hidden",
+            dtype="float32",
+            shape=(samples * tokens, 8),
+            num_samples=samples,
+            layout=batch_layout(0, tokens),
+            requires_grad=True,
+        )
+        bias = TensorSpec(name="bias", dtype="float32", shape=(tokens,), num_samples=samples, layout=UNIFORM)
+        specs.append({spec.name: spec_of_unit(spec) for spec in (hidden, bias)})
+    seen = {}
+    for program in programs:
+        for kind in (InstructionKind.SEND, InstructionKind.RECEIVE):
+            for message in program.messages(kind):
+                unit = message.samples.first_sample
+                shapes = {
+                    w.name: w.shape for w in wires_of(message, rank=program.rank, plan=plan, specs=specs)
+                }
+                rows = {w.first_row for w in wires_of(message, rank=program.rank, plan=plan, specs=specs)}
+                assert seen.setdefault(unit, shapes) == shapes
+                assert rows == {0}
+    assert seen == {u: {"hidden": ((1 + u % 3) * (5 + u), 8), "bias": (5 + u,)} for u in range(6)}
+    assert specs_of(specs, SampleRange(first_sample=2, num_samples=1)) is specs[2]
+    assert specs_of(specs[0], SampleRange(first_sample=2, num_samples=1)) is specs[0]
+
+
+def test_units_are_told_apart_by_samples_lengths_and_content() -> None:
+    first = {"x": torch.zeros(2, 5), "y": torch.ones(2)}
+    for other in ({**first, "x": torch.zeros(2, 6)}, {"x": torch.zeros(3, 5), "y": torch.ones(3)}):
+        assert unit_key(first) != unit_key(other)
+    assert unit_key(first) == unit_key({"y": torch.zeros(2), "x": torch.ones(2, 5)})
+    batch = UnitBatch(units=(first, {**first, "y": torch.zeros(2)}))
+    assert batch_checksum(batch) != batch_checksum(UnitBatch(units=batch.units[::-1]))
+    assert batch_checksum(dataclasses.replace(batch, checksum=7)) == 7
+    assert [sorted(unit) for unit in without_keys(batch, ("y",)).units] == [["x"], ["x"]]
+
+
+# ---- whole models on threads ------------------------------------------------------------------------------
+
+
+class Held:
+    """The parameters of one rank."""
+
+    def __init__(self, model: Any, names: Sequence[str]) -> None:
+        known: dict[str, Tensor] = {
+            **dict(model.named_buffers()),
+            **dict(model.named_parameters(remove_duplicate=False)),
+        }
+        self._tensors = {name: known[name].detach().clone() for name in names}
+        for name in names:
+            self._tensors[name].requires_grad_(known[name].requires_grad)
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        return self._tensors
+
+
+class ThreadJob:
+    """All ranks of a job of units, each with a lane of its own."""
+
+    def __init__(
+        self, model: Any, sample: dict[str, Any], ranks: int, block: dict[str, Any], folder: Path
+    ) -> None:
+        ds_config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "graph_pipeline": {"profile_dir": str(folder), **block},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        }
+        config = read_config(ds_config)
+        assert config is not None
+        setting = setting_of(
+            ds_config, rank=0, num_ranks=ranks, device=torch.device("cpu"), group=None, optimizer=None
+        )
+        self.source = ModelSource(model, config=config, setting=setting)
+        (sample,) = self.source.complete_batches([sample])
+        reference, typical = self.source.prepare_plan(sample)
+        self.plan = plan_of_units(typical)
+        programs = make_programs(self.plan, reference)
+        self.queues: dict[Any, Any] = {}
+        for program in programs:
+            for message in program.messages(InstructionKind.SEND):
+                self.queues[message] = queue.Queue()
+        self.lanes, self.held = [], []
+        for program in programs:
+            lane = UnitLane(
+                plan=self.plan,
+                source=self.source.stages,
+                reference=reference,
+                program=program,
+                transport=ThreadTransport(self.queues),
+                device=torch.device("cpu"),
+                sums_losses=config.loss_mean == "tokens",
+            )
+            self.lanes.append(lane)
+            self.held.append(Held(model, lane.prepare(sample).tensors))
+            lane.bind(self.held[-1], Hooks())  # type: ignore[arg-type]
+
+    def run(self, units: Sequence[dict[str, Any]]) -> tuple[float, dict[str, Tensor]]:
+        """Return a mini-batch's loss, and the gradients summed over all ranks."""
+        batch = UnitBatch(units=tuple(self.source.complete_batches(units)))
+        for lane in self.lanes:  # captures are for one thread
+            if lane.has_new_shapes(batch):
+                lane.learn_shapes(batch)
+                lane.note_shapes(batch)
+        for held in self.held:
+            for tensor in held.named_tensors().values():
+                tensor.grad = None
+        with ThreadPoolExecutor(len(self.lanes)) as pool:
+            results = [future.result(60) for future in [pool.submit(lane.run, batch) for lane in self.lanes]]
+        weight = 1.0 if self.lanes[0].sums_losses else 1 / self.plan.mini_batch
+        loss = sum(float(value) * weight for result in results for value, _ in result.losses)
+        gradients: dict[str, Tensor] = {}
+        for held in self.held:
+            for name, tensor in held.named_tensors().items():
+                if tensor.grad is not None:
+                    gradients[name] = (
+                        gradients[name] + tensor.grad if name in gradients else tensor.grad.clone()
+                    )
+        return loss, gradients
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "block", "loss_mean"),
+    [
+        ("t5", 3, {"data_parallel": 1}, "units"),
+        ("t5", 4, {"stages": 2, "data_parallel": 2, "schedule": "zero_bubble"}, "units"),
+        ("t5", 3, {"stages": 3, "schedule": "gpipe", "memory": {"recompute": "full"}}, "units"),
+        ("llava", 4, {"stages": 2, "data_parallel": 2, "memory": {"recompute": "full"}}, "tokens"),
+        ("gpt2", 6, {"stages": 3, "data_parallel": 2, "schedule": "greedy"}, "tokens"),
+    ],
+)
+def test_losses_and_gradients_equal_one_process(
+    name: str, ranks: int, block: dict[str, Any], loss_mean: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, make_batch = build(name)
+    plain = copy.deepcopy(model)
+    job = ThreadJob(model, make_batch(2, 9), ranks, {"units": 4, "loss_mean": loss_mean, **block}, tmp_path)
+    for seed in (0, 1, 0):  # the first again, by the executors that are there
+        units = unlike_units(name, 4, seed)
+        assert len({unit_key(unit) for unit in units}) > 1
+        loss, gradients = job.run(units)
+        (wanted,), reference = one_process(plain, [units], loss_mean=loss_mean)
+        assert loss == pytest.approx(wanted, rel=1e-6)
+        assert gradients.keys() == reference.keys()
+        assert max(gradient_errors(gradients, reference).values()) < 2e-6
+    assert all((stage.memory is not None) == ("memory" in block) for stage in job.plan.stages)
+
+
+def test_code_is_kept_by_shape_and_a_new_order_of_known_units_captures_nothing(tmp_path: Path) -> None:
+    model, make_batch = build("gpt2")
+    job = ThreadJob(model, make_batch(2, 9), 2, {"units": 4, "stages": 2}, tmp_path)
+    units = unlike_units("gpt2", 4, 0)
+    first, _ = job.run(units)
+    source = job.source.stages
+    source.stage_code = None  # type: ignore[method-assign, assignment]
+    again, _ = job.run(units[::-1])
+    assert again == pytest.approx(first, rel=1e-6)
+
+
+def test_a_structure_that_changes_with_the_shape_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    block = {"units": 2, "data_parallel": 2}
+    job = ThreadJob(Branching(), {"x": torch.randn(2, 4, 8)}, 2, block, tmp_path)
+    good, odd = {"x": torch.randn(2, 5, 8)}, {"x": torch.randn(3, 7, 8)}
+    for _ in range(2):
+        with pytest.raises(CaptureError, match="the graph changed with the input shapes"):
+            job.run([good, odd])
+    job.run([good, good])

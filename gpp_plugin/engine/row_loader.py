@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -364,7 +364,7 @@ class _Reader:
 
     def of_indices(self, dataset: Any, request: _Request, seed: int) -> OwnRows | LoadedUnits:
         """Return this rank's share of the mini-batch of some samples of a dataset."""
-        share, indices = self._share, [n for n in request.indices if isinstance(n, int)]
+        share, indices = self._share, cast(Sequence[int], request.indices)
         items: dict[int, Any] = {}
 
         def fetch(numbers: Iterable[int]) -> None:

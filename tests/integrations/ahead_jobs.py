@@ -31,8 +31,7 @@ STAGES: dict[str, list[dict[str, Any]]] = {
         {"name": "language", "modules": ["*"], "devices": 2},
     ],
     "llava branch of two": [
-        {"name": "early", "modules": ["model.vision_tower.embeddings", "model.vision_tower.pre_layrnorm",
-                                      "model.vision_tower.encoder.layers.0"], "devices": 1},
+        {"name": "early", "modules": ["model.vision_tower.embeddings", "model.vision_tower.pre_layrnorm"], "devices": 1},
         {"name": "late", "modules": ["model.vision_tower"], "devices": 1},
         {"name": "language", "modules": ["*"], "devices": 1},
     ],

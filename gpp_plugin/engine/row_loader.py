@@ -165,10 +165,10 @@ class Share:
 
     rank: int
     mini_batch: int
-    units: int | None
     samples: tuple[SampleRange, ...]
     keys: frozenset[str] | None
     dtype: torch.dtype | None
+    units: int | None = None
 
     @classmethod
     def of(

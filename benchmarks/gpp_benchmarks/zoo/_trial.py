@@ -23,6 +23,7 @@ from gpp_benchmarks.zoo._staged import (
 )
 from gpp_benchmarks.zoo._verdicts import BROKEN, EXACT, ONE_LENGTH, RAW, REFUSED, WRONG
 from gpp_plugin.api import plan_for
+from gpp_plugin.capture.tracing.sample_batches import as_unit, is_counted
 from gpp_plugin.errors import GppError, PlanInfeasible
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import BlockGraph
@@ -93,13 +94,19 @@ def try_model(entry: ZooModel, tell: Callable[[str], None] = lambda phase: None)
         return row | {"line": one_line(error)}
     try:
         answers = (
-            _Answers(first, prepare_batch(model, first), wanted[0]),
-            _Answers(second, prepare_batch(model, second), wanted[1]),
+            _Answers(first, _as_given(model, first), wanted[0]),
+            _Answers(second, _as_given(model, second), wanted[1]),
         )
         verdict, line = _judge(entry, model, answers, row, tell)
     except Exception as error:
         verdict, line = REFUSED if is_refusal(error) else RAW, one_line(error)
     return row | {"verdict": verdict, "line": line}
+
+
+def _as_given(model: nn.Module, batch: Batch) -> Batch:
+    """Return a batch as the engine captures it: as one whole loss unit where no axis 0 counts its samples."""
+    prepared = prepare_batch(model, batch)
+    return prepared if is_counted(prepared) else as_unit(prepared, SAMPLES)
 
 
 @dataclass(frozen=True, slots=True)

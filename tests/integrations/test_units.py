@@ -31,7 +31,7 @@ def test_losses_and_gradients_equal_one_process(
         assert answer["evaluated"] == pytest.approx(answer["wanted_evaluated"], rel=2e-6)
         assert answer["logits"] < 1e-5
         assert answer["left"] == 0, "a mini-batch is as many items as there are units"
-        assert all(answer["recomputed"]) == ("memory" in block)
+        assert any(answer["recomputed"]) == ("memory" in block)
 
 
 @pytest.mark.parametrize(("ranks", "block", "workers"), [(3, {"stages": 3}, 0), (2, {"data_parallel": 2}, 0)])

@@ -36,7 +36,7 @@ def train(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         wrapped = gpp_plugin.GraphPipelineModule(model, sample_batch=make_batch(job["captured"]))
         use = MaskChoice.use
         if job.get("keeps_masks"):
-            MaskChoice.use = lambda choice, ones: None  # type: ignore[method-assign]
+            MaskChoice.use = lambda choice, ones: use(choice, ())  # type: ignore[method-assign]
         try:
             engine, *_ = deepspeed.initialize(model=wrapped, config=config_of(**job.get("block", {})))
             engine.retain_gradients()

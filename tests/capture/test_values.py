@@ -194,7 +194,8 @@ class _Categories(nn.Module):
 
 
 def test_checks_of_distributions_are_off_while_a_model_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # some library may turn them off
+    # whatever a library that was loaded before has done
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     model, batch = _Categories(), {"x": torch.randn(2, 4), "labels": torch.tensor([0, 2])}
     capture = capture_model(model, batch)
     assert capture.analysis.means == ()

@@ -31,10 +31,10 @@ def train(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     use_device("cpu")
     answers = []
+    use = MaskChoice.use
     for job in jobs:
         model, make_batch = build_family(job["family"], SIZE)
         wrapped = gpp_plugin.GraphPipelineModule(model, sample_batch=make_batch(job["captured"]))
-        use = MaskChoice.use
         if job.get("keeps_masks"):
             MaskChoice.use = lambda choice, ones: use(choice, ())  # type: ignore[method-assign]
         try:

@@ -273,27 +273,35 @@ def _trace_again(
     """Return another export of an analysed model, for `align`."""
     # Names tie the two: the new graph will be aligned with the analysed one operator by operator, and takes its notes.
     # What rank 0 analysed on its device is of another rank's too, as long as the type is the same.
-    where = torch.device(device or "cpu")
-    if where.type != analysis.device_type:
-        raise ValueError(
-            f"device is {where}, but the model was analysed for {analysis.device_type}; use one type"
-        )
-    dtype = getattr(torch, analysis.dtype) if analysis.dtype is not None else None
-    training = analysis.is_training
-    shadow = make_shadow(model, training=training, dtype=dtype, device=where)
+    shadow = _shadow_of(model, analysis, device)
     known = analysis.op_graph
     traced = trace(
         shadow,
         batch,
         outputs=tuple(known.outputs),
         received={spec.name: spec.requires_grad for spec in known.inputs if spec.name in known.received},
-        training=training,
+        training=analysis.is_training,
         call=call,
         eager=analysis.eager,
         reads=_reads(analysis, batch),
         lengths=lengths,
     )
     return shadow, traced
+
+
+def _shadow_of(model: nn.Module, analysis: Analysis, device: torch.device | str | None) -> Shadow:
+    """Return what is traced of an analysed model.
+
+    Raises:
+        ValueError: ``device`` is of another type than it was analysed for.
+    """
+    where = torch.device(device or "cpu")
+    if where.type != analysis.device_type:
+        raise ValueError(
+            f"device is {where}, but the model was analysed for {analysis.device_type}; use one type"
+        )
+    dtype = getattr(torch, analysis.dtype) if analysis.dtype is not None else None
+    return make_shadow(model, training=analysis.is_training, dtype=dtype, device=where)
 
 
 def _changed(error: CaptureError) -> CaptureError:
@@ -368,10 +376,7 @@ def read_values(
     Raises:
         CaptureError: it fails on such a batch; names module and line.
     """
-    dtype = getattr(torch, analysis.dtype) if analysis.dtype is not None else None
-    shadow = make_shadow(
-        model, training=analysis.is_training, dtype=dtype, device=torch.device(device or "cpu")
-    )
+    shadow = _shadow_of(model, analysis, device)
     whole = WholeCalls(shadow.model, shadow.original, analysis.eager, batch, training=analysis.is_training)
     return run_reading(shadow, batch, outputs=tuple(analysis.op_graph.outputs), whole=whole, call=call)
 

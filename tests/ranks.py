@@ -156,9 +156,10 @@ def _serve(rank: int, num_ranks: int, port: int, is_kept: bool, tasks: Any, answ
         if is_kept:
             _drop_groups()
         else:
-            answers.close()
-            answers.join_thread()
-            os._exit(0)  # a process group that lost a rank must not be torn down politely
+            # Rank 0 holds the store that the others still read: all stay until `end` kills them together. A process
+            # group that lost a rank must not be torn down politely.
+            multiprocessing.parent_process().join()
+            os._exit(0)
 
 
 def _drop_groups() -> None:

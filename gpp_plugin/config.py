@@ -121,7 +121,7 @@ class GraphPipelineConfig(_Block):
         look_ahead: mini-batches that frozen stages run ahead, where these read nothing but the data: 1 lets them run
             the forwards of the next mini-batch while the others train the present one, and takes it one call early from
             whatever `train_batch` reads; 0 does not. "auto" is 1 for ``training_data``, which the engine loads, and 0
-            for an iterator of yours, and with ``units``. Results are the same.
+            for an iterator of yours. Results are the same.
     """
 
     enabled: bool = Field(default=True, description="true or false")
@@ -263,11 +263,6 @@ def _check_units(config: GraphPipelineConfig) -> None:
                 f"{BLOCK}.{key}: {_show(value)} is not possible with {BLOCK}.units, of which every rank runs one whole "
                 f"unit at a time; give {' or '.join(map(_show, allowed))}"
             )
-    if config.look_ahead == 1:
-        raise ConfigError(
-            f"{BLOCK}.look_ahead: 1 is not possible with {BLOCK}.units, whose mini-batches run one after the other; "
-            "set look_ahead to 0 or remove it"
-        )
 
 
 def _check_mode(config: GraphPipelineConfig) -> None:

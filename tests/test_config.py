@@ -150,11 +150,6 @@ def test_every_schedule_has_its_name(name):
             "look_ahead: 1 is not possible in mode async, whose pipeline never drains; set mode to "
             '"sync" or remove it',
         ),
-        (
-            {"look_ahead": 1, "units": 4},
-            "look_ahead: 1 is not possible with graph_pipeline.units, whose mini-batches run one after the other; "
-            "set look_ahead to 0 or remove it",
-        ),
         ({"stagess": 3}, "stagess: unknown key (value 3); did you mean 'stages'?"),
         ({"memory": {"limitgb": 3}}, "memory.limitgb: unknown key (value 3); did you mean 'limit_gb'?"),
         (

@@ -86,6 +86,7 @@ class LookAheadSteps(SynchronousSteps):
             return None
         try:
             self._meet_shapes(following)
+            self._runner.learn_shapes(lane, following)
         except GppError:  # on every rank; raised when its turn comes
             return None
         return following

@@ -123,10 +123,8 @@ class GraphPipelineEngine(PipelineSurface):
         if self._rule is not None:
             sample_batch = self._rule.sample(sample_batch)
         self._lanes = LaneMaker(source=source, config=config, setting=setting)
-        # By default where this engine loads the data itself: nobody sees then that it is loaded one call ahead. Units
-        # and whole units have lanes and readings of their own: nothing of them runs ahead.
+        # By default where this engine loads the data itself: nobody sees then that it is loaded one call ahead.
         looks_ahead = config.look_ahead == 1 or (config.look_ahead == "auto" and training_data is not None)
-        looks_ahead = looks_ahead and config.units is None and self._rule is None
         self._lane = self._make_lane(reference, plan, looks_ahead=looks_ahead)
         module = self._lanes.make_module(self._lane, sample_batch)
         tied = tied_parameters(tied_stages(plan, reference))
@@ -251,6 +249,7 @@ class GraphPipelineEngine(PipelineSurface):
             module=module,
             make_lane=self._lanes.make,
             run=self._runner.run,
+            stand_by=self._runner.stand_by,
             meeting=self._meeting,
         )
         self._steps = self._make_steps(stage)

@@ -6,7 +6,6 @@ A batch's keys and constants decide which graph is captured; its size decides wh
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,17 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.engine.metrics import share_of_loss
 from gpp_plugin.engine.setting import EngineModel, Setting
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import LayoutKind
-from gpp_plugin.runtime.batches import Batch, UnitBatch, samples_of, take_samples, units_of
+from gpp_plugin.runtime.batches import Batch, UnitBatch, take_samples, units_of
 from gpp_plugin.runtime.evaluation import EvaluationPart, evaluation_plan, split_evaluation
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.lane import Lane, Reference, held_tensors
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.stage_module import StageModule
+from gpp_plugin.runtime.unit_lane import plan_of_units
 
 MAX_GRAPHS = 4
 MAX_LANES = 8
@@ -50,7 +51,7 @@ class Evaluator:
         plan, reference: of training.
         module: this stage's parameters.
         make_lane: returns this rank's lane for a plan, or None where the plan leaves it idle; collective.
-        run: runs a lane on a batch.
+        run: runs a lane on a batch; ``stand_by`` is called where a plan leaves this rank idle.
         meeting: of all ranks; those that a plan leaves idle wait here for the others.
     """
 
@@ -64,6 +65,7 @@ class Evaluator:
         module: StageModule,
         make_lane: Callable[[Reference, PipelinePlan], Lane | None],
         run: Callable[[Lane, Batch], MiniBatchResult],
+        stand_by: Callable[[Batch], None],
         meeting: Meeting,
     ) -> None:
         self._source = source
@@ -74,6 +76,7 @@ class Evaluator:
         self._module = module
         self._make_lane = make_lane
         self._run = run
+        self._stand_by = stand_by
         self._graphs: OrderedDict[_GraphKey, _Graph] = OrderedDict()
         self._lanes: OrderedDict[tuple[_GraphKey, int, int], Lane | None] = OrderedDict()
 
@@ -88,6 +91,7 @@ class Evaluator:
             CommTimeout: a rank did not finish.
         """
         self._module.eval()
+        are_units = isinstance(batch, UnitBatch)
         typical = units_of(batch)[0]
         key = (outputs, *((name, _constant(batch[name])) for name in sorted(batch)))
         graph = self._graph(key, typical, outputs)
@@ -98,7 +102,7 @@ class Evaluator:
             )
         rule = self._source.unit_rule(graph.reference, typical)
         if rule is not None:
-            batch = typical = rule.evaluated(batch)
+            batch = rule.units(batch) if isinstance(batch, UnitBatch) else rule.evaluated(batch)
         self._source.meet(graph.reference, typical)
         parts = _parts(graph.plan, batch)
         total = 0.0
@@ -108,6 +112,7 @@ class Evaluator:
         for part, rows in parts:
             lane = self._lane(key, graph.reference, part.plan, rows)
             if lane is None:
+                self._stand_by(rows)
                 continue
             result = self._run(lane, rows)
             total += share_of_loss(result.losses, _count(batch), is_sum=lane.sums_losses)
@@ -115,7 +120,7 @@ class Evaluator:
                 collected[name] += [(part.first_sample + first, piece) for first, piece in pieces]
         # Losses come weighted by their samples of all: the sum over parts and ranks is the batch's.
         whole = self._meeting.sum(torch.tensor([total], dtype=torch.float64), "the loss of an evaluation")
-        return float(whole), self._gather(collected, graph.reference, are_units=isinstance(batch, UnitBatch))
+        return float(whole), self._gather(collected, graph.reference, are_units=are_units)
 
     def close(self) -> None:
         """Let go of all lanes."""
@@ -187,15 +192,18 @@ class Evaluator:
 
 def _count(batch: Batch) -> int:
     """Return what a batch's loss is the mean over, losses being of so many: its samples, or its units."""
-    return len(batch.units) if isinstance(batch, UnitBatch) else samples_of(batch)
+    return len(batch.units) if isinstance(batch, UnitBatch) else count_samples(batch)
 
 
 def _parts(plan: PipelinePlan, batch: Batch) -> list[tuple[EvaluationPart, Batch]]:
     """Return the plans that together run a batch, each with what it runs of it; units are never taken apart."""
-    if isinstance(batch, UnitBatch):
-        whole = dataclasses.replace(plan, mini_batch=len(batch.units) * plan.loss_unit)
-        return [(EvaluationPart(first_sample=0, plan=whole), batch)]
-    count = samples_of(batch)
+    if isinstance(batch, UnitBatch):  # a unit is the sample of its plan's arithmetic
+        units = batch.units
+        return [
+            (part, UnitBatch(units=units[part.first_sample : part.first_sample + part.plan.mini_batch]))
+            for part in split_evaluation(plan_of_units(plan), len(units))
+        ]
+    count = count_samples(batch)
     return [
         (part, take_samples(batch, part.first_sample, part.plan.mini_batch, count))
         for part in split_evaluation(plan, count)

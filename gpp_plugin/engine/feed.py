@@ -19,11 +19,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from gpp_plugin.capture.export import count_samples
-from gpp_plugin.capture.tracing.sample_batches import WholeUnit
 from gpp_plugin.data.unit_packing import PackedUnits
 from gpp_plugin.engine.row_loader import (
     Complete,
-    LoadedUnits,
     RowLoader,
     as_they_are,
     check_keys,
@@ -37,7 +35,6 @@ from gpp_plugin.runtime.batches import (
     OwnRows,
     UnitBatch,
     UnitRule,
-    WholeUnits,
     check_batch,
     collect_mini_batch,
     collect_units,
@@ -51,6 +48,8 @@ from gpp_plugin.runtime.ranks.meeting import Meeting
 
 LOADING_TIMEOUT_S = 600.0
 """How long ranks wait for one that loads data; a failure they hear of at once."""
+MAX_TOLD = 256
+"""Shapes of mini-batches that ranks without inputs remember; an older one is told again."""
 
 
 def sample_from_dataset(
@@ -102,7 +101,7 @@ class _Loading:
 
     facts: Tensor
 
-    batch: OwnRows | WholeUnits | UnitBatch | None = None
+    batch: OwnRows | UnitBatch | None = None
     error: BaseException | None = None
     work: Any = None
 
@@ -157,8 +156,10 @@ class Feed:
         self._group = group
         self._keys = frozenset(keys)
         self._timeout_s = timeout_s
-        self._announced: dict[tuple[Any, ...], int] = {}
-        self._shapes: list[Batch] = []
+        self._announced: OrderedDict[tuple[Any, ...], int] = OrderedDict()
+        self._num_announced = 0
+        self._shapes: dict[int, Batch] = {}
+        self._has_begun = False
         self._loads_ahead = loads_ahead
         self._ahead: _Loading | None = None
         self.draws = False
@@ -179,17 +180,27 @@ class Feed:
         """Take one mini-batch from the user's iterator (every rank has the same stream)."""
         # Batches of any size are joined until they are B samples; constants of the capture are the same in all of them.
         prepared = (self._prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
-        if self._units is not None:
-            units = self._complete(collect_units(prepared, self._units))
+        if self._is_of_units:
+            units = self._complete(self._take_units(prepared))
             for unit in units:
                 check_keys(unit, self._keys)
-            return UnitBatch(units=tuple(units))
-        if self._rule is not None:
-            checked = (_with_keys(batch, self._keys) for batch in prepared)
-            return collect_whole_units(checked, self._mini_batch // self._rule.num_samples, self._rule)
+            return self._with_readings(UnitBatch(units=tuple(units)))
         (batch,) = self._complete([collect_mini_batch(prepared, self._mini_batch, count_samples)])
         check_keys(batch, self._keys)
         return batch
+
+    @property
+    def _is_of_units(self) -> bool:
+        """Return whether mini-batches are lists of units."""
+        return self._units is not None or self._rule is not None
+
+    def _take_units(self, batches: Iterator[Batch]) -> list[Batch]:
+        """Take the units of a mini-batch: as many as were asked for, or what makes up its samples."""
+        if self._units is not None:
+            return collect_units(batches, self._units)
+        assert self._rule is not None, "without units mini-batches are joined"
+        samples = self._rule.num_samples
+        return collect_whole_units(batches, self._mini_batch // samples, samples)
 
     def take(self, iterator: Iterator[Any]) -> Batch:
         """Take one batch of any size from the user's iterator, or the units of a mini-batch, with whatever keys."""
@@ -199,7 +210,7 @@ class Feed:
             check_keys(unit, frozenset(units[0]))
         return units[0] if self._units is None else UnitBatch(units=tuple(units))
 
-    def load(self, iterator: Iterator[OwnRows | LoadedUnits | UnitBatch]) -> Batch:
+    def load(self, iterator: Iterator[OwnRows | UnitBatch]) -> Batch:
         """Take this rank's rows of a mini-batch of the engine's own loader; without inputs, only learn its shape.
 
         Raises:
@@ -214,13 +225,16 @@ class Feed:
             self._ahead = self._begin(iterator)
         return batch
 
-    def _begin(self, iterator: Iterator[OwnRows | LoadedUnits | UnitBatch]) -> _Loading:
+    def _begin(self, iterator: Iterator[OwnRows | UnitBatch]) -> _Loading:
         """Load a mini-batch, and let the other ranks know."""
         loading = _Loading(torch.tensor([-1, -1, _LEAST, _LEAST, 0] + [0] * len(self._keys)))
-        before = torch.get_rng_state() if not self._shapes else None
+        before = None if self._has_begun else torch.get_rng_state()
+        self._has_begun, has_drawn = True, False
         if self.reads_inputs:
             try:
-                loading.batch = self._in_units(next(iterator))
+                batch = next(iterator)
+                has_drawn = before is not None and not torch.equal(before, torch.get_rng_state())
+                loading.batch = self._with_readings(batch) if isinstance(batch, UnitBatch) else batch
             except BaseException as caught:  # whatever it is: the other ranks must not wait for this one
                 loading.error = caught
         if self._group is None:
@@ -236,10 +250,9 @@ class Feed:
                 ones = ones_among(loading.batch, self._keys)
             checksum = zlib.crc32(repr(key).encode())
             other = [int(name not in ones) for name in sorted(self._keys)]
-            has_drawn = before is not None and not torch.equal(before, torch.get_rng_state())
             loading.facts[2:] = torch.tensor([checksum, -checksum, int(has_drawn), *other])
-            if self._is_source() and self._units is None:
-                loading.facts[1] = self._announced.setdefault(key, len(self._announced))
+            if self._is_source():
+                loading.facts[1] = self._number_of(key)
         # A maximum of (rank that failed or -1, number of the shape or -1, its checksum, minus that): a failure wins,
         # and the source's number is the only one. Shapes are numbered in the order in which the source first met them:
         # 0 0 1 0 for lengths 16 16 32 16. Of checksums 5 5 6 the two are 6 and -5: not all are equal. A key that is 0
@@ -247,12 +260,19 @@ class Feed:
         loading.work = dist.all_reduce(loading.facts, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return loading
 
-    def _in_units(self, batch: OwnRows | LoadedUnits | UnitBatch) -> OwnRows | WholeUnits | UnitBatch:
-        """Return what was loaded; whole units with what Python reads of them, which workers do not find out."""
-        if not isinstance(batch, LoadedUnits):
-            return batch
-        assert self._rule is not None, "the loader was made for units"
-        return collect_whole_units(batch.units, len(batch.units), self._rule)
+    def _with_readings(self, batch: UnitBatch) -> UnitBatch:
+        """Return the units with what Python reads of each, where the model reads anything; all of them are here."""
+        return batch if self._rule is None else self._rule.units(batch)
+
+    def _number_of(self, key: tuple[Any, ...]) -> int:
+        """Return the number of a shape, of those that were told lately, or the next one; on the source."""
+        number = self._announced.get(key)
+        if number is None:
+            number = self._announced[key] = self._num_announced
+            self._num_announced += 1
+            while len(self._announced) > MAX_TOLD:
+                self._announced.popitem(last=False)
+        return number
 
     def _end(self, loading: _Loading) -> Batch:
         """Return this rank's batch or its shape, when all ranks have loaded theirs."""
@@ -276,31 +296,23 @@ class Feed:
             return None
         if largest != -smallest:
             raise _unlike_shapes(batch)
-        if self._units is not None:
-            if (
-                not self._all_read
-            ):  # hardly two mini-batches are of the same units: told where anybody needs it
-                told = self._tell_shapes(batch)
-                return told if batch is None else batch
-            return batch
-        if index == len(self._shapes):  # a new shape: its source tells it once
-            self._shapes.append(self._tell_shapes(batch))
+        if not self._all_read and index not in self._shapes:  # a new shape: its source tells it
+            self._shapes[index] = self._tell_shapes(batch)
+            self._shapes.pop(index - MAX_TOLD, None)  # the oldest, as on the source
         if batch is None:
-            shape = self._shapes[index]
-            return WholeUnits(shape=shape, units=()) if isinstance(shape, WholeUnit) else shape
-        if isinstance(batch, WholeUnits):
+            return self._shapes[index]
+        if isinstance(batch, UnitBatch):
             return batch
-        assert isinstance(batch, OwnRows)
         ones = frozenset(key for key, other in zip(sorted(self._keys), others, strict=True) if not other)
         return replace(batch, ones=ones)
 
     def _tell_shapes(self, batch: Batch | None) -> Batch:
         """Return the shapes of the source's batch, on every rank."""
         own: Batch | None = None
-        if self._is_source() and batch is not None:
+        if self._is_source() and isinstance(batch, UnitBatch):
+            own = UnitBatch(units=tuple(mini_batch_shapes(unit) for unit in batch.units))
+        elif self._is_source() and batch is not None:
             own = mini_batch_shapes(batch)
-            if isinstance(batch, UnitBatch):
-                own = UnitBatch(units=tuple(mini_batch_shapes(unit) for unit in batch.units))
         meeting = Meeting(group=self._group, who=f"rank {dist.get_rank()}", timeout_s=self._timeout_s)
         told = meeting.tell(own, source=self._source, what=f"a new shape, from rank {self._source}")
         assert told is not None
@@ -445,11 +457,6 @@ def _check_iterator(iterator: Any) -> Iterator[Any]:
             "call, or give a loader to set_dataloader()"
         )
     return iterator
-
-
-def _with_keys(batch: Batch, keys: frozenset[str]) -> Batch:
-    check_keys(batch, keys)
-    return batch
 
 
 def _unlike_shapes(batch: Batch | None) -> ConfigError:

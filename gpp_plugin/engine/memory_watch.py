@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from gpp_plugin.capture.tracing.sample_batches import rows_per_sample
+from gpp_plugin.capture.tracing.sample_batches import count_samples, rows_per_sample
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.engine.gradients import StageGradients
 from gpp_plugin.engine.setting import Setting
@@ -25,8 +25,6 @@ from gpp_plugin.plan.memory.memory_advice import memory_advice
 from gpp_plugin.runtime.batches import (
     Batch,
     UnitBatch,
-    WholeUnits,
-    samples_of,
     shape_key,
     unit_key,
     units_of,
@@ -57,7 +55,7 @@ class MemoryWatch:
     ) -> None:
         self._meeting = meeting
         self._plan, self._config, self._setting = plan, config, setting
-        self._shape = shape_key(sample_batch, samples_of(sample_batch))
+        self._shape = shape_key(sample_batch, count_samples(sample_batch))
         self._stage = plan.stage_of_rank(setting.rank)
         self._reads = frozenset(reads)
         self._counts: MemoryCounts | None = None
@@ -91,15 +89,14 @@ class MemoryWatch:
         self._has_counted = True
         self._counts = counts
         degree = self._plan.stages[self._stage].degree
+        are_units = isinstance(batch, UnitBatch)
         self._inputs = sum(
-            # a rank holds its rows of what has a row a sample, and all of what has none (a mask, a table)
-            self._bytes_as_read(part[key]) // (degree if rows else 1)
+            # a rank holds its units, or its rows of what has a row a sample, and all of what has none (a mask, a table)
+            self._bytes_as_read(part[key]) // (degree if rows or are_units else 1)
             for part in units_of(batch)
-            for key, rows in rows_per_sample(part.shape if isinstance(part, WholeUnits) else part).items()
+            for key, rows in rows_per_sample(part).items()
             if key in self._reads
         )
-        if isinstance(batch, WholeUnits):  # these were the bytes of one unit
-            self._inputs *= self._plan.mini_batch // (self._plan.loss_unit * degree)
         everyone = self._meeting.gather(counts, "what the first mini-batch kept")
         if self._setting.rank != 0 or not self._plan.memory:
             return

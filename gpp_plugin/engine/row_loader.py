@@ -300,21 +300,6 @@ class _Order:
                     units.clear()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedUnits:
-    """A mini-batch of whole loss units as they were collated, all of them."""
-
-    units: tuple[dict[str, Any], ...]
-
-    def pin_memory(self) -> LoadedUnits:
-        """Return the same in page-locked memory."""
-
-        def pin(value: Any) -> Any:
-            return value.pin_memory() if isinstance(value, Tensor) else value
-
-        return LoadedUnits(units=tuple({k: pin(v) for k, v in unit.items()} for unit in self.units))
-
-
 class _Reader:
     """Makes mini-batches of samples and keeps a rank's share; runs where the samples are loaded.
 
@@ -323,7 +308,8 @@ class _Reader:
         prepare: makes of a batch what the model is called with.
         complete: adds to the batches of a mini-batch what the model is told of all of them together.
         keys: what a mini-batch has.
-        unit: samples of a loss unit, of a model that takes whole ones: each is collated by itself.
+        unit: samples of a loss unit, of a model that takes whole ones: each is collated by itself, and all are kept
+            on every rank that reads any, which finds out what Python reads of them.
     """
 
     def __init__(
@@ -356,13 +342,15 @@ class _Reader:
         return self.of_unit_items([[next(items) for _ in _listed(unit)] for unit in request.indices])
 
     def of_unit_items(self, units: Sequence[list[Any]]) -> UnitBatch:
-        """Return this rank's units of those whose items are there."""
+        """Return a mini-batch of those units whose items are there: with all of them, or with this rank's."""
         whole = self._complete([self._prepare(self._collate(items)) for items in units])
         for unit in whole:
             check_keys(unit, self._keys)
+        if self._unit is not None:
+            return UnitBatch(units=tuple(whole), checksum=batch_checksum(UnitBatch(units=tuple(whole))))
         return self._share.keep_units(whole)
 
-    def of_indices(self, dataset: Any, request: _Request, seed: int) -> OwnRows | LoadedUnits:
+    def of_indices(self, dataset: Any, request: _Request, seed: int) -> OwnRows | UnitBatch:
         """Return this rank's share of the mini-batch of some samples of a dataset."""
         share, indices = self._share, cast(Sequence[int], request.indices)
         items: dict[int, Any] = {}
@@ -384,11 +372,11 @@ class _Reader:
         fetch(range(len(indices)))
         return share.cut(self._whole([items[n] for n in range(len(indices))]), checksum=checksum)
 
-    def of_items(self, items: list[Any]) -> OwnRows | LoadedUnits:
+    def of_items(self, items: list[Any]) -> OwnRows | UnitBatch:
         """Return this rank's share of a mini-batch that is there as a whole."""
         if self._unit is not None:
             firsts = range(0, len(items), self._unit)
-            return LoadedUnits(units=tuple(self._make(items[i : i + self._unit]) for i in firsts))
+            return self.of_unit_items([items[first : first + self._unit] for first in firsts])
         batch = self._whole(items)
         return self._share.cut(batch, checksum=batch_checksum(batch))
 
@@ -430,7 +418,7 @@ class _Loaded:
     def __init__(self, dataset: Any, reader: _Reader, seed: int) -> None:
         self._dataset, self._reader, self._seed = dataset, reader, seed
 
-    def __getitem__(self, request: _Request) -> OwnRows | LoadedUnits | UnitBatch | _Failure:
+    def __getitem__(self, request: _Request) -> OwnRows | UnitBatch | _Failure:
         reader = self._reader
         read = reader.of_indices if reader.units is None else reader.of_units
         return _guarded(lambda: read(self._dataset, request, self._seed), reader)
@@ -445,10 +433,10 @@ class _LoadedStream(IterableDataset[Any]):
         )
         self._reader = reader
 
-    def __iter__(self) -> Iterator[OwnRows | LoadedUnits | UnitBatch | _Failure]:
+    def __iter__(self) -> Iterator[OwnRows | UnitBatch | _Failure]:
         items, reader = repeat(self._items), self._reader
 
-        def read() -> OwnRows | LoadedUnits | UnitBatch:
+        def read() -> OwnRows | UnitBatch:
             if reader.units is None:
                 return reader.of_items(next(items))
             return reader.of_unit_items([next(items) for _ in range(reader.units)])
@@ -504,7 +492,7 @@ class RowLoader:
     def __iter__(self) -> RowLoader:
         return self
 
-    def __next__(self) -> OwnRows | LoadedUnits | UnitBatch:
+    def __next__(self) -> OwnRows | UnitBatch:
         """Return this rank's share of the next mini-batch.
 
         Raises:
@@ -525,7 +513,7 @@ class RowLoader:
             ) from error
         if isinstance(found, _Failure):
             raise found.kind(found.message)
-        assert isinstance(found, (OwnRows, LoadedUnits, UnitBatch))
+        assert isinstance(found, (OwnRows, UnitBatch))
         return found
 
     def apply(self, fn: Callable[[Any], Any]) -> None:
@@ -633,9 +621,7 @@ def make_row_loader(
     )
 
 
-def _guarded(
-    load: Callable[[], OwnRows | LoadedUnits | UnitBatch], reader: _Reader
-) -> OwnRows | LoadedUnits | UnitBatch | _Failure:
+def _guarded(load: Callable[[], OwnRows | UnitBatch], reader: _Reader) -> OwnRows | UnitBatch | _Failure:
     """Return what was loaded; what kept it from being is raised here, and returned in a worker.
 
     Raises:

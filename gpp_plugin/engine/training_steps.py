@@ -34,14 +34,14 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Event
 from gpp_plugin.plan.given.tied_blocks import UNTIE
 from gpp_plugin.runtime.ahead_lane import AheadLane
-from gpp_plugin.runtime.batches import Batch, batch_checksum
+from gpp_plugin.runtime.batches import Batch, UnitBatch, batch_checksum
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.lane import Lane, channels_of, make_programs, tied_stages
 from gpp_plugin.runtime.ranks.agree import exchange
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference
-from gpp_plugin.runtime.unit_lane import UnitLane, plan_of_units
+from gpp_plugin.runtime.unit_lane import AheadUnitLane, UnitLane, WindowUnitLane, plan_of_units
 from gpp_plugin.runtime.weight_versions import MakePlaces
 from gpp_plugin.runtime.window_lane import WindowLane
 from gpp_plugin.schedule.checks.validate_windows import validate_ahead, validate_windows
@@ -51,6 +51,8 @@ from gpp_plugin.schedule.orders.forward_only import forward_only_stages, frozen_
 from gpp_plugin.schedule.windows import lower_windows
 
 logger = logging.getLogger(__name__)
+
+_NEW_SHAPES = "code for a new shape"
 
 # ---- lanes --------------------------------------------------------------------------------------------------
 
@@ -75,13 +77,11 @@ class LaneMaker:
         """Return this rank's lane for a plan, or None where the plan leaves the rank idle.
 
         Args:
-            looks_ahead: let a frozen branch run a mini-batch ahead, where the plan has one and memory allows it; not
-                with units, whose lane is another.
+            looks_ahead: let a frozen branch run a mini-batch ahead, where the plan has one and memory allows it.
         """
-        make: type[Lane] = Lane
-        if self._config.units is not None:
-            assert not looks_ahead, "of units nothing runs ahead"
-            plan, make = plan_of_units(plan), UnitLane
+        is_of_units = self._config.units is not None or reference.analysis.takes_whole_units
+        if is_of_units:
+            plan = plan_of_units(plan)
         programs = make_programs(plan, reference, reduce_each_backward=self._setting.zero_stage >= 2)
         ahead = self._programs_ahead(reference, plan) if looks_ahead else None
         # Transports are made by all ranks, also by those that the plan leaves idle: a process group is made so.
@@ -103,8 +103,9 @@ class LaneMaker:
                     sums_losses=self._config.loss_mean == "tokens",
                 )
                 if ahead is not None:
-                    return AheadLane(ahead=ahead.of_rank(program.rank), **common)
-                return make(**common)
+                    make = AheadUnitLane if is_of_units else AheadLane
+                    return make(ahead=ahead.of_rank(program.rank), **common)
+                return UnitLane(**common) if is_of_units else Lane(**common)
         return None
 
     def _programs_ahead(self, reference: Reference, plan: PipelinePlan) -> AheadPrograms | None:
@@ -147,11 +148,14 @@ class LaneMaker:
             PlanError: a parameter is on two stages, or several stages yield losses.
         """
         _check_stages_step_alone(plan, reference)
+        make: type[WindowLane] = WindowLane
+        if reference.analysis.takes_whole_units:
+            plan, make = plan_of_units(plan), WindowUnitLane
         # A stage that trains nothing, and sends no gradients on, has forwards only; its windows lack the backwards.
         frozen = forward_only_stages(plan)
         programs = lower_windows(plan, forward_only_stages=frozen)
         validate_windows(plan, programs, forward_only_stages=frozen)
-        return WindowLane(
+        return make(
             programs=programs.of_rank(self._setting.rank),
             make_places=make_places,
             source=self._source.stages,
@@ -274,6 +278,7 @@ class MiniBatchRunner:
         self._stage = stage
         self._memory = memory
         self._group = group
+        self._num_ranks = 1 if group is None else dist.get_world_size(group)
         self.failure: str | None = None
 
     def refuse_after_failure(self) -> None:
@@ -296,8 +301,7 @@ class MiniBatchRunner:
         """
         self.refuse_after_failure()
         try:
-            if isinstance(lane, UnitLane):
-                self._learn_shapes(lane, batch)
+            self.learn_shapes(lane, batch)
             return lane.run(batch, record=record, count=count)
         except BaseException as error:
             self._stage.zero_grad()
@@ -306,16 +310,28 @@ class MiniBatchRunner:
                 self.failure = failure_after(self._stage.global_steps, error)
             raise
 
-    def _learn_shapes(self, lane: UnitLane, batch: Batch) -> None:
+    def learn_shapes(self, lane: Lane, batch: Batch) -> None:
         """Make code for units of shapes that were not met lately; collective over all ranks where there are any.
 
         Raises:
             CaptureError: a rank could not; the same on every rank.
         """
-        # a rank makes code for its own units alone: before any message all know whether all could
-        if lane.has_new_shapes(batch):
-            exchange(lambda: lane.learn_shapes(batch), what="code for a new shape", group=self._group)
+        # A rank makes code for its own units alone: before any message all know whether all could. Ranks that a plan
+        # leaves idle have met nothing, and come to every such meeting (`stand_by`).
+        if not isinstance(lane, UnitLane):
+            return
+        if lane.has_new_shapes(batch) or lane.plan.num_ranks < self._num_ranks:
+            exchange(lambda: lane.learn_shapes(batch), what=_NEW_SHAPES, group=self._group)
         lane.note_shapes(batch)
+
+    def stand_by(self, batch: Batch) -> None:
+        """Do what a rank does while others run a batch on a plan that leaves it idle.
+
+        Raises:
+            CaptureError: they have no code for its units.
+        """
+        if isinstance(batch, UnitBatch):
+            exchange(lambda: None, what=_NEW_SHAPES, group=self._group)
 
     def train(self, lane: Lane, batch: Batch, *, record: bool) -> MiniBatchResult:
         """Run one mini-batch of training, counted if it is the one to compare with the plan."""

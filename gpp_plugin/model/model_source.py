@@ -287,15 +287,8 @@ class ModelSource:
         return pieces
 
     def unit_rule(self, reference: Reference, batch: Batch) -> UnitRule | None:
-        """Return how batches of these keys become loss units, where the model takes whole ones.
-
-        Raises:
-            ConfigError: it does, and the configuration asks for what such a model is not run with.
-        """
-        rule = self._job.unit_rule(reference, batch)
-        if rule is not None:
-            _check_whole_units(type(self._model).__name__, self._config)
-        return rule
+        """Return how batches of these keys become loss units, where the model takes whole ones."""
+        return self._job.unit_rule(reference, batch)
 
     # ---- running -------------------------------------------------------------------------------
 
@@ -431,27 +424,6 @@ def _with_stage(model: nn.Module | StageGraph, config: GraphPipelineConfig) -> G
     if spec.micro_batch_size is not None and config.micro_batch_sizes == "auto":
         changes["micro_batch_sizes"] = spec.micro_batch_size
     return config.model_copy(update=changes)
-
-
-def _check_whole_units(model: str, config: GraphPipelineConfig) -> None:
-    """Refuse keys that a model which takes whole loss units is not run with.
-
-    Raises:
-        ConfigError: names the model and the first of these keys.
-    """
-    # Units of unlike shapes have a lane that knows no readings; labelled tokens are counted before units are made, and
-    # what runs ahead is kept by shape alone.
-    instead = {
-        "units": (config.units is not None, "remove it and give units of one mini-batch the same shapes"),
-        "loss_mean": (config.loss_mean == "tokens", 'set it to "units"'),
-        "look_ahead": (config.look_ahead == 1, "set it to 0 or remove it"),
-    }
-    for key, (is_wrong, remedy) in instead.items():
-        if is_wrong:
-            raise ConfigError(
-                f"graph_pipeline.{key}: {getattr(config, key)!r} is not possible with {model}, which takes whole loss "
-                f"units, as its Python reads values of them or couples their samples; {remedy}"
-            )
 
 
 def _check_ties(reference: Reference, config: GraphPipelineConfig) -> None:

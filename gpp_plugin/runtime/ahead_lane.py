@@ -17,7 +17,6 @@ Tests: tests/integrations/test_frozen_ahead.py
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -30,26 +29,12 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.timeline import Event
-from gpp_plugin.runtime.batches import Batch, shape_key
+from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
-from gpp_plugin.runtime.lane import MAX_SHAPES, Lane, _Compiled, _Prepared
+from gpp_plugin.runtime.lane import MAX_SHAPES, Lane, _Compiled
 from gpp_plugin.runtime.memory.recompute import RandomState
 from gpp_plugin.runtime.messages.mailbox import Carry, WindowPlace
-from gpp_plugin.runtime.stage_source import StageCode
 from gpp_plugin.schedule.look_ahead import RankAhead, moved_message
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CompiledAhead(_Compiled):
-    """A stage ready to run at one shape; ``executor`` runs the whole mini-batch, ``parts`` what they are named for.
-
-    Args:
-        parts: by program, and shape of what comes ahead.
-    """
-
-    code: StageCode
-    parts: OrderedDict[tuple[str, Any], StageExecutor] = field(default_factory=OrderedDict)
-
 
 Part = Literal["fill", "steady", "last"]
 
@@ -231,7 +216,6 @@ class AheadLane(Lane):
     ) -> MiniBatchResult:
         own = following if self._ahead.is_ahead and following is not None else now
         compiled = self._executor_for(own)
-        assert isinstance(compiled, _CompiledAhead)
         executor = self._part_of(compiled, part, following)
         if not any(instruction.task is not None for instruction in self._runner.program(part).instructions):
             return self._runner.run(part, executor, (), record=record)
@@ -247,18 +231,16 @@ class AheadLane(Lane):
             result.memory = counts
             return result
 
-    def _part_of(self, compiled: _CompiledAhead, part: Part, following: Batch | None) -> StageExecutor:
+    def _part_of(self, compiled: _Compiled, part: Part, following: Batch | None) -> StageExecutor:
         """Return what runs a part at the stage's shape, and at the shape of what comes ahead."""
-        key = (part, None if following is None else shape_key(following, self.plan.mini_batch))
+        key = (part, None if following is None else self._shape_of(following))
         parts = compiled.parts
         if key not in parts:
             if len(parts) > 2 * MAX_SHAPES:  # two a shape that may follow, and the last
                 parts.popitem(last=False)
             next_specs = None
             if following is not None:
-                found = self._executor_for(following)
-                assert isinstance(found, _CompiledAhead)
-                next_specs = found.code.tensors
+                next_specs = self._executor_for(following).specs
             parts[key] = self._make_executor(
                 compiled.code,
                 self._runner.program(part),
@@ -266,14 +248,10 @@ class AheadLane(Lane):
                 self._hooks,
                 self._runner.place(part),
                 next_specs=next_specs,
+                specs=compiled.specs,
             )
         parts.move_to_end(key)
         return parts[key]
-
-    def _compile(self, prepared: _Prepared) -> _CompiledAhead:
-        whole = super()._compile(prepared)
-        same = {f.name: getattr(whole, f.name) for f in dataclasses.fields(whole)}
-        return _CompiledAhead(**same, code=prepared.code)
 
     # ---- between two mini-batches --------------------------------------------------------------------------
 

@@ -255,68 +255,29 @@ def unit_key(unit: Batch) -> tuple[Any, ...]:
     return (count, *shape_key(unit, count))
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class WholeUnits(Mapping[str, Any]):
-    """A mini-batch of loss units that are never cut, each as the user gave it; as a mapping, one unit.
-
-    Args:
-        shape: one unit; all have its shapes, and Python reads the same of all.
-        units: all of them; empty where this rank reads no inputs, and ``shape`` has no values.
-    """
-
-    shape: WholeUnit
-    units: tuple[WholeUnit, ...]
-
-    def __getitem__(self, key: str) -> Any:
-        return self.shape[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shape)
-
-    def __len__(self) -> int:
-        return len(self.shape)
-
-    @property
-    def num_samples(self) -> int:
-        """Return the samples of all units together."""
-        return len(self.units) * self.shape.num_samples
-
-    def take(self, key: str, wanted: SampleRange) -> Tensor:
-        """Return the whole tensor of the unit that these samples are."""
-        assert wanted.num_samples == self.shape.num_samples, "micro-batches are loss units"
-        tensor: Tensor = self.units[wanted.first_sample // self.shape.num_samples][key]
-        return tensor
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitRule:
     """How batches become loss units of a model that takes whole ones.
 
     Args:
-        num_samples: of a unit.
-        read: what Python reads of a batch of such a unit; None where the model reads nothing.
+        num_samples: of a unit, typically: no axis need say how many there are.
+        read: what Python reads of a unit; None where the model reads nothing.
     """
 
     num_samples: int
     read: Callable[[WholeUnit], tuple[Any, ...] | None]
 
     def unit(self, batch: Batch) -> WholeUnit:
-        """Return a batch as one unit.
-
-        Raises:
-            ConfigError: it holds another number of samples.
-        """
+        """Return a batch as one unit, with what Python reads of it."""
         if isinstance(batch, WholeUnit) and batch.readings is not None:
             return batch
-        rows = _rows_of_all(batch)
-        if rows is not None and rows != self.num_samples:
-            raise ConfigError(
-                f"a batch holds {rows} samples; this model takes whole loss units: give batches of "
-                f"train_micro_batch_size_per_gpu={self.num_samples} samples, as many as make up train_batch_size"
-            )
         unit = WholeUnit(batch, num_samples=self.num_samples)
         unit.readings = self.read(unit)
         return unit
+
+    def units(self, batch: UnitBatch) -> UnitBatch:
+        """Return a mini-batch with what Python reads of each of its units, all of which are here."""
+        return replace(batch, units=tuple(self.unit(unit) for unit in batch.units))
 
     def sample(self, batch: Batch) -> WholeUnit:
         """Return a unit like those to come, of a sample batch of any number of samples."""
@@ -324,37 +285,43 @@ class UnitRule:
             batch = resize_batch(batch, self.num_samples)
         return self.unit(batch)
 
-    def evaluated(self, batch: Batch) -> WholeUnits:
+    def evaluated(self, batch: Batch) -> UnitBatch:
         """Return a batch to evaluate as loss units: as many as it can be cut into, or one of any number of samples."""
-        leading = _rows_of_all(batch)
-        if leading is None or leading % self.num_samples == 0:
-            return collect_whole_units([batch], max((leading or 0) // self.num_samples, 1), self)
-        return collect_whole_units([batch], 1, replace(self, num_samples=leading))
+        leading, size = _rows_of_all(batch), self.num_samples
+        if leading is None or leading % size == 0:
+            return self.units(UnitBatch(units=tuple(_cut_into_units(batch, (leading or size) // size, size))))
+        return replace(self, num_samples=leading).units(UnitBatch(units=(batch,)))
 
 
-def collect_whole_units(batches: Iterable[Batch], num_units: int, rule: UnitRule) -> WholeUnits:
+def collect_whole_units(batches: Iterable[Any], num_units: int, num_samples: int) -> list[Batch]:
     """Take batches until they are ``num_units`` loss units; a batch is one, or can be cut into several.
+
+    Args:
+        num_samples: of a unit.
 
     Raises:
         StopIteration: the iterator ended before the first batch.
-        ConfigError: it ended early, a batch does not fit, or units differ in shape or in what Python reads of them.
+        ConfigError: it ended early, or a batch holds another number of samples.
     """
     iterator = iter(batches)
-    first = check_batch(next(iterator))
-    units = [rule.unit(part) for part in _cut_into_units(first, num_units, rule.num_samples)]
+    units = _cut_into_units(check_batch(next(iterator)), num_units, num_samples)
     while len(units) < num_units:
         try:
-            units.append(rule.unit(check_batch(next(iterator))))
+            units.append(check_batch(next(iterator)))
         except StopIteration:
             raise ConfigError(
                 f"the data iterator ended after {len(units)} of {num_units} batches of a mini-batch; this model takes "
                 "whole loss units: give one batch of train_micro_batch_size_per_gpu samples for each"
             ) from None
-    key = shape_key(units[0], 1)
-    for unit in units[1:]:
-        if shape_key(unit, 1) != key:
-            raise _unlike_units(units[0], unit)
-    return WholeUnits(shape=units[0], units=tuple(units))
+    for unit in units:
+        rows = _rows_of_all(unit)
+        if rows is not None and rows != num_samples:
+            raise ConfigError(
+                f"a batch holds {rows} samples; this model takes whole loss units: give batches of "
+                f"train_micro_batch_size_per_gpu={num_samples} samples, as many as make up train_batch_size, or say "
+                "in graph_pipeline.units how many batches of any size do"
+            )
+    return units
 
 
 def _cut_into_units(batch: Batch, num_units: int, samples: int) -> list[Batch]:
@@ -366,31 +333,13 @@ def _cut_into_units(batch: Batch, num_units: int, samples: int) -> list[Batch]:
 
 
 def _rows_of_all(batch: Batch) -> int | None:
-    """Return the length of axis 0 where all tensors have the same."""
-    leading = {value.shape[0] if value.ndim else 0 for value in batch.values() if isinstance(value, Tensor)}
+    """Return the length of axis 0 where all tensors that have one have the same."""
+    leading = {value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.ndim}
     return leading.pop() if len(leading) == 1 else None
-
-
-def _unlike_units(first: WholeUnit, other: WholeUnit) -> ConfigError:
-    for key, value in first.items():
-        here = other.get(key)
-        if isinstance(value, Tensor) and isinstance(here, Tensor) and value.shape != here.shape:
-            return ConfigError(
-                f"{key} has shapes {list(value.shape)} and {list(here.shape)} in loss units of one mini-batch, which "
-                "this model takes whole; give all units of a mini-batch the same shapes"
-            )
-    return ConfigError(
-        "loss units of one mini-batch differ in keys, constants or in values that the model's Python reads (sizes of "
-        "images, numbers of tokens that stand for them); give all units of a mini-batch the same of these"
-    )
 
 
 def take_samples(batch: Batch, first: int, count: int, total: int) -> Batch:
     """Return ``count`` samples of a batch of ``total`` from ``first`` on; what has no row a sample stays whole."""
-    if isinstance(batch, WholeUnits):
-        size = batch.shape.num_samples
-        units = batch.units[first // size : (first + count) // size]
-        return replace(batch, shape=units[0], units=units)
 
     def rows(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] % total:
@@ -405,10 +354,11 @@ def shape_key(batch: Batch, num_samples: int) -> tuple[Any, ...]:
     """Return what a compiled shape depends on: dtypes, shapes beyond the samples, constants."""
     # Rows are told by sample, not as they are: 8 images at 4 samples and 16 at 8 are one shape, (.., 2.0, ..), as the
     # code of a stage is for a number of samples of its own, however many the mini-batch has.
-    unit = batch.shape if isinstance(batch, WholeUnits) else batch
     parts: list[Any] = []
-    if isinstance(unit, WholeUnit):  # nothing is told by sample; what Python reads decides about the code too
-        parts, num_samples = [("unit", unit.num_samples, unit.readings)], 1
+    if isinstance(
+        batch, WholeUnit
+    ):  # nothing is told by sample; what Python reads decides about the code too
+        parts, num_samples = [("unit", batch.num_samples, batch.readings)], 1
     for key in sorted(batch):
         value = batch[key]
         if isinstance(value, Tensor):
@@ -419,11 +369,6 @@ def shape_key(batch: Batch, num_samples: int) -> tuple[Any, ...]:
     return tuple(parts)
 
 
-def samples_of(batch: Batch) -> int:
-    """Return the number of samples of a batch, of a loss unit, or of several."""
-    return batch.num_samples if isinstance(batch, WholeUnits) else count_samples(batch)
-
-
 def batch_checksum(batch: Batch) -> int:
     """Return a number that tells different mini-batches apart (up to 64 KiB of each tensor).
 
@@ -431,7 +376,7 @@ def batch_checksum(batch: Batch) -> int:
     """
     if isinstance(batch, (OwnRows, UnitBatch)) and batch.checksum is not None:
         return batch.checksum
-    if isinstance(batch, (UnitBatch, WholeUnits)):
+    if isinstance(batch, UnitBatch):
         return zlib.crc32(repr([batch_checksum(unit) for unit in batch.units]).encode()) & 0xFFFFF
     checksum = 0
     for key in sorted(batch):
@@ -445,22 +390,21 @@ def batch_checksum(batch: Batch) -> int:
 
 
 def mini_batch_shapes(batch: Batch) -> dict[str, Any]:
-    """Return the batch with its tensors on the meta device: shapes and dtypes, whatever the batch weighs."""
+    """Return a batch, or one unit, with its tensors on the meta device: shapes and dtypes, whatever it weighs."""
     shapes = {
         key: torch.empty(value.shape, dtype=value.dtype, device="meta")
         if isinstance(value, Tensor)
         else value
         for key, value in batch.items()
     }
-    if isinstance(batch, WholeUnits):
-        unit = batch.shape
-        return WholeUnit(shapes, num_samples=unit.num_samples, readings=unit.readings)
+    if isinstance(batch, WholeUnit):
+        return WholeUnit(shapes, num_samples=batch.num_samples, readings=batch.readings)
     return shapes
 
 
 def ones_among(batch: Batch, keys: Iterable[str]) -> frozenset[str]:
     """Return those of ``keys`` of which the whole mini-batch holds ones only: a rank may have rows of its own alone."""
-    if isinstance(batch, WholeUnits):
+    if isinstance(batch, UnitBatch):
         wanted = frozenset(keys)
         return wanted.intersection(*(inputs_of_ones(unit, wanted) for unit in batch.units))
     return batch.ones.intersection(keys) if isinstance(batch, OwnRows) else inputs_of_ones(batch, keys)

@@ -21,7 +21,6 @@ from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind
-from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.ir.timeline import Event, EventKind
 from gpp_plugin.runtime.compute import StageCompute, StageHooks
 from gpp_plugin.runtime.messages.assembly import compile_reading
@@ -81,7 +80,7 @@ class StageExecutor:
         named_outputs: Mapping[str, str] | None = None,
         is_training: bool = True,
         window: WindowPlace | None = None,
-        next_specs: Mapping[str, TensorSpec] | None = None,
+        next_specs: BoundarySpecs | None = None,
     ) -> None:
         # Everything that can be known before the first mini-batch is known here: tensors have positions, messages
         # numbers, tasks slots, and each instruction becomes one closure over those. Running the program is calling a

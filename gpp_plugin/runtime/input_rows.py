@@ -26,7 +26,7 @@ from torch import Tensor
 from gpp_plugin.ir.plan import Stage
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
-from gpp_plugin.runtime.batches import Batch, OwnRows, WholeUnits
+from gpp_plugin.runtime.batches import Batch, OwnRows
 from gpp_plugin.runtime.memory.swap import HostBuffer, HostPool
 
 
@@ -273,8 +273,6 @@ def _wanted(part: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 def _rows(batch: Batch, key: str, spec: TensorSpec, samples: Sequence[SampleRange]) -> list[Tensor]:
     """Return the rows of each range; what has no batch axis is one tensor for all of them."""
-    if isinstance(batch, WholeUnits):
-        return [batch.take(key, s) for s in samples]
     if spec.layout.kind is not LayoutKind.BATCH:
         return [batch.take_whole(key) if isinstance(batch, OwnRows) else batch[key]] * len(samples)
     axis, rows = spec.layout.axis, spec.layout.rows_per_sample

@@ -10,19 +10,20 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.errors import CaptureError, PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
-from gpp_plugin.runtime.batches import Batch, WholeUnits, ones_among, samples_of, shape_key
+from gpp_plugin.runtime.batches import Batch, ones_among, shape_key
 from gpp_plugin.runtime.compute import (
     AutogradCompute,
     CountedCompute,
@@ -140,13 +141,23 @@ class _Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Compiled:
-    """A stage ready to run at one shape; ``inputs`` are the model's inputs there, by batch key."""
+    """A stage ready to run at one shape.
+
+    Args:
+        half: ``function`` at half the samples, where forwards run in halves.
+        inputs: the model's inputs at this shape, by batch key.
+        code: what all executors of the shape run, and ``specs`` the boundary tensors that it makes and reads.
+        parts: executors of programs beside that of the whole mini-batch (`AheadLane`).
+    """
 
     executor: StageExecutor
     compute: CountedCompute
     function: StageFunction
     half: StageFunction | None
     inputs: Mapping[str, TensorSpec]
+    code: StageCode
+    specs: BoundarySpecs
+    parts: OrderedDict[Any, StageExecutor] = field(default_factory=OrderedDict)
 
     def choose_masks(self, batch: Batch) -> None:
         """Run the forwards from now on as eager models would on this batch: attention without needless masks.
@@ -211,7 +222,7 @@ class Lane:
 
     def prepare(self, batch: Batch) -> StageFunction:
         """Return the stage's code for batches like this one, before parameters are bound."""
-        key = shape_key(batch, samples_of(batch))
+        key = shape_key(batch, count_samples(batch))
         self._prepared = (key, self._prepare(batch))
         return self._prepared[1].code.function
 
@@ -261,9 +272,10 @@ class Lane:
     def _executor_for(self, batch: Batch) -> _Compiled:
         # Least recently used first: a hit moves to the end, and a new shape beyond `MAX_SHAPES` takes the first one's
         # place.
-        is_unguarded = self.reference.analysis.takes_whole_units and not isinstance(batch, WholeUnits)
-        assert not is_unguarded, "what Python reads of a batch is part of its key"
-        key = shape_key(batch, self.plan.mini_batch)
+        assert not self.reference.analysis.takes_whole_units, (
+            "whole units have a lane that knows their readings"
+        )
+        key = self._shape_of(batch)
         found = self._executors.get(key)
         if found is not None:
             self._executors.move_to_end(key)
@@ -284,6 +296,10 @@ class Lane:
         self._prepared = None
         self._executors[key] = self._compile(prepared)
         return self._executors[key]
+
+    def _shape_of(self, batch: Batch) -> tuple[Any, ...]:
+        """Return what an executor for a mini-batch depends on."""
+        return shape_key(batch, self.plan.mini_batch)
 
     def _prepare(self, batch: Batch) -> _Prepared:
         local = self.plan.stages[self.stage_index].local_batch_size
@@ -316,6 +332,8 @@ class Lane:
             function=code.function,
             half=prepared.half,
             inputs=code.inputs,
+            code=code,
+            specs=code.tensors,
         )
 
     def _make_compute(
@@ -378,12 +396,13 @@ class Lane:
         compute: StageCompute,
         hooks: StageHooks | None,
         window: WindowPlace | None = None,
-        next_specs: Mapping[str, TensorSpec] | None = None,
+        next_specs: BoundarySpecs | None = None,
         specs: BoundarySpecs | None = None,
     ) -> StageExecutor:
         """Return what runs a program.
 
         Args:
+            next_specs: of what is received for the mini-batch behind this one.
             specs: of units of unlike shapes; None: those of ``code`` for all samples.
         """
         return StageExecutor(

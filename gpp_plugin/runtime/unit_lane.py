@@ -26,15 +26,17 @@ from typing import Any
 
 from torch import Tensor
 
-from gpp_plugin.errors import CaptureError, PlanError
+from gpp_plugin.errors import CaptureError, ConfigError, PlanError
 from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec, batch_layout
+from gpp_plugin.runtime.ahead_lane import AheadLane
 from gpp_plugin.runtime.batches import Batch, ones_among, unit_key, units_of
 from gpp_plugin.runtime.compute import AutogradCompute
 from gpp_plugin.runtime.input_rows import InputRows
 from gpp_plugin.runtime.lane import Lane, _Compiled, _Prepared
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule
+from gpp_plugin.runtime.window_lane import WindowLane
 
 MAX_UNIT_SHAPES = 64
 """Shapes of units whose code is kept."""
@@ -46,6 +48,8 @@ _Key = tuple[Any, ...]
 
 def plan_of_units(plan: PipelinePlan) -> PipelinePlan:
     """Return a plan for units of ``plan.loss_unit`` samples with units in place of samples.
+
+    Of a plan that is one already nothing changes.
 
     Raises:
         PlanError: a stage would run less or more than one unit a rank at a time.
@@ -60,11 +64,22 @@ def plan_of_units(plan: PipelinePlan) -> PipelinePlan:
                 else f"takes {stage.local_batch_size}"
             )
             raise PlanError(
-                f"stage {stage.name!r} {what} samples a rank, but with graph_pipeline.units each rank runs whole units "
-                f"of {unit}; give graph_pipeline.plan micro-batches of {unit} samples a rank and no slices"
+                f"stage {stage.name!r} {what} samples a rank, but with graph_pipeline.units, or where a model takes "
+                f"whole loss units, each rank runs whole units of {unit}; give graph_pipeline.plan micro-batches of "
+                f"{unit} samples a rank and no slices"
             )
         stages.append(dataclasses.replace(stage, micro_batch_size=stage.degree))
-    return dataclasses.replace(plan, mini_batch=plan.mini_batch // unit, loss_unit=1, stages=tuple(stages))
+    edges = tuple(
+        dataclasses.replace(
+            edge,
+            bytes_per_sample=edge.bytes_per_sample * unit,
+            gradient_bytes_per_sample=edge.gradient_bytes_per_sample * unit,
+        )
+        for edge in plan.edges
+    )
+    return dataclasses.replace(
+        plan, mini_batch=plan.mini_batch // unit, loss_unit=1, stages=tuple(stages), edges=edges
+    )
 
 
 def spec_of_unit(spec: TensorSpec) -> TensorSpec:
@@ -78,18 +93,34 @@ def spec_of_unit(spec: TensorSpec) -> TensorSpec:
 class UnitCompute:
     """Computes each micro-batch with the code of its unit's shape.
 
+    Code of other readings may take the stage's inputs in another order, or do without one: a mask that hides nothing.
+
     Args:
         computes: of each micro-batch of the rank; the same object where shapes are the same.
         functions: their code.
+
+    Attributes:
+        batch_inputs: what is read of the mini-batch, each of them by the code of some unit.
     """
 
     def __init__(self, computes: Sequence[AutogradCompute], functions: Sequence[StageFunction]) -> None:
         first = computes[0]
         self.received, self.outputs = first.received, first.outputs
         self.gradient_outputs, self.gradient_inputs = first.gradient_outputs, first.gradient_inputs
+        self.batch_inputs = tuple(dict.fromkeys(key for f in functions for key in f.batch_inputs))
+        # (a, mask, b) is there, and code that takes (b, a) is given numbers 2 and 0 of it
+        self._positions = tuple(
+            (
+                [self.batch_inputs.index(key) for key in function.batch_inputs],
+                [self.received.index(name) for name in compute.received],
+            )
+            for function, compute in zip(functions, computes, strict=True)
+        )
         self._computes = tuple(computes)
         self._choices = tuple(function.choice for function in functions)
         self._ones: Sequence[frozenset[str]] = ()
+        # micro-batches of a mini-batch that is run ahead are numbered behind those of the present one
+        self._count = len(computes)
 
     def use_masks(self, units: Sequence[Batch]) -> None:
         """Run each unit from now on as an eager model would run it alone: attention without needless masks."""
@@ -100,16 +131,21 @@ class UnitCompute:
 
     def _of(self, micro_batch: int) -> AutogradCompute:
         # a backward may run code again (recomputation), as its forward did
-        choice = self._choices[micro_batch]
+        number = micro_batch % self._count
+        choice = self._choices[number]
         if choice is not None:
-            choice.use(self._ones[micro_batch])
-        return self._computes[micro_batch]
+            choice.use(self._ones[number])
+        return self._computes[number]
 
     def forward(
         self, micro_batch: int, half: int | None, inputs: Sequence[Tensor], received: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         """Return the outputs of a unit."""
-        return self._of(micro_batch).forward(micro_batch, half, inputs, received)
+        of_inputs, of_received = self._positions[micro_batch % self._count]
+        compute = self._of(micro_batch)
+        return compute.forward(
+            micro_batch, half, [inputs[i] for i in of_inputs], [received[i] for i in of_received]
+        )
 
     def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Add up the gradients of parameters and return those of received tensors."""
@@ -247,15 +283,17 @@ class UnitLane(Lane):
         return code, compute
 
     def _executor_for(self, batch: Batch) -> _Compiled:
-        own = self.own_units(batch)
-        key = tuple(unit_key(unit) for unit in own)
+        key = self._shape_of(batch)
         found = self._executors.get(key)
         if found is None:
-            found = self._executors[key] = self._compile_units(own)
+            found = self._executors[key] = self._compile_units(self.own_units(batch))
         self._executors.move_to_end(key)
         while len(self._executors) > MAX_MINI_BATCHES:
             self._executors.popitem(last=False)
         return found
+
+    def _shape_of(self, batch: Batch) -> _Key:
+        return tuple(unit_key(unit) for unit in self.own_units(batch))
 
     def _compile_units(self, own: Sequence[Batch]) -> _CompiledUnits:
         by_key = {unit_key(unit): self._compute_of(unit) for unit in own}
@@ -273,6 +311,8 @@ class UnitLane(Lane):
             function=functions[0],
             half=None,
             inputs=first.inputs,
+            code=first,
+            specs=specs,
             units=units,
             own=self.own_units,
         )
@@ -289,8 +329,9 @@ class UnitLane(Lane):
         Raises:
             CaptureError: says what differs.
         """
-        for what in ("batch_inputs", "received", "outputs"):
-            if getattr(function, what) != getattr(other, what):
+        # what is received may come in another order (`UnitCompute`); what is made has that of the plan's edges
+        for what, order in (("received", sorted), ("outputs", tuple)):
+            if order(getattr(function, what)) != order(getattr(other, what)):
                 raise CaptureError(
                     f"stage {self._stage.name}: its {what} differ between units; the model's "
                     "structure depends on the shape of its inputs: pad units alike"
@@ -306,6 +347,33 @@ class UnitLane(Lane):
         return 1.0 if self.sums_losses else 1.0 / step_samples
 
     def _rows_of(self, batch: Batch, compiled: _Compiled) -> InputRows:
-        return self._input_link.bring_units(
-            self.own_units(batch), compiled.function.batch_inputs, dtype=self._dtype
-        )
+        compute = compiled.compute
+        keys = compute.batch_inputs if isinstance(compute, UnitCompute) else compiled.function.batch_inputs
+        return self._input_link.bring_units(self.own_units(batch), keys, dtype=self._dtype)
+
+
+class AheadUnitLane(AheadLane, UnitLane):
+    """This rank's pipeline of units, whose frozen branch runs those of the next mini-batch."""
+
+
+class WindowUnitLane(WindowLane, UnitLane):
+    """This rank's pipeline of units that is never drained but on request: weights are kept for one code at a time.
+
+    So all units that are in flight together are of one shape.
+    """
+
+    def _executor_for(self, batch: Batch) -> _Compiled:
+        first, *others = (unit_key(unit) for unit in units_of(batch))
+        if any(key != first for key in others):
+            raise ConfigError(
+                "units of one mini-batch differ in shapes or in values that the model's Python reads; in mode async "
+                'those in flight together must not: give every mini-batch units of one kind, or set mode to "sync"'
+            )
+        found = self._executors.get((first,))
+        if found is None:
+            code = self._code_of(units_of(batch)[0])
+            found = self._executors[first,] = self._compile(code.prepared)
+        self._executors.move_to_end((first,))
+        while len(self._executors) > MAX_MINI_BATCHES:
+            self._executors.popitem(last=False)
+        return found

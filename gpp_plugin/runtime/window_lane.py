@@ -276,6 +276,8 @@ class WindowLane(Lane):
             function=code.function,
             half=prepared.half,
             inputs=code.inputs,
+            code=code,
+            specs=code.tensors,
             runner=runner,
             versions=versions,
         )

@@ -48,7 +48,7 @@ def one_process(
     for units in steps:
         optimizer.zero_grad()
         total = 0.0
-        for loss in _losses(model, units, loss_mean):
+        for loss in losses_of(model, units, loss_mean):
             loss.backward()
             total += float(loss.detach())
         losses.append(total)
@@ -124,9 +124,9 @@ def token_mean(name: str, zero: int, loader: str, block: dict[str, Any]) -> dict
     evaluated = float(engine.eval_batch(iter([batches[0]])))
     reference, first = one_process(plain, wanted, loss_mean="tokens")
     by_units, _ = one_process(plain, wanted[:1], loss_mean="units")
-    trained = _with_weights(plain, wanted, loss_mean="tokens")
+    trained = with_weights(plain, wanted, loss_mean="tokens")
     with torch.no_grad():
-        whole = sum(float(part) for part in _losses(trained, wanted[0], "tokens"))
+        whole = sum(float(part) for part in losses_of(trained, wanted[0], "tokens"))
     return {
         "losses": losses,
         "wanted": reference,
@@ -138,7 +138,7 @@ def token_mean(name: str, zero: int, loader: str, block: dict[str, Any]) -> dict
     }
 
 
-def _losses(model: nn.Module, units: Sequence[dict[str, Any]], loss_mean: str) -> list[Tensor]:
+def losses_of(model: nn.Module, units: Sequence[dict[str, Any]], loss_mean: str) -> list[Tensor]:
     """Return what each unit adds to the loss of a step."""
     if loss_mean == "tokens":
         told = trainer_count(model, units)
@@ -146,15 +146,13 @@ def _losses(model: nn.Module, units: Sequence[dict[str, Any]], loss_mean: str) -
     return [model(**unit).loss / len(units) for unit in units]
 
 
-def _with_weights(
-    plain: nn.Module, steps: Sequence[Sequence[dict[str, Any]]], *, loss_mean: str
-) -> nn.Module:
+def with_weights(plain: nn.Module, steps: Sequence[Sequence[dict[str, Any]]], *, loss_mean: str) -> nn.Module:
     """Return the model as trained in one process, in evaluation mode."""
     model = copy.deepcopy(plain).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     for units in steps:
         optimizer.zero_grad()
-        for loss in _losses(model, units, loss_mean):
+        for loss in losses_of(model, units, loss_mean):
             loss.backward()
         optimizer.step()
     return model.eval()
@@ -228,9 +226,9 @@ def train_units(
     evaluated = float(engine.eval_batch(stream))
     _, logits = engine.eval_batch(stream, return_logits=True)
     reference, first = one_process(plain, steps, loss_mean=loss_mean)
-    trained = _with_weights(plain, steps, loss_mean=loss_mean)
+    trained = with_weights(plain, steps, loss_mean=loss_mean)
     with torch.no_grad():
-        wanted = sum(float(part) for part in _losses(trained, steps[0], loss_mean))
+        wanted = sum(float(part) for part in losses_of(trained, steps[0], loss_mean))
         last = [trained(**unit).logits for unit in steps[1]]
     return {
         "losses": losses,

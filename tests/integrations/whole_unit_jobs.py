@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
+from gpp_benchmarks.zoo._entries import IMAGE, IMAGE_END, IMAGE_START, build_model
+from gpp_benchmarks.zoo._vision_language import MODELS
+from gpp_plugin.runtime.unit_lane import AheadUnitLane
+from tests.integrations.engine_jobs import config_of, make_engine
 from tests.reading_models import OneByOne, Reader, reader_batch
 from tests.runtime.jobs import make_config, use_device
 
@@ -38,7 +44,9 @@ class Pairs(Dataset[dict[str, Any]]):
         return 16
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return reader_batch([[2, 1]], seed=index)
+        return reader_batch(
+            [[2, 1]] if index % 3 else [[1, 1, 1], [3], [1]][index // 3 % 3 :][:1], seed=index
+        )
 
 
 def join(items: list[dict[str, Any]]) -> dict[str, Any]:
@@ -81,7 +89,7 @@ def train(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def refused() -> list[str]:
-    """Return what is said of mini-batches that do not fit, and train a good one behind them."""
+    """Return what is said of mini-batches that do not fit, and train a good one of unlike units behind them."""
     import deepspeed
 
     import gpp_plugin
@@ -93,55 +101,165 @@ def refused() -> list[str]:
     wrapped = gpp_plugin.GraphPipelineModule(build("reader"), sample_batch=good[0])
     engine, *_ = deepspeed.initialize(model=wrapped, config=make_config(job))
     said = []
-    for units in (
-        [good[0], reader_batch(TURNED)],
-        [good[0], reader_batch([[1, 1], [1, 1]])],
-        good[:1],
-    ):
+    five = {key: torch.ones(5, 3, dtype=torch.long) for key in good[0]}
+    for units in ([five, good[0]], good[:1]):
         try:
             engine.train_batch(iter(units))
         except GppError as error:
             said.append(f"{type(error).__name__}: {error}")
-    said.append(str(float(engine.train_batch(iter(good)))))
+    said.append(str(float(engine.train_batch(iter([good[0], reader_batch([[1, 1], [1, 1]])])))))
     return said
 
 
-class Counted(Reader):
-    """A `Reader` that divides its loss by the labelled tokens of the mini-batch."""
-
-    def forward(
-        self,
-        ids: torch.Tensor,
-        mask: torch.Tensor,
-        pixels: torch.Tensor,
-        sizes: torch.Tensor,
-        labels: torch.Tensor,
-        num_items_in_batch: torch.Tensor | None = None,
-    ) -> dict[str, torch.Tensor]:
-        """Return the mean loss of the labelled tokens, or a share of the mini-batch's."""
-        found = super().forward(ids, mask, pixels, sizes, labels)
-        if num_items_in_batch is not None:
-            found["loss"] = found["loss"] / num_items_in_batch
-        return found
-
-
-def refused_keys() -> dict[str, str]:
-    """Return what is said of keys that such a model is not trained with."""
-    import deepspeed
-
-    import gpp_plugin
+def windows(num_stages: int) -> dict[str, Any]:
+    """Train in mode async, where every unit is a step; a mini-batch of unlike units is refused before."""
     from gpp_plugin.errors import ConfigError
 
     use_device("cpu")
-    job = {"mini_batch": 4, "unit": 2, "block": {"stages": 2}}
-    unit = units_of_steps("reader", 2)[0][0]
-    said = {}
-    for key, value in {"units": 2, "loss_mean": "tokens", "look_ahead": 1}.items():
-        wrapped = gpp_plugin.GraphPipelineModule(Counted(), sample_batch=unit)
-        config = make_config({**job, "block": {"stages": 2, key: value}})
-        try:
-            deepspeed.initialize(model=wrapped, config=config)
-            said[key] = "nothing"
-        except ConfigError as error:
-            said[key] = str(error)
-    return said
+    sample = reader_batch(TWO, seed=9)
+    job = {"mini_batch": 4, "unit": 2, "block": {"mode": "async", "stages": num_stages}}
+    engine = make_engine(build("reader"), sample, make_config(job))
+    try:
+        engine.train_batch(iter([reader_batch(TWO), reader_batch(TURNED)]))
+        said = "nothing"
+    except ConfigError as error:
+        said = str(error)
+    steps = [
+        [reader_batch(sizes, seed=2 * step + unit) for unit in range(2)]
+        for step, sizes in enumerate((TWO, TURNED, TWO))
+    ]
+    losses = [float(engine.train_batch(iter(units))) for units in steps]
+    last = engine.flush()
+    return {"said": said, "losses": losses, "last": None if last is None else float(last), "steps": steps}
+
+
+# ---- families -----------------------------------------------------------------------------------------------
+
+
+def family(name: str) -> Any:
+    """Return a small model of a family."""
+    entry = next(model for model in MODELS if model.name == name)
+    if name == "llava_next":
+        config = {**entry.config, "image_grid_pinpoints": [[8, 8], [8, 16], [16, 8]]}
+        entry = dataclasses.replace(entry, config=config)
+    return build_model(entry)
+
+
+def _grid(shape: tuple[int, int], generator: torch.Generator) -> tuple[int, dict[str, torch.Tensor]]:
+    """Return an image as Qwen2.5-VL takes it: all its patches in a list, and their rows and columns."""
+    rows, columns = shape
+    patches = torch.randn(rows * columns, 3 * 2 * 4 * 4, generator=generator)
+    return rows * columns // 4, {
+        "pixel_values": patches,
+        "image_grid_thw": torch.tensor([[1, rows, columns]]),
+    }
+
+
+def _tiles(shape: tuple[int, int], generator: torch.Generator) -> tuple[int, dict[str, torch.Tensor]]:
+    """Return an image as LLaVA-NeXT takes it: the whole in 8 x 8, and tiles of that size, filled up to three."""
+    rows, columns = shape[0] // 4, shape[1] // 4
+    tiles = torch.zeros(1, 3, 3, 8, 8)
+    count = 1 + rows * columns // 4
+    tiles[:, :count] = torch.randn(1, count, 3, 8, 8, generator=generator)
+    # four patches of the whole, and of the tiles one a patch and one a row
+    return 4 + rows * (columns + 1), {"pixel_values": tiles, "image_sizes": torch.tensor([list(shape)])}
+
+
+_IMAGES: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...]]] = {
+    "qwen2_5_vl": (_grid, (IMAGE_START,), (IMAGE_END,)),
+    "llava_next": (_tiles, (), ()),
+}
+
+
+def family_unit(name: str, images: list[list[tuple[int, int]]], *, length: int, seed: int) -> dict[str, Any]:
+    """Return a unit of texts, each with some images of its own sizes in front, padded to one length.
+
+    Args:
+        images: of each sample.
+        length: words of each.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    make, before, after = _IMAGES[name]
+    ids, labels, found = [], [], []
+    for own in images:
+        row, wanted = [1], [-100]
+        for shape in own:
+            count, entries = make(shape, generator)
+            found.append(entries)
+            row += [*before, *[IMAGE] * count, *after]
+        words = torch.randint(3, 60, (length,), generator=generator).tolist()
+        wanted += [-100] * (len(row) - 1) + words
+        ids.append(torch.tensor(row + words))
+        labels.append(torch.tensor(wanted))
+    unit = {
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
+        **{key: torch.cat([entries[key] for entries in found]) for key in found[0]},
+    }
+    if name == "qwen2_5_vl":
+        unit["mm_token_type_ids"] = (unit["input_ids"] == IMAGE).long()
+    return unit
+
+
+def family_units(name: str, seed: int) -> list[dict[str, Any]]:
+    """Return three units of unlike images, lengths and numbers of samples."""
+    small, wide, tall = ((4, 4), (4, 8), (8, 4)) if name == "qwen2_5_vl" else ((8, 8), (8, 16), (16, 8))
+    kinds: list[tuple[list[list[tuple[int, int]]], int]] = [
+        ([[small], [small]], 6),
+        ([[wide, small], [tall]], 5 + seed % 2),
+        ([[tall], [small], [small, wide]], 7),
+    ]
+    turned = [*kinds[seed % 3 :], *kinds[: seed % 3]]
+    return [
+        family_unit(name, images, length=length, seed=10 * seed + number)
+        for number, (images, length) in enumerate(turned)
+    ]
+
+
+def train_family(name: str, block: dict[str, Any], loss_mean: str) -> dict[str, Any]:
+    """Train two steps of unlike units and the first once more, and evaluate."""
+    use_device("cpu")
+    sample = family_units(name, 0)[0]
+    config = config_of(block={"units": 3, "loss_mean": loss_mean, **block}, train_batch_size="auto")
+    engine = make_engine(family(name), sample, config)
+    engine.retain_gradients()
+    steps = [family_units(name, seed) for seed in (0, 1, 0)]
+    losses: list[float] = []
+    gradients: dict[str, torch.Tensor] = {}
+    for units in steps:
+        losses.append(float(engine.train_batch(iter(units))))
+        gradients = gradients or {key: value.clone() for key, value in engine.gradients.items()}
+    evaluated, logits = engine.eval_batch(iter(steps[1]), return_logits=True)
+    answer = {
+        "losses": losses,
+        "gradients": gradients,
+        "evaluated": float(evaluated),
+        "logits": logits,
+        "stages": [stage.degree for stage in engine.plan.stages],
+    }
+    engine.destroy()
+    return answer
+
+
+def train_frozen(look_ahead: int) -> dict[str, Any]:
+    """Train behind a frozen tower, which runs the units of the next mini-batch or does not."""
+    use_device("cpu")
+    model = family("llava_next")
+    model.model.vision_tower.requires_grad_(requires_grad=False)
+    stages = [
+        {"name": "vision", "modules": ["model.vision_tower"], "devices": 1},
+        {"name": "language", "modules": ["*"], "devices": 1},
+    ]
+    block = {"units": 3, "plan": {"stages": stages}, "look_ahead": look_ahead}
+    config = config_of(block=block, train_batch_size="auto")
+    engine = make_engine(model, family_units("llava_next", 0)[0], config)
+    engine.retain_gradients()
+    stream = iter([unit for seed in (0, 1, 2, 0) for unit in family_units("llava_next", seed)])
+    losses, gradients, looked = [], [], []
+    for _ in range(4):
+        losses.append(float(engine.train_batch(stream)))
+        gradients.append({key: value.clone() for key, value in engine.gradients.items()})
+        looked.append(isinstance(engine._lane, AheadUnitLane) and engine._lane.is_ahead)
+    engine.destroy()
+    return {"losses": losses, "gradients": gradients, "looked": looked}

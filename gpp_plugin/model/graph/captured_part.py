@@ -39,7 +39,7 @@ from gpp_plugin.model.graph.part_lengths import CodeForLengths, Lengths, StageAt
 from gpp_plugin.model.graph.resolve import GraphStage, resolve_module
 from gpp_plugin.model.graph.stage_call import IDLE, loss_node, named_outputs
 from gpp_plugin.model.graph.stage_graph import LOSS
-from gpp_plugin.runtime.batches import Batch, WholeUnits, shape_key
+from gpp_plugin.runtime.batches import Batch, shape_key
 from gpp_plugin.runtime.memory.memory_policy import INSIDE, StageOperators
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 from gpp_plugin.runtime.stage_source import Reference, StageCode
@@ -277,8 +277,7 @@ class CapturedPart:
         Args:
             shapes: of what other stages make.
         """
-        given = batch.shape if isinstance(batch, WholeUnits) else batch
-        rows = resize_batch(given, num_samples)
+        rows = resize_batch(batch, num_samples)
         found = self._arguments_of(rows, shapes, num_samples)
         if isinstance(rows, WholeUnit):
             return WholeUnit(found, num_samples=num_samples, readings=rows.readings)

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gpp_plugin.capture.eager.choose_whole import find_asked
-from gpp_plugin.capture.tracing.sample_batches import as_unit, count_samples, is_counted
+from gpp_plugin.capture.tracing.sample_batches import as_unit, count_samples, is_counted, rows_per_sample
 from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.op_graph import Parameter
@@ -265,7 +265,10 @@ class GraphJob:
         """Return the graph in evaluation, without the stages that lack an input and what reads them."""
         resolved = self._resolve(batch, needs_loss=False, asked=outputs)
         if resolved.whole is not None:
-            batch = batch if is_counted(batch) else as_unit(batch, self._loss_unit)
+            # of what takes whole units, rows can be left out only where each tensor has one a sample
+            takes_whole = self._survey.analyses[resolved.whole.name].takes_whole_units
+            if not is_counted(batch) or takes_whole and max(rows_per_sample(batch).values()) > 1:
+                batch = as_unit(batch, self._loss_unit)
             _, analyses = Prober(resolved, self._part(resolved.whole), self._place).shapes_at(
                 batch, self._loss_unit, {}, is_training=False, analyses={}
             )

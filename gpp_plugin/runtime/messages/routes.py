@@ -120,7 +120,7 @@ def resolve_routes(
     boundary: StageCompute,
     specs: BoundarySpecs,
     carried: Sequence[Message] = (),
-    next_specs: Mapping[str, TensorSpec] | None = None,
+    next_specs: BoundarySpecs | None = None,
 ) -> Routes:
     """Return the routes of one rank's program.
 

@@ -66,8 +66,12 @@ class Wire:
 
 
 def specs_of(specs: BoundarySpecs, samples: SampleRange) -> Mapping[str, TensorSpec]:
-    """Return the boundary tensors of some samples; where samples differ in shape a range is one of them."""
-    return specs if isinstance(specs, Mapping) else specs[samples.first_sample]
+    """Return the boundary tensors of some samples; where samples differ in shape a range is one of them.
+
+    Samples of the next mini-batch are numbered behind those of this one, and ``specs`` are then of that one: of four
+    samples a mini-batch, 6 is its number 2.
+    """
+    return specs if isinstance(specs, Mapping) else specs[samples.first_sample % len(specs)]
 
 
 def wires_of(message: Message, *, rank: int, plan: PipelinePlan, specs: BoundarySpecs) -> tuple[Wire, ...]:

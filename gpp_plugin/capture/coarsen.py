@@ -4,8 +4,9 @@ Operators group by module path into layers (or parts of layers, or stay single).
 keeping it whole would close a cycle. What a model's own forward code computes between its modules (the
 glue: additions, normalisation, the loss) then joins a neighbour, but only where that makes no block
 depend on another that it did not depend on before: independent branches stay independent until they
-truly join. Operators that mix samples do not join blocks that do not, except that the loss joins the
-block that makes the logits.
+truly join. Where Python reads values, glue between two blocks goes to the first one if fewer tensors cross
+then: not some an image, of which every batch has another number, but one of all images. Operators that mix
+samples do not join blocks that do not, except that the loss joins the block that makes the logits.
 
 Source: this project
 Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py
@@ -82,6 +83,10 @@ def _partition(analysis: Analysis, granularity: str) -> list[tuple[str, list[str
         if key.is_glue or group is None or not quotient.extend(group, unit):
             latest[key.path] = quotient.open(key, unit)
     _Merger(quotient, analysis).run()
+    if analysis.reads_values:
+        glue = frozenset(name for name, key in keys.items() if key.is_glue)
+        for before, after in quotient.borders():
+            quotient.move_up(before, after, _leaning(quotient, before, after, units, nodes, glue))
     quotient.merge_isolated()
     return _named(quotient, graph.loss)
 
@@ -90,6 +95,46 @@ def _unit_key(unit: Sequence[str], nodes: dict[str, OpNode], keys: dict[str, Key
     """Return the key of the costliest member that is not glue, the first such on a tie."""
     named = [name for name in unit if not keys[name].is_glue] or list(unit)
     return keys[max(named, key=lambda name: nodes[name].flops)]
+
+
+def _leaning(
+    quotient: Quotient,
+    before: Group,
+    after: Group,
+    units: Sequence[Sequence[str]],
+    nodes: dict[str, OpNode],
+    glue: frozenset[str],
+) -> list[str]:
+    """Return the glue of a group that depends on nothing but the group before it, its own and the batch.
+
+    The images of a LLaVA-NeXT, of three projected ones:
+
+        before   projector -> split -> a, b, c
+        after    a' = [a, newline], b' = [b, newline], c' = [c, newline]; [a', b', c'] -> layer 0
+
+    where a', b', c' and their join lean on the projector, and so does ``newline``, which nothing else reads.
+    """
+    own, made = set(after.nodes), set(before.nodes)
+    mine = [unit for unit in units if own.issuperset(unit) and glue.issuperset(unit)]
+    barred: set[str] = set()
+    while True:
+        leaning: set[str] = set()
+        for unit in mine:
+            read = {source for name in unit for source in nodes[name].inputs if source in nodes}
+            if barred.isdisjoint(unit) and read <= made | leaning | set(unit):
+                leaning.update(unit)
+        # what reads no group at all leans on this one only where nothing else reads it
+        free = {
+            name
+            for unit in mine
+            if leaning.issuperset(unit)
+            and not any(source in nodes and source not in unit for n in unit for source in nodes[n].inputs)
+            and not leaning.issuperset(quotient.readers(unit))
+            for name in unit
+        }
+        if not free:
+            return [name for unit in mine for name in unit if name in leaning]
+        barred |= free
 
 
 LARGE_SHARE = 0.05

@@ -98,6 +98,40 @@ class Quotient:
                 return True
         return False
 
+    def readers(self, unit: Sequence[str]) -> set[str]:
+        """Return the operators that read what these make, beside themselves."""
+        return {reader for name in unit for reader in self._readers.get(name, ())} - set(unit)
+
+    def borders(self) -> list[tuple[Group, Group]]:
+        """Return the pairs of groups of which the second reads the first."""
+        return sorted(self._graph.edges, key=lambda pair: (pair[0].first, pair[1].first))
+
+    def move_up(self, before: Group, after: Group, nodes: Sequence[str]) -> bool:
+        """Move operators that read ``before`` alone into it from ``after``, if fewer tensors are read across then.
+
+        ``after`` keeps some operators, and the loss.
+        """
+        moved = set(nodes)
+        left, grown = set(after.nodes) - moved, set(before.nodes) | moved
+        if not moved or not left or self._loss in moved:
+            return False
+        now, then = (
+            sum(1 for name in made if not reading.isdisjoint(self._readers.get(name, ())))
+            for made, reading in ((set(before.nodes), set(after.nodes)), (grown, left))
+        )
+        if then >= now:
+            return False
+        before.nodes.extend(nodes)
+        after.nodes[:] = [name for name in after.nodes if name not in moved]
+        after.first = min(self._position[name] for name in after.nodes)
+        self._group_of.update((name, before) for name in nodes)
+        # who reads the moved ones reads ``before`` now, which ``after``, and so each of them, came behind anyway
+        self._graph.remove_edges_from(list(self._graph.out_edges(after)) + list(self._graph.in_edges(after)))
+        for name, own in self._group_of.items():
+            sources = self._read_by([name]) - {own}
+            self._graph.add_edges_from((s, own) for s in sources if after in (s, own) or before in (s, own))
+        return True
+
     def merge_isolated(self) -> None:
         """Merge groups without edges (a counter of steps) into the group of the loss, or the last one."""
         groups = self.groups

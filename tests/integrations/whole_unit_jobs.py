@@ -203,11 +203,11 @@ def family_unit(name: str, images: list[list[tuple[int, int]]], *, length: int, 
 
 
 def family_units(name: str, seed: int) -> list[dict[str, Any]]:
-    """Return three units of unlike images, lengths and numbers of samples."""
+    """Return three units of unlike images, lengths and numbers of samples; their order and words change with seeds."""
     small, wide, tall = ((4, 4), (4, 8), (8, 4)) if name == "qwen2_5_vl" else ((8, 8), (8, 16), (16, 8))
     kinds: list[tuple[list[list[tuple[int, int]]], int]] = [
         ([[small], [small]], 6),
-        ([[wide, small], [tall]], 5 + seed % 2),
+        ([[wide, small], [tall]], 5),
         ([[tall], [small], [small, wide]], 7),
     ]
     turned = [*kinds[seed % 3 :], *kinds[: seed % 3]]
@@ -218,13 +218,13 @@ def family_units(name: str, seed: int) -> list[dict[str, Any]]:
 
 
 def train_family(name: str, block: dict[str, Any], loss_mean: str) -> dict[str, Any]:
-    """Train two steps of unlike units and the first once more, and evaluate."""
+    """Train two steps of unlike units, and evaluate."""
     use_device("cpu")
     sample = family_units(name, 0)[0]
-    config = config_of(block={"units": 3, "loss_mean": loss_mean, **block}, train_batch_size="auto")
+    config = config_of(block={"units": 3, "loss_mean": loss_mean, "verify": False, **block}, train_batch_size="auto")
     engine = make_engine(family(name), sample, config)
     engine.retain_gradients()
-    steps = [family_units(name, seed) for seed in (0, 1, 0)]
+    steps = [family_units(name, seed) for seed in (0, 1)]
     losses: list[float] = []
     gradients: dict[str, torch.Tensor] = {}
     for units in steps:
@@ -251,7 +251,7 @@ def train_frozen(look_ahead: int) -> dict[str, Any]:
         {"name": "vision", "modules": ["model.vision_tower"], "devices": 1},
         {"name": "language", "modules": ["*"], "devices": 1},
     ]
-    block = {"units": 3, "plan": {"stages": stages}, "look_ahead": look_ahead}
+    block = {"units": 3, "plan": {"stages": stages}, "look_ahead": look_ahead, "verify": False}
     config = config_of(block=block, train_batch_size="auto")
     engine = make_engine(model, family_units("llava_next", 0)[0], config)
     engine.retain_gradients()

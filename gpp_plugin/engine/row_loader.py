@@ -151,6 +151,21 @@ def check_keys(batch: Batch, keys: frozenset[str]) -> None:
         )
 
 
+def with_own_inputs(unit: Batch, sample: Batch) -> Batch:
+    """Return a loss unit with the inputs that it has: it may lack some, or have None for them.
+
+    Args:
+        sample: the batch that the model was captured with.
+
+    Raises:
+        ConfigError: it has other keys, or lacks what is no tensor.
+    """
+    inputs = {key for key, value in sample.items() if isinstance(value, Tensor)}
+    own = {key: value for key, value in unit.items() if value is not None or key not in inputs}
+    check_keys(own, frozenset(sample) - (inputs - own.keys()))
+    return own
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
     """What a rank keeps of each mini-batch.

@@ -12,8 +12,9 @@ The engine holds one strategy of steps (`StepStrategy`) and knows no difference 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -78,11 +79,13 @@ class LaneMaker:
             looks_ahead: let a frozen branch run a mini-batch ahead, where the plan has one and memory allows it; not
                 with units, whose lane is another.
         """
-        make: type[Lane] = Lane
+        reduces_each_backward = self._setting.zero_stage >= 2
+        make: Callable[..., Lane] = Lane
         if self._config.units is not None:
             assert not looks_ahead, "of units nothing runs ahead"
-            plan, make = plan_of_units(plan), UnitLane
-        programs = make_programs(plan, reference, reduce_each_backward=self._setting.zero_stage >= 2)
+            plan = plan_of_units(plan)
+            make = functools.partial(UnitLane, reduces_each_backward=reduces_each_backward)
+        programs = make_programs(plan, reference, reduce_each_backward=reduces_each_backward)
         ahead = self._programs_ahead(reference, plan) if looks_ahead else None
         # Transports are made by all ranks, also by those that the plan leaves idle: a process group is made so.
         transport = self._transport_for(plan, reference, channels_of(programs))
@@ -314,6 +317,7 @@ class MiniBatchRunner:
         """
         # a rank makes code for its own units alone: before any message all know whether all could
         if lane.has_new_shapes(batch):
+            lane.learn_patterns(batch)
             exchange(lambda: lane.learn_shapes(batch), what="code for a new shape", group=self._group)
         lane.note_shapes(batch)
 

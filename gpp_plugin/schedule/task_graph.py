@@ -368,7 +368,8 @@ def _present_part(graph: TaskGraph, presence: Presence) -> TaskGraph:
     # rank with nodes F0 F1 B0 B1 it is [0, -1, 1, -1], and the rank's order F0 F1 B0 B1 becomes F0 B0.
     plan = graph.plan
     of_rank = {rank: s.position(rank)[0] for s in plan.stages for rank in s.data_ranks(0)}
-    number, kept = [-1] * len(graph.stage), []
+    number = [-1] * len(graph.stage)
+    kept: list[int] = []
     for node, index in enumerate(graph.stage):
         unit = graph.micro_batch[node] * plan.stages[index].degree + of_rank[graph.rank[node]]
         if index in presence.stages[unit]:

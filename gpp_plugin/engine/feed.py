@@ -27,6 +27,8 @@ from gpp_plugin.engine.row_loader import (
     RowLoader,
     as_they_are,
     check_keys,
+    inputs_of,
+    own_inputs,
     repeat,
 )
 from gpp_plugin.errors import ConfigError, RuntimeFailure
@@ -120,6 +122,7 @@ class Feed:
         group: a CPU group of all ranks, for announcements.
         timeout_s: how long this rank waits for the others' data.
         keys: what the batch the model was captured with has; mini-batches have the same.
+        inputs: those of its tensors, some of which a unit may lack.
         rule: how batches become loss units, of a model that takes whole ones.
         loads_ahead: load a mini-batch of the engine's own loader one call before it is needed, so that no rank waits
             for another one to begin the same call.
@@ -144,6 +147,7 @@ class Feed:
         timeout_s: float,
         rule: UnitRule | None = None,
         loads_ahead: bool = False,
+        inputs: Iterable[str] = (),
     ) -> None:
         self._rule = rule
         self.batch_fn: Callable[[Any], Any] = lambda batch: batch
@@ -156,6 +160,7 @@ class Feed:
         self._all_read = all_read
         self._group = group
         self._keys = frozenset(keys)
+        self._inputs = frozenset(inputs)
         self._timeout_s = timeout_s
         self._announced: dict[tuple[Any, ...], int] = {}
         self._shapes: list[Batch] = []
@@ -181,9 +186,7 @@ class Feed:
         prepared = (self._prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
         if self._units is not None:
             units = self._complete(collect_units(prepared, self._units))
-            for unit in units:
-                check_keys(unit, self._keys)
-            return UnitBatch(units=tuple(units))
+            return UnitBatch(units=tuple(own_inputs(unit, self._keys, self._inputs) for unit in units))
         if self._rule is not None:
             checked = (_with_keys(batch, self._keys) for batch in prepared)
             return collect_whole_units(checked, self._mini_batch // self._rule.num_samples, self._rule)
@@ -195,9 +198,12 @@ class Feed:
         """Take one batch of any size from the user's iterator, or the units of a mini-batch, with whatever keys."""
         prepared = (self._prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
         units = self._complete(collect_units(prepared, self._units or 1))
-        for unit in units:
-            check_keys(unit, frozenset(units[0]))
-        return units[0] if self._units is None else UnitBatch(units=tuple(units))
+        if self._units is None:
+            return units[0]
+        # the unit that has most inputs says what the model is evaluated with; the others may lack some of these
+        most = max(units, key=lambda unit: len(inputs_of(unit)))
+        keys, inputs = frozenset(most), inputs_of(most)
+        return UnitBatch(units=tuple(own_inputs(unit, keys, inputs) for unit in units))
 
     def load(self, iterator: Iterator[OwnRows | LoadedUnits | UnitBatch]) -> Batch:
         """Take this rank's rows of a mini-batch of the engine's own loader; without inputs, only learn its shape.

@@ -151,18 +151,22 @@ def check_keys(batch: Batch, keys: frozenset[str]) -> None:
         )
 
 
-def with_own_inputs(unit: Batch, sample: Batch) -> Batch:
+def inputs_of(batch: Batch) -> frozenset[str]:
+    """Return the keys of a batch's tensors."""
+    return frozenset(key for key, value in batch.items() if isinstance(value, Tensor))
+
+
+def own_inputs(unit: Batch, keys: frozenset[str], inputs: frozenset[str]) -> dict[str, Any]:
     """Return a loss unit with the inputs that it has: it may lack some, or have None for them.
 
     Args:
-        sample: the batch that the model was captured with.
+        keys: of the batch that the model was captured with; ``inputs`` those of its tensors.
 
     Raises:
         ConfigError: it has other keys, or lacks what is no tensor.
     """
-    inputs = {key for key, value in sample.items() if isinstance(value, Tensor)}
     own = {key: value for key, value in unit.items() if value is not None or key not in inputs}
-    check_keys(own, frozenset(sample) - (inputs - own.keys()))
+    check_keys(own, keys - (inputs - own.keys()))
     return own
 
 
@@ -176,6 +180,7 @@ class Share:
         samples: those that the rank reads, in order.
         keys: the inputs that it reads; None: all.
         dtype: floating inputs are cast to it; None keeps them.
+        inputs: the model's, some of which a unit may lack.
     """
 
     rank: int
@@ -184,6 +189,7 @@ class Share:
     keys: frozenset[str] | None
     dtype: torch.dtype | None
     units: int | None = None
+    inputs: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -194,6 +200,7 @@ class Share:
         keys: Iterable[str] | None,
         dtype: torch.dtype | None,
         units: int | None = None,
+        inputs: Iterable[str] = (),
     ) -> Share:
         """Return what a rank of a plan keeps."""
         index = plan.stage_of_rank(rank)
@@ -202,6 +209,7 @@ class Share:
             rank=rank,
             mini_batch=plan.mini_batch,
             units=units,
+            inputs=frozenset(inputs),
             samples=tuple(stage.samples(micro_batch, rank) for micro_batch in range(count)),
             keys=None if keys is None else frozenset(keys),
             dtype=dtype,
@@ -373,9 +381,7 @@ class _Reader:
     def of_unit_items(self, units: Sequence[list[Any]]) -> UnitBatch:
         """Return this rank's units of those whose items are there."""
         whole = self._complete([self._prepare(self._collate(items)) for items in units])
-        for unit in whole:
-            check_keys(unit, self._keys)
-        return self._share.keep_units(whole)
+        return self._share.keep_units([own_inputs(unit, self._keys, self._share.inputs) for unit in whole])
 
     def of_indices(self, dataset: Any, request: _Request, seed: int) -> OwnRows | LoadedUnits:
         """Return this rank's share of the mini-batch of some samples of a dataset."""
@@ -619,13 +625,14 @@ def make_row_loader(
     complete: Complete = as_they_are,
     reads: Iterable[str] | None,
     keys: Iterable[str],
+    inputs: Iterable[str] = (),
     unit: int | None = None,
 ) -> RowLoader:
     """Return what loads this rank's rows of a dataset, for a plan.
 
     Args:
         reads: the inputs that this rank's stage reads; None: all.
-        keys: what a mini-batch has.
+        keys: what a mini-batch has; ``inputs`` those of the model's inputs, some of which a unit may lack.
         unit: samples of a loss unit, where each is collated by itself.
 
     Raises:
@@ -638,7 +645,9 @@ def make_row_loader(
         collate_fn=collate_fn,
         prepare=prepare,
         complete=complete,
-        share=Share.of(plan, setting.rank, keys=reads, dtype=setting.dtype, units=config.units),
+        share=Share.of(
+            plan, setting.rank, keys=reads, dtype=setting.dtype, units=config.units, inputs=inputs
+        ),
         keys=keys,
         seed=config.seed,
         workers=count_workers(config.loader_workers, setting.device),

@@ -262,6 +262,8 @@ class UnitPatterns:
         Args:
             code: the stage's, under the joined plan's names.
         """
+        if not pattern.index:
+            return boundary_gradients(self._gradients[0], self._plan, code.tensors)
         joined = dataclasses.replace(self._plan, edges=self._edges)
         return boundary_gradients(self._gradients[pattern.index], joined, code.tensors)
 

@@ -138,6 +138,7 @@ class GraphJob:
         self._known: dict[tuple[Any, ...], _Met] = {}
         self._current: dict[bool, _Met] = {}
         self._analyses: dict[tuple[bool, _PartKey], Analysis] = {}
+        self._lacking: dict[tuple[bool, _PartKey], Reference] = {}
         self._remember(
             self.resolved, sample_batch, self._survey.shapes, self._survey.analyses, is_training=True
         )
@@ -298,6 +299,9 @@ class GraphJob:
         whole = resolved.whole
         lost = sorted({spec.name for spec in known.inputs} - unit.keys())
         assert whole is not None, "units of their own shapes are of plain models"
+        key = (is_training, _key(whole))
+        if key in self._lacking:
+            return self._lacking[key]
         try:
             _, analyses = Prober(resolved, self._part(whole), self._place).shapes_at(
                 unit, self._loss_unit, {}, is_training=is_training, analyses={}
@@ -313,7 +317,8 @@ class GraphJob:
                 f"a unit lacks {lost}, and without them the Python of {known.model} reads values of the batch; give "
                 "every unit these keys"
             )
-        return make_reference(analysis, self._granularity)
+        self._lacking[key] = make_reference(analysis, self._granularity)
+        return self._lacking[key]
 
     def takes_whole_units(self, stage: str) -> bool:
         """Return whether a captured part computes on loss units as they are given."""

@@ -301,6 +301,8 @@ class MiniBatchRunner:
         try:
             if isinstance(lane, UnitLane):
                 self._learn_shapes(lane, batch)
+                if lane.is_training:
+                    self._stage.rest(lane.unread_parameters(batch))
             return lane.run(batch, record=record, count=count)
         except BaseException as error:
             self._stage.zero_grad()

@@ -304,6 +304,10 @@ class UnitLane(Lane):
             if self._is_run(unit):
                 self._compute_of(unit)
 
+    def unread_parameters(self, batch: Batch) -> frozenset[str]:
+        """Return the model's parameters that units with all inputs read, and no unit of a mini-batch does."""
+        return self._patterns.unread_parameters(batch)
+
     def _is_run(self, unit: Batch) -> bool:
         """Return whether the stage has something to do for a unit."""
         return self.stage_index in self._patterns.of(unit).stages

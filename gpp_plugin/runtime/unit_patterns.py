@@ -267,6 +267,14 @@ class UnitPatterns:
         joined = dataclasses.replace(self._plan, edges=self._edges)
         return boundary_gradients(self._gradients[pattern.index], joined, code.tensors)
 
+    def unread_parameters(self, batch: Batch) -> frozenset[str]:
+        """Return the parameters that units with all inputs read, and no unit of a mini-batch does."""
+        patterns = {pattern.index: pattern for pattern in map(self.of, units_of(batch))}
+        if 0 in patterns:
+            return frozenset()
+        read = {name for pattern in patterns.values() for name in _parameters(pattern.reference)}
+        return frozenset(_parameters(self._known[()].reference) - read)
+
     def program(self, batch: Batch) -> tuple[tuple[int, ...], PatternProgram]:
         """Return the patterns of a mini-batch's units by number, and this rank's program for them."""
         patterns = [self.of(unit) for unit in units_of(batch)]
@@ -286,6 +294,10 @@ class UnitPatterns:
         while len(self._programs) > MAX_PROGRAMS:
             self._programs.popitem(last=False)
         return key, found
+
+
+def _parameters(reference: Reference) -> set[str]:
+    return {name for block in reference.block_graph.blocks for name in block.parameters}
 
 
 def _check_results(

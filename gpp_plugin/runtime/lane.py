@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gpp_plugin.errors import CaptureError, PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.ir.plan import PipelinePlan, StageEdge
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.program import InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
@@ -338,25 +338,28 @@ class Lane:
         step_samples: int,
         versions: WeightVersions | None = None,
         gradients: BoundaryGradients | None = None,
+        stage: Stage | None = None,
     ) -> AutogradCompute:
         """Return what does the stage's tasks; the loss of a step is the mean over ``step_samples``.
 
         Args:
             gradients: those that cross the boundary; None: as the program has it.
+            stage: as the code has it; None: the plan's.
         """
         code = prepared.code
+        gradients = gradients or boundary_gradients(self._program, self.plan, code.tensors)
         is_trained = any(
             i.task is not None and i.task.kind is not TaskKind.FORWARD for i in self._program.instructions
         )
         return AutogradCompute(
             function=code.function,
             parameters=[self._tensors[name] for name in code.function.tensors],
-            gradients=gradients or boundary_gradients(self._program, self.plan, code.tensors),
+            gradients=gradients,
             hooks=hooks if is_trained else None,
             loss=code.loss,
             loss_share=self._loss_share(step_samples),
             halves=_halves(prepared),
-            keeper=self._make_keeper(prepared) if is_trained else None,
+            keeper=self._make_keeper(prepared, gradients, stage) if is_trained else None,
             versions=versions,
             reduces_in=self._reduces_in(),
         )
@@ -369,12 +372,13 @@ class Lane:
         """Return the seed of a loss: what the loss of a step grows by where it grows by one."""
         return 1.0 if self.sums_losses else self.plan.stages[self.stage_index].local_batch_size / step_samples
 
-    def _make_keeper(self, prepared: _Prepared) -> StageKeeper | None:
+    def _make_keeper(
+        self, prepared: _Prepared, gradients: BoundaryGradients, stage: Stage | None
+    ) -> StageKeeper | None:
         """Return what executes the stage's memory plan, if it has one."""
-        stage, code = self.plan.stages[self.stage_index], prepared.code
+        stage, code = stage or self.plan.stages[self.stage_index], prepared.code
         if stage.memory is None:
             return None
-        gradient_inputs = boundary_gradients(self._program, self.plan, code.tensors).inputs
         if self._host_link is None:
             self._host_link = SwapLink(self._device)
         return make_keeper(
@@ -384,7 +388,7 @@ class Lane:
             operators=code.operators,
             whole=code.function,
             half=prepared.half,
-            gradient_inputs=gradient_inputs,
+            gradient_inputs=gradients.inputs,
             link=self._host_link,
             next_backward=self._next_backward(),
         )

@@ -356,6 +356,7 @@ class UnitLane(Lane):
                 self._hooks,
                 step_samples=self.plan.mini_batch,
                 gradients=self._patterns.gradients(pattern, code.prepared.code),
+                stage=pattern.plan.stages[self.stage_index],
             )
             # any two shapes may meet in a later mini-batch, where nothing is new: all are like the first one
             first = self._first.setdefault(pattern.index, (function, compute))
@@ -421,8 +422,8 @@ class UnitLane(Lane):
         odd += [key for key in function.batch_inputs if unit[key].is_meta]
         if odd and pattern.lacks:
             raise CaptureError(
-                f"stage {self._stage.name}: of units without {list(pattern.lacks)} it reads {odd[:3]}, which it does not "
-                "have as it reads none of it of the sample batch; give every unit these keys"
+                f"stage {self._stage.name}: of units without {list(pattern.lacks)} it reads {odd[:3]}, which it does not have, as "
+                "it reads nothing of them in units that have all; give every unit these keys"
             )
 
     def _reduces_in(self) -> int | None:
@@ -480,6 +481,4 @@ _NO_CODE = StageCode(
 
 def _nothing(name: str) -> TensorSpec:
     """Return a tensor of no elements: what a unit without a branch has of its tensors."""
-    return TensorSpec(
-        name=name, dtype="float32", shape=(0,), num_samples=1, layout=UNIT, requires_grad=False
-    )
+    return TensorSpec(name=name, dtype="float32", shape=(0,), num_samples=1, layout=UNIT, requires_grad=False)

@@ -28,13 +28,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gpp_plugin.errors import CaptureError, PlanError, ScheduleError, first_line
-from gpp_plugin.ir.plan import PipelinePlan, StageEdge
+from gpp_plugin.ir.memory_plan import MemoryPlan
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.program import InstructionKind, RankProgram
 from gpp_plugin.plan.make import stage_edges
 from gpp_plugin.runtime.batches import Batch, units_of
 from gpp_plugin.runtime.compute import BoundaryGradients, boundary_gradients
 from gpp_plugin.runtime.evaluation import match_blocks
 from gpp_plugin.runtime.lane import held_tensors, make_programs
+from gpp_plugin.runtime.memory.memory_policy import INSIDE
 from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.stage_source import Reference, StageCode, UnitSource
 from gpp_plugin.schedule.absent import Presence
@@ -208,7 +210,7 @@ class UnitPatterns:
         own = dataclasses.replace(
             plan,
             stages=tuple(
-                dataclasses.replace(s, blocks=tuple(b), memory=None)
+                dataclasses.replace(s, blocks=tuple(b), memory=_memory_of(s, base, reference))
                 for s, b in zip(plan.stages, groups, strict=True)
             ),
             edges=stage_edges(graph, groups),
@@ -294,6 +296,43 @@ class UnitPatterns:
         while len(self._programs) > MAX_PROGRAMS:
             self._programs.popitem(last=False)
         return key, found
+
+
+def _memory_of(stage: Stage, base: Reference, now: Reference) -> MemoryPlan | None:
+    """Return what a stage swaps and recomputes for units of another capture: what it does in blocks that are the same.
+
+    A block that has other operators there keeps what it saves.
+    """
+    # Blocks are the same where their operators are, one by one: ``mul_7`` of layers.0 is ``mul_2`` now.
+    if stage.memory is None:
+        return None
+    blocks = {block.name: block.nodes for block in now.block_graph.blocks}
+    before, after = (
+        {node.name: node.target for node in found.analysis.op_graph.nodes} for found in (base, now)
+    )
+    names: dict[str, str] = {}
+    same = set()
+    for block in base.block_graph.blocks:
+        own = blocks.get(block.name, ())
+        if block.name in stage.blocks and [before[n] for n in block.nodes] == [after[n] for n in own]:
+            same.add(block.name)
+            names.update(zip(block.nodes, own, strict=True))
+
+    def called(tensor: str) -> str | None:
+        operator = tensor.removesuffix(INSIDE)
+        return names[operator] + tensor.removeprefix(operator) if operator in names else None
+
+    recomputed = tuple(
+        dataclasses.replace(part, tensors=tuple(n for n in map(called, part.tensors) if n is not None))
+        for part in stage.memory.recomputed
+        if same.issuperset(part.blocks)
+    )
+    swapped = tuple(
+        dataclasses.replace(tensor, name=name)
+        for tensor in stage.memory.swapped
+        if (name := called(tensor.name)) is not None
+    )
+    return dataclasses.replace(stage.memory, recomputed=recomputed, swapped=swapped)
 
 
 def _parameters(reference: Reference) -> set[str]:

@@ -53,14 +53,72 @@ def tower_units(kinds: str) -> list[dict[str, Any]]:
     return units
 
 
-def mixed_units(has_image: Sequence[bool], seed: int) -> list[dict[str, Any]]:
+def mixed_units(has_image: Sequence[bool], seed: int, *, layers: int = 1) -> list[dict[str, Any]]:
     """Return units of a LLaVA, of several lengths, with images or as text only."""
-    _, make_batch = build("llava")
+    _, make_batch = build("llava", layers=layers)
     units = []
     for index, is_there in enumerate(has_image):
-        unit = make_batch(1 + index % 2, 100 * seed + index)
+        unit = make_batch(2 - index % 2, 100 * seed + index)
         if not is_there:
-            length = unit["input_ids"].shape[1] - index
+            length = unit["input_ids"].shape[1] - index % 2
             unit = {k: v[:, :length].contiguous() for k, v in unit.items() if k != "pixel_values"}
         units.append(unit)
     return units
+
+
+def train_absent(name: str, block: dict[str, Any], zero: int, patterns: Sequence[str]) -> dict[str, Any]:
+    """Train a step for each pattern on units with absent branches, and evaluate; compare with one process.
+
+    Args:
+        patterns: of each step, a letter a unit: b has all inputs; of towers l and r one, of a LLaVA t text only.
+    """
+    torch.manual_seed(0)
+    if name == "towers":
+        model: Any = TwoTowers()
+        steps = [tower_units(kinds) for kinds in patterns]
+        sample = tower_units("b")[0]
+    else:
+        model, make_batch = build("llava", layers=1)
+        steps = [mixed_units([kind == "b" for kind in kinds], seed) for seed, kinds in enumerate(patterns)]
+        sample = make_batch(4, 9)
+    plain = copy.deepcopy(model)
+    config = config_of(
+        block={"units": len(patterns[0]), **block},
+        zero_optimization={"stage": zero},
+        train_batch_size="auto",
+    )
+    engine = make_engine(model, sample, config)
+    engine.retain_gradients()
+    stream = iter([unit for units in (*steps, steps[0], steps[0]) for unit in units])
+    losses, gradients, states = [], [], []
+    for _ in steps:
+        losses.append(float(engine.train_batch(stream)))
+        gradients.append(dict(engine.gradients))
+        states.append(engine.gather_state_dict() or {})  # on rank 0
+    evaluated = float(engine.eval_batch(stream))
+    _, logits = engine.eval_batch(stream, return_logits=True)
+    reference, _ = one_process(plain, steps, loss_mean="units")
+    _, wanted = one_process(plain, steps[:1], loss_mean="units")
+    trained = _with_weights(plain, steps, loss_mean="units")
+    with torch.no_grad():
+        mean = sum(float(part) for part in _losses(trained, steps[0], "units"))
+        last = [trained(**unit).logits for unit in steps[0]]
+    weights = dict(trained.named_parameters())
+    return {
+        "losses": losses,
+        "wanted": reference,
+        "errors": gradient_errors(gradients[0], wanted),
+        "reached": [sorted(found) for found in gradients],
+        "weights": {
+            n: float((states[-1][n] - w.detach()).abs().max()) for n, w in weights.items() if n in states[-1]
+        },
+        "moved": [
+            sorted(n for n in weights if n in states[i] and not torch.equal(states[i][n], states[i - 1][n]))
+            for i in range(1, len(states))
+        ],
+        "evaluated": evaluated,
+        "wanted_evaluated": mean,
+        "logits": max(float((a - b).abs().max()) for a, b in zip(logits, last, strict=True)),
+        "stages": [list(stage.blocks) for stage in engine.plan.stages],
+        "left": len(list(stream)),
+    }

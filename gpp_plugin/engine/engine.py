@@ -42,7 +42,7 @@ from gpp_plugin.engine.feed import (
 )
 from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.engine.metrics import Metrics, keep_timeline
-from gpp_plugin.engine.row_loader import make_row_loader
+from gpp_plugin.engine.row_loader import inputs_of, make_row_loader
 from gpp_plugin.engine.setting import EngineModel, Framework, Setting
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, tied_parameters
@@ -205,6 +205,7 @@ class GraphPipelineEngine(PipelineSurface):
             all_read=len(reading) == self._setting.num_ranks,
             group=self._setting.group,
             keys=sample_batch,
+            inputs=inputs_of(sample_batch),
             timeout_s=self._wait_s,
             rule=self._rule,
             loads_ahead=self.config.mode == "async",
@@ -221,6 +222,7 @@ class GraphPipelineEngine(PipelineSurface):
                 complete=self._source.complete_batches,
                 reads=inputs_read(plan, reference.block_graph, self._lane.stage_index),
                 keys=sample_batch,
+                inputs=inputs_of(sample_batch),
                 unit=None if self._rule is None else self._rule.num_samples,
             )
         self._data = TrainingData(self._feed, own, peeks_at_iterators=self.config.look_ahead == 1)

@@ -92,8 +92,8 @@ class Evaluator:
         """
         self._module.eval()
         are_units = isinstance(batch, UnitBatch)
-        typical = units_of(batch)[0]
-        key = (outputs, *((name, _constant(batch[name])) for name in sorted(batch)))
+        typical = max(units_of(batch), key=len)  # units may lack inputs that others have
+        key = (outputs, *((name, _constant(typical[name])) for name in sorted(typical)))
         graph = self._graph(key, typical, outputs)
         if needs_loss and graph.reference.analysis.op_graph.loss is None:
             raise ConfigError(

@@ -25,6 +25,8 @@ from gpp_plugin.engine.row_loader import (
     RowLoader,
     as_they_are,
     check_keys,
+    inputs_of,
+    own_inputs,
     repeat,
 )
 from gpp_plugin.errors import ConfigError, RuntimeFailure
@@ -119,6 +121,7 @@ class Feed:
         group: a CPU group of all ranks, for announcements.
         timeout_s: how long this rank waits for the others' data.
         keys: what the batch the model was captured with has; mini-batches have the same.
+        inputs: those of its tensors, some of which a unit may lack.
         rule: how batches become loss units, of a model that takes whole ones.
         loads_ahead: load a mini-batch of the engine's own loader one call before it is needed, so that no rank waits
             for another one to begin the same call.
@@ -143,6 +146,7 @@ class Feed:
         timeout_s: float,
         rule: UnitRule | None = None,
         loads_ahead: bool = False,
+        inputs: Iterable[str] = (),
     ) -> None:
         self._rule = rule
         self.batch_fn: Callable[[Any], Any] = lambda batch: batch
@@ -155,6 +159,7 @@ class Feed:
         self._all_read = all_read
         self._group = group
         self._keys = frozenset(keys)
+        self._inputs = frozenset(inputs)
         self._timeout_s = timeout_s
         self._announced: OrderedDict[tuple[Any, ...], int] = OrderedDict()
         self._num_announced = 0
@@ -182,8 +187,7 @@ class Feed:
         prepared = (self._prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
         if self._is_of_units:
             units = self._complete(self._take_units(prepared))
-            for unit in units:
-                check_keys(unit, self._keys)
+            units = [own_inputs(unit, self._keys, self._inputs) for unit in units]
             return self._with_readings(UnitBatch(units=tuple(units)))
         (batch,) = self._complete([collect_mini_batch(prepared, self._mini_batch, count_samples)])
         check_keys(batch, self._keys)
@@ -206,9 +210,12 @@ class Feed:
         """Take one batch of any size from the user's iterator, or the units of a mini-batch, with whatever keys."""
         prepared = (self._prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
         units = self._complete(collect_units(prepared, self._units or 1))
-        for unit in units:
-            check_keys(unit, frozenset(units[0]))
-        return units[0] if self._units is None else UnitBatch(units=tuple(units))
+        if self._units is None:
+            return units[0]
+        # the unit that has most inputs says what the model is evaluated with; the others may lack some of these
+        most = max(units, key=lambda unit: len(inputs_of(unit)))
+        keys, inputs = frozenset(most), inputs_of(most)
+        return UnitBatch(units=tuple(own_inputs(unit, keys, inputs) for unit in units))
 
     def load(self, iterator: Iterator[OwnRows | UnitBatch]) -> Batch:
         """Take this rank's rows of a mini-batch of the engine's own loader; without inputs, only learn its shape.

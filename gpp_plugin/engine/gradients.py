@@ -40,6 +40,8 @@ class StageGradients(Protocol):
     """What a stage does with its gradients, whether each rank keeps all of them or its partition."""
 
     parameters: dict[str, nn.Parameter]
+    resting: frozenset[str]
+    """Those that no unit of this mini-batch reads, on any rank: they must not move, momentum or decay or not."""
 
     def accumulate(self) -> None:
         """Take up what a micro-batch's backward left in ``parameter.grad``."""
@@ -134,6 +136,7 @@ class GradientStore:
         device: torch.device | str = "cpu",
     ) -> None:
         self.parameters = dict(parameters)
+        self.resting: frozenset[str] = frozenset()
         self._bucket_elements = bucket_elements
         self._group = group
         self._position = position
@@ -186,6 +189,7 @@ class GradientStore:
 
     def clear(self) -> None:
         """Forget all gradients."""
+        self.resting = frozenset()
         if self._early is not None:
             self._early.stop()
         for bucket in self._buckets:

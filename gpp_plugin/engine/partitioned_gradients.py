@@ -128,6 +128,7 @@ class PartitionedGradients:
         is_reduced_often: bool,
     ) -> None:
         self.parameters = dict(parameters)
+        self.resting: frozenset[str] = frozenset()
         self._layout = tuple(layout)
         self._dtype = dtype
         self._wire_dtype = communication_dtype or dtype
@@ -200,6 +201,7 @@ class PartitionedGradients:
 
     def clear(self) -> None:
         """Forget all gradients."""
+        self.resting = frozenset()
         self._reached.clear()
         for buffer in self._buffers:
             buffer.clear()

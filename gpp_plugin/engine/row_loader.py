@@ -151,6 +151,25 @@ def check_keys(batch: Batch, keys: frozenset[str]) -> None:
         )
 
 
+def inputs_of(batch: Batch) -> frozenset[str]:
+    """Return the keys of a batch's tensors."""
+    return frozenset(key for key, value in batch.items() if isinstance(value, Tensor))
+
+
+def own_inputs(unit: Batch, keys: frozenset[str], inputs: frozenset[str]) -> dict[str, Any]:
+    """Return a loss unit with the inputs that it has: it may lack some, or have None for them.
+
+    Args:
+        keys: of the batch that the model was captured with; ``inputs`` those of its tensors.
+
+    Raises:
+        ConfigError: it has other keys, or lacks what is no tensor.
+    """
+    own = {key: value for key, value in unit.items() if value is not None or key not in inputs}
+    check_keys(own, keys - (inputs - own.keys()))
+    return own
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
     """What a rank keeps of each mini-batch.
@@ -161,6 +180,7 @@ class Share:
         samples: those that the rank reads, in order.
         keys: the inputs that it reads; None: all.
         dtype: floating inputs are cast to it; None keeps them.
+        inputs: the model's, some of which a unit may lack.
     """
 
     rank: int
@@ -169,6 +189,7 @@ class Share:
     keys: frozenset[str] | None
     dtype: torch.dtype | None
     units: int | None = None
+    inputs: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -179,6 +200,7 @@ class Share:
         keys: Iterable[str] | None,
         dtype: torch.dtype | None,
         units: int | None = None,
+        inputs: Iterable[str] = (),
     ) -> Share:
         """Return what a rank of a plan keeps."""
         index = plan.stage_of_rank(rank)
@@ -187,6 +209,7 @@ class Share:
             rank=rank,
             mini_batch=plan.mini_batch,
             units=units,
+            inputs=frozenset(inputs),
             samples=tuple(stage.samples(micro_batch, rank) for micro_batch in range(count)),
             keys=None if keys is None else frozenset(keys),
             dtype=dtype,
@@ -344,11 +367,10 @@ class _Reader:
     def of_unit_items(self, units: Sequence[list[Any]]) -> UnitBatch:
         """Return a mini-batch of those units whose items are there: with all of them, or with this rank's."""
         whole = self._complete([self._prepare(self._collate(items)) for items in units])
-        for unit in whole:
-            check_keys(unit, self._keys)
+        kept = [own_inputs(unit, self._keys, self._share.inputs) for unit in whole]
         if self._unit is not None:
-            return UnitBatch(units=tuple(whole), checksum=batch_checksum(UnitBatch(units=tuple(whole))))
-        return self._share.keep_units(whole)
+            return UnitBatch(units=tuple(kept), checksum=batch_checksum(UnitBatch(units=tuple(kept))))
+        return self._share.keep_units(kept)
 
     def of_indices(self, dataset: Any, request: _Request, seed: int) -> OwnRows | UnitBatch:
         """Return this rank's share of the mini-batch of some samples of a dataset."""
@@ -592,13 +614,14 @@ def make_row_loader(
     complete: Complete = as_they_are,
     reads: Iterable[str] | None,
     keys: Iterable[str],
+    inputs: Iterable[str] = (),
     unit: int | None = None,
 ) -> RowLoader:
     """Return what loads this rank's rows of a dataset, for a plan.
 
     Args:
         reads: the inputs that this rank's stage reads; None: all.
-        keys: what a mini-batch has.
+        keys: what a mini-batch has; ``inputs`` those of the model's inputs, some of which a unit may lack.
         unit: samples of a loss unit, where each is collated by itself.
 
     Raises:
@@ -611,7 +634,9 @@ def make_row_loader(
         collate_fn=collate_fn,
         prepare=prepare,
         complete=complete,
-        share=Share.of(plan, setting.rank, keys=reads, dtype=setting.dtype, units=config.units),
+        share=Share.of(
+            plan, setting.rank, keys=reads, dtype=setting.dtype, units=config.units, inputs=inputs
+        ),
         keys=keys,
         seed=config.seed,
         workers=count_workers(config.loader_workers, setting.device),

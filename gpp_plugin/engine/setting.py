@@ -27,7 +27,7 @@ from gpp_plugin.runtime.batches import Batch, UnitRule
 from gpp_plugin.runtime.lane import Lane
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 from gpp_plugin.runtime.stage_module import StageModule
-from gpp_plugin.runtime.stage_source import Reference, StageSource
+from gpp_plugin.runtime.stage_source import Reference, UnitSource
 from gpp_plugin.runtime.weight_versions import WeightPlaces
 
 
@@ -60,7 +60,7 @@ class EngineModel(Protocol):
     """What the engine asks of the model it is given, whatever form its user gave it."""
 
     @property
-    def stages(self) -> StageSource:
+    def stages(self) -> UnitSource:
         """Return what gives lanes the code of their stages."""
 
     def prepare_batch(self, batch: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ a part of the graph's, so that norm, clipping and overflow are the engine's and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -201,6 +201,10 @@ class StageEngine:
     def loss_scale(self) -> float:
         """Return the factor on every loss of this mini-batch; the same on every rank."""
         return self._updater.loss_scale
+
+    def rest(self, names: Collection[str]) -> None:
+        """Leave these parameters, which no unit of the mini-batch that begins reads, as they are in its step."""
+        self.gradients.resting = frozenset(names).intersection(self.gradients.parameters)
 
     def accumulate(self) -> None:
         """Add a micro-batch's gradients to the mini-batch's, where they are held in another type."""

@@ -79,10 +79,11 @@ class LaneMaker:
         Args:
             looks_ahead: let a frozen branch run a mini-batch ahead, where the plan has one and memory allows it.
         """
+        reduces_each_backward = self._setting.zero_stage >= 2
         is_of_units = self._config.units is not None or reference.analysis.takes_whole_units
         if is_of_units:
             plan = plan_of_units(plan)
-        programs = make_programs(plan, reference, reduce_each_backward=self._setting.zero_stage >= 2)
+        programs = make_programs(plan, reference, reduce_each_backward=reduces_each_backward)
         ahead = self._programs_ahead(reference, plan) if looks_ahead else None
         # Transports are made by all ranks, also by those that the plan leaves idle: a process group is made so.
         transport = self._transport_for(plan, reference, channels_of(programs))
@@ -102,6 +103,8 @@ class LaneMaker:
                     dtype=self._setting.dtype,
                     sums_losses=self._config.loss_mean == "tokens",
                 )
+                if is_of_units:
+                    common["reduces_each_backward"] = reduces_each_backward
                 if ahead is not None:
                     make = AheadUnitLane if is_of_units else AheadLane
                     return make(ahead=ahead.of_rank(program.rank), **common)
@@ -302,6 +305,8 @@ class MiniBatchRunner:
         self.refuse_after_failure()
         try:
             self.learn_shapes(lane, batch)
+            if isinstance(lane, UnitLane) and lane.is_training:
+                self._stage.rest(lane.unread_parameters(batch))
             return lane.run(batch, record=record, count=count)
         except BaseException as error:
             self._stage.zero_grad()
@@ -317,10 +322,13 @@ class MiniBatchRunner:
             CaptureError: a rank could not; the same on every rank.
         """
         # A rank makes code for its own units alone: before any message all know whether all could. Ranks that a plan
-        # leaves idle have met nothing, and come to every such meeting (`stand_by`).
+        # leaves idle have met nothing, and come to every such meeting (`stand_by`), but know no sets of inputs.
         if not isinstance(lane, UnitLane):
             return
-        if lane.has_new_shapes(batch) or lane.plan.num_ranks < self._num_ranks:
+        has_idle = lane.plan.num_ranks < self._num_ranks
+        if lane.has_new_shapes(batch) or has_idle:
+            if not has_idle:
+                lane.learn_patterns(batch)
             exchange(lambda: lane.learn_shapes(batch), what=_NEW_SHAPES, group=self._group)
         lane.note_shapes(batch)
 

@@ -58,7 +58,7 @@ from gpp_plugin.runtime.lane import Lane
 from gpp_plugin.runtime.ranks.agree import call_on_rank_zero, exchange
 from gpp_plugin.runtime.ranks.time_limits import collective_timeout_s
 from gpp_plugin.runtime.stage_module import StageModule
-from gpp_plugin.runtime.stage_source import Reference, StageSource
+from gpp_plugin.runtime.stage_source import Reference, UnitSource
 from gpp_plugin.schedule.names import may_split_backward
 
 
@@ -91,7 +91,7 @@ class ModelSource:
         return self._made
 
     @property
-    def stages(self) -> StageSource:
+    def stages(self) -> UnitSource:
         """Return this rank's own stage as the source of its lanes' code."""
         return self._job
 

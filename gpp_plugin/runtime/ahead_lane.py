@@ -158,6 +158,8 @@ class AheadLane(Lane):
     def run(self, batch: Batch, *, record: bool = False, count: bool = False) -> MiniBatchResult:
         """Run one mini-batch, and the branch of the one that `look_to` named; ``record``, ``count`` as of `Lane`."""
         following, self._following = self._following, None
+        if following is not None and not (self._may_be_cut(batch) and self._may_be_cut(following)):
+            following = None
         if following is None and self._carried is None:
             return self._run_whole(batch, record=record, count=count)
         assert self._carried is None or self._carried is batch, (
@@ -175,6 +177,10 @@ class AheadLane(Lane):
         except BaseException:
             self._forget()
             raise
+
+    def _may_be_cut(self, batch: Batch) -> bool:
+        """Return whether a mini-batch has the tasks of programs that run a branch ahead; the same on every rank."""
+        return True
 
     # ---- parts of a mini-batch -----------------------------------------------------------------------------
 

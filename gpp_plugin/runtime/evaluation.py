@@ -42,7 +42,7 @@ def evaluation_plan(
     Raises:
         PlanError: no stage holds all the parameters that a block reads in evaluation.
     """
-    groups = _match_blocks(plan, graph, parameters, held)
+    groups = match_blocks(plan, graph, parameters=parameters, held=held)
     stages = tuple(
         dataclasses.replace(stage, blocks=tuple(blocks), in_flight=1)
         for stage, blocks in zip(plan.stages, groups, strict=True)
@@ -52,9 +52,17 @@ def evaluation_plan(
     )
 
 
-def _match_blocks(
-    plan: PipelinePlan, graph: BlockGraph, parameters: Set[str], held: Sequence[Set[str]]
+def match_blocks(
+    plan: PipelinePlan, graph: BlockGraph, *, parameters: Set[str], held: Sequence[Set[str]]
 ) -> list[list[str]]:
+    """Return the blocks of another graph of the plan's model that each stage runs.
+
+    Args:
+        parameters, held: as of `evaluation_plan`.
+
+    Raises:
+        PlanError: no stage holds all the parameters that a block reads.
+    """
     stage_of = {block: index for index, stage in enumerate(plan.stages) for block in stage.blocks}
     matched: dict[str, int] = {}
     for block in graph.blocks:

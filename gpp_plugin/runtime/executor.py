@@ -126,6 +126,8 @@ class StageExecutor:
             in_flight=self._stage.in_flight,
             is_trained=self._is_trained,
         )
+        tasks = (i.task for i in program.instructions if i.task is not None)
+        self._forwards = sorted({t.micro_batch for t in tasks if t.kind is TaskKind.FORWARD})
         self._made: dict[int, Sequence[Tensor]] = {}
         self._inputs: Sequence[Sequence[Tensor]] = ()
         self._result = _empty_result()
@@ -191,8 +193,10 @@ class StageExecutor:
         num_samples = self._stage.local_batch_size // (1 if half is None else 2)
         first_sample = self._stage.samples(micro_batch, self._rank).first_sample + num_samples * (half or 0)
         # a stage without backwards is held back by nothing but its sends: wait for those of the
-        # micro-batch that must be gone before this one starts
-        expired = micro_batch - self._stage.in_flight
+        # micro-batch that must be gone before this one starts; units that lack its branch do not count
+        run_before = [m for m in self._forwards if m < micro_batch]
+        in_flight = self._stage.in_flight
+        expired = run_before[-in_flight] if in_flight <= len(run_before) else micro_batch - in_flight
         is_held_back = self._is_training and not self._is_trained
         first_input = self._first_input
 

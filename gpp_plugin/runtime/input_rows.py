@@ -179,8 +179,12 @@ class InputLink:
     def bring_units(
         self, units: Sequence[Batch], keys: Sequence[str], *, dtype: torch.dtype | None
     ) -> InputRows:
-        """Return the inputs of each micro-batch where it is a loss unit of its own shape, in the order of ``keys``."""
-        return self._bring([[unit[key] for unit in units] for key in keys], len(units), dtype)
+        """Return the inputs of each micro-batch where it is a loss unit of its own shape, in the order of ``keys``.
+
+        Of those that a unit lacks it has an empty tensor, which nobody reads.
+        """
+        nothing = torch.empty(0, device=self._device)
+        return self._bring([[unit.get(key, nothing) for unit in units] for key in keys], len(units), dtype)
 
     def _bring(
         self, columns: Sequence[Sequence[Tensor]], num_micro_batches: int, dtype: torch.dtype | None

@@ -7,6 +7,7 @@ stage's code at a shape. The stage's parameters are shared by both lanes. Nothin
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -19,13 +20,14 @@ from torch import Tensor
 from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.errors import CaptureError, PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.program import InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.runtime.batches import Batch, ones_among, shape_key
 from gpp_plugin.runtime.compute import (
     AutogradCompute,
+    BoundaryGradients,
     CountedCompute,
     HalfForwards,
     StageCompute,
@@ -43,6 +45,7 @@ from gpp_plugin.runtime.messages.wires import BoundarySpecs
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule
 from gpp_plugin.runtime.stage_source import Reference, StageCode, StageSource
 from gpp_plugin.runtime.weight_versions import WeightVersions
+from gpp_plugin.schedule.absent import Presence
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.early_reductions import last_backward
@@ -85,33 +88,42 @@ def held_tensors(plan: PipelinePlan, reference: Reference) -> tuple[tuple[str, .
 
 
 def make_programs(
-    plan: PipelinePlan, reference: Reference, *, reduce_each_backward: bool = False
+    plan: PipelinePlan,
+    reference: Reference,
+    *,
+    reduce_each_backward: bool = False,
+    edges: Sequence[StageEdge] | None = None,
+    presence: Presence | None = None,
 ) -> tuple[RankProgram, ...]:
     """Schedule, lower and validate ``plan`` in the mode of ``reference``: the programs of all ranks.
 
     Args:
         reduce_each_backward: as for `lower_schedules`.
+        edges: the plan's, and those that only units without a branch have; None: the plan's.
+        presence: what there is of each unit where some lack branches.
 
     Raises:
         PlanError: a stage whose operators couple samples is to run forwards in halves.
         ScheduleError: the programs would deadlock, reorder messages or exceed their in-flight counts.
     """
+    lowered = plan if edges is None else dataclasses.replace(plan, edges=tuple(edges))
     if not reference.analysis.is_training:
         schedules = forward_schedules(plan)
-        programs = lower_schedules(plan, schedules, training=False)
+        programs = lower_schedules(lowered, schedules, training=False, presence=presence)
     else:
         _refuse_coupled_halves(plan, reference.block_graph)
         frozen = forward_only_stages(plan)
         tied = {stage for stages in tied_stages(plan, reference).values() for stage in stages}
         schedules = build_schedules(plan, forward_only_stages=frozen)
         programs = lower_schedules(
-            plan,
+            lowered,
             schedules,
             tied_stages=tuple(sorted(tied)),
             forward_only_stages=frozen,
             reduce_each_backward=reduce_each_backward,
+            presence=presence,
         )
-    validate_programs(plan, schedules, programs)
+    validate_programs(lowered, schedules, programs, presence=presence)
     return programs
 
 
@@ -343,35 +355,48 @@ class Lane:
         *,
         step_samples: int,
         versions: WeightVersions | None = None,
+        gradients: BoundaryGradients | None = None,
+        stage: Stage | None = None,
     ) -> AutogradCompute:
-        """Return what does the stage's tasks; the loss of a step is the mean over ``step_samples``."""
+        """Return what does the stage's tasks; the loss of a step is the mean over ``step_samples``.
+
+        Args:
+            gradients: those that cross the boundary; None: as the program has it.
+            stage: as the code has it; None: the plan's.
+        """
         code = prepared.code
+        gradients = gradients or boundary_gradients(self._program, self.plan, code.tensors)
         is_trained = any(
             i.task is not None and i.task.kind is not TaskKind.FORWARD for i in self._program.instructions
         )
         return AutogradCompute(
             function=code.function,
             parameters=[self._tensors[name] for name in code.function.tensors],
-            gradients=boundary_gradients(self._program, self.plan, code.tensors),
+            gradients=gradients,
             hooks=hooks if is_trained else None,
             loss=code.loss,
             loss_share=self._loss_share(step_samples),
             halves=_halves(prepared),
-            keeper=self._make_keeper(prepared) if is_trained else None,
+            keeper=self._make_keeper(prepared, gradients, stage) if is_trained else None,
             versions=versions,
-            reduces_in=last_backward(self._program) if self.reduces_early else None,
+            reduces_in=self._reduces_in(),
         )
+
+    def _reduces_in(self) -> int | None:
+        """Return the micro-batch in whose backward gradients may be summed; None: in none."""
+        return last_backward(self._program) if self.reduces_early else None
 
     def _loss_share(self, step_samples: int) -> float:
         """Return the seed of a loss: what the loss of a step grows by where it grows by one."""
         return 1.0 if self.sums_losses else self.plan.stages[self.stage_index].local_batch_size / step_samples
 
-    def _make_keeper(self, prepared: _Prepared) -> StageKeeper | None:
+    def _make_keeper(
+        self, prepared: _Prepared, gradients: BoundaryGradients, stage: Stage | None
+    ) -> StageKeeper | None:
         """Return what executes the stage's memory plan, if it has one."""
-        stage, code = self.plan.stages[self.stage_index], prepared.code
+        stage, code = stage or self.plan.stages[self.stage_index], prepared.code
         if stage.memory is None:
             return None
-        gradient_inputs = boundary_gradients(self._program, self.plan, code.tensors).inputs
         if self._host_link is None:
             self._host_link = SwapLink(self._device)
         return make_keeper(
@@ -381,7 +406,7 @@ class Lane:
             operators=code.operators,
             whole=code.function,
             half=prepared.half,
-            gradient_inputs=gradient_inputs,
+            gradient_inputs=gradients.inputs,
             link=self._host_link,
             next_backward=self._next_backward(),
         )
@@ -398,15 +423,17 @@ class Lane:
         window: WindowPlace | None = None,
         next_specs: BoundarySpecs | None = None,
         specs: BoundarySpecs | None = None,
+        plan: PipelinePlan | None = None,
     ) -> StageExecutor:
         """Return what runs a program.
 
         Args:
             next_specs: of what is received for the mini-batch behind this one.
             specs: of units of unlike shapes; None: those of ``code`` for all samples.
+            plan: that the program is of, where some units have edges of their own; None: the lane's.
         """
         return StageExecutor(
-            plan=self.plan,
+            plan=plan or self.plan,
             program=program,
             compute=compute,
             specs=code.tensors if specs is None else specs,

@@ -10,7 +10,8 @@ once:
                                                     stage 1, rank 2   1F0 1F1 1F2 1F3
 
 What differs from unit to unit is code, the shapes of messages and the rows that are read. Code is kept by the shape of
-a unit, an executor by the shapes of all units that its rank runs.
+a unit, an executor by the shapes of all units that its rank runs. Units that lack a branch have other code, and their
+mini-batches other programs (`unit_patterns`): the rank of a stage that they do not need runs nothing of them.
 
 Source: this project
 Tests: tests/runtime/test_unit_lane.py, tests/integrations/test_units.py
@@ -29,13 +30,16 @@ from torch import Tensor
 from gpp_plugin.errors import CaptureError, ConfigError, PlanError
 from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import PipelinePlan, Stage
-from gpp_plugin.ir.tensors import LayoutKind, TensorSpec, batch_layout
+from gpp_plugin.ir.tensors import UNIT, LayoutKind, TensorSpec, batch_layout
 from gpp_plugin.runtime.ahead_lane import AheadLane
 from gpp_plugin.runtime.batches import Batch, ones_among, unit_key, units_of
-from gpp_plugin.runtime.compute import AutogradCompute
+from gpp_plugin.runtime.compute import AutogradCompute, StageHooks
 from gpp_plugin.runtime.input_rows import InputRows
 from gpp_plugin.runtime.lane import Lane, _Compiled, _Prepared
+from gpp_plugin.runtime.memory.keeper import NextBackward, Turn, backwards_after
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule
+from gpp_plugin.runtime.stage_source import StageCode, UnitSource
+from gpp_plugin.runtime.unit_patterns import Boundary, PatternProgram, Places, UnitPattern, UnitPatterns
 from gpp_plugin.runtime.window_lane import WindowLane
 
 MAX_UNIT_SHAPES = 64
@@ -93,34 +97,51 @@ def spec_of_unit(spec: TensorSpec) -> TensorSpec:
 class UnitCompute:
     """Computes each micro-batch with the code of its unit's shape.
 
-    Code of other readings may take the stage's inputs in another order, or do without one: a mask that hides nothing.
+    Where units lack branches, their code takes and returns less; that of other readings may take the stage's inputs in
+    another order, or do without one: a mask that hides nothing. What passes the stage's boundary is then all that any
+    of the units has, and each unit's tensors stand at their places among it; the others are of no elements, or None.
 
     Args:
-        computes: of each micro-batch of the rank; the same object where shapes are the same.
+        computes: of each micro-batch of the rank; the same object where shapes are the same; None where the stage has
+            nothing to do for the unit.
         functions: their code.
-
-    Attributes:
-        batch_inputs: what is read of the mini-batch, each of them by the code of some unit.
+        reduces_in: the micro-batch in whose backward gradients may be summed over the stage's ranks; None: in none.
+        hooks: the optimizer side, which is told so.
     """
 
-    def __init__(self, computes: Sequence[AutogradCompute], functions: Sequence[StageFunction]) -> None:
-        first = computes[0]
-        self.received, self.outputs = first.received, first.outputs
-        self.gradient_outputs, self.gradient_inputs = first.gradient_outputs, first.gradient_inputs
-        self.batch_inputs = tuple(dict.fromkeys(key for f in functions for key in f.batch_inputs))
-        # (a, mask, b) is there, and code that takes (b, a) is given numbers 2 and 0 of it
-        self._positions = tuple(
-            (
-                [self.batch_inputs.index(key) for key in function.batch_inputs],
-                [self.received.index(name) for name in compute.received],
+    def __init__(
+        self,
+        computes: Sequence[AutogradCompute | None],
+        functions: Sequence[StageFunction | None],
+        *,
+        reduces_in: int | None = None,
+        hooks: StageHooks | None = None,
+    ) -> None:
+        parts = [
+            Boundary(
+                keys=function.batch_inputs,
+                received=compute.received,
+                outputs=compute.outputs,
+                gradient_outputs=compute.gradient_outputs,
+                gradient_inputs=compute.gradient_inputs,
             )
-            for function, compute in zip(functions, computes, strict=True)
-        )
+            if compute is not None and function is not None
+            else None
+            for compute, function in zip(computes, functions, strict=True)
+        ]
+        whole = Boundary.joined(list({part: None for part in parts if part is not None}))
+        self.keys = whole.keys
+        self.is_alike = all(part == whole for part in parts)
+        self.received, self.outputs = whole.received, whole.outputs
+        self.gradient_outputs, self.gradient_inputs = whole.gradient_outputs, whole.gradient_inputs
+        self._places = tuple(None if part is None else Places.within(whole, part) for part in parts)
         self._computes = tuple(computes)
-        self._choices = tuple(function.choice for function in functions)
+        self._choices = tuple(None if function is None else function.choice for function in functions)
         self._ones: Sequence[frozenset[str]] = ()
         # micro-batches of a mini-batch that is run ahead are numbered behind those of the present one
         self._count = len(computes)
+        self._reduces_in = reduces_in
+        self._hooks = hooks
 
     def use_masks(self, units: Sequence[Batch]) -> None:
         """Run each unit from now on as an eager model would run it alone: attention without needless masks."""
@@ -135,25 +156,44 @@ class UnitCompute:
         choice = self._choices[number]
         if choice is not None:
             choice.use(self._ones[number])
-        return self._computes[number]
+        compute = self._computes[number]
+        assert compute is not None, "the program has no task for such a unit"
+        return compute
+
+    def _back(
+        self, run: Callable[..., Sequence[Tensor]], micro_batch: int, gradients: Sequence[Tensor | None]
+    ) -> Sequence[Tensor]:
+        """Return the gradients of received tensors that a part of a backward makes of those of outputs."""
+        places = self._places[micro_batch % self._count]
+        if places is None:
+            return run(micro_batch, gradients)
+        found = run(micro_batch, [gradients[place] for place in places.gradient_outputs])
+        return _spread(found, places.gradient_inputs, len(self.gradient_inputs))
 
     def forward(
         self, micro_batch: int, half: int | None, inputs: Sequence[Tensor], received: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         """Return the outputs of a unit."""
-        of_inputs, of_received = self._positions[micro_batch % self._count]
-        compute = self._of(micro_batch)
-        return compute.forward(
-            micro_batch, half, [inputs[i] for i in of_inputs], [received[i] for i in of_received]
+        compute, places = self._of(micro_batch), self._places[micro_batch % self._count]
+        if places is None:
+            return compute.forward(micro_batch, half, inputs, received)
+        made = compute.forward(
+            micro_batch,
+            half,
+            [inputs[place] for place in places.keys],
+            [received[place] for place in places.received],
         )
+        return _spread(made, places.outputs, len(self.outputs))
 
     def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Add up the gradients of parameters and return those of received tensors."""
-        return self._of(micro_batch).backward(micro_batch, gradients)
+        if micro_batch == self._reduces_in and self._hooks is not None:
+            self._hooks.begin_reduction()
+        return self._back(self._of(micro_batch).backward, micro_batch, gradients)
 
     def input_gradient(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Return the gradients of received tensors only."""
-        return self._of(micro_batch).input_gradient(micro_batch, gradients)
+        return self._back(self._of(micro_batch).input_gradient, micro_batch, gradients)
 
     def weight_gradient(self, micro_batch: int) -> None:
         """Add up the gradients of parameters after `input_gradient`."""
@@ -162,15 +202,26 @@ class UnitCompute:
     def clear(self) -> None:
         """Forget all micro-batches."""
         for compute in self._computes:
-            compute.clear()
+            if compute is not None:
+                compute.clear()
 
     def start_counting(self) -> None:
-        """Count what is kept; all units have one shape then (`MemoryWatch.is_due`)."""
+        """Count what is kept; all units have one shape then, that of the sample batch (`MemoryWatch.is_due`)."""
+        assert self._computes[0] is not None
         self._computes[0].start_counting()
 
     def stop_counting(self) -> MemoryCounts | None:
         """Count no longer, and return what was counted."""
+        assert self._computes[0] is not None
         return self._computes[0].stop_counting()
+
+
+def _spread(tensors: Sequence[Tensor], places: Sequence[int], count: int) -> Sequence[Tensor]:
+    """Return tensors at their places among ``count``; of the others there is nothing, and nobody takes them."""
+    found: list[Any] = [None] * count
+    for place, tensor in zip(places, tensors, strict=True):
+        found[place] = tensor
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +231,7 @@ class _UnitCode:
     prepared: _Prepared
     tensors: Mapping[str, TensorSpec]
     compute: AutogradCompute | None
+    pattern: UnitPattern
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,11 +239,13 @@ class _CompiledUnits(_Compiled):
     """A stage ready to run units of some shapes; ``function`` is that of the first.
 
     Args:
-        own: a mini-batch -> the units of it that this rank runs.
+        own: a mini-batch -> the units of its micro-batches.
+        backwards: of the program (`backwards_after`).
     """
 
     units: UnitCompute
     own: Callable[[Batch], Sequence[Batch]]
+    backwards: Mapping[Turn, int]
 
     def choose_masks(self, batch: Batch) -> None:
         """Look at each unit by itself: another rank's units do not change this one's code."""
@@ -203,18 +257,32 @@ class UnitLane(Lane):
 
     Args:
         plan: of units (`plan_of_units`).
+        source: gives code of units that lack inputs, too.
+        reduces_each_backward: as of `make_programs`, of programs for mini-batches with such units.
         lane: as of `Lane`.
     """
 
-    def __init__(self, *, plan: PipelinePlan, **lane: Any) -> None:
-        super().__init__(plan=plan, **lane)
+    def __init__(
+        self, *, plan: PipelinePlan, source: UnitSource, reduces_each_backward: bool = False, **lane: Any
+    ) -> None:
+        super().__init__(plan=plan, source=source, **lane)
+        self._patterns = UnitPatterns(
+            plan,
+            self.reference,
+            source,
+            program=self._program,
+            transport=self._transport,
+            reduces_early=self.reduces_early,
+            reduces_each_backward=reduces_each_backward,
+        )
+        self._backwards: Mapping[Turn, int] = {}
         self._codes: OrderedDict[_Key, _UnitCode] = OrderedDict()
         self._stage: Stage = plan.stages[self.stage_index]
         self._seen: OrderedDict[_Key, None] = OrderedDict()
-        self._first: tuple[StageFunction, AutogradCompute] | None = None
+        self._first: dict[int, tuple[StageFunction, AutogradCompute]] = {}
 
     def own_units(self, batch: Batch) -> list[Batch]:
-        """Return the units that this rank runs, in the order of its micro-batches."""
+        """Return the units of this rank's micro-batches, in order; of some it may have nothing to run."""
         units = units_of(batch)
         rank, stage = self._program.rank, self._stage
         count = self.plan.num_micro_batches(self.stage_index)
@@ -234,6 +302,17 @@ class UnitLane(Lane):
         while len(self._seen) > MAX_UNIT_SHAPES:
             self._seen.popitem(last=False)
 
+    def learn_patterns(self, batch: Batch) -> None:
+        """Learn what there is of units that lack inputs, and lower the mini-batch's programs.
+
+        Collective over all ranks where a set of inputs is new.
+
+        Raises:
+            CaptureError: the model cannot do without some inputs; the same on every rank.
+        """
+        self._patterns.learn(batch)
+        self._patterns.program(batch)
+
     def learn_shapes(self, batch: Batch) -> None:
         """Make the code for this rank's units before any of them runs.
 
@@ -241,16 +320,27 @@ class UnitLane(Lane):
             CaptureError: the model's structure depends on the shape of its inputs.
         """
         for unit in self.own_units(batch):
-            self._compute_of(unit)
+            if self._is_run(unit):
+                self._compute_of(unit)
+
+    def unread_parameters(self, batch: Batch) -> frozenset[str]:
+        """Return the model's parameters that units with all inputs read, and no unit of a mini-batch does."""
+        return self._patterns.unread_parameters(batch)
+
+    def _is_run(self, unit: Batch) -> bool:
+        """Return whether the stage has something to do for a unit."""
+        return self.stage_index in self._patterns.of(unit).stages
 
     def prepare(self, batch: Batch) -> StageFunction:
-        """Return the stage's code for a unit like this batch, or like the first of a mini-batch."""
-        return self._code_of(units_of(batch)[0]).prepared.code.function
+        """Return the stage's code for a unit like this batch, or like one of a mini-batch that has all inputs."""
+        units = units_of(batch)
+        unit = next((unit for unit in units if self._patterns.is_full(unit)), units[0])
+        return self._code_of(unit).prepared.code.function
 
     def bind(self, module: StageModule, hooks: Any) -> None:
         """Use these parameters and this optimizer side from now on; code stays as it is."""
         super().bind(module, hooks)
-        self._first = None
+        self._first.clear()
         for key, code in self._codes.items():
             self._codes[key] = dataclasses.replace(code, compute=None)
 
@@ -258,11 +348,15 @@ class UnitLane(Lane):
         key = unit_key(unit)
         found = self._codes.get(key)
         if found is None:
-            code = self._code_at(unit, key[0])
+            pattern = self._patterns.of(unit)
+            code = pattern.named(
+                self._source.stage_code(pattern.reference, pattern.plan, self.stage_index, unit, key[0])
+            )
             found = _UnitCode(
                 prepared=_Prepared(code=code, half=None),
                 tensors={name: spec_of_unit(spec) for name, spec in code.tensors.items()},
                 compute=None,
+                pattern=pattern,
             )
         self._codes[key] = found
         self._codes.move_to_end(key)
@@ -274,48 +368,93 @@ class UnitLane(Lane):
         code = self._code_of(unit)
         compute = code.compute
         if compute is None:
-            function = code.prepared.code.function
-            compute = self._make_compute(code.prepared, self._hooks, step_samples=self.plan.mini_batch)
+            function, pattern = code.prepared.code.function, code.pattern
+            self._check_held(function, unit, pattern)
+            compute = self._make_compute(
+                code.prepared,
+                self._hooks,
+                step_samples=self.plan.mini_batch,
+                gradients=self._patterns.gradients(pattern, code.prepared.code),
+                stage=pattern.plan.stages[self.stage_index],
+            )
             # any two shapes may meet in a later mini-batch, where nothing is new: all are like the first one
-            self._first = self._first or (function, compute)
-            self._check_alike(*self._first, function, compute)
+            first = self._first.setdefault(pattern.index, (function, compute))
+            self._check_alike(*first, function, compute)
             code = self._codes[unit_key(unit)] = dataclasses.replace(code, compute=compute)
         return code, compute
 
     def _executor_for(self, batch: Batch) -> _Compiled:
-        key = self._shape_of(batch)
+        patterns, program = self._patterns.program(batch)
+        key = (patterns, *self._shape_of(batch))
         found = self._executors.get(key)
         if found is None:
-            found = self._executors[key] = self._compile_units(self.own_units(batch))
+            found = self._executors[key] = self._compile_units(self.own_units(batch), program)
         self._executors.move_to_end(key)
         while len(self._executors) > MAX_MINI_BATCHES:
             self._executors.popitem(last=False)
+        assert isinstance(found, _CompiledUnits)
+        self._backwards = found.backwards
         return found
 
     def _shape_of(self, batch: Batch) -> _Key:
         return tuple(unit_key(unit) for unit in self.own_units(batch))
 
-    def _compile_units(self, own: Sequence[Batch]) -> _CompiledUnits:
-        by_key = {unit_key(unit): self._compute_of(unit) for unit in own}
-        codes, computes = zip(*(by_key[unit_key(unit)] for unit in own), strict=True)
-        functions = [code.prepared.code.function for code in codes]
-        first = codes[0].prepared.code
-        units = UnitCompute(computes, functions)
-        # of the other units this rank has no tensors, and no messages
+    def _compile_units(self, own: Sequence[Batch], of_patterns: PatternProgram) -> _CompiledUnits:
+        by_key = {unit_key(unit): self._compute_of(unit) for unit in own if self._is_run(unit)}
+        found = [by_key.get(unit_key(unit)) for unit in own]
+        codes = [None if pair is None else pair[0] for pair in found]
+        functions = [None if code is None else code.prepared.code.function for code in codes]
+        units = UnitCompute(
+            [None if pair is None else pair[1] for pair in found],
+            functions,
+            reduces_in=of_patterns.reduces_in,
+            hooks=self._hooks,
+        )
+        # of the other units this rank has no tensors, and no messages; what a unit lacks of all is of no elements
         specs: list[Mapping[str, TensorSpec]] = [{}] * self.plan.mini_batch
+        lacking = {name: _nothing(name) for name in (*units.received, *units.outputs)}
         for micro_batch, code in enumerate(codes):
-            specs[self._stage.samples(micro_batch, self._program.rank).first_sample] = code.tensors
+            if code is not None:
+                tensors = code.tensors if units.is_alike else {**lacking, **code.tensors}
+                specs[self._stage.samples(micro_batch, self._program.rank).first_sample] = tensors
+        # a rank that runs none of the units reduces and steps with the others
+        some = next((code for code in codes if code is not None), None)
+        first = some.prepared.code if some is not None else _NO_CODE
         return _CompiledUnits(
-            executor=self._make_executor(first, self._program, units, self._hooks, specs=specs),
+            executor=self._make_executor(
+                first, of_patterns.program, units, self._hooks, specs=specs, plan=of_patterns.plan
+            ),
             compute=units,
-            function=functions[0],
+            function=first.function,
             half=None,
             inputs=first.inputs,
             code=first,
             specs=specs,
             units=units,
             own=self.own_units,
+            backwards=backwards_after(of_patterns.program),
         )
+
+    def _check_held(self, function: StageFunction, unit: Batch, pattern: UnitPattern) -> None:
+        """Refuse code of units that lack inputs if it reads what this rank does not have.
+
+        Raises:
+            CaptureError: names it.
+        """
+        odd = [name for name in function.tensors if name not in self._tensors]
+        odd += [key for key in function.batch_inputs if unit[key].is_meta]
+        if odd and pattern.lacks:
+            raise CaptureError(
+                f"stage {self._stage.name}: of units without {list(pattern.lacks)} it reads {odd[:3]}, which it "
+                "does not have, as it reads nothing of them in units that have all; give every unit these keys"
+            )
+
+    def _reduces_in(self) -> int | None:
+        # which backward is the last one differs from mini-batch to mini-batch: `UnitCompute` knows
+        return None
+
+    def _next_backward(self) -> NextBackward:
+        return lambda turn: self._backwards.get(turn)
 
     def _check_alike(
         self,
@@ -347,13 +486,36 @@ class UnitLane(Lane):
         return 1.0 if self.sums_losses else 1.0 / step_samples
 
     def _rows_of(self, batch: Batch, compiled: _Compiled) -> InputRows:
-        compute = compiled.compute
-        keys = compute.batch_inputs if isinstance(compute, UnitCompute) else compiled.function.batch_inputs
-        return self._input_link.bring_units(self.own_units(batch), keys, dtype=self._dtype)
+        keys = compiled.units.keys if isinstance(compiled, _CompiledUnits) else compiled.function.batch_inputs
+        units = [unit if self._is_run(unit) else {} for unit in self.own_units(batch)]
+        return self._input_link.bring_units(units, keys, dtype=self._dtype)
+
+
+_NO_CODE = StageCode(
+    function=StageFunction(
+        call=lambda: (), tensors=(), constants=(), batch_inputs=(), received=(), outputs=(), code=""
+    ),
+    tensors={},
+    inputs={},
+    loss=None,
+    outputs={},
+)
+"""Of a rank that has nothing to run."""
+
+
+def _nothing(name: str) -> TensorSpec:
+    """Return a tensor of no elements: what a unit without a branch has of its tensors."""
+    return TensorSpec(name=name, dtype="float32", shape=(0,), num_samples=1, layout=UNIT, requires_grad=False)
 
 
 class AheadUnitLane(AheadLane, UnitLane):
-    """This rank's pipeline of units, whose frozen branch runs those of the next mini-batch."""
+    """This rank's pipeline of units, whose frozen branch runs those of the next mini-batch.
+
+    Mini-batches with units that lack inputs have programs of their own, and run whole.
+    """
+
+    def _may_be_cut(self, batch: Batch) -> bool:
+        return all(self._patterns.is_full(unit) for unit in units_of(batch))
 
 
 class WindowUnitLane(WindowLane, UnitLane):

@@ -34,6 +34,7 @@ from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
+from gpp_plugin.schedule.absent import Presence
 from gpp_plugin.schedule.checks.order_check import has_backwards
 from gpp_plugin.schedule.checks.rendezvous import execute_serially
 from gpp_plugin.schedule.durations import Durations, nominal_durations, task_durations
@@ -56,6 +57,7 @@ def lower_schedules(
     costs: Durations | None = None,
     cluster: Cluster | None = None,
     training: bool = True,
+    presence: Presence | None = None,
 ) -> tuple[RankProgram, ...]:
     """Return the program of every rank, in rank order.
 
@@ -66,6 +68,7 @@ def lower_schedules(
         costs: task durations to order by; the plan's by default. They affect speed, never correctness.
         cluster: links to order by; without one messages take no time.
         training: end with reductions and the optimizer step.
+        presence: as of `build_task_graph`.
 
     Raises:
         ScheduleError: the schedules are incomplete, wait for each other, or do not fit the arguments.
@@ -74,7 +77,7 @@ def lower_schedules(
     # 1. tasks and messages as one graph; 2. when each would happen, simulated with the plan's times; 3. one global
     # order by those times, restricted to each rank, so that no two ranks can wait for each other (`placement`);
     # 4. instructions; 5. the tail that every rank runs once: reductions, and the step that all ranks agree on.
-    graph = build_task_graph(plan, schedules)
+    graph = build_task_graph(plan, schedules, presence=presence)
     trained = {schedule.stage for schedule in schedules if has_backwards(schedule)}
     if not training and trained:
         raise ScheduleError(f"stages {sorted(trained)} run backwards in evaluation; use forward_schedules")
@@ -179,7 +182,11 @@ def reduce_after_backwards(
         programs: of all ranks; they finish under serial rendezvous execution and end with a reduction.
         stages: those to change; a stage of one rank has nothing to reduce.
     """
-    wanted = {index for index in stages if plan.stages[index].degree > 1}
+    # Ranks of a stage that run unlike tasks, as their units lack other branches, reduce once, at the end.
+    tasks: dict[int, set[tuple[Task, ...]]] = defaultdict(set)
+    for program in programs:
+        tasks[program.stage].add(tuple(i.task for i in program.instructions if i.task is not None))
+    wanted = {index for index in stages if plan.stages[index].degree > 1 and len(tasks[index]) == 1}
     attempts: dict[tuple[int, int], int] = defaultdict(int)
     while True:
         changed = tuple(

@@ -20,12 +20,13 @@ A part of such a graph (`windows`) is one too. It has nodes of two more kinds, w
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
+from gpp_plugin.schedule.absent import Presence
 from gpp_plugin.schedule.checks.order_check import (
     check_gradient_edges,
     check_schedules,
@@ -162,8 +163,14 @@ class TaskGraph:
         self.num_waits[locked] += 1
 
 
-def build_task_graph(plan: PipelinePlan, schedules: Sequence[StageSchedule]) -> TaskGraph:
+def build_task_graph(
+    plan: PipelinePlan, schedules: Sequence[StageSchedule], *, presence: Presence | None = None
+) -> TaskGraph:
     """Return the graph of all tasks and messages of ``plan`` under ``schedules``.
+
+    Args:
+        presence: what there is of each sample, where some lack branches; tasks of a stage that does not run a sample,
+            and messages of an edge that carries nothing of it, are left out.
 
     Raises:
         ScheduleError: the schedules are incomplete or do not fit the plan's gradients.
@@ -174,7 +181,10 @@ def build_task_graph(plan: PipelinePlan, schedules: Sequence[StageSchedule]) -> 
     check_schedules(plan, schedules)
     trained = {schedule.stage for schedule in schedules if has_backwards(schedule)}
     check_gradient_edges(plan, trained)
-    return _Builder(plan, schedules, trained).build()
+    if presence is None:
+        return _Builder(plan, schedules, trained).build()
+    presence.check(plan)
+    return _Builder(plan, schedules, trained).build(presence)
 
 
 class _Builder:
@@ -198,7 +208,7 @@ class _Builder:
         self._kind: list[TaskKind] = []
         self._half: list[int | None] = []
 
-    def build(self) -> TaskGraph:
+    def build(self, presence: Presence | None = None) -> TaskGraph:
         # First all nodes, so that the first node of any task is known by arithmetic: a stage's F of micro-batch m at
         # data position p is ``forward[stage] + m * degree + p``, which for parts a (`messages`) is ``forward + a``.
         # Then who waits for whom: the order of each rank, messages, and what holds forward-only stages back.
@@ -240,6 +250,8 @@ class _Builder:
             self._add_activations(graph, index, of_edge)
         for index, of_edge in enumerate(overlaps):
             self._add_gradients(graph, index, of_edge)
+        if presence is not None:
+            graph = _present_part(graph, presence)
         self._add_unlocks(graph)
         return graph
 
@@ -339,17 +351,58 @@ class _Builder:
         #
         #     frozen     F0  F1          F2          F3
         #     consumer       F0 ─────────┘ F1 ───────┘ ...
+        later: dict[int, int] = {}
+        for order in graph.orders.values():
+            if order and graph.stage[order[0]] not in self._trained:
+                count = self._schedules[graph.stage[order[0]]].num_in_flight
+                later.update(zip(order, order[count:], strict=False))
         for number in range(graph.num_activations):
             source = graph.source[number]
-            index = graph.stage[source]
-            if index in self._trained:
-                continue
-            stage = self._plan.stages[index]
-            later = graph.micro_batch[source] + self._schedules[index].num_in_flight
-            if later < self._plan.num_micro_batches(index):
-                position = stage.position(graph.rank[source])[0]
-                locked = self._forward[index] + later * stage.degree + position
-                graph.add_unlock(graph.target[number], locked)
+            if source in later:
+                graph.add_unlock(graph.target[number], later[source])
+
+
+def _present_part(graph: TaskGraph, presence: Presence) -> TaskGraph:
+    """Return what of a graph, before anything is unlocked, is there: nodes are numbered anew, in their order."""
+    # ``number`` of a node is its new one, -1 where its stage does not run its unit. Of units image, text on one vision
+    # rank with nodes F0 F1 B0 B1 it is [0, -1, 1, -1], and the rank's order F0 F1 B0 B1 becomes F0 B0.
+    plan = graph.plan
+    of_rank = {rank: s.position(rank)[0] for s in plan.stages for rank in s.data_ranks(0)}
+    number = [-1] * len(graph.stage)
+    kept: list[int] = []
+    for node, index in enumerate(graph.stage):
+        unit = graph.micro_batch[node] * plan.stages[index].degree + of_rank[graph.rank[node]]
+        if index in presence.stages[unit]:
+            number[node] = len(kept)
+            kept.append(node)
+    groups = []
+    for group in graph.groups:
+        found = [number[n] for n in range(group.first, group.first + group.count) if number[n] >= 0]
+        if found:
+            groups.append(replace(group, first=found[0], count=len(found)))
+    # a message is of the unit that is its first sample, as every task is of one
+    messages = [m for m, o in enumerate(graph.overlaps) if graph.edge[m] in presence.edges[o[2]]]
+    part = TaskGraph(
+        plan=plan,
+        orders={},
+        members=graph.members,
+        groups=tuple(groups),
+        stage=[graph.stage[n] for n in kept],
+        rank=[graph.rank[n] for n in kept],
+        micro_batch=[graph.micro_batch[n] for n in kept],
+        kind=[graph.kind[n] for n in kept],
+        half=[graph.half[n] for n in kept],
+        num_waits=[0] * len(kept),
+        next_on_rank=[-1] * len(kept),
+        first_message=[-1] * len(kept),
+        num_activations=sum(m < graph.num_activations for m in messages),
+    )
+    for rank, order in graph.orders.items():
+        part.set_order(rank, [number[n] for n in order if number[n] >= 0])
+    for m in messages:
+        ends = number[graph.source[m]], number[graph.target[m]]
+        part.add_message(*ends, graph.num_bytes[m], graph.edge[m], graph.overlaps[m], graph.pairs[m])
+    return part
 
 
 def waiting_circle(graph: TaskGraph, finished: Sequence[bool]) -> list[int]:

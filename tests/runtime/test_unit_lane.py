@@ -151,6 +151,13 @@ class Held:
         return self._tensors
 
 
+class Queues(dict[Any, Any]):
+    """A queue for each message, made when it is first asked for, whatever thread asks."""
+
+    def __missing__(self, message: Any) -> Any:
+        return self.setdefault(message, queue.Queue())
+
+
 class ThreadJob:
     """All ranks of a job of units, each with a lane of its own."""
 
@@ -172,10 +179,7 @@ class ThreadJob:
         reference, typical = self.source.prepare_plan(sample)
         self.plan = plan_of_units(typical)
         programs = make_programs(self.plan, reference)
-        self.queues: dict[Any, Any] = {}
-        for program in programs:
-            for message in program.messages(InstructionKind.SEND):
-                self.queues[message] = queue.Queue()
+        self.queues = Queues()
         self.lanes, self.held = [], []
         for program in programs:
             lane = UnitLane(
@@ -196,6 +200,7 @@ class ThreadJob:
         batch = UnitBatch(units=tuple(self.source.complete_batches(units)))
         for lane in self.lanes:  # captures are for one thread
             if lane.has_new_shapes(batch):
+                lane.learn_patterns(batch)
                 lane.learn_shapes(batch)
                 lane.note_shapes(batch)
         for held in self.held:

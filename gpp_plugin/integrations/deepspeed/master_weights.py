@@ -16,7 +16,7 @@ Tests: tests/runtime/test_weight_versions.py, tests/integrations/test_async.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,11 +137,20 @@ class MasterWeights:
         return ParameterPlaces(parameters)
 
     @torch.no_grad()
-    def step(self, gradients: Mapping[str, Tensor | None], *, coefficient: float) -> None:
+    def step(
+        self,
+        gradients: Mapping[str, Tensor | None],
+        *,
+        coefficient: float,
+        resting: Collection[str] = (),
+    ) -> None:
         """Step every master with ``coefficient`` times its gradient and publish to the parameters.
 
         A parameter without a gradient is left alone where it has a master of its own, and has a gradient of
         zero where its master is flat, as in DeepSpeed. Gradients in the masters' type are scaled in place.
+
+        Args:
+            resting: parameters without gradients that are to stay as they are, whatever their masters.
         """
         # A flat master is stepped as one tensor, so that it needs a whole gradient: zeros where no loss reached.
         for master in {id(f.master): f.master for f in self._fragments.values() if f.flat}.values():
@@ -157,31 +166,62 @@ class MasterWeights:
                 places.append(fragment.master.grad.narrow(0, fragment.master_start, fragment.num_elements))
         if places:
             torch._foreach_copy_(places, parts)
-        self._step_masters(coefficient)
+        self._step_masters(coefficient, resting)
 
     @torch.no_grad()
-    def step_partitions(self, partitions: Sequence[Tensor], *, coefficient: float) -> None:
+    def step_partitions(
+        self, partitions: Sequence[Tensor], *, coefficient: float, resting: Collection[str] = ()
+    ) -> None:
         """Step the masters of this rank's partitions (ZeRO) with ``coefficient`` times their gradients.
 
         Args:
             partitions: one for each group of `layout`; those in the masters' type are scaled in place.
+            resting: as of `step`.
         """
         for master, part in zip(self._wrapper.single_partition_of_fp32_groups, partitions, strict=True):
             master.grad = part.to(device=master.device, dtype=master.dtype)
-        self._step_masters(coefficient)
+        self._step_masters(coefficient, resting)
 
-    def _step_masters(self, coefficient: float) -> None:
+    def _step_masters(self, coefficient: float, resting: Collection[str]) -> None:
         # One pass over all gradients takes out the loss scale and clips; DeepSpeed's own step would do these apart.
         held = [master.grad for master in self._masters if master.grad is not None]
         if coefficient != 1.0 and held:
             torch._foreach_mul_(held, coefficient)
+        kept = self._kept_of(resting) if resting else []
         self.optimizer.step()
+        for place, before in kept:
+            place.copy_(before)
         if not self.is_plain:  # else the parameters themselves, whose gradients are not ours to let go of
             for master in self._masters:
                 master.grad = None
         self._publish()
-        if self.partitioned:
+        if self.partitioned and all(master in self.optimizer.state for master in self._masters):
             self._wrapper._lazy_init_hp_params_optimizer_state()  # for deepspeed.utils.safe_get_full_*
+
+    def _kept_of(self, resting: Collection[str]) -> list[tuple[Tensor, Tensor]]:
+        """Return what is to be as before the step of flat masters: places, and copies of what is there.
+
+        A master of which nothing else moves takes no step at all.
+        """
+        # Of a flat master | a | b | c | with b resting: elements of b in the master and in each state tensor of its
+        # size (momenta). The count of steps is the master's, so that b's bias correction is that of its neighbours.
+        by_master: dict[int, list[tuple[str, Fragment]]] = {}
+        for name, fragment in self._fragments.items():
+            if fragment.flat:
+                by_master.setdefault(id(fragment.master), []).append((name, fragment))
+        kept = []
+        for fragments in by_master.values():
+            master = fragments[0][1].master
+            if all(name in resting for name, _ in fragments):
+                master.grad = None
+                continue
+            state = self.optimizer.state.get(master, {})
+            same_size = [t for t in state.values() if isinstance(t, Tensor) and t.numel() == master.numel()]
+            for name, fragment in fragments:
+                for tensor in (master, *same_size) if name in resting else ():
+                    place = tensor.view(-1).narrow(0, fragment.master_start, fragment.num_elements)
+                    kept.append((place, place.clone()))
+        return kept
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -199,11 +199,13 @@ class DeepSpeedOptimizer:
         # the masters' fragments.
         if isinstance(gradients, PartitionedGradients):
             assert self._masters is not None, "partitions are of masters"
-            self._masters.step_partitions(gradients.partitions, coefficient=coefficient)
+            self._masters.step_partitions(
+                gradients.partitions, coefficient=coefficient, resting=gradients.resting
+            )
         elif self._masters is not None:
             assert isinstance(gradients, GradientStore)
             held = {name: gradients.get(name) for name in gradients.parameters}
-            self._masters.step(held, coefficient=coefficient)
+            self._masters.step(held, coefficient=coefficient, resting=gradients.resting)
 
     def advance_rates(self) -> None:
         """Advance the learning-rate schedule by one step."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.capture.eager.choose_whole import find_asked
 from gpp_plugin.capture.tracing.sample_batches import as_unit, count_samples, is_counted, rows_per_sample
-from gpp_plugin.errors import ConfigError, PlanError
+from gpp_plugin.errors import CaptureError, ConfigError, PlanError, first_line
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.op_graph import Parameter
 from gpp_plugin.ir.plan import PipelinePlan
@@ -138,6 +138,7 @@ class GraphJob:
         self._known: dict[tuple[Any, ...], _Met] = {}
         self._current: dict[bool, _Met] = {}
         self._analyses: dict[tuple[bool, _PartKey], Analysis] = {}
+        self._lacking: dict[tuple[bool, _PartKey], Reference] = {}
         self._remember(
             self.resolved, sample_batch, self._survey.shapes, self._survey.analyses, is_training=True
         )
@@ -149,6 +150,10 @@ class GraphJob:
             asked: outputs that an evaluation asks for.
         """
         if isinstance(self._given, nn.Module):
+            if (
+                batch.keys() < self._sample.keys()
+            ):  # units that lack inputs: one part, whatever the order of theirs
+                batch = {key: batch[key] for key in self._sample if key in batch}
             return resolve_module(self._given, batch, num_ranks=self._num_ranks, asked=asked)
         return resolve(
             self._given,
@@ -285,6 +290,41 @@ class GraphJob:
             outputs=outputs,
         )
 
+    def lacking(self, reference: Reference, unit: Batch) -> Reference:
+        """Return a plain model as it is for loss units of these keys only; collective over all ranks.
+
+        Args:
+            reference: of the model with all its inputs, in the mode that is asked for.
+
+        Raises:
+            CaptureError: it cannot do without the others; the same on every rank.
+        """
+        is_training, known = reference.analysis.is_training, reference.analysis.op_graph
+        resolved = self._resolve(unit, asked=() if is_training else tuple(known.outputs))
+        whole = resolved.whole
+        lost = sorted({spec.name for spec in known.inputs} - unit.keys())
+        assert whole is not None, "units of their own shapes are of plain models"
+        key = (is_training, _key(whole))
+        if key in self._lacking:
+            return self._lacking[key]
+        try:
+            _, analyses = Prober(resolved, self._part(whole), self._place).shapes_at(
+                unit, self._loss_unit, {}, is_training=is_training, analyses={}
+            )
+        except CaptureError as error:
+            raise CaptureError(
+                f"a unit lacks {lost}, and {known.model} cannot be captured without: {first_line(error)}; give every "
+                "unit these keys"
+            ) from error
+        analysis = analyses[whole.name]
+        if analysis.reads_values:
+            raise CaptureError(
+                f"a unit lacks {lost}, and without them the Python of {known.model} reads values of the batch; give "
+                "every unit these keys"
+            )
+        self._lacking[key] = make_reference(analysis, self._granularity)
+        return self._lacking[key]
+
     def takes_whole_units(self, stage: str) -> bool:
         """Return whether a captured part computes on loss units as they are given."""
         return self._survey.analyses[stage].takes_whole_units
@@ -354,6 +394,17 @@ class GraphJob:
             )
         return self._parts[key]
 
+    def _called_with(self, reference: Reference, batch: Batch) -> GraphStage:
+        """Return the whole model as it was traced for batches of these keys."""
+        assert self.whole is not None
+        if not reference.analysis.is_training:
+            return self._evaluated(reference, batch)
+        if not batch.keys() < self._sample.keys():
+            return self.whole
+        lacking = self._resolve(batch).whole
+        assert lacking is not None
+        return lacking
+
     def _evaluated(self, reference: Reference, batch: Batch) -> GraphStage:
         """Return the whole model as evaluation traced it for batches of these keys."""
         asked = tuple(reference.analysis.op_graph.outputs)
@@ -373,7 +424,7 @@ class GraphJob:
         own, blocks = self._stage.name, plan.stages[stage].blocks
         # a plain model: the reference is the capture itself, and evaluation has one of its own (no labels, outputs)
         if self.whole is not None and (is_training or reference.block_graph.blocks):
-            part = self._part(self.whole if is_training else self._evaluated(reference, batch))
+            part = self._part(self._called_with(reference, batch))
             return part.stage_code(reference, plan, stage, batch, num_samples)
         met = self._current[is_training]
         shapes = met.shapes

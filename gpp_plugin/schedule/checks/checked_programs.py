@@ -12,7 +12,9 @@ from collections.abc import Iterator, Sequence
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import InstructionKind, Message, RankProgram
+from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import StageSchedule, TaskKind
+from gpp_plugin.schedule.absent import Presence, own_tasks
 from gpp_plugin.schedule.grid import program_grid
 
 TAIL_ORDER = (InstructionKind.REDUCE_DATA, InstructionKind.REDUCE_TIED, InstructionKind.STEP)
@@ -25,6 +27,7 @@ class CheckedPrograms:
         trained: the stages that run backwards.
         halved: stage -> micro-batches whose forward runs in two halves; ``sent_in_halves`` those sent so too.
         in_edges, out_edges: stage -> indices of the plan's edges.
+        tasks: rank -> the tasks of its stage's schedule that it runs; all, unless its samples lack branches.
     """
 
     def __init__(
@@ -32,8 +35,10 @@ class CheckedPrograms:
         plan: PipelinePlan,
         schedules: Sequence[StageSchedule],
         programs: Sequence[RankProgram],
+        presence: Presence | None = None,
     ) -> None:
         self.plan = plan
+        self.presence = presence
         self.schedules = {schedule.stage: schedule for schedule in schedules}
         self.programs = {program.rank: program for program in programs}
         self.trained = {
@@ -53,6 +58,15 @@ class CheckedPrograms:
         for index, edge in enumerate(plan.edges):
             self.in_edges[edge.dst].append(index)
             self.out_edges[edge.src].append(index)
+        self.tasks = {
+            program.rank: own_tasks(plan, self.schedules[program.stage].tasks, program.rank, presence)
+            for program in programs
+            if program.stage in self.schedules
+        }
+
+    def is_carried(self, edge: int, samples: SampleRange) -> bool:
+        """Return whether an edge carries something of some samples."""
+        return self.presence is None or edge in self.presence.edges[samples.first_sample]
 
     def fail(self, rank: int, position: int, what: str) -> ScheduleError:
         """Return the error that says ``what`` is wrong at an instruction, with it marked in the grid."""

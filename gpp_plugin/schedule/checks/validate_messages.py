@@ -110,6 +110,7 @@ def _check_inputs(
             wanted = activations_due(checked.plan, edge, samples, task.half, checked.sent_in_halves[edge.src])
         else:
             wanted = gradients_due(checked.plan, edge, samples) if edge.dst in checked.trained else []
+        wanted = [(piece, whole) for piece, whole in wanted if checked.is_carried(index, piece)]
         direction = Direction.ACTIVATION if is_forward else Direction.GRADIENT
         brought = [(m, received_cells(checked.plan, m)) for m in messages]
         for cell in needed_cells(checked.plan, index, direction, program.rank):

@@ -31,6 +31,7 @@ from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule, TaskKind
+from gpp_plugin.schedule.absent import Presence
 from gpp_plugin.schedule.checks.checked_programs import TAIL_ORDER, CheckedPrograms, messages_of
 from gpp_plugin.schedule.checks.rendezvous import Standstill, execute_serially
 from gpp_plugin.schedule.checks.validate_messages import check_channels, check_messages, check_readiness
@@ -43,16 +44,19 @@ def validate_programs(
     programs: Sequence[RankProgram],
     *,
     steps_each_backward: bool = False,
+    presence: Presence | None = None,
 ) -> None:
     """Check the programs of all ranks together.
 
     Args:
+        presence: what there is of each sample, where some lack branches: a rank runs those tasks of the schedule, and
+            a task needs those messages, and no others.
         steps_each_backward: stages step after each backward, not once at the end.
 
     Raises:
         ScheduleError: what is wrong, with which values, the fix, and the grid with the bad cell marked.
     """
-    checked = CheckedPrograms(plan, schedules, programs)
+    checked = CheckedPrograms(plan, schedules, programs, presence)
     _check_ranks(checked, [program.rank for program in programs])
     for program in checked.programs.values():
         _check_tasks(checked, program)
@@ -97,7 +101,7 @@ def _check_ranks(checked: CheckedPrograms, order: Sequence[int]) -> None:
 
 def _check_collectives_agree(checked: CheckedPrograms, *, steps_each_backward: bool) -> None:
     """Collective instructions are on every rank that takes part, between the same tasks."""
-    places = {rank: _collectives(program) for rank, program in checked.programs.items()}
+    places = {rank: _collectives(checked, program) for rank, program in checked.programs.items()}
     tails = {rank: tuple(kind for _, kind in found) for rank, found in places.items()}
     for rank, found in places.items():
         stage = checked.plan.stages[checked.programs[rank].stage]
@@ -150,31 +154,37 @@ def _raise_deadlock(checked: CheckedPrograms, end: Standstill) -> None:
     )
 
 
-def _collectives(program: RankProgram) -> tuple[tuple[int, InstructionKind], ...]:
-    """Return (number of tasks before it, kind) of each collective instruction."""
+def _collectives(checked: CheckedPrograms, program: RankProgram) -> tuple[tuple[int, InstructionKind], ...]:
+    """Return (tasks of the schedule that are over, kind) of each collective instruction."""
+    # Of a rank that lacks some of the schedule's tasks those before its next one are over: of F0 F1 B0 B1 with B0
+    # absent a reduction before B1 has 3 behind it, as on the ranks that run all.
+    places: Sequence[int] | None = None
+    if checked.presence is not None:
+        position = {task: i for i, task in enumerate(checked.schedules[program.stage].tasks)}
+        places = [*(position[task] for task in checked.tasks[program.rank]), len(position)]
     found = []
     num_tasks = 0
     for instruction in program.instructions:
         num_tasks += instruction.task is not None
         if instruction.kind in TAIL_ORDER:
-            found.append((num_tasks, instruction.kind))
+            found.append((num_tasks if places is None else places[num_tasks], instruction.kind))
     return tuple(found)
 
 
 def _check_tasks(checked: CheckedPrograms, program: RankProgram) -> None:
     """The rank runs its stage's schedule, in order, and every micro-batch whole."""
-    schedule = checked.schedules[program.stage]
+    due = checked.tasks[program.rank]
     ran = [(i, x.task) for i, x in enumerate(program.instructions) if x.kind is InstructionKind.COMPUTE]
-    for (position, task), planned in zip(ran, schedule.tasks, strict=False):
+    for (position, task), planned in zip(ran, due, strict=False):
         if task != planned:
             raise checked.fail(
                 program.rank, position, f"runs {task} where the schedule has {planned}; lower anew"
             )
-    if len(ran) != len(schedule.tasks):
+    if len(ran) != len(due):
         raise checked.fail(
             program.rank,
             len(program.instructions) - 1,
-            f"runs {len(ran)} tasks of the {len(schedule.tasks)} scheduled; lower anew",
+            f"runs {len(ran)} tasks of the {len(due)} scheduled; lower anew",
         )
     # That the schedule was followed says nothing of the schedule, so the parts of each micro-batch are checked by
     # themselves: after each task they must begin one of F B, F I W, Fa Fb B and Fa Fb I W (F and Fa Fb where nothing
@@ -193,13 +203,15 @@ def _check_tasks(checked: CheckedPrograms, program: RankProgram) -> None:
                 "then its backward once, whole or as input and weight gradient",
             )
     ends = ("B", "W") if program.stage in checked.trained else ("F", "Fb")
-    count = checked.plan.num_micro_batches(program.stage)
-    lacking = [m for m in range(count) if not parts[m] or parts[m][-1] not in ends]
-    if lacking or len(parts) != count:
+    wanted = {task.micro_batch for task in due}
+    if checked.presence is None:
+        wanted = set(range(checked.plan.num_micro_batches(program.stage)))
+    lacking = [m for m in sorted(wanted) if not parts[m] or parts[m][-1] not in ends]
+    if lacking or len(parts) != len(wanted):
         raise checked.fail(
             program.rank,
             len(program.instructions) - 1,
-            f"runs {len(parts)} micro-batches where {count} are due, unfinished {lacking[:4]}; "
+            f"runs {len(parts)} micro-batches where {len(wanted)} are due, unfinished {lacking[:4]}; "
             "schedule each once",
         )
 

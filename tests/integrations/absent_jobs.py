@@ -1,0 +1,124 @@
+"""What each rank runs in the tests of units that lack a branch of the model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from tests.integrations.engine_jobs import config_of, make_engine
+from tests.integrations.unit_jobs import _losses, _with_weights, one_process
+from tests.models import build
+from tests.reference import gradient_errors
+
+
+class TwoTowers(nn.Module):
+    """Two towers, either of which may have no input; what there is is added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.right = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(
+        self, labels: Tensor | None = None, left: Tensor | None = None, right: Tensor | None = None
+    ) -> SequenceClassifierOutput:
+        """Return loss and logits."""
+        parts = [tower(x) for tower, x in ((self.left, left), (self.right, right)) if x is not None]
+        if not parts:
+            raise ValueError("give left or right")
+        logits = self.head(sum(parts[1:], start=parts[0]))
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+def tower_units(kinds: str) -> list[dict[str, Any]]:
+    """Return a unit for each letter: with both inputs, or the left or right one only; of one to three samples."""
+    generator = torch.Generator().manual_seed(len(kinds) + 7)
+    units = []
+    for index, kind in enumerate(kinds):
+        count = 2 + index % 3
+        unit: dict[str, Any] = {
+            "labels": torch.randint(0, 3, (count,), generator=generator),
+            "left": torch.randn(count, 6, generator=generator),
+            "right": torch.randn(count, 5, generator=generator),
+        }
+        lost = {"b": "", "l": "right", "r": "left"}[kind]
+        units.append({k: v for k, v in unit.items() if k != lost})
+    return units
+
+
+def mixed_units(has_image: Sequence[bool], seed: int, *, layers: int = 1) -> list[dict[str, Any]]:
+    """Return units of a LLaVA, of several lengths, with images or as text only."""
+    _, make_batch = build("llava", layers=layers)
+    units = []
+    for index, is_there in enumerate(has_image):
+        unit = make_batch(2 - index % 2, 100 * seed + index)
+        if not is_there:
+            length = unit["input_ids"].shape[1] - index % 2
+            unit = {k: v[:, :length].contiguous() for k, v in unit.items() if k != "pixel_values"}
+        units.append(unit)
+    return units
+
+
+def train_absent(name: str, block: dict[str, Any], zero: int, patterns: Sequence[str]) -> dict[str, Any]:
+    """Train a step for each pattern on units with absent branches, and evaluate; compare with one process.
+
+    Args:
+        patterns: of each step, a letter a unit: b has all inputs; of towers l and r one, of a LLaVA t text only.
+    """
+    torch.manual_seed(0)
+    if name == "towers":
+        model: Any = TwoTowers()
+        steps = [tower_units(kinds) for kinds in patterns]
+        sample = tower_units("b")[0]
+    else:
+        model, make_batch = build("llava", layers=1)
+        steps = [mixed_units([kind == "b" for kind in kinds], seed) for seed, kinds in enumerate(patterns)]
+        sample = make_batch(4, 9)
+    plain = copy.deepcopy(model)
+    config = config_of(
+        block={"units": len(patterns[0]), **block},
+        zero_optimization={"stage": zero},
+        train_batch_size="auto",
+    )
+    engine = make_engine(model, sample, config)
+    engine.retain_gradients()
+    stream = iter([unit for units in (*steps, steps[0], steps[0]) for unit in units])
+    losses, gradients, states = [], [], []
+    for _ in steps:
+        losses.append(float(engine.train_batch(stream)))
+        gradients.append(dict(engine.gradients))
+        states.append(engine.gather_state_dict() or {})  # on rank 0
+    evaluated = float(engine.eval_batch(stream))
+    _, logits = engine.eval_batch(stream, return_logits=True)
+    reference, _ = one_process(plain, steps, loss_mean="units")
+    _, wanted = one_process(plain, steps[:1], loss_mean="units")
+    trained = _with_weights(plain, steps, loss_mean="units")
+    with torch.no_grad():
+        mean = sum(float(part) for part in _losses(trained, steps[0], "units"))
+        last = [trained(**unit).logits for unit in steps[0]]
+    weights = dict(trained.named_parameters())
+    return {
+        "losses": losses,
+        "wanted": reference,
+        "errors": gradient_errors(gradients[0], wanted),
+        "reached": [sorted(found) for found in gradients],
+        "weights": {
+            n: float((states[-1][n] - w.detach()).abs().max()) for n, w in weights.items() if n in states[-1]
+        },
+        "moved": [
+            sorted(n for n in weights if n in states[i] and not torch.equal(states[i][n], states[i - 1][n]))
+            for i in range(1, len(states))
+        ],
+        "evaluated": evaluated,
+        "wanted_evaluated": mean,
+        "logits": max(float((a - b).abs().max()) for a, b in zip(logits, last, strict=True)),
+        "stages": [list(stage.blocks) for stage in engine.plan.stages],
+        "left": len(list(stream)),
+    }

@@ -1,0 +1,53 @@
+"""Units that lack a branch, on ranks: losses, gradients, AdamW steps and evaluations equal one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.integrations import absent_jobs as jobs
+from tests.ranks import run_kept_ranks
+
+
+def check(answer: dict[str, Any], *, is_exact: bool = True) -> None:
+    assert answer["losses"] == pytest.approx(answer["wanted"], rel=1e-6 if is_exact else 1e-3)
+    assert answer["errors"]
+    assert max(answer["errors"].values()) < 2e-6
+    assert answer["left"] == 0
+    if is_exact:
+        assert max(answer["weights"].values(), default=0.0) < 1e-5
+        assert answer["evaluated"] == pytest.approx(answer["wanted_evaluated"], rel=2e-6)
+        assert answer["logits"] < 1e-5
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_text_only_units_of_a_language_model(ranks: int) -> None:
+    # momentum and decay would move the tower in the second step, which has no image
+    answers = run_kept_ranks(
+        jobs.train_absent, ranks, "llava", {"data_parallel": 1}, 0, ("btb", "ttt", "tbt"), timeout_s=200.0
+    )
+    assert answers[0]["weights"]
+    for rank, answer in enumerate(answers):
+        check(answer)
+        if rank:
+            continue
+        tower = [name for name in answer["reached"][0] if "vision_tower" in name or "projector" in name]
+        assert tower
+        assert not set(tower).intersection(answer["reached"][1])
+        assert not any("vision_tower" in name or "projector" in name for name in answer["moved"][0])
+        assert set(tower) <= set(answer["moved"][1])
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_ranks_whose_units_lack_a_tower_that_others_have(zero: int) -> None:
+    # of two data-parallel ranks the second one's units have no right input; then nobody's have
+    answers = run_kept_ranks(
+        jobs.train_absent, 2, "towers", {"data_parallel": 2}, zero, ("blbl", "llll", "rrbb")
+    )
+    for answer in answers:
+        check(answer, is_exact=zero == 0)
+    first, second = answers[0]["moved"]
+    assert first
+    assert not any(name.startswith("right.") for name in first)
+    assert any(name.startswith("right.") for name in second)

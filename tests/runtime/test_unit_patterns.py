@@ -1,0 +1,121 @@
+"""Units that lack a branch of the model equal one process that runs them one by one; all ranks are threads here."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from gpp_plugin.errors import CaptureError
+from gpp_plugin.ir.program import InstructionKind
+from gpp_plugin.runtime.batches import UnitBatch
+from tests.integrations.absent_jobs import TwoTowers, mixed_units, tower_units
+from tests.integrations.unit_jobs import one_process
+from tests.models import build
+from tests.reference import gradient_errors
+from tests.runtime.test_unit_lane import ThreadJob
+
+
+def check(
+    job: ThreadJob, plain: nn.Module, units: Sequence[dict[str, Any]], loss_mean: str = "units"
+) -> None:
+    """Run a mini-batch, and hold it against one process: which gradients there are, too."""
+    loss, gradients = job.run(units)
+    (wanted,), reference = one_process(plain, [units], loss_mean=loss_mean)
+    assert loss == pytest.approx(wanted, rel=1e-6)
+    assert gradients.keys() == reference.keys()
+    assert max(gradient_errors(gradients, reference).values()) < 2e-6
+
+
+def tasks_of(job: ThreadJob, units: Sequence[dict[str, Any]]) -> list[int]:
+    """Return how many tasks each rank runs of a mini-batch."""
+    batch = UnitBatch(units=tuple(job.source.complete_batches(units)))
+    programs = [lane._patterns.program(batch)[1].program for lane in job.lanes]
+    return [sum(i.task is not None for i in program.instructions) for program in programs]
+
+
+def test_a_language_model_runs_text_only_units_without_its_tower(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, make_batch = build("llava", layers=1)
+    plain = copy.deepcopy(model)
+    block = {
+        **{"units": 4, "stages": 2, "data_parallel": 1, "loss_mean": "tokens"},
+        "memory": {"recompute": "full"},
+    }
+    job = ThreadJob(model, make_batch(2, 9), 2, block, tmp_path)
+    for pattern in ((True, False, False, True), (False,) * 4):
+        check(job, plain, mixed_units(pattern, seed=1), "tokens")
+    recomputed = [stage.memory is not None and stage.memory.recomputed for stage in job.plan.stages]
+    text = next(p for p in job.lanes[0]._patterns._known.values() if p.lacks)
+    assert any(recomputed)
+    assert any(stage.memory is not None and stage.memory.recomputed for stage in text.plan.stages)
+
+
+def test_towers_of_which_units_lack_one_or_the_other(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = TwoTowers()
+    plain = copy.deepcopy(model)
+    job = ThreadJob(
+        model, tower_units("b")[0], 3, {"units": 4, "data_parallel": 1, "planner": "uniform"}, tmp_path
+    )
+    for kinds in ("bblr", "llll", "rlrb", "rrrr", "bbbb"):
+        check(job, plain, tower_units(kinds))
+    full, left = tasks_of(job, tower_units("bbbb")), tasks_of(job, tower_units("llll"))
+    assert full == [8, 8, 8]
+    assert sorted(left) == [0, 8, 8], "one tower has nothing to do"
+
+
+def test_the_programs_of_a_pattern_are_made_once_and_few_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gpp_plugin.runtime import unit_patterns
+
+    monkeypatch.setattr(unit_patterns, "MAX_PROGRAMS", 2)
+    torch.manual_seed(0)
+    job = ThreadJob(TwoTowers(), tower_units("b")[0], 1, {"units": 4, "stages": 1}, tmp_path)
+    for kinds in ("bblr", "blbr", "lbbr", "rlbb"):
+        job.run(tower_units(kinds))
+    patterns = job.lanes[0]._patterns
+    assert len(patterns._programs) == 2
+    assert len(patterns._known) == 3
+    patterns._lowered = None  # type: ignore[method-assign, assignment]
+    job.run(tower_units("rlbb"))
+
+
+def test_a_unit_without_what_the_model_needs_is_refused_in_one_line(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    job = ThreadJob(TwoTowers(), tower_units("b")[0], 2, {"units": 2, "stages": 2}, tmp_path)
+    good = tower_units("bb")
+    for lost in ({"left": None, "right": None}, {"labels": None}):
+        unit = {k: v for k, v in good[0].items() if k not in lost}
+        with pytest.raises(CaptureError, match=r"a unit lacks \['(left', 'right|labels)'\]") as caught:
+            job.run([good[0], unit])
+        assert "\n" not in str(caught.value)
+    job.run(good)
+
+
+class Unread(nn.Module):
+    """Takes an input and makes nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, hint: Tensor | None = None) -> SequenceClassifierOutput:
+        return SequenceClassifierOutput(loss=self.layer(x).square().mean())
+
+
+def test_an_input_that_nobody_reads_may_be_absent(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sample = {"x": torch.randn(2, 8), "hint": torch.randn(2, 3)}
+    model = Unread()
+    plain = copy.deepcopy(model)
+    job = ThreadJob(model, sample, 1, {"units": 2}, tmp_path)
+    check(job, plain, [sample, {"x": torch.randn(2, 8)}])
+    assert all(i.kind is not InstructionKind.SEND for i in job.lanes[0]._program.instructions)

@@ -1,0 +1,243 @@
+"""Programs of units that lack branches: proven on random plans and patterns, shorter in simulation, refused where wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from gpp_plugin.errors import ScheduleError
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.program import Direction, InstructionKind, RankProgram
+from gpp_plugin.ir.schedule import StageSchedule
+from gpp_plugin.ir.timeline import EventKind
+from gpp_plugin.schedule.absent import Presence
+from gpp_plugin.schedule.build import build_schedules, forward_schedules
+from gpp_plugin.schedule.checks.validate_programs import validate_programs
+from gpp_plugin.schedule.early_reductions import stages_that_reduce_early
+from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.schedule.orders.forward_only import forward_only_stages
+from gpp_plugin.simulate.program_times import simulate_programs
+
+VISION, EMBED, TEXT, LOSS = range(4)
+
+
+def edge(src: int, dst: int, name: str, *, has_gradient: bool = True) -> StageEdge:
+    return StageEdge(
+        src=src,
+        dst=dst,
+        batch_tensors=(name,),
+        gradient_tensors=(name,) if has_gradient else (),
+        bytes_per_sample=4.0,
+        gradient_bytes_per_sample=4.0 if has_gradient else 0.0,
+    )
+
+
+def language_model(units: int, degrees: Sequence[int] = (1, 1, 1, 1), **stage: Any) -> PipelinePlan:
+    """Return a vision tower and embeddings, joined by the text stage; without images embeddings go there alone."""
+    first, stages = 0, []
+    for name, degree in zip(("vision", "embed", "text", "loss"), degrees, strict=True):
+        times = {"forward_us": 10.0, "backward_us": 20.0} if name != "embed" else {"forward_us": 1.0}
+        stages.append(
+            Stage(
+                name=name,
+                blocks=(name,),
+                ranks=tuple(range(first, first + degree)),
+                micro_batch_size=degree,
+                in_flight=max(1, (units if name in ("vision", "embed") else 2) // degree),
+                **{**times, **stage},
+            )
+        )
+        first += degree
+    edges = (edge(VISION, TEXT, "features"), edge(EMBED, TEXT, "embedding"), edge(TEXT, LOSS, "hidden"))
+    return PipelinePlan(
+        model="llava",
+        graph="",
+        planner="given",
+        mini_batch=units,
+        loss_unit=1,
+        stages=tuple(stages),
+        edges=edges,
+    )
+
+
+def of_units(has_image: Sequence[bool]) -> Presence:
+    return Presence(
+        stages=tuple(frozenset(range(4)) - ({VISION} if not image else set()) for image in has_image),
+        edges=tuple(frozenset({0, 1, 2} if image else {1, 2}) for image in has_image),
+    )
+
+
+def programs_of(
+    plan: PipelinePlan, presence: Presence | None, **options: Any
+) -> tuple[tuple[StageSchedule, ...], tuple[RankProgram, ...]]:
+    frozen = forward_only_stages(plan)
+    schedules = build_schedules(plan, forward_only_stages=frozen)
+    programs = lower_schedules(plan, schedules, forward_only_stages=frozen, presence=presence, **options)
+    validate_programs(plan, schedules, programs, presence=presence)
+    return schedules, programs
+
+
+def test_a_unit_without_images_has_no_task_and_no_message_of_the_tower() -> None:
+    images = [True, False, False, True]
+    _, programs = programs_of(language_model(4), of_units(images))
+    tower, _, text, loss = programs
+    assert [str(i) for i in tower.instructions if i.task is not None] == ["0F0", "0F3", "0B0", "0B3"]
+    assert {m.samples.first_sample for m in tower.messages(InstructionKind.SEND)} == {0, 3}
+    sent_back = [
+        m for m in text.messages(InstructionKind.SEND) if m.direction is Direction.GRADIENT and m.edge == 0
+    ]
+    assert [m.samples.first_sample for m in sent_back] == [0, 3]
+    for program in (text, loss):
+        assert sum(i.task is not None for i in program.instructions) == 8
+    _, alone = programs_of(language_model(4), of_units([False] * 4))
+    assert [i.kind for i in alone[0].instructions] == [InstructionKind.REDUCE_DATA, InstructionKind.STEP]
+
+
+def test_a_mix_is_shorter_than_images_alone_and_longer_than_text_alone() -> None:
+    plan = language_model(8)
+    times = []
+    for images in ([True] * 8, [True, False] * 4, [False] * 8):
+        _, programs = programs_of(plan, of_units(images))
+        timeline = simulate_programs(plan, programs)
+        times.append(max(event.end_us for event in timeline.events))
+        towers = [e for e in timeline.events if e.stage == VISION and e.kind is EventKind.FORWARD]
+        assert len(towers) == sum(images)
+    assert times[0] > times[1] > times[2]
+
+
+def random_job(seed: int) -> tuple[PipelinePlan, list[tuple[frozenset[int], frozenset[int]]]]:
+    """Return a random plan of units, and patterns: closed sets of stages with the edges between, some of their own."""
+    draw = random.Random(seed)
+    count, degrees = draw.randint(2, 6), []
+    units = draw.choice((4, 6, 8))
+    for _ in range(count):
+        degrees.append(draw.choice([d for d in (1, 1, 2, 3) if units % d == 0]))
+    edges = []
+    for dst in range(1, count):
+        for src in draw.sample(range(dst), draw.randint(1, min(dst, 3))):
+            edges.append(edge(src, dst, f"t{src}_{dst}", has_gradient=draw.random() < 0.8))
+    # whoever gets no gradient sends none on
+    for dst in reversed(range(count)):
+        if not any(e.src == dst and e.gradient_tensors for e in edges) and any(e.src == dst for e in edges):
+            edges = [
+                e if e.dst != dst else edge(e.src, dst, e.batch_tensors[0], has_gradient=False) for e in edges
+            ]
+    patterns = [(frozenset(range(count)), frozenset(range(len(edges))))]
+    base = len(edges)
+    for _ in range(draw.randint(1, 3)):
+        gone = {s for s in range(count - 1) if draw.random() < 0.4}
+        left = frozenset(range(count)) - gone
+        kept = {i for i, e in enumerate(edges[:base]) if e.src in left and e.dst in left}
+        if draw.random() < 0.5 and len(left) > 1:  # an edge that only units without that branch have
+            src, dst = sorted(draw.sample(sorted(left), 2))
+            kept.add(len(edges))
+            edges.append(edge(src, dst, f"own{len(edges)}", has_gradient=False))
+        patterns.append((left, frozenset(kept)))
+    first, stages = 0, []
+    for index, degree in enumerate(degrees):
+        name = draw.choice(("1f1b", "gpipe", "greedy", "zero_bubble"))
+        stages.append(
+            Stage(
+                name=f"s{index}",
+                blocks=(f"s{index}",),
+                ranks=tuple(range(first, first + degree)),
+                micro_batch_size=degree,
+                in_flight=units // degree,
+                schedule=name,
+                forward_us=draw.uniform(1, 9),
+                backward_us=draw.uniform(1, 9),
+            )
+        )
+        first += degree
+    plan = PipelinePlan(
+        model="random",
+        graph="",
+        planner="given",
+        mini_batch=units,
+        loss_unit=1,
+        stages=tuple(stages),
+        edges=tuple(edges),
+    )
+    return plan, patterns
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_programs_of_random_patterns_are_proven(each: bool) -> None:
+    num_proven = 0
+    for seed in range(60):
+        plan, patterns = random_job(seed)
+        base = dataclasses.replace(plan, edges=plan.edges[: len(patterns[0][1])])
+        frozen = forward_only_stages(base)
+        schedules = build_schedules(base, forward_only_stages=frozen)
+        draw = random.Random(seed)
+        for _ in range(3):
+            chosen = [draw.choice(patterns) for _ in range(plan.mini_batch)]
+            presence = Presence(stages=tuple(s for s, _ in chosen), edges=tuple(e for _, e in chosen))
+            programs = lower_schedules(
+                plan, schedules, forward_only_stages=frozen, reduce_each_backward=each, presence=presence
+            )
+            validate_programs(plan, schedules, programs, presence=presence)
+            stages_that_reduce_early(plan, programs)
+            num_proven += 1
+            for program in programs:
+                sent = {(m.edge, m.samples.first_sample) for m in program.messages(InstructionKind.SEND)}
+                assert all(e in presence.edges[unit] for e, unit in sent)
+    assert num_proven == 180
+
+
+def test_evaluation_leaves_out_the_same() -> None:
+    plan, presence = language_model(4, (2, 1, 2, 1)), of_units([False, True, False, False])
+    schedules = forward_schedules(plan)
+    programs = lower_schedules(plan, schedules, training=False, presence=presence)
+    validate_programs(plan, schedules, programs, presence=presence)
+    assert [len(p.instructions) for p in programs[:2]] == [
+        0,
+        2,
+    ]  # unit 1 is the second rank's: F and its message
+
+
+def test_what_is_wrong_is_found() -> None:
+    plan, presence = language_model(4), of_units([True, False, True, True])
+    schedules, programs = programs_of(plan, presence)
+    # programs of one mini-batch do not fit another one
+    with pytest.raises(ScheduleError, match="runs 2 tasks|runs 0F0 where|runs 6 tasks of the 4"):
+        validate_programs(plan, schedules, programs, presence=of_units([False, True, True, False]))
+    with pytest.raises(ScheduleError, match="of the 8 scheduled|where the schedule has"):
+        validate_programs(plan, schedules, programs)
+    with pytest.raises(ScheduleError, match="take other than one at a time"):
+        presence.check(language_model(4, num_sliced=1))
+    lost = dataclasses.replace(presence, edges=(frozenset({0, 1, 2}),) * 4)
+    with pytest.raises(ScheduleError, match="edge vision -> text carries unit 1"):
+        lower_schedules(plan, schedules, presence=lost)
+    # a message that is due and not there
+    cut = tuple(
+        dataclasses.replace(
+            p,
+            instructions=tuple(
+                i
+                for i in p.instructions
+                if i.message is None or i.message.edge or i.message.samples.first_sample != 2
+            ),
+        )
+        for p in programs
+    )
+    with pytest.raises(ScheduleError, match=r"it needs \[2..2\]"):
+        validate_programs(plan, schedules, cut, presence=presence)
+
+
+def test_a_mini_batch_of_sixteen_units_on_eight_ranks_is_lowered_and_proven_quickly() -> None:
+    plan = language_model(16, (2, 1, 4, 1))
+    draw = random.Random(0)
+    fastest = 1e9
+    for _ in range(5):
+        presence = of_units([draw.random() < 0.7 for _ in range(16)])
+        began = time.perf_counter()
+        _, programs = programs_of(plan, presence)
+        stages_that_reduce_early(plan, programs)
+        fastest = min(fastest, time.perf_counter() - began)
+    assert fastest < 0.2, "50 ms on an idle machine"

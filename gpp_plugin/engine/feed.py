@@ -34,10 +34,12 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.batches import (
     Batch,
+    ChooseOrder,
     OwnRows,
     UnitBatch,
     UnitRule,
     WholeUnits,
+    arrange_units,
     check_batch,
     collect_mini_batch,
     collect_units,
@@ -114,6 +116,7 @@ class Feed:
         prepare: makes of a batch what the model is called with.
         complete: adds to the batches of a mini-batch what the model is told of all of them together.
         units: items of a mini-batch, each one loss unit; None: a mini-batch is of batches of ``mini_batch`` samples.
+        order: chooses in which order units run; None: as they come.
         reads_inputs: whether this rank's stage reads model inputs.
         source: a rank that does.
         all_read: all ranks do.
@@ -136,6 +139,7 @@ class Feed:
         complete: Complete = as_they_are,
         mini_batch: int,
         units: int | None = None,
+        order: ChooseOrder | None = None,
         reads_inputs: bool,
         source: int,
         all_read: bool = False,
@@ -151,6 +155,7 @@ class Feed:
         self._complete = complete
         self._mini_batch = mini_batch
         self._units = units
+        self._order = order
         self.reads_inputs = reads_inputs
         self._source = source
         self._all_read = all_read
@@ -183,7 +188,7 @@ class Feed:
             units = self._complete(collect_units(prepared, self._units))
             for unit in units:
                 check_keys(unit, self._keys)
-            return UnitBatch(units=tuple(units))
+            return arrange_units(units, self._order)
         if self._rule is not None:
             checked = (_with_keys(batch, self._keys) for batch in prepared)
             return collect_whole_units(checked, self._mini_batch // self._rule.num_samples, self._rule)
@@ -197,7 +202,7 @@ class Feed:
         units = self._complete(collect_units(prepared, self._units or 1))
         for unit in units:
             check_keys(unit, frozenset(units[0]))
-        return units[0] if self._units is None else UnitBatch(units=tuple(units))
+        return units[0] if self._units is None else arrange_units(units, self._order)
 
     def load(self, iterator: Iterator[OwnRows | LoadedUnits | UnitBatch]) -> Batch:
         """Take this rank's rows of a mini-batch of the engine's own loader; without inputs, only learn its shape.

@@ -23,7 +23,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -41,8 +41,10 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.runtime.batches import (
     Batch,
+    ChooseOrder,
     OwnRows,
     UnitBatch,
+    arrange_units,
     batch_checksum,
     collect_mini_batch,
     mini_batch_shapes,
@@ -161,6 +163,7 @@ class Share:
         samples: those that the rank reads, in order.
         keys: the inputs that it reads; None: all.
         dtype: floating inputs are cast to it; None keeps them.
+        order: chooses in which order units run; None: as they come.
     """
 
     rank: int
@@ -169,6 +172,7 @@ class Share:
     keys: frozenset[str] | None
     dtype: torch.dtype | None
     units: int | None = None
+    order: ChooseOrder | None = None
 
     @classmethod
     def of(
@@ -179,6 +183,7 @@ class Share:
         keys: Iterable[str] | None,
         dtype: torch.dtype | None,
         units: int | None = None,
+        order: ChooseOrder | None = None,
     ) -> Share:
         """Return what a rank of a plan keeps."""
         index = plan.stage_of_rank(rank)
@@ -187,6 +192,7 @@ class Share:
             rank=rank,
             mini_batch=plan.mini_batch,
             units=units,
+            order=order,
             samples=tuple(stage.samples(micro_batch, rank) for micro_batch in range(count)),
             keys=None if keys is None else frozenset(keys),
             dtype=dtype,
@@ -198,18 +204,19 @@ class Share:
         return [n for r in self.samples for n in range(r.first_sample, r.end)]
 
     def keep_units(self, units: Sequence[Batch]) -> UnitBatch:
-        """Return a mini-batch of units, of which this rank's are there and the shapes of all."""
+        """Return a mini-batch of units as they will run, of which this rank's are there and the shapes of all."""
         assert self.units is not None
+        arranged = arrange_units(units, self.order)
         size = self.mini_batch // self.units
         own = {samples.first_sample // size for samples in self.samples}
         kept: list[dict[str, Any]] = []
-        for number, unit in enumerate(units):
+        for number, unit in enumerate(arranged.units):
             values: dict[str, Any] = mini_batch_shapes(unit)
             for key, value in unit.items() if number in own else ():
                 if isinstance(value, Tensor) and (self.keys is None or key in self.keys):
                     values[key] = self._cast(value)
             kept.append(values)
-        return UnitBatch(units=tuple(kept), checksum=batch_checksum(UnitBatch(units=tuple(units))))
+        return replace(arranged, units=tuple(kept), checksum=batch_checksum(arranged))
 
     def cut(self, batch: Batch, *, checksum: int) -> OwnRows:
         """Return this rank's rows of a whole mini-batch, in storages of their own."""
@@ -605,10 +612,12 @@ def make_row_loader(
     reads: Iterable[str] | None,
     keys: Iterable[str],
     unit: int | None = None,
+    order: ChooseOrder | None = None,
 ) -> RowLoader:
     """Return what loads this rank's rows of a dataset, for a plan.
 
     Args:
+        order: as of `Share`.
         reads: the inputs that this rank's stage reads; None: all.
         keys: what a mini-batch has.
         unit: samples of a loss unit, where each is collated by itself.
@@ -623,7 +632,7 @@ def make_row_loader(
         collate_fn=collate_fn,
         prepare=prepare,
         complete=complete,
-        share=Share.of(plan, setting.rank, keys=reads, dtype=setting.dtype, units=config.units),
+        share=Share.of(plan, setting.rank, keys=reads, dtype=setting.dtype, units=config.units, order=order),
         keys=keys,
         seed=config.seed,
         workers=count_workers(config.loader_workers, setting.device),

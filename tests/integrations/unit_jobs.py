@@ -243,6 +243,7 @@ def train_units(
         "schedules": [stage.schedule for stage in engine.plan.stages],
         "recomputed": [bool(stage.memory and stage.memory.recomputed) for stage in engine.plan.stages],
         "left": len(list(stream)),
+        "orders": [engine._feed.take(iter(units)).given for units in steps],
     }
 
 

@@ -187,7 +187,7 @@ def task_times(plan: PipelinePlan, factors: NDArray[np.float64], order: Sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
-    """An epoch of samples in each of the ways to make and order units: the times of tasks, and of mini-batches in ms."""
+    """An epoch in each way to make and order units: the times of tasks, and of mini-batches in ms."""
 
     plan: PipelinePlan
     epochs: dict[Way, list[TaskTimes]]

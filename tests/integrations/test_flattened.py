@@ -12,7 +12,7 @@ from tests.ranks import run_ranks
 
 @pytest.mark.parametrize(
     ("name", "ranks", "block"),
-    [("llama", 1, {}), ("gpt2", 2, {"stages": 2}), ("llama", 2, {"data_parallel": 2})],
+    [("llama", 1, {}), ("gpt2", 2, {"stages": 2})],
 )
 def test_losses_and_gradients_equal_samples_one_by_one(name: str, ranks: int, block: dict[str, Any]) -> None:
     for answer in run_ranks(jobs.train_flattened, ranks, name, block):

@@ -61,7 +61,7 @@ def flatten(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _row(sample: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a sample has for each of its tokens, with labels, and without its mask."""
-    ids = sample.get(IDS)
+    ids: Any = sample.get(IDS)
     if not hasattr(ids, "new_empty") or ids.ndim != 1 or not len(ids):
         raise ConfigError(
             f"flatten: a sample's {IDS} must be a tensor of at least one token, [tokens]; of a dataset of lists, "

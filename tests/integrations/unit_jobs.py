@@ -458,7 +458,7 @@ def train_flattened(name: str, block: dict[str, Any]) -> dict[str, Any]:
     losses += [float(engine.train_batch()) for _ in range(2)]
     units = packing().epoch_units(0)[:6]
     steps = [[data[i] for unit in units[first : first + 2] for i in unit] for first in (0, 2, 4)]
-    single = [[{key: value[None] for key, value in item.items()} for item in step] for step in steps]
+    single = [[_alone(item) for item in step] for step in steps]
     reference, first = one_process(plain, single, loss_mean="tokens")
     return {
         "losses": losses,
@@ -467,6 +467,13 @@ def train_flattened(name: str, block: dict[str, Any]) -> dict[str, Any]:
         "rows": sum(len(unit) for unit in units) / len(units),
         "log": "\n".join(lines) if torch.distributed.get_rank() == 0 else "verified",
     }
+
+
+def _alone(item: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a sample as a batch; its first label, which no position predicts, is counted for GPT-2 unless it is none."""
+    batch = {key: value[None].clone() for key, value in item.items()}
+    batch["labels"][:, 0] = UNLABELLED
+    return batch
 
 
 class Forgetful(nn.Module):

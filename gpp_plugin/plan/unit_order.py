@@ -35,7 +35,7 @@ from gpp_plugin.schedule.durations import nominal_times, stage_task_us
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages
 from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph
 
-MOST_EXCHANGES = 12
+MOST_EXCHANGES = 8
 """Exchanges of two units that are made at most."""
 PAIRS_TRIED = 256
 """Exchanges that are looked at for each that is made; all of 23 units."""

@@ -32,6 +32,7 @@ Mode = Literal["sync", "async"]
 Recompute = Literal["auto", "off", "full"]
 Swap = Literal["auto", "off"]
 LossMean = Literal["units", "tokens"]
+UnitOrderName = Literal["balanced", "given"]
 Auto = Literal["auto"]
 Count = Annotated[int, Field(ge=1)]
 _PLANNER = "the name of a planner"
@@ -99,6 +100,10 @@ class GraphPipelineConfig(_Block):
         units: how many items `train_batch` takes from the iterator, each one loss unit as the collator made it, of
             whatever length and number of samples; null takes batches until they hold ``train_batch_size`` samples.
             ``train_micro_batch_size_per_gpu`` is then the samples of a typical unit, which the plan is made for.
+        unit_order: in which order the ``units`` of a mini-batch run, and so which rank of a stage runs which of them.
+            "balanced" is the one that is shortest by what they are predicted to cost, of their sizes alone, so that
+            every rank chooses alike; "given" takes them as they come. Losses and gradients are the same but for the
+            rounding of sums; outputs of `eval_batch` come back in the order in which units were given.
         mode: "sync" steps once a mini-batch; "async" after every micro-batch, on each stage, with a pipeline that never
             drains (PipeDream): a gradient is then as many updates old as the stage holds micro-batches beside it.
         vertical_sync: in mode async, a micro-batch uses weights of the same age on every stage.
@@ -146,6 +151,7 @@ class GraphPipelineConfig(_Block):
     profile_dir: str | None = Field(default=None, description="null or a directory name")
     loss_mean: LossMean = Field(default="units", description=_one_of(LossMean))
     units: Count | None = Field(default=None, description="null or a whole number of at least 1")
+    unit_order: UnitOrderName = Field(default="balanced", description=_one_of(UnitOrderName))
     mode: Mode = Field(default="sync", description=_one_of(Mode))
     vertical_sync: bool = Field(default=False, description="true or false")
     p2p: str = Field(default="native", description=_TRANSPORT)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import sys
 import tempfile
@@ -43,9 +44,13 @@ SECONDS_PER_RANK = 15.0
 LEAST_SECONDS = 180.0
 SLOWNESS = 5.0
 SETTINGS = RehearsalSettings()
+WARM_UP = 2
+"""Rounds before those that are kept."""
 
 TaskTimes = Mapping[tuple[int, TaskKind, int], float]
 """Microseconds by (stage, kind, micro-batch)."""
+RankTimes = Mapping[tuple[int, TaskKind, int, int], float]
+"""The same on each rank, the last entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +63,7 @@ class Contest:
         runtimes: of `chains.RUNTIMES`.
         has_timelines: keep every mini-batch's timeline of the plans (then no chain).
         durations: plan -> the times of its tasks, where they are not the plan's own.
+        by_round: plan -> the same by round, where each mini-batch has times of its own; in turn, where there are fewer.
         megatron: the plans that megatron-core's multi-module communicator runs as well, as ``megatron NAME``.
         ahead: the plans whose frozen branch runs a mini-batch ahead.
     """
@@ -68,6 +74,7 @@ class Contest:
     runtimes: tuple[str, ...] = ()
     has_timelines: bool = False
     durations: Mapping[str, TaskTimes] = field(default_factory=dict)
+    by_round: Mapping[str, Sequence[RankTimes]] = field(default_factory=dict)
     megatron: tuple[str, ...] = ()
     ahead: tuple[str, ...] = ()
 
@@ -149,13 +156,33 @@ def _write(folder: Path, number: int, contest: Contest) -> dict[str, Any]:
         "chain": dataclasses.asdict(contest.chain) if contest.chain is not None else None,
         "runtimes": list(contest.runtimes),
         "has_timelines": contest.has_timelines,
-        "durations": {
-            name: [(stage, kind.value, micro_batch, us) for (stage, kind, micro_batch), us in times.items()]
-            for name, times in contest.durations.items()
-        },
+        "durations": {name: _listed(times) for name, times in contest.durations.items()},
+        "by_round": {name: [_listed(times) for times in rounds] for name, rounds in contest.by_round.items()},
         "megatron": list(contest.megatron),
         "ahead": list(contest.ahead),
     }
+
+
+def _listed(times: TaskTimes | RankTimes) -> list[tuple[Any, ...]]:
+    # JSON knows no tuples as keys: (0, F, 3) and (0, F, 3, rank 1) become 0, "F", 3, us and 0, "F", 3, 1, us
+    return [(stage, kind.value, *rest, us) for (stage, kind, *rest), us in times.items()]
+
+
+def _read(listed: list[list[Any]]) -> dict[tuple[Any, ...], float]:
+    return {(stage, TaskKind(kind), *rest): us for stage, kind, *rest, us in listed}
+
+
+def _taking_turns(
+    plan: RehearsalRank, durations: dict[tuple[Any, ...], float], rounds: Sequence[Mapping[Any, float]]
+) -> Iteration:
+    """Return what runs a plan with the times of one round after the other, which it reads from ``durations``."""
+    number = itertools.count(-WARM_UP)
+
+    def iterate() -> None:
+        durations.update(rounds[max(next(number), 0) % len(rounds)])
+        plan.iterate()
+
+    return iterate
 
 
 def main() -> None:
@@ -165,13 +192,10 @@ def main() -> None:
     torch.set_num_threads(1)
     join_ranks()
     for number, contest in enumerate(task["contests"]):
-        # JSON knows no tuples as keys, so `_write` made a list of
-        # [stage, kind, micro-batch, us] of each mapping.
         read = {name: load(PipelinePlan, folder / f"{number}.{name}.plan.json") for name in contest["plans"]}
-        durations = {
-            name: {(stage, TaskKind(kind), micro_batch): us for stage, kind, micro_batch, us in times}
-            for name, times in contest["durations"].items()
-        }
+        durations = {name: _read(times) for name, times in contest["durations"].items()}
+        by_round = {name: [_read(times) for times in each] for name, each in contest["by_round"].items()}
+        durations |= {name: dict(each[0]) for name, each in by_round.items()}
         plans = {
             name: RehearsalRank(
                 plan,
@@ -183,6 +207,9 @@ def main() -> None:
             for name, plan in read.items()
         }
         iterations: dict[str, Iteration] = {name: plan.iterate for name, plan in plans.items()}
+        iterations |= {
+            name: _taking_turns(plans[name], durations[name], each) for name, each in by_round.items()
+        }
         if contest["chain"] is not None:
             chain = Chain(**contest["chain"])
             iterations |= {name: make_iteration(name, chain) for name in contest["runtimes"]}
@@ -197,7 +224,7 @@ def main() -> None:
             if contest["has_timelines"]:
                 _record(plans, folder, number, task["rounds"])
             else:
-                times = time_iterations(iterations, repeats=task["rounds"])
+                times = time_iterations(iterations, repeats=task["rounds"], warm_up=WARM_UP)
         if dist.get_rank() == 0:
             emit_event(contest=number, times_ms=times)
     # A rank that ends while another still reads its messages makes gloo report a lost connection.

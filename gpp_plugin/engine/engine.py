@@ -60,15 +60,18 @@ from gpp_plugin.extensions import find_transport
 from gpp_plugin.ir.memory_report import MemoryReport
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Timeline
+from gpp_plugin.plan.costs.unit_costs import unit_costs
 from gpp_plugin.plan.edge_transports import note_edge_transports
+from gpp_plugin.plan.unit_order import UnitOrder
 from gpp_plugin.runtime.ahead_lane import AheadLane
-from gpp_plugin.runtime.batches import Batch, without_keys
+from gpp_plugin.runtime.batches import Batch, num_elements, without_keys
 from gpp_plugin.runtime.lane import Lane, tied_stages
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.ranks.time_limits import collective_timeout_s
 from gpp_plugin.runtime.recorder import Clock, start_clock
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference
+from gpp_plugin.runtime.unit_lane import plan_of_units
 from gpp_plugin.runtime.window_lane import WindowLane
 
 NO_LOSS = ("labels", "return_loss", "num_items_in_batch")
@@ -194,12 +197,17 @@ class GraphPipelineEngine(PipelineSurface):
     ) -> None:
         """Make what gives this rank its mini-batches: the ranks that read none learn shapes from one that does."""
         plan = self._plan
+        order: UnitOrder | None = None
+        if self.config.units is not None and self.config.unit_order == "balanced":
+            costs = unit_costs(plan, reference.block_graph, num_elements(sample_batch))
+            order = UnitOrder(plan_of_units(plan), costs)
         reading = ranks_that_read(plan, reference.block_graph)
         self._feed = Feed(
             prepare=self._source.prepare_batch,
             complete=self._source.complete_batches,
             mini_batch=plan.mini_batch,
             units=self.config.units,
+            order=order,
             reads_inputs=self._setting.rank in reading,
             source=min(reading),
             all_read=len(reading) == self._setting.num_ranks,
@@ -224,6 +232,7 @@ class GraphPipelineEngine(PipelineSurface):
                 keys=sample_batch,
                 inputs=inputs_of(sample_batch),
                 unit=None if self._rule is None else self._rule.num_samples,
+                order=order,
             )
         self._data = TrainingData(self._feed, own, peeks_at_iterators=self.config.look_ahead == 1)
 

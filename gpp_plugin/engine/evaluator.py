@@ -120,7 +120,8 @@ class Evaluator:
                 collected[name] += [(part.first_sample + first, piece) for first, piece in pieces]
         # Losses come weighted by their samples of all: the sum over parts and ranks is the batch's.
         whole = self._meeting.sum(torch.tensor([total], dtype=torch.float64), "the loss of an evaluation")
-        return float(whole), self._gather(collected, graph.reference, are_units=are_units)
+        given = batch if are_units else None
+        return float(whole), self._gather(collected, graph.reference, given)
 
     def close(self) -> None:
         """Let go of all lanes."""
@@ -158,13 +159,13 @@ class Evaluator:
         return lane
 
     def _gather(
-        self, collected: Mapping[str, list[tuple[int, Tensor]]], reference: Reference, *, are_units: bool
+        self, collected: Mapping[str, list[tuple[int, Tensor]]], reference: Reference, units: Batch | None
     ) -> dict[str, Any]:
         """Return the named outputs of all samples on every rank, in the order of samples.
 
         Those with a batch axis are joined along it; what is the same for every sample is returned once; what
         each loss unit has one of is joined along axis 0, or stacked where it has no axes. Of units with shapes of
-        their own nothing is joined: they are a list, in their order.
+        their own nothing is joined: they are a list, in the order in which the user gave them.
         """
         if not collected:
             return {}
@@ -177,8 +178,10 @@ class Evaluator:
             layout = layouts[reference.analysis.op_graph.outputs[name]]
             pieces = sorted((pair for slot in slots for pair in slot[name]), key=lambda pair: pair[0])
             tensors = [piece for _, piece in pieces]
-            if are_units:
-                joined[name] = [tensor.to(self._setting.device) for tensor in tensors]
+            if isinstance(units, UnitBatch):
+                given = units.given or range(len(tensors))
+                by_number = dict(zip(given, tensors, strict=True))
+                joined[name] = [by_number[n].to(self._setting.device) for n in range(len(tensors))]
                 continue
             if layout.kind is LayoutKind.UNIFORM:
                 whole = tensors[0]

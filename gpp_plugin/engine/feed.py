@@ -34,9 +34,11 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.batches import (
     Batch,
+    ChooseOrder,
     OwnRows,
     UnitBatch,
     UnitRule,
+    arrange_units,
     check_batch,
     collect_mini_batch,
     collect_units,
@@ -115,6 +117,7 @@ class Feed:
         prepare: makes of a batch what the model is called with.
         complete: adds to the batches of a mini-batch what the model is told of all of them together.
         units: items of a mini-batch, each one loss unit; None: a mini-batch is of batches of ``mini_batch`` samples.
+        order: chooses in which order units run; None: as they come.
         reads_inputs: whether this rank's stage reads model inputs.
         source: a rank that does.
         all_read: all ranks do.
@@ -138,6 +141,7 @@ class Feed:
         complete: Complete = as_they_are,
         mini_batch: int,
         units: int | None = None,
+        order: ChooseOrder | None = None,
         reads_inputs: bool,
         source: int,
         all_read: bool = False,
@@ -154,6 +158,7 @@ class Feed:
         self._complete = complete
         self._mini_batch = mini_batch
         self._units = units
+        self._order = order
         self.reads_inputs = reads_inputs
         self._source = source
         self._all_read = all_read
@@ -188,7 +193,7 @@ class Feed:
         if self._is_of_units:
             units = self._complete(self._take_units(prepared))
             units = [own_inputs(unit, self._keys, self._inputs) for unit in units]
-            return self._with_readings(UnitBatch(units=tuple(units)))
+            return self._with_readings(arrange_units(units, self._order))
         (batch,) = self._complete([collect_mini_batch(prepared, self._mini_batch, count_samples)])
         check_keys(batch, self._keys)
         return batch
@@ -215,7 +220,7 @@ class Feed:
         # the unit that has most inputs says what the model is evaluated with; the others may lack some of these
         most = max(units, key=lambda unit: len(inputs_of(unit)))
         keys, inputs = frozenset(most), inputs_of(most)
-        return UnitBatch(units=tuple(own_inputs(unit, keys, inputs) for unit in units))
+        return arrange_units([own_inputs(unit, keys, inputs) for unit in units], self._order)
 
     def load(self, iterator: Iterator[OwnRows | UnitBatch]) -> Batch:
         """Take this rank's rows of a mini-batch of the engine's own loader; without inputs, only learn its shape.

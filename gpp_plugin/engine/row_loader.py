@@ -23,7 +23,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -41,8 +41,10 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.runtime.batches import (
     Batch,
+    ChooseOrder,
     OwnRows,
     UnitBatch,
+    arrange_units,
     batch_checksum,
     collect_mini_batch,
     mini_batch_shapes,
@@ -181,6 +183,7 @@ class Share:
         keys: the inputs that it reads; None: all.
         dtype: floating inputs are cast to it; None keeps them.
         inputs: the model's, some of which a unit may lack.
+        order: chooses in which order units run; None: as they come.
     """
 
     rank: int
@@ -190,6 +193,7 @@ class Share:
     dtype: torch.dtype | None
     units: int | None = None
     inputs: frozenset[str] = frozenset()
+    order: ChooseOrder | None = None
 
     @classmethod
     def of(
@@ -201,6 +205,7 @@ class Share:
         dtype: torch.dtype | None,
         units: int | None = None,
         inputs: Iterable[str] = (),
+        order: ChooseOrder | None = None,
     ) -> Share:
         """Return what a rank of a plan keeps."""
         index = plan.stage_of_rank(rank)
@@ -210,6 +215,7 @@ class Share:
             mini_batch=plan.mini_batch,
             units=units,
             inputs=frozenset(inputs),
+            order=order,
             samples=tuple(stage.samples(micro_batch, rank) for micro_batch in range(count)),
             keys=None if keys is None else frozenset(keys),
             dtype=dtype,
@@ -221,18 +227,19 @@ class Share:
         return [n for r in self.samples for n in range(r.first_sample, r.end)]
 
     def keep_units(self, units: Sequence[Batch]) -> UnitBatch:
-        """Return a mini-batch of units, of which this rank's are there and the shapes of all."""
+        """Return a mini-batch of units as they will run, of which this rank's are there and the shapes of all."""
         assert self.units is not None
+        arranged = arrange_units(units, self.order)
         size = self.mini_batch // self.units
         own = {samples.first_sample // size for samples in self.samples}
         kept: list[dict[str, Any]] = []
-        for number, unit in enumerate(units):
+        for number, unit in enumerate(arranged.units):
             values: dict[str, Any] = mini_batch_shapes(unit)
             for key, value in unit.items() if number in own else ():
                 if isinstance(value, Tensor) and (self.keys is None or key in self.keys):
                     values[key] = self._cast(value)
             kept.append(values)
-        return UnitBatch(units=tuple(kept), checksum=batch_checksum(UnitBatch(units=tuple(units))))
+        return replace(arranged, units=tuple(kept), checksum=batch_checksum(arranged))
 
     def cut(self, batch: Batch, *, checksum: int) -> OwnRows:
         """Return this rank's rows of a whole mini-batch, in storages of their own."""
@@ -369,7 +376,8 @@ class _Reader:
         whole = self._complete([self._prepare(self._collate(items)) for items in units])
         kept = [own_inputs(unit, self._keys, self._share.inputs) for unit in whole]
         if self._unit is not None:
-            return UnitBatch(units=tuple(kept), checksum=batch_checksum(UnitBatch(units=tuple(kept))))
+            arranged = arrange_units(kept, self._share.order)
+            return replace(arranged, checksum=batch_checksum(arranged))
         return self._share.keep_units(kept)
 
     def of_indices(self, dataset: Any, request: _Request, seed: int) -> OwnRows | UnitBatch:
@@ -616,10 +624,12 @@ def make_row_loader(
     keys: Iterable[str],
     inputs: Iterable[str] = (),
     unit: int | None = None,
+    order: ChooseOrder | None = None,
 ) -> RowLoader:
     """Return what loads this rank's rows of a dataset, for a plan.
 
     Args:
+        order: as of `Share`.
         reads: the inputs that this rank's stage reads; None: all.
         keys: what a mini-batch has; ``inputs`` those of the model's inputs, some of which a unit may lack.
         unit: samples of a loss unit, where each is collated by itself.
@@ -635,7 +645,13 @@ def make_row_loader(
         prepare=prepare,
         complete=complete,
         share=Share.of(
-            plan, setting.rank, keys=reads, dtype=setting.dtype, units=config.units, inputs=inputs
+            plan,
+            setting.rank,
+            keys=reads,
+            dtype=setting.dtype,
+            units=config.units,
+            inputs=inputs,
+            order=order,
         ),
         keys=keys,
         seed=config.seed,

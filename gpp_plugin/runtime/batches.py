@@ -24,6 +24,8 @@ from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.samples import SampleRange
 
 Batch = Mapping[str, Any]
+ChooseOrder = Callable[[Sequence[Mapping[str, int]]], Sequence[int]]
+"""From the units of a mini-batch, each by the elements of its entries, to which unit is run at each place."""
 
 
 def collect_mini_batch(batches: Iterable[Batch], mini_batch: int, count: Any) -> dict[str, Any]:
@@ -210,10 +212,12 @@ class UnitBatch(Mapping[str, Any]):
     Args:
         units: in order; of those that this process does not read, perhaps shapes only (the meta device).
         checksum: below 2^20; None where the units are here as they are, and say it themselves.
+        given: the number of each unit among those that the user gave; None: they are in that order.
     """
 
     units: tuple[Batch, ...]
     checksum: int | None = None
+    given: tuple[int, ...] | None = None
 
     def __getitem__(self, key: str) -> Any:
         return self.units[0][key]
@@ -231,6 +235,19 @@ class UnitBatch(Mapping[str, Any]):
             return value.pin_memory() if isinstance(value, Tensor) and not value.is_meta else value
 
         return replace(self, units=tuple({k: pinned(v) for k, v in unit.items()} for unit in self.units))
+
+
+def arrange_units(units: Sequence[Batch], choose: ChooseOrder | None) -> UnitBatch:
+    """Return a mini-batch of units in the order that ``choose`` finds best; in the given one without it."""
+    if choose is None:
+        return UnitBatch(units=tuple(units))
+    given = tuple(choose([num_elements(unit) for unit in units]))
+    return UnitBatch(units=tuple(units[number] for number in given), given=given)
+
+
+def num_elements(unit: Batch) -> dict[str, int]:
+    """Return how many elements each tensor of a unit has."""
+    return {key: value.numel() for key, value in unit.items() if isinstance(value, Tensor)}
 
 
 def units_of(batch: Batch) -> tuple[Batch, ...]:

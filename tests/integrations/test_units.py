@@ -18,7 +18,13 @@ from tests.ranks import run_ranks
         ("t5", 4, 1, {"stages": 2, "data_parallel": 2, "schedule": "zero_bubble"}, "units"),
         ("llava", 2, 0, {"data_parallel": 2}, "tokens"),
         ("llava", 3, 1, {"data_parallel": 1, "schedule": "gpipe"}, "tokens"),
-        ("gpt2", 3, 0, {"stages": 3, "schedule": "greedy", "memory": {"recompute": "full"}}, "tokens"),
+        (
+            "gpt2",
+            3,
+            0,
+            {"stages": 3, "schedule": "greedy", "memory": {"recompute": "full"}, "unit_order": "given"},
+            "tokens",
+        ),
     ],
 )
 def test_losses_and_gradients_equal_one_process(
@@ -32,6 +38,11 @@ def test_losses_and_gradients_equal_one_process(
         assert answer["logits"] < 1e-5
         assert answer["left"] == 0, "a mini-batch is as many items as there are units"
         assert any(answer["recomputed"]) == ("memory" in block)
+        if block.get("unit_order") == "given":
+            assert answer["orders"] == [None] * 3
+        else:
+            assert any(order != (0, 1, 2, 3) for order in answer["orders"]), "units are moved in some step"
+            assert all(sorted(order) == [0, 1, 2, 3] for order in answer["orders"])
 
 
 @pytest.mark.parametrize(("ranks", "block", "workers"), [(3, {"stages": 3}, 0), (2, {"data_parallel": 2}, 0)])

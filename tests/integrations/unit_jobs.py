@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -241,6 +242,7 @@ def train_units(
         "schedules": [stage.schedule for stage in engine.plan.stages],
         "recomputed": [bool(stage.memory and stage.memory.recomputed) for stage in engine.plan.stages],
         "left": len(list(stream)),
+        "orders": [engine._feed.take(iter(units)).given for units in steps],
     }
 
 
@@ -401,3 +403,98 @@ def refuse_a_shape() -> dict[str, Any]:
             said.append(str(error))
     loss = float(engine.train_batch(iter([{"x": torch.randn(2, 5, 8)}, {"x": torch.randn(3, 6, 8)}])))
     return {"said": said, "loss": loss}
+
+
+# ---- samples in one row -------------------------------------------------------------------------------------
+
+
+def causal_model(name: str) -> nn.Module:
+    """Return a tiny decoder that keeps samples of one row apart."""
+    if name == "gpt2":
+        return build("gpt2")[0]
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).train()
+
+
+def train_flattened(name: str, block: dict[str, Any]) -> dict[str, Any]:
+    """Train on rows of several samples that the engine's loader makes; compare with samples one by one."""
+    import deepspeed
+
+    from gpp_plugin.data import flatten, pack
+
+    torch.manual_seed(0)
+    model = causal_model(name)
+    plain = copy.deepcopy(model)
+    plain.config.use_cache = False
+    data = Lines(24)
+
+    def packing() -> Any:
+        return pack(data, cost="input_ids", budget=20, units=2, seed=1, is_padded=False)
+
+    config = config_of(block={"loss_mean": "tokens", **block})
+    del config["train_batch_size"], config["train_micro_batch_size_per_gpu"]
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gpp_plugin").addHandler(handler)
+    logging.getLogger("gpp_plugin").setLevel(logging.INFO)
+    engine = deepspeed.initialize(model=model, config=config, training_data=packing(), collate_fn=flatten)[0]
+    engine.retain_gradients()
+    losses = [float(engine.train_batch())]
+    gradients = dict(engine.gradients)
+    losses += [float(engine.train_batch()) for _ in range(2)]
+    units = packing().epoch_units(0)[:6]
+    steps = [[data[i] for unit in units[first : first + 2] for i in unit] for first in (0, 2, 4)]
+    single = [[_alone(item) for item in step] for step in steps]
+    reference, first = one_process(plain, single, loss_mean="tokens")
+    return {
+        "losses": losses,
+        "wanted": reference,
+        "errors": gradient_errors(gradients, first),
+        "rows": sum(len(unit) for unit in units) / len(units),
+        "log": "\n".join(lines) if torch.distributed.get_rank() == 0 else "verified",
+    }
+
+
+def _alone(item: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a sample as a batch; its first label, which no position predicts, is counted for GPT-2 unless it is none."""
+    batch = {key: value[None].clone() for key, value in item.items()}
+    batch["labels"][:, 0] = UNLABELLED
+    return batch
+
+
+class Forgetful(nn.Module):
+    """Takes positions and makes nothing of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = causal_model("gpt2")
+
+    def forward(self, input_ids: Tensor, labels: Tensor, position_ids: Tensor) -> dict[str, Tensor]:
+        mask = torch.ones_like(position_ids)
+        return {"loss": self.model(input_ids=input_ids, labels=labels, attention_mask=mask).loss}
+
+
+def refuse_flattened() -> str:
+    """Give rows of several samples to a model that mixes them, and return what is said."""
+    from gpp_plugin.data import flatten
+    from gpp_plugin.errors import CaptureError
+
+    torch.manual_seed(0)
+    config = config_of(block={"units": 2}, train_batch_size=None, train_micro_batch_size_per_gpu=1)
+    try:
+        make_engine(Forgetful(), flatten([Lines(2)[i] for i in range(2)]), config)
+    except CaptureError as error:
+        return str(error)
+    return "nothing"

@@ -135,15 +135,21 @@ class _NeverDrops(float):
 
 def _switch_off_extras(model: nn.Module) -> None:
     """Switch off, on the copy, what training a graph does not need: caches, eager checkpointing, layer drop at 0."""
+    switch_off_caches(model)
     for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", False):
-            config.use_cache = False
         # the plan recomputes what it wants: eager checkpointing would put an operator around each layer
         if getattr(module, "gradient_checkpointing", False):
             setattr(module, "gradient_checkpointing", False)  # noqa: B010
         if getattr(module, "layerdrop", None) == 0:
             setattr(module, "layerdrop", _NeverDrops())  # noqa: B010
+
+
+def switch_off_caches(model: nn.Module) -> None:
+    """Let a copy keep nothing for generation."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
 
 
 def _describe_parameters(model: nn.Module, dtype: torch.dtype | None) -> tuple[Parameter, ...]:

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.mask_values import inputs_of_ones
 from gpp_plugin.capture.tracing.outside import hidden_process_group, watched_generators
+from gpp_plugin.capture.tracing.shadow import switch_off_caches
 from gpp_plugin.capture.tracing.torch_export import Call, LossWrapper, split_batch
 from gpp_plugin.model.weights.materialize import materialize_parameters
 from gpp_plugin.runtime.random_streams import kept_streams, seed_streams_of
@@ -118,7 +119,10 @@ def make_twin(model: nn.Module, *, device: torch.device, dtype: torch.dtype | No
     for name, buffer in buffers.items():
         kept = torch.float32 if dtype is not None and buffer.dtype in HALF else buffer.dtype
         memo[id(buffer)] = made.get(name, buffer).detach().to(device, kept).clone()
-    return copy.deepcopy(model, memo)
+    twin = copy.deepcopy(model, memo)
+    # as for tracing: with a cache, which no training reads, transformers' masks would mix samples that lie in one row
+    switch_off_caches(twin)
+    return twin
 
 
 def _random(name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

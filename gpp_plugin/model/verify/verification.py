@@ -36,6 +36,7 @@ from gpp_plugin.model.verify.compare_capture import (
     in_float32,
     make_twin,
 )
+from gpp_plugin.model.verify.packed_rows import LARGEST_ERROR, last_sample, mixes_packed_rows
 from gpp_plugin.runtime.batches import Batch
 
 SHARE = 0.25
@@ -125,6 +126,7 @@ def verify_part(
                 torch.cuda.empty_cache()  # what training then finds is as if nothing had been compared
         if found.differences:
             raise CaptureError(_refusal(part, found, size))
+        _check_packed_rows(part, place, batch, survey, size)
         now = time.monotonic()
         return True, (
             f"verified: the capture's results and {found.num_gradients} gradients are those of "
@@ -213,6 +215,27 @@ def _compare_at(size: _Size, part: CapturedPart, place: Place, batch: Batch, sur
     # float32: traced in float32 it is held against itself alone.
     wide = _like(used, place, used.model)
     return compare(wide.capture(wide.arguments(batch, shapes, size.num_samples), is_training=True))
+
+
+def _check_packed_rows(part: CapturedPart, place: Place, batch: Batch, survey: Survey, size: _Size) -> None:
+    """Refuse a module that mixes samples which lie in one row.
+
+    Raises:
+        CaptureError: it does.
+    """
+    if not part.stage.is_alone or last_sample(batch) is None:
+        return
+    used = part
+    if not size.is_whole:
+        used = _with_few_layers(part, place, survey.analyses[part.stage.name].layer_lists)
+    twin = make_twin(used.model, device=place.device, dtype=_comparing_dtype(place.dtype))
+    error = mixes_packed_rows(twin, _arguments(used, place, batch, survey, size.num_samples), call=used.call)
+    if error is not None and error > LARGEST_ERROR:
+        raise CaptureError(
+            f"{type(part.model).__name__} mixes samples that lie in one row: the last one of the sample has other "
+            f"outputs alone (off by {error:.1e}), so it makes nothing of position_ids that begin anew; pad samples, or "
+            'give an attention_mask; "graph_pipeline": {"verify": false} trains it all the same'
+        )
 
 
 def _arguments(

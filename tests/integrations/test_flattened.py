@@ -1,0 +1,29 @@
+"""Samples that lie in one row train as they do one by one in one process; models that would mix them are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.integrations import unit_jobs as jobs
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "block"),
+    [("llama", 1, {}), ("gpt2", 2, {"stages": 2})],
+)
+def test_losses_and_gradients_equal_samples_one_by_one(name: str, ranks: int, block: dict[str, Any]) -> None:
+    for answer in run_ranks(jobs.train_flattened, ranks, name, block):
+        assert answer["rows"] > 2, "several samples in a row"
+        assert answer["losses"] == pytest.approx(answer["wanted"], rel=1e-6)
+        assert answer["errors"]
+        assert max(answer["errors"].values()) < 2e-6
+        assert "verified" in answer["log"]
+
+
+def test_a_model_that_mixes_samples_of_a_row_is_refused_in_one_line() -> None:
+    (said,) = run_ranks(jobs.refuse_flattened, 1)
+    assert said.startswith("Forgetful mixes samples that lie in one row")
+    assert "\n" not in said

@@ -1,0 +1,188 @@
+"""The order of units: what is said of it is what the simulator says, and it is the shortest or nearly so."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpp_plugin.data import PackedUnits, pack
+from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.plan.costs.unit_costs import UnitCosts, unit_costs
+from gpp_plugin.plan.unit_order import MiniBatchTimes, UnitOrder, order_units
+from gpp_plugin.simulate.predict import predict_iteration_us
+
+
+def chain(degrees: list[int], units: int, *, schedule: str = "1f1b", frozen: bool = False) -> PipelinePlan:
+    """Return stages one after the other, of so many ranks each, for mini-batches of units."""
+    first, stages = 0, []
+    for index, degree in enumerate(degrees):
+        stages.append(
+            Stage(
+                name=f"s{index}",
+                blocks=(f"b{index}",),
+                ranks=tuple(range(first, first + degree)),
+                micro_batch_size=degree,
+                in_flight=units // degree
+                if schedule == "gpipe"
+                else min(len(degrees) - index, units // degree),
+                schedule=schedule,
+                forward_us=10.0 * degree,
+                backward_us=20.0 * degree,
+            )
+        )
+        first += degree
+    edges = tuple(
+        StageEdge(
+            src=i,
+            dst=i + 1,
+            batch_tensors=(f"x{i}",),
+            gradient_tensors=() if frozen and i == 0 else (f"x{i}",),
+        )
+        for i in range(len(degrees) - 1)
+    )
+    return PipelinePlan(
+        model="", graph="", planner="", mini_batch=units, loss_unit=1, stages=tuple(stages), edges=edges
+    )
+
+
+def simulated_us(plan: PipelinePlan, order: tuple[int, ...], factors: Any, **options: Any) -> float:
+    def us(index: int, kind: TaskKind, micro_batch: int, rank: int) -> float:
+        stage = plan.stages[index]
+        unit = order[stage.samples(micro_batch, rank).first_sample]
+        typical = {TaskKind.FORWARD: stage.forward_us, TaskKind.BACKWARD: stage.backward_us}
+        return typical.get(kind, stage.backward_us / 2) * float(factors[unit, index])
+
+    return predict_iteration_us(plan, durations=us, **options)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "schedule"),
+    [([1, 1, 1], "1f1b"), ([2, 2], "gpipe"), ([1, 2, 4], "1f1b"), ([2, 1], "zero_bubble"), ([4], "1f1b")],
+)
+def test_the_times_of_orders_are_the_simulators(degrees: list[int], schedule: str) -> None:
+    plan = chain(degrees, 8, schedule=schedule)
+    times = MiniBatchTimes(plan)
+    generator = np.random.default_rng(0)
+    factors = generator.uniform(0, 4, (8, len(degrees)))
+    orders = np.array([generator.permutation(8) for _ in range(5)])
+    wanted = [simulated_us(plan, tuple(order), factors) for order in orders.tolist()]
+    assert times.of(orders, factors) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_frozen_stage_runs_forwards_alone() -> None:
+    plan = chain([1, 1], 4, frozen=True)
+    factors = np.random.default_rng(0).uniform(1, 4, (4, 2))
+    given = (0, 1, 2, 3)
+    wanted = simulated_us(plan, given, factors, forward_only_stages=frozenset({0}))
+    assert MiniBatchTimes(plan).of(np.array([given]), factors) == pytest.approx([wanted])
+
+
+@pytest.mark.parametrize("degrees", [[1, 1], [2, 2], [1, 2], [3, 3], [6]])
+def test_orders_are_hardly_longer_than_the_best_of_all(degrees: list[int]) -> None:
+    plan = chain(degrees, 6)
+    times = MiniBatchTimes(plan)
+    everything = np.array(list(itertools.permutations(range(6))))
+    generator = np.random.default_rng(1)
+    ratios, gains = [], []
+    for _ in range(8):
+        factors = np.repeat(generator.uniform(1, 4, (6, 1)), len(degrees), axis=1)
+        order = order_units(times, factors)
+        assert sorted(order) == list(range(6))
+        (found,) = times.of(np.array([order]), factors)
+        ratios.append(found / times.of(everything, factors).min())
+        gains.append(times.of(everything[:1], factors)[0] / found)
+    assert np.mean(ratios) < 1.02
+    assert max(ratios) < 1.06
+    assert min(gains) >= 1 - 1e-12
+    assert np.mean(gains) > 1.05 or degrees == [6], "one unit a rank leaves nothing to choose"
+
+
+def test_heavy_units_are_shared_out() -> None:
+    # two ranks, one stage: 8 and 7 beside each other, or one after the other on one rank
+    order = order_units(MiniBatchTimes(chain([2], 6)), np.array([[8.0], [1], [7], [1], [2], [5]]))
+    loads = [sum((8, 1, 7, 1, 2, 5)[unit] for unit in order[rank::2]) for rank in range(2)]
+    assert sorted(loads) == [11, 13]
+
+
+def test_equal_units_stay_in_order_and_sizes_alone_decide() -> None:
+    costs = UnitCosts(stages=(((1.0, ("x",)),),), typical={"x": 4})
+    sizes = [{"x": n} for n in (16, 1, 13, 2, 3, 9)]
+    chosen = [UnitOrder(chain([2], 6), costs)(sizes) for _ in range(2)]
+    assert chosen[0] == chosen[1] != tuple(range(6))
+    assert UnitOrder(chain([2], 6), costs)([{"x": 7}] * 6) == tuple(range(6))
+
+
+def test_many_units_take_a_bounded_search() -> None:
+    times = MiniBatchTimes(chain([2, 4], 64))
+    factors = np.repeat(np.random.default_rng(0).uniform(1, 4, (64, 1)), 2, axis=1)
+    order = order_units(times, factors)
+    assert sorted(order) == list(range(64))
+    given, found = times.of(np.array([range(64), order]), factors)
+    assert found < given / 1.05
+
+
+def test_blocks_are_driven_by_what_they_read_or_else_by_what_is_before_them() -> None:
+    blocks = (
+        Block(name="tower", inputs=("pixels",), flops=30.0),
+        Block(name="projector", flops=10.0),
+        Block(name="embed", inputs=("ids",), flops=0.0),
+        Block(name="layer", flops=60.0),
+        Block(name="loss", inputs=("labels", "num_items"), flops=10.0),
+    )
+    edges = tuple(
+        BlockEdge(src=a, dst=b, tensors=(a,))
+        for a, b in (("tower", "projector"), ("projector", "embed"), ("embed", "layer"), ("layer", "loss"))
+    )
+    graph = BlockGraph(
+        model="", num_samples=1, blocks=blocks, edges=edges, tensors={}, loss_block="loss", tied={}
+    )
+    plan = chain([1, 1], 2)
+    held = (("tower", "projector", "embed"), ("layer", "loss"))
+    stages = [dataclasses.replace(stage, blocks=own) for stage, own in zip(plan.stages, held, strict=True)]
+    plan = dataclasses.replace(plan, stages=tuple(stages))
+    costs = unit_costs(plan, graph, {"pixels": 100, "ids": 10, "labels": 10, "num_items": 0})
+    assert costs.factors({"pixels": 100, "ids": 10, "labels": 10}) == pytest.approx([1, 1])
+    assert costs.factors({"pixels": 300, "ids": 20, "labels": 20}) == pytest.approx([3, 2])
+    assert costs.factors({"ids": 40, "labels": 10}) == pytest.approx([0, (60 * 4 + 10) / 70])
+
+
+@pytest.mark.parametrize("degrees", [[1], [2], [4], [1, 2], [2, 4, 1]])
+def test_every_sample_runs_once_an_epoch_on_any_number_of_ranks_and_after_a_resume(
+    degrees: list[int],
+) -> None:
+    lengths = np.random.default_rng(3).integers(4, 40, 150)
+    plan = chain(degrees, 8)
+    every_element = UnitCosts(stages=(((1.0, ("ids",)),),) * len(degrees), typical={"ids": 40})
+    choose = UnitOrder(plan, every_element)
+
+    def mini_batches(packing: PackedUnits) -> Iterator[list[list[int]]]:
+        """Yield the units of an epoch, or of what is left of it, in the order in which they run."""
+        units = list(packing)
+        for first in range(0, len(units), 8):
+            own = units[first : first + 8]
+            order = choose([{"ids": int(len(unit) * lengths[unit].max())} for unit in own])
+            yield [own[number] for number in order]
+
+    def packed() -> PackedUnits:
+        return pack(lengths, cost=lengths, budget=100, units=8, seed=2)
+
+    epoch = list(mini_batches(packed()))
+    for index, stage in enumerate(plan.stages):
+        seen = [
+            sample
+            for units in epoch
+            for rank in stage.ranks
+            for micro_batch in range(plan.num_micro_batches(index))
+            for sample in units[stage.samples(micro_batch, rank).first_sample]
+        ]
+        assert sorted(seen) == list(range(150))
+    resumed = packed()
+    resumed.load_state_dict(packed().state_dict(mini_batches=2))
+    assert list(mini_batches(resumed)) == epoch[2:]

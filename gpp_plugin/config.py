@@ -286,7 +286,11 @@ def _check_lengths(lengths: LengthsConfig) -> None:
         path = f"{BLOCK}.lengths.typical[{position}]"
         if isinstance(typical, int) and isinstance(lengths.max, int):
             longer = typical > lengths.max
-        elif isinstance(typical, dict) and isinstance(lengths.max, dict) and typical.keys() == lengths.max.keys():
+        elif (
+            isinstance(typical, dict)
+            and isinstance(lengths.max, dict)
+            and typical.keys() == lengths.max.keys()
+        ):
             longer = any(size > lengths.max[key] for key, size in typical.items())
         else:
             raise ConfigError(
@@ -450,9 +454,9 @@ def _locate(loc: Sequence[int | str]) -> tuple[list[str], FieldInfo | None, list
     fields = GraphPipelineConfig.model_fields
     first = str(loc[0])
     field = fields.get(first)
-    inner = {"memory": MemoryConfig, "lengths": LengthsConfig}.get(first)
+    inner = {"memory": MemoryConfig.model_fields, "lengths": LengthsConfig.model_fields}.get(first)
     if inner is not None and len(loc) > 1:
-        siblings = inner.model_fields
+        siblings = inner
         second = str(loc[1])
         return [first, second], siblings.get(second), list(siblings)
     if first == "micro_batch_sizes" and len(loc) > 2:

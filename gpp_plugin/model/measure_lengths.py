@@ -24,7 +24,15 @@ from gpp_plugin.capture.tracing.batch_lengths import LengthOf, length_entries, l
 from gpp_plugin.errors import GppError, first_line
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.ir.length_costs import BlockLengths, Coefficients, LengthCosts, Lengths, products, terms_of, value_of
+from gpp_plugin.ir.length_costs import (
+    BlockLengths,
+    Coefficients,
+    LengthCosts,
+    Lengths,
+    products,
+    terms_of,
+    value_of,
+)
 from gpp_plugin.ir.profile import BlockCost, Profile
 from gpp_plugin.ir.size_formulas import SizeConditions, compile_formulas
 from gpp_plugin.model.graph.captured_part import CapturedPart
@@ -94,7 +102,9 @@ class _Measured:
             for keys in self._entries.values()
             for key in keys
         }
-        self._state: dict[str, Tensor] = dict(part.model.named_parameters()) | dict(part.model.named_buffers())
+        self._state: dict[str, Tensor] = dict(part.model.named_parameters()) | dict(
+            part.model.named_buffers()
+        )
 
     def _with_symbols(self) -> SizeConditions | None:
         """Return what torch found out about the lengths; None where it makes a number of one."""
@@ -162,7 +172,9 @@ class _Measured:
         typical = tuple(self._values(one) for one in self._asked.typical)
         longest = self._values(self._asked.longest)
         reference = tuple(int(self._batch[key].shape[axis]) for key, axis in self._sizes.symbols.values())
-        ranges = [range_of(column, most) for column, most in zip(zip(*typical, strict=True), longest, strict=True)]
+        ranges = [
+            range_of(column, most) for column, most in zip(zip(*typical, strict=True), longest, strict=True)
+        ]
         points, checked = fit_points([low for low, _ in ranges], [high for _, high in ranges])
         found = [self._at(point) for point in points]
         check = self._at(checked)
@@ -194,12 +206,14 @@ def _fits(
         return exact_fit(points, values)
 
     by_block = [profile.by_block() for profile, _ in found]
+    flops = [{block.name: block.flops for block in graph.blocks} for _, graph in found]
     blocks = {}
     for name in by_block[0]:
         own = [costs[name] for costs in by_block]
+        of = _lengths_of(points, [one[name] for one in flops])
         blocks[name] = BlockLengths(
-            forward_us=nonnegative_fit(points, [cost.forward_us[-1] for cost in own]),
-            backward_us=nonnegative_fit(points, [cost.backward_us[-1] for cost in own]),
+            forward_us=nonnegative_fit(points, [cost.forward_us[-1] for cost in own], of=of),
+            backward_us=nonnegative_fit(points, [cost.backward_us[-1] for cost in own], of=of),
             saved_bytes=exact([_saved(cost, samples) for cost in own]),
             transient_bytes=exact([cost.transient_bytes_per_sample * samples for cost in own]),
         )
@@ -214,6 +228,18 @@ def _fits(
         "shared": shared,
         "tensors": {name: exact([one[name] for one in tensors]) for name in tensors[0] if name in everywhere},
     }
+
+
+def _lengths_of(points: Sequence[Lengths], flops: Sequence[float]) -> list[int]:
+    """Return the lengths, by position, that a block's operations depend on."""
+    # the first point has the least of all lengths, and for each of these others differ from it in that one alone
+    first = points[0]
+    found = []
+    for at in range(len(first)):
+        along = [f for p, f in zip(points, flops, strict=True) if (*p[:at], first[at], *p[at + 1 :]) == first]
+        if len(set(along)) > 1:
+            found.append(at)
+    return found
 
 
 def _tensor_bytes(graph: BlockGraph, samples: int) -> dict[str, int]:
@@ -251,4 +277,3 @@ def _empty(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return torch.empty(value.shape, dtype=value.dtype, device="meta").requires_grad_(value.requires_grad)
-

@@ -11,7 +11,7 @@ Tests: tests/profile/test_length_fit.py
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -60,15 +60,24 @@ def exact_fit(points: Sequence[Lengths], values: Sequence[float]) -> Coefficient
     return tuple((found / scale).tolist())
 
 
-def nonnegative_fit(points: Sequence[Lengths], values: Sequence[float]) -> Coefficients:
-    """Return the polynomial without negative coefficients that is nearest to positive values, as their share."""
+def nonnegative_fit(
+    points: Sequence[Lengths], values: Sequence[float], *, of: Collection[int]
+) -> Coefficients:
+    """Return the polynomial without negative coefficients that is nearest to positive values, as their share.
+
+    Args:
+        of: the lengths, by position, that it may depend on.
+    """
+    # Times are noisy: an encoder that a decoder's length has nothing to do with would seem to depend on it. Terms of
+    # many lengths have too many subsets: then without products of two.
     weights = 1.0 / np.maximum(np.asarray(values, dtype=float), 1e-9)
     matrix, scale = _matrix(points)
     rows = matrix * weights[:, None]
     terms = terms_of(len(points[0]))
-    usable = [i for i, term in enumerate(terms) if len(terms) <= MOST_SUBSETS or max(term) == sum(term)]
+    own = [i for i, term in enumerate(terms) if all(at in of for at, power in enumerate(term) if power)]
+    usable = [i for i in own if len(own) <= MOST_SUBSETS or max(terms[i]) == sum(terms[i])]
     best: tuple[float, npt.NDArray[np.float64]] = (np.inf, np.zeros(len(terms)))
-    for count in range(min(len(usable), 2 * MOST_SUBSETS) + 1):
+    for count in range(min(len(usable), MOST_SUBSETS) + 1):
         for chosen in itertools.combinations(usable, count):
             found = np.zeros(len(terms))
             if chosen:

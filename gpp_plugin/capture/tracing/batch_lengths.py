@@ -102,6 +102,8 @@ def sample_with_lengths(batch: Mapping[str, Any], typical: tuple[LengthOf, ...])
     """
     entries = length_entries(batch, typical[0])
     means = {anchor: sum(length_of(one, anchor) for one in typical) / len(typical) for anchor in entries}
-    nearest = min(typical, key=lambda one: sum(abs(length_of(one, a) / mean - 1) for a, mean in means.items()))
+    nearest = min(
+        typical, key=lambda one: sum(abs(length_of(one, a) / mean - 1) for a, mean in means.items())
+    )
     lengths = {key: length_of(nearest, anchor) for anchor, keys in entries.items() for key in keys}
     return with_lengths(batch, lengths)

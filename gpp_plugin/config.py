@@ -294,8 +294,8 @@ def _check_lengths(lengths: LengthsConfig) -> None:
             longer = any(size > lengths.max[key] for key, size in typical.items())
         else:
             raise ConfigError(
-                f"{path}: {_show(typical)} is not of the form of {BLOCK}.lengths.max, {_show(lengths.max)}; give numbers, "
-                "or objects with the same keys"
+                f"{path}: {_show(typical)} is not of the form of {BLOCK}.lengths.max, {_show(lengths.max)}; give "
+                "numbers, or objects with the same keys"
             )
         if longer:
             raise ConfigError(

@@ -22,7 +22,9 @@ SHARES = (0.5, 0.625, 0.75, 1.0)
 
 def texts_of(batch: Batch) -> dict[str, Tensor]:
     """Return the entries that hold texts."""
-    return {k: v for k, v in batch.items() if isinstance(v, Tensor) and not v.is_floating_point() and v.ndim == 2}
+    return {
+        k: v for k, v in batch.items() if isinstance(v, Tensor) and not v.is_floating_point() and v.ndim == 2
+    }
 
 
 def at_share(batch: Batch, share: float, *, least: int = 0) -> Batch:

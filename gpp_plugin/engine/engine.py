@@ -464,8 +464,9 @@ class GraphPipelineEngine(PipelineSurface):
     def memory_report(self) -> MemoryReport:
         """Return predicted and measured memory of every rank, what fills it, and what to change to fit; collective.
 
-        Measured is what the first mini-batch of the sample batch's shape held; with ``lengths``, what the longest of the
-        first ones held, and predicted is what it should (on CUDA, measured is the allocator's peak since construction). `report.memory_text.format_memory_report` makes a table of it.
+        Measured is what the first mini-batch of the sample batch's shape held (on CUDA, the allocator's peak since
+        construction); with ``lengths``, what the longest of the first ones held, and predicted is what it should hold.
+        `report.memory_text.format_memory_report` makes a table of it.
         """
         ahead = self._lane.ahead_bytes if isinstance(self._lane, AheadLane) else (0, 0)
         return self._memory.report(self.stage_engine, ahead=ahead)

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,10 +41,18 @@ from gpp_plugin.runtime.ranks.meeting import Meeting
 logger = logging.getLogger(__name__)
 
 
-MOST_REFUSALS = 1024
+MOST_SHORTAGES = 1024
 """Lengths of mini-batches of which it is remembered whether they fit."""
 MOST_COUNTED = 8
 """Mini-batches that are counted where lengths are given, each longer than those before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortage:
+    """What the stage with the least memory left needs, in words, and the bytes it lacks: none where negative."""
+
+    text: str
+    missing: int
 
 
 class MemoryWatch:
@@ -76,7 +85,7 @@ class MemoryWatch:
         self._longest = None if lengths is None else lengths.max
         self._anchors = () if lengths is None else tuple(length_entries(sample_batch, lengths.max))
         self._sample = _in_words(sample_batch)
-        self._refusals: OrderedDict[tuple[UnitSize, ...], str] = OrderedDict()
+        self._shortages: OrderedDict[tuple[UnitSize, ...], Shortage] = OrderedDict()
         self._counted: tuple[UnitSize, ...] | None = None
         self._num_counted = 0
         self._plan, self._config, self._setting = plan, config, setting
@@ -145,16 +154,16 @@ class MemoryWatch:
     def refusal(self, batch: Batch) -> str | None:
         """Return why a mini-batch is not run; None where it is."""
         longer = self._longer(batch)
-        sizes = "" if self._sized is None else self._sizes_of(self._sized, batch)
-        missing = None
-        if self._sized is not None and not isinstance(sizes, str):
-            missing = self._missing(self._sized, sizes)
-        if longer is None and not missing:
+        units = "" if self._sized is None else self._sizes_of(self._sized, batch)
+        short = Shortage(text="", missing=0)
+        if self._sized is not None and not isinstance(units, str):
+            short = self._shortage(self._sized, units)
+        if longer is None and short.missing <= 0:
             return None
-        why = "; ".join(reason for reason in (longer, missing) if reason)
+        why = "; ".join(reason for reason in (longer, short.text) if reason)
         return (
-            f"this mini-batch is not run: {why}; cut or leave out what is so long, or raise graph_pipeline.lengths.max, "
-            "for which a plan is then made (more stages, smaller units, memory.recompute)"
+            f"this mini-batch is not run: {why}; shorten it or leave it out, or raise graph_pipeline.lengths.max, for "
+            "which a plan is then made (more stages, smaller units, memory.recompute)"
         )
 
     def _longer(self, batch: Batch) -> str | None:
@@ -165,25 +174,23 @@ class MemoryWatch:
             for anchor in self._anchors:
                 value, most = unit.get(anchor), length_of(self._longest, anchor)
                 if isinstance(value, Tensor) and value.shape[-1] > most:
-                    return f"{anchor} is {value.shape[-1]} long, graph_pipeline.lengths.max {most}"
+                    return f"{anchor} is {value.shape[-1]} long, and graph_pipeline.lengths.max is {most}"
         return None
 
-    def _missing(self, sized: SizedPlan, units: tuple[UnitSize, ...]) -> str:
-        """Return which stage has too little memory for these units, and how much; empty where all have enough."""
-        found = self._refusals.get(units)
+    def _shortage(self, sized: SizedPlan, units: tuple[UnitSize, ...]) -> Shortage:
+        """Return which stage has the least memory left for these units, and how much is missing."""
+        found = self._shortages.get(units)
         if found is None:
-            found, most = "", 0
-            for part in sized.at(units).memory:
-                if part.limit and part.total - part.limit > most:
-                    most = part.total - part.limit
-                    longest = max(units, key=lambda unit: (unit.lengths, unit.samples))
-                    found = (
-                        f"at {sized.costs.in_words(longest.lengths)} stage {part.stage!r} needs {part.total} bytes a rank and "
-                        f"may use {part.limit}, {most} bytes are missing"
-                    )
-            self._refusals[units] = found
-            while len(self._refusals) > MOST_REFUSALS:
-                self._refusals.popitem(last=False)
+            longest = max(units, key=lambda unit: (unit.lengths, unit.samples))
+            part = max(sized.at(units).memory, key=lambda part: part.total - (part.limit or part.total))
+            missing = part.total - part.limit if part.limit else 0
+            text = (
+                f"at {sized.costs.in_words(longest.lengths)} stage {part.stage!r} needs {part.total} bytes a rank and "
+                f"may use {part.limit or 'any number'}{f', {missing} bytes are missing' if missing > 0 else ''}"
+            )
+            found = self._shortages[units] = Shortage(text=text, missing=missing)
+            while len(self._shortages) > MOST_SHORTAGES:
+                self._shortages.popitem(last=False)
         return found
 
     def note_gradients(self, gradients: StageGradients) -> None:

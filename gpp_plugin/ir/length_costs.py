@@ -72,7 +72,7 @@ class LengthCosts:
     """What the blocks of a model cost at any lengths, beside a `Profile` of some lengths.
 
     Args:
-        sizes: which axis each length is, and the shapes of a loss unit of ``num_samples`` samples; it has no conditions.
+        sizes: which axis each length is, and the shapes of a loss unit of ``num_samples`` samples; no conditions.
         reference: lengths that the profile and the block graph are of; ``typical`` those that times are planned for;
             ``longest`` those that memory is planned for.
         fitted: lengths at which blocks were measured, and ``checked`` where what is predicted was held against it.

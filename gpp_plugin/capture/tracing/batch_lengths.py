@@ -58,8 +58,8 @@ def length_entries(batch: Mapping[str, Any], asked: LengthOf) -> dict[str, tuple
             anchors = {longest: texts[longest]}
     if not anchors:
         raise ConfigError(
-            f"graph_pipeline.lengths: no entry of the batch ({', '.join(sorted(batch))}) holds texts; name those that have "
-            'a length, as {"max": {"input_values": 16000}}, or remove the key'
+            f"graph_pipeline.lengths: no entry of the batch ({', '.join(sorted(batch))}) holds texts; name those that "
+            'have a length, as {"max": {"input_values": 16000}}, or remove the key'
         )
     found: dict[str, tuple[str, ...]] = {}
     for anchor, size in anchors.items():

@@ -179,7 +179,8 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
     if block.lengths is not None:
         if block.planner == STOCK:
             raise ConfigError(
-                f"{BLOCK}.lengths: planner {STOCK!r} plans for the sample batch alone; remove the key, or choose another"
+                f"{BLOCK}.lengths: planner {STOCK!r} plans for the sample batch alone; remove the key, or choose "
+                "another planner"
             )
         if is_counted(sample):  # of flattened patches beside texts nobody knows what else would change
             sample = sample_with_lengths(sample, block.lengths.planned)

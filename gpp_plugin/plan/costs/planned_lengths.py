@@ -221,6 +221,8 @@ class SizedPlan:
             for segment in memory.recomputed
         )
         found = dataclasses.replace(memory, swapped=swapped, recomputed=recomputed)
-        known = memory.swapped_bytes + memory.recomputed_bytes
-        by = (found.swapped_bytes + found.recomputed_bytes) / known if known > 0 else 1.0
+        known, now = (
+            one.swapped_bytes + sum(segment.bytes for segment in one.recomputed) for one in (memory, found)
+        )
+        by = now / known if known > 0 else 1.0
         return dataclasses.replace(found, working_bytes=round(memory.working_bytes * by))

@@ -88,8 +88,8 @@ class RequestOptions(TypedDict, total=False):
         num_devices: ranks to plan for; by default those of the cluster.
         sample_batch: for a module: a batch as it is trained on, samples along axis 0.
         sizes: for a library model: dimensions that differ from the paper's, e.g. ``{"branches": 8}``.
-        length: for a HuggingFace configuration: tokens of a text, 512 by default. Several are the usual ones, the mean of
-            whose times is planned for; then, and with ``max_length``, a sample batch takes these lengths too.
+        length: for a HuggingFace configuration: tokens of a text, 512 by default. Several are the usual ones: the mean
+            of their times is planned for. A module's sample batch takes them, and ``max_length``, where they are given.
         max_length: the longest text, which memory is planned for; the longest of ``length`` by default.
         granularity: ``layer``, ``sub_layer`` or ``node``; the planner's usual blocks by default.
         mini_batch: samples of one optimizer step; 64 by default.

@@ -5,7 +5,7 @@ decoder's). Blocks are then profiled at so many lengths as determine a polynomia
 times, what they keep, what they hold while they run.
 
 Source: this project
-Tests: tests/stage_graph/test_measured_lengths.py
+Tests: tests/stage_graph/test_measured_lengths.py, tests/integrations/test_length_memory.py
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ lengths' times, and the bytes of the longest.
 and why a mini-batch is refused.
 
 Source: this project
-Tests: tests/plan/test_planned_lengths.py, tests/integrations/test_planned_lengths_ranks.py
+Tests: tests/plan/test_planned_lengths.py, tests/integrations/test_length_memory.py
 """
 
 from __future__ import annotations

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpp_plugin.capture.export import recapture_for_lengths
+from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.export import CaptureAtLengths
 from gpp_plugin.capture.tracing.batch_lengths import LengthOf, length_entries, length_of, with_lengths
-from gpp_plugin.errors import GppError, first_line
+from gpp_plugin.errors import CaptureError, GppError, first_line
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.length_costs import (
@@ -95,6 +96,7 @@ class _Measured:
         self._batch = part.arguments(batch, {}, self._samples)
         self._entries = length_entries(self._batch, asked.longest)
         self._asked = asked
+        self._capture: CaptureAtLengths | None = None
         self._sizes = self._with_symbols() or self._by_size()
         symbols = tuple(self._sizes.symbols)
         self._formulas = {
@@ -110,7 +112,7 @@ class _Measured:
         """Return what torch found out about the lengths; None where it makes a number of one."""
         open_axes = {k: (self._batch[k].ndim - 1,) for keys in self._entries.values() for k in keys}
         try:
-            found = recapture_for_lengths(
+            found = CaptureAtLengths(
                 self._part.model,
                 self._analysis,
                 {k: _empty(v) for k, v in self._batch.items()},
@@ -118,12 +120,13 @@ class _Measured:
                 device=self._part.device,
                 call=self._part.call,
             )
-            known = found.texts().conditions()
         except Exception:  # whatever torch raises on symbols
             logger.debug("lengths: no capture with symbols", exc_info=True)
             return None
+        known = found.conditions
         if any(known.shapes[key][-1].isdigit() for key in open_axes):
             return None
+        self._capture = found
         return SizeConditions(symbols=known.symbols, shapes=known.shapes)
 
     def _by_size(self) -> SizeConditions:
@@ -149,7 +152,7 @@ class _Measured:
         """Return what the part costs at some lengths, and its blocks there."""
         sizes = {key: int(at(*lengths)[0]) for key, at in self._formulas.items()}
         batch = with_lengths(self._batch, sizes)
-        captured = self._part.capture_again(self._analysis, batch)
+        captured = self._captured(batch)
         graph = self._part.local_graph(captured)
         logger.debug("profiling at lengths %s", sizes)
         profile = profile_blocks(
@@ -162,6 +165,15 @@ class _Measured:
             cache_dir=self._cache_dir,
         )
         return profile, graph
+
+    def _captured(self, batch: Batch) -> CapturedGraph:
+        """Return the part at the lengths of a batch, without another export where one holds for all."""
+        if self._capture is not None:
+            try:
+                return self._capture.at(batch)
+            except CaptureError as error:
+                logger.debug("lengths: captured again, as %s", error)
+        return self._part.capture_again(self._analysis, batch)
 
     def costs(self, profile: Profile) -> LengthCosts:
         """Return the polynomials.

@@ -148,13 +148,17 @@ class _Measured:
         anchor_of = {key: anchor for anchor, keys in self._entries.items() for key in keys}
         return tuple(length_of(asked, anchor_of[key]) for key, _ in self._sizes.symbols.values())
 
+    def _batch_at(self, lengths: Lengths) -> dict[str, Any]:
+        """Return the loss unit with texts of some lengths."""
+        sizes = {key: int(at(*lengths)[0]) for key, at in self._formulas.items()}
+        return with_lengths(self._batch, sizes)
+
     def _at(self, lengths: Lengths) -> tuple[Profile, BlockGraph]:
         """Return what the part costs at some lengths, and its blocks there."""
-        sizes = {key: int(at(*lengths)[0]) for key, at in self._formulas.items()}
-        batch = with_lengths(self._batch, sizes)
+        batch = self._batch_at(lengths)
         captured = self._captured(batch)
         graph = self._part.local_graph(captured)
-        logger.debug("profiling at lengths %s", sizes)
+        logger.debug("profiling at lengths %s", lengths)
         profile = profile_blocks(
             captured,
             graph,
@@ -165,6 +169,20 @@ class _Measured:
             cache_dir=self._cache_dir,
         )
         return profile, graph
+
+    def _warn_of(self, longest: Lengths) -> None:
+        """Say so where the model's Python answers otherwise at the longest: it may lack places for so many tokens."""
+        if self._capture is None:
+            return
+        shapes = {k: tuple(v.shape) for k, v in self._batch_at(longest).items() if isinstance(v, Tensor)}
+        reason = self._capture.conditions.solver()(shapes)
+        if isinstance(reason, str):
+            logger.warning(
+                "lengths: %s is another graph at the longest (%s): its memory is predicted from shorter ones; lower "
+                "graph_pipeline.lengths.max if it has no places for so many tokens",
+                type(self._part.model).__name__,
+                reason,
+            )
 
     def _captured(self, batch: Batch) -> CapturedGraph:
         """Return the part at the lengths of a batch, without another export where one holds for all."""
@@ -184,6 +202,7 @@ class _Measured:
         typical = tuple(self._values(one) for one in self._asked.typical)
         longest = self._values(self._asked.longest)
         reference = tuple(int(self._batch[key].shape[axis]) for key, axis in self._sizes.symbols.values())
+        self._warn_of(longest)
         ranges = [
             range_of(column, most) for column, most in zip(zip(*typical, strict=True), longest, strict=True)
         ]

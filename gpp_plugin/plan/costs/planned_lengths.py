@@ -18,6 +18,7 @@ Tests: tests/plan/test_planned_lengths.py, tests/integrations/test_length_memory
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,13 +27,19 @@ from gpp_plugin.ir.length_costs import Coefficients, LengthCosts, Lengths, produ
 from gpp_plugin.ir.memory_plan import MemoryBreakdown, MemoryPlan
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import BlockCost, Profile
-from gpp_plugin.ir.size_formulas import compile_formulas
+from gpp_plugin.ir.size_formulas import Evaluate, compile_formulas
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.plan.costs.memory_breakdown import memory_breakdown, with_inputs
 
 
-def profile_at(profile: Profile, costs: LengthCosts, lengths: Lengths) -> Profile:
-    """Return a profile of other lengths; its inputs stay as they are."""
+def profile_at(
+    profile: Profile, costs: LengthCosts, lengths: Lengths, *, with_tensors: bool = True
+) -> Profile:
+    """Return a profile of other lengths; its inputs stay as they are.
+
+    Args:
+        with_tensors: say how tensors grow, too, which planners ask for alone.
+    """
     here, there = products(lengths, costs.terms), products(costs.reference, costs.terms)
 
     def growth(coefficients: Coefficients) -> float:
@@ -53,7 +60,7 @@ def profile_at(profile: Profile, costs: LengthCosts, lengths: Lengths) -> Profil
         )
 
     grown = [growth(coefficients) for coefficients in costs.shared]
-    tensors = {name: growth(coefficients) for name, coefficients in costs.tensors.items()}
+    tensors = {name: growth(c) for name, c in costs.tensors.items()} if with_tensors else {}
     return dataclasses.replace(
         profile,
         costs=tuple(at(cost) for cost in profile.costs),
@@ -94,10 +101,16 @@ def inputs_at(inputs: Sequence[TensorSpec], costs: LengthCosts, lengths: Lengths
     for spec in inputs:
         formulas = costs.sizes.shapes.get(spec.name)
         if formulas is not None:
-            evaluate = compile_formulas(tuple(costs.sizes.symbols), formulas)
+            evaluate = _compiled(tuple(costs.sizes.symbols), tuple(formulas))
             spec = dataclasses.replace(spec, shape=tuple(int(size) for size in evaluate(*lengths)))
         found.append(spec)
     return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(symbols: tuple[str, ...], formulas: tuple[str, ...]) -> Evaluate:
+    """Return what evaluates formulas, compiled once: shapes of each mini-batch are evaluated before it runs."""
+    return compile_formulas(symbols, formulas)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +189,7 @@ class SizedPlan:
     def _of_unit(self, unit: UnitSize) -> tuple[MemoryBreakdown, ...]:
         found = self._known.get(unit)
         if found is None:
-            profile = profile_at(self._profile, self.costs, unit.lengths)
+            profile = profile_at(self._profile, self.costs, unit.lengths, with_tensors=False)
             inputs = inputs_at(self._inputs, self.costs, unit.lengths)
             profile = with_inputs(
                 profile, self._graph, inputs, mini_batch=self.plan.mini_batch, dtype=self._dtype

@@ -18,6 +18,7 @@ from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.eager.choose_whole import MAX_ATTEMPTS, Untraceable, find_asked, with_culprit
 from gpp_plugin.capture.eager.keep_whole import WholeCalls
+from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.keys import find_layer_lists
 from gpp_plugin.capture.layout.inseparable import find_clusters
 from gpp_plugin.capture.layout.layout_rules import Counted, Fixed, Rows
@@ -297,7 +298,7 @@ class CaptureAtLengths:
             self._traced = align(analysis.nodes, traced)
         except CaptureError as error:
             raise _changed(error) from None
-        if self._traced.attributes:
+        if self._traced.attributes or any(isinstance(n.target, OpaqueCall) for n in self._traced.operators):
             raise CaptureError("operators with bodies of their own have no sizes that are known outside")
         graph, inputs = self._traced.graph, self._traced.inputs
         self._texts = SizeTexts({inputs[n.name]: n.meta["val"] for n in graph.nodes if n.name in inputs})

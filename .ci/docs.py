@@ -63,7 +63,7 @@ def _put(path: Path, text: str, *, write: bool) -> bool:
 
 def configuration_page() -> str:
     """Return the reference of the ``graph_pipeline`` block."""
-    from gpp_plugin.config import GraphPipelineConfig, MemoryConfig
+    from gpp_plugin.config import GraphPipelineConfig, LengthsConfig, MemoryConfig
 
     lines = [
         "# Configuration\n",
@@ -77,6 +77,8 @@ def configuration_page() -> str:
         *_keys(GraphPipelineConfig, ""),
         "\n## The keys of `memory`\n",
         *_keys(MemoryConfig, "memory."),
+        "\n## The keys of `lengths`\n",
+        *_keys(LengthsConfig, "lengths."),
     ]
     return "\n".join(lines) + "\n"
 
@@ -89,8 +91,9 @@ def _keys(model: Any, prefix: str) -> Iterator[str]:
     yield "| key | values | default | meaning |"
     yield "|---|---|---|---|"
     for name, field in model.model_fields.items():
-        default = field.get_default(call_default_factory=True)
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
         shown = "as below" if isinstance(default, BaseModel) else f"`{json.dumps(default)}`"
+        shown = "to be given" if field.is_required() else shown
         yield f"| `{prefix}{name}` | {_cell(field.description or '')} | {shown} | {_cell(meanings[name])} |"
 
 

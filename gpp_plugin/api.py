@@ -21,7 +21,7 @@ planners, whether or not this module was imported, ``gpp_plugin.api.plan`` alway
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -88,7 +88,9 @@ class RequestOptions(TypedDict, total=False):
         num_devices: ranks to plan for; by default those of the cluster.
         sample_batch: for a module: a batch as it is trained on, samples along axis 0.
         sizes: for a library model: dimensions that differ from the paper's, e.g. ``{"branches": 8}``.
-        length: for a HuggingFace configuration: tokens of a text; 512 by default.
+        length: for a HuggingFace configuration: tokens of a text, 512 by default. Several are the usual ones: the mean
+            of their times is planned for. A module's sample batch takes them, and ``max_length``, where they are given.
+        max_length: the longest text, which memory is planned for; the longest of ``length`` by default.
         granularity: ``layer``, ``sub_layer`` or ``node``; the planner's usual blocks by default.
         mini_batch: samples of one optimizer step; 64 by default.
         loss_unit: samples of one loss; the mini-batch by default.
@@ -106,7 +108,8 @@ class RequestOptions(TypedDict, total=False):
     num_devices: int | None
     sample_batch: Mapping[str, Any] | None
     sizes: Mapping[str, int | str]
-    length: int
+    length: int | Sequence[int]
+    max_length: int | None
     granularity: str | None
     mini_batch: int
     loss_unit: int | None
@@ -182,10 +185,10 @@ def make_request(
     else:
         if sizes:
             raise ConfigError("sizes: is for library models; edit the model's own configuration instead")
-        module, batch = _module_and_batch(model, loss_unit, options)
+        module, batches = _module_and_batches(model, loss_unit, options)
         graph, profile = captured_model(
             module,
-            batch,
+            batches,
             device,
             mini_batch=mini_batch,
             granularity=granularity or planner_granularity(planner),
@@ -393,16 +396,28 @@ def _cluster(source: ClusterSource, num_devices: int | None) -> Cluster:
     return read_machine(num_devices)
 
 
-def _module_and_batch(
+def _module_and_batches(
     model: str | Path | nn.Module, loss_unit: int, options: RequestOptions
-) -> tuple[nn.Module, Mapping[str, Any]]:
-    """Return the module to capture and one loss unit for it, from a module or the name of a configuration."""
+) -> tuple[nn.Module, list[Mapping[str, Any]]]:
+    """Return the module to capture and loss units for it: of the usual lengths, and last of the longest.
+
+    Raises:
+        ConfigError: as `make_request`.
+    """
+    given = options.get("length", 512)
+    usual = [given] if isinstance(given, int) else sorted(given)
+    longest = options.get("max_length") or max(usual, default=0)
+    if not usual or usual[0] < 1 or longest < usual[-1]:
+        raise ConfigError(
+            f"length {usual}, max_length {longest}: give lengths of at least 1 token, and no max_length below them"
+        )
     batch = options.get("sample_batch")
     if isinstance(model, (str, Path)):
         path = config_path(model)
         if batch is not None:
             raise ConfigError("sample_batch: is for a module; a configuration's batch is made by length")
-        return huggingface_model(path, loss_unit=loss_unit, length=options.get("length", 512))
+        module, batches = huggingface_model(path, loss_unit=loss_unit, lengths=[*usual, longest])
+        return module, list(batches)
     if not callable(getattr(model, "forward", None)):
         raise ConfigError(
             f"model: a {type(model).__name__} is neither a module nor the name or path of a model; give one of these"
@@ -412,8 +427,13 @@ def _module_and_batch(
             f"sample_batch: missing; a {type(model).__name__} is captured on a batch as it is trained on, a dict of "
             "tensors with the samples along axis 0"
         )
+    from gpp_plugin.capture.tracing.batch_lengths import length_entries, with_lengths
     from gpp_plugin.capture.tracing.sample_batches import as_unit, is_counted, resize_batch
     from gpp_plugin.model.graph.stage_graph import prepare_batch
 
     prepared = prepare_batch(model, batch)
-    return model, resize_batch(prepared, loss_unit) if is_counted(prepared) else as_unit(prepared, loss_unit)
+    unit = resize_batch(prepared, loss_unit) if is_counted(prepared) else as_unit(prepared, loss_unit)
+    if isinstance(given, int) and options.get("max_length") is None:
+        return model, [unit, unit]
+    texts = [key for keys in length_entries(unit, longest).values() for key in keys]
+    return model, [with_lengths(unit, dict.fromkeys(texts, length)) for length in (*usual, longest)]

@@ -72,6 +72,33 @@ class MemoryConfig(_Block):
         return tuple(way for way, choice in allowed.items() if choice != "off")
 
 
+LengthOf = Count | dict[str, Count]
+"""How long sequences are: all of them, or those of each key of the batch."""
+
+
+class LengthsConfig(_Block):
+    """How long the sequences of a job are: what to plan for, and what to refuse.
+
+    A length is the last axis of an entry of the batch: of token ids, masks and labels. A number is that of all texts;
+    an object gives each its own, ``{"input_ids": 512, "labels": 128}``, and entries that are as long as one of these in
+    the sample batch (its mask) go with it.
+
+    Args:
+        max: the longest; memory is planned for it, and a longer mini-batch is refused before it runs.
+        typical: some of the usual ones, each counted once; the plan is for the mean of their times. None: ``max``.
+    """
+
+    max: LengthOf = Field(description='a whole number of at least 1, or {"key of the batch": number, ...}')
+    typical: list[LengthOf] = Field(
+        default=[], description='a list of numbers, or of objects like that of "max", none of them larger'
+    )
+
+    @property
+    def planned(self) -> tuple[int | dict[str, int], ...]:
+        """Return the lengths whose mean time is planned for."""
+        return tuple(self.typical) or (self.max,)
+
+
 class GraphPipelineConfig(_Block):
     """The ``graph_pipeline`` block, checked.
 
@@ -90,6 +117,7 @@ class GraphPipelineConfig(_Block):
         slicing: whether the first micro-batches' forwards run in halves: "auto" where that is shorter, "on", "off",
             or how many of them.
         memory: what a rank may use, and what may be done to stay below it.
+        lengths: how long sequences are, usually and at most; null plans for the sample batch's alone.
         cluster: a file, or a description in place; "auto" is what the ranks find: on CUDA free memory, and NVLink,
             PCIe and network, whose speeds are measured once for a kind of cluster.
         plan: a plan made before or written by hand: a file, or in place.
@@ -146,6 +174,7 @@ class GraphPipelineConfig(_Block):
     memory: MemoryConfig = Field(
         default=MemoryConfig(), description="an object with limit_gb, recompute, swap"
     )
+    lengths: LengthsConfig | None = Field(default=None, description="null, or an object with max, typical")
     cluster: str | dict[str, Any] = Field(default="auto", description='"auto", a file name, or an object')
     plan: str | dict[str, Any] | None = Field(default=None, description="null, a file name, or an object")
     profile_dir: str | None = Field(default=None, description="null or a directory name")
@@ -249,10 +278,35 @@ def read_config(ds_config: Mapping[str, Any] | str | Path) -> GraphPipelineConfi
     except ValidationError as error:
         raise ConfigError("\n".join(_problems(error))) from None
     _check_mode(config)
+    if config.lengths is not None:
+        _check_lengths(config.lengths)
     if config.units is not None:
         _check_units(config)
         config = config.model_copy(update={"slicing": "off"})  # a half of a unit is cut
     return config if config.enabled else None
+
+
+def _check_lengths(lengths: LengthsConfig) -> None:
+    """Refuse typical lengths that are longer than the longest, or of other keys."""
+    for position, typical in enumerate(lengths.typical):
+        path = f"{BLOCK}.lengths.typical[{position}]"
+        if isinstance(typical, int) and isinstance(lengths.max, int):
+            longer = typical > lengths.max
+        elif (
+            isinstance(typical, dict)
+            and isinstance(lengths.max, dict)
+            and typical.keys() == lengths.max.keys()
+        ):
+            longer = any(size > lengths.max[key] for key, size in typical.items())
+        else:
+            raise ConfigError(
+                f"{path}: {_show(typical)} is not of the form of {BLOCK}.lengths.max, {_show(lengths.max)}; give "
+                "numbers, or objects with the same keys"
+            )
+        if longer:
+            raise ConfigError(
+                f"{path}: {_show(typical)} is longer than {BLOCK}.lengths.max, {_show(lengths.max)}; raise max"
+            )
 
 
 def _check_units(config: GraphPipelineConfig) -> None:
@@ -401,8 +455,9 @@ def _locate(loc: Sequence[int | str]) -> tuple[list[str], FieldInfo | None, list
     fields = GraphPipelineConfig.model_fields
     first = str(loc[0])
     field = fields.get(first)
-    if first == "memory" and len(loc) > 1:
-        siblings = MemoryConfig.model_fields
+    inner = {"memory": MemoryConfig.model_fields, "lengths": LengthsConfig.model_fields}.get(first)
+    if inner is not None and len(loc) > 1:
+        siblings = inner
         second = str(loc[1])
         return [first, second], siblings.get(second), list(siblings)
     if first == "micro_batch_sizes" and len(loc) > 2:

@@ -8,6 +8,7 @@ GppError
 ├── PlanError            a plan is malformed, or no plan can be made
 │   └── PlanInfeasible   no plan fits the devices
 ├── ScheduleError        a schedule or lowered program is unsafe
+├── BatchRefused         a mini-batch is too long for its plan, or for a rank's memory
 ├── RuntimeFailure       a rank failed while running a program
 │   └── CommTimeout      a message did not arrive in time
 ├── CheckpointError      a checkpoint is missing, torn or of another plan
@@ -47,6 +48,10 @@ class PlanInfeasible(PlanError):
 
 class ScheduleError(GppError):
     """A schedule or lowered program would deadlock, reorder or exceed its memory."""
+
+
+class BatchRefused(GppError, ValueError):
+    """A mini-batch is longer than is planned for, or would not fit; nothing of it has run, and the next one may."""
 
 
 class RuntimeFailure(GppError):

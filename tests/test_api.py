@@ -89,6 +89,22 @@ def test_a_file_in_place_of_a_plan_is_told_how_to_be_read(function) -> None:
         function("plan.json")
 
 
+def test_several_lengths_are_planned_for_their_mean_time_and_the_longest_memory() -> None:
+    model, make_batch = build("gpt2", layers=1)
+    common = {"num_devices": 2, "sample_batch": make_batch(2), "mini_batch": 4, "loss_unit": 2}
+    several = api.make_request(model, length=[8, 4], max_length=16, **common)
+    each = {n: api.make_request(model, length=n, max_length=n, **common) for n in (4, 8, 16)}
+    for i, cost in enumerate(several.profile.costs):
+        short, long, longest = (each[n].profile.costs[i] for n in (4, 8, 16))
+        assert cost.forward_us[-1] == pytest.approx((short.forward_us[-1] + long.forward_us[-1]) / 2)
+        assert cost.saved_bytes_per_sample == longest.saved_bytes_per_sample
+    assert several.profile.inputs == each[16].profile.inputs
+    assert several.graph == each[4].graph, "the middle one of the usual lengths, the shorter of two"
+    assert all(3.9 < growth <= 4.0 for growth in several.profile.growth.values())
+    with pytest.raises(ConfigError, match=r"length \[8\], max_length 4: give lengths of at least 1 token"):
+        api.make_request(model, length=[8], max_length=4, **common)
+
+
 def test_a_module_is_planned_with_a_batch() -> None:
     model, make_batch = build("clip")
     made = api.plan(model, num_devices=2, sample_batch=make_batch(2), mini_batch=8, loss_unit=4)

@@ -175,6 +175,21 @@ def test_every_schedule_has_its_name(name):
             {"comm_timeout_s": float("inf")},
             "comm_timeout_s: Infinity is not valid; give a number of seconds above 0",
         ),
+        ({"lengths": 5}, "lengths: 5 is not valid; give null, or an object with max, typical"),
+        (
+            {"lengths": {"max": 0}},
+            'lengths.max: 0 is not valid; give a whole number of at least 1, or {"key of the batch": number, ...}',
+        ),
+        ({"lengths": {"maxx": 5, "max": 5}}, "lengths.maxx: unknown key (value 5); did you mean 'max'?"),
+        (
+            {"lengths": {"max": 512, "typical": [128, 1024]}},
+            "lengths.typical[1]: 1024 is longer than graph_pipeline.lengths.max, 512; raise max",
+        ),
+        (
+            {"lengths": {"max": {"input_ids": 512, "labels": 64}, "typical": [{"input_ids": 128}]}},
+            'lengths.typical[0]: {"input_ids": 128} is not of the form of graph_pipeline.lengths.max, '
+            '{"input_ids": 512, "labels": 64}; give numbers, or objects with the same keys',
+        ),
         ({"memory": 5}, "memory: 5 is not valid; give an object with limit_gb, recompute, swap"),
         (
             {"memory": {"limit_gb": -1}},

@@ -97,6 +97,27 @@ def without_masks(
     return new, _unread(new, idle)
 
 
+def without_choices(
+    graph: fx.Graph, masks: Mapping[str, Mask], ones: Collection[str], *, of: Collection[str]
+) -> fx.Graph:
+    """Return a copy of a graph whose attention reads biases as they are, where masks hide nothing of them.
+
+    Args:
+        masks, ones: as of `without_masks`.
+        of: the operators that may be left out.
+    """
+    new = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        copies[node] = new.node_copy(node, copies.__getitem__)
+    known = {name: m for name, m in masks.items() if m.inputs.issubset(ones) and not m.is_causal}
+    written = written_storages(new)
+    for node in list(new.nodes):
+        if node.name in of and node.target in _CHOICES:
+            _skip_choice(node, known, written)
+    return new
+
+
 def repeated_operands(graph: fx.Graph, masks: Collection[str]) -> list[tuple[str, str]]:
     """Return the keys and values that attention repeats where it has its mask, as (repeated, as they are)."""
     found = []

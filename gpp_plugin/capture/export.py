@@ -18,6 +18,7 @@ from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.eager.choose_whole import MAX_ATTEMPTS, Untraceable, find_asked, with_culprit
 from gpp_plugin.capture.eager.keep_whole import WholeCalls
+from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.keys import find_layer_lists
 from gpp_plugin.capture.layout.inseparable import find_clusters
 from gpp_plugin.capture.layout.layout_rules import Counted, Fixed, Rows
@@ -37,6 +38,13 @@ from gpp_plugin.capture.tracing.devices import place_graph, placed_body
 from gpp_plugin.capture.tracing.outside import Draws, check_draws
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, resize_batch, rows_per_sample
 from gpp_plugin.capture.tracing.shadow import Shadow, dtype_name, make_shadow, tracing_device
+from gpp_plugin.capture.tracing.symbolic_sizes import (
+    SizeTexts,
+    is_open,
+    sizes_in,
+    sizes_of_results,
+    with_sizes,
+)
 from gpp_plugin.capture.tracing.torch_export import (
     Call,
     Reads,
@@ -259,6 +267,81 @@ def recapture_for_lengths(
         num_samples=traced.num_samples,
         masks=_masks(traced, shadow),
     )
+
+
+class CaptureAtLengths:
+    """One export of an analysed model with symbols for lengths, as the capture of a batch of any of them.
+
+    What costs are derived from: operators with plain sizes and what they keep, where `LengthCapture` has code that
+    takes sizes. Nothing is exported again.
+
+    Args:
+        model, analysis, batch, lengths, device, call: as of `recapture_for_lengths`.
+
+    Raises:
+        CaptureError: as `recapture_for_lengths`; or a body of operators inside an operator may have sizes of its own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        analysis: Analysis,
+        batch: Mapping[str, Any],
+        lengths: Mapping[str, Collection[int]],
+        *,
+        device: torch.device | str | None = None,
+        call: Call = call_by_key,
+    ) -> None:
+        self._analysis = analysis
+        self._shadow, traced = _trace_again(model, analysis, batch, device=device, call=call, lengths=lengths)
+        try:
+            self._traced = align(analysis.nodes, traced)
+        except CaptureError as error:
+            raise _changed(error) from None
+        if self._traced.attributes or any(isinstance(n.target, OpaqueCall) for n in self._traced.operators):
+            raise CaptureError("operators with bodies of their own have no sizes that are known outside")
+        graph, inputs = self._traced.graph, self._traced.inputs
+        self._texts = SizeTexts({inputs[n.name]: n.meta["val"] for n in graph.nodes if n.name in inputs})
+        found = [size for node in graph.nodes for size in (*sizes_in(node), *sizes_of_results(node))]
+        self._keys = list(dict.fromkeys(self._texts.key(size) for size in found))
+        by_key = {self._texts.key(size): size for size in found}
+        self._evaluate = self._texts.compile([by_key[key] for key in self._keys])
+        self.conditions = self._texts.conditions()
+
+    def at(self, batch: Mapping[str, Any]) -> CapturedGraph:
+        """Return the capture for a batch of these shapes.
+
+        Raises:
+            CaptureError: it does not hold for them.
+        """
+        shapes = {key: tuple(v.shape) for key, v in batch.items() if isinstance(v, torch.Tensor)}
+        symbols = self.conditions.solver()(shapes)
+        if isinstance(symbols, str):
+            raise CaptureError(symbols)
+        values = dict(zip(self._keys, self._evaluate(*symbols), strict=True))
+
+        def plain(size: Any) -> Any:
+            return values[self._texts.key(size)] if is_open(size) else size
+
+        def sized(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not any(is_open(size) for size in value.shape):
+                return value
+            with self._shadow.mode:
+                made = torch.empty([plain(s) for s in value.shape], dtype=value.dtype, device=value.device)
+                return made.requires_grad_(value.requires_grad)
+
+        graph, copies = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
+        for node in self._traced.graph.nodes:
+            copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+            copy.args, copy.kwargs = with_sizes(copy.args, plain), with_sizes(copy.kwargs, plain)
+            if "val" in copy.meta:
+                copy.meta["val"] = torch.utils._pytree.tree_map(sized, copy.meta["val"])
+        fakes = {name: sized(fake) for name, fake in self._traced.fakes.items()}
+        traced = dataclasses.replace(self._traced, graph=graph, fakes=fakes)
+        analysis, shadow = self._analysis, self._shadow
+        masks = _masks(traced, shadow).find()
+        notes = _notes(traced, shadow, masks, analysis.unpadded, training=analysis.is_training)
+        return _assemble(traced, _carried_over(analysis.op_graph, traced, notes), shadow, analysis, masks)
 
 
 def _trace_again(

@@ -90,7 +90,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="size of a block (layer; node, single operators, for planner dawnpiper)",
     )
     parser.add_argument(
-        "--length", type=int, default=512, help="tokens of a text, for a HuggingFace model (%(default)s)"
+        "--length",
+        type=int,
+        nargs="+",
+        default=[512],
+        help="tokens of a text, for a HuggingFace model; of several, the mean of their times is planned for (512)",
+    )
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        help="tokens of the longest text, which memory is planned for (the longest --length)",
     )
     parser.add_argument(
         "--size",
@@ -183,6 +192,7 @@ def _request(args: argparse.Namespace) -> PlanRequest:
         num_devices=args.devices,
         sizes=_sizes(args.size),
         length=args.length,
+        max_length=args.max_length,
         granularity=args.granularity,
         mini_batch=args.mini_batch,
         loss_unit=unit,

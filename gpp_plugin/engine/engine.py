@@ -248,6 +248,7 @@ class GraphPipelineEngine(PipelineSurface):
             sample_batch=sample_batch,
             reads=inputs_read(plan, reference.block_graph, stage.stage_index),
             meeting=self._meeting,
+            sized=self._source.sized_plan(reference, plan),
         )
         self._runner = MiniBatchRunner(stage, self._memory, group=setting.group)
         self._hooks = StepHooks(stage, self._memory)
@@ -313,6 +314,8 @@ class GraphPipelineEngine(PipelineSurface):
         Raises:
             ConfigError: there is no optimizer, no data, or its keys or sizes do not fit.
             StopIteration: ``data_iter`` had ended already.
+            BatchRefused: the mini-batch is too long for the plan or a rank's memory; nothing of it has run, and the
+                next call goes on with the next one.
             CommTimeout, RuntimeFailure: a rank failed (names rank, stage, edge and micro-batch), or was given other
                 data; in mode async that is found out in the next call.
         """
@@ -329,7 +332,10 @@ class GraphPipelineEngine(PipelineSurface):
         self._runner.refuse_after_failure()
         self.stage_engine.require_optimizer()
         batch = self._data.next(data_iter)
+        self._memory.check(batch)
         following = self._data.peek(data_iter) if self._steps.looks_ahead else None
+        if following is not None and self._memory.refusal(following):
+            following = None  # nothing of it runs ahead; it is refused in its own turn
         clock = start_clock(self._meeting) if self.record_timelines else None
         self._source.meet(self._reference, batch)
         self.module.train()
@@ -469,7 +475,8 @@ class GraphPipelineEngine(PipelineSurface):
         """Return predicted and measured memory of every rank, what fills it, and what to change to fit; collective.
 
         Measured is what the first mini-batch of the sample batch's shape held (on CUDA, the allocator's peak since
-        construction). `report.memory_text.format_memory_report` makes a table of it.
+        construction); with ``lengths``, what the longest of the first ones held, and predicted is what it should hold.
+        `report.memory_text.format_memory_report` makes a table of it.
         """
         ahead = self._lane.ahead_bytes if isinstance(self._lane, AheadLane) else (0, 0)
         return self._memory.report(self.stage_engine, ahead=ahead)

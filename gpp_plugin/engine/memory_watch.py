@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from gpp_plugin.capture.tracing.batch_lengths import length_entries, length_of
 from gpp_plugin.capture.tracing.sample_batches import count_samples, rows_per_sample
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.engine.gradients import StageGradients
 from gpp_plugin.engine.setting import Setting
 from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.errors import BatchRefused
 from gpp_plugin.ir.memory_report import ALLOCATOR, COUNTED, HeldBytes, MemoryCounts, MemoryReport, RankMemory
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.memory_breakdown import differences
+from gpp_plugin.plan.costs.planned_lengths import SizedPlan, UnitSize
 from gpp_plugin.plan.memory.memory_advice import memory_advice
 from gpp_plugin.runtime.batches import (
     Batch,
@@ -34,13 +39,31 @@ from gpp_plugin.runtime.ranks.meeting import Meeting
 logger = logging.getLogger(__name__)
 
 
+MOST_SHORTAGES = 1024
+"""Lengths of mini-batches of which it is remembered whether they fit."""
+MOST_COUNTED = 8
+"""Mini-batches that are counted where lengths are given, each longer than those before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortage:
+    """What the stage with the least memory left needs, in words, and the bytes it lacks: none where negative."""
+
+    text: str
+    missing: int
+
+
 class MemoryWatch:
-    """Counts one mini-batch, the first of the sample batch's shape, and reports on memory.
+    """Counts mini-batches, reports on memory, and refuses mini-batches that there is no memory for.
+
+    Where lengths are given a mini-batch is counted if it is longer than those counted before; else one is, the first of
+    the sample batch's shape.
 
     Args:
         sample_batch: what the plan's figures are for.
         reads: keys of the batch that this rank's stage reads.
         meeting: of all ranks.
+        sized: what the plan's stages hold at other lengths, where it is known.
     """
 
     def __init__(
@@ -52,8 +75,17 @@ class MemoryWatch:
         sample_batch: Batch,
         reads: Iterable[str],
         meeting: Meeting,
+        sized: SizedPlan | None = None,
     ) -> None:
         self._meeting = meeting
+        self._sized = sized
+        lengths = config.lengths
+        self._longest = None if lengths is None else lengths.max
+        self._anchors = () if lengths is None else tuple(length_entries(sample_batch, lengths.max))
+        self._sample = _in_words(sample_batch)
+        self._shortages: OrderedDict[tuple[UnitSize, ...], Shortage] = OrderedDict()
+        self._counted: tuple[UnitSize, ...] | None = None
+        self._num_counted = 0
         self._plan, self._config, self._setting = plan, config, setting
         self._shape = shape_key(sample_batch, count_samples(sample_batch))
         self._stage = plan.stage_of_rank(setting.rank)
@@ -66,12 +98,100 @@ class MemoryWatch:
 
     def is_due(self, batch: Batch) -> bool:
         """Return whether to count this mini-batch; the same on every rank."""
+        if self._sized is not None:
+            return self._is_longest(self._sized, batch)
         if self._has_counted:
             return False
         if isinstance(batch, UnitBatch):
             unit = (self._plan.loss_unit, *self._shape)
             return all(unit_key(each) == unit for each in batch.units)
         return shape_key(batch, self._plan.mini_batch) == self._shape
+
+    def _is_longest(self, sized: SizedPlan, batch: Batch) -> bool:
+        """Return whether more is held of this mini-batch than of all that were counted."""
+        # in mode async micro-batches of the call before are under way, whose forwards were not counted
+        most = 1 if self._config.mode == "async" else MOST_COUNTED
+        if self._num_counted >= most:
+            return False
+        sizes = self._sizes_of(sized, batch)
+        # of units of several shapes those of the first alone would be counted
+        if isinstance(sizes, str) or len(set(sizes)) > 1:
+            return False
+        if self._counted is None:
+            return True
+        here, known = (sized.at(units[:1]).memory for units in (sizes, self._counted))
+        return sum(part.activations for part in here) > sum(part.activations for part in known)
+
+    def _sizes_of(self, sized: SizedPlan, batch: Batch) -> tuple[UnitSize, ...] | str:
+        """Return the lengths and samples of a mini-batch's units, one where all are alike; or why they have none."""
+        found = []
+        wanted, samples = sized.costs.sizes.shapes, sized.costs.num_samples
+        for unit in units_of(batch):
+            count = count_samples(unit)
+            shapes = {k: tuple(v.shape) for k, v in unit.items() if isinstance(v, Tensor)}
+            for key, shape in shapes.items():
+                # rows are told for the samples that costs are of; one row beside all samples stays one
+                rows = shape[0] * samples // count if shape else 0
+                if shape and key in wanted and str(rows) == wanted[key][0]:
+                    shapes[key] = (rows, *shape[1:])
+            lengths = sized.lengths_of(shapes)
+            if isinstance(lengths, str):
+                return lengths
+            found.append(
+                UnitSize(lengths=lengths, samples=count if isinstance(batch, UnitBatch) else samples)
+            )
+        return tuple(found)
+
+    def check(self, batch: Batch) -> None:
+        """Refuse a mini-batch that is too long; the same on every rank, without a message.
+
+        Raises:
+            BatchRefused: says which stage lacks how many bytes, or which length is longer than planned for.
+        """
+        if (line := self.refusal(batch)) is not None:
+            raise BatchRefused(line)
+
+    def refusal(self, batch: Batch) -> str | None:
+        """Return why a mini-batch is not run; None where it is."""
+        longer = self._longer(batch)
+        units = "" if self._sized is None else self._sizes_of(self._sized, batch)
+        short = Shortage(text="", missing=0)
+        if self._sized is not None and not isinstance(units, str):
+            short = self._shortage(self._sized, units)
+        if longer is None and short.missing <= 0:
+            return None
+        why = "; ".join(reason for reason in (longer, short.text) if reason)
+        return (
+            f"this mini-batch is not run: {why}; shorten it or leave it out, or raise graph_pipeline.lengths.max, for "
+            "which a plan is then made (more stages, smaller units, memory.recompute)"
+        )
+
+    def _longer(self, batch: Batch) -> str | None:
+        """Return which length is longer than planned for."""
+        if self._longest is None:
+            return None
+        for unit in units_of(batch):
+            for anchor in self._anchors:
+                value, most = unit.get(anchor), length_of(self._longest, anchor)
+                if isinstance(value, Tensor) and value.shape[-1] > most:
+                    return f"{anchor} is {value.shape[-1]} long, and graph_pipeline.lengths.max is {most}"
+        return None
+
+    def _shortage(self, sized: SizedPlan, units: tuple[UnitSize, ...]) -> Shortage:
+        """Return which stage has the least memory left for these units, and how much is missing."""
+        found = self._shortages.get(units)
+        if found is None:
+            longest = max(units, key=lambda unit: (unit.lengths, unit.samples))
+            part = max(sized.at(units).memory, key=lambda part: part.total - (part.limit or part.total))
+            missing = part.total - part.limit if part.limit else 0
+            text = (
+                f"at {sized.costs.in_words(longest.lengths)} stage {part.stage!r} needs {part.total} bytes a rank and "
+                f"may use {part.limit or 'any number'}{f', {missing} bytes are missing' if missing > 0 else ''}"
+            )
+            found = self._shortages[units] = Shortage(text=text, missing=missing)
+            while len(self._shortages) > MOST_SHORTAGES:
+                self._shortages.popitem(last=False)
+        return found
 
     def note_gradients(self, gradients: StageGradients) -> None:
         """Look at the gradients there are before the optimizer's step, until they have been seen once."""
@@ -88,6 +208,11 @@ class MemoryWatch:
         # Told to all ranks though rank 0 alone speaks of it: `memory_report` gives every rank the whole picture.
         self._has_counted = True
         self._counts = counts
+        if self._sized is not None:
+            sizes = self._sizes_of(self._sized, batch)
+            assert not isinstance(sizes, str), "it was due"
+            self._counted = sizes[:1]
+            self._num_counted += 1
         degree = self._plan.stages[self._stage].degree
         are_units = isinstance(batch, UnitBatch)
         self._inputs = sum(
@@ -105,6 +230,21 @@ class MemoryWatch:
             logger.warning("memory: %s", line)
         if not lines:
             logger.info("memory: %s", self._agreement(everyone))
+
+    def _at_counted(self) -> PipelinePlan:
+        """Return the plan with the memory of what was counted."""
+        return self._plan if self._sized is None or self._counted is None else self._sized.at(self._counted)
+
+    def _lengths(self) -> str:
+        """Return what the predicted figures are of."""
+        if self._sized is None:
+            return f"batches like the sample: {self._sample}"
+        costs = self._sized.costs
+        planned = f"planned for {' and '.join(costs.in_words(one) for one in costs.typical)}"
+        most = f"at most {costs.in_words(costs.longest)}"
+        if self._counted is None:
+            return f"{costs.in_words(costs.longest)}; {planned}, {most}"
+        return f"{costs.in_words(self._counted[0].lengths)}; {planned}, {most}"
 
     def _bytes_as_read(self, value: Tensor) -> int:
         dtype = self._setting.dtype if value.is_floating_point() else value.dtype
@@ -124,7 +264,7 @@ class MemoryWatch:
         lines = []
         for rank, counts in enumerate(everyone):
             stage = self._plan.stage_of_rank(rank)
-            found = differences(self._plan, stage, counts) if counts is not None else []
+            found = differences(self._at_counted(), stage, counts) if counts is not None else []
             if found:
                 lines.append(f"stage {self._plan.stages[stage].name!r} on rank {rank} {', '.join(found)}")
         return lines
@@ -150,6 +290,7 @@ class MemoryWatch:
                 zero_stage=self._setting.zero_stage,
                 allowed=self._config.memory.optimization,
             ),
+            lengths=self._lengths(),
         )
 
     def _mine(self, stage_engine: StageEngine, ahead_bytes: int, held_ahead: int) -> RankMemory:
@@ -169,12 +310,18 @@ class MemoryWatch:
         return RankMemory(
             rank=self._setting.rank,
             stage=self._plan.stages[self._stage].name,
-            predicted=self._plan.memory[self._stage] if self._plan.memory else None,
+            predicted=self._at_counted().memory[self._stage] if self._plan.memory else None,
             held=held,
             counts=self._counts,
             measured_peak_bytes=peak,
             ahead_bytes=ahead_bytes,
         )
+
+
+def _in_words(batch: Batch) -> str:
+    """Return the shapes of a batch as text."""
+    shapes = ((key, value.shape) for key, value in batch.items() if isinstance(value, Tensor) and value.ndim)
+    return ", ".join(f"{key} {list(shape)}" for key, shape in shapes)
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -23,6 +23,7 @@ from gpp_plugin.config import BatchSizes
 from gpp_plugin.engine.gradients import StageGradients
 from gpp_plugin.engine.partitioned_gradients import FlatGroup
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.plan.costs.planned_lengths import SizedPlan
 from gpp_plugin.runtime.batches import Batch, UnitRule
 from gpp_plugin.runtime.lane import Lane
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
@@ -71,6 +72,9 @@ class EngineModel(Protocol):
 
     def prepare_plan(self, sample_batch: Batch) -> tuple[Reference, PipelinePlan]:
         """Agree on what the model is and on a plan for it; collective over all ranks."""
+
+    def sized_plan(self, reference: Reference, plan: PipelinePlan) -> SizedPlan | None:
+        """Return what the plan's stages hold at any lengths; None where that is known of the sample batch's alone."""
 
     def unit_rule(self, reference: Reference, batch: Batch) -> UnitRule | None:
         """Return how batches of these keys become loss units, where the model takes whole ones; None: by samples."""

@@ -105,9 +105,11 @@ class MemoryReport:
         ranks: in rank order.
         differences: a line for every rank that keeps, swaps or recomputes something else than planned.
         advice: what to change so that more fits.
+        lengths: what was predicted is of batches like this.
     """
 
     measure: str
     ranks: tuple[RankMemory, ...]
     differences: tuple[str, ...]
     advice: tuple[str, ...]
+    lengths: str = ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +161,8 @@ class Profile:
         tied: parameters that several blocks share, in the costs of each.
         modules: what those blocks keep that are users' own modules.
         inputs: of the mini-batch that is planned for; empty where that is not known.
+        growth: tensors kept for backward, and results on edges -> how many times larger than in the BlockGraph they are
+            at the lengths that memory is planned for; those of one size are missing.
     """
 
     graph: str
@@ -171,6 +173,7 @@ class Profile:
     tied: tuple[TiedCost, ...] = ()
     modules: tuple[ModuleMemory, ...] = ()
     inputs: tuple[InputCost, ...] = ()
+    growth: dict[str, float] = field(default_factory=dict)
 
     def input_bytes(self, blocks: Iterable[str], degree: int) -> float:
         """Return what one rank of a stage of ``degree`` ranks holds of the mini-batch."""

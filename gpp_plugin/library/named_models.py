@@ -7,8 +7,10 @@ from operator counts and the speed of the cluster's first device. Training measu
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +18,17 @@ from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Device
 from gpp_plugin.ir.profile import Profile
+from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.library.analytic_models import profile_model
 from gpp_plugin.library.paper_graphs import MODELS, build_model
 from gpp_plugin.plan.costs.memory_breakdown import with_inputs
+from gpp_plugin.plan.costs.planned_lengths import planned_profile
 
 if TYPE_CHECKING:  # names and library models are planned without torch
     from torch import nn  # noqa: TID251 - for its type only
+
+    from gpp_plugin.capture.captured_graph import CapturedGraph
 
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "models"
 """HuggingFace configurations that come with the package."""
@@ -69,11 +76,13 @@ def config_path(name: str | Path) -> Path:
     return CONFIG_DIR / f"{name}.json"
 
 
-def huggingface_model(path: Path, *, loss_unit: int, length: int) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a HuggingFace model on the meta device, and a batch of one loss unit for it.
+def huggingface_model(
+    path: Path, *, loss_unit: int, lengths: Sequence[int]
+) -> tuple[nn.Module, list[dict[str, Any]]]:
+    """Return a HuggingFace model on the meta device, and batches of one loss unit for it.
 
     Args:
-        length: tokens of a text.
+        lengths: tokens of a text, of each batch; a model may have places for fewer.
 
     Raises:
         ConfigError: the file is no configuration of a model that the installed transformers knows.
@@ -85,28 +94,83 @@ def huggingface_model(path: Path, *, loss_unit: int, length: int) -> tuple[nn.Mo
     )
 
     model = build_on_meta(read_hf_config(path))
-    return model, make_example_batch(model, num_samples=loss_unit, length=length)
+    return model, [make_example_batch(model, num_samples=loss_unit, length=length) for length in lengths]
 
 
 def captured_model(
-    model: nn.Module, batch: Mapping[str, Any], device: Device, *, mini_batch: int, granularity: str
+    model: nn.Module,
+    batches: Sequence[Mapping[str, Any]],
+    device: Device,
+    *,
+    mini_batch: int,
+    granularity: str,
 ) -> tuple[BlockGraph, Profile]:
     """Return the blocks of a module and their costs on ``device``.
 
     Args:
-        batch: one loss unit of what it is trained on.
+        batches: loss units of what it is trained on: of the usual lengths, the mean of whose times is planned for, and
+            last of the longest, whose bytes are. The blocks are those of the middle one of the usual lengths.
 
     Raises:
         CaptureError: the module cannot be captured.
     """
-    from gpp_plugin.capture.coarsen import coarsen
-    from gpp_plugin.capture.export import capture_model
-    from gpp_plugin.profile.analytic_costs import analytic_profile, default_sample_counts
+    from gpp_plugin.capture.export import capture_model, recapture
+    from gpp_plugin.profile.analytic_costs import default_sample_counts
 
-    captured = capture_model(model, batch)
-    graph = coarsen(captured, granularity=granularity)
-    profile = analytic_profile(
-        graph, device, sample_counts=default_sample_counts(mini_batch), op_graph=captured.op_graph
-    )
-    inputs = captured.op_graph.inputs
+    *usual, longest = [_Shapes(batch) for batch in batches]
+    first = usual[(len(usual) - 1) // 2]
+    captured = capture_model(model, first.batch)
+    counts = default_sample_counts(mini_batch)
+    known = {first.key: _analytic(captured, device, counts, granularity)}
+    for shapes in (*usual, longest):
+        if shapes.key not in known:
+            again = recapture(model, captured.analysis, shapes.batch, granularity=granularity)
+            known[shapes.key] = _analytic(again, device, counts, granularity)
+    graph, inputs = known[first.key].graph, known[longest.key].inputs
+    profile = known[first.key].profile
+    if len(known) > 1:
+        profile = planned_profile(
+            [known[shapes.key].profile for shapes in usual],
+            _grown(known[longest.key], graph),
+        )
     return graph, with_inputs(profile, graph, inputs, mini_batch=mini_batch, dtype="float32")
+
+
+class _Shapes:
+    """A batch, and what another of the same lengths has in common with it."""
+
+    def __init__(self, batch: Mapping[str, Any]) -> None:
+        self.batch = batch
+        self.key = tuple((key, tuple(getattr(value, "shape", ()))) for key, value in batch.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Analytic:
+    """Blocks at some lengths, what they cost by the formulas, and the model's inputs there."""
+
+    graph: BlockGraph
+    profile: Profile
+    inputs: tuple[TensorSpec, ...]
+
+
+def _analytic(captured: CapturedGraph, device: Device, counts: Sequence[int], granularity: str) -> _Analytic:
+    from gpp_plugin.capture.coarsen import coarsen
+    from gpp_plugin.profile.analytic_costs import analytic_profile
+
+    graph = coarsen(captured, granularity=granularity)
+    profile = analytic_profile(graph, device, sample_counts=counts, op_graph=captured.op_graph)
+    return _Analytic(graph=graph, profile=profile, inputs=captured.op_graph.inputs)
+
+
+def _grown(longest: _Analytic, graph: BlockGraph) -> Profile:
+    """Return the longest texts' profile as one of the blocks of others: it knows how much larger tensors are."""
+
+    def tensor_bytes(of: BlockGraph) -> dict[str, int]:
+        crossing = {name: spec.bytes_for(of.num_samples) for name, spec in of.tensors.items()}
+        return {**crossing, **{tensor.name: tensor.bytes for tensor in of.saved}}
+
+    here, there = tensor_bytes(graph), tensor_bytes(longest.graph)
+    growth = {
+        name: there[name] / size for name, size in here.items() if size and there.get(name, size) != size
+    }
+    return dataclasses.replace(longest.profile, graph=fingerprint(graph), growth=growth)

@@ -26,7 +26,10 @@ from gpp_plugin.integrations.huggingface.labelled_tokens import (
     count_labelled,
     has_labels,
 )
+from gpp_plugin.ir.length_costs import LengthCosts
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.profile import Profile
+from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.model.graph.captured_part import CapturedPart, owner_of_block
 from gpp_plugin.model.graph.given_module import GivenModule
 from gpp_plugin.model.graph.graph_job import GraphJob
@@ -34,6 +37,7 @@ from gpp_plugin.model.graph.module_trial import Place
 from gpp_plugin.model.graph.resolve import GraphStage
 from gpp_plugin.model.graph.stage_costs import Measuring, StageCosts
 from gpp_plugin.model.graph.stage_graph import StageGraph, prepare_batch
+from gpp_plugin.model.measure_lengths import LengthsAsked
 from gpp_plugin.model.preparation import (
     PREPARATION_TIMEOUT_S,
     Setting,
@@ -47,6 +51,7 @@ from gpp_plugin.model.preparation import (
 from gpp_plugin.model.weights.given_export import save_stages
 from gpp_plugin.model.weights.materialize import release_parameters
 from gpp_plugin.model.weights.module_holder import ModuleHolder
+from gpp_plugin.plan.costs.planned_lengths import SizedPlan, inputs_at, planned_profile, profile_at
 from gpp_plugin.plan.given.fixed_stages import FixedStage
 from gpp_plugin.plan.given.tied_blocks import join_tied_blocks
 from gpp_plugin.profile.analytic_costs import default_sample_counts
@@ -83,6 +88,8 @@ class ModelSource:
         self._config = _with_stage(model, config)
         self._setting = setting
         self._made: GraphJob | None = None
+        self._lengths: LengthCosts | None = None
+        self._profile: Profile | None = None
         self._holder: ModuleHolder | None = None
 
     @property
@@ -157,6 +164,11 @@ class ModelSource:
         costs = job.measure(counts, self._measuring())
         if config.verify:
             job.verify(costs)
+        lengths = config.lengths
+        if lengths is not None:
+            asked = LengthsAsked(typical=lengths.planned, longest=lengths.max)
+            self._lengths = job.measure_lengths(costs, asked, cache_dir=config.profile_dir)
+        self._profile = costs.profile(reference.block_graph, device="")
         least = _fewest_samples(costs, counts)
 
         def make_plan() -> PipelinePlan:
@@ -183,12 +195,19 @@ class ModelSource:
         graph = reference.block_graph
         device = describe_device(self._setting.device, torch.get_num_threads())
         profile = costs.profile(graph, device=device)
+        inputs: Sequence[TensorSpec] = reference.analysis.op_graph.inputs
+        if (lengths := self._lengths) is not None:
+            profile = planned_profile(
+                [profile_at(profile, lengths, one) for one in lengths.typical],
+                profile_at(profile, lengths, lengths.longest),
+            )
+            inputs = inputs_at(inputs, lengths, lengths.longest)
         pieces = None
         if job.whole is None:
             pieces = self._pieces(job, costs, device=device, least=least, found=found)
         return plan_profiled(
             graph,
-            with_batch(profile, graph, reference.analysis.op_graph, self._setting),
+            with_batch(profile, graph, inputs, self._setting),
             config=self._config,
             setting=self._setting,
             smallest_local_batch=least,
@@ -285,6 +304,22 @@ class ModelSource:
                 found=found,
             )
         return pieces
+
+    def sized_plan(self, reference: Reference, plan: PipelinePlan) -> SizedPlan | None:
+        """Return what the plan's stages hold at any lengths; None where that is known of the sample batch's alone."""
+        lengths = self._lengths
+        if lengths is None or not plan.memory:
+            return None
+        assert self._profile is not None, "it was planned"
+        return SizedPlan(
+            plan,
+            profile=self._profile,
+            costs=lengths,
+            graph=reference.block_graph,
+            inputs=reference.analysis.op_graph.inputs,
+            dtype=str(self._setting.dtype).removeprefix("torch."),
+            zero_stage=self._setting.zero_stage,
+        )
 
     def unit_rule(self, reference: Reference, batch: Batch) -> UnitRule | None:
         """Return how batches of these keys become loss units, where the model takes whole ones."""
@@ -511,6 +546,12 @@ def _check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
             config.units,
             config.units is not None,
             "units of their own shapes are for captured models; remove the key",
+        ),
+        (
+            "lengths",
+            config.lengths,
+            config.lengths is not None,
+            "what its stages take and hold is found by running them on the sample batch; remove the key",
         ),
         (
             "weights",

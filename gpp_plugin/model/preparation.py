@@ -22,9 +22,9 @@ from gpp_plugin.engine.setting import Setting
 from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
-from gpp_plugin.ir.op_graph import OpGraph
 from gpp_plugin.ir.plan import LOSS_KEY, PipelinePlan
 from gpp_plugin.ir.profile import Profile
+from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.model.weights.materialize import materialize_parameters
 from gpp_plugin.plan.batch_rules import blocks_under, coupled_blocks
 from gpp_plugin.plan.cluster_files import read_cluster
@@ -45,10 +45,12 @@ logger = logging.getLogger(__name__)
 PREPARATION_TIMEOUT_S = 1800.0
 
 
-def with_batch(profile: Profile, graph: BlockGraph, model: OpGraph, setting: Setting) -> Profile:
-    """Return a profile that knows this job's mini-batches."""
+def with_batch(
+    profile: Profile, graph: BlockGraph, inputs: Sequence[TensorSpec], setting: Setting
+) -> Profile:
+    """Return a profile that knows this job's mini-batches, of the model's inputs."""
     dtype = str(setting.dtype).removeprefix("torch.")
-    return with_inputs(profile, graph, model.inputs, mini_batch=setting.sizes.mini_batch, dtype=dtype)
+    return with_inputs(profile, graph, inputs, mini_batch=setting.sizes.mini_batch, dtype=dtype)
 
 
 def plan_profiled(

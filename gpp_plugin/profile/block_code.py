@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from gpp_plugin.capture.attention import without_choices
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.ir.block_graph import Block, BlockGraph
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
@@ -41,6 +43,10 @@ def block_codes(captured: CapturedGraph, block_graph: BlockGraph) -> list[BlockC
     has_tensor = {node.name for node in captured.op_graph.nodes if node.output is not None}
     ones = captured.analysis.unpadded
     replicated = {node.name for node in captured.op_graph.nodes if node.is_replicable} - owned
+    # ``where(mask, zeros, least)``, replicated, of T5's cross attention: a stage has zeros, once for all its blocks
+    captured = dataclasses.replace(
+        captured, graph=without_choices(captured.graph, captured.masks, ones, of=replicated)
+    )
     made: set[str] = set()
     signer = _Signer(captured)
     codes = []

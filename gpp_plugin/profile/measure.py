@@ -129,7 +129,7 @@ def _store_key(
         "processor": processor_name(),
         "torch": str(torch.__version__),
         # what the bytes are of: older files count otherwise
-        "counts": "shared storages and ties, no model inputs (contiguous), what is received",
+        "counts": "shared storages and ties, no model inputs (contiguous), what is received, plain biases",
         **options,
     }
 

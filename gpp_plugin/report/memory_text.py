@@ -23,6 +23,7 @@ def format_memory_report(report: MemoryReport) -> str:
         table,
         f"predicted / measured; measured is {report.measure}; swapped and recomputed: a micro-batch",
     ]
+    lines += [f"predicted for {report.lengths}"] if report.lengths else []
     return "\n".join([*lines, *report.differences, *report.advice])
 
 

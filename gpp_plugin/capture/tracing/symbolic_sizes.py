@@ -107,6 +107,12 @@ def sizes_in(node: fx.Node) -> Iterator[Any]:
     return iter(found)
 
 
+def sizes_of_results(node: fx.Node) -> list[Any]:
+    """Return the symbolic sizes of an operator's results."""
+    values = torch.utils._pytree.tree_leaves(node.meta.get("val"))
+    return [size for value in values if isinstance(value, Tensor) for size in value.shape if is_open(size)]
+
+
 class SizeTexts:
     """Writes the sizes of one export down.
 

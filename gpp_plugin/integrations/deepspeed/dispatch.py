@@ -26,6 +26,7 @@ from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
+from gpp_plugin.capture.tracing.batch_lengths import sample_with_lengths
 from gpp_plugin.capture.tracing.sample_batches import count_samples, is_counted
 from gpp_plugin.config import (
     BLOCK,
@@ -175,6 +176,14 @@ def _initialize(ds_config: dict[str, Any], block: GraphPipelineConfig, given: Ma
         if not is_counted(sample):  # of a model that takes whole units; what is captured is one of them
             sample = sample_from_dataset(data, num_samples=sizes.loss_unit, collate_fn=collate_fn)
     sample = prepare_batch(model, sample)
+    if block.lengths is not None:
+        if block.planner == STOCK:
+            raise ConfigError(
+                f"{BLOCK}.lengths: planner {STOCK!r} plans for the sample batch alone; remove the key, or choose "
+                "another planner"
+            )
+        if is_counted(sample):  # of flattened patches beside texts nobody knows what else would change
+            sample = sample_with_lengths(sample, block.lengths.planned)
     if isinstance(model, StageGraph) or block.planner == STOCK:
         count_samples(sample)  # a batch without a common number of samples is refused here, before any work
     _check_model(model, block)

@@ -148,6 +148,11 @@ class CapturedPart:
         self._lengths = CodeForLengths(type(self.model).__name__)
 
     @property
+    def device(self) -> torch.device:
+        """Return where its code will run."""
+        return self._device
+
+    @property
     def called(self) -> dict[str, str]:
         """Return its parameters that other stages have too, as "<stage>.<name>" -> what the graph calls them."""
         if not self._called:

@@ -23,6 +23,7 @@ from gpp_plugin.capture.eager.choose_whole import find_asked
 from gpp_plugin.capture.tracing.sample_batches import as_unit, count_samples, is_counted, rows_per_sample
 from gpp_plugin.errors import CaptureError, ConfigError, PlanError, first_line
 from gpp_plugin.ir.analysis import Analysis
+from gpp_plugin.ir.length_costs import LengthCosts
 from gpp_plugin.ir.op_graph import Parameter
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.graph.captured_part import CapturedPart, PartView, Surroundings, owner_of_block
@@ -43,9 +44,10 @@ from gpp_plugin.model.graph.stage_call import IDLE, loss_node, stage_function
 from gpp_plugin.model.graph.stage_context import StageContext, make_context
 from gpp_plugin.model.graph.stage_costs import Measuring, StageCosts, measure_stages
 from gpp_plugin.model.graph.stage_graph import StageGraph
+from gpp_plugin.model.measure_lengths import LengthsAsked, measure_lengths
 from gpp_plugin.model.verify.verification import StartUp, verify_part
 from gpp_plugin.runtime.batches import Batch, OwnRows, UnitRule, shape_key
-from gpp_plugin.runtime.ranks.agree import exchange
+from gpp_plugin.runtime.ranks.agree import exchange, tell
 from gpp_plugin.runtime.stage_source import Reference, StageCode, make_reference
 
 logger = logging.getLogger(__name__)
@@ -241,6 +243,29 @@ class GraphJob:
             counts=counts,
             measuring=measuring,
         )
+
+    def measure_lengths(
+        self, costs: StageCosts, asked: LengthsAsked, *, cache_dir: str | None
+    ) -> LengthCosts | None:
+        """Return what a plain model costs at any lengths, on every rank; None where it is not known.
+
+        Collective over all ranks; the part's first rank measures.
+        """
+        whole = self.whole
+        if whole is None:
+            return None
+        source = whole.spec.ranks[0]
+
+        def measure() -> LengthCosts | None:
+            if self._place.rank != source:
+                return None
+            assert isinstance(self._own, CapturedPart), "a plain model is captured"
+            analysis = self._survey.analyses[whole.name]
+            graph = make_reference(analysis, self._granularity).block_graph
+            profile = costs.profile(graph, device="")
+            return measure_lengths(self._own, analysis, self._sample, profile, asked, cache_dir=cache_dir)
+
+        return tell(measure, source=source, what="costs at other lengths", group=self._place.group)
 
     def verify(self, costs: StageCosts) -> None:
         """Hold every capture against its module, each on its part's first rank; collective over all ranks.

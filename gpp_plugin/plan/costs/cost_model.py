@@ -77,6 +77,7 @@ class CostModel:
             ]
         )
         self._profile = profile
+        self.growth = profile.growth
         self.shared = [
             ([self.index[name] for name in storage.blocks], storage.bytes_per_sample, storage.bytes_fixed)
             for storage in profile.shared

@@ -24,16 +24,17 @@ from gpp_plugin.plan.request import PlanRequest, rank_limit
 
 
 def memory_breakdown(
-    plan: PipelinePlan, profile: Profile, *, zero_stage: int = 0
+    plan: PipelinePlan, profile: Profile, *, zero_stage: int = 0, more_samples: float = 1.0
 ) -> tuple[MemoryBreakdown, ...]:
     """Return the bytes of one rank of each stage at its peak.
 
     Args:
         profile: of the graph the plan was made for.
         zero_stage: what the ranks of a stage share out among themselves.
+        more_samples: samples of a micro-batch over those that are planned, where units have others.
     """
     return tuple(
-        _of_stage(stage, plan.num_versions(index), profile, zero_stage)
+        _of_stage(stage, plan.num_versions(index), profile, zero_stage, more_samples)
         for index, stage in enumerate(plan.stages)
     )
 
@@ -46,10 +47,12 @@ def with_breakdown(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     return dataclasses.replace(plan, memory=memory)
 
 
-def _of_stage(stage: Stage, num_versions: int, profile: Profile, zero_stage: int) -> MemoryBreakdown:
+def _of_stage(
+    stage: Stage, num_versions: int, profile: Profile, zero_stage: int, more_samples: float
+) -> MemoryBreakdown:
     by_block = profile.by_block()
     costs = [by_block[name] for name in stage.blocks]
-    local = stage.local_batch_size
+    local = stage.local_batch_size * more_samples
     again = profile.counted_again(stage.blocks)
     weights = sum(c.parameter_bytes for c in costs) - again[0]
     shared, shared_fixed = profile.kept_with_others(stage.blocks)
@@ -57,8 +60,8 @@ def _of_stage(stage: Stage, num_versions: int, profile: Profile, zero_stage: int
     kept += sum(c.saved_bytes_per_sample * local + c.saved_bytes_fixed for c in costs)
     working = 0
     if stage.memory is not None:
-        kept -= stage.memory.swapped_bytes + stage.memory.recomputed_bytes
-        working = stage.memory.working_bytes
+        kept -= (stage.memory.swapped_bytes + stage.memory.recomputed_bytes) * more_samples
+        working = round(stage.memory.working_bytes * more_samples)
     gradients = sum(c.gradient_bytes for c in costs) - again[1]
     optimizer = sum(c.optimizer_bytes for c in costs) - again[2]
     transient = max((c.transient_bytes_per_sample * local for c in costs), default=0.0)
@@ -76,7 +79,7 @@ def _of_stage(stage: Stage, num_versions: int, profile: Profile, zero_stage: int
         activations=round(stage.in_flight * kept),
         working=working,
         transient=round(transient),
-        inputs=round(profile.input_bytes(stage.blocks, stage.degree)),
+        inputs=round(profile.input_bytes(stage.blocks, stage.degree) * more_samples),
     )
 
 

@@ -90,7 +90,7 @@ class GraphTensors:
             for block in blocks:
                 self.entering[block].append(r)
         self._charged = np.array([keepers[0] for keepers in self.keepers], dtype=np.int64)
-        self._bytes = np.array([tensor.bytes for tensor in graph.saved], dtype=float)
+        self._bytes = np.array([t.bytes * costs.growth.get(t.name, 1.0) for t in graph.saved], dtype=float)
         self._sizes: dict[float, Floats] = {}
         self._results_at: dict[float, Floats] = {}
 
@@ -113,7 +113,7 @@ class GraphTensors:
         spec = self.costs.graph.tensors[name]
         fixed = float(spec.bytes_for(0))
         per_sample = (spec.bytes_for(spec.num_samples) - fixed) / spec.num_samples
-        return fixed + per_sample * local
+        return (fixed + per_sample * local) * self.costs.growth.get(name, 1.0)
 
     def single_segments(self, local: float) -> tuple[Floats, Floats]:
         """Return by block what it drops as a segment of its own, and what it then holds instead, whatever its stage.

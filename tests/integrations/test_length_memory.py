@@ -1,0 +1,50 @@
+"""Memory at many lengths: what is predicted is counted, and what does not fit is refused before it runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpp_benchmarks import _length_memory
+from gpp_plugin.report.memory_text import format_memory_report
+from tests.integrations import length_memory_jobs
+from tests.ranks import run_kept_ranks
+
+SETTINGS = {"layers": 1, "width": 16, "length": 64, "stages": 2}
+
+
+@pytest.mark.parametrize(("model", "recompute"), [("gpt2", "off"), ("t5", "off"), ("gpt2", "full")])
+def test_what_is_predicted_at_four_lengths_is_counted(model: str, recompute: str) -> None:
+    """T5 has two lengths, an encoder's and a decoder's; in the third case stages were planned at the longest."""
+    block = {"memory": {"recompute": recompute, "swap": "off"}, "verify": False}
+    settings = {**SETTINGS, "model": model, "block": block}
+    first, second = run_kept_ranks(_length_memory.measure, 2, settings, timeout_s=200)
+    assert [row["ratio"] for row in first["rows"]] == [row["ratio"] for row in second["rows"]]
+    lengths = dict.fromkeys(row["lengths"] for row in first["rows"])
+    assert len(lengths) == 4 and len(first["rows"]) == 8
+    for row in first["rows"]:
+        assert row["ratio"] == pytest.approx(1.0, abs=0.02), row
+        assert row["held_inputs"] == row["predicted_inputs"]
+        assert row["differences"] == []
+    longest = [row["predicted_bytes"] for row in first["rows"][-2:]]
+    assert longest == first["planned"], "memory is planned for the longest"
+    assert "is 64 long, and graph_pipeline.lengths.max is 48" in first["refused"] == second["refused"]
+    assert first["steps_after"] == 1, "and the next mini-batch trains"
+    assert first["byte_error"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_units_that_do_not_fit_are_refused_on_every_rank_before_they_run() -> None:
+    first, second = run_kept_ranks(length_memory_jobs.train_units, 2, timeout_s=120)
+    assert first["refused"] == second["refused"] and first["report"] == second["report"]
+    assert first["steps"] == 3
+    refused = first["refused"]
+    assert list(refused) == ["more samples", "longer"]
+    line = refused["more samples"]
+    assert "\n" not in line and "input_ids 16 stage" in line and "bytes are missing; shorten it" in line
+    missing = int(line.split(" bytes are missing")[0].rpartition(" ")[2])
+    needed = int(line.split(" needs ")[1].split()[0])
+    assert needed - missing in first["planned"], "what the stage may use"
+    assert "input_ids is 17 long, and graph_pipeline.lengths.max is 16" in refused["longer"]
+    text = format_memory_report(first["report"])
+    assert (
+        "predicted for input_ids 16; planned for input_ids 8 and input_ids 12, at most input_ids 16" in text
+    )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,7 +35,14 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.model.graph.given_module import describe_tensors
 from gpp_plugin.model.graph.graph_shapes import Shapes
-from gpp_plugin.model.graph.part_lengths import CodeForLengths, Lengths, StageAtLengths
+from gpp_plugin.model.graph.part_lengths import (
+    CodeForLengths,
+    Lengths,
+    StageAtLengths,
+    differing_axes,
+    kind_of,
+    shapes_of,
+)
 from gpp_plugin.model.graph.resolve import GraphStage, resolve_module
 from gpp_plugin.model.graph.stage_call import IDLE, loss_node, named_outputs
 from gpp_plugin.model.graph.stage_graph import LOSS
@@ -105,6 +112,29 @@ class _Cut:
     loss: str | None
 
 
+@dataclass(slots=True, kw_only=True)
+class _OpenRecording:
+    """What Python read of a batch, and along which axes other batches may differ and be read by the same operations.
+
+    Args:
+        shapes: of the batch; ``axes``: batch key -> those axes.
+    """
+
+    recording: Recording
+    shapes: Mapping[str, tuple[int, ...]]
+    axes: dict[str, set[int]] = field(default_factory=dict)
+
+    def open(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Take note of a batch of which the same operations made the same readings."""
+        for key, axes in differing_axes(self.shapes, shapes).items():
+            self.axes.setdefault(key, set()).update(axes)
+
+    def covers(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        """Return whether a batch differs along such axes only."""
+        differing = differing_axes(self.shapes, shapes)
+        return all(self.axes.get(key, set()).issuperset(axes) for key, axes in differing.items())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
     """What a part of a larger graph must know to make code: what tracing it found out, and the graph's tensors."""
@@ -145,7 +175,9 @@ class CapturedPart:
         self._eager = tuple(eager)
         self._kept: tuple[tuple[object, ...], CapturedGraph] | None = None
         self._recordings: OrderedDict[tuple[object, ...], list[Recording]] = OrderedDict()
+        self._open_recordings: OrderedDict[tuple[object, ...], list[_OpenRecording]] = OrderedDict()
         self._lengths = CodeForLengths(type(self.model).__name__)
+        self._analyses: OrderedDict[tuple[object, ...], Analysis] = OrderedDict()
 
     @property
     def called(self) -> dict[str, str]:
@@ -244,11 +276,24 @@ class CapturedPart:
         for recording in known:
             if recording.matches(arguments):
                 return recording.values
-        known.append(read_values(self.model, analysis, arguments, device=self._device, call=self.call))
-        del known[:-MAX_READINGS]
+        kind, shapes = (analysis.is_training, *kind_of(arguments)), shapes_of(arguments)
+        of_kind = self._open_recordings.setdefault(kind, [])
+        for met in of_kind:
+            if met.covers(shapes) and met.recording.holds_for(arguments):
+                return met.recording.values
+        found = read_values(self.model, analysis, arguments, device=self._device, call=self.call)
+        known.append(found)
+        # at a second length the same operations led to the same readings: so they do at others
+        alike = next((met for met in of_kind if met.recording.is_made_as(found)), None)
+        if alike is None:
+            of_kind.append(_OpenRecording(recording=found, shapes=shapes))
+        else:
+            alike.open(shapes)
+        for kept in (known, of_kind):
+            del kept[:-MAX_READINGS]
         while len(self._recordings) > MAX_READINGS:
             self._recordings.popitem(last=False)
-        return known[-1].values
+        return found.values
 
     def _outputs(self) -> list[str]:
         """Return what is traced beside the loss: what others may read, or, with no others, what is asked for."""
@@ -448,16 +493,21 @@ class CapturedPart:
         analysis = reference.analysis if within is None else within.analysis
         known: Mapping[str, TensorSpec] = {} if within is None else within.shapes.tensors
         arguments = self.arguments(batch, known, num_samples)
-        # What takes whole units is captured for each shape, and each reading, by itself: no axis is known there.
-        if within is None and not analysis.takes_whole_units:
+        if within is None:
 
             def for_lengths(shapes: Mapping[str, Tensor], lengths: Lengths) -> StageAtLengths:
-                return self._stage_for_lengths(reference, plan, stage, shapes, lengths)
+                # of other readings the operators may be others: as they were at the first shape of this kind
+                of_kind = self._analyses.get((analysis.is_training, kind_of(shapes)), analysis)
+                return self._stage_for_lengths(reference, plan, stage, of_kind, shapes, lengths)
 
             found = self._lengths.code(arguments, num_samples, (reference, plan, stage), for_lengths)
             if found is not None:
                 return found
         captured = self.capture_again(analysis, arguments)
+        if captured.analysis is not analysis and analysis.takes_whole_units:
+            self._analyses[analysis.is_training, kind_of(arguments)] = captured.analysis
+            if len(self._analyses) > MAX_READINGS:
+                self._analyses.popitem(last=False)
         self._kept = None  # one stage runs here, and keeps its code
         if plan.stages[stage].memory is not None and captured.analysis.nodes != analysis.nodes:
             raise CaptureError(
@@ -503,11 +553,11 @@ class CapturedPart:
         reference: Reference,
         plan: PipelinePlan,
         stage: int,
+        analysis: Analysis,
         arguments: Batch,
         lengths: Lengths,
     ) -> StageAtLengths:
         """Trace the module once more, for batches of many lengths, and return a stage of it."""
-        analysis = reference.analysis
         capture = recapture_for_lengths(
             self.model, analysis, arguments, lengths, device=self._device, call=self.call
         )

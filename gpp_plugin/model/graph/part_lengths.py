@@ -10,6 +10,9 @@ captured once more with symbols for those, and from then on a length not seen be
 Where a model's Python asks for sizes, what it answered is a condition of the capture (``s0 <= 16``). A batch that it
 does not hold for is captured by itself, and a warning says so once.
 
+Of a model whose Python reads values, a batch's kind has its readings too: texts of other lengths beside the same sizes
+of images are one kind, whose lengths are symbols; other sizes of images are another kind, captured twice again.
+
 Source: this project
 Tests: tests/runtime/test_lengths.py
 """
@@ -29,6 +32,7 @@ from torch import Tensor
 from gpp_plugin.capture.attention import repeated_operands
 from gpp_plugin.capture.lengths import LengthCapture
 from gpp_plugin.capture.mask_corners import MasksAtLengths
+from gpp_plugin.capture.tracing.sample_batches import WholeUnit
 from gpp_plugin.errors import CaptureError, first_line
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.stage_module import OpenStage
@@ -38,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 Lengths: TypeAlias = Mapping[str, tuple[int, ...]]
 """Batch key -> its axes of many lengths."""
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""Batch key -> the shape of its tensor."""
 
 MAX_KINDS = 16
 """Kinds of batches (numbers of samples, keys, constants) of which a part remembers what it found out."""
@@ -151,8 +157,8 @@ class CodeForLengths:
             about: the objects that the code is of; those of one stage in one mode.
             capture: returns the stage, captured for arguments with some lengths open.
         """
-        shapes = {key: tuple(value.shape) for key, value in arguments.items() if isinstance(value, Tensor)}
-        key = (num_samples, *(id(part) for part in about), *_kind(arguments))
+        shapes = shapes_of(arguments)
+        key = (num_samples, *(id(part) for part in about), *kind_of(arguments))
         kind = self._kinds.get(key)
         if kind is None:
             while len(self._kinds) >= MAX_KINDS:
@@ -221,12 +227,29 @@ class CodeForLengths:
             )
 
 
-def _kind(arguments: Batch) -> tuple[Any, ...]:
-    """Return what is alike in all batches of one kind: all but sizes."""
-    return tuple(
-        (key, value.dtype, value.ndim) if isinstance(value, Tensor) else (key, repr(value))
-        for key, value in sorted(arguments.items())
+def kind_of(arguments: Batch) -> tuple[Any, ...]:
+    """Return what is alike in all batches of one kind: all but sizes. What Python reads decides about code, too."""
+    readings = (arguments.num_samples, arguments.readings) if isinstance(arguments, WholeUnit) else None
+    return (
+        readings,
+        *(
+            (key, value.dtype, value.ndim) if isinstance(value, Tensor) else (key, repr(value))
+            for key, value in sorted(arguments.items())
+        ),
     )
+
+
+def shapes_of(arguments: Batch) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what is a tensor."""
+    return {key: tuple(value.shape) for key, value in arguments.items() if isinstance(value, Tensor)}
+
+
+def differing_axes(first: Shapes, new: Shapes) -> dict[str, tuple[int, ...]]:
+    """Return the axes along which batches of one kind differ, by key."""
+    return {
+        key: tuple(axis for axis in range(len(shape)) if shape[axis] != first[key][axis])
+        for key, shape in new.items()
+    }
 
 
 def _attempts(
@@ -239,15 +262,15 @@ def _attempts(
     have unlike numbers of images. Sizes of the larger batch are the better example: torch
     specialises sizes of one.
     """
-    differing = {
-        key: tuple(axis for axis in range(len(shape)) if shape[axis] != first[key][axis])
-        for key, shape in new.items()
-    }
+    differing = differing_axes(first, new)
+    larger, smaller = sorted((new, first), key=_num_elements, reverse=True)
+    if isinstance(arguments, WholeUnit):
+        # sizes of images are among its numbers, and a model whose Python reads these may not leave them open
+        return [(example, _open(differing, example)) for example in (larger, smaller)]
     whole = {
         key: axes if arguments[key].is_floating_point() else tuple(sorted({*axes, *range(1, len(new[key]))}))
         for key, axes in differing.items()
     }
-    larger, smaller = sorted((new, first), key=_num_elements, reverse=True)
     order = [(larger, whole), (larger, differing), (smaller, whole), (smaller, differing)]
     return [(example, _open(lengths, example)) for example, lengths in order]
 
@@ -263,9 +286,12 @@ def _num_elements(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 def _resized(arguments: Batch, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Return arguments of other shapes to trace with; what they hold is not looked at."""
-    return {
+    resized: dict[str, Any] = {
         key: torch.empty(shapes[key], dtype=value.dtype, device="meta").requires_grad_(value.requires_grad)
         if isinstance(value, Tensor)
         else value
         for key, value in arguments.items()
     }
+    if isinstance(arguments, WholeUnit):
+        return WholeUnit(resized, num_samples=arguments.num_samples, readings=arguments.readings)
+    return resized

@@ -1,7 +1,7 @@
 """Makes the keeper that executes a stage's `MemoryPlan`: its policy follows from the plan and from what the code is.
 
-Code for many lengths is the same code at each of them, so what its first pass found out holds at all: which saved tensor
-is which, by position. Sizes are in no recipe; a tensor that moves, or is counted, has its own.
+Code for many lengths is the same code at each of them, so what its first pass found out holds at all: which saved
+tensor is which, by position. Sizes are in no recipe; a tensor that moves, or is counted, has its own.
 
     input_ids [4, 11]    code c, s0 = 11     surveyed: [None, Swap(0), Drop(1), ...]
     input_ids [4, 9]     code c, s0 = 9      the same recipe

@@ -24,6 +24,7 @@ from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.eager.padded_records import with_records
 from gpp_plugin.capture.export import capture_model, read_values, recapture, recapture_for_lengths
+from gpp_plugin.capture.lengths import LengthCapture
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, resize_batch
 from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError, ConfigError
@@ -177,6 +178,8 @@ class CapturedPart:
         self._recordings: OrderedDict[tuple[object, ...], list[Recording]] = OrderedDict()
         self._open_recordings: OrderedDict[tuple[object, ...], list[_OpenRecording]] = OrderedDict()
         self._lengths = CodeForLengths(type(self.model).__name__)
+        self._outputs_at = CodeForLengths(type(self.model).__name__)
+        self._for_lengths: tuple[tuple[object, ...], LengthCapture] | None = None
         self._analyses: OrderedDict[tuple[object, ...], Analysis] = OrderedDict()
 
     @property
@@ -493,16 +496,17 @@ class CapturedPart:
         analysis = reference.analysis if within is None else within.analysis
         known: Mapping[str, TensorSpec] = {} if within is None else within.shapes.tensors
         arguments = self.arguments(batch, known, num_samples)
-        if within is None:
 
-            def for_lengths(shapes: Mapping[str, Tensor], lengths: Lengths) -> StageAtLengths:
-                # of other readings the operators may be others: as they were at the first shape of this kind
-                of_kind = self._analyses.get((analysis.is_training, kind_of(shapes)), analysis)
-                return self._stage_for_lengths(reference, plan, stage, of_kind, shapes, lengths)
+        def for_lengths(shapes: Batch, lengths: Lengths) -> StageAtLengths:
+            # of other readings the operators may be others: as they were at the first shape of this kind
+            of_kind = self._analyses.get((analysis.is_training, kind_of(shapes)), analysis)
+            return self._stage_for_lengths(reference, plan, stage, of_kind, shapes, lengths)
 
-            found = self._lengths.code(arguments, num_samples, (reference, plan, stage), for_lengths)
-            if found is not None:
+        found = self._lengths.code(arguments, num_samples, (reference, plan, stage), for_lengths)
+        if found is not None:
+            if within is None:
                 return found
+            return dataclasses.replace(found, tensors={**known, **found.tensors}, inputs=within.shapes.inputs)
         captured = self.capture_again(analysis, arguments)
         if captured.analysis is not analysis and analysis.takes_whole_units:
             self._analyses[analysis.is_training, kind_of(arguments)] = captured.analysis
@@ -558,22 +562,69 @@ class CapturedPart:
         lengths: Lengths,
     ) -> StageAtLengths:
         """Trace the module once more, for batches of many lengths, and return a stage of it."""
-        capture = recapture_for_lengths(
-            self.model, analysis, arguments, lengths, device=self._device, call=self.call
-        )
+        capture = self._capture_for_lengths(analysis, arguments, lengths)
         captured, view = capture.captured, self.view(analysis)
         cut = self._cut(reference, plan, stage, view, captured)
+        op_graph = analysis.op_graph
         code = StageCode(
             function=IDLE,
-            tensors=view.blocks.tensors,
-            inputs={spec.name: spec for spec in analysis.op_graph.inputs},
+            tensors={**view.blocks.tensors, **view.outputs},
+            # of a graph, what its stages read of the batch is known to all of them
+            inputs={spec.name: spec for spec in op_graph.inputs} if self.stage.is_alone else {},
             loss=cut.loss,
             outputs=cut.named,
             operators=_operators(captured, cut.nodes, view.names, reference.block_graph.saved),
             is_for_lengths=True,
         )
         nodes, outputs = list(cut.made.values()), [cut.made[name] for name in cut.outputs]
-        return StageAtLengths(capture, code, nodes, outputs)
+        return StageAtLengths(
+            capture,
+            code,
+            nodes,
+            outputs,
+            names=_local(view),
+            finish=lambda function: self._in_graph(function, view.names, op_graph, cut.outputs),
+        )
+
+    def outputs_at(self, analysis: Analysis, arguments: Batch) -> dict[str, TensorSpec]:
+        """Return what the part makes of such arguments, by its names in the graph.
+
+        Raises:
+            CaptureError: as `capture_again`.
+        """
+
+        def for_lengths(shapes: Batch, lengths: Lengths) -> StageAtLengths:
+            capture, view = self._capture_for_lengths(analysis, shapes, lengths), self.view(analysis)
+            names = _local(view)
+            code = StageCode(
+                function=IDLE,
+                tensors=view.outputs,
+                inputs={},
+                loss=None,
+                outputs={},
+                operators=StageOperators(blocks={}, storage_of={}),
+                is_for_lengths=True,
+            )
+            nodes = [node.name for node in analysis.op_graph.nodes]
+            return StageAtLengths(capture, code, nodes, [names[name] for name in view.outputs], names=names)
+
+        found = self._outputs_at.code(arguments, count_samples(arguments), (analysis,), for_lengths)
+        return dict(
+            self.view(self.capture_again(analysis, arguments)).outputs if found is None else found.tensors
+        )
+
+    def _capture_for_lengths(self, analysis: Analysis, arguments: Batch, lengths: Lengths) -> LengthCapture:
+        """Trace the module for batches of many lengths; what was traced last, where it is that.
+
+        Of a graph the rank that tells others what the part makes runs a stage of it too.
+        """
+        key = (analysis, _shapes(arguments), {key: tuple(axes) for key, axes in lengths.items()})
+        if self._for_lengths is None or self._for_lengths[0] != key:
+            capture = recapture_for_lengths(
+                self.model, analysis, arguments, lengths, device=self._device, call=self.call
+            )
+            self._for_lengths = key, capture
+        return self._for_lengths[1]
 
     def _nodes_of(
         self, plan: PipelinePlan, stage: int, view: PartView, captured: CapturedGraph
@@ -605,6 +656,11 @@ class CapturedPart:
             received=tuple(names[name] for name in function.received),
             outputs=outputs,
         )
+
+
+def _local(view: PartView) -> dict[str, str]:
+    """Return what the graph calls a part's operators and received tensors -> what the capture does."""
+    return {new: old for old, new in view.names.items()}
 
 
 def whole_part(model: nn.Module, batch: Batch, *, granularity: str = "layer") -> CapturedPart:

@@ -35,7 +35,7 @@ from gpp_plugin.capture.mask_corners import MasksAtLengths
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit
 from gpp_plugin.errors import CaptureError, first_line
 from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.stage_module import OpenStage
+from gpp_plugin.runtime.stage_module import OpenStage, StageFunction
 from gpp_plugin.runtime.stage_source import StageCode
 
 logger = logging.getLogger(__name__)
@@ -58,22 +58,34 @@ class StageAtLengths:
         code: the stage as analysed, without its function: what does not depend on lengths, and what is analysed of
             tensors.
         nodes, outputs: its operators and results in the capture.
+        names: tensor of ``code`` -> what the capture calls it.
+        finish: gives code the names by which it is known; by default it keeps its own.
 
     Raises:
         CaptureError: a size has no formula.
     """
 
     def __init__(
-        self, capture: LengthCapture, code: StageCode, nodes: Sequence[str], outputs: Sequence[str]
+        self,
+        capture: LengthCapture,
+        code: StageCode,
+        nodes: Sequence[str],
+        outputs: Sequence[str],
+        *,
+        names: Mapping[str, str],
+        finish: Callable[[StageFunction], StageFunction] = lambda function: function,
     ) -> None:
         texts, captured = capture.texts(), capture.captured
-        self._code = code
+        self._code, self._finish = code, finish
         self._stage = OpenStage(captured, nodes, outputs, key=texts.key)
         self._tensors, self._inputs = tuple(code.tensors), tuple(code.inputs)
         placeholder = {key: name for name, key in captured.inputs.items()}
         self._specs = capture.specs(
             (*code.tensors.values(), *code.inputs.values()),
-            (*code.tensors, *(placeholder[key] for key in code.inputs)),
+            (
+                *(names[tensor] for tensor in code.tensors),
+                *(placeholder[key] for key in code.inputs),
+            ),
             texts,
         )
         finder = capture.masks.of(self._stage.names)
@@ -105,7 +117,7 @@ class StageAtLengths:
         assert operators is not None, "captured code says what it is made of"
         return dataclasses.replace(
             self._code,
-            function=self._stage.at(self._sizes(*symbols), masks),
+            function=self._finish(self._stage.at(self._sizes(*symbols), masks)),
             tensors=dict(zip(self._tensors, specs, strict=False)),
             inputs=dict(zip(self._inputs, specs[len(self._tensors) :], strict=True)),
             operators=dataclasses.replace(

@@ -37,7 +37,7 @@ from gpp_plugin.runtime.ahead_lane import AheadLane
 from gpp_plugin.runtime.batches import Batch, batch_checksum
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.lane import Lane, channels_of, make_programs, tied_stages
-from gpp_plugin.runtime.ranks.agree import exchange
+from gpp_plugin.runtime.ranks.agree import do_together, exchange
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference
@@ -314,7 +314,7 @@ class MiniBatchRunner:
         """
         # a rank makes code for its own units alone: before any message all know whether all could
         if lane.has_new_shapes(batch):
-            exchange(lambda: lane.learn_shapes(batch), what="code for a new shape", group=self._group)
+            do_together(lambda: lane.learn_shapes(batch), what="code for a new shape", group=self._group)
         lane.note_shapes(batch)
 
     def train(self, lane: Lane, batch: Batch, *, record: bool) -> MiniBatchResult:

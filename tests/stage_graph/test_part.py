@@ -212,5 +212,5 @@ def test_parts_of_a_graph_are_captured_once_for_all_lengths(monkeypatch: pytest.
         loss = (wanted["far"] + wanted["large"]).item()
         assert given["last.far + last.large"].item() == pytest.approx(loss, rel=1e-6)
         counted.append(len(exports))
-    # as they are: once for shapes and once for code; with symbols: once for both
+    # as they are: once for shapes and once for code, as other parts were traced first; with symbols: once for both
     assert counted == [4, 6, 6, 6, 6]

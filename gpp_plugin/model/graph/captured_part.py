@@ -240,6 +240,7 @@ class CapturedPart:
             )
         if is_training:
             self._kept = (_shapes(arguments), captured)
+        self._outputs_at.meet(arguments, count_samples(arguments), (captured.analysis,))
         return captured
 
     def capture_again(self, analysis: Analysis, arguments: Batch) -> CapturedGraph:

@@ -45,7 +45,7 @@ Lengths: TypeAlias = Mapping[str, tuple[int, ...]]
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Batch key -> the shape of its tensor."""
 
-MAX_KINDS = 16
+MAX_KINDS = 64
 """Kinds of batches (numbers of samples, keys, constants) of which a part remembers what it found out."""
 MAX_EXPORTS = 4
 """Exports with symbols for one kind of batches: of other axes each, or from another batch."""
@@ -169,18 +169,22 @@ class CodeForLengths:
             about: the objects that the code is of; those of one stage in one mode.
             capture: returns the stage, captured for arguments with some lengths open.
         """
+        kind = self.meet(arguments, num_samples, about)
         shapes = shapes_of(arguments)
+        if shapes == kind.first and not kind.stages:
+            return None
+        return self._found(kind, shapes) or self._capture(kind, arguments, shapes, capture)
+
+    def meet(self, arguments: Batch, num_samples: int, about: tuple[object, ...]) -> _Kind:
+        """Return what is known of batches like these arguments; of the first, that these are captured as they are."""
         key = (num_samples, *(id(part) for part in about), *kind_of(arguments))
         kind = self._kinds.get(key)
         if kind is None:
             while len(self._kinds) >= MAX_KINDS:
                 self._kinds.popitem(last=False)
-            self._kinds[key] = _Kind(about, shapes)
-            return None
+            kind = self._kinds[key] = _Kind(about, shapes_of(arguments))
         self._kinds.move_to_end(key)
-        if shapes == kind.first and not kind.stages:
-            return None
-        return self._found(kind, shapes) or self._capture(kind, arguments, shapes, capture)
+        return kind
 
     def _found(self, kind: _Kind, shapes: Mapping[str, tuple[int, ...]]) -> StageCode | None:
         for stage in kind.stages:

@@ -4,9 +4,9 @@ A mini-batch has four units, each of another text length, and of LLaVA and Qwen2
 these mini-batches differ, not yet units of one). It is trained on when it is new, and again one step later, between two
 others: both times the step before was of other lengths, so that caches are as cold. The ratio is the sum of the first
 over the sum of the second; beside it stands that of the plain model in one process, which has neither code nor messages
-to make. A new length is what it costs in the host's processor time, beyond a seen one: readings, code, executor. No
-step changes weights, and each loss is held against the model's own in one process. The first mini-batches, which export
-and fill caches, count for no time.
+to make. What new lengths cost is the host's processor time for a mini-batch's four together, beyond seen ones:
+readings, code, executor. No step changes weights, and each loss is held against the model's own in one process. The
+first mini-batches, which export and fill caches, count for no time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHORTEST = 4 * IMAGE_TOKENS * MOST_IMAGES // 3
 COLUMNS = (
     ("model", "model", "12"), ("counted", "batches", "7"), ("new_over_seen", "new/seen", "8.3f"),
     ("median_ratio", "median", "6.3f"), ("plain_ratio", "plain", "6.3f"), ("seen_step_ms", "step ms", "8.1f"),
-    ("new_length_ms", "new length ms", "13.2f"), ("most_new_length_ms", "most", "6.2f"),
+    ("new_length_ms", "4 new ms", "8.2f"), ("most_new_length_ms", "most", "6.2f"),
     ("most_loss_error", "loss error", "10.1e"), ("exports", "exports", "7"),
 )  # fmt: skip
 """Of the table: entry of a row, heading, form."""

@@ -76,8 +76,8 @@ class StageAtLengths:
         finish: Callable[[StageFunction], StageFunction] = lambda function: function,
     ) -> None:
         texts, captured = capture.texts(), capture.captured
-        self._code, self._finish = code, finish
-        self._stage = OpenStage(captured, nodes, outputs, key=texts.key)
+        self._code = code
+        self._stage = OpenStage(captured, nodes, outputs, key=texts.key, finish=finish)
         self._tensors, self._inputs = tuple(code.tensors), tuple(code.inputs)
         placeholder = {key: name for name, key in captured.inputs.items()}
         self._specs = capture.specs(
@@ -117,7 +117,7 @@ class StageAtLengths:
         assert operators is not None, "captured code says what it is made of"
         return dataclasses.replace(
             self._code,
-            function=self._finish(self._stage.at(self._sizes(*symbols), masks)),
+            function=self._stage.at(self._sizes(*symbols), masks),
             tensors=dict(zip(self._tensors, specs, strict=False)),
             inputs=dict(zip(self._inputs, specs[len(self._tensors) :], strict=True)),
             operators=dataclasses.replace(

@@ -11,28 +11,23 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
-from gpp_benchmarks._attention_models import Batch, Size, build_family
+from gpp_benchmarks._attention_models import Batch, Size
+from gpp_benchmarks._lengths_models import FAMILIES, build
 
-MINI_BATCH, UNIT = 8, 2
-LONGEST = 1024
+UNITS, SAMPLES = 4, 2
+"""Units of a mini-batch, and samples of a unit."""
 NOT_COUNTED = 4
-"""Lengths at the start that count for nothing: the second is exported with symbols."""
+"""Mini-batches of each number of images at the start that count for nothing: the second is exported with symbols."""
 NUM_MARKS = 5
 
-
-def cut(batch: Batch, length: int) -> Batch:
-    """Return a batch whose longest text has ``length`` tokens, and others as much less."""
-    texts = {k: v for k, v in batch.items() if not v.is_floating_point() and v.ndim == 2}
-    longest = max(text.shape[1] for text in texts.values())
-    short = {k: v[:, : max(v.shape[1] * length // longest, 4)].contiguous() for k, v in texts.items()}
-    return {**batch, **short}
+MiniBatch = list[Batch]
 
 
 def drawn_lengths(count: int, *, shortest: int, longest: int) -> list[int]:
@@ -45,6 +40,22 @@ def drawn_lengths(count: int, *, shortest: int, longest: int) -> list[int]:
     return lengths
 
 
+def drawn_shapes(
+    count: int, *, units: int, shortest: int, longest: int, most_images: int
+) -> list[list[tuple[int, int]]]:
+    """Return for each mini-batch the length and the number of images of its units.
+
+    Units of a mini-batch are all different; a shape comes again when all have been there. The first mini-batches have
+    every number of images, several times.
+    """
+    lengths = drawn_lengths(count * units, shortest=shortest, longest=longest)
+    draw = random.Random(1)
+    images = [1 + i % most_images if most_images else 0 for i in range(NOT_COUNTED * max(most_images, 1))]
+    images += [draw.randint(1, most_images) if most_images else 0 for _ in range(count * units)]
+    pairs = list(zip(lengths, images, strict=False))
+    return [pairs[i * units : (i + 1) * units] for i in range(count)]
+
+
 def resident_mib() -> float:
     """Return the memory of this process that is resident."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -52,82 +63,171 @@ def resident_mib() -> float:
 
 
 class Watch:
-    """Counts exports, and the host's time for the executor of each mini-batch."""
+    """Counts exports, and the host's processor time for what the shapes of a mini-batch ask for."""
 
-    def __init__(self, lane: Any) -> None:
+    def __init__(self, engine: Any) -> None:
         self.exports = 0
-        self.executor_ms: list[float] = []
-        export, executor_for = torch.export.export, lane._executor_for
+        self._host_ms = 0.0
+        export = torch.export.export
 
         def counting(*args: Any, **kwargs: Any) -> Any:
             self.exports += 1
             return export(*args, **kwargs)
 
-        def timed(batch: Batch) -> Any:
-            start = time.thread_time()
-            compiled = executor_for(batch)
-            self.executor_ms.append((time.thread_time() - start) * 1e3)
-            return compiled
-
         torch.export.export = counting
-        lane._executor_for = timed
+        # code and executors are the lane's; what Python reads of a batch is found out where batches come in
+        for owner, names in ((engine._lane, ("learn_shapes", "_executor_for")), (engine._feed, ("collect",))):
+            for name in names:
+                if hasattr(owner, name):
+                    setattr(owner, name, self._timed(getattr(owner, name)))
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._host_ms += (time.thread_time() - start) * 1e3
+
+        return timed
+
+    def take(self) -> float:
+        """Return the milliseconds since the last call."""
+        found, self._host_ms = self._host_ms, 0.0
+        return found
+
+
+def make_batches(settings: dict[str, Any]) -> tuple[nn.Module, list[MiniBatch]]:
+    """Return the model and its mini-batches, each a list of loss units."""
+    family = FAMILIES[settings["model"]]
+    longest = settings["longest"]
+    size = Size(width=settings["width"], layers=settings["layers"], length=longest, samples=SAMPLES)
+    model, unit = build(settings["model"], size)
+    units = UNITS if family.takes_units else 1
+    shapes = drawn_shapes(
+        settings["batches"],
+        units=units,
+        shortest=longest // 2,
+        longest=longest,
+        most_images=family.most_images,
+    )
+    batches = [[unit(*shape) for shape in of_batch] for of_batch in shapes]
+    # a mini-batch of equal units has as many
+    return model, batches if family.takes_units else [of_batch * UNITS for of_batch in batches]
+
+
+class PlainSteps:
+    """The same mini-batches in one process, by the model itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model.train()
+
+    def loss(self, units: MiniBatch) -> float:
+        """Return the mean of the units' losses."""
+        with torch.no_grad():
+            return sum(float(self._model(**unit).loss) for unit in units) / len(units)
+
+    def step(self, units: MiniBatch) -> float:
+        """Run forwards and backwards of a mini-batch; return its loss."""
+        self._model.zero_grad()
+        total = 0.0
+        for unit in units:
+            loss = self._model(**unit).loss / len(units)
+            loss.backward()
+            total += float(loss.detach())
+        return total
 
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
-    """Train on all lengths, each when it is new and once more, and return what rank 0 saw."""
+    """Train on all mini-batches, each when it is new and once more, and return what rank 0 saw."""
+    model, batches = make_batches(settings)
+    if settings["is_plain"]:
+        plain = PlainSteps(model)
+        return _alternate(batches, plain.step, most_images=0, marks=[])
     import deepspeed
 
     import gpp_plugin
 
-    count = settings["batches"]
-    span = max(2 * count, 64)
-    size = Size(
-        width=settings["width"], layers=settings["layers"], length=min(span, LONGEST), samples=MINI_BATCH
-    )
-    model, make_batch = build_family(settings["model"], size)
-    whole = make_batch("right")
-    longest = max(v.shape[1] for v in whole.values() if isinstance(v, Tensor) and v.ndim == 2)
-    shortest = longest - size.length // 2  # a text's images are in its first half
+    own = FAMILIES[settings["model"]].takes_units
+    block: dict[str, Any] = {"stages": settings["stages"]} if settings["stages"] > 1 else {"enabled": True}
     config = {
-        "train_batch_size": MINI_BATCH,
-        "train_micro_batch_size_per_gpu": UNIT,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        # no step changes a weight: each loss can be held against the same model in one process
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0}},
         "steps_per_print": 10**9,
-        "graph_pipeline": {"stages": settings["stages"]} if settings["stages"] > 1 else {"enabled": True},
+        "graph_pipeline": {**block, **({"units": UNITS} if own else {})},
+        **({} if own else {"train_batch_size": UNITS * SAMPLES}),
     }
-    lengths = drawn_lengths(count, shortest=shortest, longest=longest)
-    wrapped = gpp_plugin.GraphPipelineModule(model, sample_batch=cut(whole, lengths[0]))
+    wrapped = gpp_plugin.GraphPipelineModule(model, sample_batch=batches[0][0])
     engine, *_ = deepspeed.initialize(model=wrapped, config=config)
+    watch = Watch(engine)
+    reference = PlainSteps(make_batches({**settings, "batches": 1})[0]) if os.environ["RANK"] == "0" else None
+    errors: list[float] = []
+    marks: list[float] = []
+
+    def step(units: MiniBatch) -> float:
+        items: Iterator[Batch] = iter(units)
+        return float(engine.train_batch(data_iter=items))
+
+    def check(units: MiniBatch, loss: float) -> None:
+        if reference is not None:
+            wanted = reference.loss(units)
+            errors.append(abs(loss - wanted) / abs(wanted))
+
+    images = FAMILIES[settings["model"]].most_images
+    found = _alternate(batches, step, most_images=images, marks=marks, watch=watch, check=check)
     stages = [stage.name for stage in engine.plan.stages]
-    watch = Watch(engine._lane)
-
-    def step(length: int) -> float:
-        batches: Iterator[Batch] = iter([cut(whole, length)])
-        start = time.perf_counter()
-        engine.train_batch(data_iter=batches)
-        return time.perf_counter() - start
-
-    new, seen, marks = [step(lengths[0])], [0.0], []
-    for place in range(1, count):
-        new.append(step(lengths[place]))
-        seen.append(step(lengths[place - 1]))
-        if place >= NOT_COUNTED and (place - NOT_COUNTED) % max((count - NOT_COUNTED) // NUM_MARKS, 1) == 0:
-            marks.append(resident_mib())
-    # of mini-batch i: new at i, seen at i + 1
-    executors = watch.executor_ms[1:]
-    costs = [a - b for a, b in zip(executors[::2], executors[1::2], strict=True)][NOT_COUNTED:]
-    first, again = sum(new[NOT_COUNTED:-1]), sum(seen[NOT_COUNTED + 1 :])
     engine.destroy()
     return {
-        "new_over_seen": first / again,
-        "seen_step_ms": 1e3 * again / len(seen[NOT_COUNTED + 1 :]),
-        "new_length_ms": statistics.median(costs),
-        "most_new_length_ms": max(costs),
+        **found,
+        "most_loss_error": max(errors, default=0.0),
         "memory_mib": marks,
         "exports": watch.exports,
-        "shortest": min(lengths),
-        "longest": max(lengths),
         "stages": stages,
+    }
+
+
+def _alternate(
+    batches: Sequence[MiniBatch],
+    step: Callable[[MiniBatch], float],
+    *,
+    most_images: int,
+    marks: list[float],
+    watch: Watch | None = None,
+    check: Callable[[MiniBatch, float], None] = lambda units, loss: None,
+) -> dict[str, Any]:
+    """Return the times of all mini-batches, new and seen.
+
+    new 0 | new 1, seen 0 | new 2, seen 1 | ...         each runs between two others, so that caches are as cold
+    """
+    new, seen, costs = [0.0] * len(batches), [0.0] * len(batches), [[0.0, 0.0] for _ in batches]
+
+    def run(place: int, *, is_new: bool) -> float:
+        start = time.perf_counter()
+        loss = step(batches[place])
+        (new if is_new else seen)[place] = time.perf_counter() - start
+        costs[place][not is_new] = 0.0 if watch is None else watch.take()
+        return loss
+
+    first = min(NOT_COUNTED * max(most_images, 1), len(batches) // 2)
+    every = max((len(batches) - first) // NUM_MARKS, 1)
+    run(0, is_new=True)
+    for place in range(1, len(batches)):
+        loss = run(place, is_new=True)
+        check(batches[place], loss)
+        run(place - 1, is_new=False)
+        if place >= first and (place - first) % every == 0:
+            marks.append(resident_mib())
+    counted = range(first, len(batches) - 1)
+    ratios = [new[i] / seen[i] for i in counted]
+    host = [a - b for a, b in (costs[i] for i in counted)]
+    return {
+        "new_over_seen": sum(new[i] for i in counted) / sum(seen[i] for i in counted),
+        "median_ratio": statistics.median(ratios),
+        "seen_step_ms": 1e3 * statistics.fmean(seen[i] for i in counted),
+        "counted": len(counted),
+        "new_length_ms": statistics.median(host),
+        "most_new_length_ms": max(host),
     }
 
 

@@ -1,10 +1,12 @@
-"""Texts of a new length each step against the same texts at a length that was seen: time of steps, and memory.
+"""Mini-batches of units of new lengths against the same ones when these were seen: time of steps, memory, losses.
 
-Every mini-batch has a text length of its own, drawn once. It is trained on when its length is new, and again one step
-later, between two other lengths: both times the step before was of another length, so that caches are as cold. The
-ratio is the sum of the first over the sum of the second. Beside it what a length not seen before costs in the host's
-processor time, beyond a seen one, and the resident memory of rank 0 along the way. The first lengths, which export
-and fill caches, count for neither.
+A mini-batch has four units, each of another text length, and of LLaVA and Qwen2.5-VL of another number of images (of
+these mini-batches differ, not yet units of one). It is trained on when it is new, and again one step later, between two
+others: both times the step before was of other lengths, so that caches are as cold. The ratio is the sum of the first
+over the sum of the second; beside it stands that of the plain model in one process, which has neither code nor messages
+to make. What new lengths cost is the host's processor time for a mini-batch's four together, beyond seen ones:
+readings, code, executor. No step changes weights, and each loss is held against the model's own in one process. The
+first mini-batches, which export and fill caches, count for no time.
 
 With --memory, each model is planned with ``lengths`` and trained at four of them instead: what autograd keeps on each
 rank is counted and must be within 2 % of what is predicted for that length; one that is longer must be refused.
@@ -16,22 +18,42 @@ import argparse
 import json
 from typing import Any
 
+from gpp_benchmarks import _attention_models
+from gpp_benchmarks._lengths_models import FAMILIES, IMAGE_TOKENS, MOST_IMAGES
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.launch import run_ranks
 from gpp_plugin.plan.costs.memory_breakdown import TOLERANCE
 from gpp_plugin.report.units import format_bytes, format_table
 
-MODELS = ("gpt2", "llava", "t5", "whisper")
-MOST_SECONDS = 1800.0
+MOST_SECONDS = 3600.0
+SHORTEST = 4 * IMAGE_TOKENS * MOST_IMAGES // 3
+COLUMNS = (
+    ("model", "model", "12"), ("counted", "batches", "7"), ("new_over_seen", "new/seen", "8.3f"),
+    ("median_ratio", "median", "6.3f"), ("plain_ratio", "plain", "6.3f"), ("seen_step_ms", "step ms", "8.1f"),
+    ("new_length_ms", "4 new ms", "8.2f"), ("most_new_length_ms", "most", "6.2f"),
+    ("most_loss_error", "loss error", "10.1e"), ("exports", "exports", "7"),
+)  # fmt: skip
+"""Of the table: entry of a row, heading, form."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="which (all)")
+    names = list(FAMILIES)
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=names,
+        help="which (all but gpt2; with --memory those of gpp bench attention)",
+    )
     parser.add_argument("--batches", type=int, default=300, help="mini-batches of each (%(default)s)")
     parser.add_argument("--ranks", type=int, default=4, help="processes, and stages (%(default)s)")
-    parser.add_argument("--layers", type=int, default=4, help="of each tower (%(default)s)")
-    parser.add_argument("--width", type=int, default=64, help="of the layers (%(default)s)")
+    parser.add_argument("--layers", type=int, default=2, help="of each tower (%(default)s)")
+    parser.add_argument(
+        "--width", type=int, default=64, help="of the layers, but of Qwen2.5-VL (%(default)s)"
+    )
+    parser.add_argument(
+        "--longest", type=int, default=512, help="tokens of a text; the shortest has half (%(default)s)"
+    )
     parser.add_argument(
         "--memory", action="store_true", help="activation bytes at four lengths, predicted and counted"
     )
@@ -41,34 +63,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Return a row a model."""
-    if args.batches < 8 or min(args.ranks, args.layers) < 1 or args.width % 4:
+    """Return a row a model.
+
+    Raises:
+        ConfigError: an option is wrong.
+        RuntimeFailure: a rank failed.
+    """
+    least = 2 * SHORTEST
+    if args.batches < 8 or min(args.ranks, args.layers) < 1 or args.width % 4 or args.longest < least:
         raise ConfigError(
-            f"--batches {args.batches} --ranks {args.ranks} --layers {args.layers} --width {args.width}: give at least "
-            "8 batches, 1 of the others, and a width that 4 heads divide"
+            f"--batches {args.batches} --ranks {args.ranks} --layers {args.layers} --width {args.width} --longest "
+            f"{args.longest}: give at least 8 batches, 1 of ranks and layers, a width that 4 heads divide, and texts "
+            f"of at least {least}"
         )
     if args.memory:
         return _memory(args)
-    rows = []
-    for model in args.models:
-        settings = {
-            "model": model,
-            "batches": args.batches,
-            "layers": args.layers,
-            "width": args.width,
-            "stages": args.ranks,
-        }
-        found: dict[str, Any] = {}
-        for event in run_ranks(
-            "gpp_benchmarks._lengths_ranks",
-            [json.dumps(settings)],
-            num_ranks=args.ranks,
-            timeout_s=MOST_SECONDS,
-            environment={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-        ):
-            found = event["found"]
+    rows: list[dict[str, Any]] = []
+    for model in args.models or [name for name in FAMILIES if name != "gpt2"]:
+        settings = {key: vars(args)[key] for key in ("batches", "layers", "width", "longest")}
+        settings |= {"model": model, "stages": args.ranks}
+        plain = _found({**settings, "is_plain": True}, num_ranks=1)
+        found = _found({**settings, "is_plain": False}, num_ranks=args.ranks)
         row = {"model": model, "ranks": args.ranks, "batches": args.batches, **found}
-        print(_text(row), flush=True)
+        row["plain_ratio"] = plain["new_over_seen"]
+        if not rows:
+            print(_heading())
+        print(_line(row), flush=True)
         rows.append(row)
     return {"rows": rows}
 
@@ -76,7 +96,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _memory(args: argparse.Namespace) -> dict[str, Any]:
     """Return a row for every rank at each of four lengths, and whether all agree."""
     rows, refused = [], []
-    for model in args.models:
+    known = [name for name in FAMILIES if name in _attention_models.FAMILIES]
+    if set(args.models or ()) - set(known):
+        raise ConfigError(f"--memory --models {' '.join(args.models)}: choose among {', '.join(known)}")
+    for model in args.models or known:
         settings = {
             "model": model,
             "layers": args.layers,
@@ -121,11 +144,23 @@ def _memory(args: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows, "refused": refused, "worst": worst, "ok": worst <= TOLERANCE and all(refused)}
 
 
-def _text(row: dict[str, Any]) -> str:
-    memory = f"{row['memory_mib'][0]:.0f} to {row['memory_mib'][-1]:.0f} MiB"
-    return (
-        f"{row['model']}, {row['ranks']} ranks, {row['batches']} lengths from {row['shortest']} to {row['longest']}: "
-        f"new over seen {row['new_over_seen']:.3f} of {row['seen_step_ms']:.1f} ms a step, a new length "
-        f"{row['new_length_ms']:.2f} ms of the host (most {row['most_new_length_ms']:.2f}), memory {memory}, "
-        f"{row['exports']} exports after the start"
-    )
+def _found(settings: dict[str, Any], *, num_ranks: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for event in run_ranks(
+        "gpp_benchmarks._lengths_ranks",
+        [json.dumps(settings)],
+        num_ranks=num_ranks,
+        timeout_s=MOST_SECONDS,
+        environment={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+    ):
+        found = event["found"]
+    return found
+
+
+def _heading() -> str:
+    return "  ".join(f"{title:>{form.partition('.')[0]}}" for _, title, form in COLUMNS) + "  memory MiB"
+
+
+def _line(row: dict[str, Any]) -> str:
+    columns = "  ".join(f"{row[entry]:>{form}}" for entry, _, form in COLUMNS)
+    return f"{columns}  {row['memory_mib'][0]:.0f} to {row['memory_mib'][-1]:.0f}"

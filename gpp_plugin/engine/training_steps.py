@@ -37,7 +37,7 @@ from gpp_plugin.runtime.ahead_lane import AheadLane
 from gpp_plugin.runtime.batches import Batch, UnitBatch, batch_checksum
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.lane import Lane, channels_of, make_programs, tied_stages
-from gpp_plugin.runtime.ranks.agree import exchange
+from gpp_plugin.runtime.ranks.agree import do_together, exchange
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference
@@ -329,7 +329,7 @@ class MiniBatchRunner:
         if lane.has_new_shapes(batch) or has_idle:
             if not has_idle:
                 lane.learn_patterns(batch)
-            exchange(lambda: lane.learn_shapes(batch), what=_NEW_SHAPES, group=self._group)
+            do_together(lambda: lane.learn_shapes(batch), what=_NEW_SHAPES, group=self._group)
         lane.note_shapes(batch)
 
     def stand_by(self, batch: Batch) -> None:
@@ -339,7 +339,7 @@ class MiniBatchRunner:
             CaptureError: they have no code for its units.
         """
         if isinstance(batch, UnitBatch):
-            exchange(lambda: None, what=_NEW_SHAPES, group=self._group)
+            do_together(lambda: None, what=_NEW_SHAPES, group=self._group)
 
     def train(self, lane: Lane, batch: Batch, *, record: bool) -> MiniBatchResult:
         """Run one mini-batch of training, counted if it is the one to compare with the plan."""

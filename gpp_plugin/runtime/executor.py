@@ -25,7 +25,7 @@ from gpp_plugin.ir.timeline import Event, EventKind
 from gpp_plugin.runtime.compute import StageCompute, StageHooks
 from gpp_plugin.runtime.messages.assembly import compile_reading
 from gpp_plugin.runtime.messages.mailbox import Carry, Mailbox, WindowPlace
-from gpp_plugin.runtime.messages.routes import resolve_routes
+from gpp_plugin.runtime.messages.routes import Routes, resolve_routes
 from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.messages.wires import BoundarySpecs
 from gpp_plugin.runtime.recorder import Recorder
@@ -64,6 +64,7 @@ class StageExecutor:
         window: where the program stands among those of a pipeline that carries messages over; None: it is run by
             itself.
         next_specs: of the tensors that come for the next mini-batch, where its shapes are others.
+        known: routes of the same program and window at other shapes.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class StageExecutor:
         is_training: bool = True,
         window: WindowPlace | None = None,
         next_specs: BoundarySpecs | None = None,
+        known: Routes | None = None,
     ) -> None:
         # Everything that can be known before the first mini-batch is known here: tensors have positions, messages
         # numbers, tasks slots, and each instruction becomes one closure over those. Running the program is calling a
@@ -111,12 +113,18 @@ class StageExecutor:
         if window is not None:
             self._is_trained = window.is_trained
             carried, self._first_input = window.carried, window.first_micro_batch
-        self._routes = resolve_routes(
-            program, plan=plan, boundary=compute, specs=specs, carried=carried, next_specs=next_specs
+        self.routes = resolve_routes(
+            program,
+            plan=plan,
+            boundary=compute,
+            specs=specs,
+            carried=carried,
+            next_specs=next_specs,
+            known=known,
         )
         self._recorder = Recorder(rank=program.rank, stage=program.stage, device=device)
         self._mail = Mailbox(
-            self._routes,
+            self.routes,
             program=program,
             transport=transport,
             names=[plan.edge_name(edge) for edge in range(len(plan.edges))],
@@ -184,11 +192,11 @@ class StageExecutor:
     def _compile_forward(self, task: Task) -> Callable[[], None]:
         mail, recorder = self._mail, self._recorder
         micro_batch, half = task.micro_batch, task.half
-        waits = self._routes.reads[task].waits
+        waits = self.routes.reads[task].waits
         reads = [
-            compile_reading(reading, mail.inbox, self._device) for reading in self._routes.reads[task].tensors
+            compile_reading(reading, mail.inbox, self._device) for reading in self.routes.reads[task].tensors
         ]
-        slot = self._routes.slots.get(task, -1)
+        slot = self.routes.slots.get(task, -1)
         forward, loss = self._compute.forward, self._loss
         num_samples = self._stage.local_batch_size // (1 if half is None else 2)
         first_sample = self._stage.samples(micro_batch, self._rank).first_sample + num_samples * (half or 0)
@@ -223,12 +231,12 @@ class StageExecutor:
     def _compile_backward(self, task: Task) -> Callable[[], None]:
         mail, recorder = self._mail, self._recorder
         micro_batch = task.micro_batch
-        waits = self._routes.reads[task].waits
+        waits = self.routes.reads[task].waits
         reads = [
             compile_reading(reading, mail.inbox, self._device) if reading.groups else None
-            for reading in self._routes.reads[task].tensors
+            for reading in self.routes.reads[task].tensors
         ]
-        slot = self._routes.slots.get(task, -1)
+        slot = self.routes.slots.get(task, -1)
         is_whole = task.kind is TaskKind.BACKWARD
         backward = self._compute.backward if is_whole else self._compute.input_gradient
         kind = EventKind.BACKWARD if is_whole else EventKind.INPUT_GRADIENT

@@ -37,9 +37,10 @@ from gpp_plugin.runtime.compute import (
 from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
 from gpp_plugin.runtime.input_rows import InputLink, InputRows
 from gpp_plugin.runtime.memory.keeper import NextBackward, StageKeeper, backwards_after
-from gpp_plugin.runtime.memory.planned_keeper import make_keeper
+from gpp_plugin.runtime.memory.planned_keeper import KnownSaves, make_keeper
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.messages.mailbox import WindowPlace
+from gpp_plugin.runtime.messages.routes import Routes
 from gpp_plugin.runtime.messages.transport import Channel, Transport
 from gpp_plugin.runtime.messages.wires import BoundarySpecs
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule
@@ -182,6 +183,15 @@ class _Compiled:
                 function.choice.use(ones_among(batch, function.choice.inputs))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KnownRoutes:
+    """The routes of a program at the shapes it was last compiled for; those at others follow from them."""
+
+    program: RankProgram
+    window: WindowPlace | None
+    routes: Routes
+
+
 class Lane:
     """This rank's pipeline in one mode.
 
@@ -222,9 +232,11 @@ class Lane:
         self._tensors: Mapping[str, Tensor] = {}
         self._hooks: StageHooks | None = None
         self._executors: OrderedDict[tuple[Any, ...], _Compiled] = OrderedDict()
+        self._routes: OrderedDict[int, _KnownRoutes] = OrderedDict()
         self._prepared: tuple[tuple[Any, ...], _Prepared] | None = None
         self._has_warned = False
         self._host_link: SwapLink | None = None
+        self._known_saves = KnownSaves()
         self._input_link = InputLink(device)
 
     @property
@@ -409,6 +421,7 @@ class Lane:
             gradient_inputs=gradients.inputs,
             link=self._host_link,
             next_backward=self._next_backward(),
+            known=self._known_saves,
         )
 
     def _next_backward(self) -> NextBackward:
@@ -432,7 +445,9 @@ class Lane:
             specs: of units of unlike shapes; None: those of ``code`` for all samples.
             plan: that the program is of, where some units have edges of their own; None: the lane's.
         """
-        return StageExecutor(
+        # at other shapes the same messages are made up of the same rows; programs are told apart by identity, and held
+        known = self._routes.get(id(program))
+        executor = StageExecutor(
             plan=plan or self.plan,
             program=program,
             compute=compute,
@@ -445,7 +460,12 @@ class Lane:
             is_training=self.is_training,
             window=window,
             next_specs=next_specs,
+            known=known.routes if known is not None and known.window == window else None,
         )
+        self._routes[id(program)] = _KnownRoutes(program=program, window=window, routes=executor.routes)
+        if len(self._routes) > MAX_SHAPES:
+            self._routes.popitem(last=False)
+        return executor
 
 
 def _halves(prepared: _Prepared) -> HalfForwards | None:

@@ -85,6 +85,7 @@ class SizeArguments:
 
     Args:
         key: what equal sizes have in common.
+        finish: gives code the names by which it is known.
     """
 
     def __init__(self, key: Callable[[Any], Any]) -> None:
@@ -326,12 +327,13 @@ class OpenStage:
         outputs: Sequence[str],
         *,
         key: Callable[[Any], Any],
+        finish: Callable[[StageFunction], StageFunction] = lambda function: function,
     ) -> None:
         kept, groups = _select(captured, nodes, with_replicated=True)
         arguments = SizeArguments(key)
         module = _generate(captured, kept, groups, outputs, frozenset(), arguments)
         self._choosable = _Choosable(module, captured, groups)
-        self._function = _as_function(captured, module, groups, outputs)
+        self._function = finish(_as_function(captured, module, groups, outputs))
         self._names = frozenset(node.name for node in module.graph.nodes)
         self._open = OpenCode(arguments=arguments, versions={frozenset(): module})
 

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from gpp_benchmarks._attention_calls import recorded_attention
 from gpp_benchmarks._attention_models import Batch, Size, build_family
+from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples
 from gpp_plugin.errors import CaptureError
+from gpp_plugin.model.graph import captured_part
 from gpp_plugin.model.graph.captured_part import CapturedPart, whole_part
 from gpp_plugin.runtime.batches import ones_among
 from gpp_plugin.runtime.stage_source import Reference, StageCode, make_reference
@@ -32,7 +34,7 @@ class OneStage:
     def __init__(self, model: nn.Module, batch: Batch) -> None:
         self.model = model
         self.part: CapturedPart = whole_part(model, batch)
-        self.samples = next(iter(v.shape[0] for v in batch.values() if isinstance(v, Tensor)))
+        self.samples = count_samples(batch)
         captured = self.part.capture(batch, is_training=True)
         self.reference: Reference = make_reference(captured.analysis, "layer")
         blocks = tuple(block.name for block in self.reference.block_graph.blocks)
@@ -199,3 +201,64 @@ def test_a_length_that_python_takes_as_a_number_is_captured_by_itself(
     (warning,) = warnings_in(caplog)
     assert "x.shape[1] is a number to the model" in warning
     assert "pad sequences to a few lengths" in warning
+
+
+class Reader(nn.Module):
+    """Reads in Python how many tokens of its texts are marked, and takes a layer for each image it is told of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, ids: Tensor, sizes: Tensor) -> dict[str, Tensor]:
+        """Return a loss of ids [samples, length], of which marks are 1, and sizes [images]."""
+        hidden = self.embed(ids)
+        for size in sizes.tolist():
+            hidden = self.layers[size % 2](hidden) * size
+        return {"loss": hidden[ids == 1].square().mean() + hidden.mean()}
+
+
+def _marked(length: int, sizes: tuple[int, ...] = (2, 3)) -> WholeUnit:
+    ids = torch.full((2, length), 5)
+    ids[:, 2:4] = 1
+    return WholeUnit({"ids": ids, "sizes": torch.tensor(sizes)}, num_samples=2)
+
+
+def test_lengths_are_symbols_beside_readings(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = OneStage(Reader(), _marked(5))
+    analysis, exports = stage.reference.analysis, count_exports(monkeypatch)
+    runs: list[int] = []
+    read = captured_part.read_values
+
+    def reading(*args: Any, **kwargs: Any) -> Any:
+        runs.append(1)
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(captured_part, "read_values", reading)
+    found = []
+    for length, sizes in (
+        (5, (2, 3)),
+        (6, (2, 3)),
+        (9, (2, 3)),
+        (8, (4, 3)),
+        (7, (4, 3)),
+        (11, (4, 3)),
+        (4, (2, 3)),
+    ):
+        unit = _marked(length, sizes)
+        unit.readings = stage.part.readings(analysis, unit)
+        code = stage.code(unit)
+        _check_loss(stage, code, unit)
+        found.append((code.is_for_lengths, exports(), len(runs)))
+    # of each kind of readings: one capture as it is, one with symbols; and two runs that tell that lengths do not matter
+    assert found == [
+        (False, 0, 1), (True, 1, 2), (True, 1, 2), (False, 2, 3), (True, 3, 4), (True, 3, 4), (True, 3, 4)
+    ]  # fmt: skip
+    assert not warnings_in(caplog)
+    # one mark more, at a length and shape that were met
+    unit = _marked(9)
+    unit["ids"][0, 0] = 1
+    assert stage.part.readings(analysis, unit) != stage.part.readings(analysis, _marked(9))

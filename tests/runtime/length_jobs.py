@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gpp_plugin.runtime.memory import planned_keeper
 from tests.runtime import jobs
 
 
@@ -56,6 +57,14 @@ def train(job: jobs.Job) -> dict[str, Any]:
         return export(*args, **kwargs)
 
     torch.export.export = counting
+    surveys: list[int] = []
+    survey = planned_keeper.SurveyPass
+
+    def surveying(*args: Any, **kwargs: Any) -> Any:
+        surveys.append(1)
+        return survey(*args, **kwargs)
+
+    vars(planned_keeper)["SurveyPass"] = surveying
     losses, evaluated, gradients = [], [], []
     try:
         for batch in batches:
@@ -67,12 +76,14 @@ def train(job: jobs.Job) -> dict[str, Any]:
             evaluated.append(float(engine.eval_batch(iter([batch]))))
     finally:
         torch.export.export = export
+        vars(planned_keeper)["SurveyPass"] = survey
         logging.getLogger("gpp_plugin").removeHandler(warnings)
     return {
         "losses": losses,
         "evaluated": evaluated,
         "gradients": gradients,
         "exports": trained,
+        "surveys": len(surveys),
         "evaluation_exports": len(exports) - trained,
         "stages": [stage.name for stage in engine.plan.stages],
         "memory": [stage.memory is not None for stage in engine.plan.stages],

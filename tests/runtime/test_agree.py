@@ -7,7 +7,7 @@ import datetime
 import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout, ConfigError
-from gpp_plugin.runtime.ranks.agree import exchange, tell
+from gpp_plugin.runtime.ranks.agree import do_together, exchange, tell
 from tests.ranks import run_kept_ranks
 
 STAGES = ("start", "start", "deep", "end")
@@ -35,6 +35,32 @@ def _meet_without(absent: int) -> tuple[list[int], str, str]:
         except CommTimeout as error:
             lost = str(error)
     return told, refused, lost
+
+
+def _act_together() -> tuple[list[int], str]:
+    """Do something twice on all ranks; the second time it fails on one."""
+    rank = dist.get_rank()
+    group = dist.new_group(backend="gloo")
+    done: list[int] = []
+    do_together(lambda: done.append(rank), what="the first", group=group)
+
+    def fail() -> None:
+        if rank == 2:
+            raise ConfigError("no such length")
+        done.append(rank)
+
+    refused = ""
+    try:
+        do_together(fail, what="the second", group=group)
+    except ConfigError as error:
+        refused = str(error)
+    return done, refused
+
+
+def test_what_fails_on_one_rank_fails_on_all() -> None:
+    for rank, (done, refused) in enumerate(run_kept_ranks(_act_together, 4)):
+        assert done == [rank] * (1 if rank == 2 else 2)
+        assert refused == "no such length"
 
 
 def test_an_exchange_names_who_did_not_come() -> None:

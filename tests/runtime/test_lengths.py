@@ -63,6 +63,8 @@ def test_swapped_and_recomputed_at_many_lengths() -> None:
     check(one, answers)
     assert all(all(answer["memory"]) for answer in answers)
     assert [answer["exports"] for answer in answers] == [1, 1]
+    # the code of the first batch's shapes, and the code for all lengths
+    assert [answer["surveys"] for answer in answers] == [2, 2]
 
 
 def test_another_number_of_images_a_sample_is_a_length() -> None:

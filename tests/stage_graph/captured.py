@@ -208,3 +208,54 @@ def normed_batch(seed: int) -> dict[str, Tensor]:
         "pixels": torch.randn(2 * B, 6, generator=generator),
         "target": torch.randn(2 * B, SIZE, generator=generator),
     }
+
+
+class Rows(nn.Module):
+    """Rows of any length, made wider."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, SIZE), nn.Tanh(), nn.Linear(SIZE, SIZE))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        made: Tensor = self.layers(rows)
+        return made
+
+
+class Compared(nn.Module):
+    """How far rows are from what they should be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(SIZE, 6)
+
+    def forward(self, hidden: Tensor, target: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.layer(hidden) - target).square().mean()}
+
+
+class WholeLengths(nn.Module):
+    """Both in one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.rows, self.compared = Rows(), Compared()
+
+    def forward(self, rows: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = self.compared(self.rows(rows), target)["loss"]
+        return loss
+
+
+def build_lengths() -> gpp_plugin.StageGraph:
+    """Two captured parts that read rows of any length."""
+    whole = WholeLengths()
+    graph = gpp_plugin.StageGraph("lengths", losses=["loss"])
+    graph.capture("rows", whole.rows, inputs=["rows"], outputs=["hidden"], ranks=[0])
+    graph.capture("compared", whole.compared, inputs=["hidden", "target"], outputs=["loss"], ranks=[1])
+    return graph
+
+
+def lengths_batch(length: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(length)
+    return {key: torch.randn(B, length, 6, generator=draw) for key in ("rows", "target")}

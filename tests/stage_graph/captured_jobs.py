@@ -13,9 +13,11 @@ from tests.integrations.async_jobs import held_by_stages
 from tests.stage_graph.captured import (
     build_across,
     build_among,
+    build_lengths,
     build_normed,
     build_within,
     caption_batch,
+    lengths_batch,
     normed_batch,
 )
 from tests.stage_graph.graphs import B, U
@@ -126,3 +128,32 @@ def train_asynchronously() -> dict[str, Any]:
     found["tensors"] = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     engine.destroy()
     return found
+
+
+def train_lengths(lengths: tuple[int, ...]) -> dict[str, Any]:
+    """Train a graph of two captured parts on rows of another length each step; count what was exported on the way."""
+    import torch
+
+    batches = [lengths_batch(length) for length in lengths]
+    exports: list[int] = []
+    export = torch.export.export
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        exports.append(1)
+        return export(*args, **kwargs)
+
+    engine = _engine(build_lengths(), batches[0], {"verify": False}, optimizer=_NO_STEPS)
+    torch.export.export = counting
+    found = []
+    try:
+        for batch in batches:
+            engine.retain_gradients()
+            loss = float(engine.train_batch(data_iter=iter([batch])))
+            found.append((loss, {name: g.clone() for name, g in engine.gradients.items()}, len(exports)))
+    finally:
+        torch.export.export = export
+    engine.destroy()
+    return {"steps": found}
+
+
+_NO_STEPS = {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0}}

@@ -17,9 +17,11 @@ from tests.stage_graph.captured import (
     NUM_RANKS,
     WholeAcross,
     WholeAmong,
+    WholeLengths,
     WholeNormed,
     WholeWithin,
     caption_batch,
+    lengths_batch,
     make_language,
     normed_batch,
 )
@@ -150,6 +152,29 @@ def test_mode_async_recomputes_with_the_weights_of_the_forward() -> None:
         for name, parameter in answer["tensors"].items():
             if "k_proj.bias" not in name:  # its gradient is nothing but rounding
                 torch.testing.assert_close(parameter, wanted[name].detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_parts_that_read_rows_of_another_length_each_step() -> None:
+    lengths = (4, 6, 5, 9, 4)
+    answers = run_kept_ranks(captured_jobs.train_lengths, 2, lengths)
+    whole = WholeLengths()
+    for step, length in enumerate(lengths):
+        batch = lengths_batch(length)
+        whole.zero_grad()
+        parts = [{key: rows[first : first + U] for key, rows in batch.items()} for first in range(0, B, U)]
+        loss = sum((whole(**part) for part in parts), start=torch.zeros(())) / len(parts)
+        loss.backward()
+        gradients: dict[str, torch.Tensor] = {}
+        for answer in answers:
+            found, own, _ = answer["steps"][step]
+            assert found == pytest.approx(loss.item(), rel=1e-6)
+            gradients |= own
+        wanted = {name: p.grad for name, p in whole.named_parameters()}
+        assert gradients.keys() == wanted.keys()
+        for name, gradient in wanted.items():
+            assert torch.linalg.norm(gradients[name] - gradient) <= 2e-6 * torch.linalg.norm(gradient), name
+    # one for all lengths, which tells what the part makes and is its code
+    assert [[exports for _, _, exports in answer["steps"]] for answer in answers] == [[0, 1, 1, 1, 1]] * 2
 
 
 def _single(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from gpp_plugin import StageGraph
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
-from gpp_plugin.model.graph.captured_part import CapturedPart, PartView
+from gpp_plugin.model.graph.captured_part import CapturedPart, PartView, Surroundings
 from gpp_plugin.model.graph.describe_graph import describe_graph
 from gpp_plugin.model.graph.given_module import check_ties, tied_names
 from gpp_plugin.model.graph.graph_shapes import Shapes
@@ -147,3 +148,69 @@ def test_without_labels_a_part_lacks_its_losses_only() -> None:
     )
     names = [s.name for s in resolve(graph, batch_keys=("x",), num_ranks=3, needs_loss=False).stages]
     assert names == ["first", "last"]
+
+
+def _steps(length: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(length)
+    return {key: torch.randn(UNIT, length, WIDTH, generator=draw) for key in ("x", "target")}
+
+
+def _parts(resolved: ResolvedGraph) -> dict[str, CapturedPart]:
+    return {
+        stage.name: CapturedPart(
+            stage, dtype=torch.float32, device=torch.device("cpu"), granularity="layer", called={}
+        )
+        for stage in resolved.stages
+    }
+
+
+def _edge(made: str) -> SimpleNamespace:
+    return SimpleNamespace(src=0, dst=1, batch_tensors=(made,), whole_tensors=())
+
+
+def test_parts_of_a_graph_are_captured_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = graph_of()
+    resolved, views, reference = trace(graph)
+    blocks = [block.name for block in reference.block_graph.blocks]
+    (made,) = views["first"].outputs
+    stages = tuple(
+        SimpleNamespace(name=name, blocks=tuple(b for b in blocks if b.startswith(name)), memory=None)
+        for name in views
+    )
+    plan: Any = SimpleNamespace(edges=(_edge(made),), stages=stages)
+    parts = _parts(resolved)
+    exports: list[int] = []
+    export = torch.export.export
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        exports.append(1)
+        return export(*args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", counting)
+    counted = []
+    for length in (3, 5, 4, 7, 3):
+        batch = _steps(length)
+        tensors: dict[str, TensorSpec] = {}
+        for name, part in parts.items():
+            tensors |= part.outputs_at(views[name].analysis, part.arguments(batch, tensors, UNIT))
+        shapes = Shapes(num_samples=UNIT, tensors=tensors, inputs=input_specs(batch, UNIT))
+        assert tensors[made].shape == (UNIT, length, WIDTH)
+        given: dict[str, Tensor] = dict(batch)
+        for stage, (name, part) in enumerate(parts.items()):
+            around = Surroundings(analysis=views[name].analysis, shapes=shapes)
+            code = part.stage_code(reference, plan, stage, batch, UNIT, within=around)
+            assert code.tensors.keys() >= tensors.keys()
+            assert all(code.tensors[tensor] == spec for tensor, spec in tensors.items())
+            assert code.inputs == shapes.inputs
+            own = {f"{name}.{key}": value for key, value in part.model.named_parameters()}
+            call = code.function
+            reads = [given[key] for key in (*call.batch_inputs, *call.received)]
+            outputs = call.call(*(own[tensor] for tensor in call.tensors), *reads)
+            given |= dict(zip(call.outputs, outputs, strict=True))
+        hidden = parts["first"].model(batch["x"])
+        wanted = parts["last"].model(hidden, hidden, batch["target"])
+        loss = (wanted["far"] + wanted["large"]).item()
+        assert given["last.far + last.large"].item() == pytest.approx(loss, rel=1e-6)
+        counted.append(len(exports))
+    # as they are: once for shapes and once for code, as other parts were traced first; with symbols: once for both
+    assert counted == [4, 6, 6, 6, 6]

@@ -23,6 +23,7 @@ Tests: tests/capture/test_values.py
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -111,6 +113,17 @@ class _Slot:
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """A function that returns an iterator, as one that returns a list."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Return all results."""
+        return list(self.function(*args, **kwargs))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
     """One operation of the tape.
@@ -163,8 +176,38 @@ class Recording:
                     slots[slot] = tensor
         return True
 
+    def is_made_as(self, other: Recording) -> bool:
+        """Return whether the same operations, with the same numbers among their arguments, led to the same readings."""
+        # sizes of a batch would be among these numbers, where they matter: two lengths tell
+        return (
+            self.values == other.values
+            and self.keys == other.keys
+            and [(c.function, c.args, c.kwargs, c.results) for c in self._tape]
+            == [(c.function, c.args, c.kwargs, c.results) for c in other._tape]
+        )
+
+    def holds_for(self, batch: Mapping[str, Any]) -> bool:
+        """Return whether the model would read the same of a batch of other lengths; False where that does not tell."""
+        try:
+            return self.matches(batch)
+        except (
+            RuntimeError,
+            IndexError,
+            ValueError,
+        ):  # an operation of the tape that does not suit these shapes
+            return False
+
 
 def _filled(value: Any, slots: Mapping[int, Any]) -> Any:
+    """Return arguments with tensors for their slots; the containers that torch's functions take, as most are short."""
+    if isinstance(value, _Slot):
+        return slots[value.number]
+    if type(value) in (tuple, list):
+        return type(value)([_filled(part, slots) for part in value])
+    if type(value) is dict:
+        return {key: _filled(part, slots) for key, part in value.items()}
+    if value is None or isinstance(value, (int, float, str, slice, torch.dtype, torch.device)):
+        return value
     return tree_map(lambda leaf: slots[leaf.number] if isinstance(leaf, _Slot) else leaf, value)
 
 
@@ -313,12 +356,11 @@ class ReadingMode(TorchFunctionMode):
             result = list(result)
         fakes, written = _tensors(result), _written(given, before)
         answer = iter(result) if is_iterator else result
-        sizes = [size for fake in fakes for size in fake.shape]
-        if any(not isinstance(size, int) for size in sizes) or sum(f.numel() for f in fakes) > MOST_ELEMENTS:
+        if any(free_unbacked_symbols(fake) for fake in fakes) or sum(map(_extent, fakes)) > MOST_ELEMENTS:
             return answer
         if not fakes and not written:
             return answer
-        call = (lambda *a, **k: list(func(*a, **k))) if is_iterator else func
+        call = _Listed(func) if is_iterator else func
         made: Sequence[Tensor | None] = [None] * len(fakes)
         slotted = self._slotted((args, kwargs))
         if not self._replays:
@@ -499,6 +541,11 @@ def _with_leaves(value: Any, change: Callable[[Tensor], Any]) -> Any:
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
     return tree_map(changed, value)
+
+
+def _extent(fake: Tensor) -> int:
+    """Return the elements of a fake tensor; with sizes left open those that it has in this trace."""
+    return math.prod(size if isinstance(size, int) else int(size.node.hint) for size in fake.shape)
 
 
 def _written(tensors: Sequence[Tensor], before: Sequence[int]) -> list[Tensor]:

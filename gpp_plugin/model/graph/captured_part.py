@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.eager.padded_records import with_records
 from gpp_plugin.capture.export import capture_model, read_values, recapture, recapture_for_lengths
+from gpp_plugin.capture.lengths import LengthCapture
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, resize_batch
 from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError, ConfigError
@@ -35,7 +36,14 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.model.graph.given_module import describe_tensors
 from gpp_plugin.model.graph.graph_shapes import Shapes
-from gpp_plugin.model.graph.part_lengths import CodeForLengths, Lengths, StageAtLengths
+from gpp_plugin.model.graph.part_lengths import (
+    CodeForLengths,
+    Lengths,
+    StageAtLengths,
+    differing_axes,
+    kind_of,
+    shapes_of,
+)
 from gpp_plugin.model.graph.resolve import GraphStage, resolve_module
 from gpp_plugin.model.graph.stage_call import IDLE, loss_node, named_outputs
 from gpp_plugin.model.graph.stage_graph import LOSS
@@ -105,6 +113,29 @@ class _Cut:
     loss: str | None
 
 
+@dataclass(slots=True, kw_only=True)
+class _OpenRecording:
+    """What Python read of a batch, and along which axes other batches may differ and be read by the same operations.
+
+    Args:
+        shapes: of the batch; ``axes``: batch key -> those axes.
+    """
+
+    recording: Recording
+    shapes: Mapping[str, tuple[int, ...]]
+    axes: dict[str, set[int]] = field(default_factory=dict)
+
+    def open(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Take note of a batch of which the same operations made the same readings."""
+        for key, axes in differing_axes(self.shapes, shapes).items():
+            self.axes.setdefault(key, set()).update(axes)
+
+    def covers(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        """Return whether a batch differs along such axes only."""
+        differing = differing_axes(self.shapes, shapes)
+        return all(self.axes.get(key, set()).issuperset(axes) for key, axes in differing.items())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
     """What a part of a larger graph must know to make code: what tracing it found out, and the graph's tensors."""
@@ -145,7 +176,11 @@ class CapturedPart:
         self._eager = tuple(eager)
         self._kept: tuple[tuple[object, ...], CapturedGraph] | None = None
         self._recordings: OrderedDict[tuple[object, ...], list[Recording]] = OrderedDict()
+        self._open_recordings: OrderedDict[tuple[object, ...], list[_OpenRecording]] = OrderedDict()
         self._lengths = CodeForLengths(type(self.model).__name__)
+        self._outputs_at = CodeForLengths(type(self.model).__name__)
+        self._for_lengths: tuple[tuple[object, ...], LengthCapture] | None = None
+        self._analyses: OrderedDict[tuple[object, ...], Analysis] = OrderedDict()
 
     @property
     def device(self) -> torch.device:
@@ -210,6 +245,7 @@ class CapturedPart:
             )
         if is_training:
             self._kept = (_shapes(arguments), captured)
+        self._outputs_at.meet(arguments, count_samples(arguments), (captured.analysis,))
         return captured
 
     def capture_again(self, analysis: Analysis, arguments: Batch) -> CapturedGraph:
@@ -249,11 +285,24 @@ class CapturedPart:
         for recording in known:
             if recording.matches(arguments):
                 return recording.values
-        known.append(read_values(self.model, analysis, arguments, device=self._device, call=self.call))
-        del known[:-MAX_READINGS]
+        kind, shapes = (analysis.is_training, *kind_of(arguments)), shapes_of(arguments)
+        of_kind = self._open_recordings.setdefault(kind, [])
+        for met in of_kind:
+            if met.covers(shapes) and met.recording.holds_for(arguments):
+                return met.recording.values
+        found = read_values(self.model, analysis, arguments, device=self._device, call=self.call)
+        known.append(found)
+        # at a second length the same operations led to the same readings: so they do at others
+        alike = next((met for met in of_kind if met.recording.is_made_as(found)), None)
+        if alike is None:
+            of_kind.append(_OpenRecording(recording=found, shapes=shapes))
+        else:
+            alike.open(shapes)
+        for kept in (known, of_kind):
+            del kept[:-MAX_READINGS]
         while len(self._recordings) > MAX_READINGS:
             self._recordings.popitem(last=False)
-        return known[-1].values
+        return found.values
 
     def _outputs(self) -> list[str]:
         """Return what is traced beside the loss: what others may read, or, with no others, what is asked for."""
@@ -452,16 +501,22 @@ class CapturedPart:
         analysis = reference.analysis if within is None else within.analysis
         known: Mapping[str, TensorSpec] = {} if within is None else within.shapes.tensors
         arguments = self.arguments(batch, known, num_samples)
-        # What takes whole units is captured for each shape, and each reading, by itself: no axis is known there.
-        if within is None and not analysis.takes_whole_units:
 
-            def for_lengths(shapes: Mapping[str, Tensor], lengths: Lengths) -> StageAtLengths:
-                return self._stage_for_lengths(reference, plan, stage, shapes, lengths)
+        def for_lengths(shapes: Batch, lengths: Lengths) -> StageAtLengths:
+            # of other readings the operators may be others: as they were at the first shape of this kind
+            of_kind = self._analyses.get((analysis.is_training, kind_of(shapes)), analysis)
+            return self._stage_for_lengths(reference, plan, stage, of_kind, shapes, lengths)
 
-            found = self._lengths.code(arguments, num_samples, (reference, plan, stage), for_lengths)
-            if found is not None:
+        found = self._lengths.code(arguments, num_samples, (reference, plan, stage), for_lengths)
+        if found is not None:
+            if within is None:
                 return found
+            return dataclasses.replace(found, tensors={**known, **found.tensors}, inputs=within.shapes.inputs)
         captured = self.capture_again(analysis, arguments)
+        if captured.analysis is not analysis and analysis.takes_whole_units:
+            self._analyses[analysis.is_training, kind_of(arguments)] = captured.analysis
+            if len(self._analyses) > MAX_READINGS:
+                self._analyses.popitem(last=False)
         self._kept = None  # one stage runs here, and keeps its code
         if plan.stages[stage].memory is not None and captured.analysis.nodes != analysis.nodes:
             raise CaptureError(
@@ -507,27 +562,74 @@ class CapturedPart:
         reference: Reference,
         plan: PipelinePlan,
         stage: int,
+        analysis: Analysis,
         arguments: Batch,
         lengths: Lengths,
     ) -> StageAtLengths:
         """Trace the module once more, for batches of many lengths, and return a stage of it."""
-        analysis = reference.analysis
-        capture = recapture_for_lengths(
-            self.model, analysis, arguments, lengths, device=self._device, call=self.call
-        )
+        capture = self._capture_for_lengths(analysis, arguments, lengths)
         captured, view = capture.captured, self.view(analysis)
         cut = self._cut(reference, plan, stage, view, captured)
+        op_graph = analysis.op_graph
         code = StageCode(
             function=IDLE,
-            tensors=view.blocks.tensors,
-            inputs={spec.name: spec for spec in analysis.op_graph.inputs},
+            tensors={**view.blocks.tensors, **view.outputs},
+            # of a graph, what its stages read of the batch is known to all of them
+            inputs={spec.name: spec for spec in op_graph.inputs} if self.stage.is_alone else {},
             loss=cut.loss,
             outputs=cut.named,
             operators=_operators(captured, cut.nodes, view.names, reference.block_graph.saved),
             is_for_lengths=True,
         )
         nodes, outputs = list(cut.made.values()), [cut.made[name] for name in cut.outputs]
-        return StageAtLengths(capture, code, nodes, outputs)
+        return StageAtLengths(
+            capture,
+            code,
+            nodes,
+            outputs,
+            names=_local(view),
+            finish=lambda function: self._in_graph(function, view.names, op_graph, cut.outputs),
+        )
+
+    def outputs_at(self, analysis: Analysis, arguments: Batch) -> dict[str, TensorSpec]:
+        """Return what the part makes of such arguments, by its names in the graph.
+
+        Raises:
+            CaptureError: as `capture_again`.
+        """
+
+        def for_lengths(shapes: Batch, lengths: Lengths) -> StageAtLengths:
+            capture, view = self._capture_for_lengths(analysis, shapes, lengths), self.view(analysis)
+            names = _local(view)
+            code = StageCode(
+                function=IDLE,
+                tensors=view.outputs,
+                inputs={},
+                loss=None,
+                outputs={},
+                operators=StageOperators(blocks={}, storage_of={}),
+                is_for_lengths=True,
+            )
+            nodes = [node.name for node in analysis.op_graph.nodes]
+            return StageAtLengths(capture, code, nodes, [names[name] for name in view.outputs], names=names)
+
+        found = self._outputs_at.code(arguments, count_samples(arguments), (analysis,), for_lengths)
+        return dict(
+            self.view(self.capture_again(analysis, arguments)).outputs if found is None else found.tensors
+        )
+
+    def _capture_for_lengths(self, analysis: Analysis, arguments: Batch, lengths: Lengths) -> LengthCapture:
+        """Trace the module for batches of many lengths; what was traced last, where it is that.
+
+        Of a graph the rank that tells others what the part makes runs a stage of it too.
+        """
+        key = (analysis, _shapes(arguments), {key: tuple(axes) for key, axes in lengths.items()})
+        if self._for_lengths is None or self._for_lengths[0] != key:
+            capture = recapture_for_lengths(
+                self.model, analysis, arguments, lengths, device=self._device, call=self.call
+            )
+            self._for_lengths = key, capture
+        return self._for_lengths[1]
 
     def _nodes_of(
         self, plan: PipelinePlan, stage: int, view: PartView, captured: CapturedGraph
@@ -559,6 +661,11 @@ class CapturedPart:
             received=tuple(names[name] for name in function.received),
             outputs=outputs,
         )
+
+
+def _local(view: PartView) -> dict[str, str]:
+    """Return what the graph calls a part's operators and received tensors -> what the capture does."""
+    return {new: old for old, new in view.names.items()}
 
 
 def whole_part(model: nn.Module, batch: Batch, *, granularity: str = "layer") -> CapturedPart:

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,9 @@ from gpp_plugin.runtime.ranks.agree import exchange, tell
 from gpp_plugin.runtime.stage_source import Reference, StageCode, make_reference
 
 logger = logging.getLogger(__name__)
+
+MAX_MET = 64
+"""Shapes of batches whose tensors are kept."""
 
 _Pairs = tuple[tuple[str, str], ...]
 _PartKey = tuple[str, _Pairs, _Pairs, tuple[str, ...], str]
@@ -137,7 +141,7 @@ class GraphJob:
         for name, analysis in self._survey.analyses.items():
             self._tensors[name] = self._part(self.resolved.stage(name)).parameters(analysis.op_graph)
         # 4. what came of it, by the mode and the shapes it is true of
-        self._known: dict[tuple[Any, ...], _Met] = {}
+        self._known: OrderedDict[tuple[Any, ...], _Met] = OrderedDict()
         self._current: dict[bool, _Met] = {}
         self._analyses: dict[tuple[bool, _PartKey], Analysis] = {}
         self._lacking: dict[tuple[bool, _PartKey], Reference] = {}
@@ -384,6 +388,10 @@ class GraphJob:
                 analyses={name: analysis for name, analysis in known.items() if analysis is not None},
             )
             self._remember(resolved, batch, shapes, analyses, is_training=is_training)
+        # every rank meets the same batches in the same order: all let go of the same shape
+        self._known.move_to_end(key)
+        while len(self._known) > MAX_MET:
+            self._known.popitem(last=False)
         self._current[is_training] = self._known[key]
 
     def _remember(

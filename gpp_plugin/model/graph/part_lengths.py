@@ -10,6 +10,9 @@ captured once more with symbols for those, and from then on a length not seen be
 Where a model's Python asks for sizes, what it answered is a condition of the capture (``s0 <= 16``). A batch that it
 does not hold for is captured by itself, and a warning says so once.
 
+Of a model whose Python reads values, a batch's kind has its readings too: texts of other lengths beside the same sizes
+of images are one kind, whose lengths are symbols; other sizes of images are another kind, captured twice again.
+
 Source: this project
 Tests: tests/runtime/test_lengths.py
 """
@@ -29,17 +32,20 @@ from torch import Tensor
 from gpp_plugin.capture.attention import repeated_operands
 from gpp_plugin.capture.lengths import LengthCapture
 from gpp_plugin.capture.mask_corners import MasksAtLengths
+from gpp_plugin.capture.tracing.sample_batches import WholeUnit
 from gpp_plugin.errors import CaptureError, first_line
 from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.stage_module import OpenStage
+from gpp_plugin.runtime.stage_module import OpenStage, StageFunction
 from gpp_plugin.runtime.stage_source import StageCode
 
 logger = logging.getLogger(__name__)
 
 Lengths: TypeAlias = Mapping[str, tuple[int, ...]]
 """Batch key -> its axes of many lengths."""
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""Batch key -> the shape of its tensor."""
 
-MAX_KINDS = 16
+MAX_KINDS = 64
 """Kinds of batches (numbers of samples, keys, constants) of which a part remembers what it found out."""
 MAX_EXPORTS = 4
 """Exports with symbols for one kind of batches: of other axes each, or from another batch."""
@@ -52,22 +58,34 @@ class StageAtLengths:
         code: the stage as analysed, without its function: what does not depend on lengths, and what is analysed of
             tensors.
         nodes, outputs: its operators and results in the capture.
+        names: tensor of ``code`` -> what the capture calls it.
+        finish: gives code the names by which it is known; by default it keeps its own.
 
     Raises:
         CaptureError: a size has no formula.
     """
 
     def __init__(
-        self, capture: LengthCapture, code: StageCode, nodes: Sequence[str], outputs: Sequence[str]
+        self,
+        capture: LengthCapture,
+        code: StageCode,
+        nodes: Sequence[str],
+        outputs: Sequence[str],
+        *,
+        names: Mapping[str, str],
+        finish: Callable[[StageFunction], StageFunction] = lambda function: function,
     ) -> None:
         texts, captured = capture.texts(), capture.captured
         self._code = code
-        self._stage = OpenStage(captured, nodes, outputs, key=texts.key)
+        self._stage = OpenStage(captured, nodes, outputs, key=texts.key, finish=finish)
         self._tensors, self._inputs = tuple(code.tensors), tuple(code.inputs)
         placeholder = {key: name for name, key in captured.inputs.items()}
         self._specs = capture.specs(
             (*code.tensors.values(), *code.inputs.values()),
-            (*code.tensors, *(placeholder[key] for key in code.inputs)),
+            (
+                *(names[tensor] for tensor in code.tensors),
+                *(placeholder[key] for key in code.inputs),
+            ),
             texts,
         )
         finder = capture.masks.of(self._stage.names)
@@ -151,18 +169,22 @@ class CodeForLengths:
             about: the objects that the code is of; those of one stage in one mode.
             capture: returns the stage, captured for arguments with some lengths open.
         """
-        shapes = {key: tuple(value.shape) for key, value in arguments.items() if isinstance(value, Tensor)}
-        key = (num_samples, *(id(part) for part in about), *_kind(arguments))
+        kind = self.meet(arguments, num_samples, about)
+        shapes = shapes_of(arguments)
+        if shapes == kind.first and not kind.stages:
+            return None
+        return self._found(kind, shapes) or self._capture(kind, arguments, shapes, capture)
+
+    def meet(self, arguments: Batch, num_samples: int, about: tuple[object, ...]) -> _Kind:
+        """Return what is known of batches like these arguments; of the first, that these are captured as they are."""
+        key = (num_samples, *(id(part) for part in about), *kind_of(arguments))
         kind = self._kinds.get(key)
         if kind is None:
             while len(self._kinds) >= MAX_KINDS:
                 self._kinds.popitem(last=False)
-            self._kinds[key] = _Kind(about, shapes)
-            return None
+            kind = self._kinds[key] = _Kind(about, shapes_of(arguments))
         self._kinds.move_to_end(key)
-        if shapes == kind.first and not kind.stages:
-            return None
-        return self._found(kind, shapes) or self._capture(kind, arguments, shapes, capture)
+        return kind
 
     def _found(self, kind: _Kind, shapes: Mapping[str, tuple[int, ...]]) -> StageCode | None:
         for stage in kind.stages:
@@ -221,12 +243,29 @@ class CodeForLengths:
             )
 
 
-def _kind(arguments: Batch) -> tuple[Any, ...]:
-    """Return what is alike in all batches of one kind: all but sizes."""
-    return tuple(
-        (key, value.dtype, value.ndim) if isinstance(value, Tensor) else (key, repr(value))
-        for key, value in sorted(arguments.items())
+def kind_of(arguments: Batch) -> tuple[Any, ...]:
+    """Return what is alike in all batches of one kind: all but sizes. What Python reads decides about code, too."""
+    readings = (arguments.num_samples, arguments.readings) if isinstance(arguments, WholeUnit) else None
+    return (
+        readings,
+        *(
+            (key, value.dtype, value.ndim) if isinstance(value, Tensor) else (key, repr(value))
+            for key, value in sorted(arguments.items())
+        ),
     )
+
+
+def shapes_of(arguments: Batch) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what is a tensor."""
+    return {key: tuple(value.shape) for key, value in arguments.items() if isinstance(value, Tensor)}
+
+
+def differing_axes(first: Shapes, new: Shapes) -> dict[str, tuple[int, ...]]:
+    """Return the axes along which batches of one kind differ, by key."""
+    return {
+        key: tuple(axis for axis in range(len(shape)) if shape[axis] != first[key][axis])
+        for key, shape in new.items()
+    }
 
 
 def _attempts(
@@ -239,15 +278,15 @@ def _attempts(
     have unlike numbers of images. Sizes of the larger batch are the better example: torch
     specialises sizes of one.
     """
-    differing = {
-        key: tuple(axis for axis in range(len(shape)) if shape[axis] != first[key][axis])
-        for key, shape in new.items()
-    }
+    differing = differing_axes(first, new)
+    larger, smaller = sorted((new, first), key=_num_elements, reverse=True)
+    if isinstance(arguments, WholeUnit):
+        # sizes of images are among its numbers, and a model whose Python reads these may not leave them open
+        return [(example, _open(differing, example)) for example in (larger, smaller)]
     whole = {
         key: axes if arguments[key].is_floating_point() else tuple(sorted({*axes, *range(1, len(new[key]))}))
         for key, axes in differing.items()
     }
-    larger, smaller = sorted((new, first), key=_num_elements, reverse=True)
     order = [(larger, whole), (larger, differing), (smaller, whole), (smaller, differing)]
     return [(example, _open(lengths, example)) for example, lengths in order]
 
@@ -263,9 +302,12 @@ def _num_elements(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 def _resized(arguments: Batch, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Return arguments of other shapes to trace with; what they hold is not looked at."""
-    return {
+    resized: dict[str, Any] = {
         key: torch.empty(shapes[key], dtype=value.dtype, device="meta").requires_grad_(value.requires_grad)
         if isinstance(value, Tensor)
         else value
         for key, value in arguments.items()
     }
+    if isinstance(arguments, WholeUnit):
+        return WholeUnit(resized, num_samples=arguments.num_samples, readings=arguments.readings)
+    return resized

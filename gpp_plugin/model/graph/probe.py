@@ -224,6 +224,8 @@ class Prober:
         part = self._stage
         assert isinstance(part, CapturedPart)
         arguments = part.arguments(batch, tensors, num_samples)
+        if analysis is not None and not stage.is_alone:
+            return _Report(traced=(analysis, part.outputs_at(analysis, arguments)))
         if analysis is None:
             captured = part.capture(arguments, is_training=is_training)
             if captured.analysis.means and is_training:

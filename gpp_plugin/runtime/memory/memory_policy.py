@@ -41,7 +41,7 @@ class StageOperators:
         return self.local.get(operator, operator) + name.removeprefix(operator)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class MemoryPolicy:
     """What happens to the tensors that autograd keeps, by the names of `SavedTensor`.
 

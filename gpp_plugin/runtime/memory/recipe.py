@@ -1,6 +1,6 @@
 """What to do with each tensor that a stage's code saves for backward, in the order in which it saves them.
 
-The code and its shapes never change, so neither does that order: a `Recipe` is found out in the first pass
+The code never changes, so neither does that order, at whatever lengths: a `Recipe` is found out in the first pass
 (`save_survey`) and followed by position in all others, where nothing is looked up.
 
 Source: this project

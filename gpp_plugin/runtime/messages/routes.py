@@ -5,6 +5,12 @@ nothing up. A forward in two halves reads its rows out of messages that may hold
 be sent out of both; everything else is a special case of that. Pieces of one tensor are joined along its rows, or,
 where they are parts of shards as well, each is put in its place.
 
+At another length of the batch messages have other shapes, and all the rest stays: which rows of which message make up
+what, who waits for it, and who lets go of it. So a program's routes are resolved once, and later ones take everything
+but shapes from them (`_Resolver.resolve_as`):
+
+    wire of [4, 9, 64], rows 0..3        ->      wire of [4, 13, 64], rows 0..3
+
 Source: this project
 Tests: tests/runtime/test_tensor_grids.py
 """
@@ -58,7 +64,7 @@ class Reading:
 
     Args:
         groups: empty where nothing comes: a tensor without elements, or a gradient that no consumer sends.
-        shape, dtype: of the tensor.
+        shape: of what pieces are placed in, or of a tensor of which there are none; () of one that is made of pieces.
     """
 
     name: str
@@ -104,6 +110,7 @@ class Routes:
         drops: for each of them, the slots that nothing is sent from afterwards.
         reads: what each task with something to read reads.
         slots: the tasks whose tensors are sent, and where they are kept.
+        names: of the tensors that the stage reads and makes, in their orders.
     """
 
     receives: tuple[tuple[Message, tuple[Wire, ...]], ...]
@@ -111,6 +118,7 @@ class Routes:
     drops: tuple[tuple[int, ...], ...]
     reads: Mapping[Task, TaskReads]
     slots: Mapping[Task, int]
+    names: tuple[tuple[str, ...], ...]
 
 
 def resolve_routes(
@@ -121,6 +129,7 @@ def resolve_routes(
     specs: BoundarySpecs,
     carried: Sequence[Message] = (),
     next_specs: BoundarySpecs | None = None,
+    known: Routes | None = None,
 ) -> Routes:
     """Return the routes of one rank's program.
 
@@ -128,11 +137,14 @@ def resolve_routes(
         boundary: names the tensors that the stage reads and makes, and their order.
         carried: messages whose receives an earlier program posted; they are numbered first.
         next_specs: of what is received for the mini-batch behind this one (`schedule.look_ahead`).
+        known: of the same program and the same messages carried, at other shapes.
 
     Raises:
         PlanError: an edge names a tensor that was not captured.
     """
-    return _Resolver(program, plan, boundary, specs, carried, next_specs or specs).resolve()
+    resolver = _Resolver(program, plan, boundary, specs, carried, next_specs or specs)
+    found = None if known is None else resolver.resolve_as(known)
+    return found or resolver.resolve()
 
 
 class _Resolver:
@@ -157,6 +169,7 @@ class _Resolver:
         self._stage = plan.stages[program.stage]
         self._local = self._stage.local_batch_size
         self._shard_axes: dict[tuple[bool, str], int | None] = {}
+        self._wires_by_rows: dict[tuple[object, ...], tuple[Wire, ...]] = {}
         for edge in plan.edges:
             for name in (*edge.batch_tensors, *edge.whole_tensors):
                 if edge.dst == program.stage:
@@ -184,10 +197,60 @@ class _Resolver:
             drops=_drops(sends),
             reads=self._reads(),
             slots=self._slots,
+            names=self._names(),
         )
 
+    def resolve_as(self, known: Routes) -> Routes | None:
+        """Return the routes as those of the same program at other shapes are; None where they differ in more."""
+        pairs = [(a, b) for (_, a), (_, b) in zip(self._receives, known.receives, strict=True)]
+        sent = [self._wires(message) for message, _ in known.sends]
+        pairs += [
+            (new, tuple(p.wire for p in parcels)) for new, (_, parcels) in zip(sent, known.sends, strict=True)
+        ]
+        # micro-batches of one shape share their wires, so most pairs are looked at once
+        unlike = {(id(new), id(old)): (new, old) for new, old in pairs}.values()
+        if self._names() != known.names or not all(_differ_in_shapes_only(*pair) for pair in unlike):
+            return None
+        parcels = [
+            tuple(Parcel(wire=wire, sources=old.sources) for wire, old in zip(wires, olds, strict=True))
+            for wires, (_, olds) in zip(sent, known.sends, strict=True)
+        ]
+        return Routes(
+            receives=tuple(self._receives),
+            sends=tuple((message, new) for (message, _), new in zip(known.sends, parcels, strict=True)),
+            drops=known.drops,
+            reads={task: self._reads_as(task, reads) for task, reads in known.reads.items()},
+            slots=known.slots,
+            names=known.names,
+        )
+
+    def _reads_as(self, task: Task, known: TaskReads) -> TaskReads:
+        if all(reading.groups for reading in known.tensors):
+            return known
+        tensors = tuple(r if r.groups else self._reading(task, r.name, (), {}) for r in known.tensors)
+        return TaskReads(waits=known.waits, tensors=tensors)
+
+    def _names(self) -> tuple[tuple[str, ...], ...]:
+        of = self._boundary
+        return tuple(map(tuple, (of.received, of.outputs, of.gradient_outputs, of.gradient_inputs)))
+
     def _wires(self, message: Message, specs: BoundarySpecs | None = None) -> tuple[Wire, ...]:
-        return wires_of(message, rank=self._program.rank, plan=self._plan, specs=specs or self._specs)
+        # Micro-batches differ in nothing that a wire tells but where its rows begin within a task.
+        known, rank = specs_of(specs or self._specs, message.samples), self._program.rank
+        micro_batch = message.src_micro_batch if rank == message.src_rank else message.dst_micro_batch
+        first = message.samples.first_sample - self._stage.samples(micro_batch, rank).first_sample
+        key = (
+            message.edge,
+            message.direction,
+            message.channel,
+            first,
+            message.samples.num_samples,
+            message.has_whole_tensors,
+            id(known),
+        )
+        if key not in self._wires_by_rows:
+            self._wires_by_rows[key] = wires_of(message, rank=rank, plan=self._plan, specs=known)
+        return self._wires_by_rows[key]
 
     # ---- what is sent ----------------------------------------------------------------------------
 
@@ -345,6 +408,8 @@ class _Resolver:
     ) -> Reading:
         spec = self._spec(task, name)
         samples = self._local if task.half is None else self._local // 2
+        is_made = not groups or any(piece.place for group in groups for piece in group)
+        shard_axis = self._shard_axes.get((task.kind is TaskKind.FORWARD, name))
         return Reading(
             name=name,
             groups=tuple(
@@ -352,11 +417,18 @@ class _Resolver:
                 for group in groups
             ),
             axis=spec.layout.axis if spec.layout.kind is LayoutKind.BATCH else -1,
-            shape=held_shape(
-                spec, samples, self._stage, self._shard_axes.get((task.kind is TaskKind.FORWARD, name))
-            ),
+            shape=held_shape(spec, samples, self._stage, shard_axis) if is_made else (),
             dtype=getattr(torch, spec.dtype),
         )
+
+
+def _differ_in_shapes_only(new: Sequence[Wire], old: Sequence[Wire]) -> bool:
+    """Return whether the tensors of a message are those of another one, whole and with as many rows."""
+    return len(new) == len(old) and all(
+        (a.name, a.slot, a.axis, a.first_row, a.num_rows, a.dtype, a.cuts)
+        == (b.name, b.slot, b.axis, b.first_row, b.num_rows, b.dtype, ())
+        for a, b in zip(new, old, strict=True)
+    )
 
 
 _NO_SAMPLES = SampleRange(first_sample=-1, num_samples=0)

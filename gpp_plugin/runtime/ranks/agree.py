@@ -183,6 +183,43 @@ def exchange(
     return [answer for answer, _ in told]
 
 
+def do_together(act: Callable[[], object], *, what: str, group: dist.ProcessGroup | None) -> None:
+    """Call ``act`` on every rank; if it fails on one, all raise the same.
+
+    As `exchange` without answers, and in a step: where nothing fails ranks tell each other one number.
+
+    Args:
+        what, group: as for `exchange`.
+
+    Raises:
+        GppError, CommTimeout: as for `exchange`.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        act()
+        return
+    failures: list[Exception] = []
+    try:
+        act()
+    except Exception as error:
+        failures.append(error)
+    count = torch.tensor([len(failures)], dtype=torch.int64)
+    try:
+        dist.all_reduce(count, group=group)
+    except RuntimeError as error:
+        raise CommTimeout(
+            f"{_name(dist.get_rank(), ())} waited for {what}, to which a rank did not come: look for the first error "
+            "on the others"
+        ) from error
+    if int(count) == 0:
+        return
+
+    def fail() -> None:
+        for error in failures:
+            raise error
+
+    exchange(fail, what=what, group=group)
+
+
 def _name(rank: int, stages: Sequence[str]) -> str:
     return f"rank {rank} (stage {stages[rank]!r})" if stages else f"rank {rank}"
 

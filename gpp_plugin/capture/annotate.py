@@ -178,8 +178,8 @@ def annotate(
 def _forget_dead_ends(graph: fx.Graph, notes: Mapping[str, Note]) -> None:
     """Leave gradient flags to what a gradient of the graph's results comes to.
 
-    An encoder whose output is looked up in a codebook (``argmax``) takes gradients that nobody makes: `requires_grad` is
-    about operators behind a tensor too, and in stages none would be sent.
+    An encoder whose output is looked up in a codebook (``argmax``) takes gradients that nobody makes: `requires_grad`
+    says how a tensor was made, not who reads it, and in stages no gradient would be sent.
     """
     # Backwards from the results. Who reads memory that was written in place need not read the operator that wrote it.
     reached: set[fx.Node] = set()

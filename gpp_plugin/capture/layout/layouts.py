@@ -277,7 +277,7 @@ class _Analysis:
         return {s: Operand(self.found.states[s.name], shape_of(s)) for s in tensors}
 
     def _rule(self, name: str, sources: list[fx.Node]) -> Rows | None:
-        """Return the layout by rule if the rule says the same at both sizes, and no other axis grows with the samples."""
+        """Return the layout by rule if it is the same at both sizes and no other axis grows with the samples."""
         # texts [1, 2 samples, 8] expanded to [2 videos, 2 texts, 8]: half the texts make a quarter of it
         n = self.small.num_samples
         found = [

@@ -6,8 +6,8 @@ Which token a frozen codebook finds for a patch depends on its weights; that it 
     codes[~is_asked] = -100           unknown             low  0  0 -100 0      high  9  9 -100 9
     codes != -100                     known: the two bounds agree everywhere    1  1  0  1
 
-The bounds are tensors of the trace like any other, so that what a comparison finds is known, recorded and guarded as all
-that follows from the batch alone; what nobody reads of them is dead in the graph.
+The bounds are tensors of the trace like any other, so that what a comparison finds is known, recorded and guarded as
+all that follows from the batch alone; what nobody reads of them is dead in the graph.
 
 Source: this project
 Tests: tests/capture/test_values.py
@@ -59,7 +59,7 @@ class Bounds:
         self._between: dict[int, _Between] = {}
 
     def compare(self, name: str, args: Sequence[Any]) -> Tensor | None:
-        """Return what a comparison yields if it is the same whatever the unknown values are; called where it is traced."""
+        """Return what a comparison yields if that is the same whatever the unknown values are; to be called traced."""
         if len(args) != 2 or (name not in _MONOTONE and name not in _EQUAL):
             return None
         bounded, other = args
@@ -86,7 +86,9 @@ class Bounds:
         if name == "argmax" and isinstance(result, Tensor):
             dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
             most = args[0].numel() if dim is None else args[0].shape[dim]
-            made = [torch.full(result.shape, n, dtype=result.dtype, device=result.device) for n in (0, most - 1)]
+            made = [
+                torch.full(result.shape, n, dtype=result.dtype, device=result.device) for n in (0, most - 1)
+            ]
             self._between[id(result)] = _Between(result, *made)
             return
         is_placed = any(map(self._is_bounded, tensors)) and all(
@@ -94,10 +96,10 @@ class Bounds:
         )
         if name not in _PLACING or not is_placed:
             return
-        low, high = (
-            function(*self._at(args, end), **self._at(kwargs, end)) for end in ("low", "high")
-        )
-        leaves = [[leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)] for made in (result, low, high)]
+        low, high = (function(*self._at(args, end), **self._at(kwargs, end)) for end in ("low", "high"))
+        leaves = [
+            [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)] for made in (result, low, high)
+        ]
         for tensor, least, most in zip(*leaves, strict=True):
             if not self._is_bounded(tensor):  # in place: its bounds were written as it was
                 self._between[id(tensor)] = _Between(tensor, least, most)
@@ -139,7 +141,10 @@ def made_of_a_shape(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     rest = [*args[1:], *(kwargs[key] for key in ("size", "fill_value") if key in kwargs)]
     if any(isinstance(leaf, Tensor) for leaf in tree_leaves(rest)):
         return None
-    where = {"dtype": kwargs.get("dtype") or like.dtype, "device": kwargs.get("device") or like.device}
+    where: dict[str, Any] = {
+        "dtype": kwargs.get("dtype") or like.dtype,
+        "device": kwargs.get("device") or like.device,
+    }
     if name in ("zeros_like", "ones_like"):
         return (torch.zeros if name == "zeros_like" else torch.ones)(like.shape, **where)
     if name == "full_like" and len(rest) == 1:

@@ -135,7 +135,7 @@ class LossWrapper(nn.Module):
 
 
 class _DataMode(TorchFunctionMode):
-    """Traces ``tensor.data`` as a detached view: what is written into it (a temperature that is clamped) is in the graph."""
+    """Traces ``tensor.data`` as a detached view: what is written into it (a clamped temperature) is in the graph."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

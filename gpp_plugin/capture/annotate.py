@@ -171,7 +171,29 @@ def annotate(
             note.storage = storages.maker_of(values[node], node.name)
             # only now: an operator that keeps its own result (relu) is itself the maker of what it keeps
             note.keeps, note.kept_inside_bytes = _by_maker(saved.now, storages.makers)
+    _forget_dead_ends(graph, notes)
     return notes
+
+
+def _forget_dead_ends(graph: fx.Graph, notes: Mapping[str, Note]) -> None:
+    """Leave gradient flags to what a gradient of the graph's results comes to.
+
+    An encoder whose output is looked up in a codebook (``argmax``) takes gradients that nobody makes: `requires_grad`
+    says how a tensor was made, not who reads it, and in stages no gradient would be sent.
+    """
+    # Backwards from the results. Who reads memory that was written in place need not read the operator that wrote it.
+    reached: set[fx.Node] = set()
+    memory: set[int] = set()
+    for node in reversed(list(graph.nodes)):
+        note = notes.get(node.name)
+        if node.op == "output":
+            reached.update(node.all_input_nodes)
+            memory.update(*(notes[source.name].storages for source in node.all_input_nodes))
+        elif note is not None and note.requires_grad and (node in reached or note.writes & memory):
+            reached.update(node.all_input_nodes)
+            memory |= note.reads
+        elif note is not None:
+            note.requires_grad = False
 
 
 def _in_mode(tensor: torch.Tensor, shadow: Shadow) -> torch.Tensor:

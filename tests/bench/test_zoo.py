@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from gpp_benchmarks import zoo
-from gpp_benchmarks.zoo import _catalogue, _children, _staged, _trial
+from gpp_benchmarks.zoo import _catalogue, _children, _on_ranks, _staged, _trial
 from gpp_benchmarks.zoo._staged import Trained, gradient_errors, worst_of
 from gpp_plugin.cli import main
 from gpp_plugin.errors import CaptureError
+from tests.ranks import run_kept_ranks
 
 SOME = ("qwen2_5_vl", "whisper", "t5", "clip", "detr", "mixtral", "resnet")
 
@@ -144,3 +145,33 @@ def test_a_missing_gradient_is_an_error() -> None:
         "a": math.inf,
         "b": 0.0,
     }
+
+
+def on_ranks(name: str) -> dict[str, Any]:
+    return _on_ranks.train_here(zoo.CATALOGUE[name])
+
+
+def test_flava_trains_on_ranks_as_in_one_process() -> None:
+    """Codes that weights decide, a temperature that is clamped, and a loss that would gather over ranks."""
+    row, _ = run_kept_ranks(on_ranks, 2, "flava", timeout_s=150)
+    assert (row["verdict"], row["line"], row["stages"]) == ("exact", "", 2)
+    assert row["loss_error"] <= 1e-6 and row["parameter_error"] <= 1e-5
+    assert row["losses"][2] < row["losses"][0]
+
+
+def test_what_is_wrong_on_ranks_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = [{"row": {"name": "clap", "kind": "retrieval", "verdict": "wrong", "line": "parameters", "ranks": 3,
+                       "stages": 3, "loss_error": 0.0, "parameter_error": 1e-3}}]  # fmt: skip
+    monkeypatch.setattr(_on_ranks, "run_ranks", lambda *_, **__: iter(events))
+    assert main(["bench", "zoo", "--ranks", "3", "--models", "clap", "--json"]) == 1
+    assert told(capsys)["wrong"] == ["clap"]
+
+
+@pytest.mark.parametrize("name", ["clap", "udop"])
+def test_units_of_a_step_differ(name: str) -> None:
+    first, second = _on_ranks.units_of_step(zoo.CATALOGUE[name])
+    assert first.keys() == second.keys()
+    assert any(not torch.equal(first[k], second[k]) for k in first if isinstance(first[k], Tensor))
+    assert all(first[k].shape == second[k].shape for k in first if isinstance(first[k], Tensor))

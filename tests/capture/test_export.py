@@ -126,6 +126,38 @@ def test_frozen_branch_carries_no_gradient() -> None:
     assert all(node.saved_bytes == 0 for node in graph.op_graph.nodes if node.module.startswith("left"))
 
 
+class _Quantised(nn.Module):
+    """A trained encoder whose output is looked up in a table: no gradient comes back to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.table = nn.Embedding(4, 4)
+        self.decoder = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.encoder:
+            x = x + layer(x)
+        hidden = torch.zeros_like(x)
+        hidden[:, :2] = self.table(x.argmax(-1))[:, :2]  # read as ``hidden``, not as what writes it
+        for layer in self.decoder:
+            hidden = hidden + layer(hidden)
+        return hidden.pow(2).mean()
+
+
+def test_a_tensor_that_no_gradient_comes_back_to_carries_none() -> None:
+    graph = capture_model(_Quantised(), {"x": torch.randn(4, 3, 4)})
+    takes = {
+        node.module: node.output.requires_grad for node in graph.op_graph.nodes if node.output is not None
+    }
+    assert not takes["encoder.0"] and not takes["encoder.1"]
+    assert takes["table"] and takes["decoder.0"] and takes["decoder.1"]
+    blocks = coarsen(graph)
+    crossing = [spec for block in ("encoder.0", "encoder.1") for edge in blocks.edges if edge.src == block
+                for name in edge.tensors for spec in [blocks.tensors[name]]]  # fmt: skip
+    assert crossing and not any(spec.requires_grad for spec in crossing)
+
+
 @pytest.mark.parametrize("name", ["clip", "llava", "t5", "batch_norm_mlp"])
 def test_meta_model_gives_the_same_capture(name: str) -> None:
     _, make_batch = build(name)

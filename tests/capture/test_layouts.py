@@ -148,6 +148,7 @@ def _middle_nodes(function) -> set[str]:
         (lambda x: nn.functional.batch_norm(x, None, None, training=True), {"batch_norm"}),
         (lambda x: x / x.norm(), {"linalg_vector_norm", "norm", "div"}),
         (lambda x: torch.cat([x, x[:1]])[1:], {"slice", "cat"}),
+        (lambda x: x[None].expand(x.shape[0], -1, -1).exp().mean(0), {"expand", "exp", "mean"}),
         # and operators that keep samples apart
         (lambda x: x.cumsum(1), set()),
         (lambda x: x.flip(1).sort(1).values, set()),

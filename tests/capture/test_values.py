@@ -151,6 +151,76 @@ def test_what_a_weight_decides_is_not_read() -> None:
         capture_model(_Written(), {"x": torch.ones(2, 4), "ids": torch.ones(2, 3, dtype=torch.long)})
 
 
+class _Codes(nn.Module):
+    """Tokens for patches, found by a frozen codebook, are what some patches are asked for; a temperature is clamped."""
+
+    def __init__(self, padding: int) -> None:
+        super().__init__()
+        self.padding = padding
+        self.codebook = nn.Linear(4, 10).requires_grad_(False)
+        self.layer = nn.Linear(4, 10)
+        self.scale = nn.Parameter(torch.tensor(7.0))
+
+    def forward(self, x: Tensor, asked: Tensor) -> Tensor:
+        codes = self.codebook(x).argmax(-1)
+        codes[asked.ne(1)] = self.padding
+        flat = codes.view(codes.shape[0], -1)
+        places = flat.ne(self.padding)
+        self.scale.data.clamp_(0, 2)
+        return nn.functional.cross_entropy(self.layer(x)[places] * self.scale, flat[places])
+
+
+def test_what_a_weight_decides_is_read_where_all_it_may_be_reads_the_same() -> None:
+    """No code is the padding, whichever it is: so many patches are asked for as the batch says."""
+    torch.manual_seed(0)
+    model = _Codes(padding=-100)
+    x, asked = torch.randn(2, 5, 4), torch.tensor([[1, 0, 1, 1, 0], [0, 0, 1, 0, 0]])
+    capture = capture_model(model, {"x": x, "asked": asked})
+    assert capture.analysis.means == (RECORDED, WHOLE_UNITS)
+    assert_exact(capture, model, {"x": x, "asked": asked})
+    again = {"x": torch.randn(2, 5, 4), "asked": asked.flip(1)}
+    assert capture.recording is not None
+    assert capture.recording.keys == ("asked",) and capture.recording.matches(again)
+    assert_exact(capture, model, again)
+    assert not capture.recording.matches({"x": x, "asked": 1 - asked})
+    trained = copy.deepcopy(model)
+    run_graph(capture, trained, again)
+    assert trained.scale.item() == 2.0, "what is written through .data is written by the graph"
+    with pytest.raises(CaptureError, match="depends on (tensor )?values"):
+        capture_model(_Codes(padding=3), {"x": x, "asked": asked})  # a code may be 3
+
+
+class _Places(nn.Module):
+    """Selects by masks beside unknown tensors, and writes where a list of pairs says, into what has a tensor's shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor, pairs: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        is_free = torch.full_like(hidden[:, :, 0], True).bool()
+        rows, columns = zip(*pairs, strict=True)
+        is_free[rows, columns] = False
+        kept = torch.cat([hidden[i][is_free[i]] for i in range(len(is_free))])
+        return hidden.masked_select(mask[..., None] != 0).mean() + kept.pow(2).mean()
+
+
+def test_places_beside_unknown_tensors_are_known() -> None:
+    torch.manual_seed(0)
+    model = _Places()
+    batch = {
+        "x": torch.randn(3, 4, 4),
+        "mask": torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]]),
+        "pairs": torch.tensor([[0, 1], [0, 1], [2, 3], [1, 1], [1, 2], [0, 0]]),
+    }
+    capture = capture_model(model, batch)
+    assert_exact(capture, model, batch)
+    assert capture.recording is not None
+    assert capture.recording.matches({**batch, "mask": batch["mask"].flip(0)})
+    assert not capture.recording.matches({**batch, "pairs": batch["pairs"] * 0})
+
+
 class _Lengths(nn.Module):
     """Reads a number that was written into memory through a view."""
 

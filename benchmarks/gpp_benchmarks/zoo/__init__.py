@@ -5,8 +5,9 @@ detection and segmentation, text and images. Each is captured on one loss unit, 
 GraphPipe's planner, and the stages are run one behind the other in one process; loss and every gradient are held
 against the plain model's, to 1e-6 and, by the norm of each tensor, 2e-6, at the captured length and at another one.
 Stages that do not mix samples run a unit in two micro-batches as well. A model has a process of its own and a time
-limit, so that a crash or a hang is one row. A model that is captured and is not what one process computes makes the
-command fail.
+limit, so that a crash or a hang is one row. With --ranks models are trained instead: three steps of AdamW on so many
+gloo processes, a stage each, against one process: losses to 1e-6, parameters to 1e-5. A model that is captured
+and is not what one process computes makes the command fail.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=float, default=120.0, help="seconds of a model, then it is ended (%(default)g)"
     )
     parser.add_argument(
+        "--ranks", type=int, default=0, help="train on so many processes, one model after the other (none)"
+    )
+    parser.add_argument(
         "--list", action="store_true", help="print names, classes and lengths, and try nothing"
     )
 
@@ -45,10 +49,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         ConfigError: an option is wrong.
     """
     from gpp_benchmarks.zoo._children import rows_of
+    from gpp_benchmarks.zoo._on_ranks import rows_on_ranks
 
-    if args.jobs < 1 or args.timeout <= 0:
+    if args.jobs < 1 or args.timeout <= 0 or args.ranks < 0:
         raise ConfigError(
-            f"--jobs {args.jobs} --timeout {args.timeout:g}: give at least one process and a time"
+            f"--jobs {args.jobs} --timeout {args.timeout:g} --ranks {args.ranks}: give at least one process and a time"
         )
     names = [find(name).name for name in args.models or CATALOGUE]
     names = [name for name in names if not args.family or CATALOGUE[name].kind in args.family]
@@ -64,7 +69,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             )
         return {"models": names}
     start, rows = time.monotonic(), list[dict[str, Any]]()
-    for row in rows_of(names, jobs=args.jobs, timeout_s=args.timeout):
+    tried = (
+        rows_on_ranks(names, num_ranks=args.ranks, timeout_s=args.timeout)
+        if args.ranks
+        else rows_of(names, jobs=args.jobs, timeout_s=args.timeout)
+    )
+    for row in tried:
         rows.append(row)
         told = f"[{len(rows)}/{len(names)}, {time.monotonic() - start:.0f} s] {row['name']}: {row['verdict']}"
         print(told, file=sys.stderr, flush=True)
@@ -107,6 +117,11 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _line(row: Mapping[str, Any]) -> str:
     """Return a model's line of the table."""
     head = f"{row['name']:<28} {row['kind']:<16} {row['verdict']:<20}"
+    if "ranks" in row:
+        return (
+            f"{head} {row['stages']} stages on {row['ranks']} ranks: losses {row['loss_error']:.1e}, "
+            f"parameters {row['parameter_error']:.1e}{'; ' if row['line'] else ''}{row['line']}"
+        )
     stages = row.get("stages")
     if not stages:
         return f"{head} {row['line']}"

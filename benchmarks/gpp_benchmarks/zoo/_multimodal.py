@@ -54,6 +54,15 @@ def _hybrid(samples: int, length: int) -> Batch:
     }
 
 
+def _strip_of_patches(samples: int, length: int) -> Batch:
+    """Return texts with an image of 4 x 8 patches each, two tokens; the patches of all images are one strip."""
+    return {
+        **text_with(samples, length, count=2),
+        "pixel_values": numbers(1, 3, 4, samples * 4 * 8 * 4),
+        "target_sizes": torch.tensor([[4, 8]] * samples),
+    }
+
+
 def _sizes(samples: int, length: int) -> Batch:
     return {
         **patches(samples, length, pixels_each=48), "image_merge_sizes": torch.tensor([2] * samples),
@@ -273,5 +282,16 @@ MODELS = (
             "image_token_id": IMAGE, "vision_feature_layer": -1,
         },
         note="two images a sample",
+    ),
+    ZooModel(
+        name="minicpmv4_6", kind=KIND, model="MiniCPMV4_6ForConditionalGeneration", batch=_strip_of_patches,
+        config={
+            "text_config": text_config(
+                "qwen3_5_text", head_dim=8, layer_types=["full_attention", "full_attention"],
+                rope_parameters={**mrope(), "mrope_interleaved": True, "partial_rotary_factor": 1.0},
+            ),
+            "vision_config": {**LAYERS, "image_size": 32, "patch_size": 4, "num_channels": 3},
+            "insert_layer_id": 0, "image_token_id": IMAGE, "image_size": 32,
+        },
     ),
 )  # fmt: skip

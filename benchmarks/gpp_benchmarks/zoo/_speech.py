@@ -103,6 +103,15 @@ def _codes(samples: int, length: int) -> Batch:
     }
 
 
+def _spoken(samples: int, length: int) -> Batch:
+    """Return what two speakers say, as codes, and what one of them means by it, as text."""
+    said, words = integers(samples, 2, length, first=0, end=16, seed=4), integers(samples, length)
+    return {
+        "input_ids": words, "moshi_audio_codes": said, "text_labels": words.clone(), "audio_labels": said.clone(),
+        "user_audio_codes": integers(samples, 2, length, first=0, end=16),
+    }  # fmt: skip
+
+
 def _streams(samples: int, length: int, streams: int = 2) -> Batch:
     ids = integers(samples, length, streams, first=3, end=16)
     return {
@@ -453,5 +462,33 @@ MODELS = (
             "decoder_start_token_id": START, "pad_token_id": PAD,
         },
         note=_NO_MASKS,
+    ),
+    ZooModel(
+        name="qwen3_asr", kind=KIND, model="Qwen3ASRForConditionalGeneration",
+        batch=hears(13, frames=100, mask="input_features_mask"),
+        config={
+            "text_config": text_config("qwen3", head_dim=8), "audio_token_id": AUDIO, **IDS,
+            "audio_config": {
+                "model_type": "qwen3_asr_encoder", "num_mel_bins": MELS, "d_model": WIDTH, "encoder_layers": 2,
+                "encoder_attention_heads": HEADS, "encoder_ffn_dim": 64, "n_window": 50, "n_window_infer": 100,
+                "output_dim": WIDTH, "downsample_hidden_size": 8,
+            },
+        },
+    ),
+    ZooModel(
+        name="moshi", kind=KIND, model="MoshiForConditionalGeneration", batch=_spoken, means="steps of codes",
+        config={
+            "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS,
+            "ffn_dim": 64, "num_codebooks": 2, "audio_vocab_size": 16, "max_position_embeddings": 64,
+            "sliding_window": 64, **IDS,
+            "audio_encoder_config": {
+                "model_type": "mimi", "num_filters": 4, "hidden_size": 8, "codebook_size": 16,
+                "num_quantizers": 2, "upsampling_ratios": [2, 2], "upsample_groups": 8,
+                "num_hidden_layers": 1, "intermediate_size": 16, "num_attention_heads": 2,
+            },
+            "depth_decoder_config": {
+                "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS, "ffn_dim": 64,
+            },
+        },
     ),
 )  # fmt: skip

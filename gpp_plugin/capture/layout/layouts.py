@@ -277,13 +277,17 @@ class _Analysis:
         return {s: Operand(self.found.states[s.name], shape_of(s)) for s in tensors}
 
     def _rule(self, name: str, sources: list[fx.Node]) -> Rows | None:
-        """Return the layout by rule if the rule says the same at both sizes."""
+        """Return the layout by rule if it is the same at both sizes and no other axis grows with the samples."""
+        # texts [1, 2 samples, 8] expanded to [2 videos, 2 texts, 8]: half the texts make a quarter of it
         n = self.small.num_samples
         found = [
             rule_layout(node, self._operands(sources, which), shape_of(node), n * (1 + which))
             for which, node in enumerate(self.pairs[name])
         ]
-        return found[0] if found[0] == found[1] else None
+        rows = found[0] if found[0] == found[1] else None
+        sizes = zip(*(shape_of(node) for node in self.pairs[name]), strict=False)
+        grows = {axis for axis, (small, large) in enumerate(sizes) if small != large}
+        return rows if rows is not None and grows <= {rows.axis} else None
 
     def _same_arguments(self, unit: tuple[str, ...]) -> bool:
         plain = lambda n: n.name  # noqa: E731

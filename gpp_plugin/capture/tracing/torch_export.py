@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch._export.utils import _compiling_state_context
+from torch.overrides import TorchFunctionMode
 
 from gpp_plugin.capture.eager.choose_whole import Untraceable
 from gpp_plugin.capture.eager.keep_whole import NeedsWholeModule, WholeCalls
@@ -100,13 +101,16 @@ class LossWrapper(nn.Module):
         """Run the model on the batch."""
         self._note_inputs(inputs)
         overflow = OverflowMode() if self.seen.asks_of_overflow else None
-        with _attributes_restored(self.model), overflow or nullcontext():
-            if self._reads is None:
-                result = self._call(self.model, {**inputs, **self._constants})
-            else:
-                with self._reads.mode(inputs) as mode:
-                    result = self._call(self.model, {**inputs, **self._constants})
-                self.seen.recording = mode.recording()
+        reading = None if self._reads is None else self._reads.mode(inputs)
+        with (
+            _attributes_restored(self.model),
+            overflow or nullcontext(),
+            reading or nullcontext(),
+            _DataMode(),
+        ):
+            result = self._call(self.model, {**inputs, **self._constants})
+        if reading is not None:
+            self.seen.recording = reading.recording()
         if overflow is not None:
             overflow.close()
         loss = _find_loss(result)
@@ -128,6 +132,19 @@ class LossWrapper(nn.Module):
         self.seen.has_loss = loss is not None
         named = tuple(_find_output(result, name, type(self.model).__name__) for name in self._outputs)
         return named if loss is None else (loss.reshape(()) if loss.dim() else loss, *named)
+
+
+class _DataMode(TorchFunctionMode):
+    """Traces ``tensor.data`` as a detached view: what is written into it (a clamped temperature) is in the graph."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch."""
+        return args[0].detach() if func == _DATA else func(*args, **(kwargs or {}))
+
+
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 def _find_loss(result: Any) -> torch.Tensor | None:

@@ -36,6 +36,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gpp_plugin.capture.tracing.bounds import Bounds, made_of_a_shape
 from gpp_plugin.errors import CaptureError
 
 MOST_ELEMENTS = 1 << 24
@@ -268,6 +269,7 @@ class ReadingMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._known: dict[int, _Known] = {}
+        self._bounds = Bounds(self._is_known)
         self._tape: list[_Call] = []
         self._slots: dict[str, tuple[int, torch.dtype]] = {}
         self._count = 0
@@ -333,18 +335,30 @@ class ReadingMode(TorchFunctionMode):
         if found is not None:
             return found
         if not is_known:
-            return self._call_unknown(func, args, kwargs, tensors)
+            return self._call_unknown(name, func, args, kwargs)
         return self._call_known(func, args, kwargs, is_iterator=name == "__iter__")
 
-    def _call_unknown(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+    def _call_unknown(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         """Call it; what was known, and is written with what is not, is no longer."""
+        with self:
+            made = made_of_a_shape(name, args, kwargs)
+            found = made if made is not None else self._bounds.compare(name, args)
+        if found is not None:
+            return found
+        tensors = _tensors((args, kwargs))
         before = [t._version for t in tensors]
+        is_alike = self._bounds.is_written_alike(name, (args, kwargs))
         result = func(*args, **kwargs)
-        for tensor in _written(tensors, before):
+        written = _written(tensors, before)
+        for tensor in written:
             if self._is_known(tensor):
                 storage = self._storage_of(tensor)
                 for key in [k for k, v in self._known.items() if self._storage_of(v.fake) == storage]:
                     del self._known[key]
+        if written and not is_alike:
+            self._bounds.forget(written)
+        with self:
+            self._bounds.follow(name, func, (args, kwargs), result)
         return result
 
     def _call_known(self, func: Any, args: Any, kwargs: Any, *, is_iterator: bool) -> Any:
@@ -410,7 +424,7 @@ class ReadingMode(TorchFunctionMode):
         if name in ("__getitem__", "__setitem__"):
             owner, index, *rest = args
             parts = index if isinstance(index, tuple) else (index,)
-            changed = tuple(self._bounds(part) for part in parts)
+            changed = tuple(self._index(part) for part in parts)
             return (owner, changed if isinstance(index, tuple) else changed[0], *rest), kwargs
         if name not in _SIZES:
             return args, kwargs
@@ -419,10 +433,18 @@ class ReadingMode(TorchFunctionMode):
         change = self._number
         return (*first, *tree_map(change, args[len(first) :])), tree_map(change, kwargs)
 
-    def _bounds(self, part: Any) -> Any:
+    def _index(self, part: Any) -> Any:
         if isinstance(part, slice):
             return slice(self._number(part.start), self._number(part.stop), self._number(part.step))
-        return self._number(part)
+        return self._stacked(part) if isinstance(part, (list, tuple)) else self._number(part)
+
+    def _stacked(self, numbers: Sequence[Any]) -> Any:
+        """Return a list of numbers that are known tensors as one tensor; of others as it is."""
+        # export would ask each for its value, and it would be frozen
+        if numbers and all(isinstance(n, Tensor) and n.dim() == 0 and self._is_known(n) for n in numbers):
+            with self:
+                return torch.stack(list(numbers))
+        return numbers
 
     def _number(self, value: Any) -> Any:
         """Return a known tensor of one integer as that integer."""
@@ -455,15 +477,16 @@ class ReadingMode(TorchFunctionMode):
         if name == "where" and len(args) == 1 and not kwargs and self._is_known(args[0]):
             return self._places(args[0]).unbind(1)
         if name == "masked_select" and self._is_mask(args[1] if len(args) > 1 else kwargs.get("mask")):
-            owner, mask = torch.broadcast_tensors(args[0], args[1] if len(args) > 1 else kwargs["mask"])
-            return owner[mask]
+            # each by itself: of what is broadcast together nothing is known where one of them is not
+            owner, mask = args[0], args[1] if len(args) > 1 else kwargs["mask"]
+            shape = torch.broadcast_shapes(owner.shape, mask.shape)
+            return owner.expand(shape)[mask.expand(shape)]
         if name == "repeat_interleave":
             return self._repeated(func, args, kwargs)
         if name in ("tensor", "as_tensor") and args and isinstance(args[0], (list, tuple)):
-            # a list of numbers that are tensors: export would ask each for its value
-            numbers = list(args[0])
-            if numbers and all(isinstance(n, Tensor) and n.dim() == 0 and self._is_known(n) for n in numbers):
-                return torch.stack(numbers).to(dtype=kwargs.get("dtype"), device=kwargs.get("device"))
+            stacked = self._stacked(args[0])
+            if isinstance(stacked, Tensor):
+                return stacked.to(dtype=kwargs.get("dtype"), device=kwargs.get("device"))
         return None
 
     def _repeated(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -1,0 +1,168 @@
+"""One rank of `gpp bench zoo --ranks`: models trained for three steps on several ranks, each against one process.
+
+python -m gpp_benchmarks.zoo._on_ranks SETTINGS_JSON
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpp_benchmarks.zoo._catalogue import CATALOGUE
+from gpp_benchmarks.zoo._entries import Batch, ZooModel, build_model
+from gpp_benchmarks.zoo._staged import worst_of
+from gpp_benchmarks.zoo._trial import LOSS_LIMIT, SAMPLES, empty_row, is_refusal, one_line
+from gpp_benchmarks.zoo._verdicts import EXACT, RAW, REFUSED, WRONG
+from gpp_plugin.capture.tracing.outside import hidden_process_group
+from gpp_plugin.capture.tracing.sample_batches import is_counted, rows_per_sample
+from gpp_plugin.errors import GppError, RuntimeFailure
+from gpp_plugin.launch import emit_event, end_rank, run_ranks
+
+STEPS, UNITS = 3, 2
+PARAMETER_LIMIT = 1e-5
+OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-4}
+"""Of AdamW. Its ``eps`` is above the rounding of gradients that are zero but for it (a key projection's bias): divided
+by their own size, these would move parameters by whole steps, another way in every run."""
+
+
+def rows_on_ranks(names: Sequence[str], *, num_ranks: int, timeout_s: float) -> Iterator[dict[str, Any]]:
+    """Train models on ranks, each on processes of its own, and yield their rows.
+
+    Args:
+        timeout_s: of each model.
+    """
+    for name in names:
+        row = empty_row(CATALOGUE[name]) | {"verdict": RAW, "line": "its ranks told nothing"}
+        try:
+            settings = json.dumps({"name": name})
+            for event in run_ranks(__name__, [settings], num_ranks=num_ranks, timeout_s=timeout_s):
+                row = event["row"]
+        except RuntimeFailure as error:
+            row |= {"verdict": RAW, "line": one_line(error)}
+        yield row
+
+
+def units_of_step(entry: ZooModel) -> list[Batch]:
+    """Return the loss units of a mini-batch: parts of one batch where samples lie along axis 0, else moved apart."""
+    batch = entry.batch(SAMPLES * UNITS, entry.lengths[0])
+    if is_counted(batch):
+        rows = rows_per_sample(batch)
+        return [
+            {
+                key: value[unit * SAMPLES * rows[key] : (unit + 1) * SAMPLES * rows[key]]
+                if rows.get(key)
+                else value
+                for key, value in batch.items()
+            }
+            for unit in range(UNITS)
+        ]
+    return [
+        {
+            key: value + 0.1 * unit if isinstance(value, Tensor) and value.is_floating_point() else value
+            for key, value in entry.batch(SAMPLES, entry.lengths[0]).items()
+        }
+        for unit in range(UNITS)
+    ]
+
+
+def train_alone(model: nn.Module, units: Sequence[Batch]) -> list[float]:
+    """Train a model in this process, and return the loss of each step."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, **OPTIMIZER)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for unit in units:
+            loss = model(**unit).loss / len(units)
+            loss.backward()
+            total += float(loss.detach())
+        losses.append(total)
+        optimizer.step()
+    return losses
+
+
+def train_here(entry: ZooModel) -> dict[str, Any]:
+    """Train a model on all ranks, one stage each, and return its row on rank 0; collective.
+
+    The row has the largest relative error of a loss, and of a parameter by the norm of its tensor.
+    """
+    import deepspeed
+
+    import gpp_plugin
+
+    units = units_of_step(entry)
+    num_ranks = dist.get_world_size()
+    config = {
+        "train_batch_size": SAMPLES * UNITS,
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "optimizer": {"type": "AdamW", "params": {**OPTIMIZER, "torch_adam": True}},
+        "steps_per_print": 10**9,
+        "graph_pipeline": {"stages": num_ranks, "planner": "graphpipe"},
+    }
+    start = time.perf_counter()
+    wrapped = gpp_plugin.GraphPipelineModule(build_model(entry), sample_batch=units[0])
+    engine, *_ = deepspeed.initialize(model=wrapped, config=config)
+    started = time.perf_counter() - start
+    losses = [float(engine.train_batch(iter(units))) for _ in range(STEPS)]
+    state = engine.gather_state_dict()
+    plan = engine.plan
+    engine.destroy()
+    if state is None:
+        return {}
+    alone = build_model(entry)
+    with hidden_process_group():  # a model that gathers over one (FLAVA) is alone here
+        wanted = train_alone(alone, units)
+    loss_error = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(losses, wanted, strict=True))
+    error, whose = worst_of(_parameter_errors(state, alone))
+    is_exact = loss_error <= LOSS_LIMIT and error <= PARAMETER_LIMIT
+    return {
+        "verdict": EXACT if is_exact else WRONG,
+        "line": "" if is_exact else f"losses off by {loss_error:.1e}, parameters by {error:.1e} ({whose})",
+        "losses": losses, "loss_error": loss_error, "parameter_error": error, "worst_parameter": whose,
+        "ranks": num_ranks, "stages": len(plan.stages), "depth": plan.depth, "start_s": started,
+    }  # fmt: skip
+
+
+def _parameter_errors(found: dict[str, Tensor], model: nn.Module) -> dict[str, float]:
+    """Return ||p - w|| / ||w|| of every parameter; one that is missing is infinitely far off."""
+    errors = {}
+    for name, parameter in model.named_parameters():
+        wanted = parameter.detach().double()
+        own = found[name].double() if name in found else torch.full_like(wanted, torch.inf)
+        errors[name] = float((own - wanted).norm() / wanted.norm().clamp_min(1e-12))
+    return errors
+
+
+def main() -> None:
+    """Train one model on this rank; rank 0 tells its row."""
+    entry = CATALOGUE[json.loads(sys.argv[1])["name"]]
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    dist.init_process_group("gloo")
+    try:
+        found = train_here(entry)
+    except (
+        GppError
+    ) as error:  # told to all ranks; what only one raises ends it, and its last words are the row's line
+        if not is_refusal(error):
+            raise
+        found = {"verdict": REFUSED, "line": one_line(error)}
+    if dist.get_rank() == 0:
+        emit_event(row=empty_row(entry) | found)
+    dist.barrier()
+    end_rank()
+
+
+if __name__ == "__main__":
+    main()

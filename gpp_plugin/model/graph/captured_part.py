@@ -24,6 +24,7 @@ from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.eager.padded_records import with_records
 from gpp_plugin.capture.export import capture_model, read_values, recapture, recapture_for_lengths
+from gpp_plugin.capture.lengths import LengthCapture
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, resize_batch
 from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError, ConfigError
@@ -216,6 +217,12 @@ class CapturedPart:
             device=self._device,
             call=self.call,
             granularity=self.granularity,
+        )
+
+    def capture_for_lengths(self, analysis: Analysis, arguments: Batch, lengths: Lengths) -> LengthCapture:
+        """Return the module traced for batches of many lengths."""
+        return recapture_for_lengths(
+            self.model, analysis, arguments, lengths, device=self._device, call=self.call
         )
 
     def _known(self, analysis: Analysis, arguments: Batch) -> CapturedGraph | None:
@@ -508,9 +515,7 @@ class CapturedPart:
     ) -> StageAtLengths:
         """Trace the module once more, for batches of many lengths, and return a stage of it."""
         analysis = reference.analysis
-        capture = recapture_for_lengths(
-            self.model, analysis, arguments, lengths, device=self._device, call=self.call
-        )
+        capture = self.capture_for_lengths(analysis, arguments, lengths)
         captured, view = capture.captured, self.view(analysis)
         cut = self._cut(reference, plan, stage, view, captured)
         code = StageCode(

@@ -240,9 +240,7 @@ def _export(
                 raise cause from None
         lacks_records = any(isinstance(cause, UnreadRecords) for cause in _causes(error))
         culprit = _culprit(error, shadow.model)
-        raise Untraceable(
-            _explain(error, shadow.model), culprit, lacks_records=lacks_records
-        ) from error
+        raise Untraceable(_explain(error, shadow.model), culprit, lacks_records=lacks_records) from error
 
 
 def run_reading(
@@ -302,6 +300,7 @@ def _surroundings() -> Iterator[None]:
         hidden_process_group(),
         _without_checks_of_distributions(),
         _masks_by_broadcasting(),
+        _masks_left_out_unasked(),
         _without_idle_conversions(),
     ):
         yield
@@ -355,6 +354,33 @@ def _masks_by_broadcasting() -> Iterator[None]:
 
 
 @contextmanager
+def _masks_left_out_unasked() -> Iterator[None]:
+    """Let transformers leave out the mask of attention to everything where no padding is told, as eager code does.
+
+    Being exported it does not look at what is padded, and makes a mask where there is nothing to look at as well.
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    looks = getattr(masking, "_ignore_bidirectional_mask_sdpa", None)
+    if looks is None:
+        yield
+        return
+
+    def is_left_out(
+        padding_mask: torch.Tensor | None, kv_length: int, local_attention_size: int | None = None
+    ) -> bool:
+        is_local = local_attention_size is not None and kv_length >= local_attention_size
+        if padding_mask is None and not is_local:
+            return True
+        return bool(looks(padding_mask, kv_length, local_attention_size))
+
+    masking._ignore_bidirectional_mask_sdpa = is_left_out
+    try:
+        yield
+    finally:
+        masking._ignore_bidirectional_mask_sdpa = looks
+
+
+@contextmanager
 def _without_checks_of_distributions() -> Iterator[None]:
     """Let `torch.distributions` not look at the values of its arguments: a check that passes changes no result."""
     before = torch.distributions.Distribution._validate_args
@@ -367,7 +393,7 @@ def _without_checks_of_distributions() -> Iterator[None]:
 
 @contextmanager
 def _without_idle_conversions() -> Iterator[None]:
-    """Let ``module.to(dtype)`` that changes nothing do nothing: weights that are traced cannot be put in place of others.
+    """Let ``module.to(dtype)`` that changes nothing do nothing: traced weights cannot be put in place of others.
 
     A router that keeps a precision of its own (NLLB-MoE, Switch) says so in every forward.
     """

@@ -199,3 +199,27 @@ def test_a_length_that_python_takes_as_a_number_is_captured_by_itself(
     (warning,) = warnings_in(caplog)
     assert "x.shape[1] is a number to the model" in warning
     assert "pad sequences to a few lengths" in warning
+
+
+class _Halves(nn.Module):
+    """Fills a table by halves of its columns, as PegasusX does: each half is a slice of a slice of all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        steps = torch.arange(x.shape[1], dtype=x.dtype)[:, None]
+        table = torch.zeros(x.shape[1], 4)
+        table[:, :2] = torch.sin(steps * torch.ones(2))
+        table[:, 2:] = torch.cos(steps * torch.ones(2))
+        return {"loss": self.layer(x + table).square().mean()}
+
+
+def test_a_slice_of_all_of_an_axis_is_left_out_before_another(caplog: pytest.LogCaptureFixture) -> None:
+    stage = OneStage(_Halves(), _steps(5))
+    stage.code(_steps(5))
+    for length in (7, 4, 9):
+        code = stage.code(_steps(length))
+        assert code.is_for_lengths, warnings_in(caplog)
+        _check_loss(stage, code, _steps(length))

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.capture.attention import repeated_operands
+from gpp_plugin.capture.eager.padded_records import is_padded
 from gpp_plugin.capture.lengths import LengthCapture
 from gpp_plugin.capture.mask_corners import MasksAtLengths
 from gpp_plugin.errors import CaptureError, first_line
@@ -197,7 +198,9 @@ class CodeForLengths:
                 f"{key}.shape[{axis}] is a number to the model"
                 for key, shape in shapes.items()
                 for axis, size in enumerate(shape)
-                if size != kind.first[key][axis] and not stage.is_open(key, axis)
+                if size != kind.first[key][axis]
+                and not stage.is_open(key, axis)
+                and not is_padded(key, arguments)
             ]
             found = fixed[0] if fixed else stage.at(shapes)
             if isinstance(found, StageCode):
@@ -239,9 +242,11 @@ def _attempts(
     have unlike numbers of images. Sizes of the larger batch are the better example: torch
     specialises sizes of one.
     """
+    # Lists of dicts are read by what runs as it is, which knows no symbols: they keep the sizes they are padded to.
     differing = {
         key: tuple(axis for axis in range(len(shape)) if shape[axis] != first[key][axis])
         for key, shape in new.items()
+        if not is_padded(key, arguments)
     }
     whole = {
         key: axes if arguments[key].is_floating_point() else tuple(sorted({*axes, *range(1, len(new[key]))}))
@@ -262,10 +267,13 @@ def _num_elements(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def _resized(arguments: Batch, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return arguments of other shapes to trace with; what they hold is not looked at."""
+    """Return arguments of these shapes to trace with.
+
+    What tensors of other shapes hold is not looked at; what those of the same hold is where a loss is tried (boxes).
+    """
     return {
         key: torch.empty(shapes[key], dtype=value.dtype, device="meta").requires_grad_(value.requires_grad)
-        if isinstance(value, Tensor)
+        if isinstance(value, Tensor) and tuple(value.shape) != shapes[key]
         else value
         for key, value in arguments.items()
     }

@@ -213,6 +213,18 @@ def reformer() -> tuple[nn.Module, Callable[..., dict[str, Any]]]:
     return ReformerModelWithLMHead(config), make_batch
 
 
+def mixtral() -> tuple[nn.Module, Callable[..., dict[str, Any]]]:
+    """A mixture of experts, which balances their load: the loss of a batch depends on where all its tokens go."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=20, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, use_cache=False,
+        pad_token_id=0,
+    )  # fmt: skip
+    return MixtralForCausalLM(config), texts
+
+
 def detr() -> tuple[nn.Module, Callable[..., dict[str, Any]]]:
     """A detector: its labels are a list of dicts, its loss matches boxes to them by the Hungarian algorithm."""
     from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
@@ -246,6 +258,7 @@ def detr() -> tuple[nn.Module, Callable[..., dict[str, Any]]]:
 MODELS: dict[str, Builder] = {
     "parts": lambda: (Parts(), vectors),
     "detr": detr,
+    "mixtral": mixtral,
     "adversarial": lambda: (Adversarial(), vectors),
     "unit gradient": lambda: (Adversarial(UnitGradient.apply), vectors),
     "routed": lambda: (Routed(), vectors),

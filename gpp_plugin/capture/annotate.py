@@ -171,6 +171,11 @@ def annotate(
             note.storage = storages.maker_of(values[node], node.name)
             # only now: an operator that keeps its own result (relu) is itself the maker of what it keeps
             note.keeps, note.kept_inside_bytes = _by_maker(saved.now, storages.makers)
+    # only now: ``logits = full(-inf); logits[:, :n] = found`` gives ``logits``, which is what others read, a gradient
+    # that it was made without
+    for node, value in values.items():
+        if training and node.op == "call_function":
+            notes[node.name].requires_grad = any(tensor.requires_grad for tensor in _tensors_in(value))
     _forget_dead_ends(graph, notes)
     return notes
 

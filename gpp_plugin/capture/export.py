@@ -517,6 +517,8 @@ def _traced_or_whole(
     try:
         traced = _first(export, batch, shadow)
     except CaptureError as error:
+        if isinstance(error, Untraceable) and error.lacks_records:
+            raise
         failure = error
     if (
         failure is not None

@@ -262,6 +262,29 @@ def test_other_sequence_length_keeps_the_blocks(name: str) -> None:
     assert torch.equal(loss, eager_loss(model, batch))
 
 
+class _Filled(nn.Module):
+    """Makes logits full of a number and writes what it found into them, as GroundingDINO does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.layers[0](x)
+        logits = torch.full((x.shape[0], 6), -5.0)
+        logits[:, :4] = found
+        return self.layers[1](logits[:, 1:5]).square().mean()
+
+
+def test_a_tensor_written_in_place_takes_the_gradient_of_what_was_written() -> None:
+    capture = capture_model(_Filled(), {"x": torch.randn(2, 4)})
+    (full,) = [node for node in capture.op_graph.nodes if node.target == "aten.full.default"]
+    assert full.output is not None
+    assert full.output.requires_grad, "who reads it on another rank sends its gradient back"
+    evaluated = capture_model(_Filled(), {"x": torch.randn(2, 4)}, training=False)
+    assert not any(node.output is not None and node.output.requires_grad for node in evaluated.op_graph.nodes)
+
+
 class _FrozenRegion(nn.Module):
     """A no_grad region with layers, BatchNorm and dropout inside, between trainable layers."""
 

@@ -262,3 +262,27 @@ def test_lengths_are_symbols_beside_readings(
     unit = _marked(9)
     unit["ids"][0, 0] = 1
     assert stage.part.readings(analysis, unit) != stage.part.readings(analysis, _marked(9))
+
+
+class _Halves(nn.Module):
+    """Fills a table by halves of its columns, as PegasusX does: each half is a slice of a slice of all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        steps = torch.arange(x.shape[1], dtype=x.dtype)[:, None]
+        table = torch.zeros(x.shape[1], 4)
+        table[:, :2] = torch.sin(steps * torch.ones(2))
+        table[:, 2:] = torch.cos(steps * torch.ones(2))
+        return {"loss": self.layer(x + table).square().mean()}
+
+
+def test_a_slice_of_all_of_an_axis_is_left_out_before_another(caplog: pytest.LogCaptureFixture) -> None:
+    stage = OneStage(_Halves(), _steps(5))
+    stage.code(_steps(5))
+    for length in (7, 4, 9):
+        code = stage.code(_steps(length))
+        assert code.is_for_lengths, warnings_in(caplog)
+        _check_loss(stage, code, _steps(length))

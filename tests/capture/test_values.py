@@ -308,6 +308,64 @@ def test_branches_on_overflow_are_choices_of_values(largest: float) -> None:
         capture_model(_Clamped(clamps=False), {"x": torch.randn(2, 4)})
 
 
+def test_what_one_export_needed_the_others_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    exported: list[int] = []
+    export = torch.export.export
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        exported.append(1)
+        return export(*args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", counting)
+    capture_model(_Clamped(), {"x": torch.randn(2, 4)})
+    assert len(exported) == 3, "one fails at the branch on overflow; then 2 samples, and 4"
+
+
+class _KeepsPrecision(nn.Module):
+    """A router that says in every forward which precision it is in, as NLLB-MoE and Switch do."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 4)
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.gate = self.gate.to(self.dtype)
+        return self.gate(x.to(self.dtype)).float().square().mean()
+
+
+def test_a_conversion_that_changes_nothing_is_none() -> None:
+    torch.manual_seed(0)
+    model, batch = _KeepsPrecision(torch.float32), {"x": torch.randn(2, 4)}
+    before = nn.Module.to
+    assert_exact(capture_model(model, batch), model, batch)
+    assert nn.Module.to is before
+    with pytest.raises(CaptureError, match=r"cannot be captured at gate .*self\.gate\.to"):
+        capture_model(_KeepsPrecision(torch.bfloat16), batch)
+
+
+def test_a_mask_that_nobody_asked_for_is_not_made() -> None:
+    import transformers.masking_utils as masking
+    from transformers import BertConfig, BertForMaskedLM
+
+    before = masking._ignore_bidirectional_mask_sdpa
+    model = BertForMaskedLM(
+        BertConfig(
+            **{k: v for k, v in _text("bert").items() if k not in ("model_type", "num_key_value_heads")}
+        )
+    ).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    ids = torch.randint(3, 60, (2, 6))
+    capture = capture_model(model, {"input_ids": ids, "labels": ids})
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    calls = [node for node in capture.graph.nodes if node.target is attention]
+    assert len(calls) == 2
+    assert all(len(node.all_input_nodes) == 3 for node in calls), "queries, keys and values"
+    assert masking._ignore_bidirectional_mask_sdpa is before
+
+
 def _text(kind: str, **more: Any) -> dict[str, Any]:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
     return {

@@ -17,10 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.lengths import LengthCapture
+from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.model.graph.captured_part import CapturedPart
+from gpp_plugin.model.graph.part_lengths import Lengths
 from gpp_plugin.model.graph.resolve import resolve_module
 from gpp_plugin.runtime.batches import ones_among
 from gpp_plugin.runtime.stage_source import Reference, StageCode
@@ -47,6 +50,7 @@ class OnePart(CapturedPart):
         assert whole is not None, "it is no graph of stages"
         super().__init__(whole, dtype=None, device=torch.device("cpu"), granularity="layer", called={})
         self._traced: dict[Any, CapturedGraph] = {}
+        self._for_lengths: dict[Any, LengthCapture | CaptureError] = {}
 
     def capture_again(self, analysis: Analysis, arguments: Batch) -> CapturedGraph:
         """Return the module traced at a shape, as it was before if it was."""
@@ -54,6 +58,22 @@ class OnePart(CapturedPart):
         if key not in self._traced:
             self._traced[key] = super().capture_again(analysis, arguments)
         return self._traced[key]
+
+    def capture_for_lengths(self, analysis: Analysis, arguments: Batch, lengths: Lengths) -> LengthCapture:
+        """Return the module traced for many lengths, or fail, as it did for another stage."""
+        key = (
+            tuple((name, _tracing_key(value)) for name, value in sorted(arguments.items())),
+            tuple(sorted(lengths.items())),
+        )
+        if key not in self._for_lengths:
+            try:
+                self._for_lengths[key] = super().capture_for_lengths(analysis, arguments, lengths)
+            except CaptureError as error:
+                self._for_lengths[key] = error
+        found = self._for_lengths[key]
+        if isinstance(found, CaptureError):
+            raise found
+        return found
 
 
 def _tracing_key(value: Any) -> object:

@@ -23,11 +23,13 @@ class Untraceable(CaptureError):
 
     Args:
         culprit: its path; "" where that is the whole model.
+        lacks_records: it reads a list of dicts, which no values of the batch help with.
     """
 
-    def __init__(self, message: str, culprit: str) -> None:
+    def __init__(self, message: str, culprit: str, *, lacks_records: bool = False) -> None:
         super().__init__(message)
         self.culprit = culprit
+        self.lacks_records = lacks_records
 
 
 def find_asked(

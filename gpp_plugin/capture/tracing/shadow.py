@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ class Shadow:
         original: the user's model.
         parameters: every parameter and buffer of the user's model, in model order.
         first_names: any name of a parameter or buffer -> its first name.
+        noticed: what exports of it were found to need; later ones begin with that.
     """
 
     model: nn.Module
@@ -34,6 +35,7 @@ class Shadow:
     dtype: torch.dtype | None
     parameters: tuple[Parameter, ...]
     first_names: dict[str, str]
+    noticed: set[str] = field(default_factory=set)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

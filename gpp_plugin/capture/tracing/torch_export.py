@@ -36,6 +36,8 @@ LOSS_FUNCTION = "loss_function"
 """Attribute by which HuggingFace models call their loss."""
 TALKATIVE = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 """What logs a stack, or a hint for torch's developers, beside the exception that it raises."""
+ASKS_OF_OVERFLOW = "asks of overflow"
+"""Noticed of a shadow: its Python asks whether an activation is finite."""
 READS, DEPENDS, TAKEN = (
     "the Python code depends on tensor values",
     "depends on values",
@@ -223,13 +225,15 @@ def export_model(
     needs_loss = training and not outputs
     wrapper = LossWrapper(shadow.model, constants, outputs, needs_loss, call, whole.note_inputs, reads)
     wrapper.training = training
+    wrapper.seen.asks_of_overflow = ASKS_OF_OVERFLOW in shadow.noticed
     program: torch.export.ExportedProgram | None = None
     try:
         program = _export(wrapper, shadow, batch, whole, lengths)
     except CaptureError as error:
-        if not any(word in str(error) for word in ("isfinite(", "isinf(")):
+        if wrapper.seen.asks_of_overflow or not any(word in str(error) for word in ("isfinite(", "isinf(")):
             raise
-    if program is None:  # a branch on overflow: once more, with an answer to it
+    if program is None:  # a branch on overflow: once more, with an answer to it, and so from now on
+        shadow.noticed.add(ASKS_OF_OVERFLOW)
         wrapper.seen.asks_of_overflow = True
         program = _export(wrapper, shadow, batch, whole, lengths)
     return program, wrapper.seen.has_loss, wrapper.seen.recording
@@ -251,7 +255,9 @@ def _export(
         for cause in _causes(error):
             if isinstance(cause, CaptureError) and not isinstance(cause, (NeedsWholeModule, UnreadRecords)):
                 raise cause from None
-        raise Untraceable(_explain(error, shadow.model), _culprit(error, shadow.model)) from error
+        lacks_records = any(isinstance(cause, UnreadRecords) for cause in _causes(error))
+        culprit = _culprit(error, shadow.model)
+        raise Untraceable(_explain(error, shadow.model), culprit, lacks_records=lacks_records) from error
 
 
 def run_reading(
@@ -311,6 +317,8 @@ def _surroundings() -> Iterator[None]:
         hidden_process_group(),
         _without_checks_of_distributions(),
         _masks_by_broadcasting(),
+        _masks_left_out_unasked(),
+        _without_idle_conversions(),
     ):
         yield
 
@@ -363,6 +371,33 @@ def _masks_by_broadcasting() -> Iterator[None]:
 
 
 @contextmanager
+def _masks_left_out_unasked() -> Iterator[None]:
+    """Let transformers leave out the mask of attention to everything where no padding is told, as eager code does.
+
+    Being exported it does not look at what is padded, and makes a mask where there is nothing to look at as well.
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    looks = getattr(masking, "_ignore_bidirectional_mask_sdpa", None)
+    if looks is None:
+        yield
+        return
+
+    def is_left_out(
+        padding_mask: torch.Tensor | None, kv_length: int, local_attention_size: int | None = None
+    ) -> bool:
+        is_local = local_attention_size is not None and kv_length >= local_attention_size
+        if padding_mask is None and not is_local:
+            return True
+        return bool(looks(padding_mask, kv_length, local_attention_size))
+
+    masking._ignore_bidirectional_mask_sdpa = is_left_out
+    try:
+        yield
+    finally:
+        masking._ignore_bidirectional_mask_sdpa = looks
+
+
+@contextmanager
 def _without_checks_of_distributions() -> Iterator[None]:
     """Let `torch.distributions` not look at the values of its arguments: a check that passes changes no result."""
     before = torch.distributions.Distribution._validate_args
@@ -371,6 +406,29 @@ def _without_checks_of_distributions() -> Iterator[None]:
         yield
     finally:
         torch.distributions.Distribution.set_default_validate_args(before)
+
+
+@contextmanager
+def _without_idle_conversions() -> Iterator[None]:
+    """Let ``module.to(dtype)`` that changes nothing do nothing: traced weights cannot be put in place of others.
+
+    A router that keeps a precision of its own (NLLB-MoE, Switch) says so in every forward.
+    """
+    original = nn.Module.to
+
+    def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        asked = [*args, *kwargs.values()]
+        tensors = (*module.parameters(), *module.buffers())
+        is_idle = all(isinstance(part, torch.dtype) for part in asked) and all(
+            tensor.dtype in asked for tensor in tensors if tensor.is_floating_point()
+        )
+        return module if is_idle else original(module, *args, **kwargs)
+
+    setattr(nn.Module, "to", to)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(nn.Module, "to", original)  # noqa: B010
 
 
 @contextmanager

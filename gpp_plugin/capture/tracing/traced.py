@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -263,8 +264,18 @@ def align(reference: Iterable[GraphNode], traced: Traced) -> Traced:
     known_as: dict[fx.Node, str] = {}
     copy_of: dict[str, str] = {}
     pending = deque(traced.graph.nodes)
-    for old in reference:
-        while pending and old.target != _target(pending[0]) and _is_whole_slice(pending[0]):
+    known = tuple(reference)
+    for place, old in enumerate(known):
+        # ``x[:, 4:]`` is one slice, or two with the first of everything: then the longer row begins with that
+        while (
+            pending
+            and _is_whole_slice(pending[0])
+            and (
+                old.target != _target(pending[0])
+                or _num_slices(map(_told, pending))
+                > _num_slices((n.target, n.name, n.inputs) for n in islice(known, place, None))
+            )
+        ):
             whole: Any = pending.popleft()
             known_as[whole] = known_as[whole.args[0]]
         node = pending[0] if pending else None
@@ -304,6 +315,20 @@ def align(reference: Iterable[GraphNode], traced: Traced) -> Traced:
 def _is_whole_slice(node: fx.Node) -> bool:
     source = node.args[0] if node.target is torch.ops.aten.slice.Tensor else None
     return isinstance(source, fx.Node) and has_shape_of(node, source)
+
+
+def _num_slices(nodes: Iterable[tuple[str, str, Sequence[str]]]) -> int:
+    """Return how many slices a row of (target, name, what it reads) begins with, each of the one before."""
+    count, last = 0, None
+    for target, name, inputs in nodes:
+        if target != str(torch.ops.aten.slice.Tensor) or (last is not None and last not in inputs):
+            break
+        count, last = count + 1, name
+    return count
+
+
+def _told(node: fx.Node) -> tuple[str, str, list[str]]:
+    return _target(node), node.name, [source.name for source in node.all_input_nodes]
 
 
 def _target(node: fx.Node) -> str:

@@ -567,7 +567,7 @@ class CapturedPart:
         lengths: Lengths,
     ) -> StageAtLengths:
         """Trace the module once more, for batches of many lengths, and return a stage of it."""
-        capture = self._capture_for_lengths(analysis, arguments, lengths)
+        capture = self.capture_for_lengths(analysis, arguments, lengths)
         captured, view = capture.captured, self.view(analysis)
         cut = self._cut(reference, plan, stage, view, captured)
         op_graph = analysis.op_graph
@@ -599,7 +599,7 @@ class CapturedPart:
         """
 
         def for_lengths(shapes: Batch, lengths: Lengths) -> StageAtLengths:
-            capture, view = self._capture_for_lengths(analysis, shapes, lengths), self.view(analysis)
+            capture, view = self.capture_for_lengths(analysis, shapes, lengths), self.view(analysis)
             names = _local(view)
             code = StageCode(
                 function=IDLE,
@@ -618,7 +618,7 @@ class CapturedPart:
             self.view(self.capture_again(analysis, arguments)).outputs if found is None else found.tensors
         )
 
-    def _capture_for_lengths(self, analysis: Analysis, arguments: Batch, lengths: Lengths) -> LengthCapture:
+    def capture_for_lengths(self, analysis: Analysis, arguments: Batch, lengths: Lengths) -> LengthCapture:
         """Trace the module for batches of many lengths; what was traced last, where it is that.
 
         Of a graph the rank that tells others what the part makes runs a stage of it too.

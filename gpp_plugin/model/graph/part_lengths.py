@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.capture.attention import repeated_operands
+from gpp_plugin.capture.eager.padded_records import is_padded
 from gpp_plugin.capture.lengths import LengthCapture
 from gpp_plugin.capture.mask_corners import MasksAtLengths
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit
@@ -219,7 +220,9 @@ class CodeForLengths:
                 f"{key}.shape[{axis}] is a number to the model"
                 for key, shape in shapes.items()
                 for axis, size in enumerate(shape)
-                if size != kind.first[key][axis] and not stage.is_open(key, axis)
+                if size != kind.first[key][axis]
+                and not stage.is_open(key, axis)
+                and not is_padded(key, arguments)
             ]
             found = fixed[0] if fixed else stage.at(shapes)
             if isinstance(found, StageCode):
@@ -278,7 +281,8 @@ def _attempts(
     have unlike numbers of images. Sizes of the larger batch are the better example: torch
     specialises sizes of one.
     """
-    differing = differing_axes(first, new)
+    # Lists of dicts are read by what runs as it is, which knows no symbols: they keep the sizes they are padded to.
+    differing = {k: axes for k, axes in differing_axes(first, new).items() if not is_padded(k, arguments)}
     larger, smaller = sorted((new, first), key=_num_elements, reverse=True)
     if isinstance(arguments, WholeUnit):
         # sizes of images are among its numbers, and a model whose Python reads these may not leave them open
@@ -301,10 +305,13 @@ def _num_elements(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def _resized(arguments: Batch, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return arguments of other shapes to trace with; what they hold is not looked at."""
+    """Return arguments of these shapes to trace with.
+
+    What tensors of other shapes hold is not looked at; what those of the same hold is where a loss is tried (boxes).
+    """
     resized: dict[str, Any] = {
         key: torch.empty(shapes[key], dtype=value.dtype, device="meta").requires_grad_(value.requires_grad)
-        if isinstance(value, Tensor)
+        if isinstance(value, Tensor) and tuple(value.shape) != shapes[key]
         else value
         for key, value in arguments.items()
     }

@@ -487,6 +487,10 @@ def _wrong_value(path: str, value: Any, field: FieldInfo | None) -> str:
         expected = "one of " + ", ".join(TRANSPORTS.names())
     if path.startswith(f"{BLOCK}.micro_batch_sizes."):
         expected = 'a whole number of samples of at least 1, or "full"'
+    if (
+        path == f"{BLOCK}.eager" and isinstance(value, str) and value
+    ):  # one path, where a list of them is asked for
+        return f"{path}: {_show(value)} is not valid; give a list: {_show([value])}"
     words = [
         word for word in re.findall(r"\w+", (expected or "").removeprefix("one of ")) if not word.isdigit()
     ]

@@ -145,6 +145,7 @@ def test_every_schedule_has_its_name(name):
         ({"seed": 2**63}, "seed: 9223372036854775808 is not valid; give a whole number from 0 to 2^63 - 1"),
         ({"vertical_sync": "true"}, 'vertical_sync: "true" is not valid; give true or false'),
         ({"look_ahead": 2}, 'look_ahead: 2 is not valid; give "auto", 0 or 1'),
+        ({"eager": "model.layers"}, 'eager: "model.layers" is not valid; give a list: ["model.layers"]'),
         (
             {"look_ahead": 1, "mode": "async"},
             "look_ahead: 1 is not possible in mode async, whose pipeline never drains; set mode to "

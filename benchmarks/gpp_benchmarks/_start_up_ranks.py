@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -30,6 +31,8 @@ PARTS = (
 
 OTHER = "engine"
 EVERY_S = 0.01
+PLANNED = ("llava-7b",)
+"""Jobs of one rank that end with the plan."""
 MINI_BATCH = 16
 LENGTH = 32
 
@@ -42,21 +45,45 @@ class StackSampler:
 
     def __init__(self) -> None:
         self._seen: dict[str, float] = collections.defaultdict(float)
-        self._last = time.perf_counter()
+        self._busy: dict[str, float] = collections.defaultdict(float)
+        self._last, self._last_busy = time.perf_counter(), time.process_time()
         signal.signal(signal.SIGALRM, self._look)
         signal.setitimer(signal.ITIMER_REAL, EVERY_S, EVERY_S)
 
     def _look(self, number: int, frame: FrameType | None) -> None:
-        now = time.perf_counter()
-        self._seen[_part_of(frame)] += (
-            now - self._last
-        )  # as long as since the last look: seconds, not samples
-        self._last = now
+        now, busy, part = time.perf_counter(), time.process_time(), _part_of(frame)
+        self._seen[part] += now - self._last  # as long as since the last look: seconds, not samples
+        self._busy[part] += busy - self._last_busy
+        self._last, self._last_busy = now, busy
 
-    def end(self) -> dict[str, float]:
-        """Stop looking and return the seconds seen in every part."""
+    def end(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Stop looking and return the seconds seen in every part, and those of them that a processor worked."""
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        return dict(self._seen)
+        return dict(self._seen), dict(self._busy)
+
+
+class Laps:
+    """Seconds of each step of a script, by the clock and of this process's own work."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.busy: dict[str, float] = {}
+        self.start()
+
+    def start(self) -> None:
+        """Leave out what has gone by since the last step."""
+        self._begin, self._begin_busy = time.perf_counter(), time.process_time()
+
+    def end(self, name: str) -> None:
+        """End a step; the next one begins."""
+        self.seconds[name] = time.perf_counter() - self._begin
+        self.busy[name] = time.process_time() - self._begin_busy
+        self.start()
+
+
+def peak_mb() -> float:
+    """Return the most memory that this process had, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
 def _part_of(frame: FrameType | None) -> str:
@@ -77,38 +104,58 @@ def _part_of(frame: FrameType | None) -> str:
 def main() -> None:
     """Start a job on this rank; rank 0 reports."""
     job = json.loads(sys.argv[1])["job"]
-    seconds: dict[str, float] = {}
-    begin = time.perf_counter()
-
-    def lap(name: str) -> None:
-        nonlocal begin
-        now = time.perf_counter()
-        seconds[name] = now - begin
-        begin = now
-
+    laps = Laps()
     import deepspeed
 
     import gpp_plugin  # noqa: F401  (the import registers the `graph_pipeline` block)
+    from gpp_plugin.launch import emit_event
 
-    make = {"clip": _clip, "t5": _t5}[job]
-    lap("import")
-    model, config, batches = make()
-    lap("model_and_data")
+    laps.end("import")
+    parts, busy_parts = _plan(job, laps) if job in PLANNED else _train(job, laps, deepspeed.initialize)
+    if os.environ["RANK"] == "0":
+        found = {"seconds": laps.seconds, "busy": laps.busy, "parts": parts, "busy_parts": busy_parts}
+        emit_event(found={**found, "peak_mb": peak_mb()})
+
+
+def _train(job: str, laps: Laps, initialize: Any) -> tuple[dict[str, float], dict[str, float]]:
+    """Train three steps; return what `StackSampler` saw of ``initialize`` and the first one."""
+    model, config, batches = {"clip": _clip, "t5": _t5}[job]()
+    laps.end("model_and_data")
     sampler = StackSampler()
-    engine, _, _, _ = deepspeed.initialize(model=model, config=config, training_data=batches)
-    lap("initialize")
+    engine, _, _, _ = initialize(model=model, config=config, training_data=batches)
+    laps.end("initialize")
     engine.train_batch()
-    lap("first_step")
+    laps.end("first_step")
     parts = sampler.end()
     engine.train_batch()
-    begin = time.perf_counter()
+    laps.start()
     engine.train_batch()
-    lap("third_step")
-    if os.environ["RANK"] == "0":
-        from gpp_plugin.launch import emit_event
-
-        emit_event(found={"seconds": seconds, "parts": parts})
+    laps.end("third_step")
     engine.destroy()
+    return parts
+
+
+def _plan(name: str, laps: Laps) -> tuple[dict[str, float], dict[str, float]]:
+    """Plan a model that is never made, from its configuration, for eight GPUs; return what `StackSampler` saw."""
+    from gpp_plugin import api
+    from gpp_plugin.library.named_models import config_path, huggingface_model
+
+    model, batch = huggingface_model(config_path(name), loss_unit=4, length=512)
+    laps.end("build")
+    sampler = StackSampler()
+    request = api.make_request(
+        model,
+        "dgx_h100",
+        sample_batch=batch,
+        num_devices=8,
+        mini_batch=64,
+        loss_unit=4,
+        memory=("recompute",),
+    )
+    laps.end("capture_and_costs")
+    api.plan_for(request)
+    laps.end("plan")
+    return sampler.end()
 
 
 def _clip() -> tuple[Any, dict[str, Any], Any]:

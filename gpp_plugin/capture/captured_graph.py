@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from gpp_plugin.capture.mask_values import Mask
+from gpp_plugin.capture.tracing.traced import Exported
 from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.op_graph import OpGraph, OpNode
@@ -30,6 +31,7 @@ class CapturedGraph:
         analysis: what the first capture of the model found out; `recapture` carries it on.
         masks: of attention, that eager models leave out where some inputs hold ones only, by node name.
         recording: what Python read of the batch while it was traced: the graph is of batches that it reads the same of.
+        trials: further exports that the analysis was made of, by their numbers of samples: for `recapture`, once each.
     """
 
     graph: torch.fx.Graph
@@ -42,6 +44,7 @@ class CapturedGraph:
     analysis: Analysis
     masks: Mapping[str, Mask]
     recording: Recording | None = None
+    trials: dict[int, Exported] = field(default_factory=dict, compare=False)
 
     @property
     def is_training(self) -> bool:

@@ -52,7 +52,7 @@ from gpp_plugin.capture.tracing.torch_export import (
     lacks_values,
     run_reading,
 )
-from gpp_plugin.capture.tracing.traced import Traced, align, structure_of, trace
+from gpp_plugin.capture.tracing.traced import Exported, Traced, align, structure_of, trace
 from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import RECORDED, WHOLE_UNITS, Analysis
@@ -140,8 +140,9 @@ def _capture(
     eager: tuple[str, ...],
 ) -> CapturedGraph:
     """Capture a model, as `capture_model` does, with these modules kept whole."""
-    # One export at the batch's own number of samples, n; more at 2 and 4 (n and 2n where n is 2, 3 or 4): what is
-    # twice as long at 4 as at 2 lies along the samples, and an operator on 2 and 4 rows is quickly tried by itself.
+    # One export at the batch's own number of samples, n; more at 2 and 4 (3 and 6 where n is 3): what is twice as long
+    # at 4 as at 2 lies along the samples, and an operator on 2 and 4 rows is quickly tried by itself. Profiles are
+    # measured at such numbers too: they take what was exported here.
     shadow = make_shadow(model, training=training, dtype=dtype, device=device)
     export = functools.partial(
         trace, shadow, outputs=outputs, received=received, training=training, call=call, eager=eager
@@ -151,7 +152,11 @@ def _capture(
         traced = _aligned(pair[0], traced)
     rows = {} if pair is None else rows_per_sample(resize_batch(batch, pair[0].num_samples))
     unpadded = inputs_of_ones(batch)
-    return _analysed(type(model).__name__, traced, shadow, pair, rows, unpadded, training, eager)
+    captured = _analysed(type(model).__name__, traced, shadow, pair, rows, unpadded, training, eager)
+    others = [each for each in pair or () if each.num_samples != traced.num_samples]
+    return dataclasses.replace(
+        captured, trials={each.num_samples: Exported(shadow=shadow, traced=each) for each in others}
+    )
 
 
 def _analysed(
@@ -208,23 +213,29 @@ def recapture(
     device: torch.device | str | None = None,
     call: Call = call_by_key,
     granularity: str = "layer",
+    exported: Exported | None = None,
 ) -> CapturedGraph:
     """Capture the same model at another number of samples or other lengths.
 
-    One export; layouts, couplings and what is replicated carry over by name, so that `coarsen` gives the
-    same blocks. Of a model that takes whole units the operators may differ, too, where its blocks are the same.
+    One export, where it was not made before. Layouts, couplings and what is replicated carry over by name, so that
+    `coarsen` gives the same blocks. Of a model that takes whole units the operators may differ, too, where its blocks
+    are the same.
 
     Args:
         analysis: of the first capture, on this rank or another.
         granularity: of those blocks.
         device: the device the graph will run on, of the type that was analysed; the CPU by default.
         call: as for `capture_model`.
+        exported: of the first capture's `trials`, of a batch of these shapes.
 
     Raises:
         CaptureError: the graph has another structure at these shapes; the message says where.
         ValueError: ``device`` is of another type.
     """
-    shadow, traced = _trace_again(model, analysis, batch, device=device, call=call)
+    if exported is None:
+        shadow, traced = _trace_again(model, analysis, batch, device=device, call=call)
+    else:
+        shadow, traced = exported.shadow, exported.traced
     try:
         traced = align(analysis.nodes, traced)
     except CaptureError as error:
@@ -527,8 +538,8 @@ def _traced_or_whole(
     if isinstance(batch, WholeUnit) or traced.recording is not None:
         return traced, None
     # Not one sample: export specialises sizes of one (broadcasting, contiguity), and a slice of one sample could not
-    # be told from a reduction over samples. A batch of 3 saves an export: (3, 6); one of 16 is tried at (2, 4).
-    base = traced.num_samples if traced.num_samples in (2, 3, 4) else 2
+    # be told from a reduction over samples. A batch of 2, 3 or 4 saves an export: (3, 6); one of 16 is tried at (2, 4).
+    base = 3 if traced.num_samples == 3 else 2
     pair = []
     try:
         for count in (base, 2 * base):

@@ -6,8 +6,10 @@ does: one number a mini-batch, and the shapes themselves only when they are new.
 
 from __future__ import annotations
 
+import logging
+import traceback
+import weakref
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -29,7 +31,7 @@ from gpp_plugin.engine.row_loader import (
     own_inputs,
     repeat,
 )
-from gpp_plugin.errors import ConfigError, RuntimeFailure
+from gpp_plugin.errors import ConfigError, GppError, RuntimeFailure
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.batches import (
@@ -49,6 +51,8 @@ from gpp_plugin.runtime.batches import (
     unit_key,
 )
 from gpp_plugin.runtime.ranks.meeting import Meeting
+
+logger = logging.getLogger(__name__)
 
 LOADING_TIMEOUT_S = 600.0
 """How long ranks wait for one that loads data; a failure they hear of at once."""
@@ -343,17 +347,87 @@ class Feed:
             ) from error
 
 
-_MOST_SOURCES = 4
-"""Iterators of which a mini-batch taken ahead is kept: jobs that take turns between a few lose nothing."""
+_MOST_HELD = 4
+"""Iterators without weak references (a list's, ``zip``, ``map``) of which a mini-batch taken ahead is kept."""
 
 
 @dataclass(slots=True)
 class _Taken:
-    """A mini-batch taken ahead, or what kept it from being; ``source`` is held so that its identity stays its own."""
+    """A mini-batch taken ahead, or what kept it from being.
 
-    source: Any
+    Args:
+        source: returns what it was taken from, or None where that is gone, and with it whoever could ask for the rest.
+        is_held: the source is kept alive, since nothing would tell when it goes.
+    """
+
+    source: Callable[[], Any]
+    is_held: bool
     batch: Batch | None = None
     error: BaseException | None = None
+
+
+class _TakenAhead:
+    """Mini-batches taken ahead by what they were taken from: each lives as long as its iterator, and no longer.
+
+    A caller may take turns between any number of iterators, and go back to one it has left. Where an iterator has no
+    weak references it is held, and so are only a few of them: of one more nothing is taken ahead, so nothing is lost.
+    """
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, _Taken] = {}
+        self._has_warned = False
+
+    def __bool__(self) -> bool:
+        return bool(self._by_id)
+
+    def pop(self, source: Any) -> _Taken | None:
+        """Return what was taken of a source, and keep it no longer."""
+        return self._by_id.pop(id(source), None)
+
+    def place_for(self, source: Any) -> _Taken | None:
+        """Return an empty place for what will be taken of a source; None where there is none."""
+        number = id(source)
+
+        def forget(_: Any) -> None:  # before the number is another object's
+            self._by_id.pop(number, None)
+
+        try:
+            return _Taken(weakref.ref(source, forget), is_held=False)
+        except TypeError:
+            pass
+        if sum(each.is_held for each in self._by_id.values()) < _MOST_HELD:
+            return _Taken(lambda: source, is_held=True)
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "look_ahead: mini-batches of %d iterators that were left in their middle are kept, and of one more "
+                "(a %s) none is taken ahead; pass the same iterator at every call, or generators: when they are gone, "
+                "so is what is kept",
+                _MOST_HELD,
+                type(source).__name__,
+            )
+        return None
+
+    def keep(self, taken: _Taken) -> None:
+        """Keep what was taken until its turn comes."""
+        if taken.error is not None:
+            if taken.is_held and isinstance(taken.error, StopIteration):
+                return  # it will say so again
+            _without_frames(taken.error)
+        self._by_id[id(taken.source())] = taken
+
+
+def _without_frames(error: BaseException) -> None:
+    """Let an error hold none of the frames it went through, nor their callers': they keep its iterator alive."""
+    if not isinstance(error, GppError | StopIteration):
+        text = "".join(traceback.format_tb(error.__traceback__))
+        error.add_note(f"raised as the next mini-batch was taken ahead:\n{text}")
+    done: set[int] = set()
+    seen: BaseException | None = error
+    while seen is not None and id(seen) not in done:
+        done.add(id(seen))
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
 
 
 class TrainingData:
@@ -370,7 +444,7 @@ class TrainingData:
         self._own = own
         self._iterator: Iterator[Any] | None = None
         self._peeks_at_iterators = peeks_at_iterators
-        self._taken: OrderedDict[int, _Taken] = OrderedDict()
+        self._taken = _TakenAhead()
 
     def next(self, given: Iterator[Any] | None) -> Batch:
         """Return the mini-batch of ``train_batch(given)``, or its shape where this rank reads no inputs.
@@ -379,7 +453,7 @@ class TrainingData:
             ConfigError: there is no data, or its keys or sizes do not fit.
             RuntimeFailure: a rank could not load its rows.
         """
-        taken = self._taken.pop(id(self._source(given)), None)
+        taken = self._taken.pop(self._source(given))
         if taken is None:
             return self._take(given)
         if taken.error is not None:
@@ -396,14 +470,14 @@ class TrainingData:
         is_own = source is self._own
         if source is None or (self._feed.draws if is_own else not self._peeks_at_iterators):
             return None
-        taken = _Taken(source)
+        taken = self._taken.place_for(source)
+        if taken is None:
+            return None
         try:
             taken.batch = self._take(given)
         except Exception as error:  # the end of an iterator too
             taken.error = error
-        self._taken[id(source)] = taken
-        while len(self._taken) > _MOST_SOURCES:
-            self._taken.popitem(last=False)
+        self._taken.keep(taken)
         return taken.batch
 
     def _source(self, given: Iterator[Any] | None) -> Any:
@@ -438,7 +512,7 @@ class TrainingData:
     def use_iterator(self, iterator: Iterator[Any]) -> None:
         """Read ``iterator``, the same batches on every rank."""
         self.close()
-        self._taken.pop(id(self._source(None)), None)
+        self._taken.pop(self._source(None))
         self._own, self._iterator = None, iterator
 
     def apply(self, fn: Callable[[Any], Any]) -> None:

@@ -220,6 +220,20 @@ def test_recapture_is_the_capture_at_that_size(name: str, num_samples: int) -> N
     assert coarsen(again) == coarsen(fresh)
 
 
+@pytest.mark.parametrize("name", ["two_branch", "t5"])
+def test_what_was_exported_for_trials_is_the_recapture_of_another_export(name: str) -> None:
+    model, make_batch = build(name)
+    batch = make_batch(4)
+    capture = capture_model(model, batch)
+    assert list(capture.trials) == [2], "of 4 samples and 2; the first is the capture itself"
+    small = resize_batch(batch, 2)
+    anew = recapture(model, capture.analysis, small)
+    found = recapture(model, capture.analysis, small, exported=capture.trials[2])
+    assert found.op_graph == anew.op_graph and str(found.graph) == str(anew.graph)
+    assert (found.inputs, found.parameters) == (anew.inputs, anew.parameters)
+    assert found.masks.keys() == anew.masks.keys()
+
+
 class Dropped(nn.Module):
     """Layers that are dropped as in transformers before 5.23: a number is drawn and compared, also at probability 0."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from gpp_plugin.engine.feed import Feed, TrainingData
 from gpp_plugin.engine.row_loader import RowLoader, Share, count_workers, make_loader
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.ir.samples import SampleRange
@@ -263,3 +265,59 @@ def test_resuming_mid_epoch_does_not_depend_on_workers(tmp_path: Any) -> None:
         (full, resumed), (full_2, resumed_2) = answers["0 2"], answers["2 0"]
         assert [loss for loss, _ in full] == [loss for loss, _ in full_2]
         assert [loss for loss, _ in resumed] == [loss for loss, _ in resumed_2]
+
+
+# ---- what is taken ahead of callers' iterators -------------------------------------------------------------
+
+
+def taking_turns(iterators: list[Any]) -> list[float]:
+    """Take every iterator's three mini-batches in turn, each time one more ahead; return what came, in order."""
+    feed = Feed(
+        prepare=dict, mini_batch=1, reads_inputs=True, source=0, group=None, keys=["x"], timeout_s=1.0
+    )
+    data = TrainingData(feed, None, peeks_at_iterators=True)
+    came = []
+    for _ in range(3):
+        for iterator in iterators:
+            came.append(float(data.next(iterator)["x"]))
+            data.peek(iterator)
+    for iterator in iterators:
+        with pytest.raises(StopIteration):
+            data.next(iterator)
+    assert not data._taken
+    return came
+
+
+def numbered(first: int) -> list[dict[str, Tensor]]:
+    return [{"x": torch.tensor([[10.0 * first + step]])} for step in range(3)]
+
+
+@pytest.mark.parametrize("is_held", [False, True], ids=["generators", "iterators of lists"])
+def test_any_number_of_iterators_in_turn_lose_nothing(is_held: bool, caplog: Any) -> None:
+    iterators = [iter(numbered(first)) if is_held else (b for b in numbered(first)) for first in range(6)]
+    assert taking_turns(iterators) == [10.0 * first + step for step in range(3) for first in range(6)]
+    assert [r.getMessage().count("(a list_iterator)") for r in caplog.records] == [1] * is_held
+
+
+def test_what_was_taken_ahead_goes_with_its_iterator() -> None:
+    feed = Feed(
+        prepare=dict, mini_batch=1, reads_inputs=True, source=0, group=None, keys=["x"], timeout_s=1.0
+    )
+    data = TrainingData(feed, None, peeks_at_iterators=True)
+
+    def failing() -> Any:
+        yield {"x": torch.zeros(1, 1)}
+        raise OSError("the disk is gone")
+
+    for make in (
+        failing,
+        lambda: (batch for batch in numbered(1)),
+        lambda: (batch for batch in numbered(1)[:1]),
+    ):
+        iterator = make()
+        data.next(iterator)
+        data.peek(iterator)
+        assert data._taken, "a mini-batch, an error or the end"
+        goes = weakref.ref(iterator)
+        del iterator  # no collection is needed
+        assert goes() is None and not data._taken

@@ -71,3 +71,18 @@ def test_a_second_start_exports_for_the_analysis_only(
     assert not exports, "rank 0 has captured the model at one loss unit"
     source.stages.stage_code(reference, plan, 0, batch, U)
     assert exports == [U]
+
+
+def test_profiles_take_what_was_exported_for_the_analysis(exports: list[int], tmp_path: Path) -> None:
+    model, make_batch = build("two_branch")
+    config = config_of(
+        train_batch_size=16, train_micro_batch_size_per_gpu=4, block={"stages": 2, "verify": False}
+    )
+    config["graph_pipeline"]["profile_dir"] = str(tmp_path)
+    block = read_config(config)
+    assert block is not None
+    setting = setting_of(config, rank=0, num_ranks=2, device=torch.device("cpu"), group=None)
+    ModelSource(model, config=block, setting=setting).prepare_plan(make_batch(16))
+    (stored,) = tmp_path.glob("*.json")
+    assert {cost.samples for cost in load(Profile, stored).costs} == {(1, 2, 4, 16)}
+    assert exports == [4, 2, 1, 16], "at 2 samples once, for both"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,17 +24,22 @@ from gpp_plugin.engine.stage_groups import StageGroups
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
+from gpp_plugin.runtime.ahead_lane import AheadRunner
 from gpp_plugin.runtime.compute import BoundaryGradients, boundary_gradients
 from gpp_plugin.runtime.executor import StageExecutor
 from gpp_plugin.runtime.lane import channels_of
 from gpp_plugin.runtime.messages.mailbox import WindowPlace
 from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT, Transport
-from gpp_plugin.runtime.messages.wires import held_shape
+from gpp_plugin.runtime.messages.wires import BoundarySpecs, held_shape
 from gpp_plugin.runtime.ranks.meeting import Meeting
+from gpp_plugin.runtime.unit_lane import UnitCompute, spec_of_unit
 from gpp_plugin.runtime.window_lane import WindowRunner
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
+from gpp_plugin.schedule.checks.validate_windows import validate_ahead
 from gpp_plugin.schedule.early_reductions import last_backward, stages_that_reduce_early
+from gpp_plugin.schedule.look_ahead import AheadPrograms, lower_ahead
 from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.schedule.orders.forward_only import forward_only_stages
 from gpp_plugin.schedule.windows import WindowPrograms, lower_windows
 from gpp_plugin.simulate.async_prediction import num_windows
 from tests.nccl.fake_cuda import CUDA, FakeCuda, recorded_cuda
@@ -55,6 +61,8 @@ class Run:
         steps: mini-batches, or windows more than those that fill an asynchronous pipeline.
         record: the last mini-batch is traced.
         evaluate: a mini-batch of evaluation behind the first one of training.
+        looks_ahead: the plan's frozen branch runs a mini-batch ahead, as `RankJob._look_ahead` says.
+        has_units: the plan's samples are units (`plan_of_units`) of shapes of their own, others in each mini-batch.
         make_transport: as a `TransportFactory` does.
     """
 
@@ -66,6 +74,8 @@ class Run:
     record: bool = False
     evaluate: bool = False
     train: bool = True
+    looks_ahead: bool = False
+    has_units: bool = False
     make_transport: MakeTransport = NATIVE_TRANSPORT.make
 
 
@@ -190,8 +200,12 @@ class RecordedHooks:
 # ---- a rank's job ------------------------------------------------------------------------------------------
 
 
-def made_up_specs(plan: PipelinePlan) -> dict[str, TensorSpec]:
-    """Return tensors for the names on a plan's edges: four axes, of which one is that of samples if there is one."""
+def made_up_specs(plan: PipelinePlan, length: int = 1) -> dict[str, TensorSpec]:
+    """Return tensors for the names on a plan's edges: four axes, of which one is that of samples if there is one.
+
+    Args:
+        length: of the batch that they are of; another one makes every message another one.
+    """
     sharded: defaultdict[str, set[int | None]] = defaultdict(set)
     batch: dict[str, bool] = {}
     for edge in plan.edges:
@@ -201,7 +215,7 @@ def made_up_specs(plan: PipelinePlan) -> dict[str, TensorSpec]:
     specs = {}
     for number, (name, is_batch) in enumerate(batch.items(), start=1):
         # All are of unlike sizes: a message that is taken for another one is seen.
-        shape = [SIDE, SIDE, SIDE, SIDE * number]
+        shape = [SIDE, SIDE, SIDE * length, SIDE * number]
         axis = min({0, 1, 2, 3} - sharded[name])
         if is_batch:
             shape[axis] = 1
@@ -215,6 +229,20 @@ def made_up_specs(plan: PipelinePlan) -> dict[str, TensorSpec]:
     return specs
 
 
+def specs_of_units(plan: PipelinePlan, step: int) -> list[Mapping[str, TensorSpec]]:
+    """Return the tensors of each unit of a mini-batch: one to three samples of three lengths."""
+    found: list[Mapping[str, TensorSpec]] = []
+    for number in range(step, step + plan.mini_batch):
+        specs, count = made_up_specs(plan, 1 + number % 3), 1 + number // 2 % 3
+        found.append(
+            {
+                name: spec_of_unit(dataclasses.replace(spec, shape=spec.shape_for(count), num_samples=count))
+                for name, spec in specs.items()
+            }
+        )
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
     """What the ranks of a run do: lowered once for all of them."""
@@ -222,6 +250,7 @@ class Programs:
     training: tuple[RankProgram, ...] = ()
     evaluation: tuple[RankProgram, ...] = ()
     windows: WindowPrograms | None = None
+    ahead: AheadPrograms | None = None
     early: frozenset[int] = frozenset()
 
 
@@ -244,7 +273,13 @@ def lower(run: Run) -> Programs:
             reduce_each_backward=run.zero >= 2,
         )
     early = stages_that_reduce_early(plan, training) if training and not run.zero else frozenset[int]()
-    return Programs(training=training, evaluation=evaluation, early=early)
+    ahead = None
+    if run.looks_ahead:  # as `LaneMaker` does
+        ahead = lower_ahead(plan, tied_stages=run.tied, reduce_each_backward=run.zero >= 2)
+        validate_ahead(plan, ahead)
+        for part in (ahead.steady, ahead.last):
+            early &= stages_that_reduce_early(plan, part)
+    return Programs(training=training, evaluation=evaluation, early=early, ahead=ahead)
 
 
 class RankJob:
@@ -275,7 +310,11 @@ class RankJob:
         programs = self._programs
         if programs.windows is not None:
             self._run_windows(programs.windows)
-        if programs.training:
+        if programs.ahead is not None:
+            self._look_ahead(programs.ahead)
+        elif self._run.has_units:
+            self._run_units()
+        elif programs.training:
             train = self._executor(programs.training[self._rank], self._transport(programs.training))
             for step in range(self._run.steps):
                 self._train(train, record=self._run.record and step == self._run.steps - 1)
@@ -308,6 +347,66 @@ class RankJob:
             self._agree_on_loss()
         runner.drain(record=self._run.record)
         self._evaluate()
+
+    def _look_ahead(self, programs: AheadPrograms) -> None:
+        """Train on mini-batches of two lengths in turn, as `LookAheadSteps` and `AheadLane` do.
+
+        What was run ahead is dropped twice: for an evaluation, and since the caller comes with another iterator.
+        """
+        plan, own = self._plan, programs.of_rank(self._rank)
+        is_trained = self._stage not in forward_only_stages(plan)
+        runner = AheadRunner(plan=plan, programs=own, stage=self._stage, is_trained=is_trained)
+        transport = self._transport(self._programs.training)
+        made: dict[Any, StageExecutor] = {}
+
+        def run_part(part: Any, now: int, following: int | None) -> None:
+            length = following if own.is_ahead and following is not None else now
+            if (part, length, following) not in made:
+                made[part, length, following] = self._executor(
+                    runner.program(part),
+                    transport,
+                    window=runner.place(part),
+                    specs=made_up_specs(plan, length),
+                    next_specs=None if following is None else made_up_specs(plan, following),
+                )
+            runner.run(part, made[part, length, following], self._inputs(), record=self._run.record)
+
+        # Every mini-batch has a number; those of odd numbers are of length 2. One is trained on as a whole first, then
+        # each with the next one's branch. Behind 3 comes an evaluation, behind 4 mini-batch 7 in the place of 5.
+        self._train(self._executor(self._programs.training[self._rank], transport), record=self._run.record)
+        carried: int | None = None
+        for number, following in ((1, 2), (2, 3), (3, 4), (4, 5), (7, 8), (8, None)):
+            self._meeting.sum(torch.zeros(3), "what is run ahead")
+            if carried not in (None, number):
+                runner.drop()
+                carried = None
+            if carried is None:
+                run_part("fill", number % 2 + 1, number % 2 + 1)
+            part = "last" if following is None else "steady"
+            run_part(part, number % 2 + 1, None if following is None else following % 2 + 1)
+            carried = following
+            self._agree_on_loss()
+            if number == 3 and self._programs.evaluation:
+                runner.drop()
+                carried = None
+                self._evaluate()
+        assert not runner.carry.received and not runner.carry.sends, "after the last one nothing is kept"
+
+    def _run_units(self) -> None:
+        """Train on mini-batches of units of unlike shapes, and evaluate between two, as lanes of units do."""
+        programs = self._programs
+        for step in range(self._run.steps):
+            for lane in (programs.training, programs.evaluation if step == 0 else ()):
+                if lane:
+                    self._meeting.sum(torch.zeros(1), "code for a new shape")
+                    specs = specs_of_units(self._plan, step)
+                    executor = self._executor(
+                        lane[self._rank],
+                        self._transport(lane),
+                        is_training=lane is programs.training,
+                        specs=specs,
+                    )
+                    self._train(executor, record=self._run.record)
 
     def _agree_on_loss(self) -> None:
         """Read the losses and sum them over all ranks, as a call of ``train_batch`` ends."""
@@ -344,23 +443,43 @@ class RankJob:
         *,
         is_training: bool = True,
         window: WindowPlace | None = None,
+        specs: BoundarySpecs | None = None,
+        next_specs: Mapping[str, TensorSpec] | None = None,
     ) -> StageExecutor:
         stage = self._plan.stages[self._stage]
-        gradients = boundary_gradients(program, self._plan, self._specs)
         group = self._groups.tensor[self._stage] if stage.tensor > 1 else None
         last = last_backward(program) if is_training and self._stage in self._programs.early else None
         early = None if last is None else (last, self._hooks.begin_reduction)
+
+        def compute(specs: Mapping[str, TensorSpec]) -> RecordedCompute:
+            gradients = boundary_gradients(program, self._plan, specs)
+            return RecordedCompute(self._run, program, specs, gradients, self._cuda, group, early)
+
+        specs = self._specs if specs is None else specs
         return StageExecutor(
             plan=self._plan,
             program=program,
-            compute=RecordedCompute(self._run, program, self._specs, gradients, self._cuda, group, early),
-            specs=self._specs,
+            compute=compute(specs) if isinstance(specs, Mapping) else self._of_units(specs, compute),
+            specs=specs,
             transport=transport,
             hooks=self._hooks,
             device=CUDA,
             is_training=is_training,
             window=window,
+            next_specs=next_specs,
         )
+
+    def _of_units(
+        self,
+        specs: Sequence[Mapping[str, TensorSpec]],
+        compute: Callable[[Mapping[str, TensorSpec]], RecordedCompute],
+    ) -> UnitCompute:
+        """Return what runs each micro-batch of this rank with its own unit's tensors."""
+        stage, count = self._plan.stages[self._stage], self._plan.num_micro_batches(self._stage)
+        own = [specs[stage.samples(m, self._rank).first_sample] for m in range(count)]
+        functions: Any = [types.SimpleNamespace(choice=None)] * count
+        computes: Any = [compute(each) for each in own]
+        return UnitCompute(computes, functions)
 
 
 def _ties(stages: Sequence[int]) -> list[Any]:

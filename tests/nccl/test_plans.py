@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 
 from gpp_benchmarks._emulated_graphs import emulated_plan
-from gpp_benchmarks._random_schedules import random_draw
-from gpp_plugin.ir.plan import StageEdge
+from gpp_benchmarks._random_schedules import FAMILIES, random_draw, with_family
+from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.plan import PipelinePlan, StageEdge
+from gpp_plugin.runtime.unit_lane import plan_of_units
 from tests.nccl.collect_plans import read_plans
 from tests.nccl.coverage_counts import Tell, check_runs, everything, report
 from tests.nccl.recording import Run, record_job
 from tests.runtime.test_tensor_grids import random_case
 from tests.schedule.plans import chain_plan, simple_plan
 from tests.schedule.test_async import random_async_plan
+from tests.schedule.test_look_ahead import may_look_ahead, random_frozen_plan
 
 
 def test_every_plan_of_the_tests(tell: Tell) -> None:
@@ -41,6 +45,41 @@ def test_partitioned_gradients(zero: int, tell: Tell) -> None:
     report(
         tell, check_runs([(str(n), everything(Run(plan=plan, zero=zero))) for n, plan in enumerate(plans)])
     )
+
+
+# ---- frozen branches that run ahead, units of unlike shapes ------------------------------------------------
+
+
+def ahead(plan: PipelinePlan, **given: Any) -> Run:
+    """Return seven mini-batches whose frozen branch runs ahead, with an evaluation and another iterator between."""
+    return Run(plan=plan, looks_ahead=True, evaluate=True, record=True, **given)
+
+
+def test_branches_that_run_ahead(tell: Tell) -> None:
+    runs = []
+    for seed in range(7):
+        rng = random.Random(seed)
+        plan = with_family(random_frozen_plan(rng), FAMILIES[seed % len(FAMILIES)], rng)
+        runs.append((f"seed {seed}", ahead(plan, zero=2 * (seed % 4 == 3))))
+    for name, run in read_plans():
+        if run.train and run.plan.mode == "sync" and may_look_ahead(run.plan):
+            runs.append((name, ahead(run.plan, tied=run.tied, zero=run.zero)))
+    assert len(runs) > 15
+    report(tell, check_runs(runs))
+
+
+def with_units(run: Run) -> Run | None:
+    """Return two mini-batches of units on a plan of the tests, an evaluation behind the first; None: it cuts units."""
+    try:
+        return dataclasses.replace(everything(run), plan=plan_of_units(run.plan), has_units=True)
+    except PlanError:
+        return None
+
+
+def test_units_of_unlike_shapes(tell: Tell) -> None:
+    synchronous = [(name, run) for name, run in read_plans() if run.plan.mode == "sync"]
+    runs = [(name, found) for name, run in synchronous if (found := with_units(run)) is not None]
+    report(tell, check_runs(runs[::4]))  # a quarter of 139, which take a quarter of a minute
 
 
 # ---- several edges between two ranks -----------------------------------------------------------------------

@@ -50,7 +50,7 @@ class OnePart(CapturedPart):
         assert whole is not None, "it is no graph of stages"
         super().__init__(whole, dtype=None, device=torch.device("cpu"), granularity="layer", called={})
         self._traced: dict[Any, CapturedGraph] = {}
-        self._for_lengths: dict[Any, LengthCapture | CaptureError] = {}
+        self._at_lengths: dict[Any, LengthCapture | CaptureError] = {}
 
     def capture_again(self, analysis: Analysis, arguments: Batch) -> CapturedGraph:
         """Return the module traced at a shape, as it was before if it was."""
@@ -65,12 +65,12 @@ class OnePart(CapturedPart):
             tuple((name, _tracing_key(value)) for name, value in sorted(arguments.items())),
             tuple(sorted(lengths.items())),
         )
-        if key not in self._for_lengths:
+        if key not in self._at_lengths:
             try:
-                self._for_lengths[key] = super().capture_for_lengths(analysis, arguments, lengths)
+                self._at_lengths[key] = super().capture_for_lengths(analysis, arguments, lengths)
             except CaptureError as error:
-                self._for_lengths[key] = error
-        found = self._for_lengths[key]
+                self._at_lengths[key] = error
+        found = self._at_lengths[key]
         if isinstance(found, CaptureError):
             raise found
         return found

@@ -96,6 +96,14 @@ class Traced:
         return [node for node in self.graph.nodes if node.op == "call_function"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """An export, and the weightless copy of the model that it was made of: they are of one fake mode."""
+
+    shadow: Shadow
+    traced: Traced
+
+
 def trace(
     shadow: Shadow,
     batch: Mapping[str, Any],

@@ -26,6 +26,7 @@ from gpp_plugin.capture.eager.padded_records import with_records
 from gpp_plugin.capture.export import capture_model, read_values, recapture, recapture_for_lengths
 from gpp_plugin.capture.lengths import LengthCapture
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, resize_batch
+from gpp_plugin.capture.tracing.traced import Exported
 from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError, ConfigError
 from gpp_plugin.integrations.huggingface.prepared_inputs import has_prepared_inputs
@@ -175,6 +176,7 @@ class CapturedPart:
         self._called = called
         self._eager = tuple(eager)
         self._kept: tuple[tuple[object, ...], CapturedGraph] | None = None
+        self._trials: dict[tuple[object, ...], Exported] = {}
         self._recordings: OrderedDict[tuple[object, ...], list[Recording]] = OrderedDict()
         self._open_recordings: OrderedDict[tuple[object, ...], list[_OpenRecording]] = OrderedDict()
         self._lengths = CodeForLengths(type(self.model).__name__)
@@ -245,6 +247,10 @@ class CapturedPart:
             )
         if is_training:
             self._kept = (_shapes(arguments), captured)
+            # what other stages make was traced as rows of one tensor there, and is a tensor of its own here
+            trials = list(captured.trials.items()) if not self.stage.received else []
+            self._trials = {_shapes(resize_batch(arguments, count)): trial for count, trial in trials}
+            captured.trials.clear()  # they go with their use
         self._outputs_at.meet(arguments, count_samples(arguments), (captured.analysis,))
         return captured
 
@@ -257,7 +263,14 @@ class CapturedPart:
             device=self._device,
             call=self.call,
             granularity=self.granularity,
+            exported=self._trial(analysis, arguments),
         )
+
+    def _trial(self, analysis: Analysis, arguments: Batch) -> Exported | None:
+        """Return the export of these shapes that the analysis was made of, if there is one; no second time."""
+        if self._kept is None or self._kept[1].analysis != analysis:
+            return None
+        return self._trials.pop(_shapes(arguments), None)
 
     def _known(self, analysis: Analysis, arguments: Batch) -> CapturedGraph | None:
         kept = self._kept
@@ -518,6 +531,7 @@ class CapturedPart:
             if len(self._analyses) > MAX_READINGS:
                 self._analyses.popitem(last=False)
         self._kept = None  # one stage runs here, and keeps its code
+        self._trials.clear()
         if plan.stages[stage].memory is not None and captured.analysis.nodes != analysis.nodes:
             raise CaptureError(
                 f"stage {plan.stages[stage].name}: its graph changed with values of its inputs, and its memory plan "

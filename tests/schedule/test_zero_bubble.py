@@ -7,6 +7,7 @@ import pytest
 
 from gpp_benchmarks._random_schedules import check_schedule_draw
 from gpp_plugin.errors import ScheduleError
+from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
@@ -40,15 +41,18 @@ def test_three_stages():
         "F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3",
     ]
     assert simulate_plan(plan).iteration_us == 16.0
-    # One more micro-batch on the stages behind the first, as ZB-H1 grants them:
-    # rank 0  F0  F1  F2  .   .   B0  B0  F3  B1  B1  B2  B2  .   B3  B3
-    # rank 1  .   F0  F1  F2  I0  W0  I1  W1  I2  F3  W2  .   I3  W3  .
-    # rank 2  .   .   F0  I0  F1  I1  F2  I2  W0  W1  F3  I3  W2  W3  .
-    assert [text(s) for s in build_schedules(zero_bubble(plan, in_flight=3))] == [
+    # ZB-H1, which grants the stages behind the first as many micro-batches as the first: what is left is
+    # (p - 1)(F + I - W).
+    # rank 0  F0  F1  F2  .   .   B0  B0  F3  B1  B1  B2  B2  B3  B3
+    # rank 1  .   F0  F1  .   I0  F2  I1  W0  F3  I2  W1  I3  W2  W3
+    # rank 2  .   .   F0  I0  F1  I1  F2  I2  W0  F3  I3  W1  W2  W3
+    granted = zero_bubble(plan, in_flight=3)
+    assert [text(s) for s in build_schedules(granted)] == [
         "F0 F1 F2 B0 F3 B1 B2 B3",
-        "F0 F1 F2 I0 W0 I1 W1 I2 F3 W2 I3 W3",
-        "F0 I0 F1 I1 F2 I2 W0 W1 F3 I3 W2 W3",
+        "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
+        "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3",
     ]
+    assert simulate_plan(granted).iteration_us == 14.0
 
 
 @pytest.mark.parametrize(
@@ -76,6 +80,40 @@ def test_five_stage_diamond(micro_batches, one_f_one_b, equal, twice, granted):
     timeline = simulate_plan(zero_bubble(plan, in_flight=4))
     assert timeline.iteration_us == granted == 3 * micro_batches + 3  # only the start-up is left
     assert max(peak_in_flight(timeline).values()) == 4
+
+
+PUBLISHED = [  # p, m, T_F, T_B, T_W, T_comm in ms; bubble rates of 1F1B and of ZB-1p
+    (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1585),
+    (8, 32, 18.513, 18.086, 9.331, 0.626, 0.1985, 0.1242),
+    (8, 64, 18.546, 18.097, 9.321, 0.762, 0.1240, 0.0674),
+    (8, 24, 29.718, 29.444, 19.927, 0.527, 0.2347, 0.1323),
+    (8, 32, 29.802, 29.428, 19.530, 0.577, 0.1898, 0.1045),
+    (8, 64, 29.935, 29.621, 19.388, 0.535, 0.1091, 0.0554),
+    (16, 48, 11.347, 11.248, 8.132, 0.377, 0.2552, 0.1397),
+    (16, 64, 11.307, 11.254, 8.101, 0.379, 0.2082, 0.1088),
+    (16, 128, 11.325, 11.308, 8.109, 0.378, 0.1251, 0.0576),
+    (32, 96, 10.419, 10.207, 7.715, 0.408, 0.2646, 0.1421),
+    (32, 128, 10.408, 10.204, 7.703, 0.408, 0.2168, 0.1106),
+    (32, 256, 10.402, 10.248, 7.698, 0.460, 0.1352, 0.0594),
+]
+
+
+@pytest.mark.parametrize(("p", "m", "f", "b", "w", "comm", "usual", "zero"), PUBLISHED)
+def test_the_papers_tables_to_four_decimals(p, m, f, b, w, comm, usual, zero):
+    """Tables 5 and 9 of Zero Bubble (arXiv 2401.10241): 1F1B, and ZB-1p, which holds p micro-batches everywhere."""
+    plan = chain_plan(p, m, forward_us=f, backward_us=b + w)
+    stages = tuple(dataclasses.replace(s, input_gradient_us=b, weight_gradient_us=w) for s in plan.stages)
+    plan = dataclasses.replace(plan, stages=stages)
+    device = Device(name="any", memory_bytes=1, flops_per_s=1.0, memory_bytes_per_s=1.0)
+    link = Link(name="any", span=p, bytes_per_s=1e30, latency_us=comm)
+    cluster = Cluster(name="any", devices=(device,) * p, links=(link,))
+
+    def bubble_rate(plan):
+        span = predict_iteration_us(plan, cluster=cluster)  # that of the first stage, the longest
+        return 1.0 - m * (f + b + w) / span
+
+    assert round(bubble_rate(plan), 4) == usual
+    assert round(bubble_rate(zero_bubble(plan, in_flight=p)), 4) == zero
 
 
 def orders(count, limit, is_split):

@@ -18,8 +18,10 @@ those counts does not: what can run stays so until it is run, and 1F1B allows le
 
 Two choices are open, so that each is tried and the shortest simulation wins: whether a weight gradient goes
 before an input gradient when a forward waits only for memory, and whether a stage waits a little for what
-arrives soon rather than begin a weight gradient. 1F1B with W right behind I is tried too: but for what
-splitting costs, the result is never slower than 1F1B.
+arrives soon rather than begin a weight gradient. Two fixed orders are tried too: 1F1B with W right behind I, so that
+the result is never slower than 1F1B but for what splitting costs, and ZB-H1 itself: 1F1B at the least counts that
+cannot stop, with W as many micro-batches behind I as the limit allows beyond those. List scheduling is no optimum:
+what starts now may keep a stage busy when something better arrives.
 
 Deviations: every stage has its own limit (ZB-H1 grants all stages that of the first); a stage that sends no gradient,
 as the first one, runs whole backwards, as nobody waits for its input gradient; messages take no time here, so that the
@@ -44,6 +46,7 @@ from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.checks.order_check import LAST_KINDS, has_backwards
 from gpp_plugin.schedule.durations import nominal_times, stage_task_us
 from gpp_plugin.schedule.messages import gradient_kinds
+from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 from gpp_plugin.schedule.orders.kfkb import one_f_one_b_schedule
 
 _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
@@ -64,24 +67,25 @@ def zero_bubble_schedules(
     Raises:
         ValueError: with these ``in_flight`` no order can run.
     """
-    # Five simulations: four of list scheduling, one for each pair of open choices, and 1F1B with W right behind I as
-    # a fixed order. The last one is tried last and must win by more than rounding, so ties keep the freer order; it
-    # is there because list scheduling is no optimum: what starts now may keep a stage busy when something better
-    # arrives.
+    # Six simulations, the fixed orders last: one must win by more than rounding, so ties keep the freer order.
     wanted = sorted(stages)
     timed = nominal_times(plan)
-    best: tuple[float, list[list[tuple[TaskKind, int]]]] | None = None
-    plain = {index: _split_1f1b(plan, index) for index in wanted}
     runs = [
         _ListRun(timed, wanted, others, is_weight_first=is_weight_first, patience=patience)
         for is_weight_first, patience in POLICIES
     ]
-    for run in [*runs, _ListRun(timed, (), {**others, **plain})]:
-        time = run.run()
-        if best is None or time < best[0] * (1.0 - 1e-9):
-            best = (time, run.orders)
-    assert best is not None
-    return {index: _schedule_of(index, best[1][index]) for index in wanted}
+    best = min(runs, key=lambda run: run.run())
+    limits = [stage.in_flight for stage in plan.stages]
+    for counts in (limits, [min(pair) for pair in zip(plan_in_flight(plan), limits, strict=True)]):
+        fixed = {index: _delayed_1f1b(plan, index, counts[index]) for index in wanted}
+        run = _ListRun(timed, (), {**others, **fixed})
+        try:
+            run.run()
+        except ValueError:  # beside others' orders the least counts may be too few
+            continue
+        if run.ended_us < best.ended_us * (1.0 - 1e-9):
+            best = run
+    return {index: _schedule_of(index, best.orders[index]) for index in wanted}
 
 
 def _sends_gradients(plan: PipelinePlan, stage: int) -> bool:
@@ -89,17 +93,29 @@ def _sends_gradients(plan: PipelinePlan, stage: int) -> bool:
     return any(edge.dst == stage and edge.gradient_tensors for edge in plan.edges)
 
 
-def _split_1f1b(plan: PipelinePlan, stage: int) -> StageSchedule:
-    """Return 1F1B with each weight gradient right behind its input gradient."""
-    held = plan.stages[stage].in_flight
-    schedule = one_f_one_b_schedule(stage, plan.num_micro_batches(stage), num_in_flight=held)
+def _delayed_1f1b(plan: PipelinePlan, stage: int, count: int) -> StageSchedule:
+    """Return 1F1B that holds ``count`` from F to I, and as many more from I to W as the stage's limit allows.
+
+    Count 2, limit 3, so that W is one I late, and what is held after each task:
+
+        F0  F1  I0  F2  I1  W0  F3  I2  W1  I3  W2  W3
+        1   2   2   3   3   2   3   3   2   2   1   0
+    """
+    limit, num_micro_batches = plan.stages[stage].in_flight, plan.num_micro_batches(stage)
     if not _sends_gradients(plan, stage):
-        return schedule
+        return one_f_one_b_schedule(stage, num_micro_batches, num_in_flight=limit)
+    delay = limit - count
     tasks: list[Task] = []
-    for task in schedule.tasks:
-        kinds = (_F,) if task.kind is _F else (_I, _W)
-        tasks += (dataclasses.replace(task, kind=kind) for kind in kinds)
-    return dataclasses.replace(schedule, tasks=tuple(tasks))
+    for task in one_f_one_b_schedule(stage, num_micro_batches, num_in_flight=count).tasks:
+        if task.kind is _F:
+            tasks.append(task)
+            continue
+        tasks.append(dataclasses.replace(task, kind=_I))
+        if task.micro_batch >= delay:
+            tasks.append(Task(stage=stage, kind=_W, micro_batch=task.micro_batch - delay))
+    late = range(max(0, num_micro_batches - delay), num_micro_batches)
+    tasks += (Task(stage=stage, kind=_W, micro_batch=micro_batch) for micro_batch in late)
+    return StageSchedule(stage=stage, tasks=tuple(tasks), num_in_flight=limit)
 
 
 def _schedule_of(stage: int, order: list[tuple[TaskKind, int]]) -> StageSchedule:
@@ -150,7 +166,7 @@ class _State:
 
 
 class _ListRun:
-    """One simulation under one policy; `orders` are the tasks each stage ran."""
+    """One simulation under one policy; `orders` are the tasks each stage ran, `ended_us` when the last one ended."""
 
     def __init__(
         self,
@@ -171,6 +187,7 @@ class _ListRun:
         #
         # (with equal micro-batches; else both sides are multiplied to samples).
         self.orders: list[list[tuple[TaskKind, int]]] = [[] for _ in plan.stages]
+        self.ended_us = 0.0
         self._plan = plan
         self._is_weight_first = is_weight_first
         self._patience = patience
@@ -206,7 +223,7 @@ class _ListRun:
             dst.watchers.append(src)
 
     def run(self) -> float:
-        """Run all tasks and return when the last one ends.
+        """Run all tasks and return when the last one ends, which `ended_us` keeps.
 
         Raises:
             ValueError: it stops.
@@ -237,6 +254,7 @@ class _ListRun:
         if stuck:
             names = ", ".join(f"{self._plan.stages[s.index].name!r} (now {s.limit})" for s in stuck)
             raise ValueError(f"no order can run with these in_flight; raise in_flight of {names}")
+        self.ended_us = now
         return now
 
     def _start(self, state: _State, kind: TaskKind, now: float) -> None:

@@ -140,7 +140,7 @@ def _plan(name: str, laps: Laps) -> tuple[dict[str, float], dict[str, float]]:
     from gpp_plugin import api
     from gpp_plugin.library.named_models import config_path, huggingface_model
 
-    model, batch = huggingface_model(config_path(name), loss_unit=4, length=512)
+    model, (batch,) = huggingface_model(config_path(name), loss_unit=4, lengths=[512])
     laps.end("build")
     sampler = StackSampler()
     request = api.make_request(

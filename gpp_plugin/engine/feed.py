@@ -10,6 +10,7 @@ import logging
 import traceback
 import weakref
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta

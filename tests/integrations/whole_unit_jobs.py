@@ -221,7 +221,9 @@ def train_family(name: str, block: dict[str, Any], loss_mean: str) -> dict[str, 
     """Train two steps of unlike units, and evaluate."""
     use_device("cpu")
     sample = family_units(name, 0)[0]
-    config = config_of(block={"units": 3, "loss_mean": loss_mean, "verify": False, **block}, train_batch_size="auto")
+    config = config_of(
+        block={"units": 3, "loss_mean": loss_mean, "verify": False, **block}, train_batch_size="auto"
+    )
     engine = make_engine(family(name), sample, config)
     engine.retain_gradients()
     steps = [family_units(name, seed) for seed in (0, 1)]

@@ -18,6 +18,7 @@ from gpp_plugin.integrations.huggingface.prepared_inputs import has_prepared_inp
 from gpp_plugin.ir.analysis import RECORDED, WHOLE_UNITS
 from gpp_plugin.model.graph.stage_graph import prepare_batch
 from tests.capture.graphs import eager_loss, run_graph
+from tests.integrations.whole_unit_jobs import family, family_units
 from tests.reading_models import OneByOne, Reader, reader_batch
 
 TWO = [[2, 1], [1, 2]]
@@ -450,3 +451,17 @@ def test_positions_made_ahead_leave_images_where_they_stand_out_of_the_readings(
     own, plain = copy.deepcopy(model), copy.deepcopy(model)
     expected = eager_loss(plain, {**batch, **moved})  # the model makes its positions itself
     assert torch.equal(run_graph(capture, own, other)[capture.op_graph.loss], expected)
+
+
+def test_blocks_end_where_images_are_joined_however_many_there_are() -> None:
+    # LLaVA-NeXT projects all tiles together, takes them apart image by image, and joins them again
+    model = family("llava_next")
+    two, four = (family_units("llava_next", 0)[i] for i in (0, 2))
+    capture = capture_model(model, WholeUnit(two, num_samples=2))
+    again = recapture(model, capture.analysis, WholeUnit(four, num_samples=2))
+    for found in (capture, again):
+        graph = coarsen(found)
+        (edge,) = (e for e in graph.edges if e.src == "model.multi_modal_projector")
+        assert edge.dst == "model.language_model.layers.0" and len(edge.tensors) == 1
+        projector = next(block for block in graph.blocks if block.name == edge.src)
+        assert "model.image_newline" in projector.parameters

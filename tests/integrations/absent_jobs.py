@@ -94,7 +94,8 @@ def train_absent(name: str, block: dict[str, Any], zero: int, patterns: Sequence
     for _ in steps:
         losses.append(float(engine.train_batch(stream)))
         gradients.append(dict(engine.gradients))
-        states.append(engine.gather_state_dict() or {})  # on rank 0
+        state = engine.gather_state_dict() or {}  # on rank 0; of a single rank its own tensors
+        states.append({name: tensor.clone() for name, tensor in state.items()})
     evaluated = float(engine.eval_batch(stream))
     _, logits = engine.eval_batch(stream, return_logits=True)
     reference, _ = one_process(plain, steps, loss_mean="units")

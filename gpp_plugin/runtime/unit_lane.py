@@ -445,8 +445,8 @@ class UnitLane(Lane):
         odd += [key for key in function.batch_inputs if unit[key].is_meta]
         if odd and pattern.lacks:
             raise CaptureError(
-                f"stage {self._stage.name}: of units without {list(pattern.lacks)} it reads {odd[:3]}, which it "
-                "does not have, as it reads nothing of them in units that have all; give every unit these keys"
+                f"stage {self._stage.name} reads {odd[:3]} of units without {list(pattern.lacks)}, and not of units "
+                "that have all inputs: it does not have them; give every unit these keys"
             )
 
     def _reduces_in(self) -> int | None:

@@ -60,6 +60,7 @@ class UnitPattern:
         stages: that have something to do for them.
         edges: of the joined plan, those that are theirs.
         names: what the joined plan calls the loss and the outputs of their capture.
+        parameters: that their blocks read.
     """
 
     index: int
@@ -69,6 +70,7 @@ class UnitPattern:
     stages: frozenset[int]
     edges: frozenset[int]
     names: Mapping[str, str]
+    parameters: frozenset[str]
 
     def name(self, tensor: str) -> str:
         """Return what the joined plan calls a tensor of the capture."""
@@ -147,6 +149,7 @@ class UnitPatterns:
             stages=every,
             edges=frozenset(range(len(plan.edges))),
             names={},
+            parameters=_parameters(reference),
         )
         self._known: dict[tuple[str, ...], UnitPattern] = {(): full}
         self._edges: tuple[StageEdge, ...] = plan.edges
@@ -238,6 +241,7 @@ class UnitPatterns:
             stages=frozenset(i for i, blocks in enumerate(groups) if blocks),
             edges=frozenset(range(len(self._edges), len(self._edges) + len(own.edges))),
             names=names,
+            parameters=_parameters(reference),
         )
         edges = tuple(
             dataclasses.replace(
@@ -284,18 +288,27 @@ class UnitPatterns:
         patterns = {pattern.index: pattern for pattern in map(self.of, units_of(batch))}
         if 0 in patterns:
             return frozenset()
-        read = {name for pattern in patterns.values() for name in _parameters(pattern.reference)}
-        return frozenset(_parameters(self._known[()].reference) - read)
+        return self._known[()].parameters.difference(*(p.parameters for p in patterns.values()))
 
     def program(self, batch: Batch) -> tuple[tuple[int, ...], PatternProgram]:
-        """Return the patterns of a mini-batch's units by number, and this rank's program for them."""
+        """Return the patterns of a mini-batch's units by number, and this rank's program for them.
+
+        Raises:
+            CaptureError: the plan's stages cannot run them together; the same on every rank.
+        """
         patterns = [self.of(unit) for unit in units_of(batch)]
         key = tuple(pattern.index for pattern in patterns)
         if not any(key):
             return key, self._full
         found = self._programs.get(key)
         if found is None:
-            programs = self._lowered(patterns, self._edges)
+            try:
+                programs = self._lowered(patterns, self._edges)
+            except (PlanError, ScheduleError) as error:
+                raise CaptureError(
+                    f"units that lack unlike inputs cannot be run together: {first_line(error)}; give units of one "
+                    "mini-batch the same keys"
+                ) from error
             plan = dataclasses.replace(self._plan, edges=self._edges)
             own = self._own(programs)
             is_early = self._reduces_early and self._stage in stages_that_reduce_early(plan, programs)
@@ -345,8 +358,8 @@ def _memory_of(stage: Stage, base: Reference, now: Reference) -> MemoryPlan | No
     return dataclasses.replace(stage.memory, recomputed=recomputed, swapped=swapped)
 
 
-def _parameters(reference: Reference) -> set[str]:
-    return {name for block in reference.block_graph.blocks for name in block.parameters}
+def _parameters(reference: Reference) -> frozenset[str]:
+    return frozenset(name for block in reference.block_graph.blocks for name in block.parameters)
 
 
 def _check_results(

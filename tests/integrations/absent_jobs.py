@@ -94,7 +94,8 @@ def train_absent(name: str, block: dict[str, Any], zero: int, patterns: Sequence
     for _ in steps:
         losses.append(float(engine.train_batch(stream)))
         gradients.append(dict(engine.gradients))
-        states.append(engine.gather_state_dict() or {})  # on rank 0
+        state = engine.gather_state_dict() or {}  # on rank 0; of a single rank its own tensors
+        states.append({name: tensor.clone() for name, tensor in state.items()})
     evaluated = float(engine.eval_batch(stream))
     _, logits = engine.eval_batch(stream, return_logits=True)
     reference, _ = one_process(plain, steps, loss_mean="units")
@@ -121,4 +122,57 @@ def train_absent(name: str, block: dict[str, Any], zero: int, patterns: Sequence
         "logits": max(float((a - b).abs().max()) for a, b in zip(logits, last, strict=True)),
         "stages": [list(stage.blocks) for stage in engine.plan.stages],
         "left": len(list(stream)),
+    }
+
+
+class Samples:
+    """A dataset of which every third sample lacks the right input."""
+
+    def __len__(self) -> int:
+        return 36
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        unit = tower_units("l" if index % 3 == 0 else "b")[0]
+        return {key: value[0] + (0 if key == "labels" else 0.01 * index) for key, value in unit.items()}
+
+
+def collate_alike(items: list[dict[str, Any]]) -> dict[str, Any]:
+    """Stack what all samples have; None of what one of them lacks."""
+    return {
+        key: torch.stack([i[key] for i in items]) if all(key in i for i in items) else None
+        for key in ("labels", "left", "right")
+    }
+
+
+def load_absent(block: dict[str, Any]) -> dict[str, Any]:
+    """Train three steps on the engine's own units, some of which lack an input; compare with one process."""
+    import deepspeed
+
+    import gpp_plugin
+    from gpp_plugin.data import pack
+
+    torch.manual_seed(0)
+    model, data = TwoTowers(), Samples()
+    plain = copy.deepcopy(model)
+
+    def packing() -> Any:
+        return pack(data, cost=lambda item: 1.0, budget=3.0, units=4, seed=1)
+
+    config = config_of(block=block)
+    del config["train_batch_size"], config["train_micro_batch_size_per_gpu"]
+    sample = collate_alike([data[1], data[2], data[4]])
+    engine = deepspeed.initialize(
+        model=gpp_plugin.GraphPipelineModule(model, sample_batch=sample),
+        config=config,
+        training_data=packing(),
+        collate_fn=collate_alike,
+    )[0]
+    losses = [float(engine.train_batch()) for _ in range(3)]
+    collated = [collate_alike([data[i] for i in unit]) for unit in packing().epoch_units(0)[:12]]
+    reference, _ = one_process(plain, [collated[i : i + 4] for i in range(0, 12, 4)], loss_mean="units")
+    return {
+        "losses": losses,
+        "wanted": reference,
+        "lacking": sum(unit["right"] is None for unit in collated),
+        "reads": engine._feed.reads_inputs,
     }

@@ -21,11 +21,10 @@ def check(answer: dict[str, Any], *, is_exact: bool = True) -> None:
         assert answer["logits"] < 1e-5
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_text_only_units_of_a_language_model(ranks: int) -> None:
+def test_text_only_units_of_a_language_model() -> None:
     # momentum and decay would move the tower in the second step, which has no image
     answers = run_kept_ranks(
-        jobs.train_absent, ranks, "llava", {"data_parallel": 1}, 0, ("btb", "ttt", "tbt"), timeout_s=200.0
+        jobs.train_absent, 3, "llava", {"data_parallel": 1}, 0, ("btb", "ttt", "tbt"), timeout_s=200.0
     )
     assert answers[0]["weights"]
     for rank, answer in enumerate(answers):
@@ -37,6 +36,18 @@ def test_text_only_units_of_a_language_model(ranks: int) -> None:
         assert not set(tower).intersection(answer["reached"][1])
         assert not any("vision_tower" in name or "projector" in name for name in answer["moved"][0])
         assert set(tower) <= set(answer["moved"][1])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_towers_of_which_units_lack_one(ranks: int) -> None:
+    answers = run_kept_ranks(
+        jobs.train_absent, ranks, "towers", {"data_parallel": 1}, 0, ("blr", "lll", "rbr")
+    )
+    for answer in answers:
+        check(answer)
+    assert answers[0]["weights"]
+    assert answers[0]["moved"][0]
+    assert not any(name.startswith("right.") for name in (*answers[0]["moved"][0], *answers[0]["reached"][1]))
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
@@ -51,3 +62,10 @@ def test_ranks_whose_units_lack_a_tower_that_others_have(zero: int) -> None:
     assert first
     assert not any(name.startswith("right.") for name in first)
     assert any(name.startswith("right.") for name in second)
+
+
+def test_the_engines_own_loader_gives_units_that_lack_an_input() -> None:
+    answers = run_kept_ranks(jobs.load_absent, 3, {"data_parallel": 1})
+    for answer in answers:
+        assert answer["losses"] == pytest.approx(answer["wanted"], rel=1e-6)
+        assert 0 < answer["lacking"] < 12

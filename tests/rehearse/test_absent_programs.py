@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,6 +23,8 @@ from tests.schedule.test_absent import VISION, language_model, of_units, program
 def rehearse(images: Sequence[bool]) -> tuple[list[Event], float]:
     """Return what the ranks did of a mini-batch, and how long that takes in simulation."""
     plan = language_model(len(images), forward_us=4000.0, backward_us=8000.0)
+    tower = dataclasses.replace(plan.stages[VISION], forward_us=9000.0, backward_us=18000.0)
+    plan = dataclasses.replace(plan, stages=(tower, *plan.stages[1:]))
     _, programs = programs_of(plan, of_units(images))
     specs = {
         name: TensorSpec(

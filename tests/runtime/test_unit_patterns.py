@@ -15,6 +15,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.program import InstructionKind
 from gpp_plugin.runtime.batches import UnitBatch
+from gpp_plugin.schedule.orders.forward_only import forward_only_stages
 from tests.integrations.absent_jobs import TwoTowers, mixed_units, tower_units
 from tests.integrations.unit_jobs import one_process
 from tests.models import build
@@ -69,6 +70,18 @@ def test_towers_of_which_units_lack_one_or_the_other(tmp_path: Path) -> None:
     full, left = tasks_of(job, tower_units("bbbb")), tasks_of(job, tower_units("llll"))
     assert full == [8, 8, 8]
     assert sorted(left) == [0, 8, 8], "one tower has nothing to do"
+
+
+def test_a_frozen_tower_that_some_units_lack(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = TwoTowers()
+    model.left.requires_grad_(False)
+    plain = copy.deepcopy(model)
+    block = {"units": 6, "data_parallel": 1, "planner": "uniform"}
+    job = ThreadJob(model, tower_units("b")[0], 3, block, tmp_path)
+    assert forward_only_stages(job.plan)
+    for kinds in ("bbrrbl", "rrrrrr", "brbrbr"):
+        check(job, plain, tower_units(kinds))
 
 
 def test_the_programs_of_a_pattern_are_made_once_and_few_are_kept(

@@ -48,7 +48,7 @@ def language_model(units: int, degrees: Sequence[int] = (1, 1, 1, 1), **stage: A
                 blocks=(name,),
                 ranks=tuple(range(first, first + degree)),
                 micro_batch_size=degree,
-                in_flight=max(1, (units if name in ("vision", "embed") else 2) // degree),
+                in_flight={"text": 2, "loss": 1}.get(name, max(1, units // degree)),
                 **{**times, **stage},
             )
         )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gpp_plugin.engine.row_loader import Share
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.runtime.batches import batch_checksum, join_batches
+from gpp_plugin.ir.samples import SampleRange
+from gpp_plugin.runtime.batches import UnitBatch, arrange_units, batch_checksum, join_batches
 
 ROWS = torch.arange(4.0)
 
@@ -39,3 +41,27 @@ def test_checksums_of_many_ranks_are_compared_exactly() -> None:
         for _ in range(1000):
             total, squares = total + checksum, squares + checksum * checksum
         assert squares * 1000 == total * total
+
+
+def test_a_rank_keeps_the_units_at_its_places_in_the_chosen_order() -> None:
+    units = [{"x": torch.full((1, length), float(length))} for length in (3, 9, 5, 7)]
+
+    def heaviest_first(sizes: list[dict[str, int]]) -> list[int]:
+        return sorted(range(len(sizes)), key=lambda number: -sizes[number]["x"])
+
+    def kept(rank: int) -> UnitBatch:
+        places = tuple(SampleRange(first_sample=place, num_samples=1) for place in (rank, rank + 2))
+        share = Share(
+            rank=rank, mini_batch=4, samples=places, keys=None, dtype=None, units=4, order=heaviest_first
+        )
+        return share.keep_units(units)
+
+    whole = arrange_units(units, heaviest_first)
+    assert whole.given == (1, 3, 2, 0)
+    assert [unit["x"].shape[1] for unit in whole.units] == [9, 7, 5, 3]
+    assert arrange_units(units, None).given is None
+    for rank, here in ((0, [9, 5]), (1, [7, 3])):
+        own = kept(rank)
+        assert [unit["x"].shape[1] for unit in own.units] == [9, 7, 5, 3], "shapes of all are known"
+        assert [unit["x"].shape[1] for unit in own.units if not unit["x"].is_meta] == here
+        assert (own.given, own.checksum) == (whole.given, batch_checksum(whole))

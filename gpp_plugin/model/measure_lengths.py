@@ -127,7 +127,13 @@ class _Measured:
         if any(known.shapes[key][-1].isdigit() for key in open_axes):
             return None
         self._capture = found
-        return SizeConditions(symbols=known.symbols, shapes=known.shapes)
+        # a length is told by its anchor, ``labels``, whichever entry torch met first, ``decoder_attention_mask``
+        symbols = dict(known.symbols)
+        for anchor in reversed(self._entries):
+            name = known.shapes[anchor][-1]
+            if name in symbols:
+                symbols[name] = anchor, self._batch[anchor].ndim - 1
+        return SizeConditions(symbols=symbols, shapes=known.shapes)
 
     def _by_size(self) -> SizeConditions:
         """Return lengths as they differ in the batch: entries of one size are of one length."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -263,8 +264,12 @@ def align(reference: Iterable[GraphNode], traced: Traced) -> Traced:
     known_as: dict[fx.Node, str] = {}
     copy_of: dict[str, str] = {}
     pending = deque(traced.graph.nodes)
-    for old in reference:
-        while pending and old.target != _target(pending[0]) and _is_whole_slice(pending[0]):
+    known = list(reference)
+    for position, old in enumerate(known):
+        # x[:, 1:] is two slices, the first of everything: of a chain that is longer here, these are left out
+        excess = _num_slices(pending) - _num_known_slices(itertools.islice(known, position, None))
+        while pending and (old.target != _target(pending[0]) or excess > 0) and _is_whole_slice(pending[0]):
+            excess -= 1
             whole: Any = pending.popleft()
             known_as[whole] = known_as[whole.args[0]]
         node = pending[0] if pending else None
@@ -299,6 +304,26 @@ def align(reference: Iterable[GraphNode], traced: Traced) -> Traced:
     if pending:
         raise CaptureError(_difference(None, pending[0], traced.num_samples))
     return dataclasses.replace(traced, graph=new)
+
+
+def _num_slices(nodes: Iterable[fx.Node]) -> int:
+    """Return how many of the first nodes are slices, each of the one before."""
+    count, last = 0, None
+    for node in nodes:
+        if node.target is not torch.ops.aten.slice.Tensor or last not in (None, node.args[0]):
+            break
+        count, last = count + 1, node
+    return count
+
+
+def _num_known_slices(nodes: Iterable[GraphNode]) -> int:
+    """Return the same of a reference."""
+    count, last = 0, ""
+    for node in nodes:
+        if node.target != str(torch.ops.aten.slice.Tensor) or (last and node.inputs[:1] != (last,)):
+            break
+        count, last = count + 1, node.name
+    return count
 
 
 def _is_whole_slice(node: fx.Node) -> bool:

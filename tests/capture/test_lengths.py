@@ -286,3 +286,35 @@ def test_a_slice_of_all_of_an_axis_is_left_out_before_another(caplog: pytest.Log
         code = stage.code(_steps(length))
         assert code.is_for_lengths, warnings_in(caplog)
         _check_loss(stage, code, _steps(length))
+
+
+class Listed(nn.Module):
+    """Takes its images one by one, so that their number is one to it; its texts are of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.image = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+    def forward(self, ids: Tensor, images: Tensor) -> dict[str, Tensor]:
+        """Return a loss of ids [samples, length] and images [images, 1, 4]."""
+        images = torch.cat(list(self.image(images)[:, :1]))
+        return {"loss": self.embed(ids).square().mean() + images.square().mean()}
+
+
+def test_a_number_of_images_that_python_takes_has_a_capture_for_all_texts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def batch(length: int, images: int) -> Batch:
+        return {"ids": torch.full((2, length), 5), "images": torch.randn(2 * images, 1, 4)}
+
+    stage = OneStage(Listed(), batch(5, 2))
+    stage.code(batch(5, 2))
+    exports = count_exports(monkeypatch)
+    found = []
+    for length, images in ((6, 1), (8, 1), (9, 2), (7, 2), (4, 1)):
+        code = stage.code(batch(length, images))
+        _check_loss(stage, code, batch(length, images))
+        found.append(code.is_for_lengths)
+    assert all(found), found
+    assert exports() <= 4, "at most two tries for a number of images"
+    assert not warnings_in(caplog)

@@ -8,7 +8,8 @@ captured once more with symbols for those, and from then on a length not seen be
     input_ids [4, 9]     s0 = 9                              milliseconds
 
 Where a model's Python asks for sizes, what it answered is a condition of the capture (``s0 <= 16``). A batch that it
-does not hold for is captured by itself, and a warning says so once.
+does not hold for is captured by itself, and a warning says so once. Where Python takes the number of images as one (a
+list of them), a capture holds for texts of any length beside so many, and each number has its own, up to a bound.
 
 Of a model whose Python reads values, a batch's kind has its readings too: texts of other lengths beside the same sizes
 of images are one kind, whose lengths are symbols; other sizes of images are another kind, captured twice again.
@@ -48,7 +49,7 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 MAX_KINDS = 64
 """Kinds of batches (numbers of samples, keys, constants) of which a part remembers what it found out."""
-MAX_EXPORTS = 4
+MAX_EXPORTS = 8
 """Exports with symbols for one kind of batches: of other axes each, or from another batch."""
 
 
@@ -103,6 +104,11 @@ class StageAtLengths:
     def is_open(self, key: str, axis: int) -> bool:
         """Return whether the stage is for many sizes of an axis of the batch."""
         return not self._shapes[key][axis].isdigit()
+
+    @property
+    def has_open_axes(self) -> bool:
+        """Return whether the stage is for many sizes of any axis."""
+        return any(not size.isdigit() for shape in self._shapes.values() for size in shape)
 
     def at(self, shapes: Mapping[str, Sequence[int]]) -> StageCode | str:
         """Return the stage for a batch of these shapes, or why it has no code for it."""
@@ -224,11 +230,12 @@ class CodeForLengths:
                 and not stage.is_open(key, axis)
                 and not is_padded(key, arguments)
             ]
-            found = fixed[0] if fixed else stage.at(shapes)
-            if isinstance(found, StageCode):
+            found = stage.at(shapes)
+            # a number of images that is one to the model: this stage is for texts of any length beside so many
+            if isinstance(found, StageCode) and (not fixed or stage.has_open_axes):
                 kind.stages.insert(0, stage)
                 return found
-            reason = found
+            reason = fixed[0] if fixed else str(found)
         for stage in kind.stages[:1]:
             refused = stage.at(shapes)
             reason = refused if isinstance(refused, str) else reason

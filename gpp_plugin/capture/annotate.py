@@ -16,7 +16,6 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from gpp_plugin.capture.eager.choose_whole import Untraceable
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.flop_count import FlopCount
 from gpp_plugin.capture.tracing.clean import ADDED, written_arguments
@@ -132,9 +131,6 @@ def annotate(
         received: placeholders of what other stages make, which is not there anyway.
         training: record gradient flags and what is kept for backward.
         unread: operators that the code of a stage leaves out; they cost nothing.
-
-    Raises:
-        Untraceable: an operator's result has a size that depends on values.
     """
     tensors = {name: _in_mode(tensor, shadow) for name, tensor in tensors.items()}
     values: dict[fx.Node, Any] = {}
@@ -232,20 +228,8 @@ def _note(
 ) -> Note:
     is_tuple = isinstance(value, (tuple, list))
     tensors = [t for t in value if isinstance(t, torch.Tensor)] if is_tuple else [value]
-    if not all(isinstance(t, torch.Tensor) for t in tensors):
-        raise Untraceable(
-            f"operator {node.target} ({node.name}) at {module_path(node) or 'the model itself'} yields a Python "
-            f"number taken from a tensor; keep it a tensor",
-            module_path(node),
-        )
     shapes = tuple(tuple(t.shape) for t in tensors)
-    if not all(type(size) is int for shape in shapes for size in shape):
-        raise Untraceable(
-            f"operator {node.target} ({node.name}) at {module_path(node) or 'the model itself'} makes a tensor "
-            f"of shape {shapes[0]}, which depends on values (nonzero, boolean indexing, unique); use a mask or "
-            "torch.where so that shapes are known beforehand",
-            module_path(node),
-        )
+    assert all(type(size) is int for shape in shapes for size in shape), f"{node.name} passed `refuse_values`"
     return Note(
         shapes=shapes,
         dtypes=tuple(t.dtype for t in tensors),

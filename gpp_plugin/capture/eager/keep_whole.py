@@ -307,7 +307,7 @@ class WholeCalls:
         for tensor, node in zip(traced, nodes, strict=True):
             value: Any = None if node is None else _value(node, known)
             fits = isinstance(value, Tensor) and value.shape == tensor.shape and value.dtype == tensor.dtype
-            operands.append(value.clone() if fits else made_up(tensor))
+            operands.append(value.clone() if fits else made_up(tensor.shape, tensor.dtype))
         return operands
 
 

@@ -1,8 +1,7 @@
 """Runs a call once on real tensors, beside the tracing that came upon it: what it returns, keeps, writes and draws.
 
 Weights are the model's own, or random ones where it is on the meta device. Arguments that are entries of the batch are
-those; of others shapes alone are known, so that they are made up as operators are tried (`layout.trials`): floating
-ones between 0.5 and 1.5, all others ones.
+those; of others shapes alone are known, so that they are made up.
 
 Source: this project
 Tests: tests/capture/test_eager.py
@@ -10,25 +9,36 @@ Tests: tests/capture/test_eager.py
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
-from contextlib import contextmanager
-from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from gpp_plugin.capture.eager.opaque_call import Observed, OpaqueCall, ResultSpec
 from gpp_plugin.capture.flop_count import FlopCount
+from gpp_plugin.capture.tracing.outside import TORCH, watched_generators
 
 
-def made_up(like: Tensor) -> Tensor:
-    """Return a tensor of this shape and type, on the CPU, whose values most code takes."""
-    if like.dtype.is_floating_point or like.dtype.is_complex:
-        return (torch.rand(like.shape) + 0.5).to(like.dtype)
-    return torch.ones(like.shape, dtype=like.dtype)
+def made_up(shape: Sequence[int], dtype: torch.dtype, *, varied: torch.Generator | None = None) -> Tensor:
+    """Return a tensor of values that most code takes, where the shape and the type alone are known.
+
+    Floating numbers between 0.5 and 1.5 have logarithms, roots and quotients without overflow; whole numbers and truth
+    values are ones: a table has such a row, a mask leaves something.
+
+    Args:
+        varied: draws zeros as well as ones, on its device.
+    """
+    where = varied.device if varied is not None else torch.device("cpu")
+    if dtype.is_floating_point or dtype.is_complex:
+        # drawn in single precision where the type is less exact, or holds two numbers
+        real = torch.float64 if dtype is torch.float64 else torch.float32
+        return (torch.rand(tuple(shape), generator=varied, device=where, dtype=real) + 0.5).to(dtype)
+    if varied is None:
+        return torch.ones(tuple(shape), dtype=dtype)
+    if dtype is torch.bool:
+        return torch.rand(tuple(shape), generator=varied, device=where) < 0.5
+    return torch.randint(0, 2, tuple(shape), generator=varied, device=where, dtype=dtype)
 
 
 def observe(call: OpaqueCall, arguments: Sequence[Tensor], requires_grad: Sequence[bool]) -> Observed:
@@ -54,8 +64,10 @@ def observe(call: OpaqueCall, arguments: Sequence[Tensor], requires_grad: Sequen
         )  # held, so that no other storage gets its address
         return tensor
 
+    device = arguments[0].device
     with (
-        _watched(arguments[0].device) as drawn,
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        watched_generators() as drawn,
         FlopCount() as costs,
         saved_tensors_hooks(pack, lambda tensor: tensor),
     ):
@@ -71,8 +83,8 @@ def observe(call: OpaqueCall, arguments: Sequence[Tensor], requires_grad: Sequen
         keeps=_kept(kept, given, results),
         written=tuple(i for i, t in enumerate(given) if t._version != versions[i]),
         flops=costs.flops,
-        is_random=drawn["torch"],
-        draws_outside=drawn["outside"],
+        is_random=TORCH in drawn,
+        draws_outside=bool(drawn.keys() - {TORCH}),
     )
 
 
@@ -87,22 +99,3 @@ def _kept(
     found = [places[key] for key in kept if key in places]
     inside = sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in places)
     return tuple(found) + ((("inside", inside),) if inside else ())
-
-
-@contextmanager
-def _watched(device: torch.device) -> Any:
-    """Give back the states of the generators, and tell afterwards which of them were drawn from."""
-    drawn = {"torch": False, "outside": False}
-    outside = random.getstate(), numpy.random.get_state()
-    on_cuda = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=on_cuda):
-        before = torch.get_rng_state()
-        try:
-            yield drawn
-        finally:
-            drawn["torch"] = not torch.equal(before, torch.get_rng_state())
-            after = numpy.random.get_state()
-            is_same = all(numpy.array_equal(a, b) for a, b in zip(outside[1], after, strict=True))
-            drawn["outside"] = random.getstate() != outside[0] or not is_same
-            random.setstate(outside[0])
-            numpy.random.set_state(outside[1])

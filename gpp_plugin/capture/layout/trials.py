@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
+from gpp_plugin.capture.eager.trial_run import made_up
 from gpp_plugin.capture.layout.layout_rules import Fixed, Rows, State
 from gpp_plugin.capture.tracing.traced import Traced
 from gpp_plugin.errors import first_line
@@ -144,20 +145,15 @@ class Trials:
             return self._constants[source.name][1].clone()
         node = self._pairs[source.name][1]
         shape, dtype = shape_of(node), node.meta["val"].dtype
-        # Values every operator takes: indices 0 and 1 exist in any table; floats between 0.5 and 1.5 have logarithms,
-        # roots and quotients without overflow. Lower precisions are tried in float32, as their rounding would hide
-        # small differences; operators that only move elements in int16, a half or a quarter of the memory.
-        if dtype is torch.bool:
-            return torch.rand(shape, generator=self._generator, device=self._device) < 0.5
-        if not dtype.is_floating_point and not dtype.is_complex:
-            return torch.randint(0, 2, shape, generator=self._generator, device=self._device, dtype=dtype)
-        if moves:
+        # Lower precisions are tried in float32, as their rounding would hide small differences; operators that only
+        # move elements in int16, a half or a quarter of the memory.
+        if moves and (dtype.is_floating_point or dtype.is_complex):
             return torch.randint(
                 0, 30000, shape, generator=self._generator, device=self._device, dtype=torch.int16
             )
-        real = torch.float64 if dtype is torch.float64 else torch.float32
-        value = torch.rand(shape, generator=self._generator, device=self._device, dtype=real) + 0.5
-        return value.to(dtype) if dtype.is_complex else value
+        if dtype.is_floating_point and dtype is not torch.float64:
+            dtype = torch.float32
+        return made_up(shape, dtype, varied=self._generator)
 
     def _slice(self, source: fx.Node, value: Any, start: int) -> Any:
         if not isinstance(value, Tensor):

@@ -62,16 +62,17 @@ def hidden_process_group() -> Iterator[None]:
         dist.GroupMember.WORLD = world
 
 
+TORCH = "torch's CPU generator, outside the graph,"
 Draws = dict[str, Any]
 """Generator that was drawn from -> the state that it ended in."""
 
 
 @contextmanager
-def watched_generators(model: nn.Module) -> Iterator[Draws]:
+def watched_generators(model: nn.Module | None = None) -> Iterator[Draws]:
     """Say afterwards which generators outside the graph were drawn from, and put all back to where they were.
 
     Python's and numpy's global ones, torch's of the CPU (an operator on fake tensors does not draw from it), and those
-    that modules of the model hold.
+    that modules of a model hold.
     """
     seen: Draws = {}
     generators = _generators(model)
@@ -141,15 +142,15 @@ class _Generator:
     seed: Callable[[int], Any]
 
 
-def _generators(model: nn.Module) -> list[_Generator]:
-    """Return the global generators and those that are attributes of the model's modules."""
+def _generators(model: nn.Module | None) -> list[_Generator]:
+    """Return the global generators and those that are attributes of a model's modules."""
     found = [
         _Generator("Python's random", random.getstate, random.setstate, random.seed),
         _Generator("numpy.random", np.random.get_state, np.random.set_state, np.random.seed),
-        _of_torch("torch's CPU generator, outside the graph,", torch.default_generator),
+        _of_torch(TORCH, torch.default_generator),
     ]
     held: dict[int, _Generator] = {}
-    for path, module in model.named_modules():
+    for path, module in model.named_modules() if model is not None else ():
         for name, value in vars(module).items():
             called = f"{path}.{name}" if path else name
             if isinstance(value, random.Random):

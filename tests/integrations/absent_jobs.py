@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from tests.integrations.engine_jobs import config_of, make_engine
-from tests.integrations.unit_jobs import _losses, _with_weights, one_process
+from tests.integrations.unit_jobs import losses_of, one_process, with_weights
 from tests.models import build
 from tests.reference import gradient_errors
 
@@ -100,9 +100,9 @@ def train_absent(name: str, block: dict[str, Any], zero: int, patterns: Sequence
     _, logits = engine.eval_batch(stream, return_logits=True)
     reference, _ = one_process(plain, steps, loss_mean="units")
     _, wanted = one_process(plain, steps[:1], loss_mean="units")
-    trained = _with_weights(plain, steps, loss_mean="units")
+    trained = with_weights(plain, steps, loss_mean="units")
     with torch.no_grad():
-        mean = sum(float(part) for part in _losses(trained, steps[0], "units"))
+        mean = sum(float(part) for part in losses_of(trained, steps[0], "units"))
         last = [trained(**unit).logits for unit in steps[0]]
     weights = dict(trained.named_parameters())
     return {

@@ -21,6 +21,7 @@ Tests: tests/runtime/test_lengths.py
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -234,6 +235,9 @@ class CodeForLengths:
             # a number of images that is one to the model: this stage is for texts of any length beside so many
             if isinstance(found, StageCode) and (not fixed or stage.has_open_axes):
                 kind.stages.insert(0, stage)
+                # an export leaves garbage and a larger heap behind: looked through now, in a step that takes seconds
+                # anyway, and not in one of a length that costs a millisecond
+                gc.collect()
                 return found
             reason = fixed[0] if fixed else str(found)
         for stage in kind.stages[:1]:

@@ -103,7 +103,7 @@ def _codes(samples: int, length: int) -> Batch:
     }
 
 
-def _spoken(samples: int, length: int) -> Batch:
+def _two_speakers(samples: int, length: int) -> Batch:
     """Return what two speakers say, as codes, and what one of them means by it, as text."""
     said, words = integers(samples, 2, length, first=0, end=16, seed=4), integers(samples, length)
     return {
@@ -476,7 +476,7 @@ MODELS = (
         },
     ),
     ZooModel(
-        name="moshi", kind=KIND, model="MoshiForConditionalGeneration", batch=_spoken, means="steps of codes",
+        name="moshi", kind=KIND, model="MoshiForConditionalGeneration", batch=_two_speakers, means="steps of codes",
         config={
             "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS,
             "ffn_dim": 64, "num_codebooks": 2, "audio_vocab_size": 16, "max_position_embeddings": 64,

@@ -31,7 +31,6 @@ TASKS: dict[str, Job] = {
     "ViLT": job("vilt"),
     "Reformer": job("reformer"),
     "DETR": job("detr"),
-    "Mixtral": job("mixtral"),
     "parts of a graph": job("parts", stages="auto", eager=["body.layers.0"]),
 }
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
-from gpp_plugin.capture.export import count_samples
+from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.data.unit_packing import PackedUnits
 from gpp_plugin.engine.row_loader import (
     Complete,

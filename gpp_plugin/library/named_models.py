@@ -114,7 +114,8 @@ def captured_model(
     Raises:
         CaptureError: the module cannot be captured.
     """
-    from gpp_plugin.capture.export import capture_model, recapture
+    from gpp_plugin.capture.export import capture_model
+    from gpp_plugin.capture.recapture import recapture
     from gpp_plugin.profile.analytic_costs import default_sample_counts
 
     *usual, longest = [_Shapes(batch) for batch in batches]

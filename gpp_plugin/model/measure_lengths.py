@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
-from gpp_plugin.capture.export import CaptureAtLengths
+from gpp_plugin.capture.recapture import CaptureAtLengths
 from gpp_plugin.capture.tracing.batch_lengths import LengthOf, length_entries, length_of, with_lengths
 from gpp_plugin.errors import CaptureError, GppError, first_line
 from gpp_plugin.ir.analysis import Analysis

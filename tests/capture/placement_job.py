@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from gpp_plugin.capture import export
+from gpp_plugin.capture import analyse_traced
 from gpp_plugin.capture.tracing import shadow
 from gpp_plugin.capture.tracing.devices import place_graph
 from gpp_plugin.ir.analysis import Analysis
@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 @contextmanager
 def traced_on_cuda() -> Iterator[None]:
     """Trace on the wanted device, as where torch has CUDA; try operators on the CPU, as these devices cannot."""
-    tracing_device, analyse_layouts = shadow.tracing_device, export.analyse_layouts
+    tracing_device, analyse_layouts = shadow.tracing_device, analyse_traced.analyse_layouts
 
     def analyse_on_the_cpu(small: Any, large: Any, clusters: Any, rows: Any, device: torch.device) -> Any:
         for traced in (small, large):
@@ -48,13 +48,13 @@ def traced_on_cuda() -> Iterator[None]:
             place_graph(traced.graph, device, of_type="cpu")
         return found
 
-    shadow.tracing_device = export.tracing_device = lambda device: device
-    export.analyse_layouts = analyse_on_the_cpu
+    shadow.tracing_device = analyse_traced.tracing_device = lambda device: device
+    analyse_traced.analyse_layouts = analyse_on_the_cpu
     try:
         yield
     finally:
-        shadow.tracing_device = export.tracing_device = tracing_device
-        export.analyse_layouts = analyse_layouts
+        shadow.tracing_device = analyse_traced.tracing_device = tracing_device
+        analyse_traced.analyse_layouts = analyse_layouts
 
 
 def check_family(name: str, own: torch.device, *, is_training: bool) -> list[str]:

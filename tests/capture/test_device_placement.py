@@ -19,7 +19,8 @@ import torch
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
-from gpp_plugin.capture.export import capture_model, recapture
+from gpp_plugin.capture.export import capture_model
+from gpp_plugin.capture.recapture import recapture
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.serialize import dumps, loads
 from gpp_plugin.model.graph.stored_profiles import describe_module

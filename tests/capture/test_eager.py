@@ -18,7 +18,8 @@ from gpp_plugin.capture.eager.call_structure import put_together, take_apart
 from gpp_plugin.capture.eager.choose_whole import with_culprit
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.eager.padded_records import RecordKeys, cut_records, pad_records
-from gpp_plugin.capture.export import capture_model, recapture
+from gpp_plugin.capture.export import capture_model
+from gpp_plugin.capture.recapture import recapture
 from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.serialize import dumps, loads

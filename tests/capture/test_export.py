@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.capture.coarsen import coarsen
-from gpp_plugin.capture.export import capture_model, recapture, resize_batch
+from gpp_plugin.capture.export import capture_model
+from gpp_plugin.capture.recapture import recapture
+from gpp_plugin.capture.tracing.sample_batches import resize_batch
 from gpp_plugin.capture.tracing.torch_export import TALKATIVE
 from gpp_plugin.errors import CaptureError
 from tests.capture.graphs import captured, eager_loss, run_graph

@@ -10,8 +10,9 @@ from torch import nn
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
-from gpp_plugin.capture.export import capture_model, recapture, resize_batch
-from gpp_plugin.capture.tracing.sample_batches import count_samples, rows_per_sample
+from gpp_plugin.capture.export import capture_model
+from gpp_plugin.capture.recapture import recapture
+from gpp_plugin.capture.tracing.sample_batches import count_samples, resize_batch, rows_per_sample
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from tests.capture.graphs import captured, run_graph, run_nodes, tensors_of

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.capture.export import capture_model, recapture
+from gpp_plugin.capture.export import capture_model
+from gpp_plugin.capture.recapture import recapture
 from gpp_plugin.errors import CaptureError
 from tests.capture.graphs import run_graph
 from tests.ranks import run_kept_ranks

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
-from gpp_plugin.capture.export import capture_model, read_values, recapture
+from gpp_plugin.capture.export import capture_model
+from gpp_plugin.capture.recapture import read_values, recapture
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, resize_batch
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.integrations.huggingface.prepared_inputs import has_prepared_inputs

@@ -16,7 +16,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
-from gpp_plugin.capture.export import capture_model, recapture, resize_batch
+from gpp_plugin.capture.export import capture_model
+from gpp_plugin.capture.recapture import recapture
+from gpp_plugin.capture.tracing.sample_batches import resize_batch
 from gpp_plugin.errors import ProfileError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.profile import Profile

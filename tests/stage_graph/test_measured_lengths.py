@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpp_plugin.capture.export import CaptureAtLengths
+from gpp_plugin.capture.recapture import CaptureAtLengths
 from gpp_plugin.capture.tracing.batch_lengths import with_lengths
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.profile import Profile

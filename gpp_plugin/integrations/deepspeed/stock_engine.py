@@ -23,7 +23,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
 from gpp_plugin.capture.coarsen import coarsen
-from gpp_plugin.capture.export import count_samples, recapture, resize_batch
+from gpp_plugin.capture.recapture import recapture
+from gpp_plugin.capture.tracing.sample_batches import count_samples, resize_batch
 from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.engine.feed import LOADING_TIMEOUT_S, Feed, TrainingData
 from gpp_plugin.engine.metrics import keep_timeline

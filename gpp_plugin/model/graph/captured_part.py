@@ -23,8 +23,9 @@ from gpp_plugin.capture.attention import repeated_operands
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.eager.padded_records import with_records
-from gpp_plugin.capture.export import capture_model, read_values, recapture, recapture_for_lengths
+from gpp_plugin.capture.export import capture_model
 from gpp_plugin.capture.lengths import LengthCapture
+from gpp_plugin.capture.recapture import read_values, recapture, recapture_for_lengths
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, resize_batch
 from gpp_plugin.capture.tracing.traced import Exported
 from gpp_plugin.capture.tracing.values import Recording

@@ -1,0 +1,288 @@
+"""From a trace to a capture: what is found of its operators, and an `OpGraph` of it, analysed or carried over by name.
+
+Source: this project
+Tests: tests/capture/test_export.py, tests/capture/test_layouts.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from gpp_plugin.capture.annotate import Note, annotate, module_path
+from gpp_plugin.capture.attention import attention_masks, without_masks
+from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.keys import find_layer_lists
+from gpp_plugin.capture.layout.inseparable import find_clusters
+from gpp_plugin.capture.layout.layout_rules import Counted, Fixed, Rows
+from gpp_plugin.capture.layout.layouts import (
+    Layouts,
+    analyse_layouts,
+    describe_coupling,
+    is_random,
+    whole_layouts,
+)
+from gpp_plugin.capture.layout.replicate import find_replicable
+from gpp_plugin.capture.lengths import resized
+from gpp_plugin.capture.mask_values import Mask, MaskFinder
+from gpp_plugin.capture.tracing.clean import written_arguments
+from gpp_plugin.capture.tracing.devices import place_graph, placed_body
+from gpp_plugin.capture.tracing.shadow import Shadow, dtype_name, tracing_device
+from gpp_plugin.capture.tracing.traced import Traced, structure_of
+from gpp_plugin.errors import CaptureError
+from gpp_plugin.ir.analysis import RECORDED, WHOLE_UNITS, Analysis
+from gpp_plugin.ir.op_graph import OpGraph, OpNode, Parameter
+from gpp_plugin.ir.tensors import UNIFORM, UNIT, Layout, TensorSpec, batch_layout
+
+logger = logging.getLogger(__name__)
+
+
+def analysed(
+    model: str,
+    traced: Traced,
+    shadow: Shadow,
+    pair: tuple[Traced, Traced] | None,
+    rows: dict[str, int],
+    unpadded: Collection[str],
+    training: bool,
+    eager: tuple[str, ...],
+) -> CapturedGraph:
+    """Return the capture with all that is found out of it.
+
+    Args:
+        pair: exports at n and 2n samples; None where the model takes whole units.
+        rows: of a sample of each input.
+        unpadded: inputs that hold ones only.
+        eager: modules that are kept whole.
+    """
+    masks = masks_of(traced, shadow).find()
+    notes = notes_of(traced, shadow, masks, unpadded, training=training)
+    clusters = find_clusters(traced.graph, notes)
+    if pair is not None:
+        # Clusters twice: layouts are judged cluster by cluster, and what they find uncuttable makes clusters larger.
+        layouts = analyse_layouts(*pair, clusters, rows, tracing_device(shadow.device))
+        clusters = find_clusters(traced.graph, notes, uncuttable=layouts.uncuttable())
+    else:
+        layouts = whole_layouts(traced)
+    replicable = find_replicable(traced, notes, clusters, layouts)
+    _couple_readers_of_counts(traced, layouts, replicable)
+    op_graph = _op_graph(model, shadow, traced, notes, layouts, replicable)
+    of_masks = {key for mask in masks.values() for key in mask.inputs}
+    analysis = Analysis(
+        op_graph=op_graph,
+        nodes=structure_of(traced.graph),
+        is_training=training,
+        dtype=dtype_name(shadow.dtype) if shadow.dtype is not None else None,
+        device_type=shadow.device.type,
+        layer_lists=find_layer_lists(shadow.model),
+        clusters=clusters,
+        unpadded=tuple(sorted(of_masks.intersection(unpadded))),
+        eager=eager,
+        means=(*((RECORDED,) if traced.recording else ()), *((WHOLE_UNITS,) if pair is None else ())),
+    )
+    return assemble(traced, op_graph, shadow, analysis, masks)
+
+
+def masks_of(traced: Traced, shadow: Shadow) -> MaskFinder:
+    """Return what finds the masks of attention that eager models leave out where some entries hold ones only."""
+    own = {name: key for name, key in traced.inputs.items() if key not in traced.received}
+    where = tracing_device(shadow.device)
+    return attention_masks(traced.graph, inputs=own, constants=traced.constants, device=where)
+
+
+def notes_of(
+    traced: Traced, shadow: Shadow, masks: Mapping[str, Mask], unpadded: Collection[str], *, training: bool
+) -> dict[str, Note]:
+    """Return what is found of each operator, with the costs of attention as it is for batches like the first one.
+
+    Shapes are those of the capture: a bias that eager attention would add once for all samples has them here too, for
+    that is what a stage sends where another stage adds it.
+    """
+    graph, unread = without_masks(traced.graph, masks, unpadded)
+    notes = annotate(
+        graph,
+        shadow,
+        traced.fakes,
+        traced.attributes,
+        received=traced.received,
+        training=training,
+        unread=unread,
+    )
+    for node in traced.operators:
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            notes[node.name].shapes = (tuple(node.meta["val"].shape),)
+    if training:
+        _check_loss(traced, notes, shadow)
+    return notes
+
+
+def _check_loss(traced: Traced, notes: Mapping[str, Note], shadow: Shadow) -> None:
+    """Refuse a training loss that no backward starts from; a model without weights has nothing to train anyway."""
+    own = [p for p in shadow.parameters if not p.is_buffer]
+    if not own or traced.loss is None or notes[traced.loss].requires_grad:
+        return
+    trained = sum(p.requires_grad for p in own)
+    why = (
+        "between them and the loss are detach(), torch.no_grad(), integers, or a custom autograd.Function, which is "
+        "traced without its gradient; remove that"
+        if trained
+        else "unfreeze what is to be trained (requires_grad_)"
+    )
+    raise CaptureError(
+        f"the loss of {type(shadow.model).__name__} needs no gradient, so that nothing would train: {trained} of its "
+        f"{len(own)} parameters take one; {why}"
+    )
+
+
+def _couple_readers_of_counts(traced: Traced, layouts: Layouts, replicable: set[str]) -> None:
+    """Keep to whole units whatever reads a count of samples that is sent instead of made anew."""
+    for node in traced.operators:
+        if isinstance(layouts.states[node.name], Counted) and node.name not in replicable:
+            layouts.coupling.update((node.name, *(u.name for u in node.users if u.op == "call_function")))
+
+
+def assemble(
+    traced: Traced, op_graph: OpGraph, shadow: Shadow, analysis: Analysis, masks: Mapping[str, Mask]
+) -> CapturedGraph:
+    """Return the capture of a trace, its operators on the device that they will run on."""
+    logger.debug("captured %s: %d operators", op_graph.model, len(op_graph.nodes))
+    # Traced for a device that this build of torch lacks, the graph says cpu wherever it will compute on that device.
+    device, traced_on = shadow.device, tracing_device(shadow.device).type
+    if traced_on != device.type:
+        place_graph(traced.graph, device, of_type=traced_on)
+        bodies = traced.attributes.items()
+        traced.attributes.update(
+            {name: placed_body(body, device, of_type=traced_on) for name, body in bodies}
+        )
+    return CapturedGraph(
+        graph=traced.graph,
+        attributes=traced.attributes,
+        inputs=traced.inputs,
+        parameters=traced.parameters,
+        constants=traced.constants,
+        op_graph=op_graph,
+        device=device,
+        analysis=analysis,
+        masks=masks,
+        recording=traced.recording,
+    )
+
+
+def _op_graph(
+    model: str,
+    shadow: Shadow,
+    traced: Traced,
+    notes: Mapping[str, Note],
+    layouts: Layouts,
+    replicable: set[str],
+) -> OpGraph:
+    # inputs of an operator are named as users know them: batch keys and parameters, not placeholders (p_layer_weight)
+    by_name = {node.name: node for node in traced.graph.nodes}
+    known = {**traced.inputs, **traced.parameters}
+    nodes = []
+    for node in traced.operators:
+        note = notes[node.name]
+        layout = _layout(layouts, node.name, note, traced.num_samples)
+        nodes.append(
+            OpNode(
+                name=node.name,
+                target=str(node.target),
+                inputs=tuple(
+                    dict.fromkeys(
+                        known.get(s.name, s.name) for s in node.all_input_nodes if s.op != "get_attr"
+                    )
+                ),
+                module=module_path(node),
+                output=None if note.is_tuple else _spec(node.name, note, traced.num_samples, layout),
+                flops=note.flops,
+                saved_bytes=note.saved_bytes,
+                keeps=note.keeps,
+                kept_inside_bytes=note.kept_inside_bytes,
+                storage=note.storage,
+                is_coupling=node.name in layouts.coupling,
+                is_random=is_random(node),
+                is_replicable=node.name in replicable,
+            )
+        )
+    return OpGraph(
+        model=model,
+        num_samples=traced.num_samples,
+        inputs=tuple(
+            _spec(
+                key, notes[name], traced.num_samples, _layout(layouts, name, notes[name], traced.num_samples)
+            )
+            for name, key in traced.inputs.items()
+        ),
+        parameters=_with_written(shadow.parameters, traced),
+        nodes=tuple(nodes),
+        loss=traced.loss,
+        outputs=traced.outputs,
+        couplings=tuple(describe_coupling(by_name[name], reason) for name, reason in layouts.reasons.items()),
+        received=traced.received,
+    )
+
+
+def _with_written(parameters: Sequence[Parameter], traced: Traced) -> tuple[Parameter, ...]:
+    """Return parameters and buffers with a mark on those that the forward writes.
+
+    Running statistics: the copies of a stage's replicas differ, and a checkpoint holds each rank's.
+    """
+    arguments = {a.name for n in traced.operators for a in written_arguments(n)}
+    written = {own for name, own in traced.parameters.items() if name in arguments}
+    return tuple(dataclasses.replace(p, is_mutated=True) if p.name in written else p for p in parameters)
+
+
+def carried_over(reference: OpGraph, traced: Traced, notes: Mapping[str, Note]) -> OpGraph:
+    """Return the reference's operators with the sizes and costs of another export."""
+    # what tracing at another shape cannot change stays (names, modules, layouts, couplings); what it can is taken from
+    # there: shapes, FLOPs, bytes
+    samples = traced.num_samples
+    nodes = []
+    for old in reference.nodes:
+        note = notes[old.name]
+        output = None
+        if old.output is not None:
+            output = _respec(old.output, note, samples)
+        nodes.append(
+            dataclasses.replace(
+                old,
+                output=output,
+                flops=note.flops,
+                saved_bytes=note.saved_bytes,
+                keeps=note.keeps,
+                kept_inside_bytes=note.kept_inside_bytes,
+                storage=note.storage,
+            )
+        )
+    names = {key: name for name, key in traced.inputs.items()}
+    inputs = tuple(_respec(old, notes[names[old.name]], samples) for old in reference.inputs)
+    return dataclasses.replace(reference, num_samples=samples, nodes=tuple(nodes), inputs=inputs)
+
+
+def _respec(old: TensorSpec, note: Note, samples: int) -> TensorSpec:
+    return dataclasses.replace(resized(old, note.shape, samples), requires_grad=note.requires_grad)
+
+
+def _layout(layouts: Layouts, name: str, note: Note, samples: int) -> Layout:
+    # Rows with outer > 1 are inside a cluster and on no edge; `Counted` values on an edge have one value a unit, as
+    # their readers compute on whole units (`_couple_readers_of_counts`).
+    state = layouts.states[name]
+    if isinstance(state, Rows) and state.outer == 1 and not note.is_tuple:
+        size = note.shape[state.axis]
+        assert size % samples == 0, f"{name}: {note.shape} at {samples} samples"
+        return batch_layout(state.axis, size // samples)
+    return UNIFORM if isinstance(state, Fixed) else UNIT
+
+
+def _spec(name: str, note: Note, samples: int, layout: Layout) -> TensorSpec:
+    return TensorSpec(
+        name=name,
+        dtype=dtype_name(note.dtypes[0]),
+        shape=note.shape,
+        num_samples=samples,
+        layout=layout,
+        requires_grad=note.requires_grad,
+    )

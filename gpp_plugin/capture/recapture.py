@@ -1,0 +1,285 @@
+"""Capture an analysed model again: at other shapes, for many lengths, or only what its Python reads of a batch.
+
+Names tie the two captures: operators are aligned one by one with those that were analysed, on this rank or another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpp_plugin.capture.analyse_traced import analysed, assemble, carried_over, masks_of, notes_of
+from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.coarsen import coarsen
+from gpp_plugin.capture.eager.keep_whole import WholeCalls
+from gpp_plugin.capture.eager.opaque_call import OpaqueCall
+from gpp_plugin.capture.lengths import LengthCapture
+from gpp_plugin.capture.same_blocks import border_names, with_names
+from gpp_plugin.capture.tracing.sample_batches import WholeUnit
+from gpp_plugin.capture.tracing.shadow import Shadow, make_shadow
+from gpp_plugin.capture.tracing.symbolic_sizes import (
+    SizeTexts,
+    is_open,
+    sizes_in,
+    sizes_of_results,
+    with_sizes,
+)
+from gpp_plugin.capture.tracing.torch_export import (
+    Call,
+    Reads,
+    call_by_key,
+    run_reading,
+)
+from gpp_plugin.capture.tracing.traced import Exported, Traced, align, trace
+from gpp_plugin.capture.tracing.values import Recording
+from gpp_plugin.errors import CaptureError
+from gpp_plugin.ir.analysis import Analysis
+
+
+def recapture(
+    model: nn.Module,
+    analysis: Analysis,
+    batch: Mapping[str, Any],
+    *,
+    device: torch.device | str | None = None,
+    call: Call = call_by_key,
+    granularity: str = "layer",
+    exported: Exported | None = None,
+) -> CapturedGraph:
+    """Capture the same model at another number of samples or other lengths.
+
+    One export, where it was not made before. Layouts, couplings and what is replicated carry over by name, so that
+    `coarsen` gives the same blocks. Of a model that takes whole units the operators may differ, too, where its blocks
+    are the same.
+
+    Args:
+        analysis: of the first capture, on this rank or another.
+        granularity: of those blocks.
+        device: the device the graph will run on, of the type that was analysed; the CPU by default.
+        call: as for `capture_model`.
+        exported: of the first capture's `trials`, of a batch of these shapes.
+
+    Raises:
+        CaptureError: the graph has another structure at these shapes; the message says where.
+        ValueError: ``device`` is of another type.
+    """
+    if exported is None:
+        shadow, traced = _trace_again(model, analysis, batch, device=device, call=call)
+    else:
+        shadow, traced = exported.shadow, exported.traced
+    try:
+        traced = align(analysis.nodes, traced)
+    except CaptureError as error:
+        if analysis.takes_whole_units:
+            return _with_same_blocks(analysis, traced, shadow, granularity)
+        raise _changed(error) from None
+    masks = masks_of(traced, shadow).find()
+    notes = notes_of(traced, shadow, masks, analysis.unpadded, training=analysis.is_training)
+    return assemble(traced, carried_over(analysis.op_graph, traced, notes), shadow, analysis, masks)
+
+
+def recapture_for_lengths(
+    model: nn.Module,
+    analysis: Analysis,
+    batch: Mapping[str, Any],
+    lengths: Mapping[str, Collection[int]],
+    *,
+    device: torch.device | str | None = None,
+    call: Call = call_by_key,
+) -> LengthCapture:
+    """Capture the same model at another number of samples for batches of many lengths.
+
+    One export, with symbols for the sizes of some axes. Operators, names and what is known of them are as analysed.
+
+    Args:
+        lengths: batch key -> its axes of many lengths.
+        analysis, device, call: as for `recapture`.
+
+    Raises:
+        CaptureError: as `recapture`; or a length has no symbol.
+        ValueError: as `recapture`.
+    """
+    shadow, traced = _trace_again(model, analysis, batch, device=device, call=call, lengths=lengths)
+    try:
+        traced = align(analysis.nodes, traced)
+    except CaptureError as error:
+        raise _changed(error) from None
+    return LengthCapture(
+        captured=assemble(traced, analysis.op_graph, shadow, analysis, {}),
+        num_samples=traced.num_samples,
+        masks=masks_of(traced, shadow),
+    )
+
+
+class CaptureAtLengths:
+    """One export of an analysed model with symbols for lengths, as the capture of a batch of any of them.
+
+    What costs are derived from: operators with plain sizes and what they keep, where `LengthCapture` has code that
+    takes sizes. Nothing is exported again.
+
+    Args:
+        model, analysis, batch, lengths, device, call: as of `recapture_for_lengths`.
+
+    Raises:
+        CaptureError: as `recapture_for_lengths`; or a body of operators inside an operator may have sizes of its own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        analysis: Analysis,
+        batch: Mapping[str, Any],
+        lengths: Mapping[str, Collection[int]],
+        *,
+        device: torch.device | str | None = None,
+        call: Call = call_by_key,
+    ) -> None:
+        self._analysis = analysis
+        self._shadow, traced = _trace_again(model, analysis, batch, device=device, call=call, lengths=lengths)
+        try:
+            self._traced = align(analysis.nodes, traced)
+        except CaptureError as error:
+            raise _changed(error) from None
+        if self._traced.attributes or any(isinstance(n.target, OpaqueCall) for n in self._traced.operators):
+            raise CaptureError("operators with bodies of their own have no sizes that are known outside")
+        graph, inputs = self._traced.graph, self._traced.inputs
+        self._texts = SizeTexts({inputs[n.name]: n.meta["val"] for n in graph.nodes if n.name in inputs})
+        found = [size for node in graph.nodes for size in (*sizes_in(node), *sizes_of_results(node))]
+        self._keys = list(dict.fromkeys(self._texts.key(size) for size in found))
+        by_key = {self._texts.key(size): size for size in found}
+        self._evaluate = self._texts.compile([by_key[key] for key in self._keys])
+        self.conditions = self._texts.conditions()
+
+    def at(self, batch: Mapping[str, Any]) -> CapturedGraph:
+        """Return the capture for a batch of these shapes.
+
+        Raises:
+            CaptureError: it does not hold for them.
+        """
+        shapes = {key: tuple(v.shape) for key, v in batch.items() if isinstance(v, torch.Tensor)}
+        symbols = self.conditions.solver()(shapes)
+        if isinstance(symbols, str):
+            raise CaptureError(symbols)
+        values = dict(zip(self._keys, self._evaluate(*symbols), strict=True))
+
+        def plain(size: Any) -> Any:
+            return values[self._texts.key(size)] if is_open(size) else size
+
+        def sized(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not any(is_open(size) for size in value.shape):
+                return value
+            with self._shadow.mode:
+                made = torch.empty([plain(s) for s in value.shape], dtype=value.dtype, device=value.device)
+                return made.requires_grad_(value.requires_grad)
+
+        graph, copies = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
+        for node in self._traced.graph.nodes:
+            copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+            copy.args, copy.kwargs = with_sizes(copy.args, plain), with_sizes(copy.kwargs, plain)
+            if "val" in copy.meta:
+                copy.meta["val"] = torch.utils._pytree.tree_map(sized, copy.meta["val"])
+        fakes = {name: sized(fake) for name, fake in self._traced.fakes.items()}
+        traced = dataclasses.replace(self._traced, graph=graph, fakes=fakes)
+        analysis, shadow = self._analysis, self._shadow
+        masks = masks_of(traced, shadow).find()
+        notes = notes_of(traced, shadow, masks, analysis.unpadded, training=analysis.is_training)
+        return assemble(traced, carried_over(analysis.op_graph, traced, notes), shadow, analysis, masks)
+
+
+def _trace_again(
+    model: nn.Module,
+    analysis: Analysis,
+    batch: Mapping[str, Any],
+    *,
+    device: torch.device | str | None,
+    call: Call,
+    lengths: Mapping[str, Collection[int]] = MappingProxyType({}),
+) -> tuple[Shadow, Traced]:
+    """Return another export of an analysed model, for `align`."""
+    # Names tie the two: the new graph will be aligned with the analysed one operator by operator, and takes its notes.
+    # What rank 0 analysed on its device is of another rank's too, as long as the type is the same.
+    shadow = _shadow_of(model, analysis, device)
+    known = analysis.op_graph
+    traced = trace(
+        shadow,
+        batch,
+        outputs=tuple(known.outputs),
+        received={spec.name: spec.requires_grad for spec in known.inputs if spec.name in known.received},
+        training=analysis.is_training,
+        call=call,
+        eager=analysis.eager,
+        reads=_reads(analysis, batch),
+        lengths=lengths,
+    )
+    return shadow, traced
+
+
+def _shadow_of(model: nn.Module, analysis: Analysis, device: torch.device | str | None) -> Shadow:
+    """Return what is traced of an analysed model.
+
+    Raises:
+        ValueError: ``device`` is of another type than it was analysed for.
+    """
+    where = torch.device(device or "cpu")
+    if where.type != analysis.device_type:
+        raise ValueError(
+            f"device is {where}, but the model was analysed for {analysis.device_type}; use one type"
+        )
+    dtype = getattr(torch, analysis.dtype) if analysis.dtype is not None else None
+    return make_shadow(model, training=analysis.is_training, dtype=dtype, device=where)
+
+
+def _changed(error: CaptureError) -> CaptureError:
+    return CaptureError(
+        f"the graph changed with the input shapes: {error}; pad batches to one length, or use another micro-batch size"
+    )
+
+
+def _with_same_blocks(analysis: Analysis, traced: Traced, shadow: Shadow, granularity: str) -> CapturedGraph:
+    """Return a graph of other operators under the names of the blocks' borders that were analysed.
+
+    Raises:
+        CaptureError: the blocks differ.
+    """
+    known, model = analysis.op_graph, analysis.op_graph.model
+    now = analysed(model, traced, shadow, None, {}, analysis.unpadded, analysis.is_training, analysis.eager)
+    blocks, blocks_now = (coarsen(found, granularity=granularity) for found in (analysis, now))
+    try:
+        names = border_names(blocks, blocks_now, known, now.op_graph)
+    except CaptureError as error:
+        raise CaptureError(
+            f"{model} has other blocks for a batch of these shapes and values than the plan: {error}; give batches "
+            "whose images or clips, and what stands for them, are as in the sample batch"
+        ) from None
+    renamed = with_names(traced, names)
+    return analysed(model, renamed, shadow, None, {}, analysis.unpadded, analysis.is_training, analysis.eager)
+
+
+def read_values(
+    model: nn.Module,
+    analysis: Analysis,
+    batch: Mapping[str, Any],
+    *,
+    device: torch.device | str | None = None,
+    call: Call = call_by_key,
+) -> Recording:
+    """Return what the model's Python reads of a batch, by running it on fake tensors beside the batch's values.
+
+    Raises:
+        CaptureError: it fails on such a batch; names module and line.
+    """
+    shadow = _shadow_of(model, analysis, device)
+    whole = WholeCalls(shadow.model, shadow.original, analysis.eager, batch, training=analysis.is_training)
+    return run_reading(shadow, batch, outputs=tuple(analysis.op_graph.outputs), whole=whole, call=call)
+
+
+def _reads(analysis: Analysis, batch: Mapping[str, Any]) -> Reads | None:
+    if not analysis.reads_values:
+        return None
+    readings = batch.readings if isinstance(batch, WholeUnit) else None
+    return Reads(values=batch) if readings is None else Reads(readings=readings)

@@ -509,8 +509,11 @@ def _notes(
 
 
 def _reads(analysis: Analysis, batch: Mapping[str, Any]) -> Reads | None:
-    if not analysis.reads_values:
-        return None
+    return _what_is_read(batch) if analysis.reads_values else None
+
+
+def _what_is_read(batch: Mapping[str, Any]) -> Reads:
+    """Return what Python reads: of a unit whose readings are known there may be no values here."""
     readings = batch.readings if isinstance(batch, WholeUnit) else None
     return Reads(values=batch) if readings is None else Reads(readings=readings)
 
@@ -562,7 +565,7 @@ def _trace_with_values(
         CaptureError: it cannot be; ``error``, that of the export without, where values are not what it lacks.
     """
     try:
-        traced = _first(functools.partial(export, reads=Reads(values=batch)), batch, shadow)
+        traced = _first(functools.partial(export, reads=_what_is_read(batch)), batch, shadow)
     except CaptureError as other:
         raise (other if lacks_values(error) and not lacks_values(other) else error) from None
     assert traced.recording is not None

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from tests.integrations.engine_jobs import config_of, make_engine
-from tests.integrations.unit_jobs import _losses, _with_weights, one_process
+from tests.integrations.unit_jobs import losses_of, one_process, with_weights
+from tests.integrations.whole_unit_jobs import family, family_units, mixed_family_units
 from tests.models import build
 from tests.reference import gradient_errors
 
@@ -70,13 +71,16 @@ def train_absent(name: str, block: dict[str, Any], zero: int, patterns: Sequence
     """Train a step for each pattern on units with absent branches, and evaluate; compare with one process.
 
     Args:
-        patterns: of each step, a letter a unit: b has all inputs; of towers l and r one, of a LLaVA t text only.
+        patterns: of each step, a letter a unit: b has all inputs; of towers l and r one, of others t text only.
     """
     torch.manual_seed(0)
     if name == "towers":
         model: Any = TwoTowers()
         steps = [tower_units(kinds) for kinds in patterns]
         sample = tower_units("b")[0]
+    elif name != "llava":
+        model, sample = family(name), family_units(name, 9)[0]
+        steps = [mixed_family_units(name, kinds, seed) for seed, kinds in enumerate(patterns)]
     else:
         model, make_batch = build("llava", layers=1)
         steps = [mixed_units([kind == "b" for kind in kinds], seed) for seed, kinds in enumerate(patterns)]
@@ -100,9 +104,9 @@ def train_absent(name: str, block: dict[str, Any], zero: int, patterns: Sequence
     _, logits = engine.eval_batch(stream, return_logits=True)
     reference, _ = one_process(plain, steps, loss_mean="units")
     _, wanted = one_process(plain, steps[:1], loss_mean="units")
-    trained = _with_weights(plain, steps, loss_mean="units")
+    trained = with_weights(plain, steps, loss_mean="units")
     with torch.no_grad():
-        mean = sum(float(part) for part in _losses(trained, steps[0], "units"))
+        mean = sum(float(part) for part in losses_of(trained, steps[0], "units"))
         last = [trained(**unit).logits for unit in steps[0]]
     weights = dict(trained.named_parameters())
     return {

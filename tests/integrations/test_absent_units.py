@@ -39,6 +39,20 @@ def test_text_only_units_of_a_language_model() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava_next"])
+def test_text_only_units_of_models_whose_python_reads_values(name: str, ranks: int) -> None:
+    # what is read of a unit is that of its pattern: sizes of images, or nothing
+    block = {"data_parallel": 1, "stages": ranks}
+    answers = run_kept_ranks(
+        jobs.train_absent, ranks, name, block, 0, ("btb", "ttt", "tbt"), timeout_s=200.0
+    )
+    for answer in answers:
+        check(answer)
+        assert len(answer["stages"]) == ranks
+    assert answers[0]["weights"]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_towers_of_which_units_lack_one(ranks: int) -> None:
     answers = run_kept_ranks(
         jobs.train_absent, ranks, "towers", {"data_parallel": 1}, 0, ("blr", "lll", "rbr")

@@ -175,7 +175,7 @@ def family_unit(name: str, images: list[list[tuple[int, int]]], *, length: int, 
     """Return a unit of texts, each with some images of its own sizes in front, padded to one length.
 
     Args:
-        images: of each sample.
+        images: of each sample; none at all: the unit is text only.
         length: words of each.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -195,8 +195,9 @@ def family_unit(name: str, images: list[list[tuple[int, int]]], *, length: int, 
         "input_ids": pad_sequence(ids, batch_first=True),
         "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
         "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
-        **{key: torch.cat([entries[key] for entries in found]) for key in found[0]},
     }
+    if found:  # else it is text only
+        unit |= {key: torch.cat([entries[key] for entries in found]) for key in found[0]}
     if name == "qwen2_5_vl":
         unit["mm_token_type_ids"] = (unit["input_ids"] == IMAGE).long()
     return unit
@@ -215,6 +216,22 @@ def family_units(name: str, seed: int) -> list[dict[str, Any]]:
         family_unit(name, images, length=length, seed=10 * seed + number)
         for number, (images, length) in enumerate(turned)
     ]
+
+
+def mixed_family_units(name: str, kinds: str, seed: int) -> list[dict[str, Any]]:
+    """Return a unit for each letter: b with unlike images, t as text only, two rows of it padded to one length."""
+    units = []
+    with_images = iter(family_units(name, seed))
+    for number, kind in enumerate(kinds):
+        if kind == "b":
+            units.append(next(with_images))
+            continue
+        unit = family_unit(name, [[]] * (1 + number % 2), length=6 + number, seed=10 * seed + number)
+        if number % 2:  # the first row is shorter
+            unit["attention_mask"][0, -2:] = 0
+            unit["labels"][0, -2:] = -100
+        units.append(unit)
+    return units
 
 
 def train_family(name: str, block: dict[str, Any], loss_mean: str) -> dict[str, Any]:

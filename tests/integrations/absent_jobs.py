@@ -12,7 +12,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from tests.integrations.engine_jobs import config_of, make_engine
 from tests.integrations.unit_jobs import losses_of, one_process, with_weights
-from tests.integrations.whole_unit_jobs import family, family_units, mixed_family_units
+from tests.integrations.whole_unit_jobs import family, mixed_family_units
 from tests.models import build
 from tests.reference import gradient_errors
 
@@ -79,7 +79,7 @@ def train_absent(name: str, block: dict[str, Any], zero: int, patterns: Sequence
         steps = [tower_units(kinds) for kinds in patterns]
         sample = tower_units("b")[0]
     elif name != "llava":
-        model, sample = family(name), family_units(name, 9)[0]
+        model, sample = family(name), mixed_family_units(name, "b", 9)[0]
         steps = [mixed_family_units(name, kinds, seed) for seed, kinds in enumerate(patterns)]
     else:
         model, make_batch = build("llava", layers=1)

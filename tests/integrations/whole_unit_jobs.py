@@ -219,15 +219,14 @@ def family_units(name: str, seed: int) -> list[dict[str, Any]]:
 
 
 def mixed_family_units(name: str, kinds: str, seed: int) -> list[dict[str, Any]]:
-    """Return a unit for each letter: b with unlike images, t as text only, two rows of it padded to one length."""
+    """Return a unit for each letter: b with images of one of two kinds, t as text only, of two shapes."""
+    small, wide = ((4, 4), (4, 8)) if name == "qwen2_5_vl" else ((8, 8), (8, 16))
     units = []
-    with_images = iter(family_units(name, seed))
     for number, kind in enumerate(kinds):
-        if kind == "b":
-            units.append(next(with_images))
-            continue
-        unit = family_unit(name, [[]] * (1 + number % 2), length=6 + number, seed=10 * seed + number)
-        if number % 2:  # the first row is shorter
+        is_odd = bool(number % 2)
+        images = [[wide if is_odd else small]] if kind == "b" else [[]] * (2 if is_odd else 1)
+        unit = family_unit(name, images, length=6 + is_odd, seed=10 * seed + number)
+        if len(images) > 1:  # the first row is shorter
             unit["attention_mask"][0, -2:] = 0
             unit["labels"][0, -2:] = -100
         units.append(unit)

@@ -532,8 +532,8 @@ class WindowUnitLane(WindowLane, UnitLane):
         """
         if not all(self._patterns.is_full(unit) for unit in units_of(batch)):
             raise ConfigError(
-                "a unit lacks inputs that the sample batch has; in mode async the tasks of all units are the same: give "
-                'it these keys, or set mode to "sync"'
+                "a unit lacks inputs that the sample batch has; in mode async the tasks of all units are the same: "
+                'give it these keys, or set mode to "sync"'
             )
 
     def _executor_for(self, batch: Batch) -> _Compiled:

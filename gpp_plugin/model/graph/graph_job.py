@@ -161,9 +161,8 @@ class GraphJob:
             asked: outputs that an evaluation asks for.
         """
         if isinstance(self._given, nn.Module):
-            if (
-                batch.keys() < self._sample.keys()
-            ):  # units that lack inputs: one part, whatever the order of theirs
+            # units that lack inputs: one part, whatever the order of theirs
+            if batch.keys() < self._sample.keys():
                 batch = {key: batch[key] for key in self._sample if key in batch}
             return resolve_module(self._given, batch, num_ranks=self._num_ranks, asked=asked)
         return resolve(

@@ -14,7 +14,7 @@ class Reader(nn.Module):
     """Images in one list of patches, and texts with a token for each: as vision-language models are, in little.
 
     It reads sizes (``tolist``), a count (``int``), places (``nonzero``, boolean indexing) and whether something is
-    padded (``if``); it keeps a tensor in an attribute, and writes into one that it made.
+    padded (``if``); it keeps a tensor in an attribute, and writes into one that it made. Texts without images read less.
     """
 
     def __init__(self) -> None:
@@ -26,19 +26,17 @@ class Reader(nn.Module):
         self.positions: Tensor | None = None
 
     def forward(
-        self, ids: Tensor, mask: Tensor, pixels: Tensor, sizes: Tensor, labels: Tensor
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        labels: Tensor,
+        pixels: Tensor | None = None,
+        sizes: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return the mean loss of the labelled tokens; ``sizes`` are the patches of each image."""
-        images = self.patches(pixels)
-        starts = torch.zeros(len(sizes) + 1, dtype=torch.long)
-        starts[1:] = sizes.cumsum(0)
-        parts = [images[first:last].cumsum(0) for first, last in zip(starts[:-1], starts[1:], strict=True)]
-        images = torch.cat(parts) + torch.repeat_interleave(sizes.sqrt(), sizes)[:, None]
         hidden = self.tokens(ids)
-        is_image = ids == IMAGE
-        if int(is_image.sum()) != images.shape[0]:
-            raise ValueError("as many places as patches")
-        hidden[is_image] = images[: is_image.sum()]
+        if pixels is not None and sizes is not None:
+            self._place_images(hidden, ids == IMAGE, pixels, sizes)
         self.positions = torch.arange(ids.shape[1])
         if not mask.all():
             hidden = hidden * mask[..., None]
@@ -47,6 +45,17 @@ class Reader(nn.Module):
         rows, columns = (labels >= 0).nonzero(as_tuple=True)
         logits = self.head(hidden[rows, columns] + 0.01 * self.positions[columns][:, None])
         return {"loss": nn.functional.cross_entropy(logits, labels[labels >= 0])}
+
+    def _place_images(self, hidden: Tensor, is_image: Tensor, pixels: Tensor, sizes: Tensor) -> None:
+        """Write what is made of images into the places of their tokens."""
+        images = self.patches(pixels)
+        starts = torch.zeros(len(sizes) + 1, dtype=torch.long)
+        starts[1:] = sizes.cumsum(0)
+        parts = [images[first:last].cumsum(0) for first, last in zip(starts[:-1], starts[1:], strict=True)]
+        images = torch.cat(parts) + torch.repeat_interleave(sizes.sqrt(), sizes)[:, None]
+        if int(is_image.sum()) != images.shape[0]:
+            raise ValueError("as many places as patches")
+        hidden[is_image] = images[: is_image.sum()]
 
 
 def reader_batch(

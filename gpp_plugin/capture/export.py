@@ -186,7 +186,7 @@ def _trace_with_values(
         CaptureError: it cannot be; ``error``, that of the export without, where values are not what it lacks.
     """
     try:
-        traced = _first(functools.partial(export, reads=Reads(values=batch)), batch, shadow)
+        traced = _first(functools.partial(export, reads=Reads.of(batch)), batch, shadow)
     except CaptureError as other:
         raise (other if lacks_values(error) and not lacks_values(other) else error) from None
     assert traced.recording is not None

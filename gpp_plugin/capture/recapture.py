@@ -20,7 +20,6 @@ from gpp_plugin.capture.eager.keep_whole import WholeCalls
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.lengths import LengthCapture
 from gpp_plugin.capture.same_blocks import border_names, with_names
-from gpp_plugin.capture.tracing.sample_batches import WholeUnit
 from gpp_plugin.capture.tracing.shadow import Shadow, make_shadow
 from gpp_plugin.capture.tracing.symbolic_sizes import (
     SizeTexts,
@@ -213,7 +212,7 @@ def _trace_again(
         training=analysis.is_training,
         call=call,
         eager=analysis.eager,
-        reads=_reads(analysis, batch),
+        reads=Reads.of(batch) if analysis.reads_values else None,
         lengths=lengths,
     )
     return shadow, traced
@@ -276,10 +275,3 @@ def read_values(
     shadow = _shadow_of(model, analysis, device)
     whole = WholeCalls(shadow.model, shadow.original, analysis.eager, batch, training=analysis.is_training)
     return run_reading(shadow, batch, outputs=tuple(analysis.op_graph.outputs), whole=whole, call=call)
-
-
-def _reads(analysis: Analysis, batch: Mapping[str, Any]) -> Reads | None:
-    if not analysis.reads_values:
-        return None
-    readings = batch.readings if isinstance(batch, WholeUnit) else None
-    return Reads(values=batch) if readings is None else Reads(readings=readings)

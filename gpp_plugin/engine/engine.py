@@ -122,7 +122,7 @@ class GraphPipelineEngine(PipelineSurface):
         # What follows is in the order of the ranks' meetings: each call is collective, and needs the one before.
         reference, plan = source.prepare_plan(sample_batch)
         self._plan = plan = note_edge_transports(plan, config.p2p)
-        self._rule = source.unit_rule(reference, sample_batch)
+        self._rule = source.unit_rule(reference)
         if self._rule is not None:
             sample_batch = self._rule.sample(sample_batch)
         self._lanes = LaneMaker(source=source, config=config, setting=setting)

@@ -100,7 +100,7 @@ class Evaluator:
                 f"eval_batch: the model returns no loss for a batch of {sorted(batch)}; give labels, or pass "
                 "compute_loss=False"
             )
-        rule = self._source.unit_rule(graph.reference, typical)
+        rule = self._source.unit_rule(graph.reference)
         if rule is not None:
             batch = rule.units(batch) if isinstance(batch, UnitBatch) else rule.evaluated(batch)
         self._source.meet(graph.reference, typical)

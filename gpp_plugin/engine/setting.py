@@ -76,8 +76,8 @@ class EngineModel(Protocol):
     def sized_plan(self, reference: Reference, plan: PipelinePlan) -> SizedPlan | None:
         """Return what the plan's stages hold at any lengths; None where that is known of the sample batch's alone."""
 
-    def unit_rule(self, reference: Reference, batch: Batch) -> UnitRule | None:
-        """Return how batches of these keys become loss units, where the model takes whole ones; None: by samples."""
+    def unit_rule(self, reference: Reference) -> UnitRule | None:
+        """Return how batches become loss units, where the model takes whole ones; None: by samples."""
 
     def analyse(self, batch: Batch, outputs: Sequence[str]) -> Reference:
         """Agree on the model in evaluation, for batches of these keys; collective over all ranks."""

@@ -321,9 +321,9 @@ class ModelSource:
             zero_stage=self._setting.zero_stage,
         )
 
-    def unit_rule(self, reference: Reference, batch: Batch) -> UnitRule | None:
-        """Return how batches of these keys become loss units, where the model takes whole ones."""
-        return self._job.unit_rule(reference, batch)
+    def unit_rule(self, reference: Reference) -> UnitRule | None:
+        """Return how batches become loss units, where the model takes whole ones."""
+        return self._job.unit_rule(reference)
 
     # ---- running -------------------------------------------------------------------------------
 

@@ -521,10 +521,23 @@ class AheadUnitLane(AheadLane, UnitLane):
 class WindowUnitLane(WindowLane, UnitLane):
     """This rank's pipeline of units that is never drained but on request: weights are kept for one code at a time.
 
-    So all units that are in flight together are of one shape.
+    So all units that are in flight together are of one shape, and have all inputs.
     """
 
+    def learn_patterns(self, batch: Batch) -> None:
+        """Refuse units that lack inputs: the tasks of windows are those of units that have all of them.
+
+        Raises:
+            ConfigError: a unit does; the same on every rank.
+        """
+        if not all(self._patterns.is_full(unit) for unit in units_of(batch)):
+            raise ConfigError(
+                "a unit lacks inputs that the sample batch has; in mode async the tasks of all units are the same: "
+                'give it these keys, or set mode to "sync"'
+            )
+
     def _executor_for(self, batch: Batch) -> _Compiled:
+        self.learn_patterns(batch)  # asked before a mini-batch is run, too: must the pipeline be drained?
         first, *others = (unit_key(unit) for unit in units_of(batch))
         if any(key != first for key in others):
             raise ConfigError(

@@ -12,6 +12,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from tests.integrations.engine_jobs import config_of, make_engine
 from tests.integrations.unit_jobs import losses_of, one_process, with_weights
+from tests.integrations.whole_unit_jobs import family, mixed_family_units
 from tests.models import build
 from tests.reference import gradient_errors
 
@@ -70,13 +71,16 @@ def train_absent(name: str, block: dict[str, Any], zero: int, patterns: Sequence
     """Train a step for each pattern on units with absent branches, and evaluate; compare with one process.
 
     Args:
-        patterns: of each step, a letter a unit: b has all inputs; of towers l and r one, of a LLaVA t text only.
+        patterns: of each step, a letter a unit: b has all inputs; of towers l and r one, of others t text only.
     """
     torch.manual_seed(0)
     if name == "towers":
         model: Any = TwoTowers()
         steps = [tower_units(kinds) for kinds in patterns]
         sample = tower_units("b")[0]
+    elif name != "llava":
+        model, sample = family(name), mixed_family_units(name, "b", 9)[0]
+        steps = [mixed_family_units(name, kinds, seed) for seed, kinds in enumerate(patterns)]
     else:
         model, make_batch = build("llava", layers=1)
         steps = [mixed_units([kind == "b" for kind in kinds], seed) for seed, kinds in enumerate(patterns)]
@@ -122,6 +126,7 @@ def train_absent(name: str, block: dict[str, Any], zero: int, patterns: Sequence
         "logits": max(float((a - b).abs().max()) for a, b in zip(logits, last, strict=True)),
         "stages": [list(stage.blocks) for stage in engine.plan.stages],
         "left": len(list(stream)),
+        "orders": [engine._feed.take(iter(units)).given for units in steps],
     }
 
 

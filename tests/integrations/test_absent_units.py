@@ -27,6 +27,7 @@ def test_text_only_units_of_a_language_model() -> None:
         jobs.train_absent, 3, "llava", {"data_parallel": 1}, 0, ("btb", "ttt", "tbt"), timeout_s=200.0
     )
     assert answers[0]["weights"]
+    assert any(order != (0, 1, 2) for order in answers[0]["orders"]), "units are balanced, text-only ones too"
     for rank, answer in enumerate(answers):
         check(answer)
         if rank:
@@ -36,6 +37,18 @@ def test_text_only_units_of_a_language_model() -> None:
         assert not set(tower).intersection(answer["reached"][1])
         assert not any("vision_tower" in name or "projector" in name for name in answer["moved"][0])
         assert set(tower) <= set(answer["moved"][1])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava_next"])
+def test_text_only_units_of_models_whose_python_reads_values(name: str, ranks: int) -> None:
+    # what is read of a unit is that of its pattern: sizes of images, or nothing
+    block = {"data_parallel": 1, "stages": ranks}
+    answers = run_kept_ranks(jobs.train_absent, ranks, name, block, 0, ("btb", "ttt", "tbt"), timeout_s=200.0)
+    for answer in answers:
+        check(answer)
+        assert len(answer["stages"]) == ranks
+    assert answers[0]["weights"]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

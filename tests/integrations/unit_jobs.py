@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tests.integrations.engine_jobs import config_of, make_engine
 from tests.models import build
-from tests.reference import gradient_errors
+from tests.reference import gradient_errors, loss_of
 
 UNLABELLED = -100
 
@@ -144,7 +144,7 @@ def losses_of(model: nn.Module, units: Sequence[dict[str, Any]], loss_mean: str)
     if loss_mean == "tokens":
         told = trainer_count(model, units)
         return [model(**unit, num_items_in_batch=told).loss for unit in units]
-    return [model(**unit).loss / len(units) for unit in units]
+    return [loss_of(model(**unit)) / len(units) for unit in units]
 
 
 def with_weights(plain: nn.Module, steps: Sequence[Sequence[dict[str, Any]]], *, loss_mean: str) -> nn.Module:

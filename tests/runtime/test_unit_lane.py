@@ -177,6 +177,9 @@ class ThreadJob:
         self.source = ModelSource(model, config=config, setting=setting)
         (sample,) = self.source.complete_batches([sample])
         reference, typical = self.source.prepare_plan(sample)
+        self._rule = self.source.unit_rule(reference)
+        if self._rule is not None:
+            sample = self._rule.sample(sample)
         self.plan = plan_of_units(typical)
         programs = make_programs(self.plan, reference)
         self.queues = Queues()
@@ -198,6 +201,7 @@ class ThreadJob:
     def run(self, units: Sequence[dict[str, Any]]) -> tuple[float, dict[str, Tensor]]:
         """Return a mini-batch's loss, and the gradients summed over all ranks."""
         batch = UnitBatch(units=tuple(self.source.complete_batches(units)))
+        batch = batch if self._rule is None else self._rule.units(batch)
         for lane in self.lanes:  # captures are for one thread
             if lane.has_new_shapes(batch):
                 lane.learn_patterns(batch)

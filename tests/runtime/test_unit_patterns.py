@@ -19,6 +19,7 @@ from gpp_plugin.schedule.orders.forward_only import forward_only_stages
 from tests.integrations.absent_jobs import TwoTowers, mixed_units, tower_units
 from tests.integrations.unit_jobs import one_process
 from tests.models import build
+from tests.reading_models import Reader, reader_batch
 from tests.reference import gradient_errors
 from tests.runtime.test_unit_lane import ThreadJob
 
@@ -82,6 +83,29 @@ def test_a_frozen_tower_that_some_units_lack(tmp_path: Path) -> None:
     assert forward_only_stages(job.plan)
     for kinds in ("bbrrbl", "rrrrrr", "brbrbr"):
         check(job, plain, tower_units(kinds))
+
+
+def test_units_without_images_of_a_model_whose_python_reads_values(tmp_path: Path) -> None:
+    # without images it reads less, but not nothing: whether something is padded, and how many tokens are labelled
+    torch.manual_seed(0)
+    model = Reader()
+    plain = copy.deepcopy(model)
+    job = ThreadJob(
+        model, reader_batch([[2, 1], [1]]), 3, {"units": 3, "data_parallel": 1, "stages": 3}, tmp_path
+    )
+
+    def unit(kind: str, seed: int) -> dict[str, Any]:
+        sizes = {"b": [[2, 1], [1]], "o": [[1, 1], [3]]}.get(kind, [[], []])
+        found = reader_batch(sizes, seed=seed, padded=kind != "u")
+        return found if kind in "bo" else {k: v for k, v in found.items() if k not in ("pixels", "sizes")}
+
+    for step, kinds in enumerate(("btu", "tut", "otb", "btu")):
+        check(job, plain, [unit(kind, 10 * step + number) for number, kind in enumerate(kinds)])
+    text = next(p for p in job.lanes[0]._patterns._known.values() if p.lacks)
+    assert text.reference.analysis.reads_values
+    # padded or not is another reading, so other code of the same pattern
+    keys = {key for lane in job.lanes for key, code in lane._codes.items() if code.pattern.lacks}
+    assert len(keys) == 2
 
 
 def test_the_programs_of_a_pattern_are_made_once_and_few_are_kept(

@@ -24,6 +24,7 @@ from gpp_plugin.capture.eager.keep_whole import NeedsWholeModule, WholeCalls
 from gpp_plugin.capture.eager.padded_records import UnreadRecords, with_records
 from gpp_plugin.capture.tracing.outside import hidden_process_group
 from gpp_plugin.capture.tracing.overflow import OverflowMode
+from gpp_plugin.capture.tracing.sample_batches import WholeUnit
 from gpp_plugin.capture.tracing.shadow import Shadow, fake_inputs
 from gpp_plugin.capture.tracing.symbolic_sizes import leave_open
 from gpp_plugin.capture.tracing.values import ReadingMode, Recording
@@ -69,6 +70,12 @@ class Reads:
 
     values: Mapping[str, Any] | None = None
     readings: Sequence[Any] = ()
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any]) -> Reads:
+        """Return what is read of a batch; of a unit whose readings are known there may be no values here."""
+        readings = batch.readings if isinstance(batch, WholeUnit) else None
+        return cls(values=batch) if readings is None else cls(readings=readings)
 
     def mode(self, inputs: Mapping[str, torch.Tensor]) -> ReadingMode:
         """Return what lets Python read, for these fake inputs."""

@@ -9,7 +9,6 @@ Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import logging
 import time
@@ -21,11 +20,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from gpp_plugin.capture.eager.choose_whole import find_asked
-from gpp_plugin.capture.tracing.sample_batches import as_unit, count_samples, is_counted, rows_per_sample
+from gpp_plugin.capture.tracing.sample_batches import (
+    WholeUnit,
+    as_unit,
+    count_samples,
+    is_counted,
+    rows_per_sample,
+)
 from gpp_plugin.errors import CaptureError, ConfigError, PlanError, first_line
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.length_costs import LengthCosts
-from gpp_plugin.ir.op_graph import Parameter
+from gpp_plugin.ir.op_graph import OpGraph, Parameter
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.graph.captured_part import CapturedPart, PartView, Surroundings, owner_of_block
 from gpp_plugin.model.graph.describe_graph import describe_graph, merged_parameters
@@ -156,9 +161,8 @@ class GraphJob:
             asked: outputs that an evaluation asks for.
         """
         if isinstance(self._given, nn.Module):
-            if (
-                batch.keys() < self._sample.keys()
-            ):  # units that lack inputs: one part, whatever the order of theirs
+            # units that lack inputs: one part, whatever the order of theirs
+            if batch.keys() < self._sample.keys():
                 batch = {key: batch[key] for key in self._sample if key in batch}
             return resolve_module(self._given, batch, num_ranks=self._num_ranks, asked=asked)
         return resolve(
@@ -324,6 +328,7 @@ class GraphJob:
 
         Args:
             reference: of the model with all its inputs, in the mode that is asked for.
+            unit: of a model whose Python reads values, with what it reads: rank 0 need not have the values.
 
         Raises:
             CaptureError: it cannot do without the others; the same on every rank.
@@ -331,7 +336,6 @@ class GraphJob:
         is_training, known = reference.analysis.is_training, reference.analysis.op_graph
         resolved = self._resolve(unit, asked=() if is_training else tuple(known.outputs))
         whole = resolved.whole
-        lost = sorted({spec.name for spec in known.inputs} - unit.keys())
         assert whole is not None, "units of their own shapes are of plain models"
         key = (is_training, _key(whole))
         if key in self._lacking:
@@ -341,15 +345,12 @@ class GraphJob:
                 unit, self._loss_unit, {}, is_training=is_training, analyses={}
             )
         except CaptureError as error:
-            raise CaptureError(
-                f"a unit lacks {lost}, and {known.model} cannot be captured without: {first_line(error)}; give every "
-                "unit these keys"
-            ) from error
+            raise _cannot_do_without(known, unit, error) from error
         analysis = analyses[whole.name]
-        if analysis.reads_values:
+        if analysis.reads_values and not reference.analysis.reads_values:
             raise CaptureError(
-                f"a unit lacks {lost}, and without them the Python of {known.model} reads values of the batch; give "
-                "every unit these keys"
+                f"a unit lacks {_lost(known, unit)}, and without them the Python of {known.model} reads values of the "
+                "batch, of which it reads none with all inputs; give every unit these keys"
             )
         self._lacking[key] = make_reference(analysis, self._granularity)
         return self._lacking[key]
@@ -358,13 +359,23 @@ class GraphJob:
         """Return whether a captured part computes on loss units as they are given."""
         return self._survey.analyses[stage].takes_whole_units
 
-    def unit_rule(self, reference: Reference, batch: Batch) -> UnitRule | None:
-        """Return how batches of these keys become loss units, where the model takes whole ones."""
+    def unit_rule(self, reference: Reference) -> UnitRule | None:
+        """Return how batches become loss units, where the model takes whole ones."""
         analysis = reference.analysis
         if self.whole is None or not analysis.takes_whole_units:
             return None
-        part = self._part(self.whole if analysis.is_training else self._evaluated(reference, batch))
-        return UnitRule(num_samples=self._loss_unit, read=functools.partial(part.readings, analysis))
+
+        def read(unit: WholeUnit) -> tuple[Any, ...] | None:
+            # Of units that lack inputs the model reads other things, perhaps nothing: what was met so is a part of its
+            # own. All ranks that read inputs find out the same, before any of them knows what the capture is.
+            try:
+                return self._part(self._called_with(reference, unit)).readings(analysis, unit)
+            except CaptureError as error:
+                if _lost(analysis.op_graph, unit):
+                    raise _cannot_do_without(analysis.op_graph, unit, error) from error
+                raise
+
+        return UnitRule(num_samples=self._loss_unit, read=read)
 
     def meet(self, batch: Batch, *, is_training: bool) -> None:
         """Learn the shapes that come of a batch like this one, unless they are known."""
@@ -509,6 +520,19 @@ def _eager_of(graph: ResolvedGraph, eager: Sequence[str]) -> dict[str, tuple[str
         assert isinstance(stage.spec.make, nn.Module), "what is captured is a module"
         found[stage.name] = find_asked(stage.spec.make, own)
     return found
+
+
+def _lost(known: OpGraph, unit: Batch) -> list[str]:
+    """Return the inputs that a loss unit lacks."""
+    return sorted({spec.name for spec in known.inputs} - unit.keys())
+
+
+def _cannot_do_without(known: OpGraph, unit: Batch, error: CaptureError) -> CaptureError:
+    """Return the error of a loss unit that lacks what the model needs."""
+    return CaptureError(
+        f"a unit lacks {_lost(known, unit)}, and {known.model} cannot be captured without: {first_line(error)}; give "
+        "every unit these keys"
+    )
 
 
 def _key(stage: GraphStage) -> _PartKey:

@@ -354,8 +354,16 @@ class _Builder:
         later: dict[int, int] = {}
         for order in graph.orders.values():
             if order and graph.stage[order[0]] not in self._trained:
+                # of a forward in halves, both free what the first half of the later one waits for
                 count = self._schedules[graph.stage[order[0]]].num_in_flight
-                later.update(zip(order, order[count:], strict=False))
+                firsts = [node for node in order if graph.half[node] != 1]
+                of_micro_batch = {
+                    graph.micro_batch[early]: late
+                    for early, late in zip(firsts, firsts[count:], strict=False)
+                }
+                for node in order:
+                    if graph.micro_batch[node] in of_micro_batch:
+                        later[node] = of_micro_batch[graph.micro_batch[node]]
         for number in range(graph.num_activations):
             source = graph.source[number]
             if source in later:

@@ -477,7 +477,7 @@ class RankJob:
         """Return what runs each micro-batch of this rank with its own unit's tensors."""
         stage, count = self._plan.stages[self._stage], self._plan.num_micro_batches(self._stage)
         own = [specs[stage.samples(m, self._rank).first_sample] for m in range(count)]
-        functions: Any = [types.SimpleNamespace(choice=None)] * count
+        functions: Any = [types.SimpleNamespace(choice=None, batch_inputs=())] * count
         computes: Any = [compute(each) for each in own]
         return UnitCompute(computes, functions)
 

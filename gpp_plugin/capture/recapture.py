@@ -77,9 +77,7 @@ def recapture(
         if analysis.takes_whole_units:
             return _with_same_blocks(analysis, traced, shadow, granularity)
         raise _changed(error) from None
-    masks = masks_of(traced, shadow).find()
-    notes = notes_of(traced, shadow, masks, analysis.unpadded, training=analysis.is_training)
-    return assemble(traced, carried_over(analysis.op_graph, traced, notes), shadow, analysis, masks)
+    return _as_analysed(analysis, traced, shadow)
 
 
 def recapture_for_lengths(
@@ -103,11 +101,7 @@ def recapture_for_lengths(
         CaptureError: as `recapture`; or a length has no symbol.
         ValueError: as `recapture`.
     """
-    shadow, traced = _trace_again(model, analysis, batch, device=device, call=call, lengths=lengths)
-    try:
-        traced = align(analysis.nodes, traced)
-    except CaptureError as error:
-        raise _changed(error) from None
+    shadow, traced = _trace_for_lengths(model, analysis, batch, lengths, device=device, call=call)
     return LengthCapture(
         captured=assemble(traced, analysis.op_graph, shadow, analysis, {}),
         num_samples=traced.num_samples,
@@ -139,11 +133,9 @@ class CaptureAtLengths:
         call: Call = call_by_key,
     ) -> None:
         self._analysis = analysis
-        self._shadow, traced = _trace_again(model, analysis, batch, device=device, call=call, lengths=lengths)
-        try:
-            self._traced = align(analysis.nodes, traced)
-        except CaptureError as error:
-            raise _changed(error) from None
+        self._shadow, self._traced = _trace_for_lengths(
+            model, analysis, batch, lengths, device=device, call=call
+        )
         if self._traced.attributes or any(isinstance(n.target, OpaqueCall) for n in self._traced.operators):
             raise CaptureError("operators with bodies of their own have no sizes that are known outside")
         graph, inputs = self._traced.graph, self._traced.inputs
@@ -184,10 +176,35 @@ class CaptureAtLengths:
                 copy.meta["val"] = torch.utils._pytree.tree_map(sized, copy.meta["val"])
         fakes = {name: sized(fake) for name, fake in self._traced.fakes.items()}
         traced = dataclasses.replace(self._traced, graph=graph, fakes=fakes)
-        analysis, shadow = self._analysis, self._shadow
-        masks = masks_of(traced, shadow).find()
-        notes = notes_of(traced, shadow, masks, analysis.unpadded, training=analysis.is_training)
-        return assemble(traced, carried_over(analysis.op_graph, traced, notes), shadow, analysis, masks)
+        return _as_analysed(self._analysis, traced, self._shadow)
+
+
+def _as_analysed(analysis: Analysis, traced: Traced, shadow: Shadow) -> CapturedGraph:
+    """Return the capture of an aligned trace: what was analysed, with this trace's sizes and costs."""
+    masks = masks_of(traced, shadow).find()
+    notes = notes_of(traced, shadow, masks, analysis.unpadded, training=analysis.is_training)
+    return assemble(traced, carried_over(analysis.op_graph, traced, notes), shadow, analysis, masks)
+
+
+def _trace_for_lengths(
+    model: nn.Module,
+    analysis: Analysis,
+    batch: Mapping[str, Any],
+    lengths: Mapping[str, Collection[int]],
+    *,
+    device: torch.device | str | None,
+    call: Call,
+) -> tuple[Shadow, Traced]:
+    """Return an export with symbols for lengths, aligned with the analysed one.
+
+    Raises:
+        CaptureError: it has another structure.
+    """
+    shadow, traced = _trace_again(model, analysis, batch, device=device, call=call, lengths=lengths)
+    try:
+        return shadow, align(analysis.nodes, traced)
+    except CaptureError as error:
+        raise _changed(error) from None
 
 
 def _trace_again(

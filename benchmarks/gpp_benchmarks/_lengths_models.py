@@ -34,12 +34,10 @@ class LengthFamily:
     Args:
         make: takes a size and the samples of a unit; returns the model and what makes its units.
         most_images: a sample; 0 where there are none.
-        takes_units: units of one mini-batch may differ; where not, each mini-batch is of another shape.
     """
 
     make: Callable[[Size], tuple[nn.Module, MakeUnit]]
     most_images: int = 0
-    takes_units: bool = True
 
 
 def build(name: str, size: Size) -> tuple[nn.Module, MakeUnit]:
@@ -134,5 +132,5 @@ FAMILIES = {
     "llava": LengthFamily(make=_llava, most_images=MOST_IMAGES),
     "t5": LengthFamily(make=_plain("t5")),
     "whisper": LengthFamily(make=_plain("whisper")),
-    "qwen2_5_vl": LengthFamily(make=_qwen2_5_vl, most_images=MOST_IMAGES, takes_units=False),
+    "qwen2_5_vl": LengthFamily(make=_qwen2_5_vl, most_images=MOST_IMAGES),
 }

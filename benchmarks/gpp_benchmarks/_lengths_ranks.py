@@ -24,7 +24,7 @@ from gpp_benchmarks._lengths_models import FAMILIES, build
 UNITS, SAMPLES = 4, 2
 """Units of a mini-batch, and samples of a unit."""
 NOT_COUNTED = 4
-"""Mini-batches of each number of images at the start that count for nothing: the second is exported with symbols."""
+"""Mini-batches at the start, times the most images, that count for nothing: the second shape is exported with symbols."""
 NUM_MARKS = 5
 
 MiniBatch = list[Batch]
@@ -45,14 +45,13 @@ def drawn_shapes(
 ) -> list[list[tuple[int, int]]]:
     """Return for each mini-batch the length and the number of images of its units.
 
-    Units of a mini-batch are all different; a shape comes again when all have been there. The first mini-batches have
-    every number of images, several times.
+    Units of a mini-batch are all of different lengths, and each has its own number of images; a length comes again when
+    all have been there.
     """
     lengths = drawn_lengths(count * units, shortest=shortest, longest=longest)
     draw = random.Random(1)
-    images = [1 + i % most_images if most_images else 0 for i in range(NOT_COUNTED * max(most_images, 1))]
-    images += [draw.randint(1, most_images) if most_images else 0 for _ in range(count * units)]
-    pairs = list(zip(lengths, images, strict=False))
+    images = [draw.randint(1, most_images) if most_images else 0 for _ in range(count * units)]
+    pairs = list(zip(lengths, images, strict=True))
     return [pairs[i * units : (i + 1) * units] for i in range(count)]
 
 
@@ -103,17 +102,14 @@ def make_batches(settings: dict[str, Any]) -> tuple[nn.Module, list[MiniBatch]]:
     longest = settings["longest"]
     size = Size(width=settings["width"], layers=settings["layers"], length=longest, samples=SAMPLES)
     model, unit = build(settings["model"], size)
-    units = UNITS if family.takes_units else 1
     shapes = drawn_shapes(
         settings["batches"],
-        units=units,
+        units=UNITS,
         shortest=longest // 2,
         longest=longest,
         most_images=family.most_images,
     )
-    batches = [[unit(*shape) for shape in of_batch] for of_batch in shapes]
-    # a mini-batch of equal units has as many
-    return model, batches if family.takes_units else [of_batch * UNITS for of_batch in batches]
+    return model, [[unit(*shape) for shape in of_batch] for of_batch in shapes]
 
 
 class PlainSteps:
@@ -148,15 +144,13 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
 
     import gpp_plugin
 
-    own = FAMILIES[settings["model"]].takes_units
     block: dict[str, Any] = {"stages": settings["stages"]} if settings["stages"] > 1 else {"enabled": True}
     config = {
         "train_micro_batch_size_per_gpu": SAMPLES,
         # no step changes a weight: each loss can be held against the same model in one process
         "optimizer": {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0}},
         "steps_per_print": 10**9,
-        "graph_pipeline": {**block, **({"units": UNITS} if own else {})},
-        **({} if own else {"train_batch_size": UNITS * SAMPLES}),
+        "graph_pipeline": {**block, "units": UNITS},
     }
     wrapped = gpp_plugin.GraphPipelineModule(model, sample_batch=batches[0][0])
     engine, *_ = deepspeed.initialize(model=wrapped, config=config)

@@ -169,8 +169,8 @@ class PipelinePlan:
 
     @property
     def num_ranks(self) -> int:
-        """Return the number of ranks the stages use together."""
-        return sum(len(stage.ranks) for stage in self.stages)
+        """Return the number of ranks the stages use together; one that several stages share counts once."""
+        return len({rank for stage in self.stages for rank in stage.ranks})
 
     @property
     def depth(self) -> int:
@@ -201,16 +201,33 @@ class PipelinePlan:
             return max(each.in_flight for each in self.stages)
         return self.stages[stage].in_flight
 
-    def stage_of_rank(self, rank: int) -> int:
-        """Return the index of the stage ``rank`` belongs to.
+    @property
+    def shares_ranks(self) -> bool:
+        """Return whether any rank holds several stages."""
+        return self.num_ranks < sum(len(stage.ranks) for stage in self.stages)
+
+    def stages_of_rank(self, rank: int) -> tuple[int, ...]:
+        """Return the indices of the stages on ``rank``, in the plan's order.
 
         Raises:
             PlanError: the plan does not use that rank.
         """
-        for index, stage in enumerate(self.stages):
-            if rank in stage.ranks:
-                return index
-        raise PlanError(f"rank {rank} is in no stage; the plan uses {self.num_ranks} ranks")
+        found = tuple(index for index, stage in enumerate(self.stages) if rank in stage.ranks)
+        if not found:
+            raise PlanError(f"rank {rank} is in no stage; the plan uses {self.num_ranks} ranks")
+        return found
+
+    def stage_of_rank(self, rank: int) -> int:
+        """Return the index of the one stage on ``rank``.
+
+        Raises:
+            PlanError: the plan does not use that rank, or puts several stages on it.
+        """
+        found = self.stages_of_rank(rank)
+        if len(found) > 1:
+            names = ", ".join(self.stages[index].name for index in found)
+            raise PlanError(f"rank {rank} holds several stages ({names}); none of them is the rank's stage")
+        return found[0]
 
     def loss_stages(self) -> tuple[int, ...]:
         """Return the indices of the stages that yield a loss."""

@@ -1,10 +1,19 @@
-"""What one rank does, in order: compute, send, receive, reduce, step. The only input of a runtime."""
+"""What one rank does, in order: compute, send, receive, reduce, step. The only input of a runtime.
+
+A rank may hold several stages. Its program is one list all the same; every instruction but the step is of one of the
+stages (`RankProgram.stage_of`), and a tensor that passes between two of them is handed over: a message whose two ranks
+are one, sent by the producer's part and received by the consumer's, that no transport ever sees.
+
+    rank 0, stages 0 and 2   0F0  send 0>1  receive 1>2  2F0  2B0  send  receive  0B0  reduce(0)  reduce(2)  step
+    rank 1, stage 1          receive 0>1  1F0  send 1>2 ...
+"""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
 
+from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import Task
 
@@ -46,6 +55,11 @@ class Message:
         """Return the ordered channel it travels on, with all messages of all edges that go the same way: its ranks."""
         return (self.src_rank, self.dst_rank)
 
+    @property
+    def is_hand_over(self) -> bool:
+        """Return whether it passes between two stages of one rank."""
+        return self.src_rank == self.dst_rank
+
     def __str__(self) -> str:
         # act e1 r0.2a>r3.1 [8..11]: an activation along edge 1, sent by rank 0 in the first half of its micro-batch
         # 2, read by rank 3 in its micro-batch 1, the rows of samples 8 to 11. A gradient runs from consumer to
@@ -81,25 +95,68 @@ class Instruction:
     Args:
         task: what a COMPUTE runs.
         message: what a SEND or a RECEIVE posts.
+        stage: of a reduction, whose gradients, and of a step of one stage by itself (mode async), which one; None: of
+            the rank's one stage, or, of a step, of all.
     """
 
     kind: InstructionKind
     task: Task | None = None
     message: Message | None = None
+    stage: int | None = None
 
     def __str__(self) -> str:
         if self.kind is InstructionKind.COMPUTE:
             return str(self.task)
-        return self.kind.value if self.message is None else f"{self.kind.value}({self.message})"
+        if self.message is not None:
+            return f"{self.kind.value}({self.message})"
+        return self.kind.value if self.stage is None else f"{self.kind.value}({self.stage})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgram:
-    """Everything one rank does in one mini-batch, in order."""
+    """Everything one rank does in one mini-batch, in order.
+
+    Args:
+        stages: those the rank holds, in the plan's order.
+        edges: (src, dst) stages of the plan's edges by index; what tells whose a message is where there are several
+            stages, and empty where there is one.
+    """
 
     rank: int
-    stage: int
+    stages: tuple[int, ...]
     instructions: tuple[Instruction, ...]
+    edges: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def stage(self) -> int:
+        """Return the rank's one stage.
+
+        Raises:
+            ScheduleError: it holds several.
+        """
+        if len(self.stages) > 1:
+            raise ScheduleError(f"rank {self.rank} holds the stages {list(self.stages)}, not one")
+        return self.stages[0]
+
+    def stage_of(self, instruction: Instruction) -> int | None:
+        """Return whose an instruction is; None of a step of all stages where the rank holds several."""
+        if len(self.stages) == 1:
+            return self.stages[0]
+        if instruction.task is not None:
+            return instruction.task.stage
+        if instruction.message is None:
+            return instruction.stage
+        # an activation leaves the edge's source, a gradient its target
+        ends = self.edges[instruction.message.edge]
+        is_forward = instruction.message.direction is Direction.ACTIVATION
+        return ends[(instruction.kind is InstructionKind.SEND) != is_forward]
+
+    def of_stage(self, stage: int) -> RankProgram:
+        """Return what the rank does for one of its stages, in order; a step of all stages is in each one's."""
+        if self.stages == (stage,):
+            return self
+        own = (i for i in self.instructions if self.stage_of(i) in (stage, None))
+        return RankProgram(rank=self.rank, stages=(stage,), instructions=tuple(own))
 
     def messages(self, kind: InstructionKind) -> tuple[Message, ...]:
         """Return what its SENDs, or its RECEIVEs, post, in order."""

@@ -140,7 +140,7 @@ def lower_graph(
         for rank in graph.members[graph.rank[item]]:
             bodies[rank] += instructions
     return tuple(
-        RankProgram(rank=rank, stage=graph.plan.stage_of_rank(rank), instructions=tuple(bodies[rank]))
+        RankProgram(rank=rank, stages=graph.plan.stages_of_rank(rank), instructions=tuple(bodies[rank]))
         for rank in sorted(bodies)
     )
 

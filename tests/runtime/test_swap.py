@@ -157,7 +157,7 @@ def test_a_backward_known_to_come_next_is_prepared_during_the_task_before() -> N
     ]
     program = RankProgram(
         rank=0,
-        stage=0,
+        stages=(0,),
         instructions=tuple(Instruction(kind=InstructionKind.COMPUTE, task=task) for task in tasks),
     )
     following = backwards_after(program)

@@ -113,7 +113,7 @@ def _join(parts: Sequence[Programs], shifts: Sequence[int], plan: PipelinePlan) 
             for instruction in program.instructions
         ]
         joined.append(
-            RankProgram(rank=of_rank[0].rank, stage=of_rank[0].stage, instructions=tuple(instructions))
+            RankProgram(rank=of_rank[0].rank, stages=of_rank[0].stages, instructions=tuple(instructions))
         )
     return tuple(joined)
 

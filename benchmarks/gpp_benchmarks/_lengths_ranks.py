@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gpp_benchmarks._attention_models import Batch, Size
@@ -193,10 +194,14 @@ def _alternate(
     """Return the times of all mini-batches, new and seen.
 
     new 0 | new 1, seen 0 | new 2, seen 1 | ...         each runs between two others, so that caches are as cold
+
+    Ranks begin each together: one that still ends its last step, or computes a loss to check, is in nobody's time.
     """
     new, seen, costs = [0.0] * len(batches), [0.0] * len(batches), [[0.0, 0.0] for _ in batches]
 
     def run(place: int, *, is_new: bool) -> float:
+        if dist.is_initialized():
+            dist.barrier()
         start = time.perf_counter()
         loss = step(batches[place])
         (new if is_new else seen)[place] = time.perf_counter() - start

@@ -2,10 +2,10 @@
 
 A `StageExecutor` has what one stage does on the rank; where a rank holds several, a `RankExecutor` (`rank_executor`)
 calls what each of them compiled in the order of the rank's program. Neither chooses nor computes anything: a `Mailbox`
-moves messages, and a `StageCompute` does the tasks. Each instruction of the `RankProgram` becomes one callable; which pieces make up what a
-task reads and where rows are sent from (`routes`) is resolved at compile time. Gradients that several consumers send
-for one tensor are summed in the order of edges, consumer micro-batches and ranks, whatever order they arrive in, so
-results do not depend on timing.
+moves messages, and a `StageCompute` does the tasks. Each instruction of the `RankProgram` becomes one callable; which
+pieces make up what a task reads and where rows are sent from (`routes`) is resolved at compile time. Gradients that
+several consumers send for one tensor are summed in the order of edges, consumer micro-batches and ranks, whatever order
+they arrive in, so results do not depend on timing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -42,14 +42,23 @@ class MiniBatchResult:
         outputs: named output -> (first sample, tensor) in order; evaluation only.
         events: what was done when, in microseconds of this rank's clock; only when recorded.
         step_result: what `StageHooks.step` returned.
-        memory: what was kept for backward; None where it was not counted, or the rank runs no backwards.
+        memories: what each stage kept for backward, by its index; empty where it was not counted, or the rank runs no
+            backwards.
+        most_bytes: no less than all stages of the rank ever kept at once, what one handed to another counted once.
     """
 
     losses: list[tuple[Tensor, int]]
     outputs: dict[str, list[tuple[int, Tensor]]]
     events: list[Event]
     step_result: object
-    memory: MemoryCounts | None = None
+    memories: dict[int, MemoryCounts] = field(default_factory=dict)
+    most_bytes: int = 0
+
+    @property
+    def memory(self) -> MemoryCounts | None:
+        """Return what the rank's one stage kept, if it was counted."""
+        assert len(self.memories) <= 1, "several stages have counts of their own"
+        return next(iter(self.memories.values()), None)
 
 
 Step = Callable[[], None]

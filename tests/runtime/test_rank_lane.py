@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ from gpp_plugin.runtime.messages.mailbox import HandOvers
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.lower import lower_schedules
+from tests.integrations.absent_jobs import TwoTowers, tower_units
+from tests.runtime.test_unit_lane import ThreadJob
 
 
 def run_here(network: LinearNetwork, program: RankProgram, seed: int) -> float:
@@ -215,3 +218,18 @@ def test_a_storage_that_two_stages_hold_counts_once() -> None:
     held.let_go(1, 100)
     held.keep(4, 60)
     assert held.peak == 170
+
+
+def test_the_memory_of_all_stages_of_a_rank(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    units = tower_units("bbbb")
+    block = {"units": 4, "data_parallel": 1, "planner": "uniform"}
+    job = ThreadJob(TwoTowers(), units[0], 3, block, tmp_path, seats=1)
+    job.run(units)
+    (lane,) = job.lanes
+    batch = UnitBatch(units=tuple(job.source.complete_batches(units)))
+    result = lane.run(batch, count=True)
+    assert set(result.memories) == set(lane.stages) == {0, 1, 2}
+    peaks = [counts.peak_held_bytes for counts in result.memories.values()]
+    assert max(peaks) <= result.most_bytes <= sum(peaks)
+    assert not lane.run(batch).memories

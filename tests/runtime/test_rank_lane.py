@@ -19,6 +19,7 @@ from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.timeline import EventKind
+from gpp_plugin.runtime.batches import UnitBatch
 from gpp_plugin.runtime.lane import channels_of
 from gpp_plugin.runtime.memory.counting import HeldTogether
 from gpp_plugin.runtime.messages.mailbox import HandOvers

@@ -82,7 +82,7 @@ def interleaved_schedules(
     kept = [schedules[index] for index in range(len(plan.stages))]
     if not free:
         return dict(schedules)
-    found = [(_length(plan, kept), kept), *_orders_under(plan, kept, free, {})]
+    found = [*_orders_under(plan, kept, free, {}), (_length(plan, kept), kept)]
     return dict(enumerate(_shortest(plan, found)))
 
 

@@ -59,10 +59,10 @@ def test_a_simulated_timeline_gives_back_its_times_and_its_length(plan, latency_
     times = measure_times(plan, [timeline])
     assert times.message_us == pytest.approx(latency_us, abs=1e-6)
     assert set(times.host_us.values()) == {0.0}
-    for stage in plan.stages:
+    for index, stage in enumerate(plan.stages):
         for rank in stage.ranks:
-            assert times.task_us[rank, F, None] == pytest.approx(stage.forward_us)
-            assert times.task_us.get((rank, B, None), 0.0) == pytest.approx(stage.backward_us)
+            assert times.task_us[rank, index, F, None] == pytest.approx(stage.forward_us)
+            assert times.task_us.get((rank, index, B, None), 0.0) == pytest.approx(stage.backward_us)
     assert times.reduce_us == ({2: pytest.approx(700.0)} if plan.stages[2].degree > 1 else {})
     assert times.step_us == pytest.approx(30.0)
     # A reduction on one rank is not there to be measured: leave it out of what is compared.
@@ -88,7 +88,7 @@ def test_host_time_between_tasks_is_not_taken_for_messages():
     )
     shortened = dataclasses.replace(timeline, events=events)
     times = measure_times(plan, [shortened])
-    assert times.task_us[0, F, None] == pytest.approx(plan.stages[0].forward_us)
+    assert times.task_us[0, 0, F, None] == pytest.approx(plan.stages[0].forward_us)
     assert list(times.host_us.values()) == pytest.approx([100.0] * 4)
     assert times.message_us == pytest.approx(50.0)
     assert predict_from(plan, [shortened]) == pytest.approx(timeline.iteration_us)

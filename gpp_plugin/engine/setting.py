@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.config import BatchSizes
-from gpp_plugin.engine.gradients import StageGradients
-from gpp_plugin.engine.partitioned_gradients import FlatGroup
+from gpp_plugin.engine.gradients.gradient_store import StageGradients
+from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.planned_lengths import SizedPlan
 from gpp_plugin.runtime.batches import Batch, UnitRule

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.gradients import GradientStore, StageGradients
-from gpp_plugin.engine.partitioned_gradients import PartitionedGradients
+from gpp_plugin.engine.gradients.gradient_store import GradientStore, StageGradients
+from gpp_plugin.engine.gradients.partitioned_gradients import PartitionedGradients
 from gpp_plugin.engine.setting import StageReplica, StepCounters, WeightUpdater
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, duplicates, make_replicas_equal
 from gpp_plugin.engine.stage_step import (

@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from gpp_plugin.engine.gradients import StageGradients
+from gpp_plugin.engine.gradients.gradient_store import StageGradients
 from gpp_plugin.engine.setting import StepCounters, WeightUpdater
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, duplicates, sequence_parallel
 from gpp_plugin.errors import ConfigError, RuntimeFailure

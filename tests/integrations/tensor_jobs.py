@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpp_plugin.engine.checkpoint import load_checkpoint, save_checkpoint
-from gpp_plugin.engine.gradients import GradientStore
+from gpp_plugin.engine.gradients.gradient_store import GradientStore
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, sequence_parallel
 from gpp_plugin.errors import ConfigError

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.gradients import GradientStore
+from gpp_plugin.engine.gradients.gradient_store import GradientStore
 from gpp_plugin.errors import RuntimeFailure
 from tests.ranks import run_kept_ranks
 

@@ -23,8 +23,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
-from gpp_plugin.engine.gradients import GradientStore, StageGradients
-from gpp_plugin.engine.partitioned_gradients import FlatGroup, PartitionedGradients
+from gpp_plugin.engine.gradients.gradient_store import GradientStore, StageGradients
+from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup, PartitionedGradients
 from gpp_plugin.engine.setting import StageReplica, StepCounters
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.errors import ConfigError

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.flat_gradients import GradientBuffer, HeldGradient
+from gpp_plugin.engine.gradients.flat_gradients import GradientBuffer, HeldGradient
 from gpp_plugin.errors import RuntimeFailure
 
 EARLY_BUCKET_ELEMENTS = 1 << 22

@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.flat_gradients import GradientBuffer
+from gpp_plugin.engine.gradients.flat_gradients import GradientBuffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -257,7 +257,7 @@ class GraphPipelineEngine(PipelineSurface):
         self._runner = MiniBatchRunner(stages, self._memory, group=setting.group)
         self._step = RankStep(stages, self._memory)
         hooks = [StepHooks(stage, self._step) for stage in stages.stages]
-        self._lane.bind(modules, hooks, self._step)
+        self._lane.bind(modules, hooks, self._step if len(hooks) > 1 else None)
         self._evaluator = Evaluator(
             source=self._source,
             setting=setting,

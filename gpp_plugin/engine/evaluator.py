@@ -159,7 +159,7 @@ class Evaluator:
             modules = [self._modules[stage] for stage in lane.stages]
             for module, function in zip(modules, lane.prepare(batch), strict=True):
                 self._source.complete_module(module, function.tensors)
-            lane.bind(modules, None, None)
+            lane.bind(modules, None)
         self._lanes[lane_key] = lane
         return lane
 

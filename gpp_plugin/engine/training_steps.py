@@ -112,11 +112,7 @@ class LaneMaker:
         if ahead is not None:
             make = AheadUnitLane if is_of_units else AheadLane
             common["ahead"] = ahead.of_rank(program.rank)
-        lanes = [
-            make(program=program.of_stage(stage), reduces_early=stage in early, **common)
-            for stage in program.stages
-        ]
-        return RankLane(program, lanes)
+        return RankLane.make(make, program=program, reduces_early=early, **common)
 
     def _programs_ahead(self, reference: Reference, plan: PipelinePlan) -> AheadPrograms | None:
         """Return the programs that run a frozen branch ahead, proven; None without one, or room for its results."""
@@ -334,8 +330,8 @@ class MiniBatchRunner:
         self.refuse_after_failure()
         try:
             self.learn_shapes(lane, batch)
-            if isinstance(lane, UnitLane) and lane.is_training:
-                self._stage.rest(lane.unread_parameters(batch))
+            if lane.units and lane.is_training:
+                self._stages.rest(lane.unread_parameters(batch))
             return lane.run(batch, record=record, count=count)
         except BaseException as error:
             self._stages.zero_grad()
@@ -352,7 +348,7 @@ class MiniBatchRunner:
         """
         # A rank makes code for its own units alone: before any message all know whether all could. Ranks that a plan
         # leaves idle have met nothing, and come to every such meeting (`stand_by`), but know no sets of inputs.
-        if not isinstance(lane, UnitLane):
+        if not lane.units:
             return
         has_idle = lane.plan.num_ranks < self._num_ranks
         if lane.has_new_shapes(batch) or has_idle:

@@ -151,8 +151,8 @@ class _Trial:
             message = instruction.message
             if message is None:
                 continue
-            wires = wires_of(message, rank=program.rank, plan=plan, specs=SPECS)
             is_sent = instruction.kind is InstructionKind.SEND
+            wires = wires_of(message, is_sender=is_sent, plan=plan, specs=SPECS)
             bind = transport.bind_send if is_sent else transport.bind_receive
             self._posts.append((is_sent, message, wires, bind(message, wires, plan.edge_name(message.edge))))
         self._receives = [entry for entry in self._posts if not entry[0]]

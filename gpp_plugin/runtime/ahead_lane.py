@@ -234,7 +234,7 @@ class AheadLane(Lane):
                 result = self._runner.run(part, executor, inputs, record=record)
             finally:
                 counts = compiled.compute.stop_counting()
-            result.memory = counts
+            self.note_counts(result, counts)
             return result
 
     def _part_of(self, compiled: _Compiled, part: Part, following: Batch | None) -> StageExecutor:

@@ -20,6 +20,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Direction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import TensorSpec
+from gpp_plugin.runtime.memory.counting import HeldTogether
 from gpp_plugin.runtime.memory.keeper import KeepAll, StageKeeper
 from gpp_plugin.runtime.split import BackwardSplitter, PendingWeights
 from gpp_plugin.runtime.stage_module import StageFunction
@@ -99,8 +100,12 @@ class StageCompute(Protocol):
 class CountedCompute(StageCompute, Protocol):
     """A stage's tasks, and what they keep for backward where somebody wants to know."""
 
-    def start_counting(self) -> None:
-        """Count what the forwards from now on keep for their backwards, if there are any."""
+    def start_counting(self, together: HeldTogether | None = None) -> None:
+        """Count what the forwards from now on keep for their backwards, if there are any.
+
+        Args:
+            together: counts what all stages of the rank keep.
+        """
 
     def stop_counting(self) -> MemoryCounts | None:
         """Count no longer, and return what was counted; None for a stage without backwards."""
@@ -307,7 +312,7 @@ class AutogradCompute:
         if self._keeper is not None:
             self._keeper.clear()
 
-    def start_counting(self) -> None:
+    def start_counting(self, together: HeldTogether | None = None) -> None:
         """Count what the forwards from now on keep for their backwards, if there are any."""
         if self._keeper is None and self._hooks is not None:
             self._keeper = StageKeeper(
@@ -317,7 +322,7 @@ class AutogradCompute:
                 constants=(*self._parameters, *self._function.constants),
             )
         if self._keeper is not None:
-            self._keeper.start_counting()
+            self._keeper.start_counting(together)
 
     def stop_counting(self) -> MemoryCounts | None:
         """Count no longer, and return what was counted; None for a stage without backwards."""

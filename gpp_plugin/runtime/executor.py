@@ -1,17 +1,19 @@
 """Runs one rank's program: compiled once to bound callables, then called in order.
 
-The executor chooses nothing and computes nothing: a `Mailbox` moves messages, and a `StageCompute` does the
-tasks. Each instruction of the `RankProgram` becomes one callable; which pieces make up what a task reads and where
-rows are sent from (`routes`) is resolved at compile time. Gradients that several consumers send for one tensor are
-summed in the order of edges, consumer micro-batches and ranks, whatever order they arrive in, so results do not
-depend on timing.
+A `StageExecutor` has what one stage does on the rank; where a rank holds several, a `RankExecutor` (`rank_executor`)
+calls what each of them compiled in the order of the rank's program. Neither chooses nor computes anything: a `Mailbox`
+moves messages, and a `StageCompute` does the tasks. Each instruction of the `RankProgram` becomes one callable; which
+pieces make up what a task reads and where rows are sent from (`routes`) is resolved at compile time. Gradients that
+several consumers send for one tensor are summed in the order of edges, consumer micro-batches and ranks, whatever order
+they arrive in, so results do not depend on timing.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,8 +26,8 @@ from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.timeline import Event, EventKind
 from gpp_plugin.runtime.compute import StageCompute, StageHooks
 from gpp_plugin.runtime.messages.assembly import compile_reading
-from gpp_plugin.runtime.messages.mailbox import Carry, Mailbox, WindowPlace
-from gpp_plugin.runtime.messages.routes import Routes, resolve_routes
+from gpp_plugin.runtime.messages.mailbox import Carry, HandOvers, Mailbox, WindowPlace
+from gpp_plugin.runtime.messages.routes import Reading, Routes, resolve_routes
 from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.messages.wires import BoundarySpecs
 from gpp_plugin.runtime.recorder import Recorder
@@ -40,20 +42,33 @@ class MiniBatchResult:
         outputs: named output -> (first sample, tensor) in order; evaluation only.
         events: what was done when, in microseconds of this rank's clock; only when recorded.
         step_result: what `StageHooks.step` returned.
-        memory: what was kept for backward; None where it was not counted, or the rank runs no backwards.
+        memories: what each stage kept for backward, by its index; empty where it was not counted, or the rank runs no
+            backwards.
+        most_bytes: no less than all stages of the rank ever kept at once, what one handed to another counted once.
     """
 
     losses: list[tuple[Tensor, int]]
     outputs: dict[str, list[tuple[int, Tensor]]]
     events: list[Event]
     step_result: object
-    memory: MemoryCounts | None = None
+    memories: dict[int, MemoryCounts] = field(default_factory=dict)
+    most_bytes: int = 0
+
+    @property
+    def memory(self) -> MemoryCounts | None:
+        """Return what the rank's one stage kept, if it was counted."""
+        assert len(self.memories) <= 1, "several stages have counts of their own"
+        return next(iter(self.memories.values()), None)
+
+
+Step = Callable[[], None]
 
 
 class StageExecutor:
-    """Compiles and runs the program of one rank at one shape.
+    """Compiles and runs the program of one stage on one rank at one shape.
 
     Args:
+        program: what the rank does for the stage, in order.
         compute: does the stage's tasks.
         specs: every boundary tensor of the graph at the shapes of this mini-batch, or of each of its samples.
         transport: where messages go; None when the plan has one rank.
@@ -65,6 +80,7 @@ class StageExecutor:
             itself.
         next_specs: of the tensors that come for the next mini-batch, where its shapes are others.
         known: routes of the same program and window at other shapes.
+        hand_overs: shared by the stages of the rank; None where it holds one.
     """
 
     def __init__(
@@ -83,6 +99,7 @@ class StageExecutor:
         window: WindowPlace | None = None,
         next_specs: BoundarySpecs | None = None,
         known: Routes | None = None,
+        hand_overs: HandOvers | None = None,
     ) -> None:
         # Everything that can be known before the first mini-batch is known here: tensors have positions, messages
         # numbers, tasks slots, and each instruction becomes one closure over those. Running the program is calling a
@@ -101,7 +118,6 @@ class StageExecutor:
             for name, node in (named_outputs or {}).items()
             if node in compute.outputs and is_first and not is_training
         }
-        self._is_training = is_training
         self._is_trained = any(
             instruction.task is not None and instruction.task.kind is not TaskKind.FORWARD
             for instruction in program.instructions
@@ -133,18 +149,21 @@ class StageExecutor:
             carried=carried,
             in_flight=self._stage.in_flight,
             is_trained=self._is_trained,
+            hand_overs=hand_overs or HandOvers(),
         )
         tasks = (i.task for i in program.instructions if i.task is not None)
         self._forwards = sorted({t.micro_batch for t in tasks if t.kind is TaskKind.FORWARD})
         self._made: dict[int, Sequence[Tensor]] = {}
         self._inputs: Sequence[Sequence[Tensor]] = ()
-        self._result = _empty_result()
-        self._steps = self._compile()
+        self._result = empty_result()
+        self.is_training = is_training
+        self.steps = self._compile()
+        """What each instruction of the program does, in order."""
 
     # ---- compile -------------------------------------------------------------------------------
 
-    def _compile(self) -> list[tuple[Instruction, Callable[[], None]]]:
-        steps: list[tuple[Instruction, Callable[[], None]]] = []
+    def _compile(self) -> list[tuple[Instruction, Step]]:
+        steps: list[tuple[Instruction, Step]] = []
         sends, receives = itertools.count(), itertools.count()
         for instruction in self._program.instructions:
             if instruction.kind is InstructionKind.COMPUTE:
@@ -154,50 +173,59 @@ class StageExecutor:
                 step = self._mail.compile_receive(next(receives))
             elif instruction.kind is InstructionKind.SEND:
                 step = self._mail.compile_send(next(sends), self._made)
+            elif instruction.kind is InstructionKind.STEP:
+                step = functools.partial(self.step, None)
             else:
-                step = self._compile_collective(instruction.kind)
+                step = self._compile_reduction(instruction.kind)
             steps.append((instruction, step))
         return steps
 
-    def _compile_collective(self, kind: InstructionKind) -> Callable[[], None]:
+    def _compile_reduction(self, kind: InstructionKind) -> Step:
         hooks, recorder = self._hooks, self._recorder
         assert hooks is not None, "a program with reductions needs hooks"
+        reduce = hooks.reduce_data if kind is InstructionKind.REDUCE_DATA else hooks.reduce_tied
 
-        def reduce(call: Callable[[], object]) -> Callable[[], None]:
-            def run() -> None:
-                start = recorder.now()
-                call()
-                recorder.note(EventKind.REDUCE, -1, start)
-
-            return run
-
-        def step() -> None:
-            if not self._is_endless:
-                self._mail.finish_sends()  # a sent tensor may be a view of a parameter
+        def run() -> None:
             start = recorder.now()
-            self._result.step_result = hooks.step()
-            recorder.note(EventKind.STEP, -1, start)
+            reduce()
+            recorder.note(EventKind.REDUCE, -1, start)
 
-        if kind is InstructionKind.REDUCE_DATA:
-            return reduce(hooks.reduce_data)
-        return reduce(hooks.reduce_tied) if kind is InstructionKind.REDUCE_TIED else step
+        return run
 
-    def _compile_task(self, task: Task) -> Callable[[], None]:
+    def step(self, of_all: Callable[[], object] | None) -> None:
+        """Step when everything has been sent.
+
+        Args:
+            of_all: the step of all stages of the rank; None: the stage's own.
+        """
+        if not self._is_endless:
+            self.finish_sends()  # a sent tensor may be a view of a parameter
+        start = self._recorder.now()
+        if of_all is None:
+            assert self._hooks is not None, "a program with a step needs hooks"
+            of_all = self._hooks.step
+        self._result.step_result = of_all()
+        self._recorder.note(EventKind.STEP, -1, start)
+
+    def finish_sends(self) -> None:
+        """Wait until everything has been sent."""
+        self._mail.finish_sends()
+
+    def _compile_task(self, task: Task) -> Step:
         if task.kind is TaskKind.FORWARD:
             return self._compile_forward(task)
         if task.kind is TaskKind.WEIGHT_GRADIENT:
             return self._compile_weight_gradient(task.micro_batch)
         return self._compile_backward(task)
 
-    def _compile_forward(self, task: Task) -> Callable[[], None]:
+    def _compile_forward(self, task: Task) -> Step:
         mail, recorder = self._mail, self._recorder
         micro_batch, half = task.micro_batch, task.half
-        waits = self.routes.reads[task].waits
-        reads = [
-            compile_reading(reading, mail.inbox, self._device) for reading in self.routes.reads[task].tensors
-        ]
+        waits = mail.awaited(self.routes.reads[task].waits)
+        readings = self.routes.reads[task].tensors
+        reads = [compile_reading(reading, mail.inbox, self._device) for reading in readings]
         slot = self.routes.slots.get(task, -1)
-        forward, loss = self._compute.forward, self._loss
+        forward, loss = self._guarded_forward(readings), self._loss
         num_samples = self._stage.local_batch_size // (1 if half is None else 2)
         first_sample = self._stage.samples(micro_batch, self._rank).first_sample + num_samples * (half or 0)
         # a stage without backwards is held back by nothing but its sends: wait for those of the
@@ -205,7 +233,7 @@ class StageExecutor:
         run_before = [m for m in self._forwards if m < micro_batch]
         in_flight = self._stage.in_flight
         expired = run_before[-in_flight] if in_flight <= len(run_before) else micro_batch - in_flight
-        is_held_back = self._is_training and not self._is_trained
+        is_held_back = self.is_training and not self._is_trained
         first_input = self._first_input
 
         # A task waits for the messages it reads and no others; which ones somebody has waited for before is known
@@ -228,10 +256,43 @@ class StageExecutor:
 
         return run
 
-    def _compile_backward(self, task: Task) -> Callable[[], None]:
+    def _guarded_forward(self, readings: Sequence[Reading]) -> Callable[..., Sequence[Tensor]]:
+        """Return the stage's forward; where it is handed tensors of another stage, one that refuses to write into them.
+
+        What is received is the stage's own to write into; what is handed over is its producer's, and perhaps read by
+        others.
+        """
+        forward = self._compute.forward
+        handed = [
+            (position, reading.name)
+            for position, reading in enumerate(readings)
+            for pieces in reading.groups
+            if len(pieces) == 1 and self.routes.receives[pieces[0].number][0].is_hand_over
+        ]
+        if not handed:
+            return forward
+        name = self._stage.name
+
+        def guarded(
+            micro_batch: int, half: int | None, inputs: Sequence[Tensor], received: Sequence[Tensor]
+        ) -> Sequence[Tensor]:
+            versions = [received[position]._version for position, _ in handed]
+            watched = [received[position] for position, _ in handed]
+            outputs = forward(micro_batch, half, inputs, received)
+            for (_, tensor), before, found in zip(handed, versions, watched, strict=True):
+                if found._version != before:
+                    raise RuntimeFailure(
+                        f"stage {name} writes into {tensor}, which another stage of its rank made and may still need; "
+                        "clone it before it is written to, or put the stages on ranks of their own"
+                    )
+            return outputs
+
+        return guarded
+
+    def _compile_backward(self, task: Task) -> Step:
         mail, recorder = self._mail, self._recorder
         micro_batch = task.micro_batch
-        waits = self.routes.reads[task].waits
+        waits = mail.awaited(self.routes.reads[task].waits)
         reads = [
             compile_reading(reading, mail.inbox, self._device) if reading.groups else None
             for reading in self.routes.reads[task].tensors
@@ -252,7 +313,7 @@ class StageExecutor:
 
         return run
 
-    def _compile_weight_gradient(self, micro_batch: int) -> Callable[[], None]:
+    def _compile_weight_gradient(self, micro_batch: int) -> Step:
         weight_gradient, recorder = self._compute.weight_gradient, self._recorder
 
         def run() -> None:
@@ -267,7 +328,7 @@ class StageExecutor:
     def run(
         self, inputs: Sequence[Sequence[Tensor]], *, record: bool = False, carry: Carry | None = None
     ) -> MiniBatchResult:
-        """Run the program once.
+        """Run the stage's program once, on a rank that holds no other stage.
 
         Args:
             inputs: for each micro-batch, this rank's rows of the model's inputs that the stage reads.
@@ -278,43 +339,91 @@ class StageExecutor:
             CommTimeout: a message did not come in time.
             RuntimeFailure: a task failed; names rank, stage and task.
         """
-        # One loop, no branches by kind: ``steps`` has the closures in the order of the program. The last instruction
-        # named is the one that failed. After a failure everything is let go of, a window's carry included
-        # (``is_carried``), as nobody knows what the other ranks have done; after success only what the next window
-        # has taken over stays.
-        self._inputs = inputs
-        self._result = _empty_result()
-        self._recorder.start(self._result.events, is_on=record)
-        instruction: Instruction | None = None
-        if carry is not None:
-            self._mail.take_over(carry)
-        is_carried = False
-        try:
-            with torch.set_grad_enabled(self._is_training):
-                for instruction, step in self._steps:  # noqa: B007 - named in errors
-                    step()
-                if carry is None:
-                    self._mail.finish_sends()
-                else:
-                    self._mail.hand_over(carry)
-                    is_carried = True
-                self._recorder.finish()
-        except GppError as error:
-            raise type(error)(
-                f"rank {self._rank}, stage {self._stage.name}, at {instruction}: {error}"
-            ) from error
-        except Exception as error:
-            raise RuntimeFailure(
-                f"rank {self._rank}, stage {self._stage.name}, at {instruction}: {type(error).__name__}: {error}"
-            ) from error
-        finally:
-            self._inputs = ()
-            self._mail.clear()
-            self._made.clear()
-            if not (is_carried and self._is_endless):
-                self._compute.clear()
+        run_steps(self._program, self.steps, (self,), (inputs,), record=record, carries=(carry,))
         return self._result
 
+    def begin(self, inputs: Sequence[Sequence[Tensor]], *, record: bool, carry: Carry | None) -> None:
+        """Get ready to run ``steps``; arguments as of `run`."""
+        self._inputs = inputs
+        self._result = empty_result()
+        self._recorder.start(self._result.events, is_on=record)
+        if carry is not None:
+            self._mail.take_over(carry)
 
-def _empty_result() -> MiniBatchResult:
+    def finish(self, carry: Carry | None) -> None:
+        """Do what is left when all steps are done: nothing is under way afterwards but what ``carry`` has."""
+        if carry is None:
+            self._mail.finish_sends()
+        else:
+            self._mail.hand_over(carry)
+
+    def let_go(self, *, is_carried: bool) -> None:
+        """Let go of everything; of an endless pipeline that went well micro-batches stay."""
+        self._inputs = ()
+        self._mail.clear()
+        self._made.clear()
+        if not (is_carried and self._is_endless):
+            self._compute.clear()
+
+    @property
+    def result(self) -> MiniBatchResult:
+        """Return what the stage has after a mini-batch."""
+        return self._result
+
+    def finish_recording(self) -> None:
+        """Read the times that were noted."""
+        self._recorder.finish()
+
+    def place(self, instruction: Instruction | None) -> str:
+        """Return where an instruction is run, for errors."""
+        return f"rank {self._rank}, stage {self._stage.name}, at {instruction}"
+
+
+def run_steps(
+    program: RankProgram,
+    steps: Sequence[tuple[Instruction, Step]],
+    parts: Sequence[StageExecutor],
+    inputs: Sequence[Sequence[Sequence[Tensor]]],
+    *,
+    record: bool,
+    carries: Sequence[Carry | None],
+) -> None:
+    """Run the steps of a rank's stages in order; let go of everything of all of them where one fails."""
+    # One loop, no branches by kind: ``steps`` has the closures in the order of the program. The last instruction
+    # named is the one that failed. After a failure everything is let go of, a window's carry included
+    # (``is_carried``), as nobody knows what the other ranks have done; after success only what the next window
+    # has taken over stays.
+    instruction: Instruction | None = None
+    is_carried = False
+    try:
+        for part, given, carry in zip(parts, inputs, carries, strict=True):
+            part.begin(given, record=record, carry=carry)
+        with torch.set_grad_enabled(parts[0].is_training):
+            for instruction, step in steps:  # noqa: B007 - named in errors
+                step()
+            for part, carry in zip(parts, carries, strict=True):
+                part.finish(carry)
+            is_carried = carries[0] is not None
+            for part in parts:
+                part.finish_recording()
+    except GppError as error:
+        raise type(error)(f"{_place(program, parts, instruction)}: {error}") from error
+    except Exception as error:
+        raise RuntimeFailure(
+            f"{_place(program, parts, instruction)}: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        for part in parts:
+            part.let_go(is_carried=is_carried)
+
+
+def _place(program: RankProgram, parts: Sequence[StageExecutor], instruction: Instruction | None) -> str:
+    """Return where a rank failed: rank, stage and instruction."""
+    stage = None if instruction is None else program.stage_of(instruction)
+    part = parts[0] if stage is None else parts[program.stages.index(stage)]
+    return part.place(instruction)
+
+
+def empty_result() -> MiniBatchResult:
+    """Return what a rank has before a mini-batch."""
     return MiniBatchResult(losses=[], outputs={}, events=[], step_result=None)

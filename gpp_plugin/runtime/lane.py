@@ -1,16 +1,18 @@
-"""One rank's part of a pipeline: its stage's parameters, and executors compiled for each shape.
+"""One stage's part of a pipeline on a rank: its parameters, and executors compiled for each shape.
 
-A `Lane` is the pipeline in one mode, training or evaluation: a graph of blocks, the plan on it, this
-rank's program, and a bounded cache of executors, one for each shape of the batches. A `StageSource` gives the
-stage's code at a shape. The stage's parameters are shared by both lanes. Nothing here depends on DeepSpeed.
+A `Lane` is the pipeline in one mode, training or evaluation: a graph of blocks, the plan on it, what this rank does for
+the stage, and a bounded cache of executors, one for each shape of the batches. A `StageSource` gives the stage's code
+at a shape. The stage's parameters are shared by both lanes. A rank has a lane for each of its stages, which its
+`RankLane` runs together. Nothing here depends on DeepSpeed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import Tensor
 from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.errors import CaptureError, PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.program import InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
@@ -36,10 +39,11 @@ from gpp_plugin.runtime.compute import (
 )
 from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
 from gpp_plugin.runtime.input_rows import InputLink, InputRows
+from gpp_plugin.runtime.memory.counting import HeldTogether
 from gpp_plugin.runtime.memory.keeper import NextBackward, StageKeeper, backwards_after
 from gpp_plugin.runtime.memory.planned_keeper import KnownSaves, make_keeper
 from gpp_plugin.runtime.memory.swap import SwapLink
-from gpp_plugin.runtime.messages.mailbox import WindowPlace
+from gpp_plugin.runtime.messages.mailbox import HandOvers, WindowPlace
 from gpp_plugin.runtime.messages.routes import Routes
 from gpp_plugin.runtime.messages.transport import Channel, Transport
 from gpp_plugin.runtime.messages.wires import BoundarySpecs
@@ -140,8 +144,13 @@ def _refuse_coupled_halves(plan: PipelinePlan, block_graph: BlockGraph) -> None:
 
 
 def channels_of(programs: Sequence[RankProgram]) -> set[Channel]:
-    """Return every channel that the programs of all ranks use."""
-    return {m.channel for program in programs for m in program.messages(InstructionKind.SEND)}
+    """Return every channel that the programs of all ranks use; what a rank hands over to itself uses none."""
+    return {
+        m.channel
+        for program in programs
+        for m in program.messages(InstructionKind.SEND)
+        if not m.is_hand_over
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +192,15 @@ class _Compiled:
                 function.choice.use(ones_among(batch, function.choice.inputs))
 
 
+@dataclass(slots=True, kw_only=True)
+class ReadyStage:
+    """What runs one mini-batch of a stage, and afterwards what it kept for backward if that was counted."""
+
+    executor: StageExecutor
+    inputs: InputRows
+    counts: MemoryCounts | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _KnownRoutes:
     """The routes of a program at the shapes it was last compiled for; those at others follow from them."""
@@ -193,13 +211,14 @@ class _KnownRoutes:
 
 
 class Lane:
-    """This rank's pipeline in one mode.
+    """One stage's pipeline on this rank in one mode.
 
     Args:
         source: gives the stage's code at each shape.
         reference: what is known of the model in this mode, and its blocks.
         plan: on ``reference.block_graph``.
-        program: this rank's.
+        program: what this rank does for the stage (`RankProgram.of_stage`).
+        hand_overs: shared with the lanes of the rank's other stages; None where there are none.
         reduces_early: the stage may sum gradients in its last backward (`schedule.early_reductions`).
         sums_losses: the loss of a mini-batch is the sum of its units' losses, each divided by what it is to be divided
             by already; else their mean.
@@ -218,6 +237,7 @@ class Lane:
         dtype: torch.dtype | None = None,
         reduces_early: bool = False,
         sums_losses: bool = False,
+        hand_overs: HandOvers | None = None,
     ) -> None:
         self.plan = plan
         self.sums_losses = sums_losses
@@ -227,6 +247,7 @@ class Lane:
         self._source = source
         self._program = program
         self._transport = transport
+        self.hand_overs = hand_overs or HandOvers()
         self._device = device
         self._dtype = dtype
         self._tensors: Mapping[str, Tensor] = {}
@@ -262,24 +283,44 @@ class Lane:
         return True
 
     def run(self, batch: Batch, *, record: bool = False, count: bool = False) -> MiniBatchResult:
-        """Run one mini-batch of ``plan.mini_batch`` samples; only this rank's rows are read.
+        """Run one mini-batch of ``plan.mini_batch`` samples, where the rank holds no other stage.
 
         Args:
             record: whether to note the time of every task and message.
             count: whether to count what is kept for backward (a few microseconds for each saved tensor).
         """
+        with self.ready(batch, count=count) as ready:
+            result = ready.executor.run(ready.inputs, record=record)
+        self.note_counts(result, ready.counts)
+        return result
+
+    @contextlib.contextmanager
+    def ready(
+        self, batch: Batch, *, count: bool = False, held: HeldTogether | None = None
+    ) -> Iterator[ReadyStage]:
+        """Get the stage ready to run one mini-batch while the context lasts; only this rank's rows are read.
+
+        Args:
+            count: whether to count what is kept for backward, together with other stages in ``held``.
+        """
         compiled = self._executor_for(batch)
         compiled.choose_masks(batch)
         with self._rows_of(batch, compiled) as inputs:
+            ready = ReadyStage(executor=compiled.executor, inputs=inputs)
             if not count:
-                return compiled.executor.run(inputs, record=record)
-            compiled.compute.start_counting()
+                yield ready
+                return
+            compiled.compute.start_counting(held)
             try:
-                result = compiled.executor.run(inputs, record=record)
+                yield ready
             finally:
-                counts = compiled.compute.stop_counting()
-            result.memory = counts
-            return result
+                ready.counts = compiled.compute.stop_counting()
+
+    def note_counts(self, result: MiniBatchResult, counts: MemoryCounts | None) -> None:
+        """Put into the result of a mini-batch what the stage kept for backward, if that was counted."""
+        if counts is not None:
+            result.memories[self.stage_index] = counts
+            result.most_bytes = counts.most_bytes
 
     def _rows_of(self, batch: Batch, compiled: _Compiled) -> InputRows:
         """Return the rows of the batch that this rank reads in each micro-batch."""
@@ -461,6 +502,7 @@ class Lane:
             window=window,
             next_specs=next_specs,
             known=known.routes if known is not None and known.window == window else None,
+            hand_overs=self.hand_overs,
         )
         self._routes[id(program)] = _KnownRoutes(program=program, window=window, routes=executor.routes)
         if len(self._routes) > MAX_SHAPES:

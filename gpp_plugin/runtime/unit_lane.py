@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,15 +30,18 @@ from torch import Tensor
 from gpp_plugin.errors import CaptureError, ConfigError, PlanError
 from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.tensors import UNIT, LayoutKind, TensorSpec, batch_layout
 from gpp_plugin.runtime.ahead_lane import AheadLane
 from gpp_plugin.runtime.batches import Batch, ones_among, unit_key, units_of
 from gpp_plugin.runtime.compute import AutogradCompute, StageHooks
 from gpp_plugin.runtime.input_rows import InputRows
 from gpp_plugin.runtime.lane import Lane, _Compiled, _Prepared
+from gpp_plugin.runtime.memory.counting import HeldTogether
 from gpp_plugin.runtime.memory.keeper import NextBackward, Turn, backwards_after
+from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule
-from gpp_plugin.runtime.stage_source import StageCode, UnitSource
+from gpp_plugin.runtime.stage_source import Reference, StageCode, UnitSource
 from gpp_plugin.runtime.unit_patterns import Boundary, PatternProgram, Places, UnitPattern, UnitPatterns
 from gpp_plugin.runtime.window_lane import WindowLane
 
@@ -205,10 +208,10 @@ class UnitCompute:
             if compute is not None:
                 compute.clear()
 
-    def start_counting(self) -> None:
+    def start_counting(self, together: HeldTogether | None = None) -> None:
         """Count what is kept; all units have one shape then, that of the sample batch (`MemoryWatch.is_due`)."""
         assert self._computes[0] is not None
-        self._computes[0].start_counting()
+        self._computes[0].start_counting(together)
 
     def stop_counting(self) -> MemoryCounts | None:
         """Count no longer, and return what was counted."""
@@ -252,27 +255,62 @@ class _CompiledUnits(_Compiled):
         self.units.use_masks(self.own(batch))
 
 
+def patterns_of(
+    program: RankProgram,
+    *,
+    reduces_early: Collection[int],
+    plan: PipelinePlan,
+    reference: Reference,
+    source: UnitSource,
+    transport: Transport | None,
+    reduces_each_backward: bool = False,
+    **_: Any,
+) -> UnitPatterns:
+    """Return the patterns of a rank's lanes of units; other arguments of lanes are of no interest here.
+
+    Args:
+        program: the rank's.
+        reduces_early: its stages that may sum gradients in their last backward.
+    """
+    return UnitPatterns(
+        plan,
+        reference,
+        source,
+        program=program,
+        transport=transport,
+        reduces_early=reduces_early,
+        reduces_each_backward=reduces_each_backward,
+    )
+
+
 class UnitLane(Lane):
-    """This rank's pipeline of units.
+    """One stage's pipeline of units on this rank.
 
     Args:
         plan: of units (`plan_of_units`).
         source: gives code of units that lack inputs, too.
+        patterns: shared with the lanes of the rank's other stages; None where there are none.
         reduces_each_backward: as of `make_programs`, of programs for mini-batches with such units.
         lane: as of `Lane`.
     """
 
     def __init__(
-        self, *, plan: PipelinePlan, source: UnitSource, reduces_each_backward: bool = False, **lane: Any
+        self,
+        *,
+        plan: PipelinePlan,
+        source: UnitSource,
+        patterns: UnitPatterns | None = None,
+        reduces_each_backward: bool = False,
+        **lane: Any,
     ) -> None:
         super().__init__(plan=plan, source=source, **lane)
-        self._patterns = UnitPatterns(
-            plan,
-            self.reference,
-            source,
-            program=self._program,
+        self._patterns = patterns or patterns_of(
+            self._program,
+            reduces_early=[self.stage_index] if self.reduces_early else [],
+            plan=plan,
+            reference=self.reference,
+            source=source,
             transport=self._transport,
-            reduces_early=self.reduces_early,
             reduces_each_backward=reduces_each_backward,
         )
         self._backwards: Mapping[Turn, int] = {}
@@ -327,6 +365,10 @@ class UnitLane(Lane):
         """Return the model's parameters that units with all inputs read, and no unit of a mini-batch does."""
         return self._patterns.unread_parameters(batch)
 
+    def program_of_rank(self, batch: Batch) -> RankProgram:
+        """Return what the rank does in a mini-batch for all of its stages."""
+        return self._patterns.program(batch)[1].program
+
     def _is_run(self, unit: Batch) -> bool:
         """Return whether the stage has something to do for a unit."""
         return self.stage_index in self._patterns.of(unit).stages
@@ -374,7 +416,7 @@ class UnitLane(Lane):
                 code.prepared,
                 self._hooks,
                 step_samples=self.plan.mini_batch,
-                gradients=self._patterns.gradients(pattern, code.prepared.code),
+                gradients=self._patterns.gradients(pattern, code.prepared.code, self.stage_index),
                 stage=pattern.plan.stages[self.stage_index],
             )
             # any two shapes may meet in a later mini-batch, where nothing is new: all are like the first one
@@ -407,7 +449,7 @@ class UnitLane(Lane):
         units = UnitCompute(
             [None if pair is None else pair[1] for pair in found],
             functions,
-            reduces_in=of_patterns.reduces_in,
+            reduces_in=of_patterns.reduces_in[self.stage_index],
             hooks=self._hooks,
         )
         # of the other units this rank has no tensors, and no messages; what a unit lacks of all is of no elements
@@ -420,9 +462,10 @@ class UnitLane(Lane):
         # a rank that runs none of the units reduces and steps with the others
         some = next((code for code in codes if code is not None), None)
         first = some.prepared.code if some is not None else _NO_CODE
+        program = of_patterns.parts[self.stage_index]
         return _CompiledUnits(
             executor=self._make_executor(
-                first, of_patterns.program, units, self._hooks, specs=specs, plan=of_patterns.plan
+                first, program, units, self._hooks, specs=specs, plan=of_patterns.plan
             ),
             compute=units,
             function=first.function,
@@ -432,7 +475,7 @@ class UnitLane(Lane):
             specs=specs,
             units=units,
             own=self.own_units,
-            backwards=backwards_after(of_patterns.program),
+            backwards=backwards_after(program),
         )
 
     def _check_held(self, function: StageFunction, unit: Batch, pattern: UnitPattern) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -30,12 +30,12 @@ from torch import Tensor
 from gpp_plugin.errors import CaptureError, PlanError, ScheduleError, first_line
 from gpp_plugin.ir.memory_plan import MemoryPlan
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
-from gpp_plugin.ir.program import InstructionKind, RankProgram
+from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.plan.make import stage_edges
 from gpp_plugin.runtime.batches import Batch, units_of
 from gpp_plugin.runtime.compute import BoundaryGradients, boundary_gradients
 from gpp_plugin.runtime.evaluation import match_blocks
-from gpp_plugin.runtime.lane import held_tensors, make_programs
+from gpp_plugin.runtime.lane import channels_of, held_tensors, make_programs
 from gpp_plugin.runtime.memory.memory_policy import INSIDE
 from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.stage_source import Reference, StageCode, UnitSource
@@ -100,22 +100,37 @@ class PatternProgram:
 
     Args:
         plan: the joined one as it was when the program was made; later ones have more edges behind.
-        reduces_in: as of `AutogradCompute`.
+        program: for all of its stages; ``parts`` what it has of each.
+        reduces_in: as of `AutogradCompute`, by stage.
     """
 
     plan: PipelinePlan
     program: RankProgram
-    reduces_in: int | None
+    parts: Mapping[int, RankProgram]
+    reduces_in: Mapping[int, int | None]
+
+    @classmethod
+    def of(cls, plan: PipelinePlan, program: RankProgram, reduces_early: Collection[int]) -> PatternProgram:
+        """Return a rank's program with its parts.
+
+        Args:
+            reduces_early: stages that may sum gradients in their last backward.
+        """
+        parts = {stage: program.of_stage(stage) for stage in program.stages}
+        reduces_in = {
+            stage: last_backward(part) if stage in reduces_early else None for stage, part in parts.items()
+        }
+        return cls(plan=plan, program=program, parts=parts, reduces_in=reduces_in)
 
 
 class UnitPatterns:
-    """The patterns that a lane of units has met, and its programs for mini-batches of them.
+    """The patterns that a rank's lanes of units have met, and the rank's programs for mini-batches of them.
 
     Args:
         plan: of units.
         reference: of the model with all its inputs.
         program: this rank's where all units have all inputs.
-        reduces_early: the stage may sum gradients in its last backward.
+        reduces_early: stages that may sum gradients in their last backward.
         reduces_each_backward: as of `make_programs`.
     """
 
@@ -127,14 +142,14 @@ class UnitPatterns:
         *,
         program: RankProgram,
         transport: Transport | None,
-        reduces_early: bool,
+        reduces_early: Collection[int],
         reduces_each_backward: bool,
     ) -> None:
         self._plan = plan
         self._source = source
-        self._rank, self._stage = program.rank, program.stage
+        self._rank = program.rank
         self._transport = transport
-        self._reduces_early = reduces_early
+        self._reduces_early = frozenset(reduces_early)
         self._reduces_each_backward = reduces_each_backward
         self._inputs = tuple(spec.name for spec in reference.analysis.op_graph.inputs)
         parameters = {p.name for p in reference.analysis.op_graph.parameters if not p.is_buffer}
@@ -154,9 +169,7 @@ class UnitPatterns:
         self._known: dict[tuple[str, ...], UnitPattern] = {(): full}
         self._edges: tuple[StageEdge, ...] = plan.edges
         self._programs: OrderedDict[tuple[int, ...], PatternProgram] = OrderedDict()
-        self._full = PatternProgram(
-            plan=plan, program=program, reduces_in=last_backward(program) if reduces_early else None
-        )
+        self._full = PatternProgram.of(plan, program, self._reduces_early)
         self._gradients: dict[int, RankProgram] = {0: program}
 
     def is_full(self, unit: Batch) -> bool:
@@ -209,7 +222,7 @@ class UnitPatterns:
                 "unit these keys, or another plan"
             ) from error
         if self._transport is not None:
-            self._transport.open({m.channel for p in programs for m in p.messages(InstructionKind.SEND)})
+            self._transport.open(channels_of(programs))
         self._known[lacks] = pattern
         self._edges = joined
         self._gradients[pattern.index] = self._own(programs)
@@ -272,16 +285,17 @@ class UnitPatterns:
     def _own(self, programs: Sequence[RankProgram]) -> RankProgram:
         return next(program for program in programs if program.rank == self._rank)
 
-    def gradients(self, pattern: UnitPattern, code: StageCode) -> BoundaryGradients:
-        """Return which gradients cross the stage's boundary for a unit of a pattern.
+    def gradients(self, pattern: UnitPattern, code: StageCode, stage: int) -> BoundaryGradients:
+        """Return which gradients cross a stage's boundary for a unit of a pattern.
 
         Args:
             code: the stage's, under the joined plan's names.
         """
+        program = self._gradients[pattern.index].of_stage(stage)
         if not pattern.index:
-            return boundary_gradients(self._gradients[0], self._plan, code.tensors)
+            return boundary_gradients(program, self._plan, code.tensors)
         joined = dataclasses.replace(self._plan, edges=self._edges)
-        return boundary_gradients(self._gradients[pattern.index], joined, code.tensors)
+        return boundary_gradients(program, joined, code.tensors)
 
     def unread_parameters(self, batch: Batch) -> frozenset[str]:
         """Return the parameters that units with all inputs read, and no unit of a mini-batch does."""
@@ -310,11 +324,8 @@ class UnitPatterns:
                     "mini-batch the same keys"
                 ) from error
             plan = dataclasses.replace(self._plan, edges=self._edges)
-            own = self._own(programs)
-            is_early = self._reduces_early and self._stage in stages_that_reduce_early(plan, programs)
-            found = self._programs[key] = PatternProgram(
-                plan=plan, program=own, reduces_in=last_backward(own) if is_early else None
-            )
+            early = self._reduces_early and self._reduces_early & stages_that_reduce_early(plan, programs)
+            found = self._programs[key] = PatternProgram.of(plan, self._own(programs), early)
         self._programs.move_to_end(key)
         while len(self._programs) > MAX_PROGRAMS:
             self._programs.popitem(last=False)

@@ -183,7 +183,7 @@ class WindowLane(Lane):
         with self._letting_go_on_failure(), inputs:
             result = compiled.runner.run(inputs, record=record)
         if self._is_counting and self.has_peaked:
-            result.memory = self._stop_counting(compiled)
+            self.note_counts(result, self._stop_counting(compiled))
         self._check_staleness(compiled.versions)
         return result
 

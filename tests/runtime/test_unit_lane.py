@@ -110,10 +110,10 @@ def test_each_message_has_the_shape_of_its_own_unit() -> None:
         for kind in (InstructionKind.SEND, InstructionKind.RECEIVE):
             for message in program.messages(kind):
                 unit = message.samples.first_sample
-                shapes = {
-                    w.name: w.shape for w in wires_of(message, rank=program.rank, plan=plan, specs=specs)
-                }
-                rows = {w.first_row for w in wires_of(message, rank=program.rank, plan=plan, specs=specs)}
+                is_sender = kind is InstructionKind.SEND
+                wires = wires_of(message, is_sender=is_sender, plan=plan, specs=specs)
+                shapes = {w.name: w.shape for w in wires}
+                rows = {w.first_row for w in wires}
                 assert seen.setdefault(unit, shapes) == shapes
                 assert rows == {0}
     assert seen == {u: {"hidden": ((1 + u % 3) * (5 + u), 8), "bias": (5 + u,)} for u in range(6)}

@@ -26,15 +26,45 @@ def storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+class HeldTogether:
+    """Adds up what the stages of one rank hold: a storage that one handed to another counts once.
+
+    Of a storage of 4 MB that its maker and its reader keep, the first to keep it adds 4 MB and the last to let go takes
+    them off.
+    """
+
+    def __init__(self) -> None:
+        self._holders: dict[int, int] = {}
+        self._held = self.peak = 0
+
+    def keep(self, key: int, num_bytes: int) -> None:
+        """Note that a micro-batch of a stage keeps a storage."""
+        holders = self._holders.get(key, 0)
+        self._holders[key] = holders + 1
+        if not holders:
+            self._held += num_bytes
+            self.peak = max(self.peak, self._held)
+
+    def let_go(self, key: int, num_bytes: int) -> None:
+        """Note that a micro-batch of a stage keeps a storage no longer."""
+        holders = self._holders.pop(key)
+        if holders > 1:
+            self._holders[key] = holders - 1
+        else:
+            self._held -= num_bytes
+
+
 class MemoryCounter:
     """Adds up bytes by micro-batch.
 
     Args:
         fixed: tensors that are there anyway (parameters, buffers, constants); their storages do not count.
+        together: told as well, where the rank holds other stages.
     """
 
-    def __init__(self, fixed: Iterable[Tensor]) -> None:
+    def __init__(self, fixed: Iterable[Tensor], together: HeldTogether | None = None) -> None:
         self._fixed = frozenset(storage_id(tensor) for tensor in fixed)
+        self._together = together
         self._outer: dict[int, set[int]] = {}
         self._kept: dict[int, dict[int, int]] = {}
         self._swapped: defaultdict[int, int] = defaultdict(int)
@@ -58,6 +88,8 @@ class MemoryCounter:
         kept[key] = tensor.untyped_storage().nbytes()
         self._held += kept[key]
         self._peak = max(self._peak, self._held)
+        if self._together is not None:
+            self._together.keep(key, kept[key])
 
     def swap(self, micro_batch: int, num_bytes: int) -> None:
         """Note that a micro-batch moved a storage to the host."""
@@ -74,7 +106,11 @@ class MemoryCounter:
 
     def end(self, micro_batch: int) -> None:
         """Note the end of a micro-batch's backward."""
-        held = sum(self._kept.pop(micro_batch, {}).values())
+        kept = self._kept.pop(micro_batch, {})
+        held = sum(kept.values())
+        if self._together is not None:
+            for key, num_bytes in kept.items():
+                self._together.let_go(key, num_bytes)
         self._outer.pop(micro_batch, None)
         self._held -= held
         self._most_of_one = max(self._most_of_one, held)

@@ -31,7 +31,7 @@ from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.program import InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
-from gpp_plugin.runtime.memory.counting import MemoryCounter
+from gpp_plugin.runtime.memory.counting import HeldTogether, MemoryCounter
 from gpp_plugin.runtime.memory.swap import SwapLink
 
 Turn = tuple[bool, int, int | None]
@@ -276,9 +276,9 @@ class StageKeeper:
         if micro_batch is not None and micro_batch in self._passes:
             self.begin_backward(micro_batch)
 
-    def start_counting(self) -> None:
-        """Count what the forwards from now on keep."""
-        self._counter = MemoryCounter(self._constants)
+    def start_counting(self, together: HeldTogether | None = None) -> None:
+        """Count what the forwards from now on keep, ``together`` with the rank's other stages."""
+        self._counter = MemoryCounter(self._constants, together)
 
     def stop_counting(self) -> MemoryCounts | None:
         """Count no longer, and return what was counted."""

@@ -1,9 +1,12 @@
-"""The messages of one rank's program: receives that are posted, sends that are under way.
+"""The messages of one stage on a rank: receives that are posted, sends that are under way, what is handed over.
 
 A send and a receive are posted where the program has them (a receive some receives ahead where the transport says that
 nothing can stand still for it). A task waits for the messages it reads, so a message delays nothing but its reader.
 What a message holds (`wires`) and where its rows come from (`routes`) is resolved at compile time. In asynchronous mode
 a window takes over what the one before has posted, and leaves its own to the next one (`Carry`).
+
+What passes between two stages of one rank never travels: the producer's mailbox lays the very tensors down where the
+consumer's takes them (`HandOvers`), in the next instruction of the rank's program.
 
 Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.3
 Tests: tests/runtime/test_tensor_grids.py, tests/runtime/test_traces.py, tests/runtime/test_weight_versions.py,
@@ -13,6 +16,7 @@ Tests: tests/runtime/test_tensor_grids.py, tests/runtime/test_traces.py, tests/r
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -74,16 +78,51 @@ class Carry:
         self.received = {rename(message): held for message, held in self.received.items()}
 
 
+class HandOvers:
+    """Where the stages of one rank lay down what they hand over to each other.
+
+    A send is directly followed by its receive, so a place holds tensors between the two only. The tensors are those of
+    the producer, detached; whoever reads them last lets them go.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[Message, list[Tensor]] = {}
+
+    def place(self, message: Message) -> list[Tensor]:
+        """Return the place of a message, the same one to both of its ends."""
+        return self._places.setdefault(message, [])
+
+    def clear(self) -> None:
+        """Let go of what nobody has taken: a mini-batch failed."""
+        for place in self._places.values():
+            place.clear()
+
+
+class _Taken:
+    """What completes a hand-over that a window leaves to a later one: it is there."""
+
+    def wait(self) -> None:
+        """Do nothing."""
+
+    def is_done(self) -> bool:
+        """Return True."""
+        return True
+
+
+_TAKEN = _Taken()
+
+
 class Mailbox:
-    """Posts and completes the messages of one program.
+    """Posts and completes the messages of one program of one stage.
 
     Args:
-        transport: where messages go; None when the plan has one rank.
+        transport: where messages go; None where none does.
         names: how the plan's edges are called in errors.
         device: where receive buffers lie.
         carried: messages that windows before have posted; the first of ``routes.receives``.
         in_flight: of the stage; bounds how many sends are under way.
         is_trained: the stage runs backwards; where it does not, its sends are also kept by micro-batch.
+        hand_overs: shared with the other stages of the rank.
     """
 
     def __init__(
@@ -98,34 +137,46 @@ class Mailbox:
         carried: tuple[Message, ...],
         in_flight: int,
         is_trained: bool,
+        hand_overs: HandOvers,
     ) -> None:
-        assert transport is not None or not routes.receives, "a program with messages needs a transport"
+        # Receives have numbers, those of hand-overs too; what is posted is counted without them. Of receives 0 to 3, 1
+        # a hand-over, ``travelling`` is [0, 2, 3]: the second that is posted is number 2.
+        received = routes.receives
+        self._travelling = [n for n, (message, _) in enumerate(received) if not message.is_hand_over]
+        assert transport is not None or not self._travelling, "a program with messages needs a transport"
         self._routes = routes
+        self._hand_overs = hand_overs
         self._transport = transport
         self._names = names
         self._recorder = recorder
         self._carried = carried
+        self._num_carried = sum(not message.is_hand_over for message in carried)
         self._is_trained = is_trained
         self._bound: list[Post] = []
         ahead = 0
         if transport is not None:
             ahead = transport.buffers_ahead
-            self._bound = [transport.bind_receive(m, w, names[m.edge]) for m, w in routes.receives]
-        shapes = [[(wire.shape, wire.dtype) for wire in wires] for _, wires in routes.receives]
+            self._bound = [
+                transport.bind_receive(received[n][0], received[n][1], names[received[n][0].edge])
+                for n in self._travelling
+            ]
+        shapes = [[(wire.shape, wire.dtype) for wire in received[n][1]] for n in self._travelling]
         self._buffers = ReceiveBuffers(shapes, device=device, ahead=ahead)
         self._marks = self._posted_at()
         self._most_sends = _most_sends(program, in_flight=in_flight)
-        self._receives: list[Pending] = []
+        self._posted = 0
+        self._receives: list[Pending] = [_TAKEN] * len(received)
         self._sends: deque[Pending] = deque()
         self._sends_of: defaultdict[int, list[Pending]] = defaultdict(list)
-        self.inbox: Inbox = []
+        self._no_buffers: Inbox = [[]] * len(received)
+        self.inbox: Inbox = list(self._no_buffers)
         self.shift = 0
         """How many micro-batches came before those that the program names."""
 
     # ---- compile -------------------------------------------------------------------------------
 
     def _posted_at(self) -> list[int]:
-        """Return, for each receive of the program, how many are posted when it is through.
+        """Return, for each receive of the program that travels, how many are posted when it is through.
 
         Where the transport allows it they are posted ahead, and in batches: half of the depth may be used up before
         more are posted, because a sender learns of a batch at once.
@@ -141,9 +192,9 @@ class Mailbox:
         if self._transport is None:
             return []
         depth, limit = self._transport.prepost_depth, self._transport.prepost_bytes
-        sizes = [sum(wire.num_bytes for wire in wires) for _, wires in self._routes.receives]
+        sizes = [sum(wire.num_bytes for wire in self._routes.receives[n][1]) for n in self._travelling]
         marks: list[int] = []
-        posted = len(self._carried)
+        posted = self._num_carried
         for end in range(posted + 1, len(sizes) + 1):
             if posted < min(end + depth // 2, len(sizes)):
                 last = min(end + 1, len(sizes)) if depth else end
@@ -157,13 +208,30 @@ class Mailbox:
 
     def compile_receive(self, index: int) -> Callable[[], None]:
         """Return what posts the program's receive number ``index``, and others ahead of their place."""
-        mark = self._marks[index]
+        number = len(self._carried) + index
+        message = self._routes.receives[number][0]
+        if message.is_hand_over:
+            return self._compile_taking(number, message)
+        mark = self._marks[bisect_left(self._travelling, number) - self._num_carried]
 
         def receive() -> None:
-            if len(self.inbox) < mark:
+            if self._posted < mark:
                 self._post_receives(mark)
 
         return receive
+
+    def _compile_taking(self, number: int, message: Message) -> Callable[[], None]:
+        place, inbox = self._hand_overs.place(message), self.inbox
+
+        def take() -> None:
+            inbox[number] = place.copy()
+            place.clear()
+
+        return take
+
+    def awaited(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """Return those messages of the program that a task waits for: a hand-over is there when it is taken."""
+        return tuple(n for n in numbers if not self._routes.receives[n][0].is_hand_over)
 
     def compile_send(self, index: int, made: dict[int, Sequence[Tensor]]) -> Callable[[], None]:
         """Return what posts the program's send number ``index``.
@@ -171,16 +239,18 @@ class Mailbox:
         Args:
             made: what tasks made, by slot; what nothing is sent from afterwards is taken out of it.
         """
+        (message, parcels), drops = self._routes.sends[index], self._routes.drops[index]
+        if message.is_hand_over:
+            return self._compile_laying(message, parcels, drops, made)
         transport = self._transport
         assert transport is not None, "a program with messages needs a transport"
-        (message, parcels), drops = self._routes.sends[index], self._routes.drops[index]
         post = transport.bind_send(message, [parcel.wire for parcel in parcels], self._names[message.edge])
         # What may be posted ahead is posted before the first message of either kind: a rank that begins with sends
         # would else keep senders waiting that answer them.
         mark = self._marks[0] if transport.prepost_depth and self._marks else 0
 
         def send() -> None:
-            if len(self.inbox) < mark:
+            if self._posted < mark:
                 self._post_receives(mark)
             self._send(post, message, parcels, made)
             for slot in drops:
@@ -189,14 +259,32 @@ class Mailbox:
 
         return send
 
+    def _compile_laying(
+        self,
+        message: Message,
+        parcels: Sequence[Parcel],
+        drops: Sequence[int],
+        made: dict[int, Sequence[Tensor]],
+    ) -> Callable[[], None]:
+        place = self._hand_overs.place(message)
+
+        def lay() -> None:
+            place[:] = [pack_parcel(parcel, made) for parcel in parcels]
+            for slot in drops:
+                del made[slot]
+
+        return lay
+
     # ---- run -----------------------------------------------------------------------------------
 
     def _post_receives(self, mark: int) -> None:
-        for number in range(len(self.inbox), mark):
-            buffers, beside = self._buffers.take(number)
-            self.inbox.append(buffers)
+        for posted in range(self._posted, mark):
+            buffers, beside = self._buffers.take(posted)
+            number = self._travelling[posted]
+            self.inbox[number] = buffers
             with beside:
-                self._receives.append(self._bound[number](buffers))
+                self._receives[number] = self._bound[posted](buffers)
+            self._posted = posted + 1
 
     def complete(self, number: int) -> None:
         """Wait for a message.
@@ -244,8 +332,9 @@ class Mailbox:
     def clear(self) -> None:
         """Let go of everything."""
         self._sends_of.clear()
-        self.inbox.clear()
-        self._receives.clear()
+        self.inbox[:] = self._no_buffers
+        self._receives[:] = [_TAKEN] * len(self._receives)
+        self._posted = 0
         self._sends.clear()
         self._buffers.clear()
 
@@ -257,10 +346,9 @@ class Mailbox:
         # and from the steady window on each program counts a window more: the runner has renamed it before
         # (`renumber`).
         self.shift = carry.shift
-        for message in self._carried:
-            buffers, pending = carry.received.pop(message)
-            self.inbox.append(buffers)
-            self._receives.append(pending)
+        for number, message in enumerate(self._carried):
+            self.inbox[number], self._receives[number] = carry.received.pop(message)
+        self._posted = self._num_carried
         assert not carry.received, "a window reads or passes on all that it is left"
         self._sends.extend(carry.sends)
         self._sends_of.update(carry.sends_of)
@@ -283,5 +371,5 @@ def _most_sends(program: RankProgram, *, in_flight: int) -> int:
         for i in program.instructions
         if i.task is not None and i.task.kind is TaskKind.FORWARD
     }
-    sends = len(program.messages(InstructionKind.SEND))
+    sends = sum(not message.is_hand_over for message in program.messages(InstructionKind.SEND))
     return 2 * max(in_flight, 1) * math.ceil(sends / max(len(forwards), 1))

@@ -178,10 +178,11 @@ class _Resolver:
                     self._shard_axes[False, name] = edge.src_shard_axis
         self._tasks = [i.task for i in program.instructions if i.task is not None]
         own = program.messages(InstructionKind.RECEIVE)
-        self._receives = [(message, self._wires(message)) for message in carried]
+        self._receives = [(message, self._wires(message, is_sender=False)) for message in carried]
         for message in own:
             is_next = message.samples.first_sample >= plan.mini_batch
-            self._receives.append((message, self._wires(message, next_specs if is_next else specs)))
+            known = next_specs if is_next else specs
+            self._receives.append((message, self._wires(message, known, is_sender=False)))
         self._slots: dict[Task, int] = {}
         self._makers: dict[tuple[bool, int], list[Task]] = defaultdict(list)
         for task in self._tasks:
@@ -203,7 +204,7 @@ class _Resolver:
     def resolve_as(self, known: Routes) -> Routes | None:
         """Return the routes as those of the same program at other shapes are; None where they differ in more."""
         pairs = [(a, b) for (_, a), (_, b) in zip(self._receives, known.receives, strict=True)]
-        sent = [self._wires(message) for message, _ in known.sends]
+        sent = [self._wires(message, is_sender=True) for message, _ in known.sends]
         pairs += [
             (new, tuple(p.wire for p in parcels)) for new, (_, parcels) in zip(sent, known.sends, strict=True)
         ]
@@ -234,10 +235,12 @@ class _Resolver:
         of = self._boundary
         return tuple(map(tuple, (of.received, of.outputs, of.gradient_outputs, of.gradient_inputs)))
 
-    def _wires(self, message: Message, specs: BoundarySpecs | None = None) -> tuple[Wire, ...]:
+    def _wires(
+        self, message: Message, specs: BoundarySpecs | None = None, *, is_sender: bool
+    ) -> tuple[Wire, ...]:
         # Micro-batches differ in nothing that a wire tells but where its rows begin within a task.
         known, rank = specs_of(specs or self._specs, message.samples), self._program.rank
-        micro_batch = message.src_micro_batch if rank == message.src_rank else message.dst_micro_batch
+        micro_batch = message.src_micro_batch if is_sender else message.dst_micro_batch
         first = message.samples.first_sample - self._stage.samples(micro_batch, rank).first_sample
         key = (
             message.edge,
@@ -247,9 +250,10 @@ class _Resolver:
             message.samples.num_samples,
             message.has_whole_tensors,
             id(known),
+            is_sender,
         )
         if key not in self._wires_by_rows:
-            self._wires_by_rows[key] = wires_of(message, rank=rank, plan=self._plan, specs=known)
+            self._wires_by_rows[key] = wires_of(message, is_sender=is_sender, plan=self._plan, specs=known)
         return self._wires_by_rows[key]
 
     # ---- what is sent ----------------------------------------------------------------------------
@@ -260,7 +264,7 @@ class _Resolver:
         names = self._boundary.outputs if is_activation else self._boundary.gradient_inputs
         return tuple(
             Parcel(wire=wire, sources=self._sources(wire, makers, names.index(wire.name)))
-            for wire in self._wires(message)
+            for wire in self._wires(message, is_sender=True)
         )
 
     def _sources(self, wire: Wire, makers: Sequence[Task], position: int) -> tuple[RowSource, ...]:

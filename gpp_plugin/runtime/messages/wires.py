@@ -74,8 +74,10 @@ def specs_of(specs: BoundarySpecs, samples: SampleRange) -> Mapping[str, TensorS
     return specs if isinstance(specs, Mapping) else specs[samples.first_sample % len(specs)]
 
 
-def wires_of(message: Message, *, rank: int, plan: PipelinePlan, specs: BoundarySpecs) -> tuple[Wire, ...]:
-    """Return the tensors of ``message`` as ``rank`` (its sender or receiver) sees them.
+def wires_of(
+    message: Message, *, is_sender: bool, plan: PipelinePlan, specs: BoundarySpecs
+) -> tuple[Wire, ...]:
+    """Return the tensors of ``message`` as its sender sees them, or its receiver.
 
     Tensors of no elements are left out: nothing travels for them.
 
@@ -91,10 +93,13 @@ def wires_of(message: Message, *, rank: int, plan: PipelinePlan, specs: Boundary
     # who sends by the message.
     edge = plan.edges[message.edge]
     is_forward = message.direction is Direction.ACTIVATION
-    is_producer = (rank == message.src_rank) == is_forward
+    is_producer = is_sender == is_forward
     stage = plan.stages[edge.src if is_producer else edge.dst]
-    micro_batch = message.src_micro_batch if rank == message.src_rank else message.dst_micro_batch
-    task = stage.samples(micro_batch, rank)
+    task = (
+        stage.samples(message.src_micro_batch, message.src_rank)
+        if is_sender
+        else stage.samples(message.dst_micro_batch, message.dst_rank)
+    )
     gradients = frozenset(edge.gradient_tensors)
     known = specs_of(specs, message.samples)
     wires = []

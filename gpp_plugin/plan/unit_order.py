@@ -31,9 +31,10 @@ from numpy.typing import NDArray
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.unit_costs import UnitCosts
 from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.build_graph import build_task_graph
 from gpp_plugin.schedule.durations import nominal_times, stage_task_us
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages
-from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph
+from gpp_plugin.schedule.task_graph import TaskGraph
 
 MOST_EXCHANGES = 8
 """Exchanges of two units that are made at most."""

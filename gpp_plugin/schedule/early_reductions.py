@@ -28,7 +28,7 @@ Tests: tests/schedule/test_early_reductions.py
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import InstructionKind, RankProgram
@@ -47,14 +47,15 @@ def stages_that_reduce_early(plan: PipelinePlan, programs: Sequence[RankProgram]
     # Every round takes out at least one stage: as the programs finish without early reductions, somebody who stands
     # still stands at one.
     while early:
-        changed = {p.rank: _begun_early(p) if p.stage in early else p for p in programs}
+        changed = {program.rank: _begun_early(program, early) for program in programs}
         stuck = execute_serially(plan, changed).stuck
         if not stuck:
             break
+        standing = ((changed[rank], changed[rank].instructions[at]) for rank, at in stuck.items())
         waiting = {
-            changed[rank].stage
-            for rank, at in stuck.items()
-            if changed[rank].instructions[at].kind is InstructionKind.REDUCE_DATA
+            program.stage_of(instruction)
+            for program, instruction in standing
+            if instruction.kind is InstructionKind.REDUCE_DATA
         }
         assert waiting & early, "programs that finish stop only at what was changed"
         early -= waiting
@@ -62,7 +63,7 @@ def stages_that_reduce_early(plan: PipelinePlan, programs: Sequence[RankProgram]
 
 
 def last_backward(program: RankProgram) -> int | None:
-    """Return the micro-batch of a program's last task if that is a whole backward."""
+    """Return the micro-batch of the last task of one stage's program if that is a whole backward."""
     tasks = [instruction.task for instruction in program.instructions if instruction.task is not None]
     return tasks[-1].micro_batch if tasks and tasks[-1].kind is TaskKind.BACKWARD else None
 
@@ -71,7 +72,7 @@ def _may_begin(plan: PipelinePlan, programs: Sequence[RankProgram], stage: int) 
     """Return whether a stage has something to sum, once, behind a whole backward without collectives."""
     if plan.stages[stage].degree == 1 or plan.stages[stage].tensor > 1:
         return False
-    mine = [program for program in programs if program.stage == stage]
+    mine = [program.of_stage(stage) for program in programs if stage in program.stages]
     return all(
         last_backward(program) is not None
         and sum(i.kind is InstructionKind.REDUCE_DATA for i in program.instructions) == 1
@@ -79,9 +80,16 @@ def _may_begin(plan: PipelinePlan, programs: Sequence[RankProgram], stage: int) 
     )
 
 
-def _begun_early(program: RankProgram) -> RankProgram:
-    """Return a program whose one reduction stands right before its last task."""
-    rest = [i for i in program.instructions if i.kind is not InstructionKind.REDUCE_DATA]
-    (reduction,) = (i for i in program.instructions if i.kind is InstructionKind.REDUCE_DATA)
-    at = max(index for index, instruction in enumerate(rest) if instruction.task is not None)
-    return dataclasses.replace(program, instructions=(*rest[:at], reduction, *rest[at:]))
+def _begun_early(program: RankProgram, early: Set[int]) -> RankProgram:
+    """Return a program in which the one reduction of each of its early stages stands right before its last task."""
+    instructions = list(program.instructions)
+    for stage in sorted(early & set(program.stages)):
+        (reduction,) = (
+            i for i in instructions if i.kind is InstructionKind.REDUCE_DATA and program.stage_of(i) == stage
+        )
+        instructions = [i for i in instructions if i is not reduction]
+        at = max(
+            index for index, i in enumerate(instructions) if i.task is not None and i.task.stage == stage
+        )
+        instructions.insert(at, reduction)
+    return dataclasses.replace(program, instructions=tuple(instructions))

@@ -37,7 +37,10 @@ class Transfers:
 
 
 class MessageCosts:
-    """What messages take on the links of a cluster (`Cluster.transfer_us`), in the two parts that simulators play."""
+    """What messages take on the links of a cluster (`Cluster.transfer_us`), in the two parts that simulators play.
+
+    What passes between two stages of one rank takes no link and no time.
+    """
 
     def __init__(self, cluster: Cluster | None) -> None:
         """Take a cluster; without one messages take no time."""
@@ -46,7 +49,7 @@ class MessageCosts:
 
     def of(self, sender: int, receiver: int, num_bytes: float) -> tuple[float, float]:
         """Return the time a message takes up its ends' links, and the latency after that."""
-        if self._cluster is None:
+        if self._cluster is None or sender == receiver:
             return 0.0, 0.0
         pair = (sender, receiver)
         rate = self._rates.get(pair)
@@ -176,6 +179,8 @@ def _run_with_shared_links(graph: TaskGraph, durations: Sequence[float], transfe
     # nodes, then messages, then messages again, so that at one time all tasks end before a message takes a link, and
     # messages that are ready together go in the order of their numbers.
     arrives = num_nodes + num_messages
+    # Hand-overs between two stages of one rank take no link, so they wait for none.
+    shares_ranks = graph.plan.shares_ranks
     events = [(durations[node], node) for node, count in enumerate(waits) if count == 0]
     heapq.heapify(events)
     num_run = 0
@@ -185,10 +190,14 @@ def _run_with_shared_links(graph: TaskGraph, durations: Sequence[float], transfe
             num_run += 1
             end[code] = now
             message = first_message[code]
+            freed = tuple(unlocks.get(code, ())) if unlocks else ()
             while message >= 0:
-                push(events, (now, num_nodes + message))
+                if shares_ranks and sender_of[message] == receiver_of[message]:
+                    message_start[message] = message_end[message] = now
+                    freed = (*freed, target[message])
+                else:
+                    push(events, (now, num_nodes + message))
                 message = next_message[message]
-            freed = unlocks.get(code, ()) if unlocks else ()
             follower = next_on_rank[code]
             for node in (follower, *freed) if freed else (follower,):
                 if node < 0:

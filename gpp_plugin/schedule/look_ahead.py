@@ -26,14 +26,16 @@ import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule, Task
 from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.build_graph import build_task_graph
 from gpp_plugin.schedule.lower import end_mini_batch, lower_graph
 from gpp_plugin.schedule.messages import activation_bytes
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages, frozen_branch
-from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph
+from gpp_plugin.schedule.task_graph import TaskGraph
 from gpp_plugin.schedule.windows import (
     Programs,
     cut_graph,
@@ -136,6 +138,10 @@ def lower_ahead(
     Raises:
         ScheduleError, PlanError: the plan's own schedules cannot be lowered.
     """
+    if plan.shares_ranks:
+        raise ScheduleError(
+            "look-ahead: stages of the plan share ranks; give each stage ranks of its own, or turn look-ahead off"
+        )
     trained = set(range(len(plan.stages))) - forward_only_stages(plan)
 
     def lowered(part: TaskGraph) -> Programs:

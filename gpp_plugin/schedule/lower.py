@@ -26,8 +26,8 @@ Tests: tests/schedule/test_lower.py, tests/schedule/test_reductions.py
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.cluster import Cluster
@@ -35,15 +35,15 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.absent import Presence
+from gpp_plugin.schedule.build_graph import build_task_graph
 from gpp_plugin.schedule.checks.order_check import has_backwards
 from gpp_plugin.schedule.checks.rendezvous import execute_serially
 from gpp_plugin.schedule.durations import Durations, nominal_durations, task_durations
 from gpp_plugin.schedule.event_loop import Transfers, message_transfers, run_task_graph
 from gpp_plugin.schedule.placement import global_order
-from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph
+from gpp_plugin.schedule.task_graph import TaskGraph
 
-_REDUCE = Instruction(kind=InstructionKind.REDUCE_DATA)
-_UPDATE = (_REDUCE, Instruction(kind=InstructionKind.STEP))
+_UPDATE = tuple(Instruction(kind=kind) for kind in (InstructionKind.REDUCE_DATA, InstructionKind.STEP))
 """What an update of a task graph is in a program."""
 
 
@@ -112,7 +112,7 @@ def end_mini_batch(
     """
     ended = []
     for program in programs:
-        tail = _tail(program.stage in trained, program.stage in tied_stages)
+        tail = _tail(program, trained, tied_stages)
         ended.append(dataclasses.replace(program, instructions=(*program.instructions, *tail)))
     return reduce_after_backwards(plan, ended, trained) if reduce_each_backward else tuple(ended)
 
@@ -139,19 +139,32 @@ def lower_graph(
         instructions = _instructions(graph, item, known)
         for rank in graph.members[graph.rank[item]]:
             bodies[rank] += instructions
-    return tuple(
-        RankProgram(rank=rank, stages=graph.plan.stages_of_rank(rank), instructions=tuple(bodies[rank]))
-        for rank in sorted(bodies)
-    )
+    edges = tuple((edge.src, edge.dst) for edge in graph.plan.edges)
+    programs = []
+    for rank in sorted(bodies):
+        stages = graph.plan.stages_of_rank(rank)
+        program = RankProgram(
+            rank=rank,
+            stages=stages,
+            instructions=tuple(bodies[rank]),
+            edges=edges if len(stages) > 1 else (),
+        )
+        programs.append(program)
+    return tuple(programs)
 
 
-def _tail(is_trained: bool, is_tied: bool) -> tuple[Instruction, ...]:
-    kinds = [InstructionKind.STEP]
-    if is_tied:
-        kinds.insert(0, InstructionKind.REDUCE_TIED)
-    if is_trained:
-        kinds.insert(0, InstructionKind.REDUCE_DATA)
-    return tuple(Instruction(kind=kind) for kind in kinds)
+def _tail(
+    program: RankProgram, trained: Collection[int], tied_stages: Collection[int]
+) -> tuple[Instruction, ...]:
+    """Return the reductions of a rank's stages, each kind in the order of stages as on all ranks, and the one step."""
+    data = [_of_stage(program, InstructionKind.REDUCE_DATA, s) for s in program.stages if s in trained]
+    tied = [_of_stage(program, InstructionKind.REDUCE_TIED, s) for s in program.stages if s in tied_stages]
+    return (*data, *tied, Instruction(kind=InstructionKind.STEP))
+
+
+def _of_stage(program: RankProgram, kind: InstructionKind, stage: int) -> Instruction:
+    """Return a reduction of one of the rank's stages, which it names where there are several."""
+    return Instruction(kind=kind, stage=stage if len(program.stages) > 1 else None)
 
 
 def _instructions(graph: TaskGraph, node: int, known: dict[Task, Instruction]) -> tuple[Instruction, ...]:
@@ -185,14 +198,12 @@ def reduce_after_backwards(
     # Ranks of a stage that run unlike tasks, as their units lack other branches, reduce once, at the end.
     tasks: dict[int, set[tuple[Task, ...]]] = defaultdict(set)
     for program in programs:
-        tasks[program.stage].add(tuple(i.task for i in program.instructions if i.task is not None))
+        for stage in program.stages:
+            tasks[stage].add(tuple(task for task in _tasks(program) if task.stage == stage))
     wanted = {index for index in stages if plan.stages[index].degree > 1 and len(tasks[index]) == 1}
-    attempts: dict[tuple[int, int], int] = defaultdict(int)
+    attempts: dict[_Place, int] = defaultdict(int)
     while True:
-        changed = tuple(
-            _with_reductions(program, attempts) if program.stage in wanted else program
-            for program in programs
-        )
+        changed = tuple(_with_reductions(program, wanted, attempts) for program in programs)
         stuck = _stuck_reductions(plan, changed)
         if not stuck:
             return changed
@@ -200,40 +211,64 @@ def reduce_after_backwards(
             attempts[place] += 1
 
 
-def _with_reductions(program: RankProgram, attempts: Mapping[tuple[int, int], int]) -> RankProgram:
+_Place = tuple[int, int]
+"""A stage, and how many of its tasks are over."""
+
+
+def _tasks(program: RankProgram) -> Iterator[Task]:
+    return (instruction.task for instruction in program.instructions if instruction.task is not None)
+
+
+def _with_reductions(
+    program: RankProgram, stages: Collection[int], attempts: Mapping[_Place, int]
+) -> RankProgram:
     """Insert a reduction after each backward: before the next task, or at the second attempt behind what is sent.
 
     Args:
-        attempts: (stage, tasks before it) -> how often it stopped the programs; twice leaves it out.
+        stages: those that reduce so.
+        attempts: how often a reduction stopped the programs; twice leaves it out.
     """
+    # ``due`` are stages whose backward is over and whose reduction is still to come. "Before the next task" is before
+    # that of any stage of the rank, and a hand-over's two halves stay together. A stage's last one is in the tail.
+    if not any(stage in stages for stage in program.stages):
+        return program
     body: list[Instruction] = []
-    num_tasks = 0
-    is_due = False
+    num_tasks = dict.fromkeys(program.stages, 0)
+    totals = Counter(task.stage for task in _tasks(program))
+    due: list[int] = []
     for instruction in program.instructions:
-        attempt = attempts.get((program.stage, num_tasks), 0)
-        is_there = instruction.task is not None or (
-            attempt == 1 and instruction.kind is not InstructionKind.SEND
-        )
-        if is_due and is_there:
-            is_due = False
-            if attempt < 2:
-                body.append(_REDUCE)
-        if instruction.task is not None:
-            num_tasks += 1
-            is_due = instruction.task.kind in _MAKES_GRADIENTS
+        message = instruction.message
+        is_sent = message is not None and (instruction.kind is InstructionKind.SEND or message.is_hand_over)
+        for stage in tuple(due):
+            attempt = attempts.get((stage, num_tasks[stage]), 0)
+            if instruction.task is not None or (attempt == 1 and not is_sent):
+                due.remove(stage)
+                if attempt < 2:
+                    body.append(_of_stage(program, InstructionKind.REDUCE_DATA, stage))
+        task = instruction.task
+        if task is not None:
+            num_tasks[task.stage] += 1
+            is_last = num_tasks[task.stage] == totals[task.stage]
+            if task.stage in stages and task.kind in _MAKES_GRADIENTS and not is_last:
+                due.append(task.stage)
         body.append(instruction)
     return dataclasses.replace(program, instructions=tuple(body))
 
 
-def _stuck_reductions(plan: PipelinePlan, programs: Sequence[RankProgram]) -> set[tuple[int, int]]:
+def _stuck_reductions(plan: PipelinePlan, programs: Sequence[RankProgram]) -> set[_Place]:
     """Execute serially with rendezvous messages; return the places of the reductions at which ranks stand."""
     by_rank = {program.rank: program for program in programs}
     places = set()
     for rank, at in execute_serially(plan, by_rank).stuck.items():
-        instructions = by_rank[rank].instructions
+        program = by_rank[rank]
+        instructions = program.instructions
         if instructions[at].kind is InstructionKind.REDUCE_DATA:
-            num_tasks = sum(instruction.task is not None for instruction in instructions[:at])
-            total = sum(instruction.task is not None for instruction in instructions)
-            if num_tasks < total:  # the last reduction stays; who stands there waits for one that goes
-                places.add((by_rank[rank].stage, num_tasks))
+            stage = program.stage_of(instructions[at])
+            assert stage is not None, "a reduction is of one stage"
+            over, left = (
+                sum(i.task is not None and i.task.stage == stage for i in part)
+                for part in (instructions[:at], instructions[at:])
+            )
+            if left:  # the last reduction stays; who stands there waits for one that goes
+                places.add((stage, over))
     return places

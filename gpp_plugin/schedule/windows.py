@@ -24,10 +24,11 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
+from gpp_plugin.schedule.build_graph import build_task_graph
 from gpp_plugin.schedule.durations import nominal_times, stage_task_us
 from gpp_plugin.schedule.lower import lower_graph
 from gpp_plugin.schedule.orders.async_1f1b import Windows, windows_of
-from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph
+from gpp_plugin.schedule.task_graph import TaskGraph
 
 Programs = tuple[RankProgram, ...]
 

@@ -17,11 +17,12 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, EventKind, Timeline
+from gpp_plugin.schedule.build_graph import build_task_graph
 from gpp_plugin.schedule.durations import Durations, task_durations
 from gpp_plugin.schedule.event_loop import TaskTimes, message_transfers, run_task_graph
 from gpp_plugin.schedule.orders.async_1f1b import Windows, windows_of
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages
-from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph
+from gpp_plugin.schedule.task_graph import TaskGraph
 from gpp_plugin.schedule.windows import cut_graph, lengthened, part_durations, window_schedules
 from gpp_plugin.simulate.predict import message_events
 

@@ -11,9 +11,10 @@ from gpp_plugin.ir.schedule import StageSchedule
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, EventKind, Timeline
 from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.build_graph import build_task_graph
 from gpp_plugin.schedule.durations import Durations, task_durations
 from gpp_plugin.schedule.event_loop import TaskTimes, message_transfers, run_task_graph
-from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph
+from gpp_plugin.schedule.task_graph import TaskGraph
 from gpp_plugin.simulate.program_times import simulate_programs
 
 __all__ = ["predict_iteration_us", "simulate_plan", "simulate_programs"]
@@ -121,11 +122,13 @@ def _task_events(graph: TaskGraph, times: TaskTimes) -> list[Event]:
 
 
 def message_events(graph: TaskGraph, times: TaskTimes) -> list[Event]:
-    """Return a send and a receive for each message."""
+    """Return a send and a receive for each message; what passes between two stages of one rank has none."""
     events = []
     # A send and its receive have the same two times: from when the sender's link takes the message up to when
     # it has arrived, waiting for the receiver's link and the latency included.
     for number, (sender, receiver) in enumerate(zip(graph.sender, graph.receiver, strict=True)):
+        if sender == receiver:
+            continue
         for node, rank, peer, kind in (
             (graph.source[number], sender, receiver, EventKind.SEND),
             (graph.target[number], receiver, sender, EventKind.RECEIVE),
@@ -157,7 +160,7 @@ def _tail_events(
     events = []
     # reduce_us and step_us are by stage, in microseconds. Stages reduce independently
     # of each other, each when its last rank is done; steps wait for all stages, because
-    # the gradient norm is over the whole model.
+    # the gradient norm is over the whole model. A rank of several stages does one after the other.
     done = dict(ends)
     for index, microseconds in reduce_us.items():
         ranks = plan.stages[index].ranks
@@ -167,12 +170,11 @@ def _tail_events(
             events.append(
                 Event(rank=rank, stage=index, kind=EventKind.REDUCE, start_us=start, end_us=done[rank])
             )
-    start = max(done.values(), default=0.0)
+    done = dict.fromkeys(done, max(done.values(), default=0.0))
     for index, microseconds in step_us.items():
         for rank in plan.stages[index].ranks:
+            start, done[rank] = done[rank], done[rank] + microseconds
             events.append(
-                Event(
-                    rank=rank, stage=index, kind=EventKind.STEP, start_us=start, end_us=start + microseconds
-                )
+                Event(rank=rank, stage=index, kind=EventKind.STEP, start_us=start, end_us=done[rank])
             )
     return events

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgram
+from gpp_plugin.ir.program import Direction, Instruction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, EventKind, Timeline
@@ -165,7 +165,10 @@ class _ProgramRun:
         while self._position[rank] < len(program.instructions):
             instruction = program.instructions[self._position[rank]]
             task, message = instruction.task, instruction.message
-            if message is not None:
+            if message is not None and message.is_hand_over:
+                self._arrived.add(message)
+                awaited = []
+            elif message is not None:
                 self._post(instruction.kind, message, now)
                 awaited = [message] if self._is_rendezvous else []
             else:
@@ -177,7 +180,7 @@ class _ProgramRun:
                 self._compute(program, task, now)
                 return
             if message is None:
-                self._join(program, instruction.kind, now)
+                self._join(program, instruction, now)
                 return
             self._position[rank] += 1
 
@@ -192,7 +195,7 @@ class _ProgramRun:
         end = now + max(self._duration(task, rank) for rank in row)
         kind = EVENT_OF_TASK[task.kind]
         for rank in row:
-            self._note(rank, program.stage, kind, now, end, micro_batch=task.micro_batch, half=task.half)
+            self._note(rank, task.stage, kind, now, end, micro_batch=task.micro_batch, half=task.half)
             self._push(end, 0, rank)
 
     def _post(self, kind: InstructionKind, message: Message, now: float) -> None:
@@ -221,11 +224,12 @@ class _ProgramRun:
     def _arrive(self, message: Message, now: float) -> None:
         self._arrived.add(message)
         start, num_bytes = self._started[message], round(self._bytes(message))
-        for rank, micro_batch, half, kind in (
-            (message.src_rank, message.src_micro_batch, message.src_half, EventKind.SEND),
-            (message.dst_rank, message.dst_micro_batch, message.dst_half, EventKind.RECEIVE),
+        edge = self._plan.edges[message.edge]
+        ends = (edge.src, edge.dst) if message.direction is Direction.ACTIVATION else (edge.dst, edge.src)
+        for stage, rank, micro_batch, half, kind in (
+            (ends[0], message.src_rank, message.src_micro_batch, message.src_half, EventKind.SEND),
+            (ends[1], message.dst_rank, message.dst_micro_batch, message.dst_half, EventKind.RECEIVE),
         ):
-            stage = self._programs[rank].stage
             self._note(
                 rank,
                 stage,
@@ -246,25 +250,33 @@ class _ProgramRun:
                     )  # from the message, not from the task that reads it
                     self._advance(rank, now)
 
-    def _join(self, program: RankProgram, kind: InstructionKind, now: float) -> None:
+    def _join(self, program: RankProgram, instruction: Instruction, now: float) -> None:
         """Wait for the ranks that take part in a reduction or the step, then run it together."""
-        group = program.stage if kind is InstructionKind.REDUCE_DATA else -1
+        kind = instruction.kind
+        behind = program.instructions[self._position[program.rank] + 1 :]
+        if kind is InstructionKind.REDUCE_TIED and any(i.kind is kind for i in behind):
+            self._push(now, 0, program.rank)  # the last one is for all stages of the rank
+            return
+        stage = program.stage_of(instruction) if kind is InstructionKind.REDUCE_DATA else None
         members = [
             other.rank
             for other in self._programs.values()
-            if group in (-1, other.stage) and any(i.kind is kind for i in other.instructions)
+            if stage in (None, *other.stages)
+            and any(i.kind is kind and stage in (None, other.stage_of(i)) for i in other.instructions)
         ]
-        present = self._barriers.setdefault((kind, group), {})
+        present = self._barriers.setdefault((kind, -1 if stage is None else stage), {})
         present[program.rank] = now
         if len(present) < len(members):
             return
-        del self._barriers[kind, group]
+        del self._barriers[kind, -1 if stage is None else stage]
+        event = EventKind.STEP if kind is InstructionKind.STEP else EventKind.REDUCE
         for rank in members:
-            stage = self._programs[rank].stage
-            end = now + self._tail_us.get(kind, {}).get(stage, 0.0)
-            if end > now:
-                event = EventKind.STEP if kind is InstructionKind.STEP else EventKind.REDUCE
-                self._note(rank, stage, event, now, end)
+            # one instruction is the step of all stages of a rank, which steps them one after the other
+            end = now
+            for own in self._programs[rank].stages if stage is None else (stage,):
+                start, end = end, end + self._tail_us.get(kind, {}).get(own, 0.0)
+                if end > start:
+                    self._note(rank, own, event, start, end)
             self._push(end, 0, rank)
 
     def _cost(self, message: Message) -> tuple[float, float]:
@@ -321,12 +333,14 @@ class _ProgramRun:
 
 def _messages_read(program: RankProgram) -> dict[Task, list[Message]]:
     """Return the messages that each task of a program is the first to read."""
-    received: dict[tuple[Direction, int, int | None], list[Message]] = defaultdict(list)
-    for message in program.messages(InstructionKind.RECEIVE):
-        received[message.direction, message.dst_micro_batch, message.dst_half].append(message)
     reads = {}
-    for task in (i.task for i in program.instructions if i.task is not None):
-        if task.kind is not TaskKind.WEIGHT_GRADIENT:
-            direction = Direction.ACTIVATION if task.kind is TaskKind.FORWARD else Direction.GRADIENT
-            reads[task] = received[direction, task.micro_batch, task.half]
+    for stage in program.stages:
+        part = program.of_stage(stage)
+        received: dict[tuple[Direction, int, int | None], list[Message]] = defaultdict(list)
+        for message in part.messages(InstructionKind.RECEIVE):
+            received[message.direction, message.dst_micro_batch, message.dst_half].append(message)
+        for task in (i.task for i in part.instructions if i.task is not None):
+            if task.kind is not TaskKind.WEIGHT_GRADIENT:
+                direction = Direction.ACTIVATION if task.kind is TaskKind.FORWARD else Direction.GRADIENT
+                reads[task] = received[direction, task.micro_batch, task.half]
     return reads

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import InstructionKind, Message, RankProgram
 from gpp_plugin.ir.samples import SampleRange
-from gpp_plugin.ir.schedule import StageSchedule, TaskKind
+from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.absent import Presence, own_tasks
 from gpp_plugin.schedule.grid import program_grid
 
@@ -27,7 +28,6 @@ class CheckedPrograms:
         trained: the stages that run backwards.
         halved: stage -> micro-batches whose forward runs in two halves; ``sent_in_halves`` those sent so too.
         in_edges, out_edges: stage -> indices of the plan's edges.
-        tasks: rank -> the tasks of its stage's schedule that it runs; all, unless its samples lack branches.
     """
 
     def __init__(
@@ -58,21 +58,42 @@ class CheckedPrograms:
         for index, edge in enumerate(plan.edges):
             self.in_edges[edge.dst].append(index)
             self.out_edges[edge.src].append(index)
-        self.tasks = {
-            program.rank: own_tasks(plan, self.schedules[program.stage].tasks, program.rank, presence)
-            for program in programs
-            if program.stage in self.schedules
+
+    @cached_property
+    def parts(self) -> list[RankProgram]:
+        """Return what each rank does for each of its stages, as programs of one stage; of one stage, its program."""
+        return [program.of_stage(stage) for program in self.programs.values() for stage in program.stages]
+
+    @cached_property
+    def tasks(self) -> dict[tuple[int, int], tuple[Task, ...]]:
+        """Return by (rank, stage) the tasks of the stage's schedule it runs: all, unless its samples lack branches."""
+        return {
+            (part.rank, part.stage): own_tasks(
+                self.plan, self.schedules[part.stage].tasks, part.rank, self.presence
+            )
+            for part in self.parts
         }
 
     def is_carried(self, edge: int, samples: SampleRange) -> bool:
         """Return whether an edge carries something of some samples."""
         return self.presence is None or edge in self.presence.edges[samples.first_sample]
 
-    def fail(self, rank: int, position: int, what: str) -> ScheduleError:
-        """Return the error that says ``what`` is wrong at an instruction, with it marked in the grid."""
-        program = self.programs[rank]
-        head = f"rank {rank} (stage {self.plan.stages[program.stage].name!r}): {what}"
-        return ScheduleError(f"{head}\n{program_grid(self.programs.values(), positions={rank: position})}")
+    def fail(self, program: RankProgram, position: int, what: str) -> ScheduleError:
+        """Return the error that says ``what`` is wrong at an instruction, with it marked in the grid.
+
+        Args:
+            program: a rank's, or one of `parts`.
+        """
+        names = ", ".join(repr(self.plan.stages[stage].name) for stage in program.stages)
+        head = f"rank {program.rank} (stage{'s' * (len(program.stages) > 1)} {names}): {what}"
+        whole = self.programs[program.rank]
+        if len(whole.stages) > 1 and len(program.stages) == 1:
+            (stage,) = program.stages
+            own = [i for i, x in enumerate(whole.instructions) if whole.stage_of(x) in (stage, None)]
+            position = own[position] if own else 0
+        return ScheduleError(
+            f"{head}\n{program_grid(self.programs.values(), positions={program.rank: position})}"
+        )
 
 
 def messages_of(program: RankProgram) -> Iterator[tuple[int, Message, bool]]:

@@ -2,7 +2,7 @@
 
 A send or a receive ends when its other end is posted; a reduction of data ends when all ranks of the stage have come
 to it, a task with tensor ranks when all of its data position have, as it contains their collectives; everything else
-ends at once.
+ends at once, what passes between two stages of one rank included.
 
 Programs that finish so finish on any device, whatever its queues and whoever waits for it on the way: each of these
 adds waits for what a rank has launched before, and here every rank waits for all of that at every instruction.
@@ -58,6 +58,9 @@ def execute_serially(plan: PipelinePlan, programs: Mapping[int, RankProgram]) ->
     #
     # Order does not matter: to go on is never undone, so whatever order ready ranks are taken in, the same end comes.
     rows = _tensor_rows(plan)
+    reductions = [
+        Instruction(kind=InstructionKind.REDUCE_DATA, stage=stage) for stage in range(len(plan.stages))
+    ]
     position = dict.fromkeys(programs, 0)
     posted: dict[Message, int] = {}
     present: dict[SharedInstruction, list[int]] = {}
@@ -65,7 +68,10 @@ def execute_serially(plan: PipelinePlan, programs: Mapping[int, RankProgram]) ->
 
     def meeting_at(rank: int, instruction: Instruction) -> SharedInstruction | None:
         if instruction.kind is InstructionKind.REDUCE_DATA:
-            return SharedInstruction(what=instruction, ranks=plan.stages[programs[rank].stage].ranks)
+            stage = programs[rank].stage_of(instruction)
+            assert stage is not None, "a reduction is of one stage"
+            # a rank that holds that stage alone does not name it
+            return SharedInstruction(what=reductions[stage], ranks=plan.stages[stage].ranks)
         if instruction.kind is InstructionKind.COMPUTE and rank in rows:
             return SharedInstruction(what=instruction, ranks=rows[rank])
         return None
@@ -87,7 +93,7 @@ def execute_serially(plan: PipelinePlan, programs: Mapping[int, RankProgram]) ->
                     break
                 for peer in present.pop(meeting)[:-1]:
                     move_on(peer)
-            if instruction.message is not None:
+            if instruction.message is not None and not instruction.message.is_hand_over:
                 other = posted.pop(instruction.message, None)
                 if other is None:
                     posted[instruction.message] = rank

@@ -30,11 +30,9 @@ def check_messages(checked: CheckedPrograms, program: RankProgram) -> None:
     for position, message, is_send in messages_of(program):
         here = message.src_rank if is_send else message.dst_rank
         if here != program.rank:
-            raise checked.fail(program.rank, position, f"{message} is not of this rank; lower anew")
+            raise checked.fail(program, position, f"{message} is not of this rank; lower anew")
         if not 0 <= message.edge < len(checked.plan.edges):
-            raise checked.fail(
-                program.rank, position, f"{message}: the plan has {len(checked.plan.edges)} edges"
-            )
+            raise checked.fail(program, position, f"{message}: the plan has {len(checked.plan.edges)} edges")
         edge = checked.plan.edges[message.edge]
         is_activation = message.direction is Direction.ACTIVATION
         ends = (edge.src, edge.dst) if is_activation else (edge.dst, edge.src)
@@ -47,10 +45,10 @@ def check_messages(checked: CheckedPrograms, program: RankProgram) -> None:
         ):
             owner = checked.plan.stages[stage]
             if rank not in owner.ranks or not 0 <= micro_batch < checked.plan.num_micro_batches(stage):
-                raise checked.fail(program.rank, position, f"{message}: not a task of stage {owner.name!r}")
+                raise checked.fail(program, position, f"{message}: not a task of stage {owner.name!r}")
             if (half is not None) != (is_activation and micro_batch in checked.halved[stage]):
                 raise checked.fail(
-                    program.rank,
+                    program,
                     position,
                     f"{message}: micro-batch {micro_batch} of stage {owner.name!r} does not run so; lower anew",
                 )
@@ -58,7 +56,7 @@ def check_messages(checked: CheckedPrograms, program: RankProgram) -> None:
             held = owner.samples(micro_batch, rank, None if is_joined else half)
             if held.overlap(message.samples) != message.samples:
                 raise checked.fail(
-                    program.rank,
+                    program,
                     position,
                     f"{message} holds samples that micro-batch {micro_batch} of stage {owner.name!r} lacks",
                 )
@@ -79,16 +77,16 @@ def check_readiness(checked: CheckedPrograms, program: RankProgram) -> None:
         message = instruction.message
         if message is not None and instruction.kind is InstructionKind.SEND:
             if (message.direction, message.src_micro_batch, message.src_half) not in done:
-                raise checked.fail(program.rank, position, f"sends {message} before the task that makes it")
+                raise checked.fail(program, position, f"sends {message} before the task that makes it")
         elif message is not None:
             key = (message.direction, message.dst_micro_batch, message.dst_half)
             if key in done:
-                raise checked.fail(program.rank, position, f"receives {message} after the task that needs it")
+                raise checked.fail(program, position, f"receives {message} after the task that needs it")
             got[key].append(message)
     if got:
         messages = next(iter(got.values()))
         raise checked.fail(
-            program.rank,
+            program,
             len(program.instructions) - 1,
             f"receives {messages[0]} for a task that it never runs",
         )
@@ -117,18 +115,35 @@ def _check_inputs(
             have = sorted((m.samples, m.has_whole_tensors) for m, cells in brought if cell in cells)
             if have != wanted:
                 raise checked.fail(
-                    program.rank,
+                    program,
                     position,
                     f"{task} has received samples {_text_of(have)} over edge {index}, it needs {_text_of(wanted)} "
                     "exactly once; lower anew",
                 )
         for message, cells in brought:
             if not cells:
-                raise checked.fail(program.rank, position, f"{task} has received {message}, unasked")
+                raise checked.fail(program, position, f"{task} has received {message}, unasked")
     if by_edge:
         raise checked.fail(
-            program.rank, position, f"{task} has received {next(iter(by_edge.values()))[0]}, unasked"
+            program, position, f"{task} has received {next(iter(by_edge.values()))[0]}, unasked"
         )
+
+
+def check_hand_overs(checked: CheckedPrograms, program: RankProgram) -> None:
+    """What passes between two stages of a rank is taken where it is made: a send and right behind it its receive."""
+    given: Message | None = None
+    for position, instruction in enumerate(program.instructions):
+        message = instruction.message if instruction.message and instruction.message.is_hand_over else None
+        is_send = instruction.kind is InstructionKind.SEND
+        if given is not None and (message != given or is_send):
+            raise checked.fail(
+                program, position, f"does not receive {given} right behind its send; lower anew"
+            )
+        if given is None and message is not None and not is_send:
+            raise checked.fail(program, position, f"receives {message} before its send; lower anew")
+        given = message if is_send else None
+    if given is not None:
+        raise checked.fail(program, len(program.instructions) - 1, f"sends {given}, which it never receives")
 
 
 def check_channels(checked: CheckedPrograms) -> None:
@@ -148,7 +163,7 @@ def check_channels(checked: CheckedPrograms) -> None:
             if other != message:
                 found = f"the sender sends {other}" if other is not None else "nothing more is sent"
                 raise checked.fail(
-                    message.dst_rank,
+                    checked.programs[message.dst_rank],
                     position,
                     f"receives {message} as number {index} of its channel, but there {found}; use one order "
                     "at both ends",
@@ -158,7 +173,7 @@ def check_channels(checked: CheckedPrograms) -> None:
         for message in departures:
             program = checked.programs[message.src_rank]
             position = next(i for i, m, is_send in messages_of(program) if is_send and m == message)
-            raise checked.fail(message.src_rank, position, f"sends {message}, which nobody receives")
+            raise checked.fail(program, position, f"sends {message}, which nobody receives")
 
 
 def _key_of(task: Task) -> _TaskKey:

@@ -2,17 +2,18 @@
 
 What is proven for a plan, its schedules and the programs of all ranks:
 
-1. every rank runs exactly its stage's schedule, in order: each micro-batch's forward, whole or in two
+1. every rank runs exactly the schedule of each of its stages, in order: each micro-batch's forward, whole or in two
    halves, and its backward, whole or as input and later weight gradient;
 2. on every channel (sender, receiver) sends and receives are the same messages of all edges in the same order;
 3. a message leaves after the task that makes it; before a task runs it has received the rows of
    exactly its samples, each once, and each tensor without a batch axis once; the same for gradients; of
-   tensors that tensor ranks hold as shards, exactly what its rank needs, each part once;
+   tensors that tensor ranks hold as shards, exactly what its rank needs, each part once; what passes between two
+   stages of one rank is received right behind its send;
 4. no stage holds more micro-batches than the plan's ``in_flight``, from the first forward to the whole
    backward or the weight gradient;
-5. reductions and the step come last, in one order on all ranks; a stage may also reduce its data between
-   tasks, after a backward, at the same place on all its ranks (programs that step after each backward, as
-   asynchronous ones do, have a reduction and a step behind each, before the next task, and nowhere else);
+5. reductions and the step come last, in one order on all ranks, which share one step; a stage may also reduce its
+   data between tasks, after a backward, at the same place on all its ranks (programs that step after each backward,
+   as asynchronous ones do, have a reduction and a step behind each, before the next task, and nowhere else);
 6. everything finishes when each rank executes its instructions serially, in order, with rendezvous messages: a send
    or a receive ends when its other end is posted; a reduction of data when all ranks of the stage have come to it, and
    a task, which has the collectives of tensor parallelism inside, when all tensor ranks of its data position have.
@@ -34,7 +35,12 @@ from gpp_plugin.ir.schedule import StageSchedule, TaskKind
 from gpp_plugin.schedule.absent import Presence
 from gpp_plugin.schedule.checks.checked_programs import TAIL_ORDER, CheckedPrograms, messages_of
 from gpp_plugin.schedule.checks.rendezvous import Standstill, execute_serially
-from gpp_plugin.schedule.checks.validate_messages import check_channels, check_messages, check_readiness
+from gpp_plugin.schedule.checks.validate_messages import (
+    check_channels,
+    check_hand_overs,
+    check_messages,
+    check_readiness,
+)
 from gpp_plugin.schedule.grid import program_grid
 
 
@@ -58,11 +64,13 @@ def validate_programs(
     """
     checked = CheckedPrograms(plan, schedules, programs, presence)
     _check_ranks(checked, [program.rank for program in programs])
+    for part in checked.parts:
+        _check_tasks(checked, part)
+        check_messages(checked, part)
+        check_readiness(checked, part)
+        _check_in_flight(checked, part)
     for program in checked.programs.values():
-        _check_tasks(checked, program)
-        check_messages(checked, program)
-        check_readiness(checked, program)
-        _check_in_flight(checked, program)
+        check_hand_overs(checked, program)
         (_check_steps if steps_each_backward else _check_tail)(checked, program)
     _check_collectives_agree(checked, steps_each_backward=steps_each_backward)
     check_channels(checked)
@@ -84,7 +92,7 @@ def validate_tails(
 
 
 def _check_ranks(checked: CheckedPrograms, order: Sequence[int]) -> None:
-    expected = sorted(rank for stage in checked.plan.stages for rank in stage.ranks)
+    expected = sorted({rank for stage in checked.plan.stages for rank in stage.ranks})
     if order != expected:
         raise ScheduleError(f"programs of ranks {order} for ranks {expected}; lower one for each, in order")
     if sorted(checked.schedules) != list(range(len(checked.plan.stages))):
@@ -92,36 +100,56 @@ def _check_ranks(checked: CheckedPrograms, order: Sequence[int]) -> None:
             f"schedules of stages {sorted(checked.schedules)} for {len(checked.plan.stages)} stages; give one for each"
         )
     for rank, program in checked.programs.items():
-        stage = checked.plan.stage_of_rank(rank)
-        if program.stage != stage:
-            raise checked.fail(
-                rank, 0, f"its program is of stage {program.stage}; the plan puts it on {stage}"
-            )
+        stages = checked.plan.stages_of_rank(rank)
+        if program.stages != stages:
+            found, wanted = (", ".join(map(str, indices)) for indices in (program.stages, stages))
+            raise checked.fail(program, 0, f"its program is of stage {found}; the plan puts it on {wanted}")
+        if len(stages) > 1:
+            _check_owners(checked, program)
+
+
+def _check_owners(checked: CheckedPrograms, program: RankProgram) -> None:
+    """Every instruction of a rank of several stages is of one of them, or the one step."""
+    edges = tuple((edge.src, edge.dst) for edge in checked.plan.edges)
+    if program.edges != edges:
+        raise checked.fail(
+            program, 0, f"its program is of edges {list(program.edges)}, the plan has {list(edges)}"
+        )
+    for position, instruction in enumerate(program.instructions):
+        message = instruction.message
+        if message is not None and not 0 <= message.edge < len(edges):
+            raise checked.fail(program, position, f"{message}: the plan has {len(edges)} edges")
+        stage = program.stage_of(instruction)
+        is_step = instruction.kind is InstructionKind.STEP and stage is None
+        if stage not in program.stages and not is_step:
+            raise checked.fail(program, position, f"{instruction} is of no stage of this rank; lower anew")
 
 
 def _check_collectives_agree(checked: CheckedPrograms, *, steps_each_backward: bool) -> None:
     """Collective instructions are on every rank that takes part, between the same tasks."""
-    places = {rank: _collectives(checked, program) for rank, program in checked.programs.items()}
-    tails = {rank: tuple(kind for _, kind in found) for rank, found in places.items()}
-    for rank, found in places.items():
-        stage = checked.plan.stages[checked.programs[rank].stage]
-        first = places[stage.ranks[0]]
+    places = {(part.rank, part.stage): _collectives(checked, part) for part in checked.parts}
+    for part in checked.parts:
+        lead = checked.plan.stages[part.stage].ranks[0]
+        found, first = places[part.rank, part.stage], places[lead, part.stage]
         if found != first:
             shown = [f"{kind.value} after {count} tasks" for count, kind in found]
             wanted = [f"{kind.value} after {count} tasks" for count, kind in first]
             raise checked.fail(
-                rank,
-                len(checked.programs[rank].instructions) - 1,
-                f"has {shown}, rank {stage.ranks[0]} of its stage {wanted}; they must agree",
+                part,
+                len(part.instructions) - 1,
+                f"has {shown}, rank {lead} of its stage {wanted}; they must agree",
             )
     if steps_each_backward:
         return
-    steps = {rank: InstructionKind.STEP in tail for rank, tail in tails.items()}
+    steps = {
+        rank: any(i.kind is InstructionKind.STEP for i in program.instructions)
+        for rank, program in checked.programs.items()
+    }
     if len(set(steps.values())) > 1:
-        rank = next(rank for rank, has_step in steps.items() if not has_step)
-        end = len(checked.programs[rank].instructions) - 1
+        program = checked.programs[next(rank for rank, has_step in steps.items() if not has_step)]
+        end = len(program.instructions) - 1
         raise checked.fail(
-            rank, end, "has no step while other ranks do; all ranks agree on norm and overflow"
+            program, end, "has no step while other ranks do; all ranks agree on norm and overflow"
         )
 
 
@@ -161,7 +189,7 @@ def _collectives(checked: CheckedPrograms, program: RankProgram) -> tuple[tuple[
     places: Sequence[int] | None = None
     if checked.presence is not None:
         position = {task: i for i, task in enumerate(checked.schedules[program.stage].tasks)}
-        places = [*(position[task] for task in checked.tasks[program.rank]), len(position)]
+        places = [*(position[task] for task in checked.tasks[program.rank, program.stage]), len(position)]
     found = []
     num_tasks = 0
     for instruction in program.instructions:
@@ -173,16 +201,14 @@ def _collectives(checked: CheckedPrograms, program: RankProgram) -> tuple[tuple[
 
 def _check_tasks(checked: CheckedPrograms, program: RankProgram) -> None:
     """The rank runs its stage's schedule, in order, and every micro-batch whole."""
-    due = checked.tasks[program.rank]
+    due = checked.tasks[program.rank, program.stage]
     ran = [(i, x.task) for i, x in enumerate(program.instructions) if x.kind is InstructionKind.COMPUTE]
     for (position, task), planned in zip(ran, due, strict=False):
         if task != planned:
-            raise checked.fail(
-                program.rank, position, f"runs {task} where the schedule has {planned}; lower anew"
-            )
+            raise checked.fail(program, position, f"runs {task} where the schedule has {planned}; lower anew")
     if len(ran) != len(due):
         raise checked.fail(
-            program.rank,
+            program,
             len(program.instructions) - 1,
             f"runs {len(ran)} tasks of the {len(due)} scheduled; lower anew",
         )
@@ -197,7 +223,7 @@ def _check_tasks(checked: CheckedPrograms, program: RankProgram) -> None:
         if not _may_follow(checked, program.stage, parts[task.micro_batch]):
             run = ", ".join(parts[task.micro_batch][:-1]) or "nothing"
             raise checked.fail(
-                program.rank,
+                program,
                 position,
                 f"{task} comes after {run} of its micro-batch; run its forward once, whole or in two halves, "
                 "then its backward once, whole or as input and weight gradient",
@@ -209,7 +235,7 @@ def _check_tasks(checked: CheckedPrograms, program: RankProgram) -> None:
     lacking = [m for m in sorted(wanted) if not parts[m] or parts[m][-1] not in ends]
     if lacking or len(parts) != len(wanted):
         raise checked.fail(
-            program.rank,
+            program,
             len(program.instructions) - 1,
             f"runs {len(parts)} micro-batches where {len(wanted)} are due, unfinished {lacking[:4]}; "
             "schedule each once",
@@ -244,7 +270,7 @@ def _check_in_flight(checked: CheckedPrograms, program: RankProgram) -> None:
                 held.add(task.micro_batch)
             if len(held) > limit:
                 raise checked.fail(
-                    program.rank,
+                    program,
                     position,
                     f"{task} holds {len(held)} micro-batches, in_flight allows {limit}; raise in_flight or "
                     "run a backward first",
@@ -257,24 +283,32 @@ def _check_in_flight(checked: CheckedPrograms, program: RankProgram) -> None:
 
 
 def _check_tail(checked: CheckedPrograms, program: RankProgram) -> None:
-    """Reductions and the step come last, in one order; the stage may reduce its data between tasks too."""
-    kinds = [(i, x.kind) for i, x in enumerate(program.instructions) if x.kind in TAIL_ORDER]
+    """Reductions and the step come last, in one order; a stage may reduce its data between tasks too."""
+    # The tail of a rank of stages 0 and 2: reduce_data(0) reduce_data(2) reduce_tied(2) step, by kind and then stage.
+    ends = [
+        (i, x, (TAIL_ORDER.index(x.kind), -1 if x.stage is None else x.stage))
+        for i, x in enumerate(program.instructions)
+        if x.kind in TAIL_ORDER
+    ]
     last = max((i for i, x in enumerate(program.instructions) if x.kind not in TAIL_ORDER), default=-1)
-    early = [i for i, kind in kinds if i < last and kind is InstructionKind.REDUCE_DATA]
-    kinds = [(i, kind) for i, kind in kinds if i not in early]
-    expected = [kind for kind in TAIL_ORDER if any(kind is found for _, found in kinds)]
-    if [kind for _, kind in kinds] != expected or any(i < last for i, _ in kinds):
-        names = ", ".join(kind.value for _, kind in kinds)
+    early = [(i, x) for i, x, _ in ends if i < last and x.kind is InstructionKind.REDUCE_DATA]
+    tail = [end for end in ends if end[0] > last or end[1].kind is not InstructionKind.REDUCE_DATA]
+    places = [place for _, _, place in tail]
+    if sorted(set(places)) != places or any(i < last for i, _, _ in tail):
+        names = ", ".join(str(x) for _, x, _ in tail)
         raise checked.fail(
-            program.rank,
-            kinds[0][0],
+            program,
+            tail[0][0],
             f"ends with {names}; reductions and the step come last: "
-            f"{', '.join(kind.value for kind in TAIL_ORDER)}, each at most once",
+            f"{', '.join(kind.value for kind in TAIL_ORDER)}, each at most once a stage",
         )
-    if early and InstructionKind.REDUCE_DATA not in expected:
-        raise checked.fail(program.rank, early[-1], "reduces between tasks but not at its end; do both")
-    if early and program.stage not in checked.trained:
-        raise checked.fail(program.rank, early[0], "reduces without backwards; there are no gradients")
+    summed = {program.stage_of(x) for _, x, _ in tail if x.kind is InstructionKind.REDUCE_DATA}
+    for position, instruction in early:
+        stage = program.stage_of(instruction)
+        if stage not in checked.trained:
+            raise checked.fail(program, position, "reduces without backwards; there are no gradients")
+        if stage not in summed:
+            raise checked.fail(program, position, "reduces between tasks but not at its end; do both")
 
 
 def _check_steps(checked: CheckedPrograms, program: RankProgram) -> None:
@@ -283,12 +317,10 @@ def _check_steps(checked: CheckedPrograms, program: RankProgram) -> None:
     for position, instruction in enumerate(program.instructions):
         kind = instruction.kind
         if kind in TAIL_ORDER and (not expected or kind is not expected.pop(0)):
-            raise checked.fail(
-                program.rank, position, f"{kind.value} does not belong there; a backward is due"
-            )
+            raise checked.fail(program, position, f"{kind.value} does not belong there; a backward is due")
         if kind is InstructionKind.COMPUTE and expected:
-            raise checked.fail(program.rank, position, f"runs {instruction} before {expected[0].value}")
+            raise checked.fail(program, position, f"runs {instruction} before {expected[0].value}")
         if instruction.task is not None and instruction.task.kind is not TaskKind.FORWARD:
             expected = [InstructionKind.REDUCE_DATA, InstructionKind.STEP]
     if expected:
-        raise checked.fail(program.rank, len(program.instructions) - 1, f"ends without {expected[0].value}")
+        raise checked.fail(program, len(program.instructions) - 1, f"ends without {expected[0].value}")

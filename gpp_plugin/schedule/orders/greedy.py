@@ -11,6 +11,7 @@ Deviations:
 - The shortest running time is that of GPipe's order: every forward is as early as it can be, so every
   gradient comes as early as it can, and the backwards follow each other without a forward between.
 - Every edge between stages that run backwards counts as one with gradients (see `in_flight`).
+- Stages that share ranks are ordered as on ranks of their own; whose turn it is on a rank is found later.
 - ``most_in_flight`` caps what is held; at the cap the next task is a backward.
 
 Source: GraphPipe thesis (chapter 3), section 3.10.1, Algorithm 4
@@ -27,12 +28,13 @@ from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan, StageEdge
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
+from gpp_plugin.schedule.build_graph import build_task_graph
 from gpp_plugin.schedule.checks.order_check import has_backwards
 from gpp_plugin.schedule.durations import nominal_durations
 from gpp_plugin.schedule.event_loop import Transfers, message_transfers, run_task_graph
 from gpp_plugin.schedule.orders.gpipe import gpipe_schedule
-from gpp_plugin.schedule.orders.stage_order import stages_behind
-from gpp_plugin.schedule.task_graph import TaskGraph, build_task_graph
+from gpp_plugin.schedule.orders.stage_order import on_own_ranks, stages_behind
+from gpp_plugin.schedule.task_graph import TaskGraph
 
 SLACK = 1e-9
 """Relative difference of two running times that rounding can make."""
@@ -68,7 +70,7 @@ def greedy_schedule(
     # So it takes F0 F1 B0 F2 B1 B2 and holds two, where GPipe holds three and ends no earlier.
     count = plan.num_micro_batches(stage)
     cap = count if most_in_flight is None else min(most_in_flight, count)
-    judge = _Judge(plan, stage, behind, cluster)
+    judge = _Judge(on_own_ranks(plan), stage, behind, cluster)
     goal = judge.running_us([*range(count), *(~m for m in range(count))]) * (1.0 + SLACK)
     order = [0]
     forward, backward = 1, 0

@@ -1,6 +1,8 @@
-"""Orders of the stages of a plan: sinks first, and which stages are behind which."""
+"""Orders of the stages of a plan: sinks first, and which stages are behind which; and the plan without shared ranks."""
 
 from __future__ import annotations
+
+import dataclasses
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan
@@ -42,3 +44,15 @@ def stages_behind(plan: PipelinePlan) -> list[set[int]]:
         for other in successors[index]:
             behind[index] |= {other} | behind[other]
     return behind
+
+
+def on_own_ranks(plan: PipelinePlan) -> PipelinePlan:
+    """Return the plan with ranks of its own for every stage: itself where no stages share any."""
+    if not plan.shares_ranks:
+        return plan
+    stages = []
+    first = 0
+    for stage in plan.stages:
+        stages.append(dataclasses.replace(stage, ranks=tuple(range(first, first + len(stage.ranks)))))
+        first += len(stage.ranks)
+    return dataclasses.replace(plan, stages=tuple(stages))

@@ -1,0 +1,222 @@
+"""One order for the tasks of all stages on a rank: list scheduling over the whole task graph.
+
+Each stage's tasks are a chain in the order of its schedule; a rank of several stages runs their chains in turns. Whose
+turn it is, a simulation decides: whenever a rank is free it starts, of the next tasks of its stages that can run, the
+one that comes first by a rule. Something can always run, since the chains, messages and unlocks hold no circle, as on
+ranks of their own; so merged orders never wait for each other. Two stages each on two ranks, four micro-batches:
+
+    chains   rank 0   0F0 0F1 0F2 0B0 0F3 0B1 ...      2F0 2B0 2F1 2B1 ...
+             rank 1   1F0 1F1 1B0 1F2 1B1 ...          3F0 3B0 3F1 ...
+    merged   rank 0   0F0 0F1 2F0 0F2 2F1 ...
+
+No rule is always best, so several are tried and the shortest simulation is taken, the first of those that are equal:
+
+- the task with the most work behind it: the longest path to the end, or that and what its rank has left to do;
+- the one that would start first were every stage on ranks of its own;
+- backwards before forwards, and of either those of the stage nearest the end.
+
+Then the best is improved by turns: the graph is run backwards in time, each rank taking first what ended last, and
+forwards again, taking first what started first in that. A turn keeps what it gains and ends with the first that gains
+nothing (forward-backward improvement of project scheduling: Li and Willis, 1992).
+
+Times are the plan's; messages take none, so that the orders depend on the plan and its schedules alone, and every rank
+finds the same. What they come to with links, `simulate` says.
+
+Source: list scheduling, Graham (1966); forward-backward improvement, Li and Willis (1992), doi
+    10.1016/0377-2217(92)90195-7
+Tests: tests/schedule/test_shared_ranks.py
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.schedule.durations import nominal_durations
+from gpp_plugin.schedule.task_graph import TaskGraph, deadlock_error
+
+Chain = tuple[int, list[int]]
+"""The first rank of a data position, and the nodes of one of its stages in their order."""
+
+MOST_TURNS = 8
+"""Improvements by turns that are tried at most; few gain after the second."""
+
+SLACK = 1e-9
+"""Relative difference of two times that rounding can make."""
+
+
+def check_shared_rows(plan: PipelinePlan) -> None:
+    """Refuse a plan that puts a rank into unlike tensor rows: all of a row's ranks must run the same tasks together.
+
+    Raises:
+        PlanError: names two stages and the rank.
+    """
+    # row and stage by rank
+    found: dict[int, tuple[tuple[int, ...], str]] = {}
+    for stage in plan.stages:
+        for position in range(stage.degree):
+            row = stage.tensor_ranks(position)
+            for rank in row:
+                other, name = found.setdefault(rank, (row, stage.name))
+                if other != row:
+                    raise PlanError(
+                        f"stages {name!r} and {stage.name!r} share rank {rank}, but run their tasks on its tensor "
+                        f"ranks {list(other)} and {list(row)}; give them the same tensor ranks or ranks of their own"
+                    )
+
+
+def merge_chains(graph: TaskGraph, chains: Sequence[Chain]) -> dict[int, list[int]]:
+    """Return the order of every rank that holds these chains, each kept.
+
+    Args:
+        graph: its nodes wait for those before them in their chains, and for messages and unlocks.
+
+    Raises:
+        ScheduleError: the chains wait for each other, even on ranks of their own.
+    """
+    network = _Network.of(graph)
+    alone, finished = network.longest_starts()
+    if not all(finished):
+        for rank, nodes in chains:
+            graph.orders.setdefault(rank, []).extend(nodes)
+        raise deadlock_error(graph, finished)
+    best = min((network.run(rule) for rule in _rules(graph, network, alone)), key=lambda run: run.length)
+    best = _improved(network, best)
+    orders: dict[int, list[int]] = {rank: [] for rank, _ in chains}
+    for node in best.started:
+        orders[graph.rank[node]].append(node)
+    return orders
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """One simulation: nodes in the order in which they started, when each did, and when the last one ended."""
+
+    started: list[int]
+    start: list[float]
+    length: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Network:
+    """What waits for what: of each node its rank, its time, what comes after it and how many come before it."""
+
+    rank: list[int]
+    durations: list[float]
+    after: list[list[int]]
+    num_before: list[int]
+
+    @classmethod
+    def of(cls, graph: TaskGraph) -> _Network:
+        """Return the network of a graph whose nodes are in chains."""
+        after: list[list[int]] = [[] if node < 0 else [node] for node in graph.next_on_rank]
+        for source, target in zip(graph.source, graph.target, strict=True):
+            after[source].append(target)
+        for node, locked in graph.unlocks.items():
+            after[node] += locked
+        return cls(
+            rank=graph.rank,
+            durations=nominal_durations(graph),
+            after=after,
+            num_before=list(graph.num_waits),
+        )
+
+    def reversed(self) -> _Network:
+        """Return the network in which time runs backwards."""
+        before: list[list[int]] = [[] for _ in self.after]
+        for node, others in enumerate(self.after):
+            for other in others:
+                before[other].append(node)
+        return _Network(
+            rank=self.rank,
+            durations=self.durations,
+            after=before,
+            num_before=[len(others) for others in self.after],
+        )
+
+    def longest_starts(self) -> tuple[list[float], list[bool]]:
+        """Return when each node starts where every chain has a rank of its own, and whether it ever does."""
+        start, waits = [0.0] * len(self.after), list(self.num_before)
+        ready = [node for node, count in enumerate(waits) if count == 0]
+        finished = [False] * len(waits)
+        while ready:
+            node = ready.pop()
+            finished[node] = True
+            end = start[node] + self.durations[node]
+            for other in self.after[node]:
+                start[other] = max(start[other], end)
+                waits[other] -= 1
+                if waits[other] == 0:
+                    ready.append(other)
+        return start, finished
+
+    def run(self, rule: Sequence[float]) -> _Run:
+        """Simulate: a free rank starts, of what can run, the node of the least rule; the first of equal ones."""
+        # All tasks that end at one time end before any rank chooses, so that the choice does not depend on the order
+        # in which ends are found. ``free`` are ranks that may have something new to choose among.
+        waits = list(self.num_before)
+        start = [0.0] * len(waits)
+        started: list[int] = []
+        ready: dict[int, list[tuple[float, int]]] = {rank: [] for rank in self.rank}
+        busy = dict.fromkeys(ready, False)
+        ends: list[tuple[float, int]] = []
+        now = 0.0
+        free = list(ready)
+        for node, count in enumerate(waits):
+            if count == 0:
+                heapq.heappush(ready[self.rank[node]], (rule[node], node))
+        while True:
+            for rank in free:
+                if ready[rank] and not busy[rank]:
+                    node = heapq.heappop(ready[rank])[1]
+                    busy[rank] = True
+                    start[node] = now
+                    started.append(node)
+                    heapq.heappush(ends, (now + self.durations[node], node))
+            if not ends:
+                return _Run(started=started, start=start, length=now)
+            now = ends[0][0]
+            free = []
+            while ends and ends[0][0] <= now:
+                node = heapq.heappop(ends)[1]
+                rank = self.rank[node]
+                busy[rank] = False
+                free.append(rank)
+                for other in self.after[node]:
+                    waits[other] -= 1
+                    if waits[other] == 0:
+                        heapq.heappush(ready[self.rank[other]], (rule[other], other))
+                        free.append(self.rank[other])
+
+
+def _rules(graph: TaskGraph, network: _Network, alone: Sequence[float]) -> Iterator[list[float]]:
+    """Yield a number for each node by each rule; ranks take the least first."""
+    tails, _ = network.reversed().longest_starts()
+    own = [tail + us for tail, us in zip(tails, network.durations, strict=True)]
+    yield [-tail for tail in own]
+    yield list(alone)
+    yield [start - tail for start, tail in zip(alone, own, strict=True)]
+    # weight gradients last, then forwards, and of each the stages nearest the end first
+    late = {TaskKind.FORWARD: 1, TaskKind.WEIGHT_GRADIENT: 2}
+    stages = len(graph.plan.stages)
+    yield [
+        float(stages * (late.get(kind, 0) + 1) - stage)
+        for stage, kind in zip(graph.stage, graph.kind, strict=True)
+    ]
+
+
+def _improved(network: _Network, best: _Run) -> _Run:
+    """Return the run, or a shorter one found from it by turns backwards and forwards in time."""
+    opposite = network.reversed()
+    for _ in range(MOST_TURNS):
+        ends = [start + us for start, us in zip(best.start, network.durations, strict=True)]
+        late = opposite.run([-end for end in ends])
+        again = network.run([-(start + us) for start, us in zip(late.start, network.durations, strict=True)])
+        if again.length >= best.length * (1.0 - SLACK):
+            break
+        best = again
+    return best

@@ -68,7 +68,9 @@ class PlanRequest:
     @property
     def must_share_ranks(self) -> bool:
         """Return whether only plans whose ranks hold several stages are an answer."""
-        return (self.virtual_stages or 1) > 1 or (self.num_stages or 1) * (self.data_parallel or 1) > self.num_ranks
+        return (self.virtual_stages or 1) > 1 or (self.num_stages or 1) * (
+            self.data_parallel or 1
+        ) > self.num_ranks
 
     @property
     def may_share_ranks(self) -> bool:

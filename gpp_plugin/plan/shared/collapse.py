@@ -62,8 +62,6 @@ def _with_width(plan: PipelinePlan, cluster: Cluster, width: int) -> tuple[Pipel
         cluster, devices=cluster.devices[: plan.num_ranks : width], links=links or cluster.links[-1:]
     )
     return (
-        dataclasses.replace(
-            plan, mini_batch=plan.mini_batch // width, loss_unit=1, stages=tuple(stages)
-        ),
+        dataclasses.replace(plan, mini_batch=plan.mini_batch // width, loss_unit=1, stages=tuple(stages)),
         small,
     )

@@ -46,10 +46,8 @@ class Partitioner:
             found = self._loads[mask] = float(sum(self._weights[row] for row in self.sets.rows(mask)))
         return found
 
-    def partitions(
-        self, groups: Sequence[Sequence[str]], count: int
-    ) -> list[tuple[tuple[str, ...], ...]]:
-        """Return ways to cut the blocks of ``groups`` into ``count`` stages, in order: from these groups, and as a chain.
+    def partitions(self, groups: Sequence[Sequence[str]], count: int) -> list[tuple[tuple[str, ...], ...]]:
+        """Return ways to cut the blocks of ``groups`` into ``count`` stages: from these groups, and as a chain.
 
         Args:
             groups: stages of a plan; blocks that are in none of them precede all of theirs.
@@ -122,9 +120,9 @@ class Partitioner:
 
         At a join each of what it joins, with all before it, is one, and so are all of them but the heaviest together.
         """
-        # CLIP's loss joins a vision and a text tower: each is one. LLaVA's first layer joins vision and embeddings: each
-        # is one, and the vision tower is worth a place. What precedes a branch goes with it, so that the rest is a
-        # graph too, which reads from the branch and never the other way.
+        # CLIP's loss joins a vision and a text tower: each is one. LLaVA's first layer joins vision and embeddings:
+        # each is one, and the vision tower is worth a place. What precedes a branch goes with it, so that the rest is
+        # a graph too, which reads from the branch and never the other way.
         graph = self.costs.graph.dependencies()
         everything = self.load(self.sets.mask_of(list(graph.nodes)))
         found: dict[Mask, float] = {}

@@ -17,7 +17,6 @@ Tests: tests/plan/test_shared_ranks_plans.py
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -28,22 +27,18 @@ from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
 from gpp_plugin.plan.choose_schedule import GAIN
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan
-from gpp_plugin.plan.plan_schedules import SPLIT_GAIN, knows_split_times, with_part_times
 from gpp_plugin.plan.refine import moves
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.shared.maps import changed_maps
 from gpp_plugin.plan.shared.partitions import Partitioner
-from gpp_plugin.plan.shared.shared_judge import Drafts, SharedJudge, with_counts
+from gpp_plugin.plan.shared.shared_judge import Drafts, SharedJudge
+from gpp_plugin.plan.shared.shared_schedules import first_schedule, schedule_shared
 from gpp_plugin.plan.shared.shared_starts import Start, StartMaker
 from gpp_plugin.plan.validate_plan import validate_plan
-from gpp_plugin.schedule.names import k_of
-from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 
 NUM_STARTS = 24
 """Starts that are simulated, those with the smallest bounds."""
 NUM_IMPROVED = 3
-BUDGET = 250_000
-"""Simulated tasks in all."""
 
 
 def share_ranks(plan: PipelinePlan, request: PlanRequest, *, schedule: str = "auto") -> PipelinePlan:
@@ -104,8 +99,8 @@ def _why_none(request: PlanRequest, num_starts: int) -> str:
         degree = "" if request.data_parallel is None else f", data_parallel {request.data_parallel}"
         return (
             f"{asked}: no way to put them on {request.num_ranks} ranks{degree} divides the mini-batch of "
-            f"{request.mini_batch} in loss units of {request.loss_unit}; change stages, virtual_stages, data_parallel or "
-            "micro_batch_sizes"
+            f"{request.mini_batch} in loss units of {request.loss_unit}; change stages, virtual_stages, data_parallel "
+            "or micro_batch_sizes"
         )
     return (
         f"{asked}: none of {num_starts} ways to put them on {request.num_ranks} ranks fits their memory; lower "
@@ -122,9 +117,7 @@ class _Search:
             request.graph, request.profile, request.cluster, zero_stage=request.zero_stage
         )
         self._rules: BatchRules = batch_rules(request)
-        self._judge = SharedJudge(
-            request, self._costs, budget=BUDGET, change=functools.partial(_under, schedule=_first(schedule), costs=self._costs)
-        )
+        self._judge = SharedJudge(request, self._costs, schedule=first_schedule(schedule))
         local = max(stage.local_batch_size for stage in plan.stages)
         self._partitioner = Partitioner(self._costs, local)
         self._makers = StartMaker(request, self._rules, self._partitioner, plan)
@@ -145,14 +138,17 @@ class _Search:
         found.sort(key=lambda each: each[0].iteration_us)
         improved = [self._improved(*each) for each in found[:NUM_IMPROVED]]
         plan, drafts, how = min(improved, key=lambda each: each[0].iteration_us)
-        plan = self._under_best_schedule(plan)
         self.num_tried = self._judge.num_simulated
         named = build_plan(self._request, drafts, planner=self._plan.planner, costs=self._costs)
         stages = tuple(
             dataclasses.replace(stage, name=other.name)
             for stage, other in zip(plan.stages, named.stages, strict=True)
         )
-        return dataclasses.replace(named, stages=stages, iteration_us=plan.iteration_us), how
+        named = dataclasses.replace(named, stages=stages, iteration_us=plan.iteration_us)
+        if any(stage.memory is not None for stage in stages):
+            return named, how
+        scheduled = schedule_shared(named, self._request, schedule=self._schedule)
+        return min(named, scheduled, key=lambda each: each.iteration_us), how
 
     def _ranked(self) -> list[tuple[float, Start]]:
         """Return all starts, each once, those with the smallest bound first."""
@@ -245,39 +241,3 @@ class _Search:
                 )
             else:
                 yield tuple(found)
-
-    # ---- schedules -------------------------------------------------------------------------------------------
-
-    def _under_best_schedule(self, plan: PipelinePlan) -> PipelinePlan:
-        """Return the plan under the schedule of the shortest step among those the user's name stands for."""
-        if self._schedule != "auto" or not knows_split_times(self._request.profile):
-            return plan
-        if any(stage.memory is not None for stage in plan.stages):
-            return plan
-        split = with_part_times(_under(plan, "zero_bubble", self._costs), self._costs)
-        best = plan
-        for factor in (1, 2):
-            counts = [
-                min(max(stage.in_flight, factor * other.in_flight), plan.num_micro_batches(i))
-                for i, (stage, other) in enumerate(zip(plan.stages, split.stages, strict=True))
-            ]
-            more = self._judge.timed_if_fits(with_counts(split, counts, self._costs))
-            if more is not None and more.iteration_us < best.iteration_us * (1.0 - SPLIT_GAIN):
-                best = more
-        return best
-
-
-def _first(schedule: str) -> str:
-    """Return the schedule that a search goes by, where the user's name stands for several."""
-    return "1f1b" if schedule == "auto" else "2f2b" if schedule == "kfkb" else schedule
-
-
-def _under(plan: PipelinePlan, schedule: str, costs: CostModel) -> PipelinePlan:
-    """Return the plan with one schedule on all stages, and its in-flight counts."""
-    k = k_of(schedule)
-    name = schedule if k is None else "1f1b"
-    if all(stage.schedule == name and stage.k == (k or 1) for stage in plan.stages):
-        return plan
-    stages = tuple(dataclasses.replace(stage, schedule=name, k=k or 1) for stage in plan.stages)
-    changed = dataclasses.replace(plan, stages=stages)
-    return with_counts(changed, plan_in_flight(changed), costs)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.extensions import find_schedule
@@ -27,7 +27,9 @@ from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.request import PlanRequest, rank_limit
 from gpp_plugin.plan.selection import memory_excess
 from gpp_plugin.plan.shared.collapse import collapsed
+from gpp_plugin.schedule.names import k_of
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages
+from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 from gpp_plugin.simulate.predict import predict_iteration_us
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ logger = logging.getLogger(__name__)
 Drafts = tuple[StageDraft, ...]
 """Stages with ranks."""
 
+BUDGET = 100_000
+"""Simulated tasks of a search."""
 FACTORS = (1.0, 1.5, 2.0)
 """Times Table 2's in-flight counts that are tried, where memory allows."""
 
@@ -43,39 +47,36 @@ class SharedJudge:
     """Judges plans of one request, within a budget of simulated tasks; what it was asked once it remembers.
 
     Args:
+        schedule: of all stages of the plans that are made.
         budget: tasks of all simulations together.
-        change: what is done to a plan before it is judged: its schedule.
     """
 
     def __init__(
-        self,
-        request: PlanRequest,
-        costs: CostModel,
-        *,
-        budget: int,
-        change: Callable[[PipelinePlan], PipelinePlan],
+        self, request: PlanRequest, costs: CostModel, *, schedule: str = "1f1b", budget: int = BUDGET
     ) -> None:
         self.request, self.costs, self.budget = request, costs, budget
         self.num_simulated = 0
-        self._change = change
+        self._schedule = schedule
         self._fitter: StageFitter | None = fitter_for(request, costs)
         self._known: dict[frozenset[StageDraft], PipelinePlan | None] = {}
 
     def plan_of(self, drafts: Drafts) -> PipelinePlan:
         """Return the plan of these stages under its schedule, unnamed and unjudged, with the usual in-flight counts."""
-        return self._change(
-            build_plan(self.request, drafts, planner="", costs=self.costs, is_named=False)
-        )
+        plan = build_plan(self.request, drafts, planner="", costs=self.costs, is_named=False)
+        return plan if self._schedule == self.request.schedule else under(plan, self._schedule, self.costs)
 
     def least_us(self, plan: PipelinePlan) -> float:
         """Return a time that no step of the plan is shorter than, messages taken to be free."""
         heads, tails = _heads_and_tails(plan)
         reduces = self.costs.reduce_times(plan)
         least = 0.0
-        held: dict[tuple[int, ...], None] = {plan.stages_of_rank(rank): None for rank in range(plan.num_ranks)}
+        held: dict[tuple[int, ...], None] = {
+            plan.stages_of_rank(rank): None for rank in range(plan.num_ranks)
+        }
         for own in held:
             load = sum(
-                (plan.stages[i].forward_us + plan.stages[i].backward_us) * plan.num_micro_batches(i) for i in own
+                (plan.stages[i].forward_us + plan.stages[i].backward_us) * plan.num_micro_batches(i)
+                for i in own
             )
             after = max(min(tails[i] for i in own), min(reduces[i] for i in own))
             least = max(least, min(heads[i] for i in own) + load + after)
@@ -92,12 +93,16 @@ class SharedJudge:
         plan = self.plan_of(drafts)
         if self.least_us(plan) >= below_us or self.budget <= 0:
             return None
+        self._known[key] = best = self.best_counts(plan)
+        return best
+
+    def best_counts(self, plan: PipelinePlan) -> PipelinePlan | None:
+        """Return the plan with the in-flight counts of the shortest step that fits; None where nothing does."""
         best: PipelinePlan | None = None
         for fitted in self._fitting(plan):
             timed = self.timed(fitted)
             if timed is not None and (best is None or timed.iteration_us < best.iteration_us * (1 - 1e-9)):
                 best = timed
-        self._known[key] = best
         return best
 
     def timed(self, plan: PipelinePlan) -> PipelinePlan | None:
@@ -165,18 +170,29 @@ class SharedJudge:
         if self._fitter is None:
             return None
         totals = [
-            sum(plan.stages[i].memory_bytes for i in plan.stages_of_rank(rank)) for rank in range(plan.num_ranks)
+            sum(plan.stages[i].memory_bytes for i in plan.stages_of_rank(rank))
+            for rank in range(plan.num_ranks)
         ]
         stages = []
         for stage in plan.stages:
             # a rank of 80 GB whose stages need 60 and 40: they get 48 and 32
             limit = min(
-                rank_limit(self.request, rank) * min(stage.memory_bytes / totals[rank], 1.0) for rank in stage.ranks
+                rank_limit(self.request, rank) * min(stage.memory_bytes / totals[rank], 1.0)
+                for rank in stage.ranks
             )
             is_over = any(totals[rank] > rank_limit(self.request, rank) for rank in stage.ranks)
             stages.append(self._fitter.fitted_stage(stage, limit=int(limit)) if is_over else stage)
         changed = dataclasses.replace(plan, stages=tuple(stages))
         return changed if memory_excess(self.request, changed)[0] <= 0 else None
+
+
+def under(plan: PipelinePlan, schedule: str, costs: CostModel) -> PipelinePlan:
+    """Return the plan with one schedule on all stages, and its in-flight counts."""
+    k = k_of(schedule)
+    name = schedule if k is None else "1f1b"
+    stages = tuple(dataclasses.replace(stage, schedule=name, k=k or 1) for stage in plan.stages)
+    changed = dataclasses.replace(plan, stages=stages)
+    return with_counts(changed, plan_in_flight(changed), costs)
 
 
 def with_counts(plan: PipelinePlan, counts: Sequence[int], costs: CostModel) -> PipelinePlan:

@@ -140,7 +140,9 @@ class StartMaker:
             for pieces in self._partitioner.partitions([branch], groups):
                 cut = self.on_groups(pieces, round_robin(groups, groups), degree, wish)
                 if cut is not None:
-                    yield Start(drafts=(*cut, *stages), how=f"{first} and what follows, a stage on each group")
+                    yield Start(
+                        drafts=(*cut, *stages), how=f"{first} and what follows, a stage on each group"
+                    )
 
     def on_groups(
         self, parts: Sequence[tuple[str, ...]], placed: Map, degree: int, wish: int

@@ -15,8 +15,8 @@ from gpp_plugin.model.graph.stage_graph import StageGraph
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.model.preparation import Setting
 from gpp_plugin.runtime.lane import Lane, channels_of, make_programs
-from gpp_plugin.runtime.rank_lane import RankLane
 from gpp_plugin.runtime.messages.transport import make_transport
+from gpp_plugin.runtime.rank_lane import RankLane
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 
 TIMEOUT_S = 60.0

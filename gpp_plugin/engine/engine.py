@@ -164,7 +164,9 @@ class GraphPipelineEngine(PipelineSurface):
         if self.config.mode == "async":
             # Where weights lie is the optimizer's to say, which is made for a module, which is made for this lane.
             return self._lanes.make_windows(
-                reference, plan, make_places=lambda parameters: self.rank_engine.only.weight_places(parameters)
+                reference,
+                plan,
+                make_places=lambda parameters: self.rank_engine.only.weight_places(parameters),
             )
         lane = self._lanes.make(reference, plan, looks_ahead=looks_ahead)
         assert lane is not None, "every rank is in a stage of the training plan"

@@ -146,7 +146,9 @@ class Evaluator:
         self._graphs[key] = _Graph(reference=reference, plan=plan)
         return self._graphs[key]
 
-    def _lane(self, key: _GraphKey, reference: Reference, plan: PipelinePlan, batch: Batch) -> RankLane | None:
+    def _lane(
+        self, key: _GraphKey, reference: Reference, plan: PipelinePlan, batch: Batch
+    ) -> RankLane | None:
         lane_key = (key, plan.mini_batch, plan.loss_unit)
         if lane_key in self._lanes:
             self._lanes.move_to_end(lane_key)

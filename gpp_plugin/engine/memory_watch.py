@@ -101,7 +101,7 @@ class MemoryWatch:
         self._stages = plan.stages_of_rank(setting.rank)
         self._reads = [frozenset(keys) for keys in reads]
         self._counts: dict[int, MemoryCounts] = {}
-        self._gradients = self._inputs = 0
+        self._gradients = self._inputs = self._most_bytes = 0
         self._has_counted = False
         if setting.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(setting.device)  # profiling and loading are over
@@ -208,22 +208,26 @@ class MemoryWatch:
         if not self._has_counted:
             self._gradients = max(self._gradients, sum(of_stage.held_bytes() for of_stage in gradients))
 
-    def compare(self, counts: Mapping[int, MemoryCounts], batch: Batch) -> None:
+    def compare(self, counts: Mapping[int, MemoryCounts], batch: Batch, *, most_bytes: int) -> None:
         """Take what was counted on this rank, and say on rank 0 how all ranks compare with the plan; collective.
 
         Args:
             counts: of this rank's stages with backwards, by their index in the plan.
             batch: the mini-batch that was run.
+            most_bytes: no less than all of these stages kept at once.
         """
         # Told to all ranks though rank 0 alone speaks of it: `memory_report` gives every rank the whole picture.
         self._has_counted = True
         self._counts = dict(counts)
+        self._most_bytes = most_bytes
         if self._sized is not None:
             sizes = self._sizes_of(self._sized, batch)
             assert not isinstance(sizes, str), "it was due"
             self._counted = sizes[:1]
             self._num_counted += 1
-        self._inputs = sum(self._bytes_read(batch, keys, s) for s, keys in zip(self._stages, self._reads, strict=True))
+        self._inputs = sum(
+            self._bytes_read(batch, keys, s) for s, keys in zip(self._stages, self._reads, strict=True)
+        )
         everyone = self._meeting.gather(self._counts, "what the first mini-batch kept")
         if self._setting.rank != 0 or not self._plan.memory:
             return
@@ -321,7 +325,7 @@ class MemoryWatch:
         if self._setting.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._setting.device)
         elif self._has_counted:
-            peak = held.total + (counts.most_bytes if counts is not None else 0)
+            peak = held.total + self._most_bytes
         planned = self._at_counted().memory
         return RankMemory(
             rank=self._setting.rank,

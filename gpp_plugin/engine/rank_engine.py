@@ -105,7 +105,9 @@ class RankEngine:
             known = dict(module.named_parameters(remove_duplicate=False))
             missing = [tie.name for tie in self._tied if index in tie.stages and tie.name not in known]
             if missing:
-                raise ConfigError(f"stage {self.plan.stages[index].name!r} lacks its tied parameters {missing}")
+                raise ConfigError(
+                    f"stage {self.plan.stages[index].name!r} lacks its tied parameters {missing}"
+                )
             module.to(self.device)
         # Before the optimizers are made: masters are copies of these bits, and a cast rounds them.
         make_replicas_equal(modules, plan=self.plan, groups=self.groups, tied=self._tied)
@@ -280,8 +282,12 @@ class JoinedOptimizers:
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: `train_batch` steps the optimizers."""
-        raise ConfigError("optimizer.step() does not exist for a pipeline; train_batch() steps the optimizers")
+        raise ConfigError(
+            "optimizer.step() does not exist for a pipeline; train_batch() steps the optimizers"
+        )
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: `train_batch` clears gradients."""
-        raise ConfigError("optimizer.zero_grad() does not exist for a pipeline; train_batch() clears gradients")
+        raise ConfigError(
+            "optimizer.zero_grad() does not exist for a pipeline; train_batch() clears gradients"
+        )

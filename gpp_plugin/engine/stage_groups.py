@@ -222,7 +222,9 @@ def make_replicas_equal(
     # and ties come in one order on all ranks: of a rank's stages each waits for ranks that are never at a later one.
     for stage in sorted(modules):
         _make_stage_equal(modules[stage], plan.stages[stage], stage, groups)
-    named = {stage: dict(module.named_parameters(remove_duplicate=False)) for stage, module in modules.items()}
+    named = {
+        stage: dict(module.named_parameters(remove_duplicate=False)) for stage, module in modules.items()
+    }
     for tie in sorted(tied, key=lambda tie: (tie.holders, tie.name)):
         copies = {stage: named[stage][tie.name] for stage in tie.holders if stage in named}
         if not copies:

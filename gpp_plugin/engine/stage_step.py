@@ -313,7 +313,9 @@ class RankUpdate:
         self._speaker = next((s.updater for s in stages if s.updater.trained), stages[0].updater)
 
     def run(self) -> tuple[float, bool]:
-        """Step the optimizers; return the gradient's norm, and whether it kept the step away. Collective over the group.
+        """Step the optimizers; return the gradient's norm, and whether it kept the step away.
+
+        Collective over the group.
 
         Raises:
             RuntimeFailure: gradients were not reduced.

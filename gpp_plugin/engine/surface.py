@@ -77,7 +77,9 @@ class PipelineSurface:
         """Return whether a stage of this rank yields the loss."""
         # By blocks and not by name or number: a graph may yield losses in several stages, and none need be the last.
         losses = self._reference.block_graph.loss_blocks
-        return not set(losses).isdisjoint(b for i in self.rank_engine.indices for b in self.plan.stages[i].blocks)
+        return not set(losses).isdisjoint(
+            b for i in self.rank_engine.indices for b in self.plan.stages[i].blocks
+        )
 
     @property
     def stage_engine(self) -> StageEngine:

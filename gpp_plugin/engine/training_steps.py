@@ -75,9 +75,7 @@ class LaneMaker:
         self._setting = setting
         self._transport: Transport | None = None
 
-    def make(
-        self, reference: Reference, plan: PipelinePlan, *, looks_ahead: bool = False
-    ) -> RankLane | None:
+    def make(self, reference: Reference, plan: PipelinePlan, *, looks_ahead: bool = False) -> RankLane | None:
         """Return this rank's lane for a plan, or None where the plan leaves the rank idle.
 
         Args:
@@ -145,9 +143,7 @@ class LaneMaker:
             logger.info("look_ahead: frozen stages %s run the forwards of the next mini-batch", names)
         return programs
 
-    def make_windows(
-        self, reference: Reference, plan: PipelinePlan, *, make_places: MakePlaces
-    ) -> RankLane:
+    def make_windows(self, reference: Reference, plan: PipelinePlan, *, make_places: MakePlaces) -> RankLane:
         """Return this rank's lane of a pipeline that stays full (mode async).
 
         Args:
@@ -175,10 +171,10 @@ class LaneMaker:
             device=self._setting.device,
             dtype=self._setting.dtype,
         )
-        return RankLane(own.steady, [lane])
+        return RankLane(own.steps[-1], [lane])
 
     def make_modules(self, lane: RankLane, sample_batch: Batch) -> tuple[StageModule, ...]:
-        """Return this rank's stages when every rank has made its own: groups made after it wait no longer than messages.
+        """Return this rank's stages when every rank has its own: groups made after it wait no longer than messages.
 
         Raises:
             GppError: a rank could not; the same on every rank.
@@ -186,7 +182,9 @@ class LaneMaker:
         plan = lane.plan
         made: list[StageModule] = []
 
-        def make() -> None:  # modules cannot be sent: every rank keeps its own and tells only that it has them
+        def make() -> (
+            None
+        ):  # modules cannot be sent: every rank keeps its own and tells only that it has them
             made.extend(self._source.make_modules(lane, sample_batch))
 
         stages = [plan.names_on_rank(rank) for rank in range(plan.num_ranks)]
@@ -372,7 +370,7 @@ class MiniBatchRunner:
         result = self.run(lane, batch, record=record, count=counts)
         # In mode async the first windows fill the pipeline; counting goes on until as much is held as ever will be.
         if counts and lane.has_peaked:
-            self._memory.compare(result.memories, batch)
+            self._memory.compare(result.memories, batch, most_bytes=result.most_bytes)
         return result
 
     @contextlib.contextmanager

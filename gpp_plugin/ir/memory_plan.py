@@ -120,4 +120,6 @@ def joined_breakdown(parts: Sequence[MemoryBreakdown]) -> MemoryBreakdown:
         for field in fields(MemoryBreakdown)
         if field.name not in ("stage", "limit")
     }
-    return MemoryBreakdown(stage=", ".join(part.stage for part in parts), limit=min(limits, default=0), **sums)
+    return MemoryBreakdown(
+        stage=", ".join(part.stage for part in parts), limit=min(limits, default=0), **sums
+    )

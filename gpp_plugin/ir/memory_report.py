@@ -50,7 +50,9 @@ def joined_counts(parts: Sequence[MemoryCounts]) -> MemoryCounts | None:
     """Return what the stages of a rank keep together, each at its own most; None of none."""
     if not parts:
         return None
-    return MemoryCounts(**{f.name: sum(getattr(part, f.name) for part in parts) for f in fields(MemoryCounts)})
+    return MemoryCounts(
+        **{f.name: sum(getattr(part, f.name) for part in parts) for f in fields(MemoryCounts)}
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,8 +60,9 @@ def task_samples(*, micro_batch: int, micro_batch_size: int, position: int, degr
 def merged_ranges(ranges: Iterable[SampleRange]) -> tuple[SampleRange, ...]:
     """Return the samples of all these ranges as ranges with gaps between them, in order.
 
-    >>> [str((r.first_sample, r.end)) for r in merged_ranges(SampleRange(first_sample=f, num_samples=2) for f in (6, 0, 2))]
-    ['(0, 4)', '(6, 8)']
+    >>> pairs = [SampleRange(first_sample=first, num_samples=2) for first in (6, 0, 2)]
+    >>> [(merged.first_sample, merged.end) for merged in merged_ranges(pairs)]
+    [(0, 4), (6, 8)]
     """
     merged: list[SampleRange] = []
     for each in sorted(ranges):

@@ -359,7 +359,9 @@ class ModelSource:
                 release_parameters(spec.make)
         functions = lane.prepare(sample_batch)
         made: dict[int, StageModule] = {}
-        held: dict[str, dict[int, tuple[str, ...]]] = {}  # of captured parts: stage of the plan -> what it holds
+        held: dict[
+            str, dict[int, tuple[str, ...]]
+        ] = {}  # of captured parts: stage of the plan -> what it holds
         for own_lane, function in zip(lane.lanes, functions, strict=True):
             stage = own_lane.stage_index
             own = self._job.owns[self._job.owner(lane.plan, stage)]

@@ -165,17 +165,13 @@ def test_an_incomplete_state_is_refused(tmp_path: Path) -> None:
             num_stages=1,
         )
     with pytest.raises(CheckpointError, match=r"stages \[0\] write the model, of 2 stages"):
-        save_pretrained(
-            tmp_path / "x", model=model, states={0: all_tensors(model)}, num_stages=2
-        )
+        save_pretrained(tmp_path / "x", model=model, states={0: all_tensors(model)}, num_stages=2)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_plain_model_is_saved_without_a_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, _ = build("batch_norm_mlp")
-    save_pretrained(
-        tmp_path / "x", model=model, states={0: all_tensors(model)}, num_stages=1
-    )
+    save_pretrained(tmp_path / "x", model=model, states={0: all_tensors(model)}, num_stages=1)
     assert "not a transformers PreTrainedModel" in caplog.text
     assert not (tmp_path / "x" / "config.json").exists()
     index = json.loads((tmp_path / "x" / "model.safetensors.index.json").read_text())

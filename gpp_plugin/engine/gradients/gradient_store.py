@@ -257,7 +257,7 @@ class GradientStore:
         self._shared.update(names)
 
     @torch.no_grad()
-    def _take_sum(self, names: Sequence[str], own: Sequence[Tensor], total: Tensor) -> None:
+    def _take_sum(self, names: Sequence[str], own: list[Tensor], total: Tensor) -> None:
         """Take in the sum of some gradients and their flags."""
         pieces = total.split([tensor.numel() for tensor in own])
         torch._foreach_copy_(own, [p.view(t.shape) for p, t in zip(pieces, own, strict=True)])

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from gpp_plugin.engine.gradients.gradient_store import GradientStore, StageGradients
 from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup, PartitionedGradients
-from gpp_plugin.engine.setting import StageReplica, StepCounters
 from gpp_plugin.engine.rank_engine import RankEngine
+from gpp_plugin.engine.setting import StageReplica, StepCounters
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.learning_rates import (

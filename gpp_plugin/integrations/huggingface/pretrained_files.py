@@ -53,8 +53,9 @@ def save_pretrained(
 ) -> None:
     """Write the model as HuggingFace files, one shard a stage, without gathering weights.
 
-    Every rank of ``group`` calls this; the rank that passes a stage's state writes ``model-0000i-of-0000N.safetensors``; the first
-    of them adds config, generation config and, last, the index. A tensor that several stages pass is written by the
+    Every rank of ``group`` calls this; the rank that passes a stage's state writes
+    ``model-0000i-of-0000N.safetensors``; the first of them adds config, generation config and, last, the index. A
+    tensor that several stages pass is written by the
     first of these stages, under the name HuggingFace saves it. All files are written beside ``directory`` and moved
     into it when every rank has succeeded; where the directory exists already, its index is removed before the shards
     are replaced and the new one put in after, so that a torn save cannot be loaded.

@@ -136,9 +136,7 @@ class GraphJob:
         self._parts: dict[_PartKey, CapturedPart] = {}
         self._tensors: dict[str, tuple[Parameter, ...]] = {}
         self.owns: dict[str, GivenModule | CapturedPart] = (
-            self._build(seed, timeout_s)
-            if self.whole is None
-            else {self.whole.name: self._part(self.whole)}
+            self._build(seed, timeout_s) if self.whole is None else {self.whole.name: self._part(self.whole)}
         )
         """This rank's stages by name: their modules, or the captured parts that it runs some of."""
         # 3. one look at every stage, in topological order: captured ones are traced, others run
@@ -147,7 +145,9 @@ class GraphJob:
         self._start_up = StartUp(began=began, tracing_s=time.monotonic() - tracing, num_samples=loss_unit)
         # what a module registers later (a cache of masks) is none of what lanes bind
         self._names = {
-            name: frozenset(own.named_tensors()) for name, own in self.owns.items() if isinstance(own, GivenModule)
+            name: frozenset(own.named_tensors())
+            for name, own in self.owns.items()
+            if isinstance(own, GivenModule)
         }
         for name, analysis in self._survey.analyses.items():
             self._tensors[name] = self._part(self.resolved.stage(name)).parameters(analysis.op_graph)
@@ -325,9 +325,9 @@ class GraphJob:
             takes_whole = self._survey.analyses[resolved.whole.name].takes_whole_units
             if not is_counted(batch) or takes_whole and max(rows_per_sample(batch).values()) > 1:
                 batch = as_unit(batch, self._loss_unit)
-            _, analyses = Prober(resolved, {resolved.whole.name: self._part(resolved.whole)}, self._place).shapes_at(
-                batch, self._loss_unit, {}, is_training=False, analyses={}
-            )
+            _, analyses = Prober(
+                resolved, {resolved.whole.name: self._part(resolved.whole)}, self._place
+            ).shapes_at(batch, self._loss_unit, {}, is_training=False, analyses={})
             return make_reference(analyses[resolved.whole.name], self._granularity)
         self._meet(resolved, batch, is_training=False)
         return describe_graph(

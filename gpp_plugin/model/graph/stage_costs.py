@@ -110,7 +110,9 @@ def measure_stages(
     for stage in graph.stages:
 
         def time_own(stage: GraphStage = stage) -> Profile:
-            return _time_own(stage, own[stage.name], place, batch, survey, counts=counts[stage.name], measuring=measuring)
+            return _time_own(
+                stage, own[stage.name], place, batch, survey, counts=counts[stage.name], measuring=measuring
+            )
 
         first = stage.spec.ranks[0]
         known = stored[first].get(stage.name)

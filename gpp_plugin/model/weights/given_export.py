@@ -40,6 +40,7 @@ def save_stages(
     Raises:
         CheckpointError: a rank could not write; on every rank.
     """
+
     # Data positions hold copies, so position 0 writes; tensor ranks hold shards, so each of its ranks writes its own.
     # A stage "language" on ranks 2 to 5 with tensor=2:
     #

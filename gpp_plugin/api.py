@@ -40,6 +40,7 @@ from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.plan_schedules import schedule_plan
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.plan.validate_plan import validate_plan
 from gpp_plugin.rehearse.saved_programs import make_programs, make_windows
 from gpp_plugin.report import timeline_text
@@ -96,7 +97,9 @@ class RequestOptions(TypedDict, total=False):
         loss_unit: samples of one loss; the mini-batch by default.
         micro_batch_sizes: samples of every stage's micro-batch, or by module path as in the configuration; the planner
             chooses by default.
-        stages: exactly that many; the planner chooses by default.
+        stages: exactly that many; the planner chooses by default. More than devices: each holds several.
+        virtual_stages: stages that each group of ranks holds: 1 by default, or ``auto``, whatever is shortest.
+        colocate: ``auto`` may put the stages of a branch on the ranks of others; ``off`` (the default) does not.
         data_parallel: ranks of every stage; the planner chooses by default.
         memory: what may be used to fit: ``recompute``, ``swap``, both or (the default) neither.
         memory_limit_gb: most GB of one rank; what the device has by default.
@@ -115,6 +118,8 @@ class RequestOptions(TypedDict, total=False):
     loss_unit: int | None
     micro_batch_sizes: int | Mapping[str, int] | None
     stages: int | None
+    virtual_stages: int | str
+    colocate: str
     data_parallel: int | None
     memory: Collection[str]
     memory_limit_gb: float | None
@@ -194,6 +199,11 @@ def make_request(
             granularity=granularity or planner_granularity(planner),
         )
     micro = options.get("micro_batch_sizes")
+    virtual, colocate = options.get("virtual_stages", 1), options.get("colocate", "off")
+    if isinstance(virtual, str) and virtual != "auto":
+        raise ConfigError(f'virtual_stages {virtual!r}: give "auto" or a number of at least 1')
+    if colocate not in ("auto", "off"):
+        raise ConfigError(f'colocate {colocate!r}: give "auto" or "off"')
     limit = options.get("memory_limit_gb")
     return PlanRequest(
         graph=graph,
@@ -211,6 +221,8 @@ def make_request(
         mode=options.get("mode", "sync"),
         memory_optimization=tuple(options.get("memory", ())),
         vertical_sync=options.get("vertical_sync", False),
+        virtual_stages=None if isinstance(virtual, str) else virtual,
+        colocate=colocate == "auto",
     )
 
 
@@ -229,6 +241,7 @@ def plan_for(
     """
     made = make_plan(planner, request)
     made = schedule_plan(made, request, schedule=schedule, slicing=slicing)
+    made = share_ranks(made, request, schedule=schedule)
     return with_breakdown(note_edge_transports(made, p2p), request)
 
 

@@ -31,6 +31,7 @@ Granularity = Literal["layer", "sub_layer", "node"]
 Mode = Literal["sync", "async"]
 Recompute = Literal["auto", "off", "full"]
 Swap = Literal["auto", "off"]
+Colocate = Literal["auto", "off"]
 LossMean = Literal["units", "tokens"]
 UnitOrderName = Literal["balanced", "given"]
 Auto = Literal["auto"]
@@ -105,7 +106,11 @@ class GraphPipelineConfig(_Block):
     Args:
         enabled: false leaves the job to stock DeepSpeed.
         planner: which planner partitions the model.
-        stages: exactly that many stages, or what the planner finds best.
+        stages: exactly that many stages, or what the planner finds best. More than ranks: ranks hold several.
+        virtual_stages: stages that each group of ranks holds: 1, that many (interleaved), or "auto", as many as make
+            the step shortest in simulation.
+        colocate: "auto" may place the stages of a branch on the ranks of other stages, where the simulated step is
+            shorter; "off" does not.
         data_parallel: ranks of each stage, or what the planner finds best.
         schedule: order of the tasks of every stage (`schedule.names`); "auto" is the shortest in
             simulation that memory allows.
@@ -160,6 +165,8 @@ class GraphPipelineConfig(_Block):
     enabled: bool = Field(default=True, description="true or false")
     planner: str = Field(default="auto", description=_PLANNER)
     stages: Auto | Count = Field(default="auto", description='"auto" or a whole number of at least 1')
+    virtual_stages: Auto | Count = Field(default=1, description='"auto" or a whole number of at least 1')
+    colocate: Colocate = Field(default="off", description=_one_of(Colocate))
     data_parallel: Auto | Count = Field(default="auto", description='"auto" or a whole number of at least 1')
     schedule: str = Field(default="auto", description=_SCHEDULE)
     micro_batch_sizes: Literal["auto", "search"] | Count | dict[str, Count | Literal["full"]] = Field(
@@ -278,6 +285,7 @@ def read_config(ds_config: Mapping[str, Any] | str | Path) -> GraphPipelineConfi
     except ValidationError as error:
         raise ConfigError("\n".join(_problems(error))) from None
     _check_mode(config)
+    _check_sharing(config)
     if config.lengths is not None:
         _check_lengths(config.lengths)
     if config.units is not None:
@@ -307,6 +315,22 @@ def _check_lengths(lengths: LengthsConfig) -> None:
             raise ConfigError(
                 f"{path}: {_show(typical)} is longer than {BLOCK}.lengths.max, {_show(lengths.max)}; raise max"
             )
+
+
+def _check_sharing(config: GraphPipelineConfig) -> None:
+    """Refuse ranks of several stages where they cannot run."""
+    for key, value, default in (
+        ("virtual_stages", config.virtual_stages, 1),
+        ("colocate", config.colocate, "off"),
+    ):
+        if value == default:
+            continue
+        for other, has, needed in (("mode", config.mode, "sync"), ("p2p", config.p2p, "native")):
+            if has != needed:
+                raise ConfigError(
+                    f"{BLOCK}.{key}: {_show(value)} lets a rank hold several stages, which {other} {_show(has)} cannot "
+                    f"run; set {key} to {_show(default)}, or {other} to {_show(needed)}"
+                )
 
 
 def _check_units(config: GraphPipelineConfig) -> None:
@@ -508,22 +532,14 @@ def check_ranks(config: GraphPipelineConfig, num_ranks: int) -> None:
     """Refuse a block that asks for more ranks than there are.
 
     Raises:
-        ConfigError: more stages than ranks, or stages times data-parallel degree above the ranks.
+        ConfigError: a data-parallel degree above the ranks.
     """
-    # Lower bounds only: "auto" counts as one. 3 stages of 2 ranks need 6; whether the rest can be
-    # used is the planner's.
-    stages, degree = config.stages, config.data_parallel
-    if isinstance(stages, int) and stages > num_ranks:
+    # What no plan could have; whether the rest can be used is the planner's. A rank may hold several stages, so their
+    # number is no bound where they share ranks: 8 stages of 2 ranks are two on each of 4 groups of 8 ranks.
+    degree = config.data_parallel
+    if isinstance(degree, int) and degree > num_ranks:
         raise ConfigError(
-            f"{BLOCK}.stages: {stages} stages need at least {stages} ranks, there are {num_ranks}; "
-            f"start {stages} ranks or set stages to at most {num_ranks}"
-        )
-    if isinstance(degree, int) and degree * (stages if isinstance(stages, int) else 1) > num_ranks:
-        asked = (
-            f"{degree} ranks for each of {stages} stages" if isinstance(stages, int) else f"{degree} ranks"
-        )
-        raise ConfigError(
-            f"{BLOCK}.data_parallel: {asked} is more than the {num_ranks} there are; lower it or start more"
+            f"{BLOCK}.data_parallel: {degree} ranks is more than the {num_ranks} there are; lower it or start more"
         )
 
 

@@ -76,7 +76,10 @@ class Watch:
 
         torch.export.export = counting
         # code and executors are the lane's; what Python reads of a batch is found out where batches come in
-        for owner, names in ((engine._lane, ("learn_shapes", "_executor_for")), (engine._feed, ("collect",))):
+        for owner, names in (
+            (engine._lane.lanes[0], ("learn_shapes", "_executor_for")),
+            (engine._feed, ("collect",)),
+        ):
             for name in names:
                 if hasattr(owner, name):
                     setattr(owner, name, self._timed(getattr(owner, name)))

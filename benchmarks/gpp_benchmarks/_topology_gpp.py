@@ -16,6 +16,7 @@ from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.model.preparation import Setting
 from gpp_plugin.runtime.lane import Lane, channels_of, make_programs
 from gpp_plugin.runtime.messages.transport import make_transport
+from gpp_plugin.runtime.rank_lane import RankLane
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 
 TIMEOUT_S = 60.0
@@ -45,16 +46,17 @@ def gpp_step(topology: Topology) -> Step:
         channels=channels_of(programs),
         timeout_s=TIMEOUT_S,
     )
+    program = next(program for program in programs if program.rank == setting.rank)
     lane = Lane(
         source=source.stages,
         reference=reference,
         plan=plan,
-        program=next(program for program in programs if program.rank == setting.rank),
+        program=program,
         transport=transport,
         device=device,
         dtype=DTYPE,
     )
-    module = source.make_module(lane, batch)
+    (module,) = source.make_modules(RankLane(program, [lane]), batch)
     lane.bind(module, _Sums(module, plan))
     prefix = f"{topology.node_of_rank(setting.rank).name}."
 

@@ -45,7 +45,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mini-batch", type=int, default=64, help="samples of one step (%(default)s)")
     parser.add_argument("--loss-unit", type=int, help="samples of one loss (the mini-batch)")
     parser.add_argument("--micro-batch", type=int, help="samples every stage takes at a time")
-    parser.add_argument("--stages", type=int, help="exactly that many stages")
+    parser.add_argument(
+        "--stages", type=int, help="exactly that many stages; more than devices: a device holds several"
+    )
+    parser.add_argument(
+        "--virtual-stages",
+        type=_virtual_stages,
+        default=1,
+        metavar="N",
+        help="stages that each group of ranks holds, interleaved: a number, or auto, as many as make the simulated "
+        "step shortest (%(default)s)",
+    )
+    parser.add_argument(
+        "--colocate",
+        choices=["auto", "off"],
+        default="off",
+        help="auto: a branch may be placed on the ranks of other stages, where the simulated step is shorter "
+        "(%(default)s)",
+    )
     parser.add_argument("--data-parallel", type=int, help="ranks of every stage")
     parser.add_argument(
         "--schedule", default="auto", help=f"one of {', '.join(schedule_names())} (%(default)s)"
@@ -118,6 +135,14 @@ def _slicing(text: str) -> str | int:
     if text.isdecimal() and int(text) > 0:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not valid; give auto, on, off or a number of at least 1")
+
+
+def _virtual_stages(text: str) -> str | int:
+    if text == "auto":
+        return text
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not valid; give auto or a number of at least 1")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -198,6 +223,8 @@ def _request(args: argparse.Namespace) -> PlanRequest:
         loss_unit=unit,
         micro_batch_sizes=args.micro_batch or None,
         stages=args.stages,
+        virtual_stages=args.virtual_stages,
+        colocate=args.colocate,
         data_parallel=args.data_parallel,
         memory=args.memory,
         zero_stage=args.zero,

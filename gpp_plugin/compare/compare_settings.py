@@ -64,6 +64,13 @@ class CompareSettings:
         block = read_config(self.ds_config)
         if block is not None and self.modes != (SINGLE,):
             check_ranks(block, self.num_ranks)
+            if (
+                isinstance(block.stages, int) and block.stages > self.num_ranks
+            ):  # as stock DeepSpeed cannot run them
+                raise ConfigError(
+                    f"graph_pipeline.stages: {block.stages} stages need at least {block.stages} ranks, there are "
+                    f"{self.num_ranks}; {STOCK} holds one stage a rank: start more ranks or lower stages"
+                )
         if block is not None and (block.loss_mean, block.units) != ("units", None):
             key = "loss_mean" if block.units is None else "units"
             raise ConfigError(

@@ -24,6 +24,7 @@ from gpp_plugin.engine.training_steps import SynchronousSteps, TrainedCall
 from gpp_plugin.errors import GppError
 from gpp_plugin.runtime.ahead_lane import AheadLane
 from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.runtime.rank_lane import RankLane
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +37,11 @@ class LookAheadSteps(SynchronousSteps):
         steps: as of `SynchronousSteps`.
     """
 
-    def __init__(self, lane: AheadLane, *given: Any, meet: Callable[[Batch], None], **steps: Any) -> None:
+    def __init__(self, lane: RankLane, *given: Any, meet: Callable[[Batch], None], **steps: Any) -> None:
         super().__init__(lane, *given, **steps)
-        self._ahead = lane
+        (ahead,) = lane.lanes
+        assert isinstance(ahead, AheadLane), "a frozen branch runs ahead where each rank has one stage"
+        self._ahead = ahead
         self._meet_shapes = meet
         self._is_off = False
 
@@ -77,7 +80,7 @@ class LookAheadSteps(SynchronousSteps):
                 lane.drop()
         if is_stateful:
             self._is_off = True
-            if self._stage.rank == 0:
+            if self._stages.rank == 0:
                 logger.info(
                     "look_ahead: the frozen branch draws random numbers or writes tensors of its own (dropout, batch "
                     "norm in training), so it runs no mini-batch ahead of its turn"
@@ -86,7 +89,7 @@ class LookAheadSteps(SynchronousSteps):
             return None
         try:
             self._meet_shapes(following)
-            self._runner.learn_shapes(lane, following)
+            self._runner.learn_shapes(self._lane, following)
         except GppError:  # on every rank; raised when its turn comes
             return None
         return following

@@ -2,12 +2,13 @@
 
     <dir>/<tag>/model-00-<stage>.pt             parameters and buffers under their HuggingFace names
     <dir>/<tag>/optimizer-00-<stage>-00000.pt   masters and optimizer state; one per rank under ZeRO 1 and 2
-    <dir>/<tag>/rank-00000.pt                   random states; a replica's buffers
+    <dir>/<tag>/rank-00000.pt                   random states; replicas' buffers
     <dir>/<tag>/shared.pt                       schedule, loss scaler, counters, client state
     <dir>/<tag>/plan.json                       the plan, for graph_pipeline.plan of the job that goes on
     <dir>/<tag>/manifest.json                   plan, settings, files and sizes: written when all of these are
     <dir>/latest                                the tag: written after the manifest
 
+A rank of several stages writes the files of each of them, as ranks of one stage would.
 Tensor-parallel stages have one model file, and optimizer files, for each tensor position: ``model-00-<stage>-t1.pt``.
 Stage names are escaped (`escape_name`), and told for people alone: files are found by the number before them, so that
 a checkpoint of the same stages under other names (another release's) is read.
@@ -24,7 +25,7 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,7 +62,7 @@ class LoadedCheckpoint:
 
 
 def save_checkpoint(
-    engine: StageEngine,
+    stages: Sequence[StageEngine],
     directory: str | Path,
     tag: str,
     *,
@@ -72,6 +73,7 @@ def save_checkpoint(
     """Write a checkpoint of all stages between two mini-batches; collective over all ranks.
 
     Args:
+        stages: this rank's, in the plan's order.
         directory: seen by all ranks.
         client_state: the user's, kept as rank 0 has it.
         rank_state: anything picklable, kept for each rank.
@@ -85,13 +87,14 @@ def save_checkpoint(
     """
     # Three agreements, each of which ends on all ranks if one rank failed: the directory is there and its old manifest
     # is not; every file is written whole; manifest, then `latest`. A save that dies in between leaves no manifest.
+    engine = stages[0]
     target = Path(directory) / str(tag)
     tags = _all_ranks(engine, lambda: _prepare(engine, target), doing=f"prepare {target}")
     if len(set(tags)) > 1:
         raise CheckpointError(f"the ranks give different tags {sorted(set(tags))}; give all ranks the same")
     shared = {"client_state": dict(client_state or {})}
     written: list[dict[str, int]] = _all_ranks(
-        engine, lambda: _write_files(engine, target, shared, rank_state), doing=f"write {target}"
+        engine, lambda: _write_files(stages, target, shared, rank_state), doing=f"write {target}"
     )
     files = {name: size for part in written for name, size in part.items()}
 
@@ -107,7 +110,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    engine: StageEngine,
+    stages: Sequence[StageEngine],
     directory: str | Path,
     tag: str | None = None,
     *,
@@ -120,6 +123,7 @@ def load_checkpoint(
     With optimizer and scheduler, training goes on bit for bit as if it had not stopped.
 
     Args:
+        stages: this rank's, in the plan's order.
         tag: which checkpoint; None: the one `latest` names.
         load_optimizer: restore optimizer state and masters; else masters are taken from the parameters.
         load_scheduler: restore the learning-rate schedule.
@@ -130,6 +134,7 @@ def load_checkpoint(
     """
 
     # Checked on all ranks before any of them changes anything: a refused checkpoint leaves training as it was.
+    engine = stages[0]
     load_optimizer = load_optimizer and not weights_only
 
     def check() -> str:
@@ -146,7 +151,7 @@ def load_checkpoint(
     answers: list[LoadedCheckpoint] = []
     _all_ranks(
         engine,
-        lambda: answers.append(_read_files(engine, target, load_optimizer, load_scheduler, weights_only)),
+        lambda: answers.append(_read_files(stages, target, load_optimizer, load_scheduler, weights_only)),
         doing=f"read {target}",
     )
     return answers[0]
@@ -164,16 +169,18 @@ def _prepare(engine: StageEngine, target: Path) -> str:
 
 
 def _write_files(
-    engine: StageEngine, target: Path, shared: dict[str, Any], rank_state: Any
+    stages: Sequence[StageEngine], target: Path, shared: dict[str, Any], rank_state: Any
 ) -> dict[str, int]:
     """Write this rank's files and return their sizes."""
-    files: dict[str, Any] = {_rank_file(engine.rank): _rank_contents(engine, rank_state)}
-    if engine.position == 0:
-        files[_model_file(engine, engine.stage_index)] = engine.model_state()
-    if engine.is_trained and (engine.is_partitioned or engine.position == 0):
-        files[_optimizer_file(engine)] = engine.optimizer_state()
-    if engine.rank == 0:
-        files["shared.pt"] = {"engine": engine.shared_state(), **shared}
+    rank = stages[0].rank
+    files: dict[str, Any] = {_rank_file(rank): _rank_contents(stages, rank_state)}
+    for engine in stages:
+        if engine.position == 0:
+            files[_model_file(engine, engine.stage_index)] = engine.model_state()
+        if engine.is_trained and (engine.is_partitioned or engine.position == 0):
+            files[_optimizer_file(engine)] = engine.optimizer_state()
+    if rank == 0:
+        files["shared.pt"] = {"engine": stages[0].shared_state(), **shared}
     return {name: _write_whole(target / name, contents) for name, contents in files.items()}
 
 
@@ -192,19 +199,29 @@ def _write_whole(path: Path, contents: Any) -> int:
     return size
 
 
-def _rank_contents(engine: StageEngine, rank_state: Any) -> dict[str, Any]:
+def _rank_contents(stages: Sequence[StageEngine], rank_state: Any) -> dict[str, Any]:
     contents: dict[str, Any] = {
         "rank_state": rank_state,
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
     }
-    if engine.device.type == "cuda":
-        contents["cuda"] = torch.cuda.get_rng_state(engine.device)
+    device = stages[0].device
+    if device.type == "cuda":
+        contents["cuda"] = torch.cuda.get_rng_state(device)
     if "numpy" in sys.modules:
         contents["numpy"] = sys.modules["numpy"].random.get_state()
-    if engine.position > 0:  # running statistics are each replica's own
-        contents["buffers"] = {name: b.detach().cpu() for name, b in engine.module.named_buffers()}
-    return contents
+    # running statistics are each replica's own, also those of a module that two stages of a rank call
+    replicas = {
+        _buffers_key(stages, engine): {name: b.detach().cpu() for name, b in engine.module.named_buffers()}
+        for engine in stages
+        if engine.position > 0
+    }
+    return {**contents, **replicas}
+
+
+def _buffers_key(stages: Sequence[StageEngine], engine: StageEngine) -> str:
+    """Return where a rank's file has a replica's buffers, of one of its stages."""
+    return "buffers" if len(stages) == 1 else f"buffers-{engine.stage_index:02d}"
 
 
 # ---- reading ---------------------------------------------------------------------------------------------
@@ -251,26 +268,21 @@ def _check_manifest(engine: StageEngine, target: Path, *, load_optimizer: bool) 
 
 
 def _read_files(
-    engine: StageEngine, target: Path, load_optimizer: bool, load_scheduler: bool, weights_only: bool
+    stages: Sequence[StageEngine],
+    target: Path,
+    load_optimizer: bool,
+    load_scheduler: bool,
+    weights_only: bool,
 ) -> LoadedCheckpoint:
-    place = engine.device
-    own = torch.load(target / _rank_file(engine.rank), map_location="cpu", weights_only=False)
+    own = torch.load(target / _rank_file(stages[0].rank), map_location="cpu", weights_only=False)
     files = json.loads((target / MANIFEST).read_text(encoding="utf-8"))["files"]
-    model = _load_tensors(target / _model_file(engine, engine.stage_index, among=files))
-    for tie in engine.tied:
-        if tie.owner != engine.stage_index:
-            model[tie.name] = _load_tensors(target / _model_file(engine, tie.owner, among=files))[tie.name]
-    model.update({name: b for name, b in own.get("buffers", {}).items() if name in model})
-    engine.load_model_state(model)
-    if not load_optimizer:
-        engine.refresh_masters()
-    elif engine.is_trained:
-        file = target / _optimizer_file(engine, among=files)
-        engine.load_optimizer_state(torch.load(file, map_location=place, weights_only=False))
     shared = torch.load(target / "shared.pt", map_location="cpu", weights_only=False)
+    for engine in stages:
+        _read_stage(engine, target, files, own.get(_buffers_key(stages, engine), {}), load_optimizer)
+        if not weights_only:
+            engine.load_shared_state(shared["engine"], load_scheduler=load_scheduler)
     if not weights_only:
-        engine.load_shared_state(shared["engine"], load_scheduler=load_scheduler)
-        _restore_random_state(engine, own)
+        _restore_random_state(stages[0].device, own)
     return LoadedCheckpoint(
         directory=target,
         client_state=shared["client_state"],
@@ -278,16 +290,41 @@ def _read_files(
     )
 
 
+def _read_stage(
+    engine: StageEngine,
+    target: Path,
+    files: Iterable[str],
+    buffers: Mapping[str, torch.Tensor],
+    load_optimizer: bool,
+) -> None:
+    """Read weights, and the optimizer's state, of one of the rank's stages.
+
+    Args:
+        buffers: of this replica.
+    """
+    model = _load_tensors(target / _model_file(engine, engine.stage_index, among=files))
+    for tie in engine.tied:
+        if tie.owner != engine.stage_index:
+            model[tie.name] = _load_tensors(target / _model_file(engine, tie.owner, among=files))[tie.name]
+    model.update({name: b for name, b in buffers.items() if name in model})
+    engine.load_model_state(model)
+    if not load_optimizer:
+        engine.refresh_masters()
+    elif engine.is_trained:
+        file = target / _optimizer_file(engine, among=files)
+        engine.load_optimizer_state(torch.load(file, map_location=engine.device, weights_only=False))
+
+
 def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return tensors
 
 
-def _restore_random_state(engine: StageEngine, own: Mapping[str, Any]) -> None:
+def _restore_random_state(device: torch.device, own: Mapping[str, Any]) -> None:
     torch.set_rng_state(own["torch"])
     random.setstate(own["python"])
-    if "cuda" in own and engine.device.type == "cuda":
-        torch.cuda.set_rng_state(own["cuda"], engine.device)
+    if "cuda" in own and device.type == "cuda":
+        torch.cuda.set_rng_state(own["cuda"], device)
     if "numpy" in own and "numpy" in sys.modules:
         sys.modules["numpy"].random.set_state(own["numpy"])
 

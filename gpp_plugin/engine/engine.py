@@ -6,8 +6,8 @@ it does. It is put together of parts, each of which is told what it needs:
     steps          what a call of `train_batch` does: `SynchronousSteps`, `LookAheadSteps` where a frozen branch runs
                    ahead, or `AsynchronousSteps` in mode async
     runner         runs a lane on a mini-batch, and ends the job when one fails on its way
-    lane           this rank's program, its stage's code by shape, its messages
-    stage_engine   gradients, optimizer and counters of this rank's stage
+    lane           this rank's program, its stages' code by shape, their messages
+    rank_engine    gradients, optimizers and counters of this rank's stages
     data, feed     mini-batches
     files          checkpoints, exports, state dicts
     evaluator      `eval_batch`
@@ -42,14 +42,15 @@ from gpp_plugin.engine.feed import (
 )
 from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.engine.metrics import Metrics, keep_timeline
+from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.row_loader import inputs_of, make_row_loader
 from gpp_plugin.engine.setting import EngineModel, Framework, Setting
-from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, tied_parameters
 from gpp_plugin.engine.surface import PipelineSurface
 from gpp_plugin.engine.training_steps import (
     LaneMaker,
     MiniBatchRunner,
+    RankStep,
     StepHooks,
     StepStrategy,
     SynchronousSteps,
@@ -65,7 +66,8 @@ from gpp_plugin.plan.edge_transports import note_edge_transports
 from gpp_plugin.plan.unit_order import UnitOrder
 from gpp_plugin.runtime.ahead_lane import AheadLane
 from gpp_plugin.runtime.batches import Batch, num_elements, without_keys
-from gpp_plugin.runtime.lane import Lane, tied_stages
+from gpp_plugin.runtime.lane import tied_stages
+from gpp_plugin.runtime.rank_lane import RankLane
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.ranks.time_limits import collective_timeout_s
 from gpp_plugin.runtime.recorder import Clock, start_clock
@@ -84,8 +86,8 @@ class GraphPipelineEngine(PipelineSurface):
     """Trains a model as a graph of pipeline stages; made by `deepspeed.initialize`.
 
     Args:
-        source: the user's model, or graph of stages; after construction it keeps only this rank's stage.
-        framework: makes what updates the stage's weights and writes to monitors.
+        source: the user's model, or graph of stages; after construction it keeps only this rank's stages.
+        framework: makes what updates the stages' weights and writes to monitors.
         ds_config: the whole DeepSpeed configuration as a dict.
         config: its checked ``graph_pipeline`` block.
         setting: ranks, device, precision and batch sizes.
@@ -129,24 +131,23 @@ class GraphPipelineEngine(PipelineSurface):
         # By default where this engine loads the data itself: nobody sees then that it is loaded one call ahead.
         looks_ahead = config.look_ahead == 1 or (config.look_ahead == "auto" and training_data is not None)
         self._lane = self._make_lane(reference, plan, looks_ahead=looks_ahead)
-        module = self._lanes.make_module(self._lane, sample_batch)
+        modules = self._lanes.make_modules(self._lane, sample_batch)
         tied = tied_parameters(tied_stages(plan, reference))
-        name = plan.stages[self._lane.stage_index].name
+        name = plan.names_on_rank(setting.rank)
         limit_s = collective_timeout_s(plan, config.comm_timeout_s)
         self._wait_s = max(limit_s, LOADING_TIMEOUT_S)
         self._meeting = Meeting(
             group=setting.group, who=f"rank {setting.rank}, stage {name!r}", timeout_s=self._wait_s
         )
         self._groups = StageGroups.create(plan, tied, timeout_s=limit_s, backend=setting.placement.backend)
-        stage = self._make_stage(module, tied, framework)
-        source.share_weights(module)
+        stages = self._make_stages(modules, tied, framework)
+        source.share_weights(modules)
         self._make_data(reference, sample_batch, training_data, collate_fn)
         monitor = framework.make_monitor() if setting.rank == 0 else None
         self._metrics = Metrics(ds_config, setting, reference, plan, monitor=monitor)
-        self._join(stage, module, reference, sample_batch)
+        self._join(stages, modules, reference, sample_batch)
         files = PipelineFiles(
-            module=module,
-            stage=stage,
+            stages=stages,
             steps=self._steps,
             source=source,
             parameters=reference.analysis.op_graph.parameters,
@@ -154,29 +155,30 @@ class GraphPipelineEngine(PipelineSurface):
             meeting=self._meeting,
             timeout_s=max(config.comm_timeout_s, EXPORT_TIMEOUT_S),
         )
-        super().__init__(
-            reference=reference, module=module, stage_engine=stage, files=files, ds_config=ds_config
-        )
+        super().__init__(reference=reference, stages=stages, files=files, ds_config=ds_config)
 
     # ---- construction --------------------------------------------------------------------------
 
-    def _make_lane(self, reference: Reference, plan: PipelinePlan, *, looks_ahead: bool) -> Lane:
+    def _make_lane(self, reference: Reference, plan: PipelinePlan, *, looks_ahead: bool) -> RankLane:
         """Return this rank's lane of training; collective."""
         if self.config.mode == "async":
             # Where weights lie is the optimizer's to say, which is made for a module, which is made for this lane.
             return self._lanes.make_windows(
-                reference, plan, make_places=lambda parameters: self.stage_engine.weight_places(parameters)
+                reference,
+                plan,
+                make_places=lambda parameters: self.rank_engine.only.weight_places(parameters),
             )
         lane = self._lanes.make(reference, plan, looks_ahead=looks_ahead)
         assert lane is not None, "every rank is in a stage of the training plan"
         return lane
 
-    def _make_stage(
-        self, module: StageModule, tied: Sequence[TiedParameter], framework: Framework
-    ) -> StageEngine:
-        """Return what trains this rank's stage; collective."""
-        return StageEngine(
-            module=module,
+    def _make_stages(
+        self, modules: Sequence[StageModule], tied: Sequence[TiedParameter], framework: Framework
+    ) -> RankEngine:
+        """Return what trains this rank's stages; collective."""
+        early = [lane.stage_index for lane in self._lane.lanes if lane.reduces_early]
+        return RankEngine(
+            modules=modules,
             plan=self._plan,
             rank=self._setting.rank,
             groups=self._groups,
@@ -185,7 +187,7 @@ class GraphPipelineEngine(PipelineSurface):
             framework=framework.name,
             device=self._setting.device,
             steps_alone=self.config.mode == "async",
-            reduces_early=self._lane.reduces_early,
+            reduces_early=early,
         )
 
     def _make_data(
@@ -228,7 +230,7 @@ class GraphPipelineEngine(PipelineSurface):
                 collate_fn=collate_fn,
                 prepare=self._source.prepare_batch,
                 complete=self._source.complete_batches,
-                reads=inputs_read(plan, reference.block_graph, self._lane.stage_index),
+                reads=inputs_read(plan, reference.block_graph, self._lane.stages),
                 keys=sample_batch,
                 inputs=inputs_of(sample_batch),
                 unit=None if self._rule is None else self._rule.num_samples,
@@ -237,41 +239,47 @@ class GraphPipelineEngine(PipelineSurface):
         self._data = TrainingData(self._feed, own, peeks_at_iterators=self.config.look_ahead == 1)
 
     def _join(
-        self, stage: StageEngine, module: StageModule, reference: Reference, sample_batch: Batch
+        self,
+        stages: RankEngine,
+        modules: Sequence[StageModule],
+        reference: Reference,
+        sample_batch: Batch,
     ) -> None:
-        """Let the lane run on the stage, and make what runs it: for training, for evaluation, with what is counted."""
+        """Let the lane run on the stages, and make what runs it: for training, for evaluation, with what is counted."""
         plan, setting = self._plan, self._setting
         self._memory = MemoryWatch(
             plan,
             config=self.config,
             setting=setting,
             sample_batch=sample_batch,
-            reads=inputs_read(plan, reference.block_graph, stage.stage_index),
+            reads=[inputs_read(plan, reference.block_graph, [index]) for index in stages.indices],
             meeting=self._meeting,
             sized=self._source.sized_plan(reference, plan),
         )
-        self._runner = MiniBatchRunner(stage, self._memory, group=setting.group)
-        self._hooks = StepHooks(stage, self._memory)
-        self._lane.bind(module, self._hooks)
+        self._runner = MiniBatchRunner(stages, self._memory, group=setting.group)
+        self._step = RankStep(stages, self._memory)
+        hooks = [StepHooks(stage, self._step) for stage in stages.stages]
+        self._lane.bind(modules, hooks, self._step if len(hooks) > 1 else None)
         self._evaluator = Evaluator(
             source=self._source,
             setting=setting,
             plan=plan,
             reference=reference,
-            module=module,
+            modules=dict(zip(stages.indices, modules, strict=True)),
             make_lane=self._lanes.make,
             run=self._runner.run,
             stand_by=self._runner.stand_by,
             meeting=self._meeting,
         )
-        self._steps = self._make_steps(stage)
+        self._steps = self._make_steps(stages)
 
-    def _make_steps(self, stage: StageEngine) -> StepStrategy:
-        """Return what a call of `train_batch` does: a mode is nothing but this, its lane, and its stages' rule."""
-        if isinstance(self._lane, WindowLane):
+    def _make_steps(self, stages: RankEngine) -> StepStrategy:
+        """Return what a call of `train_batch` does: a mode is nothing but this, its lanes, and its stages' rule."""
+        first = self._lane.lanes[0]
+        if isinstance(first, WindowLane):
             return AsynchronousSteps(
                 self._lane,
-                stage,
+                stages,
                 self._runner,
                 metrics=self._metrics,
                 setting=self._setting,
@@ -283,16 +291,15 @@ class GraphPipelineEngine(PipelineSurface):
             reads_inputs=self._feed.reads_inputs,
             has_peers=self._setting.group is not None,
         )
-        if isinstance(self._lane, AheadLane):
-            reference = self._lane.reference
+        if isinstance(first, AheadLane):
             return LookAheadSteps(
                 self._lane,
-                stage,
+                stages,
                 self._runner,
-                meet=lambda batch: self._source.meet(reference, batch),
+                meet=lambda batch: self._source.meet(first.reference, batch),
                 **common,
             )
-        return SynchronousSteps(self._lane, stage, self._runner, **common)
+        return SynchronousSteps(self._lane, stages, self._runner, **common)
 
     # ---- training ------------------------------------------------------------------------------
 
@@ -330,7 +337,7 @@ class GraphPipelineEngine(PipelineSurface):
         # Nothing is sent before this rank knows that it can go on, that there is an optimizer, and that data came.
         start = time.perf_counter()
         self._runner.refuse_after_failure()
-        self.stage_engine.require_optimizer()
+        self.rank_engine.require_optimizer()
         batch = self._data.next(data_iter)
         self._memory.check(batch)
         following = self._data.peek(data_iter) if self._steps.looks_ahead else None
@@ -338,7 +345,8 @@ class GraphPipelineEngine(PipelineSurface):
             following = None  # nothing of it runs ahead; it is refused in its own turn
         clock = start_clock(self._meeting) if self.record_timelines else None
         self._source.meet(self._reference, batch)
-        self.module.train()
+        for stage in self.rank_engine.stages:
+            stage.module.train()
         call = self._steps.train(batch, following=following, record=clock is not None)
         self._last_step = call.step
         if clock is not None:
@@ -452,22 +460,22 @@ class GraphPipelineEngine(PipelineSurface):
     # ---- gradients -----------------------------------------------------------------------------
 
     def retain_gradients(self, retain: bool = True) -> None:
-        """Keep each step's gradients for `gradients`; costs a copy of this stage's gradients.
+        """Keep each step's gradients for `gradients`; costs a copy of this rank's gradients.
 
         Call it on every rank: under ZeRO 1 and 2 the ranks of a stage gather them together.
         """
-        self._hooks.keeps_gradients = retain
+        self._step.keeps_gradients = retain
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """Return the last step's unscaled, unclipped fp32 gradients of this stage's parameters, whole ones.
+        """Return the last step's unscaled, unclipped fp32 gradients of this rank's parameters, whole ones.
 
         Raises:
             ConfigError: `retain_gradients` was not called before the step.
         """
-        if self._hooks.gradients is None:
+        if self._step.gradients is None:
             raise ConfigError("gradients are not kept; call engine.retain_gradients() before train_batch()")
-        return self._hooks.gradients
+        return self._step.gradients
 
     # ---- memory --------------------------------------------------------------------------------
 
@@ -478,8 +486,9 @@ class GraphPipelineEngine(PipelineSurface):
         construction); with ``lengths``, what the longest of the first ones held, and predicted is what it should hold.
         `report.memory_text.format_memory_report` makes a table of it.
         """
-        ahead = self._lane.ahead_bytes if isinstance(self._lane, AheadLane) else (0, 0)
-        return self._memory.report(self.stage_engine, ahead=ahead)
+        first = self._lane.lanes[0]
+        ahead = first.ahead_bytes if isinstance(first, AheadLane) else (0, 0)
+        return self._memory.report(self.rank_engine, ahead=ahead)
 
     # ---- the end -------------------------------------------------------------------------------
 
@@ -500,7 +509,7 @@ class GraphPipelineEngine(PipelineSurface):
         self._meeting.meet("the end")  # what others still send arrives before its group goes
         self._evaluator.close()
         self._lanes.close()
-        self.stage_engine.close()
+        self.rank_engine.close()
         self._groups.close()
         self._source.close()
         if group is not None:

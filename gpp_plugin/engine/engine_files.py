@@ -12,13 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from gpp_plugin.engine import checkpoint
+from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.setting import EngineModel, Setting
-from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.training_steps import StepStrategy
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.op_graph import Parameter
 from gpp_plugin.runtime.ranks.meeting import Meeting
-from gpp_plugin.runtime.stage_module import StageModule
 
 EXPORT_NAMES = ("model.safetensors", "pytorch_model.bin")
 
@@ -27,7 +26,7 @@ class PipelineFiles:
     """The model's files and states; every method is collective over all ranks.
 
     Args:
-        module: this rank's stage; ``stage`` trains it.
+        stages: this rank's.
         steps: drains the pipeline.
         source: writes exports, as the user's model has them.
         parameters: of the whole model.
@@ -37,8 +36,7 @@ class PipelineFiles:
     def __init__(
         self,
         *,
-        module: StageModule,
-        stage: StageEngine,
+        stages: RankEngine,
         steps: StepStrategy,
         source: EngineModel,
         parameters: Sequence[Parameter],
@@ -46,8 +44,7 @@ class PipelineFiles:
         meeting: Meeting,
         timeout_s: float,
     ) -> None:
-        self._module = module
-        self._stage = stage
+        self._stages = stages
         self._steps = steps
         self._source = source
         self._parameters = parameters
@@ -66,9 +63,9 @@ class PipelineFiles:
         # Drained first, then named: what was under way counts as done in the tag's number of steps.
         self._steps.drain()
         checkpoint.save_checkpoint(
-            self._stage,
+            self._stages.stages,
             directory,
-            tag or f"global_step{self._stage.global_steps}",
+            tag or f"global_step{self._stages.global_steps}",
             client_state=dict(client_state or {}),
             save_latest=save_latest,
         )
@@ -83,7 +80,7 @@ class PipelineFiles:
         """
         self._steps.drain()
         loaded = checkpoint.load_checkpoint(
-            self._stage,
+            self._stages.stages,
             directory,
             tag,
             load_optimizer=optimizer,
@@ -97,8 +94,8 @@ class PipelineFiles:
         self._steps.drain()
         self._source.save_pretrained(
             directory,
-            state=dict(self._module.state_dict()),
-            plan=self._stage.plan,
+            states={stage.stage_index: dict(stage.module.state_dict()) for stage in self._stages.stages},
+            plan=self._stages.plan,
             group=self._setting.group,
             timeout_s=self._timeout_s,
         )
@@ -116,47 +113,55 @@ class PipelineFiles:
             ConfigError: a stage is tensor-parallel: no rank knows how its shards make a whole.
         """
         self._steps.drain()
-        shared_out = [stage.name for stage in self._stage.plan.stages if stage.tensor > 1]
+        shared_out = [stage.name for stage in self._stages.plan.stages if stage.tensor > 1]
         if shared_out:
             raise ConfigError(
                 f"gather_state_dict: the tensor ranks of stage {shared_out[0]!r} hold shards of its weights; use "
                 "save_pretrained(), which writes a file a tensor rank, or save_checkpoint()"
             )
-        is_first = self._stage.stage.ranks[0] == self._setting.rank  # its replicas hold the same
+        own: dict[str, Tensor] = {}
+        for stage in self._stages.stages:
+            if stage.stage.ranks[0] == self._setting.rank:  # its replicas hold the same
+                own |= stage.module.state_dict()
         return gather_state_dict(
-            dict(self._module.state_dict()) if is_first else {},
+            own,
             parameters=self._parameters,
             meeting=self._meeting,
         )
 
     def stage_state(self, *, without_frozen: bool) -> dict[str, Tensor]:
-        """Return this stage's parameters and persistent buffers under their HuggingFace names."""
+        """Return this rank's parameters and persistent buffers under their HuggingFace names."""
         self._steps.drain()
-        state = dict(self._module.state_dict())
-        if without_frozen:
-            for name, parameter in self._module.named_parameters():
-                if not parameter.requires_grad:
-                    state.pop(name)
+        state: dict[str, Tensor] = {}
+        for stage in self._stages.stages:
+            own = dict(stage.module.state_dict())
+            if without_frozen:
+                for name, parameter in stage.module.named_parameters():
+                    if not parameter.requires_grad:
+                        own.pop(name)
+            state |= own
         return state
 
     def load_stage_state(self, state: Mapping[str, Tensor], *, strict: bool) -> None:
-        """Take this stage's tensors from a state dict of the whole model or of the stage.
+        """Take this rank's tensors from a state dict of the whole model or of its stages.
 
         Raises:
-            ConfigError: ``strict``, and a tensor of the stage is missing.
+            ConfigError: ``strict``, and a tensor of a stage is missing.
         """
         self._steps.drain()
-        own = self._module.state_dict()
-        missing = sorted(own.keys() - state.keys())
-        if strict and missing:
-            raise ConfigError(
-                f"load_module_state_dict: the state lacks {missing[0]!r} and {len(missing) - 1} more of stage "
-                f"{self._stage.stage.name}; give the whole model's state, or strict=False"
-            )
+        for stage in self._stages.stages:
+            missing = sorted(stage.module.state_dict().keys() - state.keys())
+            if strict and missing:
+                raise ConfigError(
+                    f"load_module_state_dict: the state lacks {missing[0]!r} and {len(missing) - 1} more of stage "
+                    f"{stage.stage.name}; give the whole model's state, or strict=False"
+                )
         # Of a whole model's state a stage takes its own part. Masters are made anew of what was loaded: the next step
         # would write the old weights back.
-        self._module.load_state_dict({n: v for n, v in state.items() if n in own}, strict=False)
-        self._stage.refresh_masters()
+        for stage in self._stages.stages:
+            own = stage.module.state_dict()
+            stage.module.load_state_dict({n: v for n, v in state.items() if n in own}, strict=False)
+            stage.refresh_masters()
 
 
 def gather_state_dict(

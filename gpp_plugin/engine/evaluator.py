@@ -23,7 +23,8 @@ from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.runtime.batches import Batch, UnitBatch, take_samples, units_of
 from gpp_plugin.runtime.evaluation import EvaluationPart, evaluation_plan, split_evaluation
 from gpp_plugin.runtime.executor import MiniBatchResult
-from gpp_plugin.runtime.lane import Lane, Reference, held_tensors
+from gpp_plugin.runtime.lane import Reference, held_tensors
+from gpp_plugin.runtime.rank_lane import RankLane
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.unit_lane import plan_of_units
@@ -49,7 +50,7 @@ class Evaluator:
     Args:
         source: the model as the user gave it.
         plan, reference: of training.
-        module: this stage's parameters.
+        modules: the parameters of this rank's stages, by their index in the plan.
         make_lane: returns this rank's lane for a plan, or None where the plan leaves it idle; collective.
         run: runs a lane on a batch; ``stand_by`` is called where a plan leaves this rank idle.
         meeting: of all ranks; those that a plan leaves idle wait here for the others.
@@ -62,9 +63,9 @@ class Evaluator:
         setting: Setting,
         plan: PipelinePlan,
         reference: Reference,
-        module: StageModule,
-        make_lane: Callable[[Reference, PipelinePlan], Lane | None],
-        run: Callable[[Lane, Batch], MiniBatchResult],
+        modules: Mapping[int, StageModule],
+        make_lane: Callable[[Reference, PipelinePlan], RankLane | None],
+        run: Callable[[RankLane, Batch], MiniBatchResult],
         stand_by: Callable[[Batch], None],
         meeting: Meeting,
     ) -> None:
@@ -73,12 +74,12 @@ class Evaluator:
         self._meeting = meeting
         self._plan = plan
         self._reference = reference
-        self._module = module
+        self._modules = dict(modules)
         self._make_lane = make_lane
         self._run = run
         self._stand_by = stand_by
         self._graphs: OrderedDict[_GraphKey, _Graph] = OrderedDict()
-        self._lanes: OrderedDict[tuple[_GraphKey, int, int], Lane | None] = OrderedDict()
+        self._lanes: OrderedDict[tuple[_GraphKey, int, int], RankLane | None] = OrderedDict()
 
     @torch.no_grad()
     def evaluate(
@@ -90,7 +91,8 @@ class Evaluator:
             ConfigError: ``needs_loss``, and the model returns none for such a batch.
             CommTimeout: a rank did not finish.
         """
-        self._module.eval()
+        for module in self._modules.values():
+            module.eval()
         are_units = isinstance(batch, UnitBatch)
         typical = max(units_of(batch), key=len)  # units may lack inputs that others have
         key = (outputs, *((name, _constant(typical[name])) for name in sorted(typical)))
@@ -144,7 +146,9 @@ class Evaluator:
         self._graphs[key] = _Graph(reference=reference, plan=plan)
         return self._graphs[key]
 
-    def _lane(self, key: _GraphKey, reference: Reference, plan: PipelinePlan, batch: Batch) -> Lane | None:
+    def _lane(
+        self, key: _GraphKey, reference: Reference, plan: PipelinePlan, batch: Batch
+    ) -> RankLane | None:
         lane_key = (key, plan.mini_batch, plan.loss_unit)
         if lane_key in self._lanes:
             self._lanes.move_to_end(lane_key)
@@ -153,8 +157,11 @@ class Evaluator:
             self._lanes.popitem(last=False)
         lane = self._make_lane(reference, plan)
         if lane is not None:
-            self._source.complete_module(self._module, lane.prepare(batch).tensors)
-            lane.bind(self._module, None)
+            # of a smaller part the first data positions run alone, and of this rank's stages perhaps not all
+            modules = [self._modules[stage] for stage in lane.stages]
+            for module, function in zip(modules, lane.prepare(batch), strict=True):
+                self._source.complete_module(module, function.tensors)
+            lane.bind(modules, None)
         self._lanes[lane_key] = lane
         return lane
 

@@ -77,9 +77,9 @@ def sample_from_dataset(
     return check_batch(collate(items))
 
 
-def inputs_read(plan: PipelinePlan, graph: BlockGraph, stage: int) -> set[str]:
-    """Return the keys of the mini-batch that a stage of the plan reads."""
-    own = set(plan.stages[stage].blocks)
+def inputs_read(plan: PipelinePlan, graph: BlockGraph, stages: Iterable[int]) -> set[str]:
+    """Return the keys of the mini-batch that these stages of the plan read."""
+    own = {block for stage in stages for block in plan.stages[stage].blocks}
     return {key for block in graph.blocks if block.name in own for key in block.inputs}
 
 
@@ -88,7 +88,7 @@ def ranks_that_read(plan: PipelinePlan, graph: BlockGraph) -> set[int]:
     return {
         rank
         for index, stage in enumerate(plan.stages)
-        if inputs_read(plan, graph, index)
+        if inputs_read(plan, graph, [index])
         for rank in stage.ranks
     }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,11 +18,21 @@ from torch import Tensor
 from gpp_plugin.capture.tracing.batch_lengths import length_entries, length_of
 from gpp_plugin.capture.tracing.sample_batches import count_samples, rows_per_sample
 from gpp_plugin.config import GraphPipelineConfig
-from gpp_plugin.engine.gradients import StageGradients
+from gpp_plugin.engine.gradients.gradient_store import StageGradients
+from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.setting import Setting
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.errors import BatchRefused
-from gpp_plugin.ir.memory_report import ALLOCATOR, COUNTED, HeldBytes, MemoryCounts, MemoryReport, RankMemory
+from gpp_plugin.ir.memory_plan import joined_breakdown
+from gpp_plugin.ir.memory_report import (
+    ALLOCATOR,
+    COUNTED,
+    HeldBytes,
+    MemoryCounts,
+    MemoryReport,
+    RankMemory,
+    joined_counts,
+)
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.memory_breakdown import differences
 from gpp_plugin.plan.costs.planned_lengths import SizedPlan, UnitSize
@@ -61,7 +71,7 @@ class MemoryWatch:
 
     Args:
         sample_batch: what the plan's figures are for.
-        reads: keys of the batch that this rank's stage reads.
+        reads: of each of this rank's stages, the keys of the batch that it reads.
         meeting: of all ranks.
         sized: what the plan's stages hold at other lengths, where it is known.
     """
@@ -73,7 +83,7 @@ class MemoryWatch:
         config: GraphPipelineConfig,
         setting: Setting,
         sample_batch: Batch,
-        reads: Iterable[str],
+        reads: Sequence[Collection[str]],
         meeting: Meeting,
         sized: SizedPlan | None = None,
     ) -> None:
@@ -88,10 +98,10 @@ class MemoryWatch:
         self._num_counted = 0
         self._plan, self._config, self._setting = plan, config, setting
         self._shape = shape_key(sample_batch, count_samples(sample_batch))
-        self._stage = plan.stage_of_rank(setting.rank)
-        self._reads = frozenset(reads)
-        self._counts: MemoryCounts | None = None
-        self._gradients = self._inputs = 0
+        self._stages = plan.stages_of_rank(setting.rank)
+        self._reads = [frozenset(keys) for keys in reads]
+        self._counts: dict[int, MemoryCounts] = {}
+        self._gradients = self._inputs = self._most_bytes = 0
         self._has_counted = False
         if setting.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(setting.device)  # profiling and loading are over
@@ -193,36 +203,32 @@ class MemoryWatch:
                 self._shortages.popitem(last=False)
         return found
 
-    def note_gradients(self, gradients: StageGradients) -> None:
-        """Look at the gradients there are before the optimizer's step, until they have been seen once."""
+    def note_gradients(self, gradients: Iterable[StageGradients]) -> None:
+        """Look at the gradients of all stages before the optimizers' step, until they have been seen once."""
         if not self._has_counted:
-            self._gradients = max(self._gradients, gradients.held_bytes())
+            self._gradients = max(self._gradients, sum(of_stage.held_bytes() for of_stage in gradients))
 
-    def compare(self, counts: MemoryCounts | None, batch: Batch) -> None:
+    def compare(self, counts: Mapping[int, MemoryCounts], batch: Batch, *, most_bytes: int) -> None:
         """Take what was counted on this rank, and say on rank 0 how all ranks compare with the plan; collective.
 
         Args:
-            counts: None for a stage without backwards.
+            counts: of this rank's stages with backwards, by their index in the plan.
             batch: the mini-batch that was run.
+            most_bytes: no less than all of these stages kept at once.
         """
         # Told to all ranks though rank 0 alone speaks of it: `memory_report` gives every rank the whole picture.
         self._has_counted = True
-        self._counts = counts
+        self._counts = dict(counts)
+        self._most_bytes = most_bytes
         if self._sized is not None:
             sizes = self._sizes_of(self._sized, batch)
             assert not isinstance(sizes, str), "it was due"
             self._counted = sizes[:1]
             self._num_counted += 1
-        degree = self._plan.stages[self._stage].degree
-        are_units = isinstance(batch, UnitBatch)
         self._inputs = sum(
-            # a rank holds its units, or its rows of what has a row a sample, and all of what has none (a mask, a table)
-            self._bytes_as_read(part[key]) // (degree if rows or are_units else 1)
-            for part in units_of(batch)
-            for key, rows in rows_per_sample(part).items()
-            if key in self._reads
+            self._bytes_read(batch, keys, s) for s, keys in zip(self._stages, self._reads, strict=True)
         )
-        everyone = self._meeting.gather(counts, "what the first mini-batch kept")
+        everyone = self._meeting.gather(self._counts, "what the first mini-batch kept")
         if self._setting.rank != 0 or not self._plan.memory:
             return
         lines = self._differences(everyone)
@@ -230,6 +236,18 @@ class MemoryWatch:
             logger.warning("memory: %s", line)
         if not lines:
             logger.info("memory: %s", self._agreement(everyone))
+
+    def _bytes_read(self, batch: Batch, keys: Collection[str], stage: int) -> int:
+        """Return the bytes of the mini-batch that a stage reads on this rank."""
+        # a rank holds its units, or its rows of what has a row a sample, and all of what has none (a mask, a table)
+        degree = self._plan.stages[stage].degree
+        are_units = isinstance(batch, UnitBatch)
+        return sum(
+            self._bytes_as_read(part[key]) // (degree if rows or are_units else 1)
+            for part in units_of(batch)
+            for key, rows in rows_per_sample(part).items()
+            if key in keys
+        )
 
     def _at_counted(self) -> PipelinePlan:
         """Return the plan with the memory of what was counted."""
@@ -250,8 +268,8 @@ class MemoryWatch:
         dtype = self._setting.dtype if value.is_floating_point() else value.dtype
         return value.numel() * dtype.itemsize
 
-    def _agreement(self, everyone: list[MemoryCounts | None]) -> str:
-        known = [counts for counts in everyone if counts is not None]
+    def _agreement(self, everyone: list[dict[int, MemoryCounts]]) -> str:
+        known = [joined for of_rank in everyone if (joined := joined_counts(list(of_rank.values())))]
         peak = max((counts.peak_held_bytes for counts in known), default=0)
         swapped = sum(counts.swapped_bytes for counts in known)
         recomputed = sum(counts.recomputed_bytes for counts in known)
@@ -260,16 +278,16 @@ class MemoryWatch:
             f"{swapped} bytes swapped and {recomputed} recomputed on all ranks together"
         )
 
-    def _differences(self, everyone: list[MemoryCounts | None]) -> list[str]:
+    def _differences(self, everyone: list[dict[int, MemoryCounts]]) -> list[str]:
         lines = []
-        for rank, counts in enumerate(everyone):
-            stage = self._plan.stage_of_rank(rank)
-            found = differences(self._at_counted(), stage, counts) if counts is not None else []
-            if found:
-                lines.append(f"stage {self._plan.stages[stage].name!r} on rank {rank} {', '.join(found)}")
+        for rank, of_rank in enumerate(everyone):
+            for stage, counts in of_rank.items():
+                found = differences(self._at_counted(), stage, counts)
+                if found:
+                    lines.append(f"stage {self._plan.stages[stage].name!r} on rank {rank} {', '.join(found)}")
         return lines
 
-    def report(self, stage_engine: StageEngine, *, ahead: tuple[int, int] = (0, 0)) -> MemoryReport:
+    def report(self, stages: RankEngine, *, ahead: tuple[int, int] = (0, 0)) -> MemoryReport:
         """Return the report of all ranks on every rank; collective.
 
         Args:
@@ -278,13 +296,13 @@ class MemoryWatch:
         Raises:
             CommTimeout: not every rank asked for it; nothing that takes long can keep one from it.
         """
-        mine = self._mine(stage_engine, *ahead)
+        mine = self._mine(stages.stages, *ahead), self._counts
         meeting = dataclasses.replace(self._meeting, timeout_s=self._config.comm_timeout_s)
-        ranks = meeting.gather(mine, "memory_report(), which every rank calls")
+        everyone = meeting.gather(mine, "memory_report(), which every rank calls")
         return MemoryReport(
             measure=ALLOCATOR if self._setting.device.type == "cuda" else COUNTED,
-            ranks=tuple(ranks),
-            differences=tuple(self._differences([rank.counts for rank in ranks])),
+            ranks=tuple(rank for rank, _ in everyone),
+            differences=tuple(self._differences([counts for _, counts in everyone])),
             advice=memory_advice(
                 self._plan,
                 zero_stage=self._setting.zero_stage,
@@ -293,11 +311,12 @@ class MemoryWatch:
             lengths=self._lengths(),
         )
 
-    def _mine(self, stage_engine: StageEngine, ahead_bytes: int, held_ahead: int) -> RankMemory:
+    def _mine(self, stages: Sequence[StageEngine], ahead_bytes: int, held_ahead: int) -> RankMemory:
+        counts = joined_counts(list(self._counts.values()))
         held = HeldBytes(
-            weights=_bytes_of(stage_engine.weight_tensors()),
+            weights=_bytes_of(t for stage in stages for t in stage.weight_tensors()),
             gradients=self._gradients,
-            optimizer=_optimizer_bytes(stage_engine),
+            optimizer=sum(_optimizer_bytes(stage) for stage in stages),
             buffers=self._inputs,
             ahead=held_ahead,
         )
@@ -306,13 +325,14 @@ class MemoryWatch:
         if self._setting.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._setting.device)
         elif self._has_counted:
-            peak = held.total + (self._counts.most_bytes if self._counts is not None else 0)
+            peak = held.total + self._most_bytes
+        planned = self._at_counted().memory
         return RankMemory(
             rank=self._setting.rank,
-            stage=self._plan.stages[self._stage].name,
-            predicted=self._at_counted().memory[self._stage] if self._plan.memory else None,
+            stage=self._plan.names_on_rank(self._setting.rank),
+            predicted=joined_breakdown([planned[stage] for stage in self._stages]) if planned else None,
             held=held,
-            counts=self._counts,
+            counts=counts,
             measured_peak_bytes=peak,
             ahead_bytes=ahead_bytes,
         )

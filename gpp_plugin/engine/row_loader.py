@@ -38,7 +38,7 @@ from gpp_plugin.data.unit_packing import PackedUnits
 from gpp_plugin.engine.setting import Setting
 from gpp_plugin.errors import ConfigError, GppError, RuntimeFailure, first_line
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.samples import SampleRange
+from gpp_plugin.ir.samples import SampleRange, merged_ranges
 from gpp_plugin.runtime.batches import (
     Batch,
     ChooseOrder,
@@ -208,15 +208,18 @@ class Share:
         order: ChooseOrder | None = None,
     ) -> Share:
         """Return what a rank of a plan keeps."""
-        index = plan.stage_of_rank(rank)
-        stage, count = plan.stages[index], plan.num_micro_batches(index)
+        read = [
+            plan.stages[index].samples(micro_batch, rank)
+            for index in plan.stages_of_rank(rank)
+            for micro_batch in range(plan.num_micro_batches(index))
+        ]
         return cls(
             rank=rank,
             mini_batch=plan.mini_batch,
             units=units,
             inputs=frozenset(inputs),
             order=order,
-            samples=tuple(stage.samples(micro_batch, rank) for micro_batch in range(count)),
+            samples=merged_ranges(read),
             keys=None if keys is None else frozenset(keys),
             dtype=dtype,
         )
@@ -231,7 +234,7 @@ class Share:
         assert self.units is not None
         arranged = arrange_units(units, self.order)
         size = self.mini_batch // self.units
-        own = {samples.first_sample // size for samples in self.samples}
+        own = {number // size for number in self.numbers}
         kept: list[dict[str, Any]] = []
         for number, unit in enumerate(arranged.units):
             values: dict[str, Any] = mini_batch_shapes(unit)

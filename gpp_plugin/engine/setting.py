@@ -3,7 +3,7 @@
 The engine holds its parts and imports no framework. It defines here what it asks of one; `integrations` answers:
 
     Setting         ranks, device, precision, sizes
-    EngineModel     the user's model: a plan, this rank's stage, its code by shape, exports
+    EngineModel     the user's model: a plan, this rank's stages, their code by shape, exports
     Framework       what a DeepSpeed configuration stands for: each stage's optimizer, monitors
 """
 
@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.config import BatchSizes
-from gpp_plugin.engine.gradients import StageGradients
-from gpp_plugin.engine.partitioned_gradients import FlatGroup
+from gpp_plugin.engine.gradients.gradient_store import StageGradients
+from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.planned_lengths import SizedPlan
 from gpp_plugin.runtime.batches import Batch, UnitRule
-from gpp_plugin.runtime.lane import Lane
+from gpp_plugin.runtime.rank_lane import RankLane
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 from gpp_plugin.runtime.stage_module import StageModule
 from gpp_plugin.runtime.stage_source import Reference, UnitSource
@@ -85,20 +85,20 @@ class EngineModel(Protocol):
     def meet(self, reference: Reference, batch: Batch) -> None:
         """Learn the shapes that come of a batch like this one before a lane runs it; collective over all ranks."""
 
-    def make_module(self, lane: Lane, sample_batch: Batch) -> StageModule:
-        """Return this rank's stage and let go of the others."""
+    def make_modules(self, lane: RankLane, sample_batch: Batch) -> tuple[StageModule, ...]:
+        """Return this rank's stages in the plan's order and let go of the others."""
 
     def complete_module(self, module: StageModule, names: Iterable[str]) -> None:
         """Give the stage those tensors of ``names`` that only evaluation reads."""
 
-    def share_weights(self, module: StageModule) -> None:
+    def share_weights(self, modules: Sequence[StageModule]) -> None:
         """Let the user's model see the weights that training changes, where it can."""
 
     def save_pretrained(
         self,
         directory: str | Path,
         *,
-        state: Mapping[str, Tensor],
+        states: Mapping[int, Mapping[str, Tensor]],
         plan: PipelinePlan,
         group: dist.ProcessGroup | None,
         timeout_s: float,
@@ -106,7 +106,7 @@ class EngineModel(Protocol):
         """Write the weights for use without this package; collective over all ranks.
 
         Args:
-            state: this rank's stage.
+            states: this rank's stages, by their index in the plan.
         """
 
     def close(self) -> None:

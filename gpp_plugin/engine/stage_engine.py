@@ -1,4 +1,4 @@
-"""One stage's training state on one rank: its module, gradients, optimizer, counters, and the rule of its steps.
+"""One stage's training state on one rank: its module, gradients and optimizer; counters and steps are the rank's.
 
     runtime, per micro-batch     backward; accumulate()
     runtime, once per mini-batch reduce_data(); reduce_tied()
@@ -10,52 +10,49 @@ a part of the graph's, so that norm, clipping and overflow are the engine's and 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.gradients import GradientStore, StageGradients
-from gpp_plugin.engine.partitioned_gradients import PartitionedGradients
+from gpp_plugin.engine.gradients.gradient_store import GradientStore, StageGradients
+from gpp_plugin.engine.gradients.partitioned_gradients import PartitionedGradients
 from gpp_plugin.engine.setting import StageReplica, StepCounters, WeightUpdater
-from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, duplicates, make_replicas_equal
+from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, duplicates
 from gpp_plugin.engine.stage_step import (
     GradientReductions,
     StageUpdate,
-    StepAlone,
     StepResult,
     StepRule,
-    StepTogether,
+    TiedSums,
 )
-from gpp_plugin.errors import CheckpointError, ConfigError, GppError
+from gpp_plugin.errors import CheckpointError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.runtime.ranks.agree import exchange
 from gpp_plugin.runtime.weight_versions import WeightPlaces
 
 
 class StageEngine:
-    """Owns the training state of one rank's stage.
+    """Owns the training state of one of a rank's stages; `RankEngine` makes those of a rank together.
 
-    Construction, `step` and `parameter_state` are collective: over all ranks, the ranks of the rule, the stage's ranks.
+    Construction, `step` and `parameter_state` are collective: over the stage's ranks, the ranks of the rule, the
+    stage's ranks.
 
     Args:
-        module: the stage's module, parameters under their HuggingFace names; moved to ``device``, cast to the
-            configured type, and made equal on the stage's ranks.
+        module: the stage's module, parameters under their HuggingFace names, on ``device`` and equal on the stage's
+            ranks; cast to the configured type.
         plan: the plan in force.
+        index: of the stage in it.
         rank: this global rank.
         groups: the process groups of ``plan`` and ``tied``.
         tied: the parameters that several stages hold, the same list on every rank.
-        make_optimizer: from the module, when it is where it will be, what updates its weights.
-        framework: its name, for errors.
+        make_optimizer: from the module, what updates its weights.
+        counters: of the rank.
         device: where the module lives.
-        steps_alone: the stage steps after each of its micro-batches, whatever the others do (mode async).
         reduces_early: its ranks may sum gradients in the last backward (`schedule.early_reductions`); alike on all.
 
     Raises:
-        ConfigError: the configuration asks for what a stage cannot do, or the framework refuses it on any rank.
+        ConfigError: the configuration asks for what a stage cannot do, or the framework refuses it.
     """
 
     def __init__(
@@ -63,72 +60,60 @@ class StageEngine:
         *,
         module: nn.Module,
         plan: PipelinePlan,
+        index: int,
         rank: int,
         groups: StageGroups,
         tied: Sequence[TiedParameter] = (),
         make_optimizer: Callable[[nn.Module, StageReplica], WeightUpdater],
-        framework: str = "",
-        device: torch.device | str = "cpu",
-        steps_alone: bool = False,
+        counters: StepCounters,
+        device: torch.device,
         reduces_early: bool = False,
     ) -> None:
         self.module = module
         self.plan = plan
         self.rank = rank
         self.groups = groups
-        self.device = torch.device(device)
-        self.stage_index = plan.stage_of_rank(rank)
-        self.stage = plan.stages[self.stage_index]
+        self.device = device
+        self.stage_index = index
+        self.stage = plan.stages[index]
         self.tensor_position = self.stage.position(rank)[1]
-        self._data_ranks = tuple(sorted(self.stage.data_ranks(self.tensor_position)))
-        self.position = self._data_ranks.index(rank)  # in the data-parallel group
-        self.tied = tuple(tie for tie in tied if self.stage_index in tie.stages)
-        self._framework = framework
-        self._reduces_early = reduces_early
-        self._counters = StepCounters()
-        self._agree(functools.partial(self._build, make_optimizer, steps_alone), "construction")
+        data_ranks = tuple(sorted(self.stage.data_ranks(self.tensor_position)))
+        self.position = data_ranks.index(rank)  # in the data-parallel group
+        self.tied = tuple(tie for tie in tied if index in tie.stages)
+        self._counters = counters
+        replica = StageReplica(
+            rank=rank,
+            data_ranks=data_ranks,
+            data_group=groups.data[index],
+            single_group=groups.single,
+            mini_batch=plan.mini_batch,
+            device=device,
+        )
+        self._updater = make_optimizer(module, replica)
+        self.config = self._updater.config
+        self.dtype: torch.dtype = getattr(torch, self.config.dtype)
+        self.gradients: StageGradients = self._make_gradients(reduces_early)
+        trained = set(map(id, self._updater.trained.values()))
+        self._untrained = [p for p in module.parameters() if id(p) not in trained and p.requires_grad]
+        self.reductions = GradientReductions(
+            self.gradients,
+            stage=self.stage,
+            stage_index=index,
+            groups=groups,
+            tied=self.tied,
+            device=device,
+        )
+        self.update = self._make_update()
+        self._rule: StepRule | None = None
+        self._ties: TiedSums | None = None
 
     # ---- construction ------------------------------------------------------------------------------------
 
-    def _build(
-        self, make_optimizer: Callable[[nn.Module, StageReplica], WeightUpdater], steps_alone: bool
-    ) -> None:
-        missing = [tie.name for tie in self.tied if tie.name not in self._parameters_by_all_names()]
-        if missing:
-            raise ConfigError(f"stage {self.stage.name!r} lacks its tied parameters {missing}")
-        self.module.to(self.device)
-        # Before the optimizer is made: masters are copies of these bits, and a cast rounds them.
-        make_replicas_equal(
-            self.module, plan=self.plan, stage=self.stage_index, groups=self.groups, tied=self.tied
-        )
-        replica = StageReplica(
-            rank=self.rank,
-            data_ranks=self._data_ranks,
-            data_group=self.groups.data[self.stage_index],
-            single_group=self.groups.single,
-            mini_batch=self.plan.mini_batch,
-            device=self.device,
-        )
-        self._updater = make_optimizer(self.module, replica)
-        self.config = self._updater.config
-        self.dtype: torch.dtype = getattr(torch, self.config.dtype)
-        self.gradients: StageGradients = self._make_gradients()
-        trained = set(map(id, self._updater.trained.values()))
-        self._untrained = [p for p in self.module.parameters() if id(p) not in trained and p.requires_grad]
-        self._reductions = GradientReductions(
-            self.gradients,
-            stage=self.stage,
-            stage_index=self.stage_index,
-            groups=self.groups,
-            tied=self.tied,
-            device=self.device,
-        )
-        self._rule = self._make_rule(steps_alone)
+    def join(self, rule: StepRule, ties: TiedSums) -> None:
+        """Let the stage step, and sum what is tied, as all stages of the rank do."""
+        self._rule, self._ties = rule, ties
 
-    def _parameters_by_all_names(self) -> dict[str, nn.Parameter]:
-        return dict(self.module.named_parameters(remove_duplicate=False))
-
-    def _make_gradients(self) -> StageGradients:
+    def _make_gradients(self, reduces_early: bool) -> StageGradients:
         wire = self.config.communication_dtype
         common: dict[str, Any] = {
             "dtype": getattr(torch, self.config.accumulation_dtype),
@@ -140,7 +125,7 @@ class StageEngine:
         }
         if not self.is_partitioned:
             return GradientStore(
-                self._updater.trained, reduces_early=self._reduces_early, device=self.device, **common
+                self._updater.trained, reduces_early=reduces_early, device=self.device, **common
             )
         return PartitionedGradients(
             self._updater.trained,
@@ -149,51 +134,18 @@ class StageEngine:
             **common,
         )
 
-    def _make_rule(self, steps_alone: bool) -> StepRule:
-        """Return the rule of the stage's steps: by itself after each micro-batch, or with all others."""
+    def _make_update(self) -> StageUpdate:
+        """Return what updates the weights, and counts in the norm what no other stage and no other rank does."""
         foreign = set(self._foreign_ties())
         if self.tensor_position > 0:
             foreign.update(duplicates(self.gradients.parameters))
-        update = StageUpdate(
-            self.gradients,
-            self._reductions,
-            self._updater,
-            self._counters,
-            group=self.groups.stage[self.stage_index] if steps_alone else self.groups.world,
-            foreign=foreign,
-            # Alone, only the tensor ranks take part in the check; together, all ranks raise where one of them would.
-            compare=self._reductions.compare_duplicates if steps_alone else self._compare_duplicates,
-            clear=self.zero_grad,
-            samples=self.plan.mini_batch,
+        return StageUpdate(
+            self.gradients, self.reductions, self._updater, foreign=foreign, clear=self.zero_grad
         )
-        return StepAlone(update) if steps_alone else StepTogether(update)
-
-    def _compare_duplicates(self) -> None:
-        """Refuse, on all ranks, tensor ranks of any stage that have unlike gradients of what they hold alike."""
-        if any(stage.tensor > 1 for stage in self.plan.stages):
-            self._agree(self._reductions.compare_duplicates, "the first step")
 
     def _foreign_ties(self) -> set[str]:
         """Return the parameters of the stage that another one owns: it counts and saves them."""
         return {tie.name for tie in self.tied if tie.owner != self.stage_index}
-
-    def _agree(self, action: Callable[[], None], what: str) -> None:
-        """Run ``action`` and fail on every rank if it fails on any, so that none waits for a dead one."""
-
-        def attempt() -> None:
-            try:
-                action()
-            except GppError:
-                raise
-            except Exception as error:  # whatever the framework or the user's factory raises
-                framework = f", {self._framework}" if self._framework else ""
-                raise ConfigError(
-                    f"{what} failed on rank {self.rank} (stage {self.stage.name!r}{framework}): "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-
-        # On the default group, whose timeout is the job's: a rank may be compiling an optimizer meanwhile.
-        exchange(attempt, what=what, group=dist.group.WORLD)
 
     # ---- one mini-batch ----------------------------------------------------------------------------------
 
@@ -208,22 +160,26 @@ class StageEngine:
 
     def accumulate(self) -> None:
         """Add a micro-batch's gradients to the mini-batch's, where they are held in another type."""
-        self._reductions.accumulate()
+        self.reductions.accumulate()
 
     def begin_reduction(self) -> None:
         """Let the gradients be summed over the stage's ranks in the backward that follows, the mini-batch's last."""
-        self._reductions.begin_reduction()
+        self.reductions.begin_reduction()
 
     def reduce_data(self) -> None:
         """Sum the gradients over the stage's ranks; collective over them.
 
         Once a mini-batch, after its last backward; under ZeRO 2 as often as the program says.
         """
-        self._reductions.reduce_data()
+        self.reductions.reduce_data()
 
     def reduce_tied(self) -> None:
-        """Sum tied parameters' gradients over their stages, after `reduce_data`; collective over those stages."""
-        self._reductions.reduce_tied()
+        """Sum tied parameters' gradients over their stages, after `reduce_data`; collective over those stages.
+
+        Where the rank holds several such stages, when all of them have come to it.
+        """
+        assert self._ties is not None, "the rank's stages are made"
+        self._ties.reduce(self.stage_index)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Return the mini-batch's gradients, fp32 and unscaled, between reduction and step.
@@ -231,25 +187,22 @@ class StageEngine:
         Parameters that no loss reached are left out. With tensor parallelism, and under ZeRO 1 and 2, collective
         over the stage's ranks.
         """
-        self._reductions.sum_tensor()
+        self.reductions.sum_tensor()
         return {name: gradient.div_(self.loss_scale) for name, gradient in self.gradients.gather().items()}
 
     def step(self) -> StepResult:
-        """Take a step as the rule has it; collective over the ranks that step together.
+        """Take a step as the rule has it, of all stages of the rank; collective over the ranks that step together.
 
         Raises:
             RuntimeFailure: gradients were not reduced, or the loss scale cannot sink any further.
             ConfigError: tensor ranks have unlike gradients of what they hold alike; seen at the first step.
         """
+        assert self._rule is not None, "the rank's stages are made"
         return self._rule.step()
-
-    def end_mini_batch(self) -> StepResult:
-        """Return what the mini-batch's steps did; where the stage steps alone, advance schedule and counters."""
-        return self._rule.end_mini_batch()
 
     def zero_grad(self) -> None:
         """Forget the mini-batch's gradients."""
-        self._reductions.clear()
+        self.reductions.clear()
         for parameter in self._untrained:
             parameter.grad = None
 

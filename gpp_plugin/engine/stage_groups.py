@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, Stage
 
 
 def is_shard(parameter: Tensor) -> bool:
@@ -56,6 +56,11 @@ class TiedParameter:
     stages: tuple[int, ...]
     owner: int
 
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """Return its stages, each once, in the plan's order: what names the group that its gradient is summed in."""
+        return tuple(sorted(set(self.stages)))
+
 
 def tied_parameters(shared: Mapping[str, tuple[int, ...]]) -> tuple[TiedParameter, ...]:
     """Return what several stages hold, given as parameter name -> stages; the first of these owns it."""
@@ -64,7 +69,10 @@ def tied_parameters(shared: Mapping[str, tuple[int, ...]]) -> tuple[TiedParamete
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageGroups:
-    """Process groups over global ranks; a rank may only use those of its own stage.
+    """Process groups over global ranks; a rank may only use those of its own stages.
+
+    Stages on the same ranks have groups of their own: what a rank sends in one of them then depends on that stage's
+    tasks alone, and not on how the rank interleaves its stages.
 
     Args:
         world: all ranks of the plan.
@@ -134,10 +142,10 @@ class StageGroups:
         # A tied parameter is summed over equal tensor positions of its stages: those hold the same shard of it.
         shared = {
             stages: make_one_of(
-                sorted(rank for stage in stages for rank in plan.stages[stage].data_ranks(position))
+                sorted({rank for stage in stages for rank in plan.stages[stage].data_ranks(position)})
                 for position in range(plan.stages[stages[0]].tensor)
             )
-            for stages in sorted({tuple(sorted(set(tie.stages))) for tie in tied})
+            for stages in sorted({tie.holders for tie in tied})
         }
         return cls(world=world, data=data, tensor=tensor, stage=whole, tied=shared, single=single)
 
@@ -154,7 +162,7 @@ def _own(groups: Sequence[dist.ProcessGroup | int]) -> dist.ProcessGroup | int:
 
 
 def _check(plan: PipelinePlan, tied: Sequence[TiedParameter]) -> None:
-    ranks = sorted(rank for stage in plan.stages for rank in stage.ranks)
+    ranks = sorted({rank for stage in plan.stages for rank in stage.ranks})
     if ranks != list(range(dist.get_world_size())):
         raise PlanError(
             f"the plan uses ranks {ranks}, the job has {dist.get_world_size()}; "
@@ -195,26 +203,47 @@ def broadcast_in_place(tensor: torch.Tensor, *, source: int, group: dist.Process
 
 @torch.no_grad()
 def make_replicas_equal(
-    module: nn.Module, *, plan: PipelinePlan, stage: int, groups: StageGroups, tied: Sequence[TiedParameter]
+    modules: Mapping[int, nn.Module],
+    *,
+    plan: PipelinePlan,
+    groups: StageGroups,
+    tied: Sequence[TiedParameter],
 ) -> None:
     """Start every copy of a parameter from the same bits: the stage's first rank's, the owner's for ties.
 
-    A shard has copies at its own tensor position only. Collective over the stage's ranks, and over those of the
-    stages that share parameters with it.
+    A shard has copies at its own tensor position only. Collective over the ranks of this rank's stages, and over those
+    of the stages that share parameters with them.
+
+    Args:
+        modules: this rank's stages by their index in the plan.
     """
-    own, rank = plan.stages[stage], dist.get_rank()
-    data_position, tensor_position = own.position(rank)
     # Rows first, then columns, so that position (0, 0) reaches every rank by way of its row's first one. Ties come
-    # last: by then the owner's ranks agree, and each tensor position hears from the owner's first data position.
+    # last: by then the owner's ranks agree, and each tensor position hears from the owner's first data position. Stages
+    # and ties come in one order on all ranks: of a rank's stages each waits for ranks that are never at a later one.
+    for stage in sorted(modules):
+        _make_stage_equal(modules[stage], plan.stages[stage], stage, groups)
+    named = {
+        stage: dict(module.named_parameters(remove_duplicate=False)) for stage, module in modules.items()
+    }
+    for tie in sorted(tied, key=lambda tie: (tie.holders, tie.name)):
+        copies = {stage: named[stage][tie.name] for stage in tie.holders if stage in named}
+        if not copies:
+            continue
+        # of several copies on this rank the first is the owner's, if the owner is here, and the others follow it
+        first = tie.owner if tie.owner in copies else min(copies)
+        tensor_position = plan.stages[first].position(dist.get_rank())[1]
+        source = plan.stages[tie.owner].data_ranks(tensor_position)[0]
+        broadcast_in_place(copies[first], source=source, group=groups.tied[tie.holders])
+        for stage in copies.keys() - {first}:
+            copies[stage].copy_(copies[first])
+
+
+def _make_stage_equal(module: nn.Module, own: Stage, index: int, groups: StageGroups) -> None:
+    data_position, tensor_position = own.position(dist.get_rank())
     for parameter in module.parameters():
         if own.tensor > 1 and not is_shard(parameter):
             broadcast_in_place(
-                parameter, source=own.tensor_ranks(data_position)[0], group=groups.tensor[stage]
+                parameter, source=own.tensor_ranks(data_position)[0], group=groups.tensor[index]
             )
         if own.degree > 1:
-            broadcast_in_place(parameter, source=own.data_ranks(tensor_position)[0], group=groups.data[stage])
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    for tie in tied:
-        source = plan.stages[tie.owner].data_ranks(tensor_position)[0]
-        group = groups.tied[tuple(sorted(set(tie.stages)))]
-        broadcast_in_place(parameters[tie.name], source=source, group=group)
+            broadcast_in_place(parameter, source=own.data_ranks(tensor_position)[0], group=groups.data[index])

@@ -17,14 +17,16 @@ Nothing here knows a framework: what updates the weights is a `WeightUpdater`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from gpp_plugin.engine.gradients import StageGradients
+from gpp_plugin.engine.gradients.flat_gradients import Summand, sum_over
+from gpp_plugin.engine.gradients.gradient_store import StageGradients
 from gpp_plugin.engine.setting import StepCounters, WeightUpdater
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, duplicates, sequence_parallel
 from gpp_plugin.errors import ConfigError, RuntimeFailure
@@ -55,11 +57,11 @@ class GradientReductions:
         tied: Sequence[TiedParameter],
         device: torch.device,
     ) -> None:
+        self.stage_index = stage_index
+        self.tied = tuple(tied)
         self._gradients = gradients
         self._stage = stage
-        self._stage_index = stage_index
         self._groups = groups
-        self._tied = tuple(tied)
         self._device = device
         self._has_data = self._has_tied = self._has_tensor = False
 
@@ -78,32 +80,32 @@ class GradientReductions:
             self._gradients.reduce_data()
         self._has_data = True
 
-    def reduce_tied(self) -> None:
-        """Sum tied parameters' gradients over their stages; collective over those.
+    def bring_tied(self, names: Sequence[str]) -> Iterator[Summand]:
+        """Yield what this rank brings of tied parameters to the sums over their stages."""
+        self._has_tied = True
+        return self._gradients.tied_summands([n for n in names if n in self._gradients.parameters])
+
+    def prepare_tied(self) -> None:
+        """See to it that the stage's own sum of tied parameters is whole; collective over its tensor ranks.
 
         Raises:
-            RuntimeFailure: the stage's own sum is not complete.
+            RuntimeFailure: it is not complete.
         """
         if not self._has_data and not self._gradients.is_empty():
             raise RuntimeFailure("reduce_tied before reduce_data: the stage's own sum must be complete first")
-        if not self._has_tied:
-            # Tensor ranks first: another stage is to hear of a whole sum, not of one rank's part of the sequence.
-            self.sum_tensor()
-            # A stage may share parameters with several sets of stages, {0, 2} and {0, 3}, say. All ranks go through
-            # these sets in one order, or stage 0 would wait in the first while stage 3 waits in the second.
-            for stages in sorted({tuple(sorted(set(tie.stages))) for tie in self._tied}):
-                names = [tie.name for tie in self._tied if tuple(sorted(set(tie.stages))) == stages]
-                self._gradients.reduce_tied(
-                    [name for name in names if name in self._gradients.parameters],
-                    group=self._groups.tied[stages],
-                )
-        self._has_tied = True
+        # another stage is to hear of a whole sum, not of one rank's part of the sequence
+        self.sum_tensor()
+
+    @property
+    def lacks_tied(self) -> bool:
+        """Return whether tied parameters are still to be summed over their stages."""
+        return bool(self.tied) and not self._has_tied
 
     def sum_tensor(self) -> None:
         """Sum over the tensor ranks what each has of its part of the sequence only; once a mini-batch."""
         if self._stage.tensor > 1 and not self._has_tensor:
             names = sequence_parallel(self._gradients.parameters)
-            self._gradients.sum_tensor(names, group=self._groups.tensor[self._stage_index])
+            self._gradients.sum_tensor(names, group=self._groups.tensor[self.stage_index])
         self._has_tensor = True
 
     def compare_duplicates(self) -> None:
@@ -112,7 +114,7 @@ class GradientReductions:
         Raises:
             ConfigError: names the parameter.
         """
-        group = self._groups.tensor[self._stage_index]
+        group = self._groups.tensor[self.stage_index]
         if self._stage.tensor > 1 and isinstance(group, dist.ProcessGroup):
             self.sum_tensor()
             check_duplicates(self._gradients, stage=self._stage.name, group=group, device=self._device)
@@ -127,7 +129,7 @@ class GradientReductions:
             RuntimeFailure: a sum that other ranks take part in was left out.
         """
         lacks_data = (self._stage.degree > 1 or is_partitioned) and not self._has_data
-        if (lacks_data or (self._tied and not self._has_tied)) and not self._gradients.is_empty():
+        if (lacks_data or self.lacks_tied) and not self._gradients.is_empty():
             raise RuntimeFailure("step before reduce_data and reduce_tied: replicas would step differently")
         self.sum_tensor()
 
@@ -135,6 +137,51 @@ class GradientReductions:
         """Forget the mini-batch's gradients."""
         self._gradients.clear()
         self._has_data = self._has_tied = self._has_tensor = False
+
+
+class TiedSums:
+    """The sums of tied parameters' gradients over the stages that hold them, of all stages of a rank together.
+
+    A rank of several stages is in the group of a tie once, and may hold both ends of it. All ranks go through the sets
+    of stages that share parameters in one order, so that none waits in one set for a rank that waits in another; of a
+    rank's own stages the last one that asks therefore begins.
+
+        rank 0, stages 0 2   reduce_data(0 2)  reduce_tied(0)  reduce_tied(2): sets {0 2} {0 3} {2 3}
+        rank 1, stage 3      reduce_data(3)    reduce_tied(3):                        {0 3} {2 3}
+
+    Args:
+        stages: of this rank, in the plan's order.
+    """
+
+    def __init__(self, stages: Sequence[GradientReductions], groups: StageGroups) -> None:
+        self._stages = [stage for stage in stages if stage.tied]
+        self._groups = groups
+        self._asked: set[int] = set()
+        names: dict[tuple[int, ...], list[str]] = {}
+        for tie in dict.fromkeys(tie for stage in self._stages for tie in stage.tied):
+            names.setdefault(tie.holders, []).append(tie.name)
+        self._names = sorted((holders, sorted(of_set)) for holders, of_set in names.items())
+
+    def reduce(self, stage: int) -> None:
+        """Sum tied gradients when all of this rank's stages have asked for it; collective over the stages that share.
+
+        Raises:
+            RuntimeFailure: a stage's own sum is not complete.
+        """
+        self._asked.add(stage)
+        waiting = [own for own in self._stages if own.lacks_tied]
+        if any(own.stage_index not in self._asked for own in waiting):
+            return
+        self._asked.clear()
+        for own in waiting:
+            own.prepare_tied()
+        for holders, names in self._names if waiting else ():
+            sharing = [own for own in self._stages if own.stage_index in holders]
+            sum_over(self._groups.tied[holders], [own.bring_tied(names) for own in sharing])
+
+    def clear(self) -> None:
+        """Forget who has asked."""
+        self._asked.clear()
 
 
 def check_duplicates(
@@ -183,14 +230,11 @@ class StepResult:
 
 
 class StageUpdate:
-    """Updates a stage's weights with its reduced gradients, and counts what was done.
+    """Updates one stage's weights with its reduced gradients.
 
     Args:
-        group: the ranks whose gradients make up the norm; they all take the same decision.
-        foreign: parameters that another rank of ``group`` counts in the norm.
-        compare: checks, before the first update, that tensor ranks agree on what they hold alike; collective.
+        foreign: parameters that another stage, or another rank of this one, counts in the norm.
         clear: forgets the gradients.
-        samples: of a mini-batch.
     """
 
     def __init__(
@@ -198,27 +242,80 @@ class StageUpdate:
         gradients: StageGradients,
         reductions: GradientReductions,
         updater: WeightUpdater,
+        *,
+        foreign: Collection[str],
+        clear: Callable[[], None],
+    ) -> None:
+        self.gradients = gradients
+        self.updater = updater
+        self.clear = clear
+        self.compare_duplicates = reductions.compare_duplicates
+        self._reductions = reductions
+        self._foreign = frozenset(foreign)
+
+    def finish(self) -> None:
+        """Complete the sums over ranks.
+
+        Raises:
+            RuntimeFailure: gradients were not reduced.
+        """
+        self._reductions.finish(is_partitioned=bool(self.updater.layout))
+
+    def squared_norm(self) -> Tensor:
+        """Return this rank's share of the stage's part of the squared norm."""
+        return self.gradients.squared_norm(without=self._foreign, precision=self.updater.norm_precision)
+
+    def apply(self, norm: float) -> None:
+        """Step the optimizer, with gradients that are clipped for the whole model's ``norm``."""
+        self.updater.apply(self.gradients, coefficient=self._coefficient(norm))
+
+    def _coefficient(self, norm: float) -> float:
+        """Return the factor that takes the loss scale out of the gradients and clips them to the largest norm.
+
+        Scale 1024, norm 2 of the unscaled gradients, clipping at 0.5: 1 / 1024 * 0.5 / 2 = 1 / 4096.
+        """
+        coefficient = 1.0 / self.updater.loss_scale
+        clipping = self.updater.config.gradient_clipping
+        if clipping > 0:
+            # As torch.nn.utils.clip_grad_norm_ and DeepSpeed do.
+            coefficient *= min(1.0, clipping / (norm + 1e-6))
+        return coefficient
+
+
+class RankUpdate:
+    """Updates the stages of one rank, all of them or none, and counts what was done.
+
+        stage 0, stage 2 of rank 0   squares + squares ──┐                          ┌── step, step
+        stage 1 of rank 1            squares ────────────┴ one sum over the ranks ──┴── step
+
+    Args:
+        stages: of this rank, in the plan's order.
+        group: the ranks whose gradients make up the norm; they all take the same decision.
+        compare: checks, before the first update, that tensor ranks agree on what they hold alike; collective.
+        samples: of a mini-batch.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageUpdate],
         counters: StepCounters,
         *,
         group: dist.ProcessGroup | int,
-        foreign: Collection[str],
         compare: Callable[[], None],
-        clear: Callable[[], None],
         samples: int,
     ) -> None:
-        self._gradients = gradients
-        self._reductions = reductions
-        self._updater = updater
+        self._stages = tuple(stages)
         self._counters = counters
         self._group = group
-        self._foreign = frozenset(foreign)
         self._compare: Callable[[], None] | None = compare
-        self._clear = clear
         self._samples = samples
-        self._is_partitioned = bool(updater.layout)
+        # of what is alike on all stages, one that trains speaks for the others
+        self._speaker = next((s.updater for s in stages if s.updater.trained), stages[0].updater)
 
     def run(self) -> tuple[float, bool]:
-        """Step the optimizer; return the gradient's norm, and whether it kept the step away. Collective over the group.
+        """Step the optimizers; return the gradient's norm, and whether it kept the step away.
+
+        Collective over the group.
 
         Raises:
             RuntimeFailure: gradients were not reduced.
@@ -227,13 +324,15 @@ class StageUpdate:
         if self._compare is not None:
             self._compare()
         self._compare = None
-        self._reductions.finish(is_partitioned=self._is_partitioned)
+        for stage in self._stages:
+            stage.finish()
         # Gradients carry the loss scale until they are stepped: fp16 would lose small ones if they were divided here.
-        norm = self._scaled_norm() / self._updater.loss_scale
-        overflow = self._updater.config.check_overflow and not math.isfinite(norm)
-        if not overflow:
-            self._updater.apply(self._gradients, coefficient=self._coefficient(norm))
-        self._clear()
+        norm = self._scaled_norm() / self._speaker.loss_scale
+        overflow = self._speaker.config.check_overflow and not math.isfinite(norm)
+        for stage in self._stages:
+            if not overflow:
+                stage.apply(norm)
+            stage.clear()
         return norm, overflow
 
     @torch.no_grad()
@@ -243,43 +342,37 @@ class StageUpdate:
         Data-parallel ranks share their parameters out; a tied one is its owner's, and one that the tensor ranks
         hold alike is the first one's: every element is squared on one rank, and one number a rank is summed.
         """
-        total = self._gradients.squared_norm(without=self._foreign, precision=self._updater.norm_precision)
+        first, *others = [stage.squared_norm() for stage in self._stages]
+        total = sum(others, start=first)
         dist.all_reduce(total, group=self._group)
         # One read of the device a step: the norm, and with it what else the host does not know.
-        unknown = self._gradients.unknown()
-        if unknown is None:
+        asked = [(stage.gradients, stage.gradients.unknown()) for stage in self._stages]
+        unknown = [(gradients, flags) for gradients, flags in asked if flags is not None]
+        if not unknown:
             value = total.item()
         else:
-            value, *flags = torch.cat([total.reshape(1), unknown.to(total.dtype)]).tolist()
-            self._gradients.learn(flags)
+            parts = [total.reshape(1), *(flags.to(total.dtype) for _, flags in unknown)]
+            value, *known = torch.cat(parts).tolist()
+            for gradients, flags in unknown:
+                gradients.learn(known[: len(flags)])
+                known = known[len(flags) :]
         return math.sqrt(value) if value >= 0 else math.nan
-
-    def _coefficient(self, norm: float) -> float:
-        """Return the factor that takes the loss scale out of the gradients and clips them to the largest norm.
-
-        Scale 1024, norm 2 of the unscaled gradients, clipping at 0.5: 1 / 1024 * 0.5 / 2 = 1 / 4096.
-        """
-        coefficient = 1.0 / self._updater.loss_scale
-        clipping = self._updater.config.gradient_clipping
-        if clipping > 0:
-            # As torch.nn.utils.clip_grad_norm_ and DeepSpeed do.
-            coefficient *= min(1.0, clipping / (norm + 1e-6))
-        return coefficient
 
     def end_mini_batch(self, *, overflow: bool, has_stepped: bool) -> None:
         """Advance the learning rates where there was a step; count the mini-batch; choose the next loss scale."""
-        if has_stepped:
-            self._updater.advance_rates()
         self._counters.add(samples=self._samples, overflow=overflow)
-        self._updater.count(self._counters, overflow=overflow)
+        for stage in self._stages:
+            if has_stepped:
+                stage.updater.advance_rates()
+            stage.updater.count(self._counters, overflow=overflow)
 
     def result(self, norm: float, overflow: bool) -> StepResult:
         """Return what a step did."""
         return StepResult(
             grad_norm=math.inf if overflow else norm,
             overflow=overflow,
-            learning_rates=self._updater.rates(),
-            loss_scale=self._updater.loss_scale,
+            learning_rates=self._speaker.rates(),
+            loss_scale=self._speaker.loss_scale,
         )
 
 
@@ -303,7 +396,7 @@ class StepTogether:
         update: agreed over all ranks.
     """
 
-    def __init__(self, update: StageUpdate) -> None:
+    def __init__(self, update: RankUpdate) -> None:
         self._update = update
         self._last: StepResult | None = None
 
@@ -333,7 +426,7 @@ class StepAlone:
         update: agreed over the stage's ranks.
     """
 
-    def __init__(self, update: StageUpdate) -> None:
+    def __init__(self, update: RankUpdate) -> None:
         self._update = update
         self._last_norm = 0.0
         self._has_overflowed = False

@@ -15,22 +15,23 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.engine.engine_files import PipelineFiles
+from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.runtime.stage_module import StageModule
+from gpp_plugin.runtime.stage_module import joined_module
 from gpp_plugin.runtime.stage_source import Reference
 
 logger = logging.getLogger(__name__)
 
 
 class PipelineSurface:
-    """What DeepSpeed's pipeline engine is asked, answered from the stage, the configuration and the files.
+    """What DeepSpeed's pipeline engine is asked, answered from the rank's stages, the configuration and the files.
 
     Args:
-        reference: the model that the stage's plan is on.
-        module: this rank's stage; ``stage_engine`` trains it.
+        reference: the model that the stages' plan is on.
+        stages: this rank's.
         files: what writes and reads the model.
         ds_config: the whole DeepSpeed configuration.
     """
@@ -39,16 +40,15 @@ class PipelineSurface:
         self,
         *,
         reference: Reference,
-        module: StageModule,
-        stage_engine: StageEngine,
+        stages: RankEngine,
         files: PipelineFiles,
         ds_config: Mapping[str, Any],
     ) -> None:
-        self.plan: PipelinePlan = stage_engine.plan
-        self.module = module
-        self.stage_engine = stage_engine
-        self.global_rank = stage_engine.rank
-        self.device = stage_engine.device
+        self.plan: PipelinePlan = stages.plan
+        self.rank_engine = stages
+        self.module = joined_module([stage.module for stage in stages.stages])
+        self.global_rank = stages.rank
+        self.device = stages.device
         self._files = files
         self._reference = reference
         self._ds_config = dict(ds_config)
@@ -57,47 +57,61 @@ class PipelineSurface:
     @property
     def global_steps(self) -> int:
         """Return the optimizer steps so far, skipped ones among them."""
-        return self.stage_engine.global_steps
+        return self.rank_engine.global_steps
 
     @property
     def global_samples(self) -> int:
         """Return the samples trained on so far."""
-        return self.stage_engine.global_samples
+        return self.rank_engine.global_samples
 
     @property
     def skipped_steps(self) -> int:
         """Return the steps that overflow prevented."""
-        return self.stage_engine.skipped_steps
+        return self.rank_engine.skipped_steps
 
     def is_first_stage(self) -> bool:
-        """Return whether this rank's stage has no predecessor in the stage graph."""
-        return not any(edge.dst == self.stage_engine.stage_index for edge in self.plan.edges)
+        """Return whether a stage of this rank has no predecessor in the stage graph."""
+        return not set(self.rank_engine.indices) <= {edge.dst for edge in self.plan.edges}
 
     def is_last_stage(self) -> bool:
-        """Return whether this rank's stage yields the loss."""
+        """Return whether a stage of this rank yields the loss."""
         # By blocks and not by name or number: a graph may yield losses in several stages, and none need be the last.
         losses = self._reference.block_graph.loss_blocks
-        return not set(losses).isdisjoint(self.plan.stages[self.stage_engine.stage_index].blocks)
+        return not set(losses).isdisjoint(
+            b for i in self.rank_engine.indices for b in self.plan.stages[i].blocks
+        )
+
+    @property
+    def stage_engine(self) -> StageEngine:
+        """Return what trains this rank's one stage.
+
+        Raises:
+            PlanError: the rank holds several (`stages`).
+        """
+        return self.rank_engine.only
 
     @property
     def stage_name(self) -> str:
-        """Return the name of this rank's stage."""
-        return self.plan.stages[self.stage_engine.stage_index].name
+        """Return the name of this rank's stage; of several, their names with commas between."""
+        return self.plan.names_on_rank(self.global_rank)
 
     @property
     def stage_id(self) -> int:
-        """Return the index of this rank's stage in ``plan.make``."""
-        return self.stage_engine.stage_index
+        """Return the index of this rank's stage in ``plan.stages``; of several, the first one's."""
+        return self.rank_engine.indices[0]
 
     @property
     def optimizer(self) -> Any:
-        """Return the stage's optimizer; one over placeholders where the stage trains nothing."""
-        return self.stage_engine.optimizer
+        """Return the stage's optimizer; one over placeholders where the stage trains nothing.
+
+        Of several stages on this rank: their optimizers as one, whose parameter groups are those of all of them.
+        """
+        return self.rank_engine.optimizer
 
     @property
     def lr_scheduler(self) -> Any:
-        """Return the stage's learning-rate scheduler, if any."""
-        return self.stage_engine.lr_scheduler
+        """Return the stage's learning-rate scheduler, if any; of several stages the first one's, and all are alike."""
+        return self.rank_engine.lr_scheduler
 
     def train_batch_size(self) -> int:
         """Return the samples of one optimizer step (B)."""
@@ -116,8 +130,8 @@ class PipelineSurface:
         return True
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group of this stage."""
-        optimizer = self.stage_engine.optimizer
+        """Return the learning rate of each parameter group of this rank's stages."""
+        optimizer = self.rank_engine.optimizer
         return [group["lr"] for group in optimizer.param_groups] if optimizer is not None else []
 
     def get_global_grad_norm(self) -> float | None:
@@ -127,10 +141,10 @@ class PipelineSurface:
     @property
     def loss_scale(self) -> float:
         """Return the loss scale in force."""
-        return self.stage_engine.loss_scale
+        return self.rank_engine.loss_scale
 
     def get_pipeline_parallel_rank(self) -> int:
-        """Return the index of this rank's stage in ``plan.make``."""
+        """Return the index of this rank's stage in ``plan.stages``; of several, the first one's."""
         return self.stage_id
 
     def get_additional_losses(self) -> None:
@@ -144,7 +158,7 @@ class PipelineSurface:
             logger.info("%s: rank %d holds %.1f MiB on its device", msg, self.global_rank, held / 2**20)
 
     def log_for_device(self, *msg: Any) -> None:
-        """Log a line with this rank and its stage in front."""
+        """Log a line with this rank and its stages in front."""
         logger.info("[rank %d stage %s] %s", self.global_rank, self.stage_name, " ".join(map(str, msg)))
 
     def tput_log(self, *msg: Any) -> None:
@@ -257,14 +271,14 @@ class PipelineSurface:
         return self._files.gather()
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """Return this stage's parameters and persistent buffers under their HuggingFace names.
+        """Return this rank's parameters and persistent buffers under their HuggingFace names.
 
         Collective in mode async, where the pipeline is emptied first.
         """
         return self._files.stage_state(without_frozen=exclude_frozen_parameters)
 
     def load_module_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Take this stage's tensors from a state dict of the whole model or of the stage.
+        """Take this rank's tensors from a state dict of the whole model or of its stages.
 
         Collective in mode async, where the pipeline is emptied first.
 
@@ -290,11 +304,11 @@ class PipelineSurface:
 
     def fp16_enabled(self) -> bool:
         """Return whether parameters are fp16."""
-        return self.stage_engine.dtype == torch.float16
+        return self.rank_engine.dtype == torch.float16
 
     def bfloat16_enabled(self) -> bool:
         """Return whether parameters are bf16."""
-        return self.stage_engine.dtype == torch.bfloat16
+        return self.rank_engine.dtype == torch.bfloat16
 
     def steps_per_print(self) -> int | None:
         """Return how many steps lie between two lines of the step log."""

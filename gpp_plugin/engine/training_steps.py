@@ -1,6 +1,6 @@
 """What one call of `train_batch` does on a rank: which lane runs, how often stages step, when a failure ends the job.
 
-    LaneMaker          programs of all ranks for a plan, the transport of their messages, this rank's lane
+    LaneMaker          programs of all ranks for a plan, the transport of their messages, this rank's lanes
     MiniBatchRunner    runs a lane; after a mini-batch that failed on its way nothing more runs
     SynchronousSteps   a mini-batch from its first forward to the one step of all stages
     (look-ahead)       `ahead_steps.LookAheadSteps`: the same, with frozen stages' forwards of the next one in between
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.doors import Channel, Transport, TransportRequest
 from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.engine.metrics import share_of_loss
+from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.setting import EngineModel, Setting
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_step import StepResult
@@ -37,6 +38,7 @@ from gpp_plugin.runtime.ahead_lane import AheadLane
 from gpp_plugin.runtime.batches import Batch, UnitBatch, batch_checksum
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.lane import Lane, channels_of, make_programs, tied_stages
+from gpp_plugin.runtime.rank_lane import RankLane
 from gpp_plugin.runtime.ranks.agree import do_together, exchange
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.stage_module import StageModule
@@ -73,7 +75,7 @@ class LaneMaker:
         self._setting = setting
         self._transport: Transport | None = None
 
-    def make(self, reference: Reference, plan: PipelinePlan, *, looks_ahead: bool = False) -> Lane | None:
+    def make(self, reference: Reference, plan: PipelinePlan, *, looks_ahead: bool = False) -> RankLane | None:
         """Return this rank's lane for a plan, or None where the plan leaves the rank idle.
 
         Args:
@@ -90,34 +92,36 @@ class LaneMaker:
         early = stages_that_reduce_early(plan, programs)
         for part in () if ahead is None else (ahead.steady, ahead.last):
             early &= stages_that_reduce_early(plan, part)
-        for program in programs:
-            if program.rank == self._setting.rank:
-                common: dict[str, Any] = dict(
-                    reduces_early=program.stage in early,
-                    source=self._source.stages,
-                    reference=reference,
-                    plan=plan,
-                    program=program,
-                    transport=transport,
-                    device=self._setting.device,
-                    dtype=self._setting.dtype,
-                    sums_losses=self._config.loss_mean == "tokens",
-                )
-                if is_of_units:
-                    common["reduces_each_backward"] = reduces_each_backward
-                if ahead is not None:
-                    make = AheadUnitLane if is_of_units else AheadLane
-                    return make(ahead=ahead.of_rank(program.rank), **common)
-                return UnitLane(**common) if is_of_units else Lane(**common)
-        return None
+        program = next((each for each in programs if each.rank == self._setting.rank), None)
+        if program is None:
+            return None
+        common: dict[str, Any] = dict(
+            source=self._source.stages,
+            reference=reference,
+            plan=plan,
+            transport=transport,
+            device=self._setting.device,
+            dtype=self._setting.dtype,
+            sums_losses=self._config.loss_mean == "tokens",
+        )
+        if is_of_units:
+            common["reduces_each_backward"] = reduces_each_backward
+        make: type[Lane] = UnitLane if is_of_units else Lane
+        if ahead is not None:
+            make = AheadUnitLane if is_of_units else AheadLane
+            common["ahead"] = ahead.of_rank(program.rank)
+        return RankLane.make(make, program=program, reduces_early=early, **common)
 
     def _programs_ahead(self, reference: Reference, plan: PipelinePlan) -> AheadPrograms | None:
         """Return the programs that run a frozen branch ahead, proven; None without one, or room for its results."""
         branch = frozen_branch(plan)
-        if not branch:
+        if not branch or plan.shares_ranks:
             if self._config.look_ahead == 1 and self._setting.rank == 0:
                 logger.info(
-                    "look_ahead: no stage of the plan is frozen and reads only the data; none runs ahead"
+                    "look_ahead: %s; none runs ahead",
+                    "ranks hold several stages"
+                    if branch
+                    else "no stage of the plan is frozen and reads only the data",
                 )
             return None
         tied = {stage for stages in tied_stages(plan, reference).values() for stage in stages}
@@ -139,9 +143,7 @@ class LaneMaker:
             logger.info("look_ahead: frozen stages %s run the forwards of the next mini-batch", names)
         return programs
 
-    def make_windows(
-        self, reference: Reference, plan: PipelinePlan, *, make_places: MakePlaces
-    ) -> WindowLane:
+    def make_windows(self, reference: Reference, plan: PipelinePlan, *, make_places: MakePlaces) -> RankLane:
         """Return this rank's lane of a pipeline that stays full (mode async).
 
         Args:
@@ -158,8 +160,9 @@ class LaneMaker:
         frozen = forward_only_stages(plan)
         programs = lower_windows(plan, forward_only_stages=frozen)
         validate_windows(plan, programs, forward_only_stages=frozen)
-        return make(
-            programs=programs.of_rank(self._setting.rank),
+        own = programs.of_rank(self._setting.rank)
+        lane = make(
+            programs=own,
             make_places=make_places,
             source=self._source.stages,
             reference=reference,
@@ -168,9 +171,10 @@ class LaneMaker:
             device=self._setting.device,
             dtype=self._setting.dtype,
         )
+        return RankLane(own.steps[-1], [lane])
 
-    def make_module(self, lane: Lane, sample_batch: Batch) -> StageModule:
-        """Return this rank's stage when every rank has made its own: groups made after it wait no longer than messages.
+    def make_modules(self, lane: RankLane, sample_batch: Batch) -> tuple[StageModule, ...]:
+        """Return this rank's stages when every rank has its own: groups made after it wait no longer than messages.
 
         Raises:
             GppError: a rank could not; the same on every rank.
@@ -178,12 +182,14 @@ class LaneMaker:
         plan = lane.plan
         made: list[StageModule] = []
 
-        def make() -> None:  # a module cannot be sent: every rank keeps its own and tells only that it has it
-            made.append(self._source.make_module(lane, sample_batch))
+        def make() -> (
+            None
+        ):  # modules cannot be sent: every rank keeps its own and tells only that it has them
+            made.extend(self._source.make_modules(lane, sample_batch))
 
-        stages = [plan.stages[plan.stage_of_rank(rank)].name for rank in range(plan.num_ranks)]
+        stages = [plan.names_on_rank(rank) for rank in range(plan.num_ranks)]
         exchange(make, what="making the stages' modules", group=self._setting.group, stages=stages)
-        return made[0]
+        return tuple(made)
 
     def close(self) -> None:
         """Let go of the lanes' transport; none of them runs any more."""
@@ -239,46 +245,61 @@ def failure_after(step: int, error: BaseException) -> str:
     return f"the mini-batch after step {step} failed ({str(error) or type(error).__name__})"
 
 
-class StepHooks:
-    """What a program calls on the optimizer side of its stage; looks at the gradients before each step.
+class RankStep:
+    """The step of a rank's program; looks at the gradients of all its stages before it.
 
-    Its first four calls are the stage's own, bound once: a program makes one of them for every micro-batch.
+    Args:
+        stages: steps, when it has been seen what they hold.
     """
 
-    def __init__(self, stage: StageEngine, memory: MemoryWatch) -> None:
-        self._stage = stage
+    def __init__(self, stages: RankEngine, memory: MemoryWatch) -> None:
+        self._stages = stages
         self._memory = memory
+        self.keeps_gradients = False
+        self.gradients: dict[str, Tensor] | None = None
+
+    def __call__(self) -> StepResult:
+        """Keep the gradients where the user asked, and step; collective over the ranks that step together."""
+        self._memory.note_gradients(stage.gradients for stage in self._stages.stages)
+        if self.keeps_gradients:
+            self.gradients = self._stages.full_gradients()
+        return self._stages.step()
+
+
+class StepHooks:
+    """What a program calls on the optimizer side of one stage.
+
+    Its first four calls are the stage's own, bound once: a program makes one of them for every micro-batch.
+
+    Args:
+        step: the rank's.
+    """
+
+    def __init__(self, stage: StageEngine, step: Callable[[], StepResult]) -> None:
+        self._stage = stage
         self.accumulate = stage.accumulate
         self.begin_reduction = stage.begin_reduction
         self.reduce_data = stage.reduce_data
         self.reduce_tied = stage.reduce_tied
-        self.keeps_gradients = False
-        self.gradients: dict[str, Tensor] | None = None
+        self.step = step
 
     @property
     def loss_scale(self) -> float:
         """Return the factor on every loss of this mini-batch."""
         return self._stage.loss_scale
 
-    def step(self) -> StepResult:
-        """Keep the gradients where the user asked, and step; collective over the ranks that step together."""
-        self._memory.note_gradients(self._stage.gradients)
-        if self.keeps_gradients:
-            self.gradients = self._stage.full_gradients()
-        return self._stage.step()
-
 
 class MiniBatchRunner:
     """Runs lanes on mini-batches; a failure that leaves messages under way ends the job.
 
     Args:
-        stage: whose gradients a failed mini-batch leaves behind.
+        stages: whose gradients a failed mini-batch leaves behind.
         memory: counts one mini-batch of training.
         group: of all ranks; None for a single one. Messages of others may still arrive after a failure here.
     """
 
-    def __init__(self, stage: StageEngine, memory: MemoryWatch, *, group: dist.ProcessGroup | None) -> None:
-        self._stage = stage
+    def __init__(self, stages: RankEngine, memory: MemoryWatch, *, group: dist.ProcessGroup | None) -> None:
+        self._stages = stages
         self._memory = memory
         self._group = group
         self._num_ranks = 1 if group is None else dist.get_world_size(group)
@@ -293,11 +314,13 @@ class MiniBatchRunner:
         if self.failure is not None:
             raise RuntimeFailure(f"this job cannot go on: {self.failure}; start it anew from a checkpoint")
 
-    def run(self, lane: Lane, batch: Batch, *, record: bool = False, count: bool = False) -> MiniBatchResult:
+    def run(
+        self, lane: RankLane, batch: Batch, *, record: bool = False, count: bool = False
+    ) -> MiniBatchResult:
         """Run one mini-batch, and leave nothing of it behind if it fails.
 
         Args:
-            record, count: as of `Lane.run`.
+            record, count: as of `RankLane.run`.
 
         Raises:
             RuntimeFailure: an earlier mini-batch failed on its way, so that messages of it may still arrive.
@@ -305,17 +328,17 @@ class MiniBatchRunner:
         self.refuse_after_failure()
         try:
             self.learn_shapes(lane, batch)
-            if isinstance(lane, UnitLane) and lane.is_training:
-                self._stage.rest(lane.unread_parameters(batch))
+            if lane.units and lane.is_training:
+                self._stages.rest(lane.unread_parameters(batch))
             return lane.run(batch, record=record, count=count)
         except BaseException as error:
-            self._stage.zero_grad()
+            self._stages.zero_grad()
             # What capture or configuration refuse is refused before the first message, by every rank alike.
             if self._group is not None and not isinstance(error, (CaptureError, ConfigError)):
-                self.failure = failure_after(self._stage.global_steps, error)
+                self.failure = failure_after(self._stages.global_steps, error)
             raise
 
-    def learn_shapes(self, lane: Lane, batch: Batch) -> None:
+    def learn_shapes(self, lane: RankLane, batch: Batch) -> None:
         """Make code for units of shapes that were not met lately; collective over all ranks where there are any.
 
         Raises:
@@ -323,7 +346,7 @@ class MiniBatchRunner:
         """
         # A rank makes code for its own units alone: before any message all know whether all could. Ranks that a plan
         # leaves idle have met nothing, and come to every such meeting (`stand_by`), but know no sets of inputs.
-        if not isinstance(lane, UnitLane):
+        if not lane.units:
             return
         has_idle = lane.plan.num_ranks < self._num_ranks
         if lane.has_new_shapes(batch) or has_idle:
@@ -341,13 +364,13 @@ class MiniBatchRunner:
         if isinstance(batch, UnitBatch):
             do_together(lambda: None, what=_NEW_SHAPES, group=self._group)
 
-    def train(self, lane: Lane, batch: Batch, *, record: bool) -> MiniBatchResult:
+    def train(self, lane: RankLane, batch: Batch, *, record: bool) -> MiniBatchResult:
         """Run one mini-batch of training, counted if it is the one to compare with the plan."""
         counts = self._memory.is_due(batch)
         result = self.run(lane, batch, record=record, count=counts)
         # In mode async the first windows fill the pipeline; counting goes on until as much is held as ever will be.
         if counts and lane.has_peaked:
-            self._memory.compare(result.memory, batch)
+            self._memory.compare(result.memories, batch, most_bytes=result.most_bytes)
         return result
 
     @contextlib.contextmanager
@@ -356,8 +379,8 @@ class MiniBatchRunner:
         try:
             yield
         except BaseException as error:
-            self._stage.zero_grad()
-            self.failure = failure_after(self._stage.global_steps, error)
+            self._stages.zero_grad()
+            self.failure = failure_after(self._stages.global_steps, error)
             raise
 
 
@@ -412,8 +435,8 @@ class SynchronousSteps:
 
     def __init__(
         self,
-        lane: Lane,
-        stage: StageEngine,
+        lane: RankLane,
+        stages: RankEngine,
         runner: MiniBatchRunner,
         *,
         meeting: Meeting,
@@ -421,7 +444,7 @@ class SynchronousSteps:
         has_peers: bool,
     ) -> None:
         self._lane = lane
-        self._stage = stage
+        self._stages = stages
         self._runner = runner
         self._meeting = meeting
         self._reads_inputs = reads_inputs
@@ -443,7 +466,7 @@ class SynchronousSteps:
         """Run one mini-batch and its step; the loss is the mini-batch's own."""
         result = self._runner.train(self._lane, batch, record=record)
         loss = self._agree_on_loss(result, batch)
-        return TrainedCall(loss=loss, step=self._stage.end_mini_batch(), events=result.events)
+        return TrainedCall(loss=loss, step=self._stages.end_mini_batch(), events=result.events)
 
     def drain(self) -> None:
         """Do nothing: nothing is under way."""
@@ -462,14 +485,14 @@ class SynchronousSteps:
         mine = share_of_loss(result.losses, lane.plan.mini_batch, is_sum=lane.sums_losses)
         if not self._has_peers:
             return mine
-        step = self._stage.global_steps
+        step = self._stages.global_steps
         reads = self._reads_inputs
         checksum = float(batch_checksum(batch)) if reads else 0.0
         own = torch.tensor([mine, checksum, checksum * checksum, float(reads)], dtype=torch.float64)
         facts = self._meeting.sum(own, f"the loss of step {step}")
         loss, total, squares, readers = facts.tolist()
         if squares * readers != total * total:
-            raise different_data(step, checksum=int(checksum), rank=self._stage.rank)
+            raise different_data(step, checksum=int(checksum), rank=self._stages.rank)
         return float(loss)
 
 

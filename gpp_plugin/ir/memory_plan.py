@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,3 +108,18 @@ class MemoryBreakdown:
         """Return all bytes."""
         held = self.weights + self.stashed_weights + self.gradients + self.optimizer
         return held + self.activations + self.working + self.transient + self.inputs
+
+
+def joined_breakdown(parts: Sequence[MemoryBreakdown]) -> MemoryBreakdown:
+    """Return what fills a rank that holds several stages: the sum of what each of them does; one stage's as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    limits = [part.limit for part in parts if part.limit]
+    sums = {
+        field.name: sum(getattr(part, field.name) for part in parts)
+        for field in fields(MemoryBreakdown)
+        if field.name not in ("stage", "limit")
+    }
+    return MemoryBreakdown(
+        stage=", ".join(part.stage for part in parts), limit=min(limits, default=0), **sums
+    )

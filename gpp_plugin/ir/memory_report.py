@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 from gpp_plugin.ir.memory_plan import MemoryBreakdown
 
@@ -45,6 +46,15 @@ class MemoryCounts:
         return self.peak_held_bytes + self.working_bytes + self.stashed_bytes
 
 
+def joined_counts(parts: Sequence[MemoryCounts]) -> MemoryCounts | None:
+    """Return what the stages of a rank keep together, each at its own most; None of none."""
+    if not parts:
+        return None
+    return MemoryCounts(
+        **{f.name: sum(getattr(part, f.name) for part in parts) for f in fields(MemoryCounts)}
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldBytes:
     """Bytes of tensors that a rank really holds beside activations.
@@ -73,10 +83,10 @@ class RankMemory:
     """One rank's memory.
 
     Args:
-        stage: name of its stage.
+        stage: name of its stage; of several, their names with commas between, and all figures are their sums.
         predicted: None where the plan says nothing of memory.
         held: what was found there.
-        counts: of the first mini-batch; None before it, and for a stage without backwards.
+        counts: of the first mini-batch; None before it, and for stages without backwards.
         measured_peak_bytes: in the measure of the report; 0 before the first mini-batch.
         ahead_bytes: predicted, beside the plan, of what frozen stages send for the next mini-batch.
     """

@@ -217,6 +217,10 @@ class PipelinePlan:
             raise PlanError(f"rank {rank} is in no stage; the plan uses {self.num_ranks} ranks")
         return found
 
+    def names_on_rank(self, rank: int) -> str:
+        """Return the names of the stages on ``rank``, for messages: ``vision, text.0-3``."""
+        return ", ".join(self.stages[index].name for index in self.stages_of_rank(rank))
+
     def stage_of_rank(self, rank: int) -> int:
         """Return the index of the one stage on ``rank``.
 
@@ -225,7 +229,7 @@ class PipelinePlan:
         """
         found = self.stages_of_rank(rank)
         if len(found) > 1:
-            names = ", ".join(self.stages[index].name for index in found)
+            names = self.names_on_rank(rank)
             raise PlanError(f"rank {rank} holds several stages ({names}); none of them is the rank's stage")
         return found[0]
 

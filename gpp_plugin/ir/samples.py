@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -54,3 +55,20 @@ def task_samples(*, micro_batch: int, micro_batch_size: int, position: int, degr
     #     rank 1       4  5  6  7    12 13 14 15
     local = micro_batch_size // degree
     return SampleRange(first_sample=micro_batch * micro_batch_size + position * local, num_samples=local)
+
+
+def merged_ranges(ranges: Iterable[SampleRange]) -> tuple[SampleRange, ...]:
+    """Return the samples of all these ranges as ranges with gaps between them, in order.
+
+    >>> pairs = [SampleRange(first_sample=first, num_samples=2) for first in (6, 0, 2)]
+    >>> [(merged.first_sample, merged.end) for merged in merged_ranges(pairs)]
+    [(0, 4), (6, 8)]
+    """
+    merged: list[SampleRange] = []
+    for each in sorted(ranges):
+        if merged and each.first_sample <= merged[-1].end:
+            first = merged[-1].first_sample
+            merged[-1] = SampleRange(first_sample=first, num_samples=max(merged[-1].end, each.end) - first)
+        else:
+            merged.append(each)
+    return tuple(merged)

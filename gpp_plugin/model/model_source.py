@@ -60,9 +60,10 @@ from gpp_plugin.profile.machine import describe_device
 from gpp_plugin.profile.split_cost import UNSPLITTABLE
 from gpp_plugin.runtime.batches import Batch, UnitRule
 from gpp_plugin.runtime.lane import Lane
+from gpp_plugin.runtime.rank_lane import RankLane
 from gpp_plugin.runtime.ranks.agree import call_on_rank_zero, exchange
 from gpp_plugin.runtime.ranks.time_limits import collective_timeout_s
-from gpp_plugin.runtime.stage_module import StageModule
+from gpp_plugin.runtime.stage_module import StageFunction, StageModule
 from gpp_plugin.runtime.stage_source import Reference, UnitSource
 from gpp_plugin.schedule.names import may_split_backward
 
@@ -71,7 +72,7 @@ class ModelSource:
     """What the engine asks of the model it is given: a plain module, or a graph of stages.
 
     Args:
-        model: of captured modules, `make_module` leaves the parameters of this rank's stage only.
+        model: of captured modules, `make_modules` leaves the parameters of this rank's stages only.
 
     Raises:
         ConfigError: the configuration contradicts a stage graph.
@@ -90,7 +91,7 @@ class ModelSource:
         self._made: GraphJob | None = None
         self._lengths: LengthCosts | None = None
         self._profile: Profile | None = None
-        self._holder: ModuleHolder | None = None
+        self._held: list[tuple[ModuleHolder, tuple[StageModule, ...]]] = []
 
     @property
     def _job(self) -> GraphJob:
@@ -99,7 +100,7 @@ class ModelSource:
 
     @property
     def stages(self) -> UnitSource:
-        """Return this rank's own stage as the source of its lanes' code."""
+        """Return this rank's own stages as the source of its lanes' code."""
         return self._job
 
     def prepare_batch(self, batch: Any) -> dict[str, Any]:
@@ -351,39 +352,56 @@ class ModelSource:
         """
         self._job.meet(batch, is_training=reference.analysis.is_training)
 
-    def make_module(self, lane: Lane, sample_batch: Batch) -> StageModule:
-        """Return this rank's stage and let go of what other ranks run."""
-        own = self._job.own
+    def make_modules(self, lane: RankLane, sample_batch: Batch) -> tuple[StageModule, ...]:
+        """Return this rank's stages in the plan's order and let go of what other ranks run."""
         for spec in self._model.stages if isinstance(self._model, StageGraph) else ():
             if isinstance(spec.make, nn.Module) and self._setting.rank not in spec.ranks:
                 release_parameters(spec.make)
-        if isinstance(own, GivenModule):
-            lane.prepare(sample_batch)
-            return own
-        self._holder = ModuleHolder(
-            own.model,
-            config=self._config,
-            setting=self._setting,
-            prefix=own.stage.prefix,
-            called=own.called,
-        )
-        return self._holder.make_module(lane.reference, _names_held(own, lane, sample_batch))
+        functions = lane.prepare(sample_batch)
+        made: dict[int, StageModule] = {}
+        held: dict[
+            str, dict[int, tuple[str, ...]]
+        ] = {}  # of captured parts: stage of the plan -> what it holds
+        for own_lane, function in zip(lane.lanes, functions, strict=True):
+            stage = own_lane.stage_index
+            own = self._job.owns[self._job.owner(lane.plan, stage)]
+            if isinstance(own, GivenModule):
+                made[stage] = own
+            else:
+                held.setdefault(own.stage.name, {})[stage] = _names_held(own, own_lane, function)
+        for name, of_stages in held.items():
+            part = self._job.owns[name]
+            assert isinstance(part, CapturedPart)
+            holder = ModuleHolder(
+                part.model,
+                config=self._config,
+                setting=self._setting,
+                prefix=part.stage.prefix,
+                called=part.called,
+            )
+            modules = holder.make_modules(lane.lanes[0].reference, list(of_stages.values()))
+            made.update(zip(of_stages, modules, strict=True))
+            self._held.append((holder, modules))
+        stages = tuple(made[stage] for stage in lane.stages)
+        _separate(stages)
+        return stages
 
     def complete_module(self, module: StageModule, names: Iterable[str]) -> None:
         """Give a captured stage what only evaluation reads (a mask's buffer, say); a user's has what it reads."""
-        if self._holder is not None:
-            self._holder.complete_module(module, names)
+        for holder, modules in self._held:
+            if any(module is own for own in modules):
+                holder.complete_module(module, names)
 
-    def share_weights(self, module: StageModule) -> None:
+    def share_weights(self, modules: Sequence[StageModule]) -> None:
         """Let a captured module see the weights that training changes; another stage is the user's own module."""
-        if self._holder is not None:
-            self._holder.share_weights(module)
+        for holder, own in self._held:
+            holder.share_weights([module for module in modules if any(module is each for each in own)])
 
     def save_pretrained(
         self,
         directory: str | Path,
         *,
-        state: Mapping[str, Tensor],
+        states: Mapping[int, Mapping[str, Tensor]],
         plan: PipelinePlan,
         group: dist.ProcessGroup | None,
         timeout_s: float,
@@ -394,7 +412,7 @@ class ModelSource:
         under its module's own names.
 
         Args:
-            state: this rank's stage.
+            states: this rank's stages, by their index in the plan.
 
         Raises:
             CheckpointError: a rank could not write.
@@ -403,19 +421,20 @@ class ModelSource:
         if whole is None:
             # tied parameters have one name in the graph, and in files each stage's own
             known = {p.name: p.aliases for p in self._job.parameters}
-            named = {n: tensor for name, tensor in state.items() for n in (name, *known.get(name, ()))}
-            own = self._job.resolved.stage_of_rank(rank).name
-            save_stages(directory, name=own, state=named, plan=plan, rank=rank, group=group)
+            named = {
+                index: (
+                    self._job.owner(plan, index),
+                    {n: tensor for name, tensor in state.items() for n in (name, *known.get(name, ()))},
+                )
+                for index, state in states.items()
+            }
+            save_stages(directory, states=named, plan=plan, rank=rank, group=group)
             return
-        stage = plan.stage_of_rank(rank)
-        writes = plan.stages[stage].ranks[0] == rank
         pretrained_files.save_pretrained(
             directory,
             model=_module_of(whole),
-            state=state if writes else {},
-            stage_index=stage,
+            states={index: state for index, state in states.items() if plan.stages[index].ranks[0] == rank},
             num_stages=len(plan.stages),
-            is_writer=writes,
             group=group,
             timeout=timeout_s,
         )
@@ -469,14 +488,26 @@ def _check_ties(reference: Reference, config: GraphPipelineConfig) -> None:
         join_tied_blocks(reference.block_graph, trained).check_stages(config.stages)
 
 
-def _names_held(part: CapturedPart, lane: Lane, sample_batch: Batch) -> tuple[str, ...]:
-    """Return what this rank's stage of a captured part holds.
+@torch.no_grad()
+def _separate(stages: Sequence[StageModule]) -> None:
+    """Give each stage of a rank its own memory for what an earlier one holds too: each trains its own copy."""
+    seen: set[int] = set()
+    for module in stages:
+        tensors = [t for t in module.named_tensors().values() if t.numel() and not t.is_meta]
+        for tensor in tensors:
+            if tensor.data_ptr() in seen:
+                tensor.data = tensor.data.clone()
+        seen.update(tensor.data_ptr() for tensor in tensors)
+
+
+def _names_held(part: CapturedPart, lane: Lane, function: StageFunction) -> tuple[str, ...]:
+    """Return what a stage of a captured part holds on this rank.
 
     What no block of the part reads must still be in files: it rests on the part's last stage.
     """
     graph, op_graph = lane.reference.block_graph, lane.reference.analysis.op_graph
     own = set(lane.plan.stages[lane.stage_index].blocks)
-    names = [*lane.prepare(sample_batch).tensors]
+    names = [*function.tensors]
     names += [n for block in graph.blocks if block.name in own for n in block.parameters]
     is_alone, name = part.stage.is_alone, part.stage.name
     mine = {block.name for block in graph.blocks if is_alone or owner_of_block(block.name) == name}

@@ -36,6 +36,7 @@ from gpp_plugin.plan.memory.full_recompute import recompute_fully
 from gpp_plugin.plan.plan_schedules import schedule_plan
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.profile.job_cluster import JobCluster, find_cluster
 from gpp_plugin.profile.machine import read_machine
 from gpp_plugin.schedule.names import planning_schedule, schedule_label
@@ -97,6 +98,8 @@ def plan_profiled(
             raise ConfigError(f"graph_pipeline.micro_batch_sizes: {error}") from error
     if spec is None or not _names_its_order(spec):
         plan = schedule_plan(plan, request, schedule=config.schedule, slicing=config.slicing)
+        if spec is None and fixed is None:
+            plan = share_ranks(plan, request, schedule=config.schedule)
     else:
         _check_slices(plan, config)
     if config.memory.recompute == "full":
@@ -309,6 +312,8 @@ def plan_request(
         smallest_local_batch=smallest_local_batch,
         memory_optimization=config.memory.optimization,
         vertical_sync=config.vertical_sync,
+        virtual_stages=config.virtual_stages if isinstance(config.virtual_stages, int) else None,
+        colocate=config.colocate == "auto",
     )
 
 

@@ -34,6 +34,9 @@ USUAL_SCHEDULES = ("1f1b", "gpipe", "greedy")
 GAIN = 0.01
 """A later candidate must be faster by this fraction, or hold less in the same time: a simulation is not more exact."""
 
+SPLIT_GAIN = 0.02
+"""What zero bubble must gain where the user did not ask for it: what splitting costs is known to a few percent."""
+
 GREEDY_TASKS = 2048
 """Most tasks of all stages for which the greedy schedule is tried: it simulates the plan once a task."""
 

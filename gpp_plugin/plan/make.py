@@ -30,7 +30,7 @@ class StageDraft:
         blocks: names, in any order.
         degree: number of data-parallel ranks.
         name: given by the user, or None.
-        ranks: given by the user, or None: consecutive ranks in stage order.
+        ranks: given by the user or by whoever lets stages share ranks, or None: consecutive ranks in stage order.
         extra_in_flight: micro-batches held beyond what Table 2 asks for, to hide communication.
         tensor: tensor-parallel size; the stage has ``degree`` x ``tensor`` ranks.
     """
@@ -307,7 +307,7 @@ def _stages_of_blocks(groups: Sequence[Sequence[str]], blocks: Mapping[str, int]
 
 
 def assign_ranks(drafts: Sequence[StageDraft]) -> list[tuple[int, ...]]:
-    """Return each stage's ranks: the given ones, or the next free ones in stage order."""
+    """Return each stage's ranks: the given ones, which stages may share, or the next free ones in stage order."""
     taken = {rank for draft in drafts if draft.ranks is not None for rank in draft.ranks}
     total = sum(draft.degree * draft.tensor for draft in drafts)
     free = iter(rank for rank in range(total) if rank not in taken)

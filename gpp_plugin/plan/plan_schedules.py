@@ -18,19 +18,24 @@ from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.batch_rules import coupled_blocks
-from gpp_plugin.plan.choose_schedule import GAIN, USUAL_SCHEDULES, choose_schedule, choose_slicing
+from gpp_plugin.plan.choose_schedule import (
+    GAIN,
+    SPLIT_GAIN,
+    USUAL_SCHEDULES,
+    choose_schedule,
+    choose_slicing,
+)
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.judge import MAX_RANK_TASKS
+from gpp_plugin.plan.costs.part_times import knows_split_times, with_part_times
 from gpp_plugin.plan.request import PlanRequest, rank_limit
 from gpp_plugin.plan.selection import memory_excess
+from gpp_plugin.plan.shared.shared_schedules import schedule_shared
 from gpp_plugin.schedule.names import is_schedule_name, k_of, schedule_label, schedule_names
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 
 LARGEST_K = 8
-
-SPLIT_GAIN = 0.02
-"""What zero bubble must gain where the user did not ask for it: split costs are measured to a few percent."""
 
 
 def schedule_plan(
@@ -68,6 +73,8 @@ def schedule_plan(
         raise PlanError(f"schedule {schedule!r}: {runs}; {fix}")
     if is_fixed:
         return plan
+    if plan.shares_ranks:
+        return schedule_shared(plan, request, schedule=schedule)
     if tasks > MAX_RANK_TASKS and schedule in ("auto", *labels):
         note = f"{tasks} tasks are too many to try schedules and slices on; it keeps {' and '.join(sorted(labels))}"
         return dataclasses.replace(plan, notes=(*plan.notes, note))
@@ -91,7 +98,7 @@ class _Chooser:
         self._costs = costs = CostModel(
             request.graph, request.profile, request.cluster, zero_stage=request.zero_stage
         )
-        self._plan = plan = _with_part_times(plan, costs)
+        self._plan = plan = with_part_times(plan, costs)
         self._slicing = slicing
         coupled = coupled_blocks(request.graph)
         self._surroundings: dict[str, Any] = {
@@ -128,8 +135,8 @@ class _Chooser:
     def shortest(self) -> PipelinePlan:
         """Return the plan as planned, or under the usual schedule that is shorter.
 
-        Zero bubble is tried where it was measured what splitting backwards costs, and must win by more than that
-        measurement may be off.
+        Zero bubble is tried where it is known what splitting backwards costs, and must win by more than that may be
+        off.
         """
         best = self.planned()
         if len(self._plan.stages) == 1:
@@ -137,7 +144,7 @@ class _Chooser:
         chosen = self.among(USUAL_SCHEDULES)
         if chosen.iteration_us < best.iteration_us * (1.0 - GAIN):
             best = chosen
-        if any(cost.split_factor != 1.0 for cost in self._request.profile.costs):
+        if knows_split_times(self._request.profile):
             with contextlib.suppress(PlanInfeasible):  # it may hold more than the usual ones
                 chosen = self.among(("zero_bubble",))
                 if chosen.iteration_us < best.iteration_us * (1.0 - SPLIT_GAIN):
@@ -181,23 +188,6 @@ class _Chooser:
             f"{stage.memory_bytes} bytes, rank {rank} has {rank_limit(self._request, rank)}; use 1f1b, or lower "
             "micro_batch_sizes"
         )
-
-
-def _with_part_times(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
-    """Return the plan with what half a forward and a backward in two parts take, as the profile says."""
-    stages = []
-    for stage in plan.stages:
-        blocks, local = costs.indices(stage.blocks), stage.local_batch_size
-        input_us, weight_us = costs.split_times(blocks, local)
-        stages.append(
-            dataclasses.replace(
-                stage,
-                half_forward_us=costs.stage_times(blocks, local / 2)[0],
-                input_gradient_us=input_us,
-                weight_gradient_us=weight_us,
-            )
-        )
-    return dataclasses.replace(plan, stages=tuple(stages))
 
 
 def _under_k(plan: PipelinePlan, k: int) -> PipelinePlan:

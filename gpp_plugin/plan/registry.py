@@ -10,12 +10,14 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.given.asynchronous_plan import to_asynchronous
 from gpp_plugin.plan.given.tied_blocks import joined_request, parted
 from gpp_plugin.plan.make import complete_plan
-from gpp_plugin.plan.request import PlanRequest, check_request
+from gpp_plugin.plan.request import PlanRequest, check_request, one_stage_a_rank
 from gpp_plugin.plan.validate_plan import validate_plan
 
 
 def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
-    """Run the planner called ``name`` and check what it returns.
+    """Run the planner called ``name`` and check what it returns: a plan whose ranks hold one stage each.
+
+    Where the request is for ranks of several stages it is what these are found from (`shared.share_ranks`).
 
     Raises:
         PlanError: there is no such planner, or the request contradicts itself.
@@ -26,6 +28,7 @@ def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
             f"no planner {name!r}{PLANNERS.suggestion(name)} (planners: {', '.join(PLANNERS.names())})"
         )
     check_request(request)
+    request = one_stage_a_rank(request)
     plan = _plan_in_mode(name, request)
     if not isinstance(plan, PipelinePlan):
         raise PlanError(

@@ -24,7 +24,7 @@ class PlanRequest:
     Args:
         num_ranks: ranks to use; the first ``num_ranks`` devices of the cluster.
         mini_batch: samples of one optimizer step (B); ``loss_unit`` samples of one loss (u).
-        num_stages: exactly that many stages, or None: the planner chooses.
+        num_stages: exactly that many stages, or None: the planner chooses. More than ranks: ranks hold several.
         micro_batch_sizes: stage or module-path prefix -> micro-batch size of the whole stage;
             ``*`` for all others; None where the planner chooses.
         schedule: ``1f1b`` or ``gpipe``.
@@ -39,6 +39,9 @@ class PlanRequest:
         mode: ``sync`` or ``async``, as of `PipelinePlan`.
         memory_optimization: what a planner may use to fit: ``recompute``, ``swap``, both or neither.
         vertical_sync: as of `PipelinePlan`.
+        virtual_stages: stages that every group of ranks holds (interleaving): 1, exactly that many, or None: as many
+            as make the step shortest in simulation.
+        colocate: stages of a branch may be placed on the ranks of others where that is shorter.
     """
 
     graph: BlockGraph
@@ -59,12 +62,35 @@ class PlanRequest:
     mode: str = "sync"
     memory_optimization: tuple[str, ...] = ()
     vertical_sync: bool = False
+    virtual_stages: int | None = 1
+    colocate: bool = False
+
+    @property
+    def must_share_ranks(self) -> bool:
+        """Return whether only plans whose ranks hold several stages are an answer."""
+        return (self.virtual_stages or 1) > 1 or (self.num_stages or 1) * (
+            self.data_parallel or 1
+        ) > self.num_ranks
+
+    @property
+    def may_share_ranks(self) -> bool:
+        """Return whether plans whose ranks hold several stages are asked for, or to be tried."""
+        return self.must_share_ranks or self.virtual_stages is None or self.colocate
 
 
 def rank_limit(request: PlanRequest, rank: int) -> int:
     """Return the bytes that ``rank`` may use."""
     limit = request.cluster.devices[rank].memory_bytes
     return limit if request.memory_limit_bytes is None else min(limit, request.memory_limit_bytes)
+
+
+def one_stage_a_rank(request: PlanRequest) -> PlanRequest:
+    """Return the request as planners take it, whose stages have ranks of their own."""
+    if not request.may_share_ranks:
+        return request
+    # numbers of stages that are meant for shared ranks say nothing of a plan without
+    stages = None if request.must_share_ranks or request.data_parallel is not None else request.num_stages
+    return dataclasses.replace(request, num_stages=stages, virtual_stages=1, colocate=False)
 
 
 def unlimited(request: PlanRequest) -> PlanRequest:
@@ -114,6 +140,7 @@ def check_request(request: PlanRequest) -> None:
     if unknown:
         raise PlanError(f"no memory optimization {sorted(unknown)[0]!r}; choose from recompute and swap")
     _check_counts(r, num_blocks)
+    _check_sharing(r, num_blocks)
     for key, size in (r.micro_batch_sizes or {}).items():
         if size < 1 or r.mini_batch % size:
             raise PlanError(
@@ -132,11 +159,6 @@ def _check_counts(r: PlanRequest, num_blocks: int) -> None:
                 f"{r.num_stages} stages are asked for and the model has {num_blocks} blocks; "
                 f"lower stages to {num_blocks} or set granularity to sub_layer"
             )
-        if r.num_stages > r.num_ranks:
-            raise PlanInfeasible(
-                f"{r.num_stages} stages are asked for on {r.num_ranks} ranks and a rank holds one stage; "
-                f"lower stages to {r.num_ranks} or add ranks"
-            )
     if r.data_parallel is not None and (r.data_parallel < 1 or r.num_ranks % r.data_parallel):
         raise PlanInfeasible(
             f"data_parallel {r.data_parallel} does not divide {r.num_ranks} ranks; choose a divisor"
@@ -144,11 +166,48 @@ def _check_counts(r: PlanRequest, num_blocks: int) -> None:
     if (
         r.data_parallel is not None
         and r.num_stages is not None
+        and not r.may_share_ranks
         and r.data_parallel * r.num_stages != r.num_ranks
     ):
         raise PlanInfeasible(
             f"{r.num_stages} stages of {r.data_parallel} ranks are {r.num_stages * r.data_parallel} ranks, "
             f"not {r.num_ranks}; change stages, data_parallel or the number of ranks"
+        )
+
+
+def _check_sharing(r: PlanRequest, num_blocks: int) -> None:
+    """Refuse virtual stages that ranks, blocks or the mode cannot have."""
+    # With v stages on each of p groups of d ranks, N = p d, there are v p stages: at most all blocks, and as many as
+    # are asked for. Without d any divisor of N may be meant; the fewest stages of a pipeline are then 2 v.
+    virtual = r.virtual_stages
+    if virtual is not None and virtual < 1:
+        raise PlanError(f"virtual_stages is {virtual}; it must be at least 1")
+    if not r.may_share_ranks:
+        return
+    if r.mode == "async":
+        asked = "virtual_stages" if virtual != 1 else "colocate" if r.colocate else f"{r.num_stages} stages"
+        raise PlanError(
+            f'{asked}: a rank holds one stage in mode async; set virtual_stages to 1, colocate to "off" and stages to '
+            f"at most {r.num_ranks}, or mode to sync"
+        )
+    if virtual is None or virtual == 1:
+        return
+    degrees = [d for d in range(1, r.num_ranks + 1) if r.num_ranks % d == 0 and r.data_parallel in (None, d)]
+    degrees = [d for d in degrees if d < r.num_ranks] or degrees  # one group alone is no pipeline
+    counts = {virtual * (r.num_ranks // d): d for d in degrees}
+    if r.num_stages is not None and r.num_stages not in counts:
+        possible = " or ".join(str(count) for count in sorted(counts))
+        raise PlanInfeasible(
+            f"{r.num_stages} stages are asked for and virtual_stages {virtual} on {r.num_ranks} ranks makes "
+            f"{possible}; change stages, virtual_stages or data_parallel"
+        )
+    fewest = min(counts) if r.num_stages is None else r.num_stages
+    if fewest > num_blocks:
+        raise PlanInfeasible(
+            f"virtual_stages {virtual} on {r.num_ranks} ranks"
+            f"{'' if r.data_parallel is None else f' with data_parallel {r.data_parallel}'} makes at least {fewest} "
+            f"stages and the model has {num_blocks} blocks; lower virtual_stages to "
+            f"{max(num_blocks * virtual // fewest, 1)} or set granularity to sub_layer"
         )
 
 

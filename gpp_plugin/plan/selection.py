@@ -21,12 +21,15 @@ from gpp_plugin.plan.request import UNLIMITED, PlanRequest, rank_limit
 
 
 def memory_excess(request: PlanRequest, plan: PipelinePlan) -> tuple[int, Stage, int]:
-    """Return by how many bytes the worst stage exceeds its devices (negative: fits), and which and where."""
-    over = [
-        (stage.memory_bytes - rank_limit(request, rank), stage, rank)
-        for stage in plan.stages
-        for rank in stage.ranks
-    ]
+    """Return by how many bytes the worst rank exceeds its device (negative: fits), its largest stage, and which."""
+    needs: dict[int, int] = {}
+    largest: dict[int, Stage] = {}
+    for stage in plan.stages:
+        for rank in stage.ranks:
+            needs[rank] = needs.get(rank, 0) + stage.memory_bytes
+            if rank not in largest or stage.memory_bytes > largest[rank].memory_bytes:
+                largest[rank] = stage
+    over = [(need - rank_limit(request, rank), largest[rank], rank) for rank, need in needs.items()]
     return max(over, key=lambda item: item[0])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import networkx as nx
 
@@ -28,14 +28,15 @@ def validate_plan(
     """Check a plan against the graph it claims to be for.
 
     Every block lies in one stage; stages are convex and their graph has no circle; the edges are
-    those of the graph, with all its tensors; ranks are 0..n-1, each in one stage; micro-batches
-    divide the mini-batch and ranks divide micro-batches; coupled stages compute whole loss units;
-    tensors with one value a loss unit join stages that compute the same units; every stage may hold
-    enough micro-batches to run and (given costs) has the memory for them.
+    those of the graph, with all its tensors; ranks are 0..n-1, and stages that share some run on grids
+    that go together; micro-batches divide the mini-batch and ranks divide micro-batches; coupled stages
+    compute whole loss units; tensors with one value a loss unit join stages that compute the same units;
+    every stage may hold enough micro-batches to run and (given costs) its ranks have the memory for all
+    they hold.
 
     Raises:
         PlanError: the plan is malformed.
-        PlanInfeasible: a stage needs more memory than its devices have.
+        PlanInfeasible: the stages of a rank need more memory than its device has.
     """
     if plan.graph != fingerprint(graph):
         raise PlanError(
@@ -93,7 +94,7 @@ def _check_blocks(plan: PipelinePlan, graph: BlockGraph) -> None:
 
 
 def _check_ranks(plan: PipelinePlan, cluster: Cluster | None) -> None:
-    owner: dict[int, str] = {}
+    owners: dict[int, list[Stage]] = {}
     for stage in plan.stages:
         if not stage.ranks:
             raise PlanError(f"stage {stage.name!r} has no ranks")
@@ -101,14 +102,34 @@ def _check_ranks(plan: PipelinePlan, cluster: Cluster | None) -> None:
             raise PlanError(
                 f"stage {stage.name!r}: a tensor size of {stage.tensor} does not divide its {len(stage.ranks)} ranks"
             )
+        twice = [rank for rank, count in Counter(stage.ranks).items() if count > 1]
+        if twice:
+            raise PlanError(f"stage {stage.name!r} lists rank {twice[0]} twice; keep one")
         for rank in stage.ranks:
-            if rank in owner:
-                raise PlanError(f"rank {rank} is in stages {owner[rank]!r} and {stage.name!r}; keep one")
-            owner[rank] = stage.name
-    if set(owner) != set(range(len(owner))):
-        raise PlanError(f"the plan's ranks are {sorted(owner)}; they must be 0..{len(owner) - 1}")
-    if cluster is not None and len(owner) > cluster.num_devices:
-        raise PlanError(f"the plan uses {len(owner)} ranks; {cluster.name!r} has {cluster.num_devices}")
+            for other in owners.setdefault(rank, []):
+                _check_grids(rank, other, stage)
+            owners[rank].append(stage)
+    if set(owners) != set(range(len(owners))):
+        raise PlanError(f"the plan's ranks are {sorted(owners)}; they must be 0..{len(owners) - 1}")
+    if cluster is not None and len(owners) > cluster.num_devices:
+        raise PlanError(f"the plan uses {len(owners)} ranks; {cluster.name!r} has {cluster.num_devices}")
+    if plan.mode == "async" and plan.shares_ranks:
+        rank, held = next((rank, held) for rank, held in owners.items() if len(held) > 1)
+        raise PlanError(
+            f"rank {rank} holds the stages {held[0].name!r} and {held[1].name!r}, which mode async cannot run; give "
+            'each stage ranks of its own, or set mode to "sync"'
+        )
+
+
+def _check_grids(rank: int, first: Stage, second: Stage) -> None:
+    """Collectives inside tasks must come in one order on all ranks of a grid: shared whole, or of single ranks."""
+    is_same = (first.ranks, first.tensor) == (second.ranks, second.tensor)
+    if max(first.tensor, second.tensor) > 1 and not is_same:
+        raise PlanError(
+            f"rank {rank} holds stages {first.name!r} (tensor size {first.tensor} on ranks {list(first.ranks)}) and "
+            f"{second.name!r} ({second.tensor} on {list(second.ranks)}); stages with tensor ranks share a grid whole: "
+            "give both the same ranks and tensor size, or ranks of their own"
+        )
 
 
 def _check_batches(plan: PipelinePlan, graph: BlockGraph) -> None:
@@ -270,20 +291,46 @@ def _check_memory(
     _check_memory_plans(plan, graph, profile)
     if profile.graph != plan.graph:
         raise PlanError(f"the profile is of graph {profile.graph}, the plan of {plan.graph}; profile again")
+    held: dict[int, list[tuple[int, float]]] = {}
     for index, stage in enumerate(plan.stages):
         need = _stage_bytes(stage, profile, zero_stage, num_versions=plan.num_versions(index))
         for rank in stage.ranks:
-            limits = [limit for limit in (memory_limit_bytes,) if limit is not None]
-            if cluster is not None:
-                limits.append(cluster.devices[rank].memory_bytes)
-            if limits and need > min(limits) + 1:
-                raise PlanInfeasible(
-                    f"stage {stage.name!r} needs {need / 1e9:.3f} GB on rank {rank} and may use "
-                    f"{min(limits) / 1e9:.3f} GB: {need - min(limits):.0f} bytes too many with "
-                    f"{stage.in_flight} micro-batches of {stage.local_batch_size} samples in flight"
-                    f"{_versions(plan, index)}; "
-                    "lower micro_batch_sizes, add ranks or stages, or raise memory.limit_gb"
-                )
+            held.setdefault(rank, []).append((index, need))
+    for rank, needs in held.items():
+        limits = [limit for limit in (memory_limit_bytes,) if limit is not None]
+        if cluster is not None:
+            limits.append(cluster.devices[rank].memory_bytes)
+        if limits and sum(need for _, need in needs) > min(limits) + len(needs):
+            raise PlanInfeasible(_too_much(plan, rank, needs, min(limits)))
+
+
+def _too_much(plan: PipelinePlan, rank: int, needs: Sequence[tuple[int, float]], limit: int) -> str:
+    """Return the error for a rank that holds more than it can.
+
+    Args:
+        needs: (stage, bytes) of all stages on it.
+    """
+    total = sum(need for _, need in needs)
+    if len(needs) > 1:
+        each = ", ".join(
+            f"{plan.stages[index].name!r} {need / 1e9:.3f} with {plan.stages[index].in_flight} micro-batches of "
+            f"{plan.stages[index].local_batch_size} samples in flight"
+            for index, need in needs
+        )
+        return (
+            f"rank {rank} holds {len(needs)} stages that need {total / 1e9:.3f} GB together ({each}) and may use "
+            f"{limit / 1e9:.3f} GB: {total - limit:.0f} bytes too many; lower micro_batch_sizes or virtual_stages, "
+            "add ranks, or raise memory.limit_gb"
+        )
+    index = needs[0][0]
+    stage = plan.stages[index]
+    return (
+        f"stage {stage.name!r} needs {total / 1e9:.3f} GB on rank {rank} and may use "
+        f"{limit / 1e9:.3f} GB: {total - limit:.0f} bytes too many with "
+        f"{stage.in_flight} micro-batches of {stage.local_batch_size} samples in flight"
+        f"{_versions(plan, index)}; "
+        "lower micro_batch_sizes, add ranks or stages, or raise memory.limit_gb"
+    )
 
 
 def _versions(plan: PipelinePlan, stage: int) -> str:

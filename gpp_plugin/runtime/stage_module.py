@@ -67,6 +67,25 @@ class StageModule(nn.Module):
         raise RuntimeError("a stage module is not called; use engine.train_batch() or engine.eval_batch()")
 
 
+def joined_module(stages: Sequence[nn.Module]) -> nn.Module:
+    """Return one module with the parameters and buffers of several stages, the first one's where two hold a name.
+
+    They are those of the stages, not copies; of one stage it is the stage itself.
+    """
+    if len(stages) == 1:
+        return stages[0]
+    joined = StageModule(tensors={}, parameters=())
+    for stage in reversed(stages):
+        persistent = set(stage.state_dict(keep_vars=True))
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            owner, leaf = owner_of(joined, name)
+            owner.register_parameter(leaf, parameter)
+        for name, buffer in stage.named_buffers(remove_duplicate=False):
+            owner, leaf = owner_of(joined, name)
+            owner.register_buffer(leaf, buffer, persistent=name in persistent)
+    return joined
+
+
 def owner_of(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     """Return the module that a dotted name's tensor belongs to, made where it is missing, and its last part."""
     *path, leaf = name.split(".")

@@ -43,7 +43,7 @@ def gpt2(
 
 def where(engine: Any) -> dict[str, str]:
     """Return where this rank computes and what its messages go over."""
-    return {"device": str(engine.device), "transport": type(engine._lane._transport).__name__}
+    return {"device": str(engine.device), "transport": type(engine._lane.lanes[0]._transport).__name__}
 
 
 # ---- one step, looked at ------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def time_captured_and_eager(device: str, rounds: int) -> dict[str, float]:
 
 def captured_call(engine: Any, batch: dict[str, Any]) -> Callable[[], torch.Tensor]:
     """Return what runs the code of an engine's one stage on a batch and returns the loss."""
-    (compiled,) = engine._lane._executors.values()
+    (compiled,) = engine._lane.lanes[0]._executors.values()
     function, tensors = compiled.function, engine.module.named_tensors()
     arguments = [tensors[name] for name in function.tensors] + [batch[key] for key in function.batch_inputs]
     assert not function.received, "a model of one stage receives nothing"

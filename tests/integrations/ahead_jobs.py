@@ -111,7 +111,7 @@ def train(
             losses += disturb(interrupt, engine, iterator, make_batch, directory)
         losses.append(float(engine.train_batch(data_iter=iterator)))
         gradients.append({name: g.clone() for name, g in engine.gradients.items()})
-        lane = engine._lane
+        lane = engine._lane.lanes[0]
         looked.append(isinstance(lane, AheadLane) and lane.is_ahead)
     if not own:
         try:
@@ -141,7 +141,7 @@ def disturb(
             timeline is not None
         ):  # rank 0's: the tower ran the next mini-batch, in the numbers behind this one's four
             run = [{e.micro_batch for e in timeline.events if e.task and e.stage == s} for s in (0, 1)]
-            lane = engine._lane
+            lane = engine._lane.lanes[0]
             first = 4 if isinstance(lane, AheadLane) and lane.is_ahead else 0
             assert run == [set(range(first, first + 4)), {0, 1, 2, 3}], run
             assert "vision" in format_timeline(timeline, engine.plan)

@@ -50,7 +50,7 @@ def train(
         if number in flush_at:
             flushed.append(float(engine.flush()))
     last = engine.flush()
-    versions = next(iter(engine._lane._executors.values())).versions
+    versions = next(iter(engine._lane.lanes[0]._executors.values())).versions
     return {
         "losses": losses,
         "flushed": [*flushed, None if last is None else float(last)],
@@ -205,7 +205,7 @@ def train_with_memory(blocks: dict[str, dict[str, Any]], num_batches: int) -> di
             "parameters": {n: p.detach().clone() for n, p in engine.module.named_parameters()},
             "plan": engine.plan,
             "report": engine.memory_report(),
-            "versions": next(iter(engine._lane._executors.values())).versions.most_held,
+            "versions": next(iter(engine._lane.lanes[0]._executors.values())).versions.most_held,
         }
         engine.destroy()
     return answers

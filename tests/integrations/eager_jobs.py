@@ -36,7 +36,7 @@ def train_eager(jobs: list[Job], directory: str) -> list[dict[str, Any]]:
                 "losses": losses,
                 "gradients": gradients,
                 "plan": engine.plan,
-                "eager": engine._lane.reference.analysis.eager,
+                "eager": engine._lane.lanes[0].reference.analysis.eager,
                 "weights": str(weights),
             }
         )

@@ -32,8 +32,8 @@ def read_while_training(
         data_iter=iter(batches[:1])
     )  # the first one compiles, counts and finds out what is saved
     tasks, step = HostReads(), HostReads()
-    (compiled,) = engine._lane._executors.values()
-    executor, hooks, updater = compiled.executor, engine._hooks, engine.stage_engine._updater
+    (compiled,) = engine._lane.lanes[0]._executors.values()
+    executor, hooks, updater = compiled.executor, engine._lane.lanes[0]._hooks, engine.stage_engine._updater
     run, take, apply = executor.run, hooks.step, updater.apply
     states = contextlib.ExitStack()
 

@@ -19,7 +19,7 @@ from gpp_plugin.integrations.megatron import (
 )
 from gpp_plugin.integrations.megatron.dropout import DropoutStreams
 from gpp_plugin.integrations.megatron.stages import require_megatron
-from gpp_plugin.model.graph.stage_context import StageContext, make_context
+from gpp_plugin.model.graph.stage_context import StageContext, make_contexts
 from gpp_plugin.model.graph.stage_graph import StageGraph
 
 LAYERS, HIDDEN, VOCAB, LENGTH, IMAGE = 4, 32, 64, 12, 63
@@ -91,9 +91,10 @@ def in_place(tensor: int = 2) -> StageContext:
     graph = StageGraph()
     ranks = range(dist.get_world_size())
     graph.stage("all", nn.Identity(), inputs=["x"], outputs=["y"], ranks=ranks, tensor=tensor)
-    return make_context(
+    contexts = make_contexts(
         graph.stages, rank=dist.get_rank(), device=torch.device("cpu"), dtype=torch.float64, timeout_s=60.0
     )
+    return contexts["all"]
 
 
 def jolt(module: nn.Module) -> None:

@@ -24,7 +24,7 @@ def train_under(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
         losses = [float(engine.train_batch(data_iter=iter([batches[0]])))]
         gradients = {name: gradient.clone() for name, gradient in engine.gradients.items()}
         losses.append(float(engine.train_batch(data_iter=iter([batches[1]]))))
-        program = engine._lane._program
+        program = engine._lane.lanes[0]._program
         answers.append(
             {
                 "losses": losses,

@@ -109,7 +109,7 @@ def hold_weights(zero_stages: tuple[int, ...]) -> list[dict[str, Any]]:
             held.append(gradients.held_bytes())  # as a backward ends
             accumulate()
 
-        engine._lane._hooks.accumulate = watch
+        engine._lane.lanes[0]._hooks.accumulate = watch
         between: list[int] = []
         reduce_data = engine.stage_engine.reduce_data
 
@@ -119,10 +119,10 @@ def hold_weights(zero_stages: tuple[int, ...]) -> list[dict[str, Any]]:
             call()
             between.append(gradients.held_bytes())
 
-        engine._lane._hooks.reduce_data = watch_reduce
+        engine._lane.lanes[0]._hooks.reduce_data = watch_reduce
         losses = steps(engine, [batch])
         stage = dict(engine.module.named_parameters(remove_duplicate=False))
-        kinds = [i.kind.value for i in engine._lane._program.instructions]
+        kinds = [i.kind.value for i in engine._lane.lanes[0]._program.instructions]
         answers.append(
             {
                 "losses": losses,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpp_plugin.engine.checkpoint import load_checkpoint, save_checkpoint
-from gpp_plugin.engine.gradients import GradientStore
+from gpp_plugin.engine.gradients.gradient_store import GradientStore
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, sequence_parallel
 from gpp_plugin.errors import ConfigError
@@ -438,14 +438,14 @@ def train(
         ran = []
         for step in range(steps):
             if step == steps // 2:
-                save_checkpoint(hooks.engine, target, "half")
+                save_checkpoint([hooks.engine], target, "half")
             ran.append(rank.run(make_batch(step, torch.float32)))
         rank.transport.close()
         again = Rank(case, torch.float32, lambda r, config=config: _Recorded(r, config), zero=zero)
         with torch.no_grad():
             for parameter in again.module.parameters():
                 parameter.zero_()
-        load_checkpoint(again.hooks.engine, target)  # type: ignore[attr-defined]
+        load_checkpoint([again.hooks.engine], target)  # type: ignore[attr-defined]
         rest = [again.run(make_batch(step, torch.float32)) for step in range(steps // 2, steps)]
         again.transport.close()
         answers[case, zero] = {

@@ -75,7 +75,7 @@ def train_save_resume(config: dict[str, Any], directory: str) -> dict[str, Any]:
     straight = make_engine(rank, config)
     advance(straight, range(3))
     save_checkpoint(
-        straight,
+        [straight],
         directory,
         "middle",
         client_state={"epoch": 3},
@@ -83,7 +83,7 @@ def train_save_resume(config: dict[str, Any], directory: str) -> dict[str, Any]:
     )
     expected = advance(straight, range(3, 6)), weights(straight)
     resumed = make_engine(rank, config, seed=1)
-    loaded = load_checkpoint(resumed, directory)
+    loaded = load_checkpoint([resumed], directory)
     found = advance(resumed, range(3, 6)), weights(resumed)
     counters = (straight.global_steps, straight.skipped_steps, straight.global_samples)
     assert counters == (resumed.global_steps, resumed.skipped_steps, resumed.global_samples) == (6, 1, 48)
@@ -127,7 +127,7 @@ def save_two(directory: str) -> None:
     for step, tag in enumerate(("first", "second")):
         toy.feed(engine, step, 1)
         engine.step()
-        save_checkpoint(engine, directory, tag)
+        save_checkpoint([engine], directory, tag)
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def load_and_tell(directory: str, tag: str | None, options: dict[str, Any]) -> s
     else:
         engine = toy.make_engine(rank, config)
     try:
-        loaded = load_checkpoint(engine, directory, tag, load_optimizer=options.get("load_optimizer", True))
+        loaded = load_checkpoint([engine], directory, tag, load_optimizer=options.get("load_optimizer", True))
     except CheckpointError as error:
         return str(error)
     return f"loaded {loaded.directory.name}, step {engine.global_steps}"
@@ -214,7 +214,7 @@ def test_zero_1_and_2_read_each_others_checkpoints(saved: Path) -> None:
 def load_weights_only(directory: str) -> dict[str, Any]:
     engine = toy.make_engine(dist.get_rank(), make_config(1, "bf16"))
     noise = torch.get_rng_state()
-    loaded = load_checkpoint(engine, directory, weights_only=True)
+    loaded = load_checkpoint([engine], directory, weights_only=True)
     return {
         "counters": (engine.global_steps, engine.global_samples),
         "same noise": torch.equal(noise, torch.get_rng_state()),
@@ -255,13 +255,13 @@ def test_torn_checkpoints_are_refused(saved: Path, tmp_path: Path) -> None:
 def save_where_one_rank_cannot(directory: str) -> tuple[str, str]:
     rank = dist.get_rank()
     engine = toy.make_engine(rank, make_config())
-    save_checkpoint(engine, directory, "good")
+    save_checkpoint([engine], directory, "good")
     if rank == 3:
         engine.model_state = unwritable  # type: ignore[method-assign]
     with pytest.raises(CheckpointError) as caught:
-        save_checkpoint(engine, directory, "bad")
+        save_checkpoint([engine], directory, "bad")
     with pytest.raises(CheckpointError) as caught_tags:
-        save_checkpoint(engine, directory, f"tag{rank}")
+        save_checkpoint([engine], directory, f"tag{rank}")
     dist.barrier()
     return str(caught.value), str(caught_tags.value)
 
@@ -283,13 +283,13 @@ def reload_over_itself(directory: str) -> list[bool]:
     """Save twice under one tag; the second must be what is read."""
     rank = dist.get_rank()
     engine = toy.make_engine(rank, make_config())
-    save_checkpoint(engine, directory, "same")
+    save_checkpoint([engine], directory, "same")
     toy.feed(engine, 0, 1)
     engine.step()
-    save_checkpoint(engine, directory, "same", save_latest=False)
+    save_checkpoint([engine], directory, "same", save_latest=False)
     after = weights(engine)
     again = toy.make_engine(rank, make_config())
-    load_checkpoint(again, directory, "same", load_scheduler=False)
+    load_checkpoint([again], directory, "same", load_scheduler=False)
     return [torch.equal(value, after[name]) for name, value in weights(again).items()]
 
 

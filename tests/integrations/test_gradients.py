@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.gradients import GradientStore
+from gpp_plugin.engine.gradients.flat_gradients import sum_over
+from gpp_plugin.engine.gradients.gradient_store import GradientStore
 from gpp_plugin.errors import RuntimeFailure
 from tests.ranks import run_kept_ranks
 
@@ -229,7 +230,7 @@ def sum_ties() -> tuple[int, dict[str, Tensor], float]:
     backward(tower, rank, (3, 4) if rank else (3,))
     store.accumulate()
     store.reduce_data()
-    store.reduce_tied(list(store.parameters), group=dist.group.WORLD)
+    sum_over(dist.group.WORLD, [store.tied_summands(list(store.parameters))])
     norm = float(store.squared_norm(without=(), precision=torch.float64))
     unknown = store.unknown()
     assert unknown is not None
@@ -292,11 +293,12 @@ def test_a_parameter_that_one_backward_reaches_twice() -> None:
 
 def train_an_engine(block: dict[str, Any], zero_block: dict[str, Any]) -> dict[bool, dict[str, Any]]:
     """Train three mini-batches with sums that may begin in the last backward, and with none that do."""
-    from gpp_plugin.engine import gradients, training_steps
+    from gpp_plugin.engine import training_steps
+    from gpp_plugin.engine.gradients import gradient_store
     from tests.integrations.engine_jobs import B, config_of, make_engine, steps
     from tests.models import build
 
-    may, send = training_steps.stages_that_reduce_early, gradients.EarlySends._made
+    may, send = training_steps.stages_that_reduce_early, gradient_store.EarlySends._made
     answers = {}
     for is_early in (True, False):
         num_sent: list[int] = []
@@ -307,7 +309,7 @@ def train_an_engine(block: dict[str, Any], zero_block: dict[str, Any]) -> dict[b
             num_sent.append(sends._next - before)
 
         training_steps.stages_that_reduce_early = may if is_early else lambda *_: frozenset()
-        gradients.EarlySends._made = made
+        gradient_store.EarlySends._made = made
         try:
             model, make_batch = build("gpt2", layers=2)
             batches = [make_batch(B, seed) for seed in range(3)]
@@ -316,7 +318,7 @@ def train_an_engine(block: dict[str, Any], zero_block: dict[str, Any]) -> dict[b
             losses = steps(engine, batches)
         finally:
             training_steps.stages_that_reduce_early = may
-            gradients.EarlySends._made = send
+            gradient_store.EarlySends._made = send
         answers[is_early] = {"losses": losses, "gradients": engine.gradients, "sent": sum(num_sent)}
         engine.destroy()
     return answers

@@ -48,10 +48,8 @@ def test_one_process_writes_what_huggingface_writes(name: str, tmp_path: Path) -
     save_pretrained(
         tmp_path / "ours",
         model=on_meta,
-        state=all_tensors(model),
-        stage_index=0,
+        states={0: all_tensors(model)},
         num_stages=1,
-        is_writer=True,
     )
     model.save_pretrained(tmp_path / "theirs")  # type: ignore[operator]
     ours, theirs = files_of(tmp_path / "ours"), files_of(tmp_path / "theirs")
@@ -84,10 +82,8 @@ def _save_in_stages(directory: str) -> None:
         save_pretrained(
             Path(directory) / name,
             model=model,
-            state={n: tensors[n] for n in _stage_names(name)[stage]},
-            stage_index=stage,
+            states={stage: {n: tensors[n] for n in _stage_names(name)[stage]}} if rank != 1 else {},
             num_stages=2,
-            is_writer=rank != 1,
             group=dist.group.WORLD,
             timeout=60,
         )
@@ -123,7 +119,7 @@ def _save_with_a_failure(directory: str) -> str:
         state["transformer.h.1.ln_1.weight"] = torch.empty(32, device="meta")
     with pytest.raises(CheckpointError) as caught:
         save_pretrained(
-            directory, model=model, state=state, stage_index=rank, num_stages=2, is_writer=True,
+            directory, model=model, states={rank: state}, num_stages=2,
             group=dist.group.WORLD, timeout=30,
         )  # fmt: skip
     return str(caught.value)
@@ -147,10 +143,8 @@ def test_a_disk_that_refuses_is_reported_and_cleaned_up(tmp_path: Path) -> None:
         save_pretrained(
             tmp_path / "export",
             model=model,
-            state=all_tensors(model),
-            stage_index=0,
+            states={0: all_tensors(model)},
             num_stages=1,
-            is_writer=True,
         )
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
@@ -162,28 +156,22 @@ def test_an_incomplete_state_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"no stage holds 1 tensors of the model: \['transformer.ln_f.weight'\]"
     ):
-        save_pretrained(tmp_path / "x", model=model, state=state, stage_index=0, num_stages=1, is_writer=True)
+        save_pretrained(tmp_path / "x", model=model, states={0: state}, num_stages=1)
     with pytest.raises(CheckpointError, match="'wte'"):
         save_pretrained(
             tmp_path / "x",
             model=model,
-            state={"wte": torch.ones(1)},
-            stage_index=0,
+            states={0: {"wte": torch.ones(1)}},
             num_stages=1,
-            is_writer=True,
         )
     with pytest.raises(CheckpointError, match=r"stages \[0\] write the model, of 2 stages"):
-        save_pretrained(
-            tmp_path / "x", model=model, state=all_tensors(model), stage_index=0, num_stages=2, is_writer=True
-        )
+        save_pretrained(tmp_path / "x", model=model, states={0: all_tensors(model)}, num_stages=2)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_plain_model_is_saved_without_a_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, _ = build("batch_norm_mlp")
-    save_pretrained(
-        tmp_path / "x", model=model, state=all_tensors(model), stage_index=0, num_stages=1, is_writer=True
-    )
+    save_pretrained(tmp_path / "x", model=model, states={0: all_tensors(model)}, num_stages=1)
     assert "not a transformers PreTrainedModel" in caplog.text
     assert not (tmp_path / "x" / "config.json").exists()
     index = json.loads((tmp_path / "x" / "model.safetensors.index.json").read_text())
@@ -203,7 +191,7 @@ def test_views_of_a_flat_buffer_are_saved_alone(tmp_path: Path) -> None:
     for name, tensor in state.items():
         views[name] = flat[offset : offset + tensor.numel()].view(tensor.shape)
         offset += tensor.numel()
-    save_pretrained(tmp_path / "x", model=model, state=views, stage_index=0, num_stages=1, is_writer=True)
+    save_pretrained(tmp_path / "x", model=model, states={0: views}, num_stages=1)
     files = files_of(tmp_path / "x")
     assert all(torch.equal(files[k], state[k]) for k in state)
     assert next((tmp_path / "x").glob("*.safetensors")).stat().st_size < flat.numel() * 4 + 8192

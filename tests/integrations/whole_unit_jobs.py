@@ -280,6 +280,6 @@ def train_frozen(look_ahead: int) -> dict[str, Any]:
     for _ in steps:
         losses.append(float(engine.train_batch(stream)))
         gradients.append({key: value.clone() for key, value in engine.gradients.items()})
-        looked.append(isinstance(engine._lane, AheadUnitLane) and engine._lane.is_ahead)
+        looked.append(isinstance(engine._lane.lanes[0], AheadUnitLane) and engine._lane.lanes[0].is_ahead)
     engine.destroy()
     return {"losses": losses, "gradients": gradients, "looked": looked}

@@ -74,6 +74,7 @@ def run_in_double(
     from gpp_plugin.plan.costs.memory_breakdown import differences
     from gpp_plugin.runtime.lane import Lane, channels_of, make_programs, tied_stages
     from gpp_plugin.runtime.messages.transport import make_transport
+    from gpp_plugin.runtime.rank_lane import RankLane
     from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 
     rank, device = dist.get_rank(), torch.device("cpu")
@@ -93,16 +94,17 @@ def run_in_double(
     reference, plan = source.prepare_plan(batch)
     programs = make_programs(plan, reference)
     transport = make_transport(device=device, channels=channels_of(programs), timeout_s=60.0)
+    program = next(program for program in programs if program.rank == rank)
     lane = Lane(
         source=source.stages,
         reference=reference,
         plan=plan,
-        program=next(program for program in programs if program.rank == rank),
+        program=program,
         transport=transport,
         device=device,
         dtype=torch.float64,
     )
-    module = source.make_module(lane, batch)
+    (module,) = source.make_modules(RankLane(program, [lane]), batch)
     lane.bind(module, SumHooks(module, plan, tied_stages(plan, reference)))
     result = lane.run(batch, count=count)
     total = torch.tensor(sum(float(loss) * count for loss, count in result.losses), dtype=torch.float64)

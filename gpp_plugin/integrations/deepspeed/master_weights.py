@@ -28,7 +28,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from gpp_plugin.engine.partitioned_gradients import FlatGroup, ParameterSpan
+from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup, ParameterSpan
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.runtime.weight_versions import ParameterPlaces, WeightPlace, WeightPlaces
 

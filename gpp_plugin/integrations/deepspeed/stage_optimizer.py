@@ -23,8 +23,9 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
-from gpp_plugin.engine.gradients import GradientStore, StageGradients
-from gpp_plugin.engine.partitioned_gradients import FlatGroup, PartitionedGradients
+from gpp_plugin.engine.gradients.gradient_store import GradientStore, StageGradients
+from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup, PartitionedGradients
+from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.setting import StageReplica, StepCounters
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.errors import ConfigError
@@ -50,13 +51,15 @@ def make_stage_engine(
     optimizer: OptimizerFactory | None = None,
     lr_scheduler: SchedulerFactory | None = None,
     parameter_groups: Sequence[Mapping[str, Any]] | None = None,
-    **stage: Any,
+    module: nn.Module,
+    **rank: Any,
 ) -> StageEngine:
-    """Return a stage whose weights DeepSpeed updates; collective over all ranks.
+    """Return a rank's one stage whose weights DeepSpeed updates; collective over all ranks.
 
     Args:
         config, optimizer, lr_scheduler, parameter_groups: of `DeepSpeedOptimizer`.
-        stage: of `StageEngine`.
+        module: the stage's.
+        rank: of `RankEngine`.
     """
     make_optimizer = functools.partial(
         DeepSpeedOptimizer,
@@ -65,7 +68,7 @@ def make_stage_engine(
         lr_scheduler=lr_scheduler,
         parameter_groups=parameter_groups,
     )
-    return StageEngine(make_optimizer=make_optimizer, framework=FRAMEWORK, **stage)
+    return RankEngine(modules=[module], make_optimizer=make_optimizer, framework=FRAMEWORK, **rank).only
 
 
 class DeepSpeedOptimizer:

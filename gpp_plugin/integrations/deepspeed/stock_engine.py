@@ -288,13 +288,12 @@ class StockPipelineEngine(PipelineEngine):
         persistent = {p.name for p in self._lane.reference.analysis.op_graph.parameters if p.is_persistent}
         state = {n: t.detach() for n, t in self._layer.named_values().items() if n in persistent}
         setting = self._lane.source.setting
+        is_writer = self.plan.stages[self.stage_id].ranks[0] == self.global_rank
         pretrained_files.save_pretrained(
             save_directory,
             model=self._lane.source.model,
-            state={**state, **self._spare},
-            stage_index=self.stage_id,
+            states={self.stage_id: {**state, **self._spare}} if is_writer else {},
             num_stages=self.num_stages,
-            is_writer=self.plan.stages[self.stage_id].ranks[0] == self.global_rank,
             group=setting.group,
         )
 

@@ -46,25 +46,24 @@ def save_pretrained(
     directory: str | Path,
     *,
     model: nn.Module,
-    state: Mapping[str, Tensor],
-    stage_index: int,
+    states: Mapping[int, Mapping[str, Tensor]],
     num_stages: int,
-    is_writer: bool,
     group: dist.ProcessGroup | None = None,
     timeout: float = 600.0,
 ) -> None:
     """Write the model as HuggingFace files, one shard a stage, without gathering weights.
 
-    Every rank of ``group`` calls this; one rank of each stage writes ``model-0000i-of-0000N.safetensors``; the first
-    of them adds config, generation config and, last, the index. A tensor that several stages pass is written by the
+    Every rank of ``group`` calls this; the rank that passes a stage's state writes
+    ``model-0000i-of-0000N.safetensors``; the first of them adds config, generation config and, last, the index. A
+    tensor that several stages pass is written by the
     first of these stages, under the name HuggingFace saves it. All files are written beside ``directory`` and moved
     into it when every rank has succeeded; where the directory exists already, its index is removed before the shards
     are replaced and the new one put in after, so that a torn save cannot be loaded.
 
     Args:
         model: gives names, ties and config; its weights are not read and may be on the meta device.
-        state: this stage's parameters and buffers by name; not read where ``is_writer`` is false.
-        is_writer: True on exactly one rank of each stage.
+        states: parameters and buffers by name of those stages that this rank writes, by their index; each stage is
+            written by exactly one rank.
         group: a group whose backend handles CPU tensors (gloo); None for a single process.
         timeout: seconds to wait for the slowest rank.
 
@@ -72,28 +71,32 @@ def save_pretrained(
         CheckpointError: a rank failed to write, or the stages do not hold all of the model; on every rank.
         CommTimeout: a rank did not answer in time.
     """
-    who = f"rank {dist.get_rank()}, stage {stage_index}" if group is not None else "the process"
+    stages = ", ".join(map(str, sorted(states))) or "no stage"
+    who = f"rank {dist.get_rank()}, which writes {stages}" if group is not None else "the process"
     meeting = Meeting(group=group, who=who, timeout_s=timeout)
     target = Path(directory)
     staging = target.parent / f".{target.name}.saving"
     # the phases above; an old export is touched in the last only
-    sizes: Sizes = {}
-    problem: str | None = None
-    if is_writer:
-        sizes, problem = _attempt(lambda: _saved_sizes(model, state), sizes)
-    everyone = _agree(problem, meeting, (stage_index if is_writer else None, sizes))
-    shards = _assign_shards(model, [entry for entry in everyone if entry[0] is not None], num_stages)
-    is_first = is_writer and stage_index == min(shards)
+    nothing: dict[int, Sizes] = {}
+    sizes, problem = _attempt(lambda: {s: _saved_sizes(model, state) for s, state in states.items()}, nothing)
+    everyone = [pair for of_rank in _agree(problem, meeting, sizes) for pair in of_rank.items()]
+    shards = _assign_shards(model, everyone, num_stages)
+    is_first = min(shards) in states
     _, problem = _attempt(lambda: _prepare_directory(staging, target) if is_first else None, None)
     _agree(problem, meeting)
-    own = shards.get(stage_index) if is_writer else None
-    all_sizes = [sizes for _, sizes in everyone] if is_first else None
-    nothing: dict[str, int] = {}
-    written, problem = _attempt(lambda: _write_stage(staging, model, state, own, all_sizes), nothing)
+
+    def write() -> dict[int, dict[str, int]]:
+        if is_first:
+            _write_configs(staging, model, _commonest_dtype(sizes for _, sizes in everyone))
+        own = {stage: shards[stage] for stage in states if stage in shards}
+        return {s: _write_shard(staging / name, model, states[s], owned) for s, (name, owned) in own.items()}
+
+    none: dict[int, dict[str, int]] = {}
+    written, problem = _attempt(write, none)
     try:
         # Whatever fails here or on another rank, the target is untouched until `_commit`, and
         # nothing is left beside it.
-        maps = _agree(problem, meeting, (stage_index, written))
+        maps = [pair for of_rank in _agree(problem, meeting, written) for pair in of_rank.items()]
         _, problem = _attempt(
             lambda: _commit(staging, target, _index(model, maps, shards)) if is_first else None, None
         )
@@ -142,7 +145,7 @@ def _assign_shards(
     stages = sorted(stage for stage, _ in writers)
     if stages != list(range(num_stages)):
         raise CheckpointError(
-            f"stages {stages} write the model, of {num_stages} stages; pass is_writer=True on exactly one rank of each"
+            f"stages {stages} write the model, of {num_stages} stages; pass each stage's state on exactly one rank"
         )
     owned: dict[int, set[str]] = {}
     taken: set[str] = set()
@@ -177,27 +180,6 @@ def _prepare_directory(staging: Path, target: Path) -> None:
         raise NotADirectoryError(f"{target} is a file; give a directory")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-
-
-def _write_stage(
-    staging: Path,
-    model: nn.Module,
-    state: Mapping[str, Tensor],
-    own: tuple[str, set[str]] | None,
-    all_sizes: Sequence[Sizes] | None,
-) -> dict[str, int]:
-    """Write what this rank writes of the model, and return saved name -> bytes of its shard.
-
-    Args:
-        own: file and first names of this stage's shard; None where another rank writes it, or there is nothing in it.
-        all_sizes: of every stage, on the rank that writes the configs; None on the others.
-    """
-    if all_sizes is not None:
-        _write_configs(staging, model, _commonest_dtype(all_sizes))
-    if own is None:
-        return {}
-    name, owned = own
-    return _write_shard(staging / name, model, state, owned)
 
 
 def _write_shard(

@@ -501,12 +501,14 @@ class CapturedPart:
         num_samples: int,
         *,
         within: Surroundings | None = None,
+        keeps_capture: bool = False,
     ) -> StageCode:
         """Trace the module at ``num_samples`` samples and return the code of a stage of its blocks.
 
         Args:
             reference: of the whole graph, in the mode the code is for.
             within: of a part of a larger graph.
+            keeps_capture: another stage of it runs here, whose code is made next, at these shapes perhaps.
 
         Raises:
             CaptureError: the module's structure depends on its input shapes.
@@ -531,8 +533,10 @@ class CapturedPart:
             self._analyses[analysis.is_training, kind_of(arguments)] = captured.analysis
             if len(self._analyses) > MAX_READINGS:
                 self._analyses.popitem(last=False)
-        self._kept = None  # one stage runs here, and keeps its code
-        self._trials.clear()
+        # the last stage that runs here has its code now
+        self._kept = (_shapes(arguments), captured) if keeps_capture else None
+        if not keeps_capture:
+            self._trials.clear()
         if plan.stages[stage].memory is not None and captured.analysis.nodes != analysis.nodes:
             raise CaptureError(
                 f"stage {plan.stages[stage].name}: its graph changed with values of its inputs, and its memory plan "

@@ -142,11 +142,11 @@ def describe_tensors(stage: str, module: nn.Module) -> tuple[Parameter, ...]:
     )
 
 
-def check_replicas(graph: ResolvedGraph, held: Sequence[Sequence[Parameter]]) -> None:
+def check_replicas(graph: ResolvedGraph, held: Sequence[Mapping[str, Sequence[Parameter]]]) -> None:
     """Refuse a stage whose data positions hold unlike parameters: their gradients are summed.
 
     Args:
-        held: by rank.
+        held: by rank, by stage.
 
     Raises:
         ConfigError: names stage, rank and parameter.
@@ -155,7 +155,7 @@ def check_replicas(graph: ResolvedGraph, held: Sequence[Sequence[Parameter]]) ->
         ranks, tensor = stage.spec.ranks, stage.spec.tensor
         for position, rank in enumerate(ranks):
             first = ranks[position % tensor]
-            theirs, own = _trained(held[first]), _trained(held[rank])
+            theirs, own = _trained(held[first][stage.name]), _trained(held[rank][stage.name])
             name = next((n for n in (*theirs, *own) if theirs.get(n) != own.get(n)), None)
             if name is not None:
                 raise ConfigError(

@@ -1,4 +1,4 @@
-"""One rank's part of a model: its module, what all stages make of which shapes, and the code of its stage.
+"""One rank's part of a model: its modules, what all stages make of which shapes, and the code of its stages.
 
 The engine uses it through `model.model_source`; it needs no DeepSpeed itself.
 
@@ -47,7 +47,7 @@ from gpp_plugin.model.graph.module_trial import Place
 from gpp_plugin.model.graph.probe import Prober, Survey
 from gpp_plugin.model.graph.resolve import GraphStage, ResolvedGraph, resolve, resolve_module
 from gpp_plugin.model.graph.stage_call import IDLE, loss_node, stage_function
-from gpp_plugin.model.graph.stage_context import StageContext, make_context
+from gpp_plugin.model.graph.stage_context import StageContext, make_contexts
 from gpp_plugin.model.graph.stage_costs import Measuring, StageCosts, measure_stages
 from gpp_plugin.model.graph.stage_graph import StageGraph
 from gpp_plugin.model.measure_lengths import LengthsAsked, measure_lengths
@@ -125,24 +125,30 @@ class GraphJob:
         self.whole: GraphStage | None = self.resolved.whole
         self._eager = _eager_of(self.resolved, eager)
         if self.whole is None:
-            stages = tuple(self.resolved.stage_of_rank(rank).name for rank in range(num_ranks))
+            on_ranks = (self.resolved.stages_of_rank(rank) for rank in range(num_ranks))
+            stages = tuple(", ".join(stage.name for stage in on_rank) for on_rank in on_ranks)
             place = dataclasses.replace(place, stages=stages)
         self._place = place
-        self._stage = self.resolved.stage_of_rank(place.rank)
+        self._stages = self.resolved.stages_of_rank(place.rank)
         self._called = tied_names(self.resolved)
-        # 2. this rank's stage; of a plain model nothing is built, and no process groups are made
-        self._context: StageContext | None = None
+        # 2. this rank's stages; of a plain model nothing is built, and no process groups are made
+        self._contexts: dict[str, StageContext] = {}
         self._parts: dict[_PartKey, CapturedPart] = {}
         self._tensors: dict[str, tuple[Parameter, ...]] = {}
-        self._own: GivenModule | CapturedPart = (
-            self._build(seed, timeout_s) if self.whole is None else self._part(self.whole)
+        self.owns: dict[str, GivenModule | CapturedPart] = (
+            self._build(seed, timeout_s) if self.whole is None else {self.whole.name: self._part(self.whole)}
         )
+        """This rank's stages by name: their modules, or the captured parts that it runs some of."""
         # 3. one look at every stage, in topological order: captured ones are traced, others run
         tracing = time.monotonic()
-        self._survey: Survey = Prober(self.resolved, self._own, place).survey(sample_batch, loss_unit)
+        self._survey: Survey = Prober(self.resolved, self.owns, place).survey(sample_batch, loss_unit)
         self._start_up = StartUp(began=began, tracing_s=time.monotonic() - tracing, num_samples=loss_unit)
         # what a module registers later (a cache of masks) is none of what lanes bind
-        self._names = frozenset(self._own.named_tensors() if isinstance(self._own, GivenModule) else ())
+        self._names = {
+            name: frozenset(own.named_tensors())
+            for name, own in self.owns.items()
+            if isinstance(own, GivenModule)
+        }
         for name, analysis in self._survey.analyses.items():
             self._tensors[name] = self._part(self.resolved.stage(name)).parameters(analysis.op_graph)
         # 4. what came of it, by the mode and the shapes it is true of
@@ -174,10 +180,10 @@ class GraphJob:
             asked=asked,
         )
 
-    def _build(self, seed: int, timeout_s: float) -> GivenModule | CapturedPart:
-        """Make this rank's stage of a graph, and see that what all ranks made fits together."""
+    def _build(self, seed: int, timeout_s: float) -> dict[str, GivenModule | CapturedPart]:
+        """Make this rank's stages of a graph, and see that what all ranks made fits together."""
         place = self._place
-        self._context = context = make_context(
+        self._contexts = contexts = make_contexts(
             [stage.spec for stage in self.resolved.stages],
             rank=place.rank,
             device=place.device,
@@ -185,27 +191,36 @@ class GraphJob:
             timeout_s=timeout_s,
             backend=place.backend,
         )
-        made: list[nn.Module] = []
+        made: dict[str, nn.Module] = {}
 
-        def build() -> tuple[Parameter, ...]:
-            if self._stage.is_captured:
-                return self._part(self._stage).tensors()
-            made.append(make_module(self._stage, context, seed=_seed(seed, self._stage.name)))
-            return describe_tensors(self._stage.name, made[0])
+        def build() -> dict[str, tuple[Parameter, ...]]:
+            held = {}
+            for stage in self._stages:
+                if stage.is_captured:
+                    held[stage.name] = self._part(stage).tensors()
+                    continue
+                made[stage.name] = make_module(stage, contexts[stage.name], seed=_seed(seed, stage.name))
+                held[stage.name] = describe_tensors(stage.name, made[stage.name])
+            return held
 
         tensors = exchange(build, what="building stages", group=place.group, stages=place.stages)
         check_replicas(self.resolved, tensors)
-        self._tensors = {stage.name: tensors[stage.spec.ranks[0]] for stage in self.resolved.stages}
+        self._tensors = {s.name: tensors[s.spec.ranks[0]][s.name] for s in self.resolved.stages}
         check_ties(self.resolved, self._tensors)
-        if self._stage.is_captured:
-            return self._part(self._stage)
-        own = {n: c for n, c in self._called.items() if n.partition(".")[0] == self._stage.name}
-        return GivenModule(self._stage.name, made[0], tied=own)
+        return {
+            stage.name: self._part(stage)
+            if stage.is_captured
+            else GivenModule(
+                stage.name,
+                made[stage.name],
+                tied={n: c for n, c in self._called.items() if n.partition(".")[0] == stage.name},
+            )
+            for stage in self._stages
+        }
 
-    @property
-    def own(self) -> GivenModule | CapturedPart:
-        """Return this rank's stage: its module, or the captured part that it runs some of."""
-        return self._own
+    def owner(self, plan: PipelinePlan, stage: int) -> str:
+        """Return the stage as the user gave it that a stage of a plan is, or is a piece of."""
+        return self.whole.name if self.whole is not None else owner_of_block(plan.stages[stage].blocks[0])
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -214,13 +229,13 @@ class GraphJob:
 
     def set_timeout(self, timeout_s: float) -> None:
         """Let ranks of a stage wait for each other for so long, now that there is a plan."""
-        if self._context is not None:
-            self._context.set_timeout(timeout_s)
+        for context in self._contexts.values():
+            context.set_timeout(timeout_s)
 
     def close(self) -> None:
         """Let go of the groups that factories were given; no stage runs any more."""
-        if self._context is not None:
-            self._context.close()
+        for context in self._contexts.values():
+            context.close()
 
     def views(self, *, is_training: bool) -> dict[str, PartView]:
         """Return the captured parts as the whole graph sees them, for the batch that was met last in this mode."""
@@ -244,7 +259,7 @@ class GraphJob:
         """Return what the stages cost; as for `measure_stages`."""
         return measure_stages(
             self.resolved,
-            self._own,
+            self.owns,
             self._place,
             self._sample,
             self._survey,
@@ -267,11 +282,11 @@ class GraphJob:
         def measure() -> LengthCosts | None:
             if self._place.rank != source:
                 return None
-            assert isinstance(self._own, CapturedPart), "a plain model is captured"
+            part = self._part(whole)
             analysis = self._survey.analyses[whole.name]
             graph = make_reference(analysis, self._granularity).block_graph
             profile = costs.profile(graph, device="")
-            return measure_lengths(self._own, analysis, self._sample, profile, asked, cache_dir=cache_dir)
+            return measure_lengths(part, analysis, self._sample, profile, asked, cache_dir=cache_dir)
 
         return tell(measure, source=source, what="costs at other lengths", group=self._place.group)
 
@@ -282,15 +297,18 @@ class GraphJob:
             CaptureError: one is not its module; the same on every rank.
         """
 
-        def verify_own() -> tuple[bool, str] | None:
-            if not isinstance(self._own, CapturedPart) or self._place.rank != self._stage.spec.ranks[0]:
-                return None
-            own = costs.by_stage[self._stage.name]
-            return verify_part(self._own, self._place, self._sample, self._survey, own, self._start_up)
+        def verify_own() -> list[tuple[bool, str]]:
+            return [
+                verify_part(
+                    own, self._place, self._sample, self._survey, costs.by_stage[name], self._start_up
+                )
+                for name, own in self.owns.items()
+                if isinstance(own, CapturedPart) and self._place.rank == own.stage.spec.ranks[0]
+            ]
 
         what = "comparison of captures with their modules"
         found = exchange(verify_own, what=f"the {what}", group=self._place.group, stages=self._place.stages)
-        for is_verified, line in (report for report in found if report is not None):
+        for is_verified, line in (report for of_rank in found for report in of_rank):
             if self._place.rank == 0:
                 logger.log(logging.INFO if is_verified else logging.WARNING, "%s", line)
 
@@ -307,9 +325,9 @@ class GraphJob:
             takes_whole = self._survey.analyses[resolved.whole.name].takes_whole_units
             if not is_counted(batch) or takes_whole and max(rows_per_sample(batch).values()) > 1:
                 batch = as_unit(batch, self._loss_unit)
-            _, analyses = Prober(resolved, self._part(resolved.whole), self._place).shapes_at(
-                batch, self._loss_unit, {}, is_training=False, analyses={}
-            )
+            _, analyses = Prober(
+                resolved, {resolved.whole.name: self._part(resolved.whole)}, self._place
+            ).shapes_at(batch, self._loss_unit, {}, is_training=False, analyses={})
             return make_reference(analyses[resolved.whole.name], self._granularity)
         self._meet(resolved, batch, is_training=False)
         return describe_graph(
@@ -341,7 +359,7 @@ class GraphJob:
         if key in self._lacking:
             return self._lacking[key]
         try:
-            _, analyses = Prober(resolved, self._part(whole), self._place).shapes_at(
+            _, analyses = Prober(resolved, {whole.name: self._part(whole)}, self._place).shapes_at(
                 unit, self._loss_unit, {}, is_training=is_training, analyses={}
             )
         except CaptureError as error:
@@ -388,9 +406,13 @@ class GraphJob:
         if key not in self._known:
             captured = [stage for stage in resolved.stages if stage.is_captured]
             known = {stage.name: self._analyses.get((is_training, _key(stage))) for stage in captured}
-            own = self._own
-            if isinstance(own, CapturedPart) and resolved.has(self._stage.name):
-                own = self._part(resolved.stage(self._stage.name))
+            # a captured part as it is called for these keys
+            own = {
+                name: self._part(resolved.stage(name))
+                if isinstance(part, CapturedPart) and resolved.has(name)
+                else part
+                for name, part in self.owns.items()
+            }
             shapes, analyses = Prober(resolved, own, self._place).shapes_at(
                 batch.stand_in() if isinstance(batch, OwnRows) else batch,
                 self._loss_unit,
@@ -459,20 +481,23 @@ class GraphJob:
     def stage_code(
         self, reference: Reference, plan: PipelinePlan, stage: int, batch: Batch, num_samples: int
     ) -> StageCode:
-        """Return this rank's stage as code, at the shapes that were met last in this mode.
+        """Return one of this rank's stages as code, at the shapes that were met last in this mode.
 
         Raises:
             PlanError: the plan has this rank in another stage.
         """
         is_training = reference.analysis.is_training
-        own, blocks = self._stage.name, plan.stages[stage].blocks
+        # what is captured for one stage serves the rank's others at the same shapes
+        keeps = stage != plan.stages_of_rank(self._place.rank)[-1]
         # a plain model: the reference is the capture itself, and evaluation has one of its own (no labels, outputs)
         if self.whole is not None and (is_training or reference.block_graph.blocks):
             part = self._part(self._called_with(reference, batch))
-            return part.stage_code(reference, plan, stage, batch, num_samples)
-        met = self._current[is_training]
+            return part.stage_code(reference, plan, stage, batch, num_samples, keeps_capture=keeps)
+        met, blocks = self._current[is_training], plan.stages[stage].blocks
         shapes = met.shapes
-        if any(owner_of_block(block) != own for block in blocks):
+        owners = {owner_of_block(block) for block in blocks}
+        if len(owners) > 1 or not owners <= self.owns.keys():
+            own = ", ".join(self.owns)
             raise PlanError(
                 f"rank {self._place.rank} runs stage {own!r}, and the plan has it in {plan.stages[stage].name!r}"
             )
@@ -480,19 +505,24 @@ class GraphJob:
             return StageCode(
                 function=IDLE, tensors=shapes.tensors, inputs=shapes.inputs, loss=None, outputs={}
             )
-        if isinstance(self._own, CapturedPart):
-            part, analysis = met.parts[own]
+        (name,) = owners
+        own_stage = self.owns[name]
+        if isinstance(own_stage, CapturedPart):
+            part, analysis = met.parts[name]
             around = Surroundings(analysis=analysis, shapes=shapes)
-            return part.stage_code(reference, plan, stage, batch, num_samples, within=around)
+            return part.stage_code(
+                reference, plan, stage, batch, num_samples, within=around, keeps_capture=keeps
+            )
         # a user's module: its code is a call of it, and it returns what edges carry, the loss, what is asked for
         sent = [n for e in plan.edges if e.src == stage for n in (*e.batch_tensors, *e.whole_tensors)]
         op_graph = reference.analysis.op_graph
-        named = {name: node for name, node in op_graph.outputs.items() if node.rpartition(".")[0] == own}
-        loss = loss_node(self._stage)
+        named = {n: node for n, node in op_graph.outputs.items() if node.rpartition(".")[0] == name}
+        called = self.resolved.stage(name)
+        loss = loss_node(called)
         outputs = dict.fromkeys([*sent, *([] if loss is None else [loss]), *named.values()])
-        tensors = {n: t for n, t in self._own.named_tensors().items() if n in self._names}
+        tensors = {n: t for n, t in own_stage.named_tensors().items() if n in self._names[name]}
         return StageCode(
-            function=stage_function(self._stage, self._own.given, tuple(outputs), tensors=tensors),
+            function=stage_function(called, own_stage.given, tuple(outputs), tensors=tensors),
             tensors=shapes.tensors,
             inputs=shapes.inputs,
             loss=loss,

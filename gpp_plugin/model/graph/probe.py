@@ -79,18 +79,20 @@ class Prober:
     """Runs stages of a graph to learn about them; every method is collective over all ranks.
 
     Args:
-        own: this rank's stage.
+        own: this rank's stages, by name.
     """
 
-    def __init__(self, graph: ResolvedGraph, own: GivenModule | CapturedPart, place: Place) -> None:
+    def __init__(
+        self, graph: ResolvedGraph, own: Mapping[str, GivenModule | CapturedPart], place: Place
+    ) -> None:
         self._graph = graph
-        self._stage = own
+        self._own = own
         self._place = place
 
-    @property
-    def _own(self) -> GivenModule:
-        assert isinstance(self._stage, GivenModule), "a captured part is not run"
-        return self._stage
+    def _given(self, stage: GraphStage) -> nn.Module:
+        own = self._own[stage.name]
+        assert isinstance(own, GivenModule), "a captured part is not run"
+        return own.given
 
     def survey(self, batch: Batch, num_samples: int) -> Survey:
         """Find out shapes, layouts and who mixes samples, in training mode, at two numbers of samples.
@@ -207,7 +209,7 @@ class Prober:
         return _Report(
             seen=report.seen,
             values=report.values,
-            mixes=_has_batch_statistics(self._own.given)
+            mixes=_has_batch_statistics(self._given(stage))
             or self._mixes_rows(stage, batch, counts, tensors, values),
         )
 
@@ -221,7 +223,7 @@ class Prober:
         analysis: Analysis | None,
     ) -> _Report:
         """Trace a captured part, anew or at another shape."""
-        part = self._stage
+        part = self._own[stage.name]
         assert isinstance(part, CapturedPart)
         arguments = part.arguments(batch, tensors, num_samples)
         if analysis is not None and not stage.is_alone:
@@ -255,7 +257,7 @@ class Prober:
         """Run the stage at some numbers of samples; at the first one with a graph, to see what takes a gradient."""
         seen: list[dict[str, Seen]] = []
         kept: Values = {}
-        with undisturbed(self._own.given, is_training=is_training, device=self._place.device):
+        with undisturbed(self._given(stage), is_training=is_training, device=self._place.device):
             for count in counts:
                 arguments = stage_arguments(
                     stage, batch, count, self._place, tensors=tensors, values=values, largest=counts[-1]
@@ -284,7 +286,7 @@ class Prober:
         # In evaluation mode, where dropout cannot make rows differ: rows 0..n-1 of a run on n samples against the same
         # rows of one on 2n, which has others beside them. Attention over the batch, a norm over it, a mean: all differ.
         found = []
-        with undisturbed(self._own.given, is_training=False, device=self._place.device):
+        with undisturbed(self._given(stage), is_training=False, device=self._place.device):
             for count in counts:
                 arguments = stage_arguments(
                     stage, batch, count, self._place, tensors=tensors, values=values, largest=counts[-1]
@@ -294,7 +296,7 @@ class Prober:
         return any(not _begins_with(together[node], tensor) for node, tensor in alone.items())
 
     def _call(self, stage: GraphStage, arguments: dict[str, Tensor]) -> dict[str, Tensor]:
-        return call_stage(stage, self._own.given, arguments)
+        return call_stage(stage, self._given(stage), arguments)
 
 
 def _seen(stage: GraphStage, node: str, tensor: Tensor) -> Seen:

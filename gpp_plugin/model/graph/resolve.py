@@ -96,9 +96,9 @@ class ResolvedGraph:
         """Return whether there is a stage of that name."""
         return any(stage.name == name for stage in self.stages)
 
-    def stage_of_rank(self, rank: int) -> GraphStage:
-        """Return the stage that ``rank`` runs."""
-        return next(stage for stage in self.stages if rank in stage.spec.ranks)
+    def stages_of_rank(self, rank: int) -> tuple[GraphStage, ...]:
+        """Return the stages that ``rank`` runs."""
+        return tuple(stage for stage in self.stages if rank in stage.spec.ranks)
 
     def readers(self, node: str) -> tuple[str, ...]:
         """Return the stages that read an output."""

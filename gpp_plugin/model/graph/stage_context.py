@@ -74,7 +74,7 @@ class StageContext:
             dist.destroy_process_group(group)
 
 
-def make_context(
+def make_contexts(
     stages: Sequence[StageGrid],
     *,
     rank: int,
@@ -82,15 +82,15 @@ def make_context(
     dtype: torch.dtype,
     timeout_s: float,
     backend: str = "gloo",
-) -> StageContext:
-    """Return this rank's context; collective over all ranks where torch.distributed is initialised.
+) -> dict[str, StageContext]:
+    """Return this rank's contexts by stage; collective over all ranks where torch.distributed is initialised.
 
     Args:
         stages: all of them, in the same order on every rank, their ranks checked.
         timeout_s: how long a collective in its groups waits for its peers.
         backend: what moves the device's tensors (`JobPlacement.backend`).
     """
-    own: StageContext | None = None
+    own: dict[str, StageContext] = {}
     timeout = datetime.timedelta(seconds=timeout_s)
     for stage in stages:
         rows = [stage.ranks[i : i + stage.tensor] for i in range(0, len(stage.ranks), stage.tensor)]
@@ -102,7 +102,7 @@ def make_context(
         single_group = _own_group([[r] for r in stage.ranks], rank, timeout, backend=backend)
         if rank in stage.ranks:
             data_rank, tensor_rank = divmod(stage.ranks.index(rank), stage.tensor)
-            own = StageContext(
+            own[stage.name] = StageContext(
                 stage=stage.name,
                 rank=rank,
                 device=device,
@@ -115,7 +115,7 @@ def make_context(
                 tensor_rank=tensor_rank,
                 tensor_size=stage.tensor,
             )
-    assert own is not None, "every rank is in a stage"
+    assert own, "every rank is in a stage"
     return own
 
 

@@ -75,7 +75,7 @@ class StageCosts:
 
 def measure_stages(
     graph: ResolvedGraph,
-    own: GivenModule | CapturedPart,
+    own: Mapping[str, GivenModule | CapturedPart],
     place: Place,
     batch: Batch,
     survey: Survey,
@@ -86,6 +86,7 @@ def measure_stages(
     """Return the costs of every stage, the same on every rank; collective over all ranks.
 
     Args:
+        own: this rank's stages, by name.
         counts: stage -> numbers of samples to time it at, increasing; those that its module cannot do are left
             out, but for the largest.
 
@@ -94,7 +95,7 @@ def measure_stages(
     """
     own_stored = _own_stored(graph, own, place, survey, counts, measuring)
     stored = exchange(
-        lambda: None if own_stored is None else own_stored.find(),
+        lambda: {name: stored.find() for name, stored in own_stored.items()},
         what="the stored profiles of stages",
         group=place.group,
         stages=place.stages,
@@ -109,12 +110,15 @@ def measure_stages(
     for stage in graph.stages:
 
         def time_own(stage: GraphStage = stage) -> Profile:
-            return _time_own(stage, own, place, batch, survey, counts=counts[stage.name], measuring=measuring)
+            return _time_own(
+                stage, own[stage.name], place, batch, survey, counts=counts[stage.name], measuring=measuring
+            )
 
         first = stage.spec.ranks[0]
-        found[stage.name] = profile = _agreed(stage, place, time_own, stored[first])
-        if own_stored is not None and place.rank == first and stored[first] is None:
-            own_stored.put(profile)
+        known = stored[first].get(stage.name)
+        found[stage.name] = profile = _agreed(stage, place, time_own, known)
+        if stage.name in own_stored and known is None:
+            own_stored[stage.name].put(profile)
         if place.rank == 0:
             longest = sum(cost.forward_us[-1] for cost in profile.costs)
             logger.info("profiling: stage %s, a forward of %.0f us", stage.name, longest)
@@ -159,7 +163,7 @@ def _time_own(
     counts: Sequence[int],
     measuring: Measuring,
 ) -> Profile:
-    """Return what this rank's stage costs: block by block where it is captured, else as a whole."""
+    """Return what a stage of this rank costs: block by block where it is captured, else as a whole."""
     if isinstance(own, CapturedPart):
         return profile_part(
             own,
@@ -185,26 +189,29 @@ def _time_own(
 
 def _own_stored(
     graph: ResolvedGraph,
-    own: GivenModule | CapturedPart,
+    own: Mapping[str, GivenModule | CapturedPart],
     place: Place,
     survey: Survey,
     counts: Mapping[str, Sequence[int]],
     measuring: Measuring,
-) -> StoredProfile | None:
-    """Return where this rank's stage may have a stored profile; None but on a module's first rank."""
-    stage = graph.stage_of_rank(place.rank)
-    if isinstance(own, CapturedPart) or place.rank != stage.spec.ranks[0]:
-        return None
+) -> dict[str, StoredProfile]:
+    """Return where this rank's stages may have a stored profile: modules of which it is the first rank."""
     options = dataclasses.asdict(measuring)
-    return StoredProfile(
-        stage,
-        own,
-        place,
-        survey,
-        counts=counts[stage.name],
-        cache_dir=options.pop("cache_dir"),
-        options=options,
-    )
+    cache_dir = options.pop("cache_dir")
+    stored = {}
+    for name, module in own.items():
+        stage = graph.stage(name)
+        if isinstance(module, GivenModule) and place.rank == stage.spec.ranks[0]:
+            stored[name] = StoredProfile(
+                stage,
+                module,
+                place,
+                survey,
+                counts=counts[name],
+                cache_dir=cache_dir,
+                options=options,
+            )
+    return stored
 
 
 def _of_all(told: Sequence[Profile]) -> Profile:

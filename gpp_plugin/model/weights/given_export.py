@@ -26,8 +26,7 @@ from gpp_plugin.runtime.ranks.agree import exchange
 def save_stages(
     directory: str | Path,
     *,
-    name: str,
-    state: Mapping[str, Tensor],
+    states: Mapping[int, tuple[str, Mapping[str, Tensor]]],
     plan: PipelinePlan,
     rank: int,
     group: dist.ProcessGroup | None,
@@ -35,12 +34,13 @@ def save_stages(
     """Write every stage's weights; collective over all ranks.
 
     Args:
-        name: of this rank's stage as the user gave it: what the names of its tensors begin with.
-        state: this rank's stage.
+        states: of this rank's stages, by their index in the plan: the name of the stage as the user gave it, which is
+            what the names of its tensors begin with, and its tensors.
 
     Raises:
         CheckpointError: a rank could not write; on every rank.
     """
+
     # Data positions hold copies, so position 0 writes; tensor ranks hold shards, so each of its ranks writes its own.
     # A stage "language" on ranks 2 to 5 with tensor=2:
     #
@@ -48,26 +48,26 @@ def save_stages(
     #     rank 3, (0, 1)               language-tensor-1.safetensors      rank 5, (1, 1)   nothing
     #
     # All ranks come to the exchange: if one cannot write, all say so.
-    stage = plan.stages[plan.stage_of_rank(rank)]
-    data, tensor = stage.position(rank)
-    suffix = "" if stage.tensor == 1 else f"-tensor-{tensor}"
-
     def write() -> None:
-        if data:
-            return
-        own = {
-            key.removeprefix(f"{name}."): value.detach().cpu().contiguous().clone()
-            for key, value in state.items()
-            if key.startswith(f"{name}.")
-        }
-        try:
-            _write_whole(Path(directory) / f"{escape_name(stage.name)}{suffix}.safetensors", own)
-        except OSError as error:
-            raise CheckpointError(
-                f"rank {rank} cannot write stage {stage.name!r} to {directory}: {error}"
-            ) from error
+        for index, (name, state) in states.items():
+            stage = plan.stages[index]
+            data, tensor = stage.position(rank)
+            if data:
+                continue
+            suffix = "" if stage.tensor == 1 else f"-tensor-{tensor}"
+            own = {
+                key.removeprefix(f"{name}."): value.detach().cpu().contiguous().clone()
+                for key, value in state.items()
+                if key.startswith(f"{name}.")
+            }
+            try:
+                _write_whole(Path(directory) / f"{escape_name(stage.name)}{suffix}.safetensors", own)
+            except OSError as error:
+                raise CheckpointError(
+                    f"rank {rank} cannot write stage {stage.name!r} to {directory}: {error}"
+                ) from error
 
-    names = [plan.stages[plan.stage_of_rank(r)].name for r in range(plan.num_ranks)]
+    names = [plan.names_on_rank(each) for each in range(plan.num_ranks)]
     exchange(write, what="save_pretrained", group=group, stages=names)
 
 

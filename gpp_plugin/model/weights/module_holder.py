@@ -1,4 +1,4 @@
-"""Takes what one stage holds out of the user's module, under the names that the graph has for it.
+"""Takes what a rank's stages hold out of the user's module, under the names that the graph has for it.
 
 Source: this project
 Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests/stage_graph/test_mixed.py
@@ -6,7 +6,7 @@ Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from torch import Tensor, nn
@@ -15,11 +15,11 @@ from gpp_plugin.config import GraphPipelineConfig
 from gpp_plugin.model.preparation import Setting, materialize_for
 from gpp_plugin.model.weights.materialize import release_parameters
 from gpp_plugin.runtime.lane import Reference
-from gpp_plugin.runtime.stage_module import StageModule
+from gpp_plugin.runtime.stage_module import StageModule, joined_module
 
 
 class ModuleHolder:
-    """A captured module and the one of its stages that this rank runs.
+    """A captured module and those of its stages that this rank runs.
 
     Args:
         prefix: what the graph puts before the module's own names; a part of a stage graph has its name there.
@@ -44,23 +44,28 @@ class ModuleHolder:
         self._called = {own[name]: called[name] for name in called}
         self._own = {called[name]: own[name] for name in called}
 
-    def make_module(self, reference: Reference, names: Iterable[str]) -> StageModule:
-        """Return a stage of these parameters and buffers; the user's module keeps those only, and its buffers."""
-        names = tuple(names)
+    def make_modules(self, reference: Reference, names: Sequence[Sequence[str]]) -> tuple[StageModule, ...]:
+        """Return stages of these parameters and buffers; the user's module keeps those only, and its buffers.
+
+        Stages that hold the same tensor share its memory.
+        """
         known = {p.name: p for p in reference.analysis.op_graph.parameters}
         used = {name for block in reference.block_graph.blocks for name in block.parameters}
-        tensors = self._materialize(names)
+        tensors = self._materialize(dict.fromkeys(name for of_stage in names for name in of_stage))
         theirs = dict(self._module.named_parameters())
         # what was cast is a copy: the module keeps only what the stage shares with it
         local = {self._local(name): tensor for name, tensor in tensors.items()}
         shared = {name for name, tensor in local.items() if name in theirs and _is_same(theirs[name], tensor)}
         buffers = {self._local(n) for n, p in known.items() if p.is_buffer and n.startswith(self._prefix)}
         release_parameters(self._module, keep=shared | buffers)
-        return StageModule(
-            tensors=tensors,
-            parameters=[name for name in names if not known[name].is_buffer],
-            frozen=frozenset(n for n in names if not known[n].requires_grad or n not in used),
-            persistent=frozenset(n for n in names if known[n].is_persistent),
+        return tuple(
+            StageModule(
+                tensors={name: tensors[name] for name in of_stage},
+                parameters=[name for name in of_stage if not known[name].is_buffer],
+                frozen=frozenset(n for n in of_stage if not known[n].requires_grad or n not in used),
+                persistent=frozenset(n for n in of_stage if known[n].is_persistent),
+            )
+            for of_stage in names
         )
 
     def complete_module(self, module: StageModule, names: Iterable[str]) -> None:
@@ -70,14 +75,14 @@ class ModuleHolder:
         if missing:
             module.add_buffers(self._materialize(missing))
 
-    def share_weights(self, module: StageModule) -> None:
-        """Let the user's module see the stage's weights where they are of one type; ZeRO has moved them.
+    def share_weights(self, modules: Sequence[StageModule]) -> None:
+        """Let the user's module see the stages' weights where they are of one type; ZeRO has moved them.
 
         Otherwise the module would hold the first weights beside them all the time.
         """
-        stage = dict(module.named_parameters(remove_duplicate=False))
+        stages = dict(joined_module(modules).named_parameters(remove_duplicate=False))
         for name, tensor in self._module.named_parameters(remove_duplicate=False):
-            held = stage.get(self._called.get(name, self._prefix + name))
+            held = stages.get(self._called.get(name, self._prefix + name))
             if held is not None and not tensor.is_meta and tensor.dtype == held.dtype:
                 tensor.data = held.data
 

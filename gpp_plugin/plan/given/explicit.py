@@ -266,7 +266,9 @@ def _rules_with(request: PlanRequest, stages: list[dict[str, Any]], groups: list
 def _given_degrees(stages: list[dict[str, Any]], num_ranks: int) -> list[int | None]:
     degrees = [len(stage["ranks"]) if "ranks" in stage else stage.get("devices") for stage in stages]
     if all(degree is not None for degree in degrees):
-        total = sum(degree for degree in degrees if degree is not None)
+        # ranks that are named may hold several stages; devices are counted out, each to one
+        named = {rank for stage in stages for rank in stage.get("ranks", ())}
+        total = len(named) + sum(stage.get("devices", 0) for stage in stages if "ranks" not in stage)
         if total != num_ranks:
             raise PlanError(
                 f"plan: its stages use {total} ranks and the run has {num_ranks}; change devices or the run"

@@ -344,13 +344,15 @@ class StageFitter:
             stage, backward_us=stage.backward_us + us, memory_bytes=limit + round(excess)
         )
 
-    def fitted_stage(self, stage: Stage, *, stashed_bytes: int = 0) -> Stage:
+    def fitted_stage(self, stage: Stage, *, stashed_bytes: int = 0, limit: int | None = None) -> Stage:
         """Return a stage without memory plan with one that makes it fit, if it does not as it is.
 
         Args:
             stashed_bytes: of its ``memory_bytes``, older versions of its weights (asynchronous mode).
+            limit: bytes it may use, where others are on its ranks; by default all that these have.
         """
-        limit = self._limit(stage)
+        if limit is None:
+            limit = self._limit(stage)
         if stage.memory_bytes <= limit:
             return stage
         choice = self.choose(**self._place(stage, limit - stashed_bytes))

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.flat_gradients import GradientBuffer, HeldGradient
+from gpp_plugin.engine.gradients.flat_gradients import GradientBuffer, HeldGradient, Summand, sum_over
 from gpp_plugin.errors import RuntimeFailure
 
 EARLY_BUCKET_ELEMENTS = 1 << 22
@@ -52,8 +52,8 @@ class StageGradients(Protocol):
     def reduce_data(self) -> None:
         """Sum them over the stage's ranks; collective over those."""
 
-    def reduce_tied(self, names: Sequence[str], *, group: dist.ProcessGroup | int) -> None:
-        """Sum those of ``names`` over the ranks of several stages, after `reduce_data`; collective over them."""
+    def tied_summands(self, names: Sequence[str]) -> Iterator[Summand]:
+        """Yield what this rank brings of ``names`` to sums over several stages, after `reduce_data`."""
 
     def sum_tensor(self, names: Sequence[str], *, group: dist.ProcessGroup | int) -> None:
         """Sum those of ``names`` over the tensor ranks of a data position, after `reduce_data`; collective."""
@@ -225,26 +225,23 @@ class GradientStore:
         bucket.wire = bucket.part.to(self._communication_dtype or bucket.part.dtype)
         bucket.sent = dist.all_reduce(bucket.wire, group=self._group, async_op=True)
 
-    def reduce_tied(self, names: Sequence[str], *, group: dist.ProcessGroup | int) -> None:
-        """Sum the gradients of ``names`` over the ranks of several stages; collective over them.
+    def tied_summands(self, names: Sequence[str]) -> Iterator[Summand]:
+        """Yield what this rank brings of ``names`` to sums over the ranks of several stages.
 
         Every rank of a stage holds the stage's sum by then, so one rank of each stage brings it, whatever the
         degrees: no sum is divided again.
         """
-        self._all_reduce(names, group, contribute=self._position == 0)
+        return self._summands(names, contribute=self._position == 0)
 
     def sum_tensor(self, names: Sequence[str], *, group: dist.ProcessGroup | int) -> None:
         """Sum the gradients of ``names`` over the tensor ranks of a data position; collective over them."""
-        self._all_reduce(names, group)
+        sum_over(group, [self._summands(names, contribute=True)])
 
-    @torch.no_grad()
-    def _all_reduce(
-        self, names: Sequence[str], group: dist.ProcessGroup | int, *, contribute: bool = True
-    ) -> None:
-        """Sum the gradients of some parameters, and their flags, over ``group``, in the order of ``names``.
+    def _summands(self, names: Sequence[str], *, contribute: bool) -> Iterator[Summand]:
+        """Yield the gradients of some parameters, and their flags, in the order of ``names``.
 
         Args:
-            contribute: False adds zeros for this rank (a replica whose sum another rank brings).
+            contribute: False brings zeros (of a replica whose sum another rank brings).
         """
         # They lie anywhere in the buffers, so they travel in a tensor made for it: | gradients | their flags |.
         self._take_up()
@@ -253,16 +250,20 @@ class GradientStore:
                 self._write_flags(buffer)
         for bucket in self._groups_of(names):
             own = [self._held[name].view for name in bucket] + [self._flags[name] for name in bucket]
-            flat = torch.cat([tensor.reshape(-1) for tensor in own])
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in own])
             if not contribute:
                 flat.zero_()
-            dist.all_reduce(flat, group=group)
-            pieces = flat.split([tensor.numel() for tensor in own])
-            torch._foreach_copy_(own, [p.view(t.shape) for p, t in zip(pieces, own, strict=True)])
-            for held in (self._held[name] for name in bucket):
-                if not held.is_reached:  # what was written is no gradient of a loss on this rank
-                    held.version = held.view._version
+            yield Summand(brought=flat, take=functools.partial(self._take_sum, bucket, own))
         self._shared.update(names)
+
+    @torch.no_grad()
+    def _take_sum(self, names: Sequence[str], own: list[Tensor], total: Tensor) -> None:
+        """Take in the sum of some gradients and their flags."""
+        pieces = total.split([tensor.numel() for tensor in own])
+        torch._foreach_copy_(own, [p.view(t.shape) for p, t in zip(pieces, own, strict=True)])
+        for held in (self._held[name] for name in names):
+            if not held.is_reached:  # what was written is no gradient of a loss on this rank
+                held.version = held.view._version
 
     def _groups_of(self, names: Sequence[str]) -> Iterator[list[str]]:
         # Neighbours of one type up to the limit: sizes 3, 4 and 9 with 8 a bucket go as [3, 4] and [9]. The order is

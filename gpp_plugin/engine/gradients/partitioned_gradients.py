@@ -32,6 +32,7 @@ Tests: tests/integrations/test_engine.py, tests/integrations/test_state.py
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.flat_gradients import GradientBuffer
+from gpp_plugin.engine.gradients.flat_gradients import GradientBuffer, Summand, sum_over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,22 +269,21 @@ class PartitionedGradients:
         _reduce_scatter(sums, parts.view(-1), self._group)
         return sums
 
-    def reduce_tied(self, names: Sequence[str], *, group: dist.ProcessGroup | int) -> None:
-        """Sum the gradients of ``names`` over the ranks of several stages; collective over them.
+    def tied_summands(self, names: Sequence[str]) -> Iterator[Summand]:
+        """Yield what this rank brings of ``names`` to sums over the ranks of several stages.
 
         Every rank brings its own part of them, after its stage's last reduction, so nothing is counted twice.
         """
-        self._sum_parts(names, group)
+        return self._summands(names)
 
     def sum_tensor(self, names: Sequence[str], *, group: dist.ProcessGroup | int) -> None:
         """Sum the gradients of ``names`` over the tensor ranks of a data position; collective over them.
 
         Those have the same part of each, after the stage's last reduction.
         """
-        self._sum_parts(names, group)
+        sum_over(group, [self._summands(names)])
 
-    @torch.no_grad()
-    def _sum_parts(self, names: Sequence[str], group: dist.ProcessGroup | int) -> None:
+    def _summands(self, names: Sequence[str]) -> Iterator[Summand]:
         # The parameters of ``names`` are laid out one after the other anew, in the same order on every rank, and sent
         # window by window: each rank writes what it has of the window, zeros elsewhere. Example, names of 6 and 4
         # elements, windows of 5: elements 0-4 of the first, then its last and 0-3 of the second. Stages have their own
@@ -297,15 +297,13 @@ class PartitionedGradients:
             width = min(self._bucket_elements, first - start)
             window = torch.zeros(width, dtype=self._dtype, device=self._device)
             own = [
-                (window.narrow(0, segment.offset + part.offset, part.num_elements), held)
+                (slice(segment.offset + part.offset, segment.offset + part.offset + part.num_elements), held)
                 for segment in segments_of(spans, start, width)
                 for part, held in self._own_parts(segment)
             ]
-            for piece, held in own:
-                piece.copy_(held)
-            dist.all_reduce(window, group=group)
-            for piece, held in own:
-                held.copy_(piece)
+            for where, held in own:
+                window[where] = held
+            yield Summand(brought=window, take=functools.partial(_take_parts, own))
 
     def _own_parts(self, segment: Segment) -> Iterator[tuple[Segment, Tensor]]:
         """Yield the parts of a segment that lie in this rank's partitions, with their sums."""
@@ -369,6 +367,13 @@ class PartitionedGradients:
     def _all_reduce(self, tensor: Tensor) -> None:
         if self._degree > 1:
             dist.all_reduce(tensor, group=self._group)
+
+
+@torch.no_grad()
+def _take_parts(own: Sequence[tuple[slice, Tensor]], total: Tensor) -> None:
+    """Take in a window of sums: of those elements of it that this rank holds."""
+    for where, held in own:
+        held.copy_(total[where])
 
 
 def _reduce_scatter(sums: Tensor, window: Tensor, group: dist.ProcessGroup) -> None:

@@ -16,10 +16,11 @@ Tests: tests/integrations/test_gradients.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -143,3 +144,33 @@ def _view_like(parameter: nn.Parameter, flat: Tensor, first: int) -> Tensor:
     strides = torch.empty_like(parameter, device="meta").stride()
     # `data`: a version counter of its own
     return flat.as_strided(parameter.shape, strides, first).data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summand:
+    """Gradients that go into a sum over ranks together.
+
+    Args:
+        brought: what this rank adds; a tensor of its own, that the sum may be made in.
+        take: takes in the sum.
+    """
+
+    brought: Tensor
+    take: Callable[[Tensor], None]
+
+
+@torch.no_grad()
+def sum_over(group: dist.ProcessGroup | int, brought: Sequence[Iterable[Summand]]) -> None:
+    """Sum what stages of this rank bring over the ranks of ``group``; collective over them.
+
+    Args:
+        brought: by stage, summands of the same gradients in the same order. A group has a rank once, however many of
+            the stages it holds: they are added up here before they are sent, and each takes in the sum.
+    """
+    for summands in zip(*brought, strict=True):
+        total = summands[0].brought
+        for other in summands[1:]:
+            total.add_(other.brought)
+        dist.all_reduce(total, group=group)
+        for summand in summands:
+            summand.take(total)

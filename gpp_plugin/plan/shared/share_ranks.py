@@ -1,0 +1,243 @@
+"""Lets ranks hold several stages where that is asked for, or shorter: interleaving, and branches on ranks of others.
+
+    plan, one stage a rank
+      1 starts          `shared_starts`: partitions, maps and micro-batch sizes, in the order of a bound on their step
+      2 simulated       the first `NUM_STARTS` of them, each with in-flight counts that fit its ranks' memory
+      3 improved        the best `NUM_IMPROVED` by moves: a stage to other ranks, two stages exchanged, a boundary block
+                        to the next stage, another micro-batch size
+      4 schedules       the best one under each schedule that is allowed
+    the shortest of all, and the plan itself where nothing is shorter; its notes say what was tried
+
+Everything is counted, nothing is timed: the same request gives the same plan on every machine.
+
+Source: Optimus (ATC 2025), section 4.2; Megatron-LM (arXiv 2104.04473), section 2.2; this project
+Tests: tests/plan/test_shared_ranks_plans.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from gpp_plugin.errors import PlanInfeasible
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.plan.baselines.stock_chain import STOCK
+from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
+from gpp_plugin.plan.choose_schedule import GAIN
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan
+from gpp_plugin.plan.refine import moves
+from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.shared.maps import changed_maps
+from gpp_plugin.plan.shared.partitions import Partitioner
+from gpp_plugin.plan.shared.shared_judge import Drafts, SharedJudge
+from gpp_plugin.plan.shared.shared_schedules import first_schedule, schedule_shared
+from gpp_plugin.plan.shared.shared_starts import Start, StartMaker
+from gpp_plugin.plan.validate_plan import validate_plan
+
+NUM_STARTS = 24
+"""Starts that are simulated, those with the smallest bounds."""
+NUM_IMPROVED = 3
+
+
+def share_ranks(plan: PipelinePlan, request: PlanRequest, *, schedule: str = "auto") -> PipelinePlan:
+    """Return ``plan``, or one whose ranks hold several stages where the request is for it or allows it and it is
+    shorter by more than a simulation may be off.
+
+    Args:
+        plan: of the same request, scheduled; its ranks hold one stage each.
+        schedule: the name the user gives.
+
+    Raises:
+        PlanInfeasible: only such a plan would do, and none fits.
+    """
+    if not request.may_share_ranks or plan.shares_ranks:
+        return plan
+    if plan.planner == STOCK:
+        raise PlanInfeasible(
+            f"planner {STOCK!r} makes stages for DeepSpeed's own PipelineEngine, which holds one a rank; use another "
+            'planner, or set virtual_stages to 1, colocate to "off" and stages to at most the ranks'
+        )
+    search = _Search(request, plan, schedule)
+    found = search.best()
+    if found is None:
+        if request.must_share_ranks:
+            raise PlanInfeasible(_why_none(request, search.num_starts))
+        return dataclasses.replace(plan, notes=(*plan.notes, "no way to share ranks fits"))
+    shared, how = found
+    if not request.must_share_ranks and shared.iteration_us >= plan.iteration_us * (1.0 - GAIN):
+        note = (
+            f"ranks of one stage each: {plan.iteration_us:.0f} us; the best of {search.num_tried} ways to share ranks, "
+            f"{how}, takes {shared.iteration_us:.0f} us"
+        )
+        return dataclasses.replace(plan, notes=(*plan.notes, note))
+    gain = plan.iteration_us / shared.iteration_us - 1.0
+    note = (
+        f"{how}, the best of {search.num_tried} ways to share ranks: {shared.iteration_us:.0f} us predicted, "
+        f"{abs(gain):.1%} {'quicker' if gain >= 0 else 'slower'} than {plan.iteration_us:.0f} us with one stage a rank"
+    )
+    shared = dataclasses.replace(shared, notes=(*shared.notes, note))
+    validate_plan(
+        shared,
+        request.graph,
+        profile=request.profile,
+        cluster=request.cluster,
+        memory_limit_bytes=request.memory_limit_bytes,
+        zero_stage=request.zero_stage,
+    )
+    return complete_plan(shared, request.graph, request.profile)
+
+
+def _why_none(request: PlanRequest, num_starts: int) -> str:
+    asked = (
+        f"virtual_stages {request.virtual_stages}"
+        if (request.virtual_stages or 1) > 1
+        else f"{request.num_stages} stages on {request.num_ranks} ranks"
+    )
+    if num_starts == 0:
+        degree = "" if request.data_parallel is None else f", data_parallel {request.data_parallel}"
+        return (
+            f"{asked}: no way to put them on {request.num_ranks} ranks{degree} divides the mini-batch of "
+            f"{request.mini_batch} in loss units of {request.loss_unit}; change stages, virtual_stages, data_parallel "
+            "or micro_batch_sizes"
+        )
+    return (
+        f"{asked}: none of {num_starts} ways to put them on {request.num_ranks} ranks fits their memory; lower "
+        "virtual_stages or micro_batch_sizes, add ranks, or raise memory.limit_gb"
+    )
+
+
+class _Search:
+    """Looks for the shortest plan of one request whose ranks hold several stages."""
+
+    def __init__(self, request: PlanRequest, plan: PipelinePlan, schedule: str) -> None:
+        self._request, self._plan, self._schedule = request, plan, schedule
+        self._costs = CostModel(
+            request.graph, request.profile, request.cluster, zero_stage=request.zero_stage
+        )
+        self._rules: BatchRules = batch_rules(request)
+        self._judge = SharedJudge(request, self._costs, schedule=first_schedule(schedule))
+        local = max(stage.local_batch_size for stage in plan.stages)
+        self._partitioner = Partitioner(self._costs, local)
+        self._makers = StartMaker(request, self._rules, self._partitioner, plan)
+        self.num_starts = 0
+        self.num_tried = 0
+
+    def best(self) -> tuple[PipelinePlan, str] | None:
+        """Return the shortest plan found, named, and what to call it; None where none fits."""
+        found: list[tuple[PipelinePlan, Drafts, str]] = []
+        ranked = self._ranked()
+        for _, start in ranked[:NUM_STARTS]:
+            below = min((each[0].iteration_us for each in found), default=math.inf)
+            plan = self._judge.judged(start.drafts, below_us=below * 1.1)
+            if plan is not None:
+                found.append((plan, start.drafts, start.how))
+        if not found:
+            return None
+        found.sort(key=lambda each: each[0].iteration_us)
+        improved = [self._improved(*each) for each in found[:NUM_IMPROVED]]
+        plan, drafts, how = min(improved, key=lambda each: each[0].iteration_us)
+        self.num_tried = self._judge.num_simulated
+        named = build_plan(self._request, drafts, planner=self._plan.planner, costs=self._costs)
+        stages = tuple(
+            dataclasses.replace(stage, name=other.name)
+            for stage, other in zip(plan.stages, named.stages, strict=True)
+        )
+        named = dataclasses.replace(named, stages=stages, iteration_us=plan.iteration_us)
+        if any(stage.memory is not None for stage in stages):
+            return named, how
+        scheduled = schedule_shared(named, self._request, schedule=self._schedule)
+        return min(named, scheduled, key=lambda each: each.iteration_us), how
+
+    def _ranked(self) -> list[tuple[float, Start]]:
+        """Return all starts, each once, those with the smallest bound first."""
+        distinct: dict[frozenset[StageDraft], Start] = {}
+        for start in self._makers.starts():
+            distinct.setdefault(frozenset(start.drafts), start)
+        self.num_starts = len(distinct)
+        bounds = [
+            (self._judge.least_us(self._judge.plan_of(start.drafts)), start) for start in distinct.values()
+        ]
+        return sorted(bounds, key=lambda pair: pair[0])
+
+    # ---- moves -----------------------------------------------------------------------------------------------
+
+    def _improved(self, plan: PipelinePlan, drafts: Drafts, how: str) -> tuple[PipelinePlan, Drafts, str]:
+        """Return the plan reached by taking every move that is shorter."""
+        is_improved = True
+        while is_improved and self._judge.budget > 0:
+            is_improved = False
+            for changed in self._neighbours(plan, drafts):
+                found = self._judge.judged(changed, below_us=plan.iteration_us)
+                if found is not None and found.iteration_us < plan.iteration_us * (1 - 1e-6):
+                    plan, drafts, is_improved = found, changed, True
+                    break
+        return plan, drafts, how
+
+    def _neighbours(self, plan: PipelinePlan, drafts: Drafts) -> Iterator[Drafts]:
+        """Yield stages one move away, those that relieve the busiest ranks first."""
+        yield from self._other_sizes(drafts)
+        yield from self._other_blocks(plan, drafts)
+        yield from self._other_ranks(drafts)
+
+    def _other_sizes(self, drafts: Drafts) -> Iterator[Drafts]:
+        wishes = self._rules.wishes()
+        for i, draft in enumerate(drafts):
+            sizes = {self._rules.micro_batch_size(draft.blocks, draft.degree, wish) for wish in wishes}
+            for size in sorted(s for s in sizes if s is not None and s != draft.micro_batch_size):
+                if 0.3 < size / draft.micro_batch_size < 4:
+                    yield (*drafts[:i], dataclasses.replace(draft, micro_batch_size=size), *drafts[i + 1 :])
+        for wish in wishes:
+            changed = []
+            for draft in drafts:
+                size = self._rules.micro_batch_size(draft.blocks, draft.degree, wish)
+                if size is not None:
+                    changed.append(dataclasses.replace(draft, micro_batch_size=size))
+            if len(changed) == len(drafts):
+                yield tuple(changed)
+
+    def _other_blocks(self, plan: PipelinePlan, drafts: Drafts) -> Iterator[Drafts]:
+        """Yield what results when a boundary block of a stage, of the busiest ranks first, goes to another stage."""
+        busy = [0.0] * plan.num_ranks
+        for i, stage in enumerate(plan.stages):
+            for rank in stage.ranks:
+                busy[rank] += (stage.forward_us + stage.backward_us) * plan.num_micro_batches(i)
+        sets = self._partitioner.sets
+        masks = [sets.mask_of(draft.blocks) for draft in drafts]
+        order = sorted(range(len(drafts)), key=lambda i: -max(busy[rank] for rank in drafts[i].ranks or (0,)))
+        for i in order:
+            for changed in moves.boundary_moves(sets, masks, i):
+                found = self._with_blocks(drafts, changed)
+                if found is not None:
+                    yield found
+
+    def _with_blocks(self, drafts: Drafts, masks: Sequence[int]) -> Drafts | None:
+        """Return the stages with other blocks; None where one of them may not have its micro-batch size any more."""
+        changed = []
+        for draft, mask in zip(drafts, masks, strict=True):
+            blocks = self._partitioner.sets.blocks(mask)
+            size = self._rules.micro_batch_size(blocks, draft.degree, draft.micro_batch_size)
+            if size is None:
+                return None
+            changed.append(dataclasses.replace(draft, blocks=blocks, micro_batch_size=size))
+        return tuple(changed)
+
+    def _other_ranks(self, drafts: Drafts) -> Iterator[Drafts]:
+        """Yield what results when a stage moves to the ranks of others, or two exchange theirs."""
+        places = sorted({draft.ranks for draft in drafts if draft.ranks is not None})
+        groups = [places.index(draft.ranks) for draft in drafts if draft.ranks is not None]
+        for changed in changed_maps(groups, len(places)):
+            if len({rank for group in changed for rank in places[group]}) < self._request.num_ranks:
+                continue  # all ranks are used
+            found = []
+            for draft, group in zip(drafts, changed, strict=True):
+                ranks = places[group]
+                size = self._rules.micro_batch_size(draft.blocks, len(ranks), draft.micro_batch_size)
+                if size is None:
+                    break
+                found.append(
+                    dataclasses.replace(draft, ranks=ranks, degree=len(ranks), micro_batch_size=size)
+                )
+            else:
+                yield tuple(found)

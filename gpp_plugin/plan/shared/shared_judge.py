@@ -1,0 +1,227 @@
+"""What a plan whose ranks hold several stages takes: in-flight counts that fit its ranks' memory, then the simulator.
+
+Simulating such a plan means finding the order of each rank's tasks, so it is dear. Before it stands a bound that no
+order can beat: a rank cannot begin before the first micro-batch has come to one of its stages (head), it computes all
+of their tasks (load), and after its last one at least the gradients of one of them travel on (tail).
+
+    rank 0   [ stage 0 ][ stage 2 ]            head 0,          tail 0
+    rank 1       [ stage 1 ][ stage 3 ]        head F of 0,     tail B of 0 (its last task may be stage 1's)
+
+Source: this project
+Tests: tests/plan/test_shared_ranks_plans.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator, Sequence
+
+from gpp_plugin.errors import PlanError, ScheduleError
+from gpp_plugin.extensions import find_schedule
+from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.make import StageDraft, build_plan
+from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
+from gpp_plugin.plan.request import PlanRequest, rank_limit
+from gpp_plugin.plan.selection import memory_excess
+from gpp_plugin.plan.shared.collapse import collapsed
+from gpp_plugin.schedule.names import k_of
+from gpp_plugin.schedule.orders.forward_only import forward_only_stages
+from gpp_plugin.schedule.orders.in_flight import plan_in_flight
+from gpp_plugin.simulate.predict import predict_iteration_us
+
+logger = logging.getLogger(__name__)
+
+Drafts = tuple[StageDraft, ...]
+"""Stages with ranks."""
+
+BUDGET = 100_000
+"""Simulated tasks of a search."""
+FACTORS = (1.0, 1.5, 2.0)
+"""Times Table 2's in-flight counts that are tried, where memory allows."""
+
+
+class SharedJudge:
+    """Judges plans of one request, within a budget of simulated tasks; what it was asked once it remembers.
+
+    Args:
+        schedule: of all stages of the plans that are made.
+        budget: tasks of all simulations together.
+    """
+
+    def __init__(
+        self, request: PlanRequest, costs: CostModel, *, schedule: str = "1f1b", budget: int = BUDGET
+    ) -> None:
+        self.request, self.costs, self.budget = request, costs, budget
+        self.num_simulated = 0
+        self._schedule = schedule
+        self._fitter: StageFitter | None = fitter_for(request, costs)
+        self._known: dict[frozenset[StageDraft], PipelinePlan | None] = {}
+
+    def plan_of(self, drafts: Drafts) -> PipelinePlan:
+        """Return the plan of these stages under its schedule, unnamed and unjudged, with the usual in-flight counts."""
+        plan = build_plan(self.request, drafts, planner="", costs=self.costs, is_named=False)
+        return plan if self._schedule == self.request.schedule else under(plan, self._schedule, self.costs)
+
+    def least_us(self, plan: PipelinePlan) -> float:
+        """Return a time that no step of the plan is shorter than, messages taken to be free."""
+        heads, tails = _heads_and_tails(plan)
+        reduces = self.costs.reduce_times(plan)
+        least = 0.0
+        held: dict[tuple[int, ...], None] = {
+            plan.stages_of_rank(rank): None for rank in range(plan.num_ranks)
+        }
+        for own in held:
+            load = sum(
+                (plan.stages[i].forward_us + plan.stages[i].backward_us) * plan.num_micro_batches(i)
+                for i in own
+            )
+            after = max(min(tails[i] for i in own), min(reduces[i] for i in own))
+            least = max(least, min(heads[i] for i in own) + load + after)
+        return least
+
+    def judged(self, drafts: Drafts, *, below_us: float = math.inf) -> PipelinePlan | None:
+        """Return the plan of these stages with the in-flight counts of the shortest step that fits.
+
+        None where nothing fits, or nothing can be shorter than ``below_us``.
+        """
+        key = frozenset(drafts)
+        if key in self._known:
+            return self._known[key]
+        plan = self.plan_of(drafts)
+        if self.least_us(plan) >= below_us or self.budget <= 0:
+            return None
+        self._known[key] = best = self.best_counts(plan)
+        return best
+
+    def best_counts(self, plan: PipelinePlan) -> PipelinePlan | None:
+        """Return the plan with the in-flight counts of the shortest step that fits; None where nothing does."""
+        best: PipelinePlan | None = None
+        for fitted in self._fitting(plan):
+            timed = self.timed(fitted)
+            if timed is not None and (best is None or timed.iteration_us < best.iteration_us * (1 - 1e-9)):
+                best = timed
+        return best
+
+    def timed(self, plan: PipelinePlan) -> PipelinePlan | None:
+        """Return a plan with its simulated time; None where it cannot run."""
+        small, cluster = collapsed(plan, self.costs.cluster)
+        self.budget -= sum(2 * small.num_micro_batches(i) * s.degree for i, s in enumerate(small.stages))
+        self.num_simulated += 1
+        try:
+            us = predict_iteration_us(
+                small,
+                cluster=cluster,
+                forward_only_stages=forward_only_stages(plan),
+                reduce_us=self.costs.reduce_times(plan),
+            )
+        except (ScheduleError, PlanError) as error:
+            logger.debug("stages on shared ranks: %s", error)
+            return None
+        return dataclasses.replace(plan, iteration_us=us)
+
+    def _fitting(self, plan: PipelinePlan) -> Iterator[PipelinePlan]:
+        """Yield the plan with in-flight counts and memory plans that fit, those that hold least first."""
+        seen = set()
+        for factor in FACTORS:
+            counts = tuple(
+                min(math.ceil(stage.in_flight * factor), plan.num_micro_batches(i))
+                for i, stage in enumerate(plan.stages)
+            )
+            if counts in seen:
+                continue
+            seen.add(counts)
+            more = with_counts(plan, counts, self.costs)
+            if memory_excess(self.request, more)[0] <= 0:
+                yield more
+                continue
+            if factor > FACTORS[0]:
+                return
+            fitted = self._optimized(more)
+            if fitted is not None:
+                yield fitted
+            fewer = self._with_fewer(more)
+            if fewer is not None:
+                yield fewer
+
+    def _with_fewer(self, plan: PipelinePlan) -> PipelinePlan | None:
+        """Return the plan with fewer micro-batches in flight, on the stages that hold most; None where that is not
+        enough.
+        """
+        while True:
+            excess, _, rank = memory_excess(self.request, plan)
+            if excess <= 0:
+                return plan
+            own = [i for i in plan.stages_of_rank(rank) if plan.stages[i].in_flight > 1]
+            if not own:
+                return None
+            worst = max(own, key=lambda i: (self._saved_bytes(plan.stages[i]), -i))
+            counts = [stage.in_flight - (i == worst) for i, stage in enumerate(plan.stages)]
+            plan = with_counts(plan, counts, self.costs)
+
+    def _saved_bytes(self, stage: Stage) -> float:
+        rows = self.costs.indices(stage.blocks)
+        return stage.in_flight * self.costs.group_saved_bytes(rows, stage.local_batch_size)
+
+    def _optimized(self, plan: PipelinePlan) -> PipelinePlan | None:
+        """Return the plan with stages that swap and recompute, each within its share of its ranks' memory."""
+        if self._fitter is None:
+            return None
+        totals = [
+            sum(plan.stages[i].memory_bytes for i in plan.stages_of_rank(rank))
+            for rank in range(plan.num_ranks)
+        ]
+        stages = []
+        for stage in plan.stages:
+            # a rank of 80 GB whose stages need 60 and 40: they get 48 and 32
+            limit = min(
+                rank_limit(self.request, rank) * min(stage.memory_bytes / totals[rank], 1.0)
+                for rank in stage.ranks
+            )
+            is_over = any(totals[rank] > rank_limit(self.request, rank) for rank in stage.ranks)
+            stages.append(self._fitter.fitted_stage(stage, limit=int(limit)) if is_over else stage)
+        changed = dataclasses.replace(plan, stages=tuple(stages))
+        return changed if memory_excess(self.request, changed)[0] <= 0 else None
+
+
+def under(plan: PipelinePlan, schedule: str, costs: CostModel) -> PipelinePlan:
+    """Return the plan with one schedule on all stages, and its in-flight counts."""
+    k = k_of(schedule)
+    name = schedule if k is None else "1f1b"
+    stages = tuple(dataclasses.replace(stage, schedule=name, k=k or 1) for stage in plan.stages)
+    changed = dataclasses.replace(plan, stages=stages)
+    return with_counts(changed, plan_in_flight(changed), costs)
+
+
+def with_counts(plan: PipelinePlan, counts: Sequence[int], costs: CostModel) -> PipelinePlan:
+    """Return the plan with these in-flight counts and the memory they lead to."""
+    stages = []
+    for stage, count in zip(plan.stages, counts, strict=True):
+        if count == stage.in_flight:
+            stages.append(stage)
+            continue
+        memory = costs.stage_memory(
+            costs.indices(stage.blocks), degree=stage.degree, local=stage.local_batch_size, in_flight=count
+        )
+        stages.append(dataclasses.replace(stage, in_flight=count, memory_bytes=memory))
+    return dataclasses.replace(plan, stages=tuple(stages))
+
+
+def _heads_and_tails(plan: PipelinePlan) -> tuple[list[float], list[float]]:
+    """Return by stage when its first forward can begin, and what its last backward leaves others to do."""
+    # A stage of micro-batches of 8 behind one of 2 waits for four forwards of that; after its last backward that one
+    # has four backwards to go. A stage of 2 behind one of 8 waits for one, and leaves one.
+    heads, tails = [0.0] * len(plan.stages), [0.0] * len(plan.stages)
+    for edge in plan.edges:  # sorted by source, and sources come first in a plan
+        src, dst = plan.stages[edge.src], plan.stages[edge.dst]
+        rounds = -(-dst.micro_batch_size // src.micro_batch_size)
+        heads[edge.dst] = max(heads[edge.dst], heads[edge.src] + rounds * src.forward_us)
+        if edge.gradient_tensors:
+            back = src.backward_us
+            if find_schedule(src.schedule).splits_backward:
+                is_known = src.input_gradient_us + src.weight_gradient_us > 0
+                back = src.input_gradient_us if is_known else back / 2
+            tails[edge.dst] = max(tails[edge.dst], tails[edge.src] + rounds * back)
+    return heads, tails

@@ -1,0 +1,62 @@
+"""The schedule of a plan whose ranks hold several stages: the one the user names, or the shortest in simulation.
+
+Stages keep orders of their own, as on ranks of their own; in what turns a rank runs the tasks of its stages is found
+for each candidate (`schedule.shared_ranks`). Forwards are not run in halves there.
+
+Source: this project
+Tests: tests/plan/test_shared_ranks_plans.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gpp_plugin.errors import PlanInfeasible
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.plan.choose_schedule import GAIN, SPLIT_GAIN
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.part_times import knows_split_times, with_part_times
+from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.shared.shared_judge import SharedJudge, under
+from gpp_plugin.schedule.names import AUTO, KFKB
+
+SPLIT = "zero_bubble"
+
+
+def schedule_shared(plan: PipelinePlan, request: PlanRequest, *, schedule: str = AUTO) -> PipelinePlan:
+    """Return ``plan``, whose ranks hold several stages, under a schedule, with in-flight counts that fit.
+
+    Raises:
+        PlanInfeasible: nothing that the name stands for fits the ranks' memory and can run.
+    """
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    judge = SharedJudge(request, costs, schedule=first_schedule(schedule))
+    best: PipelinePlan | None = None
+    for name, gain in _names(plan, request, schedule):
+        found = judge.best_counts(under(with_part_times(plan, costs), name, costs))
+        if found is not None and (best is None or found.iteration_us < best.iteration_us * (1.0 - gain)):
+            best = found
+    if best is None:
+        rank = max(range(plan.num_ranks), key=lambda rank: len(plan.stages_of_rank(rank)))
+        held = ", ".join(plan.stages[i].name for i in plan.stages_of_rank(rank))
+        raise PlanInfeasible(
+            f"no order of schedule {schedule!r} fits and runs with several stages on a rank (rank {rank} holds "
+            f"{held}); use 1f1b, lower micro_batch_sizes, or give stages ranks of their own"
+        )
+    return best
+
+
+def _names(plan: PipelinePlan, request: PlanRequest, schedule: str) -> Iterator[tuple[str, float]]:
+    """Yield the schedules to try, and by what part each must be shorter than those before it."""
+    if schedule != AUTO:
+        yield first_schedule(schedule), 0.0
+        return
+    yield "1f1b", 0.0
+    yield "gpipe", GAIN
+    if knows_split_times(request.profile) and all(stage.memory is None for stage in plan.stages):
+        yield SPLIT, SPLIT_GAIN
+
+
+def first_schedule(schedule: str) -> str:
+    """Return the schedule that stages are chosen for, where the user's name stands for several."""
+    return {AUTO: "1f1b", KFKB: "2f2b"}.get(schedule, schedule)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.lengths import LengthCapture
@@ -232,7 +233,8 @@ def worst_of(errors: Mapping[str, float]) -> tuple[float, str]:
 def train_in_double(model: nn.Module, batch: Batch) -> Trained | None:
     """Return what the plain model finds in double precision; None where it cannot compute in it."""
     exact = copy.deepcopy(model).double()
-    rows = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
+    # labels of detection are lists of dicts of tensors
+    rows = tree_map_only(Tensor, lambda value: value.double() if value.is_floating_point() else value, dict(batch))
     try:
         return train_plain(exact, rows)
     except RuntimeError:

@@ -136,7 +136,8 @@ class RankLane:
         assert step is None or len(self.lanes) > 1, "the one stage of a rank steps by its hooks"
         self._step = step
         self._executors.clear()
-        for lane, module, own in zip(self.lanes, modules, hooks or [None] * len(self.lanes), strict=True):
+        of_stages: Sequence[StageHooks | None] = [None] * len(self.lanes) if hooks is None else hooks
+        for lane, module, own in zip(self.lanes, modules, of_stages, strict=True):
             lane.bind(module, own)
 
     def run(self, batch: Batch, *, record: bool = False, count: bool = False) -> MiniBatchResult:

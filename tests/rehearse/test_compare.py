@@ -73,6 +73,30 @@ def test_a_simulated_timeline_gives_back_its_times_and_its_length(plan, latency_
     assert predict_from(plan, [timeline]) == pytest.approx(wanted.iteration_us)
 
 
+@pytest.mark.parametrize("latency_us", [0.0, 150.0])
+def test_times_of_ranks_that_hold_several_stages_are_told_apart(latency_us):
+    """Stages 0 and 2 on rank 0, 1 and 3 on rank 1, and a tower of other times on both."""
+    plan = emulated_plan(
+        "shared",
+        [(0, 1), (1, 2), (2, 3), (3, 5), (4, 5)],
+        num_micro_batches=4,
+        forward_us=[1000.0, 1100.0, 1200.0, 1300.0, 700.0, 500.0],
+        degrees={4: 2},
+    )
+    ranks = [(0,), (1,), (0,), (1,), (0, 1), (0,)]
+    stages = (dataclasses.replace(s, ranks=r) for s, r in zip(plan.stages, ranks, strict=True))
+    plan = with_in_flight(dataclasses.replace(plan, stages=tuple(stages)))
+    timeline = simulate_plan(plan, cluster=links_of(latency_us))
+    times = measure_times(plan, [timeline])
+    assert times.message_us == pytest.approx(latency_us, abs=1e-6)
+    assert set(times.host_us.values()) == {0.0}
+    for index, stage in enumerate(plan.stages):
+        for rank in stage.ranks:
+            assert times.task_us[rank, index, F, None] == pytest.approx(stage.forward_us)
+            assert times.task_us[rank, index, B, None] == pytest.approx(stage.backward_us)
+    assert predict_from(plan, [timeline]) == pytest.approx(timeline.iteration_us)
+
+
 def test_host_time_between_tasks_is_not_taken_for_messages():
     """Every task 100 us later than the one before it ended, as an executor that posts messages in between."""
     plan = PLANS[0]

@@ -9,7 +9,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 
@@ -26,15 +26,20 @@ from gpp_benchmarks._linear_stages import (
     stage_compute,
 )
 from gpp_benchmarks._random_schedules import FAMILIES, Draw, random_draw
+from gpp_plugin.doors import Transport
 from gpp_plugin.errors import GppError, RuntimeFailure
-from gpp_plugin.ir.program import Direction
+from gpp_plugin.ir.program import Direction, RankProgram
 from gpp_plugin.launch import emit_event
 from gpp_plugin.runtime.compute import AutogradCompute
 from gpp_plugin.runtime.executor import StageExecutor
+from gpp_plugin.runtime.messages.mailbox import HandOvers
 from gpp_plugin.runtime.messages.transport import GlooTransport
+from gpp_plugin.runtime.rank_executor import RankExecutor
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 
 MINI_BATCHES = 3
+MOST_SHARED_STAGES = 7
+"""Of draws whose ranks hold several."""
 LEARNING_RATE = 0.02
 LONGEST_DELAY_S = 0.05
 TIMEOUT_S = 60.0
@@ -48,11 +53,13 @@ class Case:
 
     Args:
         has_delays: run it once more with random delays before every task.
+        shares_ranks: ranks hold several stages.
     """
 
     seed: int
     family: str
     has_delays: bool
+    shares_ranks: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,19 +73,21 @@ class CaseResult:
 
     seed: int
     family: str
+    shares_ranks: bool
     stages: int
     fp64_error: float
     fp32_error: float
     is_equal_delayed: bool | None
 
 
-def draw_cases(num_cases: int, *, seed: int, delayed_every: int) -> list[Case]:
+def draw_cases(num_cases: int, *, seed: int, delayed_every: int, shares_ranks: bool = False) -> list[Case]:
     """Return cases of all families in turn; every so many of a family are run with delays too."""
     return [
         Case(
             seed=seed + index,
             family=FAMILIES[index % len(FAMILIES)],
             has_delays=delayed_every > 0 and index // len(FAMILIES) % delayed_every == 0,
+            shares_ranks=shares_ranks,
         )
         for index in range(num_cases)
     ]
@@ -139,8 +148,14 @@ class _Groups:
 
 
 def _run_case(case: Case, groups: _Groups) -> CaseResult:
+    num_ranks = len(groups.ranks)
     draw = random_draw(
-        case.seed, case.family, most_stages=len(groups.ranks), num_ranks=len(groups.ranks), most_ranks=4
+        case.seed,
+        case.family,
+        most_stages=MOST_SHARED_STAGES if case.shares_ranks else num_ranks,
+        num_ranks=num_ranks,
+        most_ranks=4,
+        shares_ranks=case.shares_ranks,
     )
     validate_programs(draw.plan, draw.schedules, draw.programs)
     errors = {}
@@ -152,12 +167,17 @@ def _run_case(case: Case, groups: _Groups) -> CaseResult:
         errors[dtype] = _error(run, network, batches)
         if case.has_delays and dtype is torch.float32:
             delayed = _train(draw, network, batches, groups, longest_delay_s=LONGEST_DELAY_S)
-            is_equal = all(map(_has_same_bits, run.gradients, delayed.gradients))
+            is_equal = all(
+                _has_same_bits(one, other)
+                for stage, own in run.items()
+                for one, other in zip(own.gradients, delayed[stage].gradients, strict=True)
+            )
     told: list[tuple[float, float, bool | None]] = [(0.0, 0.0, None)] * len(groups.ranks)
     dist.all_gather_object(told, (errors[torch.float64], errors[torch.float32], is_equal))
     return CaseResult(
         seed=case.seed,
         family=case.family,
+        shares_ranks=case.shares_ranks,
         stages=len(draw.plan.stages),
         fp64_error=max(one[0] for one in told),
         fp32_error=max(one[1] for one in told),
@@ -175,14 +195,14 @@ def _batches(draw: Draw, dtype: torch.dtype) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """This rank's gradients of each mini-batch, and the parameters they were taken at."""
+    """One stage's gradients on this rank of each mini-batch, and the parameters they were taken at."""
 
     gradients: list[dict[str, Tensor]]
     parameters: list[Parameters]
 
 
-class _Hooks:
-    """The optimizer side of one rank: sums gradients over the stage's ranks, takes a plain step, keeps a copy.
+class LinearHooks:
+    """The optimizer side of a stage on a rank: sums gradients over the stage's ranks, steps plainly, keeps a copy.
 
     Ranks of different stages meet nowhere but in their messages: a stage that is done begins the next mini-batch.
     """
@@ -190,7 +210,7 @@ class _Hooks:
     loss_scale = 1.0
 
     def __init__(self, parameters: Parameters, group: dist.ProcessGroup | None) -> None:
-        self._parameters = parameters
+        self.parameters = parameters
         self._group = group
         self._sums: dict[str, Tensor] = {}
         self.done = Trained(gradients=[], parameters=[])
@@ -208,10 +228,10 @@ class _Hooks:
         A rank may have no gradient where another one has: consumers ask only some of a stage's ranks for what is the
         same for all samples.
         """
-        counts = torch.tensor([p.grad is not None for p in self._parameters.values()], dtype=torch.int32)
+        counts = torch.tensor([p.grad is not None for p in self.parameters.values()], dtype=torch.int32)
         if self._group is not None:
             dist.all_reduce(counts, group=self._group)
-        for count, (name, parameter) in zip(counts.tolist(), self._parameters.items(), strict=True):
+        for count, (name, parameter) in zip(counts.tolist(), self.parameters.items(), strict=True):
             if not count:
                 continue
             gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
@@ -227,9 +247,9 @@ class _Hooks:
     def step(self) -> None:
         """Keep the gradients and where they were taken, and step along them."""
         self.done.gradients.append(self._sums)
-        self.done.parameters.append({name: p.detach().clone() for name, p in self._parameters.items()})
+        self.done.parameters.append({name: p.detach().clone() for name, p in self.parameters.items()})
         for name, gradient in self._sums.items():
-            self._parameters[name].sub_(gradient, alpha=LEARNING_RATE)
+            self.parameters[name].sub_(gradient, alpha=LEARNING_RATE)
         self._sums = {}
 
 
@@ -275,56 +295,120 @@ class _Delayed:
 
 def _train(
     draw: Draw, network: LinearNetwork, batches: Sequence[Tensor], groups: _Groups, *, longest_delay_s: float
-) -> Trained:
-    """Run the mini-batches one behind the other."""
+) -> dict[int, Trained]:
+    """Run the mini-batches one behind the other; return what came of each stage of this rank."""
     rank, plan = dist.get_rank(), draw.plan
-    program = draw.programs[rank]
-    stage = plan.stages[program.stage]
-    parameters = {name: p.clone() for name, p in network.starts[program.stage].items()}
-    hooks = _Hooks(parameters, groups.of[frozenset(stage.ranks)] if stage.degree > 1 else None)
-    compute = stage_compute(network, program, parameters, hooks)
-    delays = random.Random(f"{draw.seed} {rank}")
-    executor = StageExecutor(
-        plan=plan,
-        program=program,
-        compute=_Delayed(compute, delays, longest_delay_s) if longest_delay_s else compute,
-        specs=network.specs,
-        transport=GlooTransport(
-            groups=groups.messages,
-            timeout_s=TIMEOUT_S,
-        ),
-        hooks=hooks,
-        device=torch.device("cpu"),
-        loss=compute.outputs[-1] if network.stages[program.stage].has_loss else None,
+    hooks = {
+        index: LinearHooks(
+            {name: p.clone() for name, p in network.starts[index].items()},
+            groups.of[frozenset(plan.stages[index].ranks)] if plan.stages[index].degree > 1 else None,
+        )
+        for index in draw.programs[rank].stages
+    }
+    executor = rank_executor(
+        draw.programs[rank],
+        network,
+        hooks,
+        transport=GlooTransport(groups=groups.messages, timeout_s=TIMEOUT_S),
+        delays=random.Random(f"{draw.seed} {rank}"),
+        longest_delay_s=longest_delay_s,
     )
     for data in batches:
-        rows = [stage.samples(m, rank) for m in range(plan.num_micro_batches(program.stage))]
-        inputs = [(data[r.first_sample : r.end],) for r in rows]
-        executor.run(inputs if network.stages[program.stage].reads_data else [()] * len(rows))
-    return hooks.done
+        executor.run([stage_rows(network, index, rank, data) for index in hooks])
+    return {index: own.done for index, own in hooks.items()}
 
 
-def _error(run: Trained, network: LinearNetwork, batches: Sequence[Tensor]) -> float:
+def rank_executor(
+    program: RankProgram,
+    network: LinearNetwork,
+    hooks: Mapping[int, LinearHooks],
+    *,
+    transport: Transport | None,
+    delays: random.Random | None = None,
+    longest_delay_s: float = 0.0,
+) -> RankExecutor:
+    """Return what runs a rank's program on its stages of a network.
+
+    Args:
+        hooks: by stage; the rank steps them one after the other.
+        delays: of tasks, up to ``longest_delay_s``.
+    """
+    hand_overs = HandOvers()
+    parts = []
+    for index, own in hooks.items():
+        part = program.of_stage(index)
+        compute = stage_compute(network, part, own.parameters, own)
+        parts.append(
+            StageExecutor(
+                plan=network.plan,
+                program=part,
+                compute=_Delayed(compute, delays, longest_delay_s) if delays and longest_delay_s else compute,
+                specs=network.specs,
+                transport=transport,
+                hooks=own,
+                device=torch.device("cpu"),
+                loss=compute.outputs[-1] if network.stages[index].has_loss else None,
+                hand_overs=hand_overs,
+            )
+        )
+
+    def step() -> None:
+        for own in hooks.values():
+            own.step()
+
+    return RankExecutor(program, parts, hand_overs=hand_overs, step=step)
+
+
+def stage_rows(network: LinearNetwork, index: int, rank: int, data: Tensor) -> list[tuple[Tensor, ...]]:
+    """Return the rows of a mini-batch that a stage's micro-batches read on a rank."""
+    plan, stage = network.plan, network.plan.stages[index]
+    rows = [stage.samples(m, rank) for m in range(plan.num_micro_batches(index))]
+    if not network.stages[index].reads_data:
+        return [()] * len(rows)
+    return [(data[r.first_sample : r.end],) for r in rows]
+
+
+def _error(run: Mapping[int, Trained], network: LinearNetwork, batches: Sequence[Tensor]) -> float:
     """Return the largest error of a gradient tensor of this rank against one process with the same parameters.
 
     Collective: every stage tells its parameters.
     """
     plan = network.plan
-    told: list[list[Parameters]] = [[] for _ in range(plan.num_ranks)]
-    dist.all_gather_object(told, run.parameters)
-    worst = 0.0
-    for index, (ours, data) in enumerate(zip(run.gradients, batches, strict=True)):
-        parameters = [told[stage.ranks[0]][index] for stage in plan.stages]
-        expected = single_process_gradients(network, parameters, data)
-        known = {n: g for n, g in expected[plan.stage_of_rank(dist.get_rank())].items() if g is not None}
-        everything = [g for of_stage in expected for g in of_stage.values() if g is not None]
-        floor = SCALE_FLOOR * (max((float(g.norm()) for g in everything), default=0.0) or 1.0)
-        for name in ours.keys() | known.keys():
-            zero = torch.zeros(())
+    told: list[dict[int, list[Parameters]]] = [{} for _ in range(plan.num_ranks)]
+    dist.all_gather_object(told, {stage: own.parameters for stage, own in run.items()})
+    return max(
+        gradient_error(
+            {stage: own.gradients[number] for stage, own in run.items()},
+            network,
+            [told[stage.ranks[0]][index][number] for index, stage in enumerate(plan.stages)],
+            data,
+        )
+        for number, data in enumerate(batches)
+    )
+
+
+def gradient_error(
+    ours: Mapping[int, Mapping[str, Tensor]],
+    network: LinearNetwork,
+    parameters: Sequence[Parameters],
+    data: Tensor,
+) -> float:
+    """Return the largest error of a gradient tensor of some stages against one process.
+
+    Args:
+        ours: stage -> its gradients by name; one that is missing is 0.
+        parameters: of every stage.
+    """
+    expected = single_process_gradients(network, parameters, data)
+    everything = [g for of_stage in expected for g in of_stage.values() if g is not None]
+    floor = SCALE_FLOOR * (max((float(g.norm()) for g in everything), default=0.0) or 1.0)
+    zero, worst = torch.zeros(()), 0.0
+    for stage, gradients in ours.items():
+        known = {n: g for n, g in expected[stage].items() if g is not None}
+        for name in gradients.keys() | known.keys():
             wanted = known.get(name, zero)
-            worst = max(
-                worst, float((ours.get(name, zero) - wanted).norm()) / max(float(wanted.norm()), floor)
-            )
+            found = gradients.get(name, zero)
+            worst = max(worst, float((found - wanted).norm()) / max(float(wanted.norm()), floor))
     return worst
 
 

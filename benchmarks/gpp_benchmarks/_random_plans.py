@@ -32,12 +32,18 @@ def with_in_flight(plan: PipelinePlan) -> PipelinePlan:
 
 
 def random_plan(
-    rng: random.Random, *, most_stages: int = 9, most_ranks: int = 24, num_ranks: int | None = None
+    rng: random.Random,
+    *,
+    most_stages: int = 9,
+    most_ranks: int = 24,
+    num_ranks: int | None = None,
+    shares_ranks: bool = False,
 ) -> PipelinePlan:
     """Return a random plan whose stages differ in micro-batch, degree, schedule, k, tensors and times.
 
     Args:
         num_ranks: ranks it uses; any number up to ``most_ranks`` where None.
+        shares_ranks: put several stages on ranks.
     """
     while True:
         num_stages = rng.randint(2, most_stages)
@@ -65,7 +71,12 @@ def random_plan(
                 )
             )
             next_rank += degree
-        if next_rank > most_ranks or num_ranks not in (None, next_rank):
+        if shares_ranks:
+            shared = _on_shared_ranks(rng, stages, num_ranks or rng.randint(1, min(4, most_ranks)))
+            if shared is None:
+                continue
+            stages, next_rank = shared
+        elif next_rank > most_ranks or num_ranks not in (None, next_rank):
             continue
         edges = tuple(_random_edge(rng, src, dst) for src, dst in random_links(rng, num_stages))
         numbers = rng.sample(range(next_rank), next_rank)  # ranks of a stage need not follow each other
@@ -82,6 +93,29 @@ def random_plan(
             edges=edges,
         )
         return with_in_flight(plan)
+
+
+def _on_shared_ranks(
+    rng: random.Random, stages: list[Stage], num_ranks: int
+) -> tuple[list[Stage], int] | None:
+    """Return the stages on so many ranks, several of them on one at least, and that number; None where they do not fit.
+
+    Either one behind the other, round and round (as interleaved stages are), or anywhere.
+    """
+    if any(stage.degree > num_ranks for stage in stages):
+        return None
+    is_round = rng.random() < 0.5
+    placed, first = [], 0
+    for stage in stages:
+        ranks = [(first + i) % num_ranks for i in range(stage.degree)]
+        first += stage.degree
+        placed.append(
+            dataclasses.replace(
+                stage, ranks=tuple(ranks if is_round else rng.sample(range(num_ranks), stage.degree))
+            )
+        )
+    used = [rank for stage in placed for rank in stage.ranks]
+    return (placed, num_ranks) if len(set(used)) == num_ranks < len(used) else None
 
 
 def _random_edge(rng: random.Random, src: int, dst: int) -> StageEdge:

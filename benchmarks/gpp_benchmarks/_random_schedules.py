@@ -47,12 +47,14 @@ def random_draw(
     most_ranks: int = 24,
     num_ranks: int | None = None,
     may_freeze: bool = True,
+    shares_ranks: bool = False,
 ) -> Draw:
     """Return a random plan under a family of schedules; the same for the same arguments.
 
     Args:
         family: one of `FAMILIES`; drawn where None.
         num_ranks: ranks the plan uses; any number up to ``most_ranks`` where None.
+        shares_ranks: put several stages on ranks.
         may_freeze: leave stages without backwards where no gradient need flow.
 
     Raises:
@@ -65,7 +67,15 @@ def random_draw(
     if family not in FAMILIES:
         raise ValueError(f"family {family!r}; choose one of {FAMILIES}")
     plan = with_family(
-        random_plan(rng, most_stages=most_stages, most_ranks=most_ranks, num_ranks=num_ranks), family, rng
+        random_plan(
+            rng,
+            most_stages=most_stages,
+            most_ranks=most_ranks,
+            num_ranks=num_ranks,
+            shares_ranks=shares_ranks,
+        ),
+        family,
+        rng,
     )
     frozen = forward_only_of(plan, rng)
     frozen = frozen if may_freeze else frozenset()

@@ -5,7 +5,8 @@ GPipe, kFkB, greedy, sliced or zero-bubble schedules (or a mixture), which goes 
 schedules, lowering, validator, executor, gloo. Three mini-batches run one behind the other, with a step between
 them and nothing that would hold a rank back. Gradients in fp64 must equal those of one process to 1e-12 by the
 norm of each tensor, in fp32 to 1e-5; a share of draws runs once more with a random delay of 0 to 50 ms before
-every task and must give the same bits. More draws go through the validator only, without processes.
+every task and must give the same bits. As many draws again put several stages on a rank (--shared): round and round, or
+anywhere. More draws go through the validator only, without processes.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument("--cases", type=int, default=300, help="draws to run (%(default)s)")
     parser.add_argument(
+        "--shared", type=int, default=300, help="more of them, with several stages a rank (%(default)s)"
+    )
+    parser.add_argument(
         "--delayed-every", type=int, default=4, help="run every n-th with delays too; 0: none (%(default)s)"
     )
     parser.add_argument("--programs", type=int, default=2000, help="draws for the validator (%(default)s)")
@@ -42,9 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Return a row a family and number of ranks, one for the validator, and whether all is well."""
-    if args.cases < 0 or args.programs < 0 or args.delayed_every < 0 or not set(args.ranks) <= {2, 3, 4}:
+    if (
+        min(args.cases, args.shared) < 0
+        or args.programs < 0
+        or args.delayed_every < 0
+        or not set(args.ranks) <= {2, 3, 4}
+    ):
         raise ConfigError(
-            f"--cases {args.cases} --programs {args.programs} --delayed-every {args.delayed_every} --ranks "
+            f"--cases {args.cases} --shared {args.shared} --programs {args.programs} --delayed-every {args.delayed_every} --ranks "
             f"{args.ranks}: give no negative numbers, and 2 to 4 ranks"
         )
     rows: list[dict[str, Any]] = []
@@ -52,6 +61,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for position, num_ranks in enumerate(args.ranks):
         share = len(range(position, args.cases, len(args.ranks)))
         cases = draw_cases(share, seed=args.seed + position * args.cases, delayed_every=args.delayed_every)
+        cases += draw_cases(
+            len(range(position, args.shared, len(args.ranks))),
+            seed=args.seed + position * args.shared,
+            delayed_every=args.delayed_every,
+            shares_ranks=True,
+        )
         results = list(_run(cases, num_ranks))
         rows += _rows(results, num_ranks)
         failures += [f"{num_ranks} ranks: {line}" for line in map(_failure, results) if line]
@@ -85,22 +100,24 @@ def _run(cases: list[Case], num_ranks: int) -> Iterator[CaseResult]:
 
 
 def _rows(results: list[CaseResult], num_ranks: int) -> list[dict[str, Any]]:
-    of_family: dict[str, list[CaseResult]] = defaultdict(list)
+    of_family: dict[tuple[bool, str], list[CaseResult]] = defaultdict(list)
     for result in results:
-        of_family[result.family].append(result)
+        of_family[result.shares_ranks, result.family].append(result)
     return [
         {
             "family": family,
             "ranks": num_ranks,
-            "draws": len(of_family[family]),
+            "shares_ranks": shares,
+            "draws": len(found),
             "mini_batches": MINI_BATCHES,
-            "fp64_error": max(r.fp64_error for r in of_family[family]),
-            "fp32_error": max(r.fp32_error for r in of_family[family]),
-            "delayed": sum(r.is_equal_delayed is not None for r in of_family[family]),
-            "delayed_equal": sum(r.is_equal_delayed is True for r in of_family[family]),
+            "fp64_error": max(r.fp64_error for r in found),
+            "fp32_error": max(r.fp32_error for r in found),
+            "delayed": sum(r.is_equal_delayed is not None for r in found),
+            "delayed_equal": sum(r.is_equal_delayed is True for r in found),
         }
+        for shares in (False, True)
         for family in FAMILIES
-        if of_family[family]
+        if (found := of_family[shares, family])
     ]
 
 
@@ -109,6 +126,7 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     validated = [row for row in rows if "valid" in row]
     return {
         "cases": sum(row["draws"] for row in run),
+        "shared": sum(row["draws"] for row in run if row["shares_ranks"]),
         "fp64_error": max((row["fp64_error"] for row in run), default=None),
         "fp32_error": max((row["fp32_error"] for row in run), default=None),
         "delayed": sum(row["delayed"] for row in run),
@@ -119,7 +137,7 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _failure(result: CaseResult) -> str | None:
-    where = f"seed {result.seed}, {result.family}"
+    where = f"seed {result.seed}, {result.family}{', several stages a rank' if result.shares_ranks else ''}"
     if not result.fp64_error <= FP64_LIMIT:
         return f"{where}: fp64 gradients differ by {result.fp64_error:.1e}, at most {FP64_LIMIT:g} is allowed"
     if not result.fp32_error <= FP32_LIMIT:
@@ -142,7 +160,8 @@ def _validate(num_programs: int, seed: int) -> tuple[dict[str, Any], list[str]]:
 def _line(row: dict[str, Any]) -> str:
     if "valid" in row:
         return f"{row['family']:<20} {row['draws']:5} draws: {row['valid']} valid"
+    shared = "shared" if row["shares_ranks"] else ""
     return (
-        f"{row['family']:<12} {row['ranks']} ranks {row['draws']:4} draws: error {row['fp64_error']:.1e} in fp64, "
+        f"{row['family']:<12} {row['ranks']} ranks {shared:6} {row['draws']:4} draws: error {row['fp64_error']:.1e} in fp64, "
         f"{row['fp32_error']:.1e} in fp32; with delays {row['delayed_equal']} of {row['delayed']} have the same bits"
     )

@@ -7,6 +7,8 @@ messages and the executor are real. The optimizer step is left out for all runti
   graphs       multi-branch graphs at 8 ranks, beside stock DeepSpeed on the same stages in a line
   slicing      AutoPipe's sliced warm-up: start-up and iteration, measured and simulated
   zero-bubble  1F1B and zero bubble on a five-stage diamond: idle over planned compute
+  interleaved  a chain on 8 ranks with 1, 2 and 4 stages a rank
+  colocated    a vision tower on ranks of its own, and on those of the language model it feeds
 
 ``simulated_speedup`` is of the plans' times alone; ``calibrated_speedup`` grants both runtimes the host time they
 had on the plain chain of eight ranks in the same run.
@@ -32,7 +34,7 @@ from gpp_benchmarks._emulated_graphs import (
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
 
-PARTS = ("chain", "graphs", "slicing", "zero-bubble")
+PARTS = ("chain", "graphs", "slicing", "zero-bubble", "interleaved", "colocated")
 MICRO_BATCHES_PER_STAGE = 2
 GRAPH_RANKS = 8
 
@@ -61,6 +63,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.rounds < 1 or min(args.ranks) < 2 or min(args.forward_ms, args.backward_ms) <= 0:
         raise ConfigError("--rounds, --forward-ms and --backward-ms must be above 0, --ranks at least 2")
     from gpp_benchmarks._schedule_orders import slicing_rows, zero_bubble_rows
+    from gpp_benchmarks._shared_rank_rows import colocated_rows, interleaved_rows
     from gpp_plugin.compare.contests import run_contests
 
     race = functools.partial(run_contests, rounds=args.rounds, tell=_tell, is_real_time=args.real_time)
@@ -75,6 +78,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         rows += slicing_rows(**times, race=race)
     if "zero-bubble" in args.what:
         rows += zero_bubble_rows(**times, race=race)
+    if "interleaved" in args.what:
+        rows += interleaved_rows(**times, race=race)
+    if "colocated" in args.what:
+        rows += colocated_rows(**times, race=race)
     return {"rows": rows}
 
 

@@ -29,8 +29,8 @@ DISTINCT_SIZES = 2.0
 ARRIVED_US = 5000.0
 """A message produced that long ago has arrived."""
 
-TaskKey = tuple[int, TaskKind, int | None]
-"""Rank, kind, half."""
+TaskKey = tuple[int, int, TaskKind, int | None]
+"""Rank, stage, kind, half."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class MeasuredTimes:
     Tasks are medians; messages and host are means, as a path through many of them takes their sum.
 
     Args:
-        task_us: (rank, kind, half) -> a task's time.
+        task_us: (rank, stage, kind, half) -> a task's time.
         host_us: by rank, from the end of a task to the start of the next one where nothing is waited for.
         message_us: from the end of a task (and that host time) to the start of the task that waits for it.
         bytes_per_s: what larger messages take beyond that; infinite where sizes do not differ.
@@ -86,7 +86,7 @@ def measure_times(plan: PipelinePlan, timelines: Sequence[Timeline]) -> Measured
     for timeline in timelines:
         spans = _task_spans(graph, timeline)
         for (rank, task), (start, end) in spans.items():
-            tasks[rank, task.kind, task.half].append(end - start)
+            tasks[rank, task.stage, task.kind, task.half].append(end - start)
         for wait in _waits(graph, spans):
             if wait.has_waited:
                 waits.append(wait)
@@ -139,7 +139,8 @@ def _predict_one(plan: PipelinePlan, timeline: Timeline) -> float:
         durations=durations,
         forward_only_stages=forward_only_stages(plan),
         reduce_us=times.reduce_us,
-        step_us=dict.fromkeys(range(len(plan.stages)), times.step_us),
+        # ranks of several stages agree once for all of them, and all ranks end together
+        step_us=dict.fromkeys(range(1 if plan.shares_ranks else len(plan.stages)), times.step_us),
     )
 
 

@@ -1,4 +1,4 @@
-"""One rank of a rehearsed plan: the executor and transport of the runtime around an emulated stage.
+"""One rank of a rehearsed plan: the executors and the transport of the runtime around emulated stages.
 
 python -m gpp_plugin.rehearse.rehearsal_rank PLAN SETTINGS_JSON OUTPUT_DIRECTORY
 """
@@ -10,7 +10,7 @@ import datetime
 import functools
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ from gpp_plugin.runtime.ahead_lane import AheadRunner
 from gpp_plugin.runtime.compute import boundary_gradients
 from gpp_plugin.runtime.executor import StageExecutor
 from gpp_plugin.runtime.lane import channels_of
-from gpp_plugin.runtime.messages.mailbox import WindowPlace
+from gpp_plugin.runtime.messages.mailbox import HandOvers, WindowPlace
+from gpp_plugin.runtime.rank_executor import RankExecutor
 from gpp_plugin.runtime.ranks.meeting import Meeting
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 from gpp_plugin.runtime.recorder import gather_timeline, start_clock
@@ -71,7 +72,7 @@ class RehearsalRank:
     ) -> None:
         # In this order on every rank, since making a group is a collective of all ranks, members or not:
         #
-        #   data groups, tensor groups   a row of ranks each, stage by stage
+        #   data groups, tensor groups   a row of ranks each, stage by stage; stages on the same ranks share them
         #   transport                    one channel a pair of ranks and direction
         #   norm groups                  all ranks; in mode async a stage's
         #
@@ -83,52 +84,65 @@ class RehearsalRank:
         programs = make_programs(plan, validate=False) if windows is None else windows.all
         specs = scale_tensors(plan, settings.scale_bytes)
         make_groups = functools.partial(_make_groups, timeout_s=timeout_s, backend=backend)
-        data_group = make_groups([s.data_ranks(t) for s in plan.stages for t in range(s.tensor)])
-        tensor_group = make_groups([s.tensor_ranks(d) for s in plan.stages for d in range(s.degree)])
+        data_groups = make_groups([s.data_ranks(t) for s in plan.stages for t in range(s.tensor)])
+        tensor_groups = make_groups([s.tensor_ranks(d) for s in plan.stages for d in range(s.degree)])
         transport = _make_transport(plan, programs, specs, device, backend, timeout_s)
         own = None if windows is None else windows.of_rank(rank)
         # Asynchronous programs differ by window; in the last, steady one is all that a stage receives and sends.
         program = programs[rank] if own is None else own.steps[-1]
-        index = program.stage
         self._plan = plan
+        names = [repr(plan.stages[index].name) for index in program.stages]
         self._meeting = Meeting(
             group=(group or dist.group.WORLD) if plan.num_ranks > 1 else None,
-            who=f"rank {rank}, stage {plan.stages[index].name!r}",
+            who=f"rank {rank}, stage {' and '.join(names)}",
             timeout_s=timeout_s,
         )
         # the ranks that agree on a norm: all of them, or those of a stage that steps alone
-        agreeing = make_groups([s.ranks for s in plan.stages] if own else [tuple(range(plan.num_ranks))])
-        compute = _make_compute(plan, program, specs, durations, tensor_group, device)
-        hooks = EmulatedHooks(
-            data_group=data_group,
-            gradient_bytes=plan.stages[index].gradient_bytes * settings.scale_bytes,
-            world_group=agreeing if has_step else None,
-            device=device,
-        )
+        everyone = tuple(range(plan.num_ranks))
+        agreeing = make_groups([s.ranks for s in plan.stages] if own else [everyone])
+        hand_overs = HandOvers()
 
-        make = functools.partial(
-            _make_executor,
-            plan=plan,
-            compute=compute,
-            specs=specs,
-            transport=transport,
-            hooks=hooks,
-            device=device,
-        )
+        def maker(index: int) -> Callable[..., StageExecutor]:
+            stage, part = plan.stages[index], program.of_stage(index)
+            data_position, tensor_position = stage.position(rank)
+            hooks = EmulatedHooks(
+                data_group=data_groups.get(stage.data_ranks(tensor_position)),
+                gradient_bytes=stage.gradient_bytes * settings.scale_bytes,
+                world_group=agreeing.get(stage.ranks if own else everyone) if has_step else None,
+                device=device,
+            )
+            tensor_group = tensor_groups.get(stage.tensor_ranks(data_position))
+            self._step = hooks.step
+            return functools.partial(
+                _make_executor,
+                plan=plan,
+                compute=_make_compute(plan, part, specs, durations, tensor_group, device),
+                specs=specs,
+                transport=transport,
+                hooks=hooks,
+                device=device,
+                hand_overs=hand_overs,
+            )
+
+        makers = [maker(index) for index in program.stages]
         # Model inputs are not rehearsed: no batch is loaded, so each micro-batch has an empty tuple of them.
-        self._inputs: list[tuple[Tensor, ...]] = [()] * plan.num_micro_batches(index)
-        self._windows = None if own is None else WindowRunner.make(own, make, mini_batch=plan.mini_batch)
-        self._executor = make(program) if own is None else None
+        inputs: list[list[tuple[Tensor, ...]]] = [[()] * plan.num_micro_batches(i) for i in program.stages]
+        self._inputs = inputs
+        self._windows = None if own is None else WindowRunner.make(own, makers[0], mini_batch=plan.mini_batch)
+        self._executor: RankExecutor | None = None
+        if own is None:
+            parts = [make(program.of_stage(i)) for make, i in zip(makers, program.stages, strict=True)]
+            self._executor = RankExecutor(program, parts, hand_overs=hand_overs, step=self._step)
         self._ahead: AheadRunner | None = None
         if looks_ahead:
             self._ahead = AheadRunner(
                 plan=plan,
                 programs=make_ahead(plan, validate=False).of_rank(rank),
-                stage=index,
-                is_trained=index not in forward_only_stages(plan),
+                stage=program.stage,
+                is_trained=program.stage not in forward_only_stages(plan),
             )
-            self._fill = make(self._ahead.program("fill"), self._ahead.place("fill"))
-            self._steady = make(self._ahead.program("steady"), self._ahead.place("steady"))
+            self._fill = makers[0](self._ahead.program("fill"), self._ahead.place("fill"))
+            self._steady = makers[0](self._ahead.program("steady"), self._ahead.place("steady"))
             self._is_filled = False
 
     def meet(self, what: str) -> None:
@@ -155,15 +169,15 @@ class RehearsalRank:
         if self._ahead is not None:
             if not self._is_filled:
                 self._is_filled = True
-                self._ahead.run("fill", self._fill, self._inputs)
-            return self._ahead.run("steady", self._steady, self._inputs, record=record).events
+                self._ahead.run("fill", self._fill, self._inputs[0])
+            return self._ahead.run("steady", self._steady, self._inputs[0], record=record).events
         if self._executor is not None:
             return self._executor.run(self._inputs, record=record).events
         runner = self._windows
         assert runner is not None, "a plan is synchronous or asynchronous"
         events: list[Event] = []
         for _ in range(num_windows(runner.windows)):
-            found = runner.run(self._inputs, record=record).events
+            found = runner.run(self._inputs[0], record=record).events
             events += [_later(event, runner.shift) for event in found]
         events += [_later(event, runner.shift) for event in runner.drain(record=record).events]
         runner.empty()
@@ -224,13 +238,14 @@ def _later(event: Event, micro_batches: int) -> Event:
 
 def _make_groups(
     rows: Sequence[tuple[int, ...]], *, timeout_s: float, backend: str
-) -> dist.ProcessGroup | None:
-    """Make a group of each row of ranks, by all ranks alike; return this rank's, None where it is alone in it."""
-    own = None
-    for row in rows:
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Make a group of each row of several ranks, by all ranks alike; return those that this rank is in."""
+    own = {}
+    for row in dict.fromkeys(rows):
         if len(row) > 1:
             group = dist.new_group(list(row), timeout=datetime.timedelta(seconds=timeout_s), backend=backend)
-            own = group if dist.get_rank() in row else own
+            if dist.get_rank() in row:
+                own[row] = group
     return own
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -23,7 +24,6 @@ LARGEST_HOST_SHARE = 0.03
 def stage_rows(rehearsal: Rehearsal) -> list[dict[str, Any]]:
     """Return one JSON object per stage: planned and measured task times, idle share, micro-batches held."""
     plan = rehearsal.plan
-    held = [peak_in_flight(timeline) for timeline in rehearsal.timelines]
     timeline = rehearsal.median_timeline
     busy = timeline.busy_us()
     rows = []
@@ -40,10 +40,16 @@ def stage_rows(rehearsal: Rehearsal) -> list[dict[str, Any]]:
                 "idle": 1.0
                 - statistics.fmean(busy.get(rank, 0.0) for rank in stage.ranks) / timeline.iteration_us,
                 "in_flight": stage.in_flight,
-                "measured_in_flight": max(peaks.get(rank, 0) for peaks in held for rank in stage.ranks),
+                "measured_in_flight": max(most_held(timeline, index) for timeline in rehearsal.timelines),
             }
         )
     return rows
+
+
+def most_held(timeline: Timeline, stage: int) -> int:
+    """Return the most micro-batches that any rank of a stage held of it, whatever else the rank holds."""
+    own = tuple(event for event in timeline.events if event.stage == stage)
+    return max(peak_in_flight(dataclasses.replace(timeline, events=own)).values(), default=0)
 
 
 def rehearsal_figures(rehearsal: Rehearsal) -> dict[str, Any]:

@@ -66,18 +66,22 @@ def check_rehearsable(plan: PipelinePlan) -> None:
         PlanError: it says what is missing and how to get it.
     """
     # In the order in which later checks may rely on earlier ones; a plan comes from a file that anyone may
-    # have edited: stages, ranks 0..n-1 once each (0, 1, 1, 3 points at the second 1), times, dtypes, and the
+    # have edited: stages, ranks 0..n-1 (0, 1, 3 points at the 3), times, dtypes, and the
     # shape of all that is sent. Memory and programs are checked elsewhere (`check_memory`,
     # `run._check_programs`).
     if not plan.stages:
         raise PlanError("the plan has no stages; make it anew with gpp plan --out")
-    ranks = sorted(rank for stage in plan.stages for rank in stage.ranks)
+    ranks = sorted({rank for stage in plan.stages for rank in stage.ranks})
     if ranks != list(range(len(ranks))):
         wrong = next((r for i, r in enumerate(ranks) if r != i), ranks[-1])
         raise PlanError(
-            f"its stages use the ranks {_shorten(ranks)}; each of 0..{len(ranks) - 1} must be in one stage "
+            f"its stages use the ranks {_shorten(ranks)}; each of 0..{len(ranks) - 1} must be in a stage "
             f"(look at rank {wrong})"
         )
+    for stage in plan.stages:
+        twice = [rank for rank in stage.ranks if stage.ranks.count(rank) > 1]
+        if twice:
+            raise PlanError(f"stage {stage.name!r} has rank {twice[0]} twice; give it each rank once")
     if not any(stage.forward_us for stage in plan.stages):
         raise PlanError("its stages have no forward_us; make the plan with gpp plan --out")
     for stage in plan.stages:

@@ -33,21 +33,30 @@ def test_a_sample_equals_one_process(num_ranks: int) -> None:
     assert sum(result.is_equal_delayed is True for result in results) >= 6
 
 
+def test_a_sample_with_several_stages_a_rank_equals_one_process() -> None:
+    cases = draw_cases(14, seed=300, delayed_every=2, shares_ranks=True)
+    results = run_kept_ranks(run_cases_here, 2, cases)[0]
+    assert [line for line in map(_failure, results) if line] == []
+    assert all(result.shares_ranks for result in results)
+    assert max(result.stages for result in results) > 3
+    assert sum(result.is_equal_delayed is True for result in results) == 7
+
+
 def run_with_wrong_gradients(cases: Sequence[Case]) -> list[CaseResult]:
     """Run cases whose last rank makes its gradients a little too large, and other ones when delayed."""
-    plain = _exactness_ranks._Hooks.step
+    plain = _exactness_ranks.LinearHooks.step
     steps = iter(range(1000))
 
-    def step(hooks: _exactness_ranks._Hooks) -> None:
+    def step(hooks: _exactness_ranks.LinearHooks) -> None:
         for gradient in hooks._sums.values():
             gradient.mul_(1 + 1e-9 * next(steps))
         plain(hooks)
 
-    _exactness_ranks._Hooks.step = step  # type: ignore[method-assign]
+    _exactness_ranks.LinearHooks.step = step  # type: ignore[method-assign]
     try:
         return run_cases_here(cases)
     finally:
-        _exactness_ranks._Hooks.step = plain  # type: ignore[method-assign]
+        _exactness_ranks.LinearHooks.step = plain  # type: ignore[method-assign]
 
 
 def test_a_wrong_gradient_is_found() -> None:

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from gpp_benchmarks._shared_rank_rows import interleaved_chain, tower_plans
 from gpp_benchmarks.schedule import _calibrated
 from gpp_plugin.cli import main
+from gpp_plugin.simulate.predict import predict_iteration_us
 
 
 @pytest.mark.slow
@@ -32,6 +34,24 @@ def test_a_chain_is_run_by_all_three_runtimes_in_turn(capsys):
         assert row["iteration_ms"] >= row["fastest_ms"] >= 60.0
         assert row["stock_ms"] == rows[1]["iteration_ms"]
         assert row["speedup"] == pytest.approx(row["stock_ms"] / row["iteration_ms"])
+
+
+def test_interleaved_stages_and_a_colocated_tower_are_simulated_as_published():
+    # (ranks - 1) x (forward + backward) / stages a rank of start-up and wind-down beside 16 micro-batches
+    for count, over_ideal in ((1, 1 + 7 / 16), (2, 1 + 7 / 32), (4, 1 + 7 / 64)):
+        plan = interleaved_chain(count, forward_us=20e3, backward_us=40e3)
+        assert plan.num_ranks == 8 and len(plan.stages) == 8 * count
+        assert predict_iteration_us(plan) == pytest.approx(over_ideal * 16 * 60e3)
+    towers = tower_plans(forward_us=20e3, backward_us=40e3)
+    work = [
+        sum(
+            p.num_micro_batches(i) * s.degree * (s.forward_us + s.backward_us) for i, s in enumerate(p.stages)
+        )
+        for p in towers.values()
+    ]
+    assert work == pytest.approx([8 * 16 * 60e3] * 2)
+    disjoint, colocated = map(predict_iteration_us, towers.values())
+    assert disjoint / colocated > 1.1
 
 
 def test_a_wrong_option_takes_one_line(capsys):

@@ -59,10 +59,10 @@ def test_a_simulated_timeline_gives_back_its_times_and_its_length(plan, latency_
     times = measure_times(plan, [timeline])
     assert times.message_us == pytest.approx(latency_us, abs=1e-6)
     assert set(times.host_us.values()) == {0.0}
-    for stage in plan.stages:
+    for index, stage in enumerate(plan.stages):
         for rank in stage.ranks:
-            assert times.task_us[rank, F, None] == pytest.approx(stage.forward_us)
-            assert times.task_us.get((rank, B, None), 0.0) == pytest.approx(stage.backward_us)
+            assert times.task_us[rank, index, F, None] == pytest.approx(stage.forward_us)
+            assert times.task_us.get((rank, index, B, None), 0.0) == pytest.approx(stage.backward_us)
     assert times.reduce_us == ({2: pytest.approx(700.0)} if plan.stages[2].degree > 1 else {})
     assert times.step_us == pytest.approx(30.0)
     # A reduction on one rank is not there to be measured: leave it out of what is compared.
@@ -71,6 +71,30 @@ def test_a_simulated_timeline_gives_back_its_times_and_its_length(plan, latency_
         steps["reduce_us"] = {}
         wanted = simulate_plan(plan, cluster=links_of(latency_us), forward_only_stages=frozen, **steps)
     assert predict_from(plan, [timeline]) == pytest.approx(wanted.iteration_us)
+
+
+@pytest.mark.parametrize("latency_us", [0.0, 150.0])
+def test_times_of_ranks_that_hold_several_stages_are_told_apart(latency_us):
+    """Stages 0 and 2 on rank 0, 1 and 3 on rank 1, and a tower of other times on both."""
+    plan = emulated_plan(
+        "shared",
+        [(0, 1), (1, 2), (2, 3), (3, 5), (4, 5)],
+        num_micro_batches=4,
+        forward_us=[1000.0, 1100.0, 1200.0, 1300.0, 700.0, 500.0],
+        degrees={4: 2},
+    )
+    ranks = [(0,), (1,), (0,), (1,), (0, 1), (0,)]
+    stages = (dataclasses.replace(s, ranks=r) for s, r in zip(plan.stages, ranks, strict=True))
+    plan = with_in_flight(dataclasses.replace(plan, stages=tuple(stages)))
+    timeline = simulate_plan(plan, cluster=links_of(latency_us))
+    times = measure_times(plan, [timeline])
+    assert times.message_us == pytest.approx(latency_us, abs=1e-6)
+    assert set(times.host_us.values()) == {0.0}
+    for index, stage in enumerate(plan.stages):
+        for rank in stage.ranks:
+            assert times.task_us[rank, index, F, None] == pytest.approx(stage.forward_us)
+            assert times.task_us[rank, index, B, None] == pytest.approx(stage.backward_us)
+    assert predict_from(plan, [timeline]) == pytest.approx(timeline.iteration_us)
 
 
 def test_host_time_between_tasks_is_not_taken_for_messages():
@@ -88,7 +112,7 @@ def test_host_time_between_tasks_is_not_taken_for_messages():
     )
     shortened = dataclasses.replace(timeline, events=events)
     times = measure_times(plan, [shortened])
-    assert times.task_us[0, F, None] == pytest.approx(plan.stages[0].forward_us)
+    assert times.task_us[0, 0, F, None] == pytest.approx(plan.stages[0].forward_us)
     assert list(times.host_us.values()) == pytest.approx([100.0] * 4)
     assert times.message_us == pytest.approx(50.0)
     assert predict_from(plan, [shortened]) == pytest.approx(timeline.iteration_us)

@@ -28,10 +28,12 @@ from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.runtime.batches import UnitBatch, batch_checksum, unit_key, without_keys
 from gpp_plugin.runtime.lane import make_programs
 from gpp_plugin.runtime.messages.wires import specs_of, wires_of
+from gpp_plugin.runtime.rank_lane import RankLane
 from gpp_plugin.runtime.unit_lane import UnitLane, plan_of_units, spec_of_unit
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 from tests.integrations.unit_jobs import Branching, one_process, unlike_units
 from tests.models import build
 from tests.reference import gradient_errors
@@ -158,11 +160,34 @@ class Queues(dict[Any, Any]):
         return self.setdefault(message, queue.Queue())
 
 
+def on_seats(plan: PipelinePlan, seats: int | None) -> PipelinePlan:
+    """Return the plan with its ranks put on fewer in turn, and its stages in flight as that asks for."""
+    if seats is None:
+        return plan
+    stages = tuple(
+        dataclasses.replace(stage, ranks=tuple(rank % seats for rank in stage.ranks)) for stage in plan.stages
+    )
+    folded = dataclasses.replace(plan, stages=stages)
+    counts = plan_in_flight(folded)
+    stages = tuple(dataclasses.replace(s, in_flight=n) for s, n in zip(stages, counts, strict=True))
+    return dataclasses.replace(folded, stages=stages)
+
+
 class ThreadJob:
-    """All ranks of a job of units, each with a lane of its own."""
+    """All ranks of a job of units, each a thread.
+
+    Args:
+        seats: ranks that those of the plan are put on in turn, so that some hold several stages; None: as planned.
+    """
 
     def __init__(
-        self, model: Any, sample: dict[str, Any], ranks: int, block: dict[str, Any], folder: Path
+        self,
+        model: Any,
+        sample: dict[str, Any],
+        ranks: int,
+        block: dict[str, Any],
+        folder: Path,
+        seats: int | None = None,
     ) -> None:
         ds_config = {
             "train_micro_batch_size_per_gpu": 2,
@@ -180,23 +205,25 @@ class ThreadJob:
         self._rule = self.source.unit_rule(reference)
         if self._rule is not None:
             sample = self._rule.sample(sample)
-        self.plan = plan_of_units(typical)
+        self.plan = plan_of_units(on_seats(typical, seats))
         programs = make_programs(self.plan, reference)
         self.queues = Queues()
         self.lanes, self.held = [], []
         for program in programs:
-            lane = UnitLane(
+            lane = RankLane.make(
+                UnitLane,
+                program=program,
                 plan=self.plan,
                 source=self.source.stages,
                 reference=reference,
-                program=program,
                 transport=ThreadTransport(self.queues),
                 device=torch.device("cpu"),
                 sums_losses=config.loss_mean == "tokens",
             )
             self.lanes.append(lane)
-            self.held.append(Held(model, lane.prepare(sample).tensors))
-            lane.bind(self.held[-1], Hooks())  # type: ignore[arg-type]
+            held: list[Any] = [Held(model, code.tensors) for code in lane.prepare(sample)]
+            lane.bind(held, [Hooks()] * len(held), step=Hooks().step if len(held) > 1 else None)
+            self.held += held
 
     def run(self, units: Sequence[dict[str, Any]]) -> tuple[float, dict[str, Tensor]]:
         """Return a mini-batch's loss, and the gradients summed over all ranks."""
@@ -232,6 +259,14 @@ class ThreadJob:
         ("t5", 3, {"stages": 3, "schedule": "gpipe", "memory": {"recompute": "full"}}, "units"),
         ("llava", 4, {"stages": 2, "data_parallel": 2, "memory": {"recompute": "full"}}, "tokens"),
         ("gpt2", 6, {"stages": 3, "data_parallel": 2, "schedule": "greedy"}, "tokens"),
+        # several stages a rank: all of them on one, and two on each of two
+        ("t5", 3, {"data_parallel": 1, "seats": 1}, "units"),
+        (
+            "llava",
+            4,
+            {"stages": 2, "data_parallel": 2, "memory": {"recompute": "full"}, "seats": 2},
+            "tokens",
+        ),
     ],
 )
 def test_losses_and_gradients_equal_one_process(
@@ -240,7 +275,10 @@ def test_losses_and_gradients_equal_one_process(
     torch.manual_seed(0)
     model, make_batch = build(name)
     plain = copy.deepcopy(model)
-    job = ThreadJob(model, make_batch(2, 9), ranks, {"units": 4, "loss_mean": loss_mean, **block}, tmp_path)
+    seats = block.pop("seats", None)
+    block = {"units": 4, "loss_mean": loss_mean, **block}
+    job = ThreadJob(model, make_batch(2, 9), ranks, block, tmp_path, seats)
+    assert job.plan.shares_ranks == (seats is not None)
     for seed in (0, 1, 0):  # the first again, by the executors that are there
         units = unlike_units(name, 4, seed)
         assert len({unit_key(unit) for unit in units}) > 1

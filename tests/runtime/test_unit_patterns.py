@@ -38,7 +38,7 @@ def check(
 def tasks_of(job: ThreadJob, units: Sequence[dict[str, Any]]) -> list[int]:
     """Return how many tasks each rank runs of a mini-batch."""
     batch = UnitBatch(units=tuple(job.source.complete_batches(units)))
-    programs = [lane._patterns.program(batch)[1].program for lane in job.lanes]
+    programs = [lane.units[0]._patterns.program(batch)[1].program for lane in job.lanes]
     return [sum(i.task is not None for i in program.instructions) for program in programs]
 
 
@@ -54,20 +54,22 @@ def test_a_language_model_runs_text_only_units_without_its_tower(tmp_path: Path)
     for pattern in ((True, False, False, True), (False,) * 4):
         check(job, plain, mixed_units(pattern, seed=1), "tokens")
     recomputed = [stage.memory is not None and stage.memory.recomputed for stage in job.plan.stages]
-    text = next(p for p in job.lanes[0]._patterns._known.values() if p.lacks)
+    text = next(p for p in job.lanes[0].units[0]._patterns._known.values() if p.lacks)
     assert any(recomputed)
     assert any(stage.memory is not None and stage.memory.recomputed for stage in text.plan.stages)
 
 
-def test_towers_of_which_units_lack_one_or_the_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seats", [None, 2, 1])
+def test_towers_of_which_units_lack_one_or_the_other(seats: int | None, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = TwoTowers()
     plain = copy.deepcopy(model)
-    job = ThreadJob(
-        model, tower_units("b")[0], 3, {"units": 4, "data_parallel": 1, "planner": "uniform"}, tmp_path
-    )
+    block = {"units": 4, "data_parallel": 1, "planner": "uniform"}
+    job = ThreadJob(model, tower_units("b")[0], 3, block, tmp_path, seats)
     for kinds in ("bblr", "llll", "rlrb", "rrrr", "bbbb"):
         check(job, plain, tower_units(kinds))
+    if seats is not None:
+        return
     full, left = tasks_of(job, tower_units("bbbb")), tasks_of(job, tower_units("llll"))
     assert full == [8, 8, 8]
     assert sorted(left) == [0, 8, 8], "one tower has nothing to do"
@@ -101,10 +103,10 @@ def test_units_without_images_of_a_model_whose_python_reads_values(tmp_path: Pat
 
     for step, kinds in enumerate(("btu", "tut", "otb", "btu")):
         check(job, plain, [unit(kind, 10 * step + number) for number, kind in enumerate(kinds)])
-    text = next(p for p in job.lanes[0]._patterns._known.values() if p.lacks)
+    text = next(p for p in job.lanes[0].units[0]._patterns._known.values() if p.lacks)
     assert text.reference.analysis.reads_values
     # padded or not is another reading, so other code of the same pattern
-    keys = {key for lane in job.lanes for key, code in lane._codes.items() if code.pattern.lacks}
+    keys = {key for lane in job.lanes for key, code in lane.units[0]._codes.items() if code.pattern.lacks}
     assert len(keys) == 2
 
 
@@ -118,7 +120,7 @@ def test_the_programs_of_a_pattern_are_made_once_and_few_are_kept(
     job = ThreadJob(TwoTowers(), tower_units("b")[0], 1, {"units": 4, "stages": 1}, tmp_path)
     for kinds in ("bblr", "blbr", "lbbr", "rlbb"):
         job.run(tower_units(kinds))
-    patterns = job.lanes[0]._patterns
+    patterns = job.lanes[0].units[0]._patterns
     assert len(patterns._programs) == 2
     assert len(patterns._known) == 3
     patterns._lowered = None  # type: ignore[method-assign, assignment]

@@ -34,22 +34,22 @@ class HeldTogether:
     """
 
     def __init__(self) -> None:
-        self._holders: dict[int, int] = {}
+        self._holders: dict[int, tuple[int, int]] = {}
         self._held = self.peak = 0
 
     def keep(self, key: int, num_bytes: int) -> None:
         """Note that a micro-batch of a stage keeps a storage."""
-        holders = self._holders.get(key, 0)
-        self._holders[key] = holders + 1
+        holders, _ = self._holders.get(key, (0, 0))
+        self._holders[key] = holders + 1, num_bytes
         if not holders:
             self._held += num_bytes
             self.peak = max(self.peak, self._held)
 
-    def let_go(self, key: int, num_bytes: int) -> None:
+    def let_go(self, key: int) -> None:
         """Note that a micro-batch of a stage keeps a storage no longer."""
-        holders = self._holders.pop(key)
+        holders, num_bytes = self._holders.pop(key)
         if holders > 1:
-            self._holders[key] = holders - 1
+            self._holders[key] = holders - 1, num_bytes
         else:
             self._held -= num_bytes
 
@@ -66,16 +66,26 @@ class MemoryCounter:
         self._fixed = frozenset(storage_id(tensor) for tensor in fixed)
         self._together = together
         self._outer: dict[int, set[int]] = {}
+        self._views: dict[int, defaultdict[int, int]] = {}
         self._kept: dict[int, dict[int, int]] = {}
         self._swapped: defaultdict[int, int] = defaultdict(int)
         self._made_again: defaultdict[int, int] = defaultdict(int)
         self._held = self._most_of_one = self._peak = 0
         self._working = self._peak_working = 0
 
-    def begin(self, micro_batch: int, inputs: Iterable[Tensor]) -> None:
-        """Start a forward, or a half of one, on these inputs of the model."""
+    def begin(self, micro_batch: int, inputs: Iterable[Tensor], received: Iterable[Tensor] = ()) -> None:
+        """Start a forward, or a half of one, on these inputs of the model.
+
+        Args:
+            received: tensors of another stage. Of one that is some rows of what a stage of this rank made, those rows
+                are this stage's part.
+        """
         self._outer.setdefault(micro_batch, set()).update(storage_id(tensor) for tensor in inputs)
         self._kept.setdefault(micro_batch, {})
+        views = self._views[micro_batch] = defaultdict(int)
+        for tensor in received:
+            if tensor.layout is torch.strided and tensor.nbytes < tensor.untyped_storage().nbytes():
+                views[storage_id(tensor)] += tensor.nbytes
 
     def keep(self, micro_batch: int, tensor: Tensor) -> None:
         """Note that a micro-batch keeps a tensor on the device."""
@@ -85,11 +95,12 @@ class MemoryCounter:
         kept = self._kept[micro_batch]
         if key in kept or key in self._fixed or key in self._outer[micro_batch]:
             return
-        kept[key] = tensor.untyped_storage().nbytes()
+        whole = tensor.untyped_storage().nbytes()
+        kept[key] = self._views[micro_batch].get(key, whole)
         self._held += kept[key]
         self._peak = max(self._peak, self._held)
         if self._together is not None:
-            self._together.keep(key, kept[key])
+            self._together.keep(key, whole)
 
     def swap(self, micro_batch: int, num_bytes: int) -> None:
         """Note that a micro-batch moved a storage to the host."""
@@ -109,9 +120,10 @@ class MemoryCounter:
         kept = self._kept.pop(micro_batch, {})
         held = sum(kept.values())
         if self._together is not None:
-            for key, num_bytes in kept.items():
-                self._together.let_go(key, num_bytes)
+            for key in kept:
+                self._together.let_go(key)
         self._outer.pop(micro_batch, None)
+        self._views.pop(micro_batch, None)
         self._held -= held
         self._most_of_one = max(self._most_of_one, held)
 

@@ -231,7 +231,7 @@ class StageKeeper:
         assert policy is not None, "a program with half forwards needs their code"
         counter, fixed = self._counter, (*parameters, *inputs)
         if counter is not None:
-            counter.begin(micro_batch, fixed)
+            counter.begin(micro_batch, fixed, received if half is None else ())
         entered = list(received)
         leaves = []
         for index in self._leaves:

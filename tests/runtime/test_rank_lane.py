@@ -1,0 +1,250 @@
+"""Several stages on a rank equal one process; what they hand over to each other is not copied."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpp_benchmarks._emulated_graphs import chain_links, emulated_plan, with_in_flight
+from gpp_benchmarks._exactness_ranks import LinearHooks, gradient_error, rank_executor, stage_rows
+from gpp_benchmarks._linear_stages import DATA_WIDTH, LinearNetwork, linear_network
+from gpp_benchmarks._random_schedules import FAMILIES, random_draw
+from gpp_plugin.errors import RuntimeFailure
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.program import RankProgram
+from gpp_plugin.ir.timeline import EventKind
+from gpp_plugin.runtime.batches import UnitBatch
+from gpp_plugin.runtime.lane import channels_of
+from gpp_plugin.runtime.memory.counting import HeldTogether, MemoryCounter
+from gpp_plugin.runtime.messages.mailbox import HandOvers
+from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.checks.validate_programs import validate_programs
+from gpp_plugin.schedule.lower import lower_schedules
+from tests.integrations.absent_jobs import TwoTowers, tower_units
+from tests.runtime.test_unit_lane import ThreadJob
+
+
+def run_here(network: LinearNetwork, program: RankProgram, seed: int) -> float:
+    """Train three mini-batches on one rank that holds all stages; return the largest error of a gradient."""
+    hooks = {
+        index: LinearHooks({name: p.clone() for name, p in network.starts[index].items()}, None)
+        for index in program.stages
+    }
+    executor = rank_executor(program, network, hooks, transport=None)
+    generator = torch.Generator().manual_seed(seed)
+    shape = (network.plan.mini_batch, DATA_WIDTH)
+    worst = 0.0
+    for number in range(3):
+        data = torch.randn(shape, generator=generator, dtype=torch.float64)
+        executor.run([stage_rows(network, index, 0, data) for index in hooks])
+        ours = {index: own.done.gradients[number] for index, own in hooks.items()}
+        parameters = [own.done.parameters[number] for own in hooks.values()]
+        worst = max(worst, gradient_error(ours, network, parameters, data))
+    return worst
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rank_that_holds_every_stage_equals_one_process(family: str) -> None:
+    num_stages = set()
+    for seed in range(6):
+        draw = random_draw(seed, family, most_stages=6, num_ranks=1, shares_ranks=True)
+        validate_programs(draw.plan, draw.schedules, draw.programs)
+        (program,) = draw.programs
+        assert not channels_of(draw.programs)
+        network = linear_network(draw.plan, draw.forward_only, seed=seed, dtype=torch.float64)
+        assert run_here(network, program, seed) < 1e-12
+        num_stages.add(len(program.stages))
+    assert max(num_stages) > 2
+
+
+# ---- what is handed over ------------------------------------------------------------------------------------
+
+
+class Watched:
+    """A stage's compute that keeps what it made and read, by task."""
+
+    def __init__(self, compute: Any, write: bool = False) -> None:
+        self._compute = compute
+        self._write = write
+        self.made: dict[Any, Sequence[Tensor]] = {}
+        self.read: dict[Any, Sequence[Tensor | None]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compute, name)
+
+    def forward(
+        self, micro_batch: int, half: int | None, inputs: Sequence[Tensor], received: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        self.read["F", micro_batch] = received
+        if self._write:
+            with torch.no_grad():
+                received[0].detach().add_(1.0)
+        self.made["F", micro_batch] = self._compute.forward(micro_batch, half, inputs, received)
+        return self.made["F", micro_batch]
+
+    def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        self.read["B", micro_batch] = gradients
+        self.made["B", micro_batch] = self._compute.backward(micro_batch, gradients)
+        return self.made["B", micro_batch]
+
+
+def chain_on_one_rank(sizes: Sequence[int]) -> PipelinePlan:
+    """Return a chain of stages with these micro-batches on one rank; all tensors have samples first."""
+    plan = emulated_plan("chain", chain_links(len(sizes)), num_micro_batches=4, samples=2)
+    stages = tuple(
+        dataclasses.replace(stage, ranks=(0,), micro_batch_size=size)
+        for stage, size in zip(plan.stages, sizes, strict=True)
+    )
+    return with_in_flight(dataclasses.replace(plan, stages=stages))
+
+
+def watched_run(
+    plan: PipelinePlan, *, writes: int | None = None, record: bool = False
+) -> tuple[dict[int, Watched], Any, Callable[[], HandOvers]]:
+    schedules = build_schedules(plan)
+    programs = lower_schedules(plan, schedules)
+    validate_programs(plan, schedules, programs)
+    network = linear_network(plan, frozenset(), seed=3, dtype=torch.float64)
+    # samples first and one row each, so that rows of a tensor are a view of it
+    specs = {
+        name: dataclasses.replace(spec, layout=dataclasses.replace(spec.layout, axis=0, rows_per_sample=1))
+        for name, spec in network.specs.items()
+    }
+    specs = {n: dataclasses.replace(s, shape=(1, 4)) for n, s in specs.items()}
+    starts = tuple(
+        {
+            name: torch.ones(4 if name != "in.data" else DATA_WIDTH, 4, dtype=torch.float64)
+            if "." in name
+            else p
+            for name, p in start.items()
+        }
+        for start in network.starts
+    )
+    network = dataclasses.replace(network, specs=specs, starts=starts)
+    hooks = {
+        i: LinearHooks({n: p.clone() for n, p in network.starts[i].items()}, None)
+        for i in range(len(plan.stages))
+    }
+    watched: dict[int, Watched] = {}
+    import gpp_benchmarks._exactness_ranks as ranks
+
+    plain = ranks.stage_compute
+
+    def compute(network: Any, program: RankProgram, parameters: Any, own: Any) -> Any:
+        watched[program.stage] = Watched(
+            plain(network, program, parameters, own), write=program.stage == writes
+        )
+        return watched[program.stage]
+
+    ranks.stage_compute = compute  # type: ignore[assignment]
+    try:
+        executor = rank_executor(programs[0], network, hooks, transport=None)
+    finally:
+        ranks.stage_compute = plain
+    data = torch.randn(plan.mini_batch, DATA_WIDTH, dtype=torch.float64)
+    result = executor.run([stage_rows(network, i, 0, data) for i in hooks], record=record)
+    return watched, result, lambda: executor._hand_overs
+
+
+def test_a_consumer_reads_the_tensor_that_its_producer_made() -> None:
+    watched, _, hand_overs = watched_run(chain_on_one_rank((4, 2, 2)))
+    for micro_batch in range(4):
+        # two micro-batches of stage 1 are views of one of stage 0
+        made, read = watched[0].made["F", micro_batch // 2][0], watched[1].read["F", micro_batch][0]
+        assert made.untyped_storage().data_ptr() == read.untyped_storage().data_ptr()
+        assert read.storage_offset() == micro_batch % 2 * 2 * 4
+        assert made is not read and read.is_leaf
+        made, read = watched[2].made["B", micro_batch][0], watched[1].read["B", micro_batch][0]
+        assert made.data_ptr() == read.data_ptr()
+    assert not any(hand_overs()._places.values())
+
+
+def test_hand_overs_are_no_messages_of_a_recorded_mini_batch() -> None:
+    plan = chain_on_one_rank((2, 2, 2))
+    _, result, _ = watched_run(plan, record=True)
+    kinds = [event.kind for event in result.events]
+    assert EventKind.SEND not in kinds and EventKind.RECEIVE not in kinds
+    assert kinds.count(EventKind.STEP) == 1
+    tasks = [(event.stage, event.micro_batch) for event in result.events if event.kind is EventKind.FORWARD]
+    assert sorted(tasks) == [(stage, m) for stage in range(3) for m in range(4)]
+    starts = [event.start_us for event in result.events]
+    assert starts == sorted(starts)
+
+
+def test_a_stage_that_writes_into_what_it_was_handed_is_refused() -> None:
+    with pytest.raises(
+        RuntimeFailure, match="stage stage1 writes into x0, which another stage of its rank made"
+    ):
+        watched_run(chain_on_one_rank((2, 2, 2)), writes=1)
+
+
+def test_a_failure_of_one_stage_lets_go_of_all() -> None:
+    plan = chain_on_one_rank((2, 2))
+    programs = lower_schedules(plan, build_schedules(plan))
+    network = linear_network(plan, frozenset(), seed=3, dtype=torch.float64)
+    hooks = {i: LinearHooks({n: p.clone() for n, p in network.starts[i].items()}, None) for i in range(2)}
+    executor = rank_executor(programs[0], network, hooks, transport=None)
+    failing = hooks[1].accumulate
+
+    def fail() -> None:
+        raise OSError("no more")
+
+    hooks[1].accumulate = fail  # type: ignore[method-assign]
+    data = torch.randn(plan.mini_batch, DATA_WIDTH, dtype=torch.float64)
+    with pytest.raises(RuntimeFailure, match=r"rank 0, stage loss, at 1B0: OSError: no more"):
+        executor.run([stage_rows(network, i, 0, data) for i in hooks])
+    for part in executor._parts:
+        assert not part._made and not any(part._mail.inbox) and not part._compute._kept  # type: ignore[attr-defined]
+    hooks[1].accumulate = failing  # type: ignore[method-assign]
+    for own in hooks.values():
+        for parameter in own.parameters.values():
+            parameter.grad = None
+    assert run_here(network, programs[0], 1) < 1e-12
+
+
+def test_a_storage_that_two_stages_hold_counts_once() -> None:
+    held = HeldTogether()
+    held.keep(1, 100)
+    held.keep(1, 100)
+    held.keep(2, 50)
+    held.let_go(1)
+    held.keep(3, 20)
+    assert held.peak == 170
+    held.let_go(1)
+    held.keep(4, 60)
+    assert held.peak == 170
+
+
+def test_of_a_view_of_another_stages_tensor_its_rows_are_the_readers_part() -> None:
+    made = torch.zeros(4, 8)
+    together = HeldTogether()
+    counters = MemoryCounter((), together), MemoryCounter((), together)
+    counters[0].begin(0, ())
+    counters[0].keep(0, made)
+    for micro_batch in range(2):
+        rows = made[2 * micro_batch : 2 * micro_batch + 2]
+        counters[1].begin(micro_batch, (), [rows])
+        counters[1].keep(micro_batch, rows)
+    assert counters[0].counts().peak_held_bytes == counters[1].counts().peak_held_bytes == 128
+    assert together.peak == 128
+
+
+def test_the_memory_of_all_stages_of_a_rank(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    units = tower_units("bbbb")
+    block = {"units": 4, "data_parallel": 1, "planner": "uniform"}
+    job = ThreadJob(TwoTowers(), units[0], 3, block, tmp_path, seats=1)
+    job.run(units)
+    (lane,) = job.lanes
+    batch = UnitBatch(units=tuple(job.source.complete_batches(units)))
+    result = lane.run(batch, count=True)
+    assert set(result.memories) == set(lane.stages) == {0, 1, 2}
+    peaks = [counts.peak_held_bytes for counts in result.memories.values()]
+    assert max(peaks) <= result.most_bytes <= sum(peaks)
+    assert not lane.run(batch).memories

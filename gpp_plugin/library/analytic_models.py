@@ -11,7 +11,7 @@ from gpp_plugin.ir.cluster import Device
 from gpp_plugin.ir.profile import BlockCost, Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
-from gpp_plugin.library.gemm import Gemm, backward_us, forward_us
+from gpp_plugin.library.gemm import Gemm, backward_us, forward_us, weight_share
 
 FLOAT = 4
 ADAM_BYTES = 8
@@ -142,6 +142,7 @@ def profile_model(model: AnalyticModel, device: Device, *, largest: int, recompu
         costs.append(
             BlockCost(
                 block=spec.name,
+                input_share=_input_share(device, spec, samples[-1]),
                 samples=samples,
                 forward_us=forward,
                 backward_us=backward,
@@ -174,6 +175,16 @@ def _forward(device: Device, spec: BlockSpec, samples: int) -> float:
 def _backward(device: Device, spec: BlockSpec, samples: int) -> float:
     products = sum(backward_us(device, gemm, samples) for gemm in spec.gemms)
     return products + 2 * spec.launches * device.launch_us + _moved_us(device, 2 * spec.elementwise * samples)
+
+
+def _input_share(device: Device, spec: BlockSpec, samples: int) -> float:
+    """Return the share of a backward that makes the gradients of activations, where it is split."""
+    products = [backward_us(device, gemm, samples) for gemm in spec.gemms]
+    weights = sum(
+        us * weight_share(device, gemm, samples) for us, gemm in zip(products, spec.gemms, strict=True)
+    )
+    moved = 2 * spec.launches * device.launch_us + _moved_us(device, 2 * spec.elementwise * samples)
+    return 1.0 - weights / (sum(products) + moved)
 
 
 # ---- parts -------------------------------------------------------------------------------------------

@@ -91,3 +91,12 @@ def backward_us(device: Device, gemm: Gemm, samples: int) -> float:
         )
     rows = gemm.rows * samples
     return gemm.count * (gemm_us(device, rows, gemm.k, gemm.n) + gemm_us(device, gemm.k, gemm.n, rows))
+
+
+def weight_share(device: Device, gemm: Gemm, samples: int) -> float:
+    """Return the weight gradient's share in the two backward products; none where both operands are activations."""
+    if gemm.is_batched:
+        return 0.0
+    rows = gemm.rows * samples
+    weight, other = gemm_us(device, gemm.k, gemm.n, rows), gemm_us(device, rows, gemm.k, gemm.n)
+    return weight / (weight + other)

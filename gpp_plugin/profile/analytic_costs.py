@@ -19,6 +19,9 @@ Without it (paper models that were never captured) a block is one operator with 
     backward   g = [a gradient flows in from a producer] + trainable_bytes / parameter_bytes
                (parameter-free blocks: 1 + 1, as in attention scores, where a gradient flows)
 
+A backward in two parts takes as long as whole: what the roofline of its products takes for operands that are
+activations is the first part, for parameters the second.
+
 FLOPs and BATCH tensors scale with the samples, parameters and tensors without a batch axis do not; the
 quadratic part of in-batch losses is thus linearised around ``BlockGraph.num_samples``.
 """
@@ -111,6 +114,7 @@ def analytic_profile(
         costs.append(
             BlockCost(
                 block=block.name,
+                input_share=timer.input_share(block),
                 samples=counts,
                 forward_us=tuple(forward for forward, _ in times),
                 backward_us=tuple(backward for _, backward in times),
@@ -209,6 +213,12 @@ class _BlockTimer:
             self.device, flops=flops * factor, num_bytes=num_bytes * factor, launches=launches * factor
         )
 
+    def input_share(self, block: Block) -> float:
+        """Return the share of activations' gradients in a backward: of 1 + 1 with parameters, all without."""
+        needs = any(t.requires_grad for t in self.tensors_in.get(block.name, []))
+        weights = block.trainable_bytes / block.parameter_bytes if block.parameter_bytes else 0.0
+        return needs / (needs + weights) if weights else 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class _OperatorTimer:
@@ -248,6 +258,27 @@ class _OperatorTimer:
                     self.device, flops=flops * factor, num_bytes=num_bytes * factor, launches=factor
                 )
         return forward, backward
+
+    def input_share(self, block: Block) -> float:
+        """Return the share of activations' gradients in a backward at the samples the graph was captured at."""
+        # Of a linear layer's two products one is each; attention's and everything between activations is all input.
+        shares = [0.0, 0.0]
+        for name in block.nodes:
+            node = self.nodes[name]
+            takes = [operand for operand in node.inputs if self._takes_gradient(operand)]
+            if not takes or is_free(node):
+                continue
+            factor = min(2, len(takes))
+            weights = min(sum(operand in self.parameters for operand in takes), factor)
+            us = roofline_us(
+                self.device,
+                flops=node.flops * factor,
+                num_bytes=self._bytes(node, self.num_samples) * factor,
+                launches=factor,
+            )
+            shares[0] += us * (1.0 - weights / factor)
+            shares[1] += us * weights / factor
+        return shares[0] / sum(shares) if any(shares) else 0.5
 
     def _bytes(self, node: OpNode, num_samples: int) -> float:
         total = float(node.output.bytes_for(num_samples)) if node.output is not None else 0.0

@@ -50,7 +50,20 @@ def test_a_model_that_fits_nowhere_says_by_how_much_and_which_knob(tmp_path, cap
 
 REQUESTS = [
     (["--stages", "40", "--devices", "64"], "40 stages are asked for and the model has 33 blocks; lower stages to 33"),
-    (["--stages", "5", "--devices", "4"], "5 stages are asked for on 4 ranks and a rank holds one stage; lower stages"),
+    (
+        ["--virtual-stages", "20"],
+        "virtual_stages 20 on 4 ranks makes at least 40 stages and the model has 33 blocks; lower virtual_stages to 16",
+    ),
+    (
+        ["--virtual-stages", "2", "--stages", "6"],
+        "6 stages are asked for and virtual_stages 2 on 4 ranks makes 4 or 8; change stages",
+    ),
+    (["--virtual-stages", "2", "--mode", "async"], "virtual_stages: a rank holds one stage in mode async; set"),
+    (["--stages", "5", "--mode", "async"], "5 stages: a rank holds one stage in mode async; set"),
+    (
+        ["--colocate", "auto", "--planner", "stock_1f1b"],
+        "planner 'stock_1f1b' makes stages for DeepSpeed's own PipelineEngine, which holds one a rank",
+    ),
     (
         ["--mini-batch", "63", "--micro-batch", "4"],
         "micro_batch_sizes['*'] is 4, which does not divide the mini-batch of 63; the nearest sizes that do are 3 and 7",

@@ -11,7 +11,10 @@ from gpp_plugin.plan.costs.cost_model import CostModel
 
 def knows_split_times(profile: Profile) -> bool:
     """Return whether the profile says what input and weight gradients take, each by itself."""
-    return any((cost.split_factor, cost.input_share) != (1.0, 0.5) for cost in profile.costs)
+    # derived costs always do; measured and given ones where the two parts were timed
+    return profile.source == "analytic" or any(
+        (cost.split_factor, cost.input_share) != (1.0, 0.5) for cost in profile.costs
+    )
 
 
 def with_part_times(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:

@@ -74,12 +74,16 @@ def usual_maps(loads: Sequence[float], num_groups: int) -> list[Map]:
     return [each for each in dict.fromkeys(found) if len(set(each)) == num_groups]
 
 
-def changed_maps(groups: Sequence[int], num_groups: int) -> Iterator[Map]:
-    """Yield the maps with one stage in another group, then those with two stages exchanged."""
+def moved_stages(groups: Sequence[int], num_groups: int) -> Iterator[Map]:
+    """Yield the maps with one stage in another group."""
     for stage, group in enumerate(groups):
         for other in range(num_groups):
             if other != group:
                 yield (*groups[:stage], other, *groups[stage + 1 :])
+
+
+def exchanged_stages(groups: Sequence[int]) -> Iterator[Map]:
+    """Yield the maps with two stages exchanged."""
     for first, second in itertools.combinations(range(len(groups)), 2):
         if groups[first] != groups[second]:
             changed = list(groups)

@@ -2,9 +2,10 @@
 
     plan, one stage a rank
       1 starts          `shared_starts`: partitions, maps and micro-batch sizes, in the order of a bound on their step
-      2 simulated       the first `NUM_STARTS` of them, each with in-flight counts that fit its ranks' memory
-      3 improved        the best `NUM_IMPROVED` by moves: a stage to other ranks, two stages exchanged, a boundary block
-                        to the next stage, another micro-batch size
+      2 simulated       the first `NUM_STARTS` of them, with in-flight counts that fit their ranks' memory: roughly,
+                        then the best `NUM_EXACT` exactly
+      3 improved        the best `NUM_IMPROVED` by moves: two stages of the same ranks merged, a stage to other ranks,
+                        two stages exchanged, a boundary block to another stage, another micro-batch size
       4 schedules       the best one under each schedule that is allowed
     the shortest of all, and the plan itself where nothing is shorter; its notes say what was tried
 
@@ -17,7 +18,9 @@ Tests: tests/plan/test_shared_ranks_plans.py
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from gpp_plugin.errors import PlanInfeasible
@@ -29,16 +32,22 @@ from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan
 from gpp_plugin.plan.refine import moves
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.shared.maps import changed_maps
+from gpp_plugin.plan.shared.maps import exchanged_stages, moved_stages
 from gpp_plugin.plan.shared.partitions import Partitioner
 from gpp_plugin.plan.shared.shared_judge import Drafts, SharedJudge
 from gpp_plugin.plan.shared.shared_schedules import first_schedule, schedule_shared
-from gpp_plugin.plan.shared.shared_starts import Start, StartMaker
+from gpp_plugin.plan.shared.shared_starts import AS_PLANNED, Start, StartMaker
 from gpp_plugin.plan.validate_plan import validate_plan
 
-NUM_STARTS = 24
-"""Starts that are simulated, those with the smallest bounds."""
+NUM_STARTS = 40
+"""Starts that are simulated, those with the smallest bounds; of each way to share ranks at most ``PER_WAY``."""
+PER_WAY = 5
+NUM_EXACT = 6
+"""Of these, how many are simulated with the orders that will run."""
 NUM_IMPROVED = 3
+NEAR = 1.15
+"""Times the shortest start, up to which others are simulated: moves gain as much."""
+ROUNDING = 1e-6
 
 
 def share_ranks(plan: PipelinePlan, request: PlanRequest, *, schedule: str = "auto") -> PipelinePlan:
@@ -126,32 +135,37 @@ class _Search:
 
     def best(self) -> tuple[PipelinePlan, str] | None:
         """Return the shortest plan found, named, and what to call it; None where none fits."""
-        found: list[tuple[PipelinePlan, Drafts, str]] = []
-        ranked = self._ranked()
-        for _, start in ranked[:NUM_STARTS]:
-            below = min((each[0].iteration_us for each in found), default=math.inf)
-            plan = self._judge.judged(start.drafts, below_us=below * 1.1)
+        found: list[tuple[PipelinePlan, Start]] = []
+        for start in self._chosen_starts():
+            below = min((plan.iteration_us for plan, _ in found), default=math.inf)
+            plan = self._judge.judged(start.drafts, below_us=below * NEAR)
             if plan is not None:
-                found.append((plan, start.drafts, start.how))
-        if not found:
-            return None
+                found.append((plan, start))
         found.sort(key=lambda each: each[0].iteration_us)
-        improved = [self._improved(*each) for each in found[:NUM_IMPROVED]]
-        plan, drafts, how = min(improved, key=lambda each: each[0].iteration_us)
+        exact = [(self._judge.judged(start.drafts, is_exact=True), start) for _, start in found[:NUM_EXACT]]
+        best = sorted(
+            ((plan, start) for plan, start in exact if plan is not None),
+            key=lambda each: each[0].iteration_us,
+        )
+        if not best:
+            return None
+        share = self._judge.budget // NUM_IMPROVED
+        improved = [self._improved(plan, start, share) for plan, start in best[:NUM_IMPROVED]]
+        plan, start = min(improved, key=lambda each: each[0].iteration_us)
         self.num_tried = self._judge.num_simulated
-        named = build_plan(self._request, drafts, planner=self._plan.planner, costs=self._costs)
+        named = build_plan(self._request, start.drafts, planner=self._plan.planner, costs=self._costs)
         stages = tuple(
             dataclasses.replace(stage, name=other.name)
             for stage, other in zip(plan.stages, named.stages, strict=True)
         )
         named = dataclasses.replace(named, stages=stages, iteration_us=plan.iteration_us)
         if any(stage.memory is not None for stage in stages):
-            return named, how
+            return named, start.how
         scheduled = schedule_shared(named, self._request, schedule=self._schedule)
-        return min(named, scheduled, key=lambda each: each.iteration_us), how
+        return min(named, scheduled, key=lambda each: each.iteration_us), start.how
 
-    def _ranked(self) -> list[tuple[float, Start]]:
-        """Return all starts, each once, those with the smallest bound first."""
+    def _chosen_starts(self) -> list[Start]:
+        """Return the starts to simulate, those with the smallest bound first, a few of each way to share ranks."""
         distinct: dict[frozenset[StageDraft], Start] = {}
         for start in self._makers.starts():
             distinct.setdefault(frozenset(start.drafts), start)
@@ -159,27 +173,48 @@ class _Search:
         bounds = [
             (self._judge.least_us(self._judge.plan_of(start.drafts)), start) for start in distinct.values()
         ]
-        return sorted(bounds, key=lambda pair: pair[0])
+        chosen: list[Start] = []
+        taken: Counter[str] = Counter()
+        met: set[tuple[str, int]] = set()
+        for _, start in sorted(bounds, key=lambda pair: pair[0]):
+            size = max(draft.micro_batch_size for draft in start.drafts)
+            if taken[start.how] < PER_WAY and (start.how, size) not in met:
+                chosen.append(start)
+                taken[start.how] += 1
+                met.add((start.how, size))
+        # what moves make of the stages without shared ranks is never worse than those
+        chosen.sort(key=lambda start: start.how != AS_PLANNED)
+        return chosen[:NUM_STARTS]
 
     # ---- moves -----------------------------------------------------------------------------------------------
 
-    def _improved(self, plan: PipelinePlan, drafts: Drafts, how: str) -> tuple[PipelinePlan, Drafts, str]:
-        """Return the plan reached by taking every move that is shorter."""
+    def _improved(self, plan: PipelinePlan, start: Start, share: int) -> tuple[PipelinePlan, Start]:
+        """Return the plan reached by taking every move that is shorter, within a share of the budget."""
+        # What is compared roughly must be shorter exactly as well. Where nothing is left to spend the plan stays.
+        least = self._judge.budget - share
+        rough = self._judge.judged(start.drafts) or plan
         is_improved = True
-        while is_improved and self._judge.budget > 0:
+        while is_improved:
             is_improved = False
-            for changed in self._neighbours(plan, drafts):
+            for changed in self._neighbours(plan, start.drafts):
+                if self._judge.budget <= least:
+                    return plan, start
                 found = self._judge.judged(changed, below_us=plan.iteration_us)
-                if found is not None and found.iteration_us < plan.iteration_us * (1 - 1e-6):
-                    plan, drafts, is_improved = found, changed, True
+                if found is None or found.iteration_us >= rough.iteration_us * (1 - ROUNDING):
+                    continue
+                exact = self._judge.judged(changed, below_us=plan.iteration_us, is_exact=True)
+                if exact is not None and exact.iteration_us < plan.iteration_us * (1 - ROUNDING):
+                    plan, rough, is_improved = exact, found, True
+                    start = dataclasses.replace(start, drafts=changed)
                     break
-        return plan, drafts, how
+        return plan, start
 
     def _neighbours(self, plan: PipelinePlan, drafts: Drafts) -> Iterator[Drafts]:
         """Yield stages one move away, those that relieve the busiest ranks first."""
+        yield from self._merged(drafts)
         yield from self._other_sizes(drafts)
-        yield from self._other_blocks(plan, drafts)
         yield from self._other_ranks(drafts)
+        yield from self._other_blocks(plan, drafts)
 
     def _other_sizes(self, drafts: Drafts) -> Iterator[Drafts]:
         wishes = self._rules.wishes()
@@ -224,20 +259,47 @@ class _Search:
         return tuple(changed)
 
     def _other_ranks(self, drafts: Drafts) -> Iterator[Drafts]:
-        """Yield what results when a stage moves to the ranks of others, or two exchange theirs."""
-        places = sorted({draft.ranks for draft in drafts if draft.ranks is not None})
+        """Yield what results when a stage moves to the ranks of others, or to all, and when two exchange theirs."""
+        everywhere = tuple(range(self._request.num_ranks))
+        used = {draft.ranks for draft in drafts if draft.ranks is not None}
+        places = sorted(used | ({everywhere} if self._request.colocate else set()))
         groups = [places.index(draft.ranks) for draft in drafts if draft.ranks is not None]
-        for changed in changed_maps(groups, len(places)):
-            if len({rank for group in changed for rank in places[group]}) < self._request.num_ranks:
+        changes = exchanged_stages(groups)
+        if (self._request.virtual_stages or 1) == 1:  # else every group keeps its number of stages
+            changes = itertools.chain(moved_stages(groups, len(places)), changes)
+        for changed in changes:
+            if len({rank for group in changed for rank in places[group]}) < len(everywhere):
                 continue  # all ranks are used
-            found = []
-            for draft, group in zip(drafts, changed, strict=True):
-                ranks = places[group]
-                size = self._rules.micro_batch_size(draft.blocks, len(ranks), draft.micro_batch_size)
-                if size is None:
-                    break
-                found.append(
-                    dataclasses.replace(draft, ranks=ranks, degree=len(ranks), micro_batch_size=size)
-                )
-            else:
-                yield tuple(found)
+            found = [self._on_ranks(d, places[group]) for d, group in zip(drafts, changed, strict=True)]
+            if None not in found:
+                yield tuple(draft for draft in found if draft is not None)
+
+    def _on_ranks(self, draft: StageDraft, ranks: tuple[int, ...]) -> StageDraft | None:
+        """Return a stage on other ranks; None where it has no micro-batch size there."""
+        if ranks == draft.ranks:
+            return draft
+        wishes = (draft.micro_batch_size, draft.micro_batch_size // draft.degree * len(ranks))
+        sizes = [self._rules.micro_batch_size(draft.blocks, len(ranks), wish) for wish in wishes]
+        size = next((size for size in sizes if size is not None), None)
+        if size is None:
+            return None
+        return dataclasses.replace(draft, ranks=ranks, degree=len(ranks), micro_batch_size=size)
+
+    def _merged(self, drafts: Drafts) -> Iterator[Drafts]:
+        """Yield what results when two stages on the same ranks become one, where their number is left open."""
+        request = self._request
+        if request.num_stages is not None or (request.virtual_stages or 1) > 1:
+            return
+        sets = self._partitioner.sets
+        for i, j in itertools.combinations(range(len(drafts)), 2):
+            if drafts[i].ranks != drafts[j].ranks:
+                continue
+            rest = [draft for number, draft in enumerate(drafts) if number not in (i, j)]
+            both = sets.mask_of(drafts[i].blocks) | sets.mask_of(drafts[j].blocks)
+            if not sets.is_acyclic([*(sets.mask_of(draft.blocks) for draft in rest), both]):
+                continue
+            for one in (drafts[i], drafts[j]):
+                size = self._rules.micro_batch_size(sets.blocks(both), one.degree, one.micro_batch_size)
+                if size is not None:
+                    joint = dataclasses.replace(one, blocks=sets.blocks(both), micro_batch_size=size)
+                    yield (*rest, joint)

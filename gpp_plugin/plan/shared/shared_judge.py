@@ -27,9 +27,11 @@ from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.request import PlanRequest, rank_limit
 from gpp_plugin.plan.selection import memory_excess
 from gpp_plugin.plan.shared.collapse import collapsed
+from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.names import k_of
 from gpp_plugin.schedule.orders.forward_only import forward_only_stages
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
+from gpp_plugin.schedule.orders.stage_order import on_own_ranks
 from gpp_plugin.simulate.predict import predict_iteration_us
 
 logger = logging.getLogger(__name__)
@@ -37,10 +39,14 @@ logger = logging.getLogger(__name__)
 Drafts = tuple[StageDraft, ...]
 """Stages with ranks."""
 
-BUDGET = 100_000
+BUDGET = 60_000
 """Simulated tasks of a search."""
+EXACT_TASKS = 160
+"""Up to so many a plan is simulated exactly at once: as fast as that is with more of them roughly."""
+EXACT_COST = 6
+"""Finding the orders of stages together takes about so many times what turns of given orders take."""
 FACTORS = (1.0, 1.5, 2.0)
-"""Times Table 2's in-flight counts that are tried, where memory allows."""
+"""Times Table 2's in-flight counts that are tried in the end, where memory allows."""
 
 
 class SharedJudge:
@@ -58,7 +64,7 @@ class SharedJudge:
         self.num_simulated = 0
         self._schedule = schedule
         self._fitter: StageFitter | None = fitter_for(request, costs)
-        self._known: dict[frozenset[StageDraft], PipelinePlan | None] = {}
+        self._known: dict[tuple[frozenset[StageDraft], bool], PipelinePlan | None] = {}
 
     def plan_of(self, drafts: Drafts) -> PipelinePlan:
         """Return the plan of these stages under its schedule, unnamed and unjudged, with the usual in-flight counts."""
@@ -82,39 +88,55 @@ class SharedJudge:
             least = max(least, min(heads[i] for i in own) + load + after)
         return least
 
-    def judged(self, drafts: Drafts, *, below_us: float = math.inf) -> PipelinePlan | None:
-        """Return the plan of these stages with the in-flight counts of the shortest step that fits.
+    def judged(
+        self, drafts: Drafts, *, below_us: float = math.inf, is_exact: bool = False
+    ) -> PipelinePlan | None:
+        """Return the plan of these stages with in-flight counts that fit, and its time.
 
-        None where nothing fits, or nothing can be shorter than ``below_us``.
+        None where nothing fits, it cannot run, or it cannot be shorter than ``below_us``.
+
+        Args:
+            is_exact: the time of the orders that will run. Else each stage keeps the order it has on ranks of its own,
+                which is what a search compares: quicker to find, and never shorter.
         """
-        key = frozenset(drafts)
+        key = frozenset(drafts), is_exact
         if key in self._known:
             return self._known[key]
         plan = self.plan_of(drafts)
         if self.least_us(plan) >= below_us or self.budget <= 0:
             return None
-        self._known[key] = best = self.best_counts(plan)
+        self._known[key] = best = self._best(self._fitting(plan, FACTORS[:1]), is_exact=is_exact)
         return best
 
     def best_counts(self, plan: PipelinePlan) -> PipelinePlan | None:
         """Return the plan with the in-flight counts of the shortest step that fits; None where nothing does."""
+        return self._best(self._fitting(plan, FACTORS), is_exact=True)
+
+    def _best(self, plans: Iterator[PipelinePlan], *, is_exact: bool) -> PipelinePlan | None:
         best: PipelinePlan | None = None
-        for fitted in self._fitting(plan):
-            timed = self.timed(fitted)
+        for fitted in plans:
+            timed = self._timed(fitted, is_exact=is_exact)
             if timed is not None and (best is None or timed.iteration_us < best.iteration_us * (1 - 1e-9)):
                 best = timed
         return best
 
-    def timed(self, plan: PipelinePlan) -> PipelinePlan | None:
+    def _timed(self, plan: PipelinePlan, *, is_exact: bool) -> PipelinePlan | None:
         """Return a plan with its simulated time; None where it cannot run."""
         small, cluster = collapsed(plan, self.costs.cluster)
-        self.budget -= sum(2 * small.num_micro_batches(i) * s.degree for i, s in enumerate(small.stages))
+        tasks = sum(2 * small.num_micro_batches(i) * s.degree for i, s in enumerate(small.stages))
+        is_exact = is_exact or tasks <= EXACT_TASKS
+        self.budget -= tasks * (EXACT_COST if is_exact and plan.shares_ranks else 1)
         self.num_simulated += 1
+        forward_only = forward_only_stages(plan)
         try:
+            kept = None
+            if not is_exact:
+                kept = build_schedules(on_own_ranks(small), forward_only_stages=forward_only)
             us = predict_iteration_us(
                 small,
                 cluster=cluster,
-                forward_only_stages=forward_only_stages(plan),
+                schedules=kept,
+                forward_only_stages=forward_only,
                 reduce_us=self.costs.reduce_times(plan),
             )
         except (ScheduleError, PlanError) as error:
@@ -122,10 +144,10 @@ class SharedJudge:
             return None
         return dataclasses.replace(plan, iteration_us=us)
 
-    def _fitting(self, plan: PipelinePlan) -> Iterator[PipelinePlan]:
+    def _fitting(self, plan: PipelinePlan, factors: Sequence[float]) -> Iterator[PipelinePlan]:
         """Yield the plan with in-flight counts and memory plans that fit, those that hold least first."""
         seen = set()
-        for factor in FACTORS:
+        for factor in factors:
             counts = tuple(
                 min(math.ceil(stage.in_flight * factor), plan.num_micro_batches(i))
                 for i, stage in enumerate(plan.stages)
@@ -137,7 +159,7 @@ class SharedJudge:
             if memory_excess(self.request, more)[0] <= 0:
                 yield more
                 continue
-            if factor > FACTORS[0]:
+            if factor > factors[0]:
                 return
             fitted = self._optimized(more)
             if fitted is not None:

@@ -25,6 +25,7 @@ from gpp_plugin.plan.shared.shared_judge import Drafts
 
 VIRTUAL = (2, 3, 4)
 """Stages a group of ranks that are tried where the number is left open."""
+AS_PLANNED = "stages of ranks of their own, some moved to those of others"
 BRANCH_SIZES = 3
 """Micro-batch sizes of a branch that are tried beside one of the rest."""
 
@@ -48,12 +49,15 @@ class StartMaker:
         self, request: PlanRequest, rules: BatchRules, partitioner: Partitioner, plan: PipelinePlan
     ) -> None:
         self._request, self._rules, self._partitioner = request, rules, partitioner
+        self._plan = plan
         self._groups = [stage.blocks for stage in plan.stages]
         self._num_blocks = len(request.graph.blocks)
 
     def starts(self) -> Iterator[Start]:
         """Yield all starts the request allows."""
         request = self._request
+        if not request.must_share_ranks:
+            yield Start(drafts=drafts_of(self._plan), how=AS_PLANNED)
         if request.virtual_stages != 1 or request.must_share_ranks:
             for degree, count in self._counts():
                 yield from self.interleaved(degree, count)
@@ -172,3 +176,17 @@ class StartMaker:
 
     def _load(self, part: Sequence[str]) -> float:
         return self._partitioner.load(self._partitioner.sets.mask_of(part))
+
+
+def drafts_of(plan: PipelinePlan) -> Drafts:
+    """Return the stages of a plan, on their ranks."""
+    return tuple(
+        StageDraft(
+            blocks=stage.blocks,
+            degree=stage.degree,
+            micro_batch_size=stage.micro_batch_size,
+            k=stage.k,
+            ranks=stage.ranks,
+        )
+        for stage in plan.stages
+    )

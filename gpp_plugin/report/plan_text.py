@@ -79,8 +79,8 @@ def format_shared_ranks(plan: PipelinePlan) -> str:
         names = ", ".join(f"{stage} {plan.stages[stage].name}" for stage in stages)
         memory = sum(plan.stages[stage].memory_bytes for stage in stages)
         size = f", {format_bytes(memory)} together" if memory else ""
-        which = "rank" if len(ranks) == 1 else "ranks"
-        lines.append(f"{which} {','.join(map(str, ranks))} take turns at {names}{size}")
+        which = f"rank {ranks[0]} takes" if len(ranks) == 1 else f"ranks {','.join(map(str, ranks))} take"
+        lines.append(f"{which} turns at {names}{size}")
     return "\n".join(lines)
 
 

@@ -20,6 +20,7 @@ from gpp_plugin.schedule.orders.interleaved import in_flight_within
 from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
 from gpp_plugin.simulate.program_times import simulate_programs
 from tests.schedule.plans import chain_plan, simple_plan
+from tests.schedule.shortest_order import ShortestOrder
 
 
 def on_ranks(plan, *ranks):
@@ -330,3 +331,34 @@ def test_plans_without_shared_ranks_lower_as_before():
         for program in programs:
             text.update((str(program.rank) + " ".join(lines(program))).encode())
     assert text.hexdigest() == "693627e2278c529a15d4df2f149445335f10cf5d91ab088aa5de8ca10a38690d"
+
+
+def small_plan(seed):
+    """Return three or four stages on two ranks, two or three micro-batches, whole times; half of them two towers."""
+    rng = random.Random(seed)
+    count = rng.choice([3, 4])
+    if rng.random() < 0.5:
+        links = [(0, count - 1), (1, count - 1), *([(1, 2), (2, 3)] if count == 4 else [])]
+    else:
+        links = [(rng.randrange(stage), stage) for stage in range(1, count)]
+        links += [(src, dst) for dst in range(count) for src in range(dst) if rng.random() < 0.25]
+    plan = simple_plan(
+        [1] * count,
+        sorted(set(links)),
+        mini_batch=rng.choice([2, 3]),
+        forward_us=[float(rng.randint(1, 4)) for _ in range(count)],
+        backward_us=[float(rng.randint(1, 6)) for _ in range(count)],
+    )
+    ranks = [0, 1, *(rng.randrange(2) for _ in range(count - 2))]
+    rng.shuffle(ranks)
+    return on_ranks(plan, *ranks)
+
+
+def test_small_plans_against_all_orders():
+    ratios = []
+    for seed in range(20):
+        plan = small_plan(seed)
+        length = predict_iteration_us(plan)
+        ratios.append(length / ShortestOrder(plan).length(length))
+    assert sum(ratio < 1.0 + 1e-9 for ratio in ratios) >= 19
+    assert max(ratios) < 1.05

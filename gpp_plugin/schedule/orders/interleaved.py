@@ -23,10 +23,16 @@ the weight gradients fill what is left, and go first where a forward waits for t
 The ranks of a stage run its tasks in one order: the first to come to a choice makes it for all. The choices in the
 order they were made are the schedules' `turns`, by which `shared_ranks` puts the tasks of each rank into one order.
 
+In V shapes (rank r of p holds stages r and 2p - 1 - r; zero bubble) a rank's memory is what is limited, and
+`in_flight_within` finds the counts. With F, I and W of 1 a stage and the memory of V-Min and V-Half (Qi et al. 2024) the
+whole mini-batch takes no longer than those papers' spans; with that of 1F1B the last rank idles up to 2 beyond the p - 1
+forwards before its first, where V-ZB's steady state idles nowhere. Counts are peaks of each stage: where two stages of
+a rank peak at different times their sum is up to 3 above the limit asked for.
+
 Deviations: Megatron's warm-up is a formula of rank and chunk, here it is what equal times make of it; in the group at
 the end, where m is no multiple of p, Megatron refuses and this does not.
 
-Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2; split backwards after Zero Bubble (arXiv 2401.10241)
+Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2; V shapes, Controllable Memory (arXiv 2405.15362)
 Tests: tests/schedule/test_shared_ranks.py
 """
 

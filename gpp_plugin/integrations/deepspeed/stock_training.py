@@ -199,8 +199,8 @@ def check_stock_plan(plan: PipelinePlan, setting: Setting) -> None:
     shared = next((r for r in range(plan.num_ranks) if len(plan.stages_of_rank(r)) > 1), None)
     if shared is not None:
         raise PlanError(
-            f"{STOCK}: rank {shared} holds the stages {plan.names_on_rank(shared)}; DeepSpeed's pipeline has one a rank; "
-            "remove graph_pipeline.plan or choose another planner"
+            f"{STOCK}: rank {shared} holds the stages {plan.names_on_rank(shared)}; DeepSpeed's pipeline has one a "
+            "rank; remove graph_pipeline.plan or choose another planner"
         )
     for index, stage in enumerate(plan.stages):
         ranks = tuple(range(index * degree, (index + 1) * degree))

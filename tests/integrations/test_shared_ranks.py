@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.integrations import shared_rank_jobs as jobs
+from tests.integrations.engine_jobs import U
 from tests.ranks import run_ranks
 from tests.reference import gradient_errors, loss_of, units_of
 
@@ -31,7 +32,7 @@ def train_alone(case: str, clipping: float) -> tuple[list[float], dict[str, Any]
     first_norm = 0.0
     for seed in range(jobs.STEPS):
         optimizer.zero_grad()
-        units = units_of(make_batch(jobs.B, seed), jobs.U)
+        units = units_of(make_batch(jobs.B, seed), U)
         total = 0.0
         for unit in units:
             loss = loss_of(model(**unit)) / len(units)
@@ -92,7 +93,7 @@ def check_evaluation(case: str, answers: list[dict[str, Any]]) -> None:
     model.eval()
     with torch.no_grad():
         for size, loss in answers[0]["evaluated"].items():
-            parts = units_of(make_batch(size, size), jobs.U)
+            parts = units_of(make_batch(size, size), U)
             total = sum(float(loss_of(model(**p))) * p["input_ids"].shape[0] for p in parts)
             assert loss == pytest.approx(total / size, rel=1e-5), size
     assert all(answer["evaluated"] == answers[0]["evaluated"] for answer in answers)

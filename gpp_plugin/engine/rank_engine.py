@@ -13,6 +13,7 @@ Tests: tests/integrations/test_shared_ranks.py
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
@@ -224,7 +225,7 @@ class RankEngine:
         """Return the type of the parameters."""
         return self.stages[0].dtype
 
-    @property
+    @functools.cached_property
     def optimizer(self) -> Any:
         """Return the one stage's optimizer; of several stages a `JoinedOptimizers` of those that train."""
         trained = [stage.optimizer for stage in self.stages if stage.is_trained]

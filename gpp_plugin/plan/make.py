@@ -309,7 +309,7 @@ def _stages_of_blocks(groups: Sequence[Sequence[str]], blocks: Mapping[str, int]
 def assign_ranks(drafts: Sequence[StageDraft]) -> list[tuple[int, ...]]:
     """Return each stage's ranks: the given ones, which stages may share, or the next free ones in stage order."""
     taken = {rank for draft in drafts if draft.ranks is not None for rank in draft.ranks}
-    total = sum(draft.degree * draft.tensor for draft in drafts)
+    total = len(taken) + sum(draft.degree * draft.tensor for draft in drafts if draft.ranks is None)
     free = iter(rank for rank in range(total) if rank not in taken)
     return [
         draft.ranks

@@ -15,7 +15,8 @@ execution in which some ranks wait there and others later, for waiting later onl
 
 Three conditions keep the claim true. All sums have begun on every rank when its last backward has ended (the engine's
 part, `engine.gradients.gradient_store.EarlySends`). The backward holds no collectives of tensor ranks, among which sums
-would begin at places that depend on timing. And it is a whole backward: a separate weight gradient is made in several passes.
+would begin at places that depend on timing. And it is a whole backward: a separate weight gradient is made in several
+passes.
 
     rank 0 (stage 0)   ...             receive dx0  reduce B0  step      stage 0 on ranks 0 and 1, stage 1 on rank 2:
     rank 1 (stage 0)   ...             receive dx1  reduce B0  step      neither rank needs anything of the other to

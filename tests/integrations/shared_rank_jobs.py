@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from tests.integrations.engine_jobs import config_of, make_engine, steps
 from tests.models import build
 
@@ -91,5 +94,112 @@ def train(case: str, zero: int, options: dict[str, Any], directory: str) -> dict
     answer["is resumed bit for bit"] = resumed is None or all(
         bool((value == resumed[name]).all()) for name, value in answer["gathered"].items()
     )
+    other.destroy()
+    return answer
+
+
+def load() -> dict[str, list[float]]:
+    """Train on a dataset that the engine loads, on ranks of several stages and on ranks of one."""
+    import deepspeed
+
+    _, make_batch = build("gpt2", layers=4)
+    whole = make_batch(3 * B, 0)
+    dataset = [{key: value[row] for key, value in whole.items()} for row in range(3 * B)]
+    on_both = [[0, 1], [0], [1], [0, 1]]
+    stages = [{"modules": m, "ranks": r} for m, r in zip(GPT2, on_both, strict=True)]
+    answers = {}
+    for name, block in (("shared", {"plan": {"stages": stages}}), ("alone", {"stages": 2})):
+        engine, optimizer, _, scheduler = deepspeed.initialize(
+            model=build("gpt2", layers=4)[0],
+            config=config_of(
+                block=block,
+                scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 3}},
+            ),
+            training_data=dataset,
+        )
+        answers[name] = [float(engine.train_batch()) for _ in range(4)]
+        answers[f"{name} rates"] = [group["lr"] for group in optimizer.param_groups] + scheduler.get_last_lr()
+        engine.destroy()
+    return answers
+
+
+# ---- stages by hand ------------------------------------------------------------------------------------------
+
+WIDTH = 6
+
+
+class Tower(nn.Module):
+    """Two layers; the first of them is what a tower may share with the head."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.layer = nn.Linear(WIDTH, WIDTH)
+            self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"hidden": self.out(torch.tanh(self.layer(x)))}
+
+
+class Head(nn.Module):
+    """Compares what two towers found with a target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Tower(1).layer
+
+    def forward(self, left: Tensor, right: Tensor, target: Tensor) -> Tensor:
+        return ((self.layer(left) * right - target) ** 2).mean()
+
+
+def towers_batch(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {key: torch.randn(B, WIDTH, generator=generator) for key in ("x", "y", "target")}
+
+
+def build_towers() -> Any:
+    """A tower on both ranks, a captured one on the first, and on the second a head that shares a weight with a tower."""
+    import gpp_plugin
+
+    graph = gpp_plugin.StageGraph("towers")
+    graph.stage("left", lambda: Tower(1), inputs={"x": "x"}, outputs=["hidden"], ranks=[0, 1])
+    graph.capture("right", Tower(2), inputs={"x": "y"}, outputs=["hidden"], ranks=[0], stages=1)
+    graph.stage(
+        "head",
+        lambda: Head(),
+        inputs={"left": "left.hidden", "right": "right.hidden", "target": "target"},
+        outputs=["loss"],
+        ranks=[1],
+    )
+    graph.tie("left.layer.weight", "head.layer.weight")
+    return graph
+
+
+def train_towers(directory: str) -> dict[str, Any]:
+    """Train a graph of stages on the same ranks, evaluate, save, and go on from the checkpoint."""
+    settings = config_of(zero_optimization={"stage": 1}, gradient_clipping=0.1)
+    batches = [towers_batch(seed) for seed in range(STEPS)]
+    engine = make_engine(build_towers(), batches[0], settings)
+    before = engine.gather_state_dict()
+    losses = steps(engine, batches[:SAVED_AFTER])
+    engine.save_checkpoint(f"{directory}/checkpoint")
+    losses += steps(engine, batches[SAVED_AFTER:])
+    engine.save_pretrained(f"{directory}/export")
+    answer = {
+        "before": before,
+        "losses": losses,
+        "after": engine.gather_state_dict(),
+        "evaluated": float(engine.eval_batch(iter([towers_batch(9)]))),
+        "names": engine.stage_name,
+        "owns": [dict(stage.module.named_parameters()).keys() for stage in engine.rank_engine.stages],
+        "ties": engine.plan.stages_of_rank(engine.global_rank),
+    }
+    answer["owns"] = [sorted(names) for names in answer["owns"]]
+    engine.destroy()
+    other = make_engine(build_towers(), batches[0], settings)
+    steps(other, [towers_batch(7)])
+    other.load_checkpoint(f"{directory}/checkpoint")
+    answer["resumed"] = steps(other, batches[SAVED_AFTER:])
     other.destroy()
     return answer

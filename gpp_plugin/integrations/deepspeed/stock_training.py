@@ -196,6 +196,12 @@ def check_stock_plan(plan: PipelinePlan, setting: Setting) -> None:
     # DeepSpeed numbers ranks stage by stage, as many for each: 8 ranks in 4 stages are (0 1)(2 3)(4 5)(6 7),
     # and each rank takes a loss unit at a time, so a stage's micro-batch is u * 2.
     degree = setting.num_ranks // len(plan.stages)
+    shared = next((r for r in range(plan.num_ranks) if len(plan.stages_of_rank(r)) > 1), None)
+    if shared is not None:
+        raise PlanError(
+            f"{STOCK}: rank {shared} holds the stages {plan.names_on_rank(shared)}; DeepSpeed's pipeline has one a "
+            "rank; remove graph_pipeline.plan or choose another planner"
+        )
     for index, stage in enumerate(plan.stages):
         ranks = tuple(range(index * degree, (index + 1) * degree))
         if stage.ranks != ranks or stage.micro_batch_size != plan.loss_unit * degree:

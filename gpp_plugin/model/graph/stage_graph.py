@@ -325,10 +325,11 @@ class StageGraph:
             )
         for other in self._stages.values():
             both = sorted(set(other.ranks) & set(stage.ranks))
-            if both:
+            is_same = (stage.ranks, stage.tensor) == (other.ranks, other.tensor)
+            if both and max(stage.tensor, other.tensor) > 1 and not is_same:
                 raise ConfigError(
-                    f"stage {stage.name!r}: rank {both[0]} is a rank of stage {other.name!r} already; a rank runs one "
-                    "stage"
+                    f"stage {stage.name!r}: rank {both[0]} is a rank of stage {other.name!r} too, on another grid; "
+                    "stages with tensor ranks share all their ranks, or none: give both the same ranks and tensor size"
                 )
         arguments = [keyword for keyword, _ in stage.inputs]
         for what, names, known, are in (

@@ -29,8 +29,8 @@ def explicit_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
             "micro_batch_size": 4}, ..., {"name": "head", "modules": ["*"]}]}``. A module path stands
             for every block under it; the longest path that names a block wins; ``*`` is everything
             that no other stage names. ``ranks`` lists ranks, ``devices`` counts them; where neither
-            is given the ranks left over are shared out. A stage without a name is called after what it
-            holds. Or the JSON of a saved `PipelinePlan`.
+            is given the ranks left over are shared out. Stages that list the same ranks share them. A
+            stage without a name is called after what it holds. Or the JSON of a saved `PipelinePlan`.
 
     Raises:
         PlanError: the description is malformed or names what the model does not have.
@@ -266,9 +266,10 @@ def _rules_with(request: PlanRequest, stages: list[dict[str, Any]], groups: list
 def _given_degrees(stages: list[dict[str, Any]], num_ranks: int) -> list[int | None]:
     degrees = [len(stage["ranks"]) if "ranks" in stage else stage.get("devices") for stage in stages]
     if all(degree is not None for degree in degrees):
-        # ranks that are named may hold several stages; devices are counted out, each to one
-        named = {rank for stage in stages for rank in stage.get("ranks", ())}
-        total = len(named) + sum(stage.get("devices", 0) for stage in stages if "ranks" not in stage)
+        # ranks that are listed may be those of several stages
+        listed = {rank for stage in stages for rank in stage.get("ranks", ())}
+        counted = sum(stage["devices"] for stage in stages if "ranks" not in stage)
+        total = len(listed) + counted
         if total != num_ranks:
             raise PlanError(
                 f"plan: its stages use {total} ranks and the run has {num_ranks}; change devices or the run"

@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from gpp_plugin.errors import PlanInfeasible
@@ -35,11 +36,12 @@ from gpp_plugin.plan.shared.maps import exchanged_stages, moved_stages
 from gpp_plugin.plan.shared.partitions import Partitioner
 from gpp_plugin.plan.shared.shared_judge import Drafts, SharedJudge
 from gpp_plugin.plan.shared.shared_schedules import first_schedule, schedule_shared
-from gpp_plugin.plan.shared.shared_starts import Start, StartMaker
+from gpp_plugin.plan.shared.shared_starts import AS_PLANNED, Start, StartMaker
 from gpp_plugin.plan.validate_plan import validate_plan
 
-NUM_STARTS = 24
-"""Starts that are simulated, those with the smallest bounds."""
+NUM_STARTS = 40
+"""Starts that are simulated, those with the smallest bounds; of each way to share ranks at most ``PER_WAY``."""
+PER_WAY = 5
 NUM_EXACT = 6
 """Of these, how many are simulated with the orders that will run."""
 NUM_IMPROVED = 3
@@ -134,7 +136,7 @@ class _Search:
     def best(self) -> tuple[PipelinePlan, str] | None:
         """Return the shortest plan found, named, and what to call it; None where none fits."""
         found: list[tuple[PipelinePlan, Start]] = []
-        for _, start in self._ranked()[:NUM_STARTS]:
+        for start in self._chosen_starts():
             below = min((plan.iteration_us for plan, _ in found), default=math.inf)
             plan = self._judge.judged(start.drafts, below_us=below * NEAR)
             if plan is not None:
@@ -162,8 +164,8 @@ class _Search:
         scheduled = schedule_shared(named, self._request, schedule=self._schedule)
         return min(named, scheduled, key=lambda each: each.iteration_us), start.how
 
-    def _ranked(self) -> list[tuple[float, Start]]:
-        """Return all starts, each once, those with the smallest bound first."""
+    def _chosen_starts(self) -> list[Start]:
+        """Return the starts to simulate, those with the smallest bound first, a few of each way to share ranks."""
         distinct: dict[frozenset[StageDraft], Start] = {}
         for start in self._makers.starts():
             distinct.setdefault(frozenset(start.drafts), start)
@@ -171,7 +173,18 @@ class _Search:
         bounds = [
             (self._judge.least_us(self._judge.plan_of(start.drafts)), start) for start in distinct.values()
         ]
-        return sorted(bounds, key=lambda pair: pair[0])
+        chosen: list[Start] = []
+        taken: Counter[str] = Counter()
+        met: set[tuple[str, int]] = set()
+        for _, start in sorted(bounds, key=lambda pair: pair[0]):
+            size = max(draft.micro_batch_size for draft in start.drafts)
+            if taken[start.how] < PER_WAY and (start.how, size) not in met:
+                chosen.append(start)
+                taken[start.how] += 1
+                met.add((start.how, size))
+        # what moves make of the stages without shared ranks is never worse than those
+        chosen.sort(key=lambda start: start.how != AS_PLANNED)
+        return chosen[:NUM_STARTS]
 
     # ---- moves -----------------------------------------------------------------------------------------------
 

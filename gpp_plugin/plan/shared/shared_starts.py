@@ -25,6 +25,7 @@ from gpp_plugin.plan.shared.shared_judge import Drafts
 
 VIRTUAL = (2, 3, 4)
 """Stages a group of ranks that are tried where the number is left open."""
+AS_PLANNED = "stages of ranks of their own, some moved to those of others"
 BRANCH_SIZES = 3
 """Micro-batch sizes of a branch that are tried beside one of the rest."""
 
@@ -56,9 +57,7 @@ class StartMaker:
         """Yield all starts the request allows."""
         request = self._request
         if not request.must_share_ranks:
-            yield Start(
-                drafts=drafts_of(self._plan), how="stages of their own ranks, some moved to those of others"
-            )
+            yield Start(drafts=drafts_of(self._plan), how=AS_PLANNED)
         if request.virtual_stages != 1 or request.must_share_ranks:
             for degree, count in self._counts():
                 yield from self.interleaved(degree, count)

@@ -1,0 +1,403 @@
+"""Plans whose ranks hold several stages: what is searched, against brute force; what is refused, in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from gpp_plugin.api import plan as plan_model
+from gpp_plugin.config import read_config
+from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible
+from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.serialize import from_plain, to_plain
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.edge_transports import note_edge_transports
+from gpp_plugin.plan.given.explicit import explicit_plan
+from gpp_plugin.plan.make import StageDraft, build_plan
+from gpp_plugin.plan.plan_schedules import schedule_plan
+from gpp_plugin.plan.refine.block_sets import BlockSets
+from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.request import PlanRequest, check_request
+from gpp_plugin.plan.selection import memory_excess
+from gpp_plugin.plan.shared.collapse import collapsed
+from gpp_plugin.plan.shared.maps import back_and_forth, evened_out, round_robin
+from gpp_plugin.plan.shared.partitions import Partitioner
+from gpp_plugin.plan.shared.share_ranks import share_ranks
+from gpp_plugin.plan.shared.shared_judge import SharedJudge
+from gpp_plugin.plan.validate_plan import validate_plan
+from gpp_plugin.simulate.predict import predict_iteration_us
+from tests.plan.graphs import GB, branches, chain, make_cluster, make_profile, make_request
+
+
+def shared(
+    request: PlanRequest, planner: str = "auto", schedule: str = "1f1b"
+) -> tuple[PipelinePlan, PipelinePlan]:
+    """Return the plan without shared ranks and what is made of it."""
+    check_request(request)
+    plain = schedule_plan(make_plan(planner, request), request, schedule=schedule, slicing="off")
+    return plain, share_ranks(plain, request, schedule=schedule)
+
+
+def interleaved(virtual: int = 2, *, ranks: int = 2, blocks: int = 8, **changes: object) -> PlanRequest:
+    graph = chain(blocks)
+    return make_request(
+        graph, ranks=ranks, data_parallel=1, micro_batch_sizes={"*": 1}, virtual_stages=virtual, **changes
+    )
+
+
+# ---- what is found ---------------------------------------------------------------------------------------------
+
+
+def test_the_usual_maps():
+    assert round_robin(8, 4) == (0, 1, 2, 3, 0, 1, 2, 3)
+    assert back_and_forth(8, 4) == (0, 1, 2, 3, 3, 2, 1, 0)
+    assert evened_out([5.0, 1.0, 1.0, 3.0], 2) == (0, 1, 1, 1)
+
+
+@pytest.mark.parametrize(("ranks", "virtual"), [(2, 2), (4, 2), (2, 4)])
+def test_interleaving_a_chain_shortens_the_bubble_as_published(ranks, virtual):
+    """Narayanan et al.: m v (F + B) + (p - 1)(F + B) of a stage's times, m a multiple of p."""
+    request = interleaved(virtual, ranks=ranks, blocks=ranks * virtual)
+    plain, plan = shared(request)
+    assert {len(plan.stages_of_rank(rank)) for rank in range(ranks)} == {virtual}
+    one = 300.0  # F + B of a block
+    assert plan.iteration_us == pytest.approx(16 * virtual * one + (ranks - 1) * one)
+    assert plan.iteration_us < plain.iteration_us
+    assert "quicker than" in plan.notes[-1] and f"{plan.iteration_us:.0f} us" in plan.notes[-1]
+
+
+def test_a_small_branch_goes_on_the_ranks_of_the_rest():
+    """Two ranks, a trunk that fills them and a branch of a tenth: colocated it is shared out, alone it unbalances."""
+    names = ["tower", *(f"trunk.{i}" for i in range(4)), "loss"]
+    times = {"tower": 40.0, **{f"trunk.{i}": 100.0 for i in range(4)}, "loss": 1.0}
+    edges = [("tower", "trunk.0"), *((f"trunk.{i}", f"trunk.{i + 1}") for i in range(3)), ("trunk.3", "loss")]
+    graph = branches_of(edges, names)
+    request = make_request(
+        graph, make_profile(graph, times), ranks=2, micro_batch_sizes={"trunk.0": 2}, colocate=True
+    )
+    plain, plan = shared(request)
+    assert plan.iteration_us <= plain.iteration_us
+
+
+def branches_of(edges: list[tuple[str, str]], names: list[str]) -> BlockGraph:
+    from tests.plan.graphs import make_graph
+
+    extra = [("text", "trunk.0")] if "tower" in names else []
+    return make_graph(
+        [*edges, *extra], names=[*names[:1], "text", *names[1:]] if extra else names, loss=names[-1]
+    )
+
+
+SMALL = [
+    (seed, blocks, stages, ranks)
+    for seed, (blocks, stages, ranks) in enumerate(itertools.product((4, 5), (3, 4), (2, 3)), start=1)
+]
+
+
+def random_request(seed: int, blocks: int, stages: int, ranks: int) -> PlanRequest:
+    """Return a small graph of uneven blocks, as many stages, and fewer ranks."""
+    draw = random.Random(seed)
+    names = [f"b.{i}" for i in range(blocks)]
+    edges = list(zip(names, names[1:], strict=False))
+    if seed % 2:  # two branches: the first block feeds the last one directly, the others are a chain
+        edges = [(a, b) for a, b in edges if a != names[0]] + [(names[0], names[-1])]
+    graph = branches_of(edges, names)
+    profile = make_profile(graph, {name: draw.uniform(50, 200) for name in names})
+    return make_request(
+        graph,
+        profile,
+        ranks=ranks,
+        mini_batch=4,
+        data_parallel=1,
+        num_stages=stages,
+        virtual_stages=None,
+        micro_batch_sizes={"*": 1},
+    )
+
+
+def brute_force(request: PlanRequest) -> Iterator[float]:
+    """Yield the times of all partitions into the stages asked for, on all maps to all ranks."""
+    costs = CostModel(request.graph, request.profile, request.cluster)
+    judge = SharedJudge(request, costs, budget=1 << 40)
+    sets = BlockSets(costs)
+    names = [block.name for block in request.graph.blocks]
+    assert request.num_stages is not None
+    for owners in itertools.product(range(request.num_stages), repeat=len(names)):
+        if list(dict.fromkeys(owners)) != list(range(request.num_stages)):
+            continue  # stages are numbered as they are met, so that each partition comes once
+        masks = [sum(1 << i for i, o in enumerate(owners) if o == s) for s in range(request.num_stages)]
+        if not sets.is_acyclic(masks):
+            continue
+        for placed in itertools.product(range(request.num_ranks), repeat=len(masks)):
+            if list(dict.fromkeys(placed)) != list(range(request.num_ranks)):
+                continue
+            drafts = tuple(
+                StageDraft(blocks=sets.blocks(mask), degree=1, micro_batch_size=1, ranks=(rank,))
+                for mask, rank in zip(masks, placed, strict=True)
+            )
+            plan = judge.judged(drafts, is_exact=True)
+            if plan is not None:
+                yield plan.iteration_us
+
+
+@pytest.mark.parametrize("case", SMALL[:6], ids=str)
+def test_nothing_is_shorter_than_what_is_found_in_small_cases(case):
+    request = random_request(*case)
+    _, plan = shared(request, planner="uniform")
+    assert plan.shares_ranks and len(plan.stages) == request.num_stages
+    best = min(brute_force(request))
+    assert plan.iteration_us <= best * 1.05
+
+
+@pytest.mark.parametrize("graph", [chain(9), branches(2, 3), branches(3, 2)], ids=["chain", "two", "three"])
+def test_what_may_share_ranks_is_never_worse_than_what_may_not(graph):
+    uneven = {block.name: 50.0 + 37.0 * (i % 4) for i, block in enumerate(graph.blocks)}
+    request = make_request(
+        graph, make_profile(graph, uneven), ranks=4, virtual_stages=None, colocate=True, mini_batch=8
+    )
+    plain, plan = shared(request, schedule="auto")
+    assert plan.iteration_us <= plain.iteration_us
+    validate_plan(plan, graph, profile=request.profile, cluster=request.cluster)
+    assert plan.num_ranks == 4
+
+
+def test_the_same_request_gives_the_same_plan():
+    request = interleaved(2, ranks=4, blocks=11)
+    assert shared(request)[1] == shared(request)[1]
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------
+
+
+def draft(blocks: tuple[str, ...], ranks: tuple[int, ...], size: int) -> StageDraft:
+    return StageDraft(blocks=blocks, degree=len(ranks), micro_batch_size=size, ranks=ranks)
+
+
+def tower_and_trunk(request: PlanRequest) -> PipelinePlan:
+    """Return two branches, one over all eight ranks, the other with the join in two stages of four."""
+    return build_plan(
+        request,
+        [
+            draft(("b0.0", "b0.1"), tuple(range(8)), 8),
+            draft(("b1.0",), (0, 1, 2, 3), 4),
+            draft(("b1.1", "join"), (4, 5, 6, 7), 4),
+        ],
+        planner="by hand",
+    )
+
+
+def test_ranks_that_do_the_same_are_simulated_as_one():
+    request = make_request(branches(2, 2), ranks=8, cluster=make_cluster(8, bandwidth=1e9))
+    plan = tower_and_trunk(request)
+    small, cluster = collapsed(plan, request.cluster)
+    assert [stage.ranks for stage in small.stages] == [(0, 1), (0,), (1,)]
+    assert (small.mini_batch, [stage.micro_batch_size for stage in small.stages]) == (4, [2, 1, 1])
+    whole = predict_iteration_us(plan, cluster=request.cluster)
+    assert predict_iteration_us(small, cluster=cluster) == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_bound_is_one(seed):
+    draw = random.Random(seed)
+    graph = branches(2, 3)
+    profile = make_profile(graph, {block.name: draw.uniform(20, 200) for block in graph.blocks})
+    request = make_request(graph, profile, ranks=3, mini_batch=8)
+    costs = CostModel(graph, profile, request.cluster)
+    judge = SharedJudge(request, costs)
+    names = [block.name for block in graph.blocks]
+    drafts = tuple(draft((name,), (draw.randrange(3),), draw.choice([1, 2, 4])) for name in names)
+    drafts = tuple(dataclasses.replace(d, ranks=(i % 3,)) for i, d in enumerate(drafts))
+    plan = judge.judged(drafts, is_exact=True)
+    assert plan is not None
+    assert judge.least_us(judge.plan_of(drafts)) <= plan.iteration_us * (1 + 1e-9)
+
+
+def test_branches_come_with_all_that_precedes_them():
+    graph = branches(3, 2)
+    times = {block.name: 100.0 if block.name.startswith("b0") else 60.0 for block in graph.blocks}
+    partitioner = Partitioner(CostModel(graph, make_profile(graph, times), make_cluster(4)), 1)
+    assert partitioner.branches()[0] == ("b1.0", "b1.1", "b2.0", "b2.1")  # all but the heaviest
+    assert ("b0.0", "b0.1") in partitioner.branches()
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------
+
+
+def test_a_ranks_stages_count_together():
+    graph = chain(4)
+    request = make_request(graph, make_profile(graph, parameter=100), ranks=2, virtual_stages=2)
+    plan = build_plan(request, [draft((f"layers.{i}",), (i % 2,), 1) for i in range(4)], planner="by hand")
+    each = plan.stages[0].memory_bytes
+    limited = dataclasses.replace(request, memory_limit_bytes=2 * each)
+    assert memory_excess(limited, plan)[0] == 0
+    assert memory_excess(dataclasses.replace(request, memory_limit_bytes=2 * each - 1), plan)[0] == 1
+    message = (
+        r"rank 0 holds 2 stages that need 0\.000 GB together \('layers\.0' .*'layers\.2' .*\): 300 bytes too many; "
+        "lower micro_batch_sizes or virtual_stages"
+    )
+    with pytest.raises(PlanInfeasible, match=message):
+        validate_plan(plan, graph, profile=request.profile, memory_limit_bytes=2 * each - 300)
+
+
+def test_counts_in_flight_fit_the_memory_of_a_rank():
+    graph = chain(8)
+    profile = make_profile(graph, saved=100.0, parameter=1000)
+    # four of eight blocks, 2000 bytes each, and ten micro-batches of two blocks at a time
+    limit = 4 * 2000 + 10 * 200
+    request = make_request(
+        graph,
+        profile,
+        ranks=2,
+        data_parallel=1,
+        micro_batch_sizes={"*": 1},
+        virtual_stages=2,
+        memory_limit_bytes=limit,
+    )
+    _, plan = shared(request)
+    assert memory_excess(request, plan)[0] <= 0
+    with pytest.raises(
+        PlanInfeasible, match="virtual_stages 2: none of .* fits their memory; lower virtual_stages"
+    ):
+        share_ranks(plan_without(request), dataclasses.replace(request, memory_limit_bytes=8100))
+
+
+def plan_without(request: PlanRequest) -> PipelinePlan:
+    return make_plan("uniform", dataclasses.replace(request, memory_limit_bytes=None))
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------
+
+
+def plan_of(*placed: tuple[int, ...], tensor: tuple[int, ...] = (1, 1)) -> tuple[PipelinePlan, PlanRequest]:
+    graph = chain(len(placed))
+    request = make_request(graph, ranks=len({rank for ranks in placed for rank in ranks}))
+    plan = build_plan(
+        request, [draft((f"layers.{i}",), ranks, 4) for i, ranks in enumerate(placed)], planner="by hand"
+    )
+    stages = tuple(
+        dataclasses.replace(s, tensor=t, in_flight=1) for s, t in zip(plan.stages, tensor, strict=True)
+    )
+    return dataclasses.replace(plan, stages=stages), request
+
+
+def test_overlapping_ranks_are_a_plan():
+    for placed in (((0, 1), (0, 1)), ((0, 1, 2, 3), (2, 3)), ((0, 1), (1, 2))):
+        plan, request = plan_of(*placed)
+        validate_plan(plan, request.graph)
+    plan, request = plan_of((0, 1), (0, 1), tensor=(2, 2))
+    validate_plan(plan, request.graph)
+
+
+@pytest.mark.parametrize(("placed", "tensor"), [(((0, 1), (0, 1)), (1, 2)), (((0, 1, 2, 3), (2, 3)), (2, 2))])
+def test_unlike_tensor_grids_are_not(placed, tensor):
+    plan, request = plan_of(*placed, tensor=tensor)
+    with pytest.raises(
+        PlanError, match=r"rank \d holds stages 'layers.0' \(tensor size .* share a grid whole: give"
+    ):
+        validate_plan(plan, request.graph)
+
+
+def test_modes_and_transports_of_one_stage_a_rank():
+    plan, request = plan_of((0,), (0, 1))
+    with pytest.raises(
+        PlanError, match="rank 0 holds the stages .* which mode async cannot run; give each stage"
+    ):
+        validate_plan(dataclasses.replace(plan, mode="async"), request.graph)
+    with pytest.raises(PlanError, match='p2p "megatron": the plan puts several stages on a rank'):
+        note_edge_transports(plan, "megatron")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"virtual_stages": 0}, "virtual_stages is 0; it must be at least 1"),
+        (
+            {"virtual_stages": 9},
+            "virtual_stages 9 on 4 ranks makes at least 18 stages and the model has 8 blocks; lower",
+        ),
+        (
+            {"virtual_stages": 4, "data_parallel": 1},
+            "virtual_stages 4 on 4 ranks with data_parallel 1 makes at least 16 stages and the model has 8 blocks; "
+            "lower virtual_stages to 2",
+        ),
+        (
+            {"virtual_stages": 2, "num_stages": 5},
+            "5 stages are asked for and virtual_stages 2 on 4 ranks makes 4 or 8",
+        ),
+        ({"num_stages": 6, "mode": "async"}, "6 stages: a rank holds one stage in mode async"),
+        ({"colocate": True, "mode": "async"}, "colocate: a rank holds one stage in mode async"),
+    ],
+)
+def test_impossible_requests(changes, message):
+    with pytest.raises(PlanError, match=message):
+        check_request(make_request(chain(8), ranks=4, **changes))
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (
+            {"virtual_stages": 0},
+            'virtual_stages: 0 is not valid; give "auto" or a whole number of at least 1',
+        ),
+        ({"colocate": "on"}, 'colocate: "on" is not valid; give one of auto, off'),
+        ({"colocat": "auto"}, "did you mean 'colocate'?"),
+        (
+            {"virtual_stages": 2, "mode": "async"},
+            'virtual_stages: 2 lets a rank hold several stages, which mode "async" cannot run; set virtual_stages to 1, '
+            'or mode to "sync"',
+        ),
+        ({"colocate": "auto", "p2p": "megatron"}, 'which p2p "megatron" cannot run; set colocate to "off"'),
+    ],
+)
+def test_wrong_keys(block, message):
+    with pytest.raises(ConfigError) as raised:
+        read_config({"train_batch_size": 8, "graph_pipeline": block})
+    assert message in str(raised.value)
+
+
+def test_stages_may_outnumber_ranks():
+    config = read_config({"graph_pipeline": {"stages": 8, "virtual_stages": "auto", "colocate": "auto"}})
+    assert config is not None and (config.stages, config.virtual_stages, config.colocate) == (
+        8,
+        "auto",
+        "auto",
+    )
+    made = plan_model(
+        "mmt", "summit", num_devices=2, stages=5, sizes={"branches": 2, "layers": 2}, mini_batch=8
+    )
+    assert (len(made.stages), made.num_ranks, made.shares_ranks) == (5, 2, True)
+
+
+# ---- plans that are given --------------------------------------------------------------------------------------
+
+
+def test_a_saved_plan_with_shared_ranks_is_read_again():
+    request = interleaved(2)
+    _, plan = shared(request)
+    assert from_plain(PipelinePlan, to_plain(plan)) == plan
+    saved = {"schema": 1, "type": "PipelinePlan", "value": to_plain(plan)}
+    from gpp_plugin.ir.serialize import SCHEMA_VERSION
+
+    saved["schema"] = SCHEMA_VERSION
+    assert explicit_plan(saved, request).stages == plan.stages
+
+
+def test_a_plan_by_hand_may_list_ranks_twice():
+    graph = chain(4)
+    spec = {
+        "stages": [
+            {"modules": ["layers.0"], "ranks": [0, 1], "micro_batch_size": 2},
+            {"modules": ["layers.1", "layers.2"], "ranks": [0], "micro_batch_size": 1},
+            {"modules": ["*"], "ranks": [1], "micro_batch_size": 1},
+        ]
+    }
+    request = make_request(graph, ranks=2, memory_limit_bytes=GB)
+    plan = schedule_plan(explicit_plan(spec, request), request, schedule="auto")
+    assert [stage.ranks for stage in plan.stages] == [(0, 1), (0,), (1,)]
+    assert plan.iteration_us > 0

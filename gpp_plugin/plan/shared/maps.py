@@ -18,6 +18,9 @@ from collections.abc import Iterator, Sequence
 Map = tuple[int, ...]
 """By stage, the number of its group."""
 
+FEW = 5
+"""Stages of which all maps are tried: 90 at most."""
+
 
 def round_robin(num_stages: int, num_groups: int) -> Map:
     """Return the map of interleaving.
@@ -60,12 +63,18 @@ def renamed(groups: Sequence[int]) -> Map:
 
 
 def usual_maps(loads: Sequence[float], num_groups: int) -> list[Map]:
-    """Return the maps that a search starts with, each once.
+    """Return the maps that a search starts with, each once: all there are of a few stages.
 
     Args:
         loads: by stage, its work.
     """
     count = len(loads)
+    if count <= FEW:
+        return [
+            each
+            for each in itertools.product(range(num_groups), repeat=count)
+            if each == renamed(each) and len(set(each)) == num_groups
+        ]
     found = [
         round_robin(count, num_groups),
         back_and_forth(count, num_groups),

@@ -124,7 +124,7 @@ def brute_force(request: PlanRequest) -> Iterator[float]:
                 StageDraft(blocks=sets.blocks(mask), degree=1, micro_batch_size=1, ranks=(rank,))
                 for mask, rank in zip(masks, placed, strict=True)
             )
-            plan = judge.judged(drafts, is_exact=True)
+            plan = judge.best_counts(judge.plan_of(drafts))
             if plan is not None:
                 yield plan.iteration_us
 

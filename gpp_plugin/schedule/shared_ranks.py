@@ -9,7 +9,9 @@ ranks of their own; so merged orders never wait for each other. Two stages each 
              rank 1   1F0 1F1 1B0 1F2 1B1 ...          3F0 3B0 3F1 ...
     merged   rank 0   0F0 0F1 2F0 0F2 2F1 ...
 
-No rule is always best, so several are tried and the shortest simulation is taken, the first of those that are equal:
+Stages that were ordered together come with their turns (`orders.interleaved`), and where these take as little as any
+order could, that is it. Else several rules are tried too, as none is always best, and the shortest simulation is taken,
+the first of those that are equal:
 
 - the task with the most work behind it: the longest path to the end, or that and what its rank has left to do;
 - the one that would start first were every stage on ranks of its own;
@@ -83,17 +85,17 @@ def merge_chains(
     Raises:
         ScheduleError: the chains wait for each other, even on ranks of their own.
     """
-    network = _Network.of(graph)
+    network = Network.of(graph)
     alone, finished = network.longest_starts()
     if not all(finished):
         for rank, nodes in chains:
             graph.orders.setdefault(rank, []).extend(nodes)
         raise deadlock_error(graph, finished)
-    runs = [network.run(rule) for rule in _rules(graph, network, alone)]
-    if turns is not None:
-        given = network.in_order(_turn_orders(graph, chains, turns))
-        runs = runs if given is None else [given, *runs]
-    best = _improved(network, min(runs, key=lambda run: run.length))
+    best = None if turns is None else network.in_order(_turn_orders(graph, chains, turns))
+    if best is None or best.length > network.least_us() * (1.0 + SLACK):
+        runs = [network.run(rule) for rule in _rules(graph, network, alone)]
+        found = runs if best is None else [best, *runs]
+        best = _improved(network, min(found, key=lambda run: run.length))
     orders: dict[int, list[int]] = {rank: [] for rank, _ in chains}
     for node in sorted(range(len(graph.stage)), key=lambda node: best.places[node]):
         orders[graph.rank[node]].append(node)
@@ -118,7 +120,7 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Network:
+class Network:
     """What waits for what: of each node its rank, its time, what comes after it and how many come before it."""
 
     rank: list[int]
@@ -127,7 +129,7 @@ class _Network:
     num_before: list[int]
 
     @classmethod
-    def of(cls, graph: TaskGraph) -> _Network:
+    def of(cls, graph: TaskGraph) -> Network:
         """Return the network of a graph whose nodes are in chains."""
         after: list[list[int]] = [[] if node < 0 else [node] for node in graph.next_on_rank]
         for source, target in zip(graph.source, graph.target, strict=True):
@@ -141,13 +143,13 @@ class _Network:
             num_before=list(graph.num_waits),
         )
 
-    def reversed(self) -> _Network:
+    def reversed(self) -> Network:
         """Return the network in which time runs backwards."""
         before: list[list[int]] = [[] for _ in self.after]
         for node, others in enumerate(self.after):
             for other in others:
                 before[other].append(node)
-        return _Network(
+        return Network(
             rank=self.rank,
             durations=self.durations,
             after=before,
@@ -169,6 +171,17 @@ class _Network:
                 if waits[other] == 0:
                     ready.append(other)
         return start, finished
+
+    def least_us(self) -> float:
+        """Return what no order takes less than: a rank's work, with what must come before and after all of it."""
+        heads, _ = self.longest_starts()
+        tails, _ = self.reversed().longest_starts()
+        inf = float("inf")
+        ends: dict[int, tuple[float, float, float]] = {}
+        for rank, us, head, tail in zip(self.rank, self.durations, heads, tails, strict=True):
+            first, work, last = ends.get(rank, (inf, 0.0, inf))
+            ends[rank] = (min(first, head), work + us, min(last, tail))
+        return max((sum(parts) for parts in ends.values()), default=0.0)
 
     def run(self, rule: Sequence[float]) -> _Run:
         """Simulate: a free rank starts, of what can run, the node of the least rule; the first of equal ones."""
@@ -227,7 +240,7 @@ class _Network:
         return _Run(places=places, start=start, length=max(ends, default=0.0))
 
 
-def _rules(graph: TaskGraph, network: _Network, alone: Sequence[float]) -> Iterator[list[float]]:
+def _rules(graph: TaskGraph, network: Network, alone: Sequence[float]) -> Iterator[list[float]]:
     """Yield a number for each node by each rule; ranks take the least first."""
     tails, _ = network.reversed().longest_starts()
     own = [tail + us for tail, us in zip(tails, network.durations, strict=True)]
@@ -243,7 +256,7 @@ def _rules(graph: TaskGraph, network: _Network, alone: Sequence[float]) -> Itera
     ]
 
 
-def _improved(network: _Network, best: _Run) -> _Run:
+def _improved(network: Network, best: _Run) -> _Run:
     """Return the run, or a shorter one found from it by turns backwards and forwards in time."""
     opposite = network.reversed()
     for _ in range(MOST_TURNS):

@@ -11,6 +11,7 @@ from gpp_plugin.report import chrome_trace, format_plan, format_timeline, summar
 from gpp_plugin.report.plan_text import format_saved_in_flight
 from gpp_plugin.report.summary import forward_overlaps_us
 from gpp_plugin.report.units import format_bytes, format_ms, format_table
+from gpp_plugin.simulate.predict import simulate_plan
 
 PLAN = """\
 CLIPModel: 3 stages in depth 2 on 4 ranks (planner graphpipe), 9.00 ms a step predicted
@@ -229,3 +230,40 @@ def test_halves_and_split_backwards(plan):
     assert [e["args"].get("half") for e in shown[:3]] == [0, 1, None]
     assert {e["tid"] for e in shown} == {0}
     assert summarize_timeline(timeline, plan).busy_us == {0: 70}
+
+
+@pytest.fixture
+def shared(plan):
+    """The plan with its text tower on the vision tower's ranks and the loss on one of them."""
+    vision, text, loss = plan.stages
+    stages = (
+        vision,
+        dataclasses.replace(text, ranks=(1,)),
+        dataclasses.replace(loss, ranks=(1,), memory_bytes=2**19),
+    )
+    return dataclasses.replace(plan, stages=stages)
+
+
+def test_a_plan_whose_stages_share_ranks(shared):
+    lines = format_plan(shared).splitlines()
+    assert "on 2 ranks" in lines[0]
+    assert "rank 1 takes turns at 0 vision_model, 1 text_model, 2 loss, 4.50 MiB together" in lines
+    # rank 1 computes 6 ms + 3 ms + 0.75 ms
+    assert [line.split()[-5:-4] for line in lines if "0-1 " in line and "2 x 4" in line] == [["62"]]
+
+
+def test_a_timeline_of_a_rank_of_several_stages(shared):
+    timeline = simulate_plan(shared)
+    rows = format_timeline(timeline, shared, width=20).splitlines()[1:5]
+    assert [row.split()[1:3] for row in rows] == [
+        ["0", "vision_model"],
+        ["1", "vision_model"],
+        ["1", "text_model"],
+        ["1", "loss"],
+    ]
+    names = [
+        event["args"]["name"]
+        for event in chrome_trace(timeline, shared)["traceEvents"]
+        if event["name"] == "process_name"
+    ]
+    assert names == ["rank 0: stage 0 vision_model", "rank 1: stages 0 vision_model, 1 text_model, 2 loss"]

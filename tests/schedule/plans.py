@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from gpp_benchmarks._random_plans import with_in_flight
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 
@@ -60,3 +62,20 @@ def simple_plan(
 def chain_plan(num_stages, micro_batches, **options) -> PipelinePlan:
     links = [(i, i + 1) for i in range(num_stages - 1)]
     return simple_plan([1] * num_stages, links, mini_batch=micro_batches, **options)
+
+
+def on_ranks(plan, *ranks) -> PipelinePlan:
+    """Return the plan with these ranks, a number or a tuple for each stage."""
+    stages = tuple(
+        dataclasses.replace(stage, ranks=own if isinstance(own, tuple) else (own,))
+        for stage, own in zip(plan.stages, ranks, strict=True)
+    )
+    return dataclasses.replace(plan, stages=stages)
+
+
+def on_shared_ranks(plan, draw, most_ranks) -> PipelinePlan:
+    """Return the plan with its stages on ranks drawn anew: so many, or as many as its widest stage has."""
+    count = max(most_ranks, *(len(stage.ranks) for stage in plan.stages))
+    drawn = [tuple(draw.sample(range(count), len(stage.ranks))) for stage in plan.stages]
+    number = {rank: i for i, rank in enumerate(sorted({rank for ranks in drawn for rank in ranks}))}
+    return on_ranks(plan, *(tuple(number[rank] for rank in ranks) for ranks in drawn))

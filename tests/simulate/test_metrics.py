@@ -72,6 +72,22 @@ def test_memory_over_time():
         memory_over_time(plan, simulate_plan(plan), memory[:1])
 
 
+def test_a_rank_of_several_stages_holds_what_they_hold_together():
+    plan = simple_plan([2, 2], [(0, 1)], mini_batch=4)
+    stages = tuple(dataclasses.replace(stage, ranks=(0,), in_flight=1) for stage in plan.stages)
+    plan = dataclasses.replace(plan, stages=stages)
+    timeline = simulate_plan(plan)
+    # 0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1, 1 us each
+    assert text(critical_path(plan, timeline)) == "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"
+    assert in_flight_over_time(timeline)[0][:5] == ((0.0, 1), (1.0, 2), (3.0, 1), (4.0, 1), (5.0, 2))
+    memory = [
+        StageMemory(static_bytes=100, saved_bytes_per_sample=5),
+        StageMemory(static_bytes=50, saved_bytes_fixed=1),
+    ]
+    steps = memory_over_time(plan, timeline, memory)[0]
+    assert steps[:5] == ((0.0, 160), (1.0, 161), (2.0, 161), (3.0, 160), (4.0, 160))
+
+
 def test_start_up():
     assert start_up_us(simulate_plan(chain_plan(4, 8, forward_us=3.0))) == 9.0
     assert start_up_us(Timeline(source="measured", plan="", events=())) == 0.0

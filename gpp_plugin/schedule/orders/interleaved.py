@@ -23,10 +23,16 @@ the weight gradients fill what is left, and go first where a forward waits for t
 The ranks of a stage run its tasks in one order: the first to come to a choice makes it for all. The choices in the
 order they were made are the schedules' `turns`, by which `shared_ranks` puts the tasks of each rank into one order.
 
+In V shapes (rank r of p holds stages r and 2p - 1 - r; zero bubble) a rank's memory is what is limited, and
+`in_flight_within` finds the counts. With F, I and W of 1 a stage and the memory of V-Min and V-Half (Qi et al. 2024)
+the whole mini-batch takes no longer than those papers' spans; with that of 1F1B the last rank idles up to 2 beyond the
+p - 1 forwards before its first, where V-ZB's steady state idles nowhere. Counts are peaks of each stage: where two
+stages of a rank peak at different times their sum is up to 3 above the limit asked for.
+
 Deviations: Megatron's warm-up is a formula of rank and chunk, here it is what equal times make of it; in the group at
 the end, where m is no multiple of p, Megatron refuses and this does not.
 
-Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2; split backwards after Zero Bubble (arXiv 2401.10241)
+Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2; V shapes, Controllable Memory (arXiv 2405.15362)
 Tests: tests/schedule/test_shared_ranks.py
 """
 
@@ -45,7 +51,7 @@ from gpp_plugin.schedule.checks.order_check import LAST_KINDS, has_backwards
 from gpp_plugin.schedule.durations import nominal_durations, nominal_times, stage_task_us
 from gpp_plugin.schedule.event_loop import run_task_graph
 from gpp_plugin.schedule.orders.stage_order import on_own_ranks, sends_gradients
-from gpp_plugin.schedule.shared_ranks import SLACK
+from gpp_plugin.schedule.shared_ranks import SLACK, Network, check_shared_rows
 
 _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
 
@@ -77,12 +83,19 @@ def interleaved_schedules(
     Args:
         schedules: of all stages, without halves. Those of stages on ranks of their own stay, and of stages whose
             schedule is no 1F1B and no zero bubble; they stay for all where no other orders can run.
+
+    Raises:
+        PlanError: stages of unlike tensor rows share a rank.
     """
+    check_shared_rows(plan)
     free = {index for index in range(len(plan.stages)) if _is_free(plan, index, schedules[index])}
     kept = [schedules[index] for index in range(len(plan.stages))]
     if not free:
         return dict(schedules)
-    found = [(_length(plan, kept), kept), *_orders_under(plan, kept, free, {})]
+    setting = _Setting(plan, kept, free)
+    found = list(_orders_under(setting, {}))
+    if not found or found[-1][0] > setting.least_us * (1.0 + SLACK):
+        found.append((_length(plan, kept), kept))
     return dict(enumerate(_shortest(plan, found)))
 
 
@@ -102,19 +115,19 @@ def in_flight_within(plan: PipelinePlan, most_held: Mapping[int, float]) -> tupl
     )
     freed = dataclasses.replace(plan, stages=stages)
     kept = [_template(freed, index) for index in range(len(plan.stages))]
-    found = list(_orders_under(freed, kept, set(range(len(stages))), most_held))
+    found = list(_orders_under(_Setting(freed, kept, set(range(len(stages)))), most_held))
     return tuple(order.num_in_flight for order in _shortest(freed, found)) if found else None
 
 
-def _orders_under(
-    plan: PipelinePlan, kept: Sequence[StageSchedule], free: set[int], most_held: Mapping[int, float]
-) -> Iterator[_Found]:
-    """Yield the orders of each policy that runs to its end."""
-    setting = _Setting(plan, kept, free)
-    for policy in _policies(plan):
+def _orders_under(setting: _Setting, most_held: Mapping[int, float]) -> Iterator[_Found]:
+    """Yield the orders of each policy that runs to its end, up to the first that no other can be shorter than."""
+    for policy in _policies(setting.plan):
         run = _Run(setting, policy, most_held)
         if run.run():
-            yield run.length(), run.schedules()
+            length = run.length()
+            yield length, run.schedules()
+            if length <= setting.least_us * (1.0 + SLACK):
+                return
 
 
 def _shortest(plan: PipelinePlan, found: Sequence[_Found]) -> Sequence[StageSchedule]:
@@ -278,6 +291,19 @@ class _Setting:
                 }
                 for node in row:
                     self.rank_of[node] = rank
+        self.least_us = self._network().least_us()
+
+    def _network(self) -> Network:
+        """Return what waits for what in any order: messages, and each backward for its own forward."""
+        after, num_before = [list(others) for others in self.after], list(self.num_waits)
+        for own in self.nodes.values():
+            for nodes in own.values():
+                for (kind, micro_batch), node in nodes.items():
+                    before = nodes.get((_I if kind is _W else _F, micro_batch), node)
+                    if before != node:
+                        after[before].append(node)
+                        num_before[node] += 1
+        return Network(rank=self.rank_of, durations=self.durations, after=after, num_before=num_before)
 
 
 class _Run:

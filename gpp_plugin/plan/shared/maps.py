@@ -6,7 +6,7 @@ Stages are numbered in the plan's order, groups in the order of ranks. Eight sta
     round robin    0  1  2  3  0  1  2  3      interleaved 1F1B (Narayanan et al. 2021, section 2.2)
     back and forth 0  1  2  3  3  2  1  0      the V of ZB-V and V-Half (Qi et al. 2024, arXiv 2405.15362)
 
-Source: Megatron-LM (arXiv 2104.04473), section 2.2; controllable memory (arXiv 2405.15362), section 3
+Source: Megatron-LM (arXiv 2104.04473), section 2.2; controllable memory (arXiv 2405.15362)
 Tests: tests/plan/test_shared_ranks_plans.py
 """
 

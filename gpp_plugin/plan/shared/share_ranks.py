@@ -11,7 +11,7 @@
 
 Everything is counted, nothing is timed: the same request gives the same plan on every machine.
 
-Source: Optimus (ATC 2025), section 4.2; Megatron-LM (arXiv 2104.04473), section 2.2; this project
+Source: Optimus (ATC 2025); Megatron-LM (arXiv 2104.04473), section 2.2; this project
 Tests: tests/plan/test_shared_ranks_plans.py
 """
 

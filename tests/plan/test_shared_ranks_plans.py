@@ -12,9 +12,8 @@ import pytest
 from gpp_plugin.api import plan as plan_model
 from gpp_plugin.config import read_config
 from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible
-from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.serialize import from_plain, to_plain
+from gpp_plugin.ir.serialize import SCHEMA_VERSION, from_plain, to_plain
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.edge_transports import note_edge_transports
 from gpp_plugin.plan.given.explicit import explicit_plan
@@ -31,7 +30,7 @@ from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.plan.shared.shared_judge import SharedJudge
 from gpp_plugin.plan.validate_plan import validate_plan
 from gpp_plugin.simulate.predict import predict_iteration_us
-from tests.plan.graphs import GB, branches, chain, make_cluster, make_profile, make_request
+from tests.plan.graphs import GB, branches, chain, make_cluster, make_graph, make_profile, make_request
 
 
 def shared(
@@ -72,31 +71,16 @@ def test_interleaving_a_chain_shortens_the_bubble_as_published(ranks, virtual):
 
 
 def test_a_small_branch_goes_on_the_ranks_of_the_rest():
-    """Two ranks, a trunk that fills them and a branch of a tenth: colocated it is shared out, alone it unbalances."""
-    names = ["tower", *(f"trunk.{i}" for i in range(4)), "loss"]
-    times = {"tower": 40.0, **{f"trunk.{i}": 100.0 for i in range(4)}, "loss": 1.0}
-    edges = [("tower", "trunk.0"), *((f"trunk.{i}", f"trunk.{i + 1}") for i in range(3)), ("trunk.3", "loss")]
-    graph = branches_of(edges, names)
-    request = make_request(
-        graph, make_profile(graph, times), ranks=2, micro_batch_sizes={"trunk.0": 2}, colocate=True
-    )
+    """A tower of a tenth of the trunk: on a rank of its own that rank is idle, on all of them nobody is."""
+    edges = [("tower", "t.0"), ("text", "t.0"), ("t.0", "t.1"), ("t.1", "t.2"), ("t.2", "loss")]
+    graph = make_graph(edges, names=["tower", "text", "t.0", "t.1", "t.2", "loss"], loss="loss")
+    times = {"tower": 40.0, "text": 1.0, "t.0": 100.0, "t.1": 100.0, "t.2": 100.0, "loss": 1.0}
+    request = make_request(graph, make_profile(graph, times), ranks=2, mini_batch=8, colocate=True)
     plain, plan = shared(request)
     assert plan.iteration_us <= plain.iteration_us
 
 
-def branches_of(edges: list[tuple[str, str]], names: list[str]) -> BlockGraph:
-    from tests.plan.graphs import make_graph
-
-    extra = [("text", "trunk.0")] if "tower" in names else []
-    return make_graph(
-        [*edges, *extra], names=[*names[:1], "text", *names[1:]] if extra else names, loss=names[-1]
-    )
-
-
-SMALL = [
-    (seed, blocks, stages, ranks)
-    for seed, (blocks, stages, ranks) in enumerate(itertools.product((4, 5), (3, 4), (2, 3)), start=1)
-]
+SMALL = [(1, 4, 3, 2), (2, 4, 4, 3), (3, 5, 3, 2), (4, 5, 4, 3), (5, 5, 4, 2)]
 
 
 def random_request(seed: int, blocks: int, stages: int, ranks: int) -> PlanRequest:
@@ -106,7 +90,7 @@ def random_request(seed: int, blocks: int, stages: int, ranks: int) -> PlanReque
     edges = list(zip(names, names[1:], strict=False))
     if seed % 2:  # two branches: the first block feeds the last one directly, the others are a chain
         edges = [(a, b) for a, b in edges if a != names[0]] + [(names[0], names[-1])]
-    graph = branches_of(edges, names)
+    graph = make_graph(edges, names=names, loss=names[-1])
     profile = make_profile(graph, {name: draw.uniform(50, 200) for name in names})
     return make_request(
         graph,
@@ -140,34 +124,34 @@ def brute_force(request: PlanRequest) -> Iterator[float]:
                 StageDraft(blocks=sets.blocks(mask), degree=1, micro_batch_size=1, ranks=(rank,))
                 for mask, rank in zip(masks, placed, strict=True)
             )
-            plan = judge.judged(drafts, is_exact=True)
+            plan = judge.best_counts(judge.plan_of(drafts))
             if plan is not None:
                 yield plan.iteration_us
 
 
-@pytest.mark.parametrize("case", SMALL[:6], ids=str)
+@pytest.mark.parametrize("case", SMALL, ids=str)
 def test_nothing_is_shorter_than_what_is_found_in_small_cases(case):
     request = random_request(*case)
     _, plan = shared(request, planner="uniform")
     assert plan.shares_ranks and len(plan.stages) == request.num_stages
     best = min(brute_force(request))
-    assert plan.iteration_us <= best * 1.05
+    assert plan.iteration_us == pytest.approx(best)
 
 
-@pytest.mark.parametrize("graph", [chain(9), branches(2, 3), branches(3, 2)], ids=["chain", "two", "three"])
+@pytest.mark.parametrize("graph", [chain(5), branches(2, 2)], ids=["chain", "two"])
 def test_what_may_share_ranks_is_never_worse_than_what_may_not(graph):
     uneven = {block.name: 50.0 + 37.0 * (i % 4) for i, block in enumerate(graph.blocks)}
     request = make_request(
-        graph, make_profile(graph, uneven), ranks=4, virtual_stages=None, colocate=True, mini_batch=8
+        graph, make_profile(graph, uneven), ranks=2, virtual_stages=None, colocate=True, mini_batch=4
     )
     plain, plan = shared(request, schedule="auto")
     assert plan.iteration_us <= plain.iteration_us
     validate_plan(plan, graph, profile=request.profile, cluster=request.cluster)
-    assert plan.num_ranks == 4
+    assert plan.num_ranks == 2
 
 
 def test_the_same_request_gives_the_same_plan():
-    request = interleaved(2, ranks=4, blocks=11)
+    request = interleaved(2, blocks=5)
     assert shared(request)[1] == shared(request)[1]
 
 
@@ -237,7 +221,7 @@ def test_a_ranks_stages_count_together():
     assert memory_excess(limited, plan)[0] == 0
     assert memory_excess(dataclasses.replace(request, memory_limit_bytes=2 * each - 1), plan)[0] == 1
     message = (
-        r"rank 0 holds 2 stages that need 0\.000 GB together \('layers\.0' .*'layers\.2' .*\): 300 bytes too many; "
+        r"rank 0 holds 2 stages that need 0\.000 GB together \('layers\.0' .*'layers\.2' .*\) and may .*: 300 bytes too many; "
         "lower micro_batch_sizes or virtual_stages"
     )
     with pytest.raises(PlanInfeasible, match=message):
@@ -378,13 +362,10 @@ def test_stages_may_outnumber_ranks():
 
 
 def test_a_saved_plan_with_shared_ranks_is_read_again():
-    request = interleaved(2)
+    request = interleaved(2, blocks=4)
     _, plan = shared(request)
     assert from_plain(PipelinePlan, to_plain(plan)) == plan
-    saved = {"schema": 1, "type": "PipelinePlan", "value": to_plain(plan)}
-    from gpp_plugin.ir.serialize import SCHEMA_VERSION
-
-    saved["schema"] = SCHEMA_VERSION
+    saved = {"schema": SCHEMA_VERSION, "type": "PipelinePlan", "value": to_plain(plan)}
     assert explicit_plan(saved, request).stages == plan.stages
 
 

@@ -6,7 +6,7 @@ Stages are numbered in the plan's order, groups in the order of ranks. Eight sta
     round robin    0  1  2  3  0  1  2  3      interleaved 1F1B (Narayanan et al. 2021, section 2.2)
     back and forth 0  1  2  3  3  2  1  0      the V of ZB-V and V-Half (Qi et al. 2024, arXiv 2405.15362)
 
-Source: Megatron-LM (arXiv 2104.04473), section 2.2; controllable memory (arXiv 2405.15362), section 3
+Source: Megatron-LM (arXiv 2104.04473), section 2.2; controllable memory (arXiv 2405.15362)
 Tests: tests/plan/test_shared_ranks_plans.py
 """
 
@@ -17,6 +17,9 @@ from collections.abc import Iterator, Sequence
 
 Map = tuple[int, ...]
 """By stage, the number of its group."""
+
+FEW = 5
+"""Stages of which all maps are tried: 90 at most."""
 
 
 def round_robin(num_stages: int, num_groups: int) -> Map:
@@ -60,12 +63,18 @@ def renamed(groups: Sequence[int]) -> Map:
 
 
 def usual_maps(loads: Sequence[float], num_groups: int) -> list[Map]:
-    """Return the maps that a search starts with, each once.
+    """Return the maps that a search starts with, each once: all there are of a few stages.
 
     Args:
         loads: by stage, its work.
     """
     count = len(loads)
+    if count <= FEW:
+        return [
+            each
+            for each in itertools.product(range(num_groups), repeat=count)
+            if each == renamed(each) and len(set(each)) == num_groups
+        ]
     found = [
         round_robin(count, num_groups),
         back_and_forth(count, num_groups),

@@ -7,7 +7,7 @@ Tests: tests/plan/test_shared_ranks_plans.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import networkx as nx
 
@@ -20,6 +20,8 @@ from gpp_plugin.plan.refine.block_sets import BlockSets, Mask
 LARGEST_SHARE, LEAST_SHARE = 0.7, 0.002
 """Of all work: what a branch may have that is put on the ranks of the rest."""
 MOST_BRANCHES = 4
+FEW_BLOCKS = 12
+"""Blocks up to which more partitions are looked at, and more moves."""
 ROUNDS = 64
 """Moves that even out a partition at most."""
 
@@ -56,8 +58,19 @@ class Partitioner:
         distinct: dict[tuple[tuple[str, ...], ...], None] = {}
         for each in (self._reshaped(masks, count), self._chained(masks, count)):
             if each is not None:
-                distinct[self.ordered(self._evened_out(each))] = None
+                even = self._evened_out(each)
+                distinct[self.ordered(even)] = None
+                for near in self._near(even) if len(self.sets.names) <= FEW_BLOCKS else ():
+                    distinct[self.ordered(near)] = None
         return list(distinct)
+
+    def _near(self, masks: Sequence[Mask]) -> Iterator[list[Mask]]:
+        """Yield partitions one move away: of few blocks the most even one is rarely the best on shared ranks."""
+        others = self._others(masks)
+        for i in range(len(masks)):
+            for changed in moves.boundary_moves(self.sets, [*masks, *others], i):
+                if changed[len(masks) :] == others:
+                    yield changed[: len(masks)]
 
     def _others(self, masks: Sequence[Mask]) -> list[Mask]:
         """Return what is in none of these sets, as one: it precedes all of them, or follows them."""

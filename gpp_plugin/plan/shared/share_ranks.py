@@ -11,7 +11,7 @@
 
 Everything is counted, nothing is timed: the same request gives the same plan on every machine.
 
-Source: Optimus (ATC 2025), section 4.2; Megatron-LM (arXiv 2104.04473), section 2.2; this project
+Source: Optimus (ATC 2025); Megatron-LM (arXiv 2104.04473), section 2.2; this project
 Tests: tests/plan/test_shared_ranks_plans.py
 """
 
@@ -33,18 +33,19 @@ from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan
 from gpp_plugin.plan.refine import moves
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.shared.maps import exchanged_stages, moved_stages
-from gpp_plugin.plan.shared.partitions import Partitioner
+from gpp_plugin.plan.shared.partitions import FEW_BLOCKS, Partitioner
 from gpp_plugin.plan.shared.shared_judge import Drafts, SharedJudge
 from gpp_plugin.plan.shared.shared_schedules import first_schedule, schedule_shared
 from gpp_plugin.plan.shared.shared_starts import AS_PLANNED, Start, StartMaker
 from gpp_plugin.plan.validate_plan import validate_plan
 
 NUM_STARTS = 40
-"""Starts that are simulated, those with the smallest bounds; of each way to share ranks at most ``PER_WAY``."""
-PER_WAY = 5
+"""Starts that are simulated, those with the smallest bounds; of each way to share ranks at most ``PER_WAY``, and
+of one micro-batch size ``PER_SIZE``."""
+PER_WAY, PER_SIZE = 8, 3
 NUM_EXACT = 6
 """Of these, how many are simulated with the orders that will run."""
-NUM_IMPROVED = 3
+NUM_IMPROVED = 4
 NEAR = 1.15
 """Times the shortest start, up to which others are simulated: moves gain as much."""
 ROUNDING = 1e-6
@@ -175,13 +176,14 @@ class _Search:
         ]
         chosen: list[Start] = []
         taken: Counter[str] = Counter()
-        met: set[tuple[str, int]] = set()
+        met: Counter[tuple[str, int]] = Counter()
         for _, start in sorted(bounds, key=lambda pair: pair[0]):
             size = max(draft.micro_batch_size for draft in start.drafts)
-            if taken[start.how] < PER_WAY and (start.how, size) not in met:
+            is_small = len(self._request.graph.blocks) <= FEW_BLOCKS
+            if is_small or (taken[start.how] < PER_WAY and met[start.how, size] < PER_SIZE):
                 chosen.append(start)
                 taken[start.how] += 1
-                met.add((start.how, size))
+                met[start.how, size] += 1
         # what moves make of the stages without shared ranks is never worse than those
         chosen.sort(key=lambda start: start.how != AS_PLANNED)
         return chosen[:NUM_STARTS]
@@ -246,6 +248,15 @@ class _Search:
                 found = self._with_blocks(drafts, changed)
                 if found is not None:
                     yield found
+        if len(sets.names) > FEW_BLOCKS:
+            return
+        changes = itertools.chain(
+            moves.swaps(sets, masks), moves.merged_and_cut(sets, masks, range(len(masks)))
+        )
+        for changed in changes:
+            found = self._with_blocks(drafts, changed)
+            if found is not None:
+                yield found
 
     def _with_blocks(self, drafts: Drafts, masks: Sequence[int]) -> Drafts | None:
         """Return the stages with other blocks; None where one of them may not have its micro-batch size any more."""

@@ -105,7 +105,9 @@ class SharedJudge:
         plan = self.plan_of(drafts)
         if self.least_us(plan) >= below_us or self.budget <= 0:
             return None
-        self._known[key] = best = self._best(self._fitting(plan, FACTORS[:1]), is_exact=is_exact)
+        tasks = sum(2 * plan.num_micro_batches(i) * s.degree for i, s in enumerate(plan.stages))
+        factors = FACTORS if tasks <= EXACT_TASKS else FACTORS[:1]
+        self._known[key] = best = self._best(self._fitting(plan, factors), is_exact=is_exact)
         return best
 
     def best_counts(self, plan: PipelinePlan) -> PipelinePlan | None:

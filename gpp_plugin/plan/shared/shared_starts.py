@@ -6,7 +6,7 @@ N ranks, the first four of eight here, in p groups of d; v stages a group:
     colocated        a branch on the ranks of the rest, which is planned on all ranks as p or v p stages:
                      over all ranks, over those of the first groups or the last, or cut into p stages, one a group
 
-Source: Optimus (ATC 2025), section 4.2; Megatron-LM (arXiv 2104.04473), section 2.2
+Source: Optimus (ATC 2025); Megatron-LM (arXiv 2104.04473), section 2.2
 Tests: tests/plan/test_shared_ranks_plans.py
 """
 

@@ -303,7 +303,10 @@ def find_partitions(
             point = next(walk)
             while point is not None:
                 if point.levels is None:  # it asks what stages of at most t us a sample need
-                    point = walk.send(search.fewest_devices(point.t))
+                    fewest = search.fewest_devices(
+                        point.t, most_levels=point.most_levels, enough=request.num_ranks
+                    )
+                    point = walk.send(fewest)
                     continue
                 groups = tuple(tuple(names[i] for i in sorted(g)) for g in read_groups(search, point.levels))
                 if (groups, wish) not in found:
@@ -405,11 +408,13 @@ class _Point:
     """A question, without levels: what do stages of at most ``t`` us a sample need? Else a point of the frontier.
 
     Args:
+        most_levels: of a question: more levels are of no interest.
         score: (B + (levels - 1) b) t, the time of a pipeline all of whose stages take t.
     """
 
     t: float
     levels: int | None = None
+    most_levels: int = 0
     score: float = 0.0
 
 
@@ -437,16 +442,21 @@ def _frontier(
     # caller, so that the search of Algorithm 1 is called where its answers are used and not three generators below.
     times = search.times()  # us a sample, increasing, each once
     ranks, mini_batch = request.num_ranks, request.mini_batch
-    asked: tuple[int, int | None] = -1, None
+    known: dict[int, int | None] = {}  # by index of a time, the fewest levels; None: more than were of interest
+    last_asked = -1
 
-    def levels_at(index: int) -> Generator[_Point, Floats, int | None]:
-        """Return the fewest levels at which the ranks suffice for times up to that one, or None."""
-        nonlocal asked
-        if asked[0] != index:
-            fewest = yield _Point(t=float(times[index]))
+    def levels_at(index: int, *, is_last: bool = False) -> Generator[_Point, Floats, int | None]:
+        """Return the fewest levels at which the ranks suffice for times up to that one, or None.
+
+        Args:
+            is_last: ask again if another time was asked for since: the search then holds this one's stages.
+        """
+        nonlocal last_asked
+        if index not in known or (is_last and last_asked != index):
+            fewest = yield _Point(t=float(times[index]), most_levels=cap)
             allowed = (fewest <= ranks).nonzero()[0]
-            asked = index, int(allowed[0]) if allowed.size else None
-        return asked[1]
+            known[index], last_asked = int(allowed[0]) if allowed.size else None, index
+        return known[index]
 
     def last_within(levels: int) -> int:
         """Return the last time with which so many levels may still be among the best."""
@@ -454,15 +464,18 @@ def _frontier(
         return int(times.searchsorted(slowest, side="right")) - 1
 
     low = int(times.searchsorted(bound_us * (1 - 1e-9) / mini_batch))
-    fewest = (yield from levels_at(last_within(1))) if last_within(1) >= low else None
     cap = search.max_level
+    fewest = (yield from levels_at(last_within(1))) if last_within(1) >= low else None
     while fewest is not None and cap >= fewest:
+        # The more time, the fewer levels: what is known of other times bounds those to be asked for.
+        low = max([low, *(1 + i for i, levels in known.items() if levels is None or levels > cap)])
         high = last_within(cap)
         levels = (yield from levels_at(high)) if high >= low else None
         if levels is None or levels > cap:
             low = max(low, high + 1)
             cap -= max(1, cap // 6)
             continue
+        high = min([high, *(i for i, levels in known.items() if levels is not None and levels <= cap)])
         while low < high:
             middle = (low + high) // 2
             found = yield from levels_at(middle)
@@ -470,7 +483,7 @@ def _frontier(
                 high = middle
             else:
                 low = middle + 1
-        levels = yield from levels_at(high)
+        levels = yield from levels_at(high, is_last=True)
         assert levels is not None
         t = float(times[high])
         yield _Point(t=t, levels=levels, score=full_pipeline_us(mini_batch, wish, levels, t))

@@ -17,6 +17,7 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.plan.batch_rules import BatchRules
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats
 from gpp_plugin.plan.costs.time_formula import us_per_sample
+from gpp_plugin.plan.graphpipe.allowed_stages import AllowedStages
 from gpp_plugin.plan.graphpipe.intervals import Branches, Series
 from gpp_plugin.plan.graphpipe.stage_shapes import NO_LIMIT, Bools, StageShapes, bin_shapes, series_shapes
 from gpp_plugin.plan.memory.fitting import StageFitter
@@ -78,6 +79,44 @@ class StageTable:
     step: npt.NDArray[np.int64]
     _parts: dict[int, StageTable] = dataclasses.field(default_factory=dict)
     _steps: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    _is_plain: bool | None = None
+
+    def times(self) -> Floats:
+        """Return every time a sample that a stage can have, increasing, each once."""
+        values = self.us_per_sample.ravel()
+        return np.unique(values[np.isfinite(values)])
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether memory limits none of the stages, and each adds one level."""
+        if self._is_plain is None:
+            exists = np.isfinite(self.us_per_sample)
+            is_free = bool((self.max_level[exists] == NO_LIMIT).all())
+            self._is_plain = is_free and self.steps == [(1, 1)]
+        return self._is_plain
+
+    def in_time(self, t: float, most_levels: int) -> tuple[Bools, npt.NDArray[np.int64]]:
+        """Return which stages take at most ``t``, and the levels (up to one too many) at which memory limits some."""
+        is_in_time = self.us_per_sample <= t
+        if self.is_plain:
+            return is_in_time, np.array([most_levels + 1])
+        reached = np.minimum(self.max_level[is_in_time], most_levels + 1)
+        return is_in_time, np.flatnonzero(np.bincount(reached))
+
+    def allowed(self, is_in_time: Bools, level: int, num_ends: int) -> list[AllowedStages]:
+        """Return the stages in time that fit at a level, by what levels they add.
+
+        Args:
+            num_ends: columns that are ends between items.
+        """
+        fits = is_in_time if self.is_plain else is_in_time & (self.max_level >= level)
+        steps = self.steps
+        found = []
+        for first, step in steps:
+            own = fits if len(steps) == 1 else fits & (self.first_step == first) & (self.step == step)
+            if own.any():
+                found.append(AllowedStages(first, step, self.degrees, own, num_ends))
+        return found
 
     @property
     def steps(self) -> list[tuple[int, int]]:

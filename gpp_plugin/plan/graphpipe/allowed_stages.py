@@ -1,0 +1,80 @@
+"""The stages of a table that are in time and fit at a level, and the fewest devices of one and of what is behind it.
+
+A stage's devices are looked up by its row and column. With N items that is N x N sums for each level, though most cannot
+be least: of the stages that begin at a row on the same ranks the longest leaves least behind, so that it is enough to
+know the last column of each row and degree. Time is in it by any stage, and no row has more than one a degree:
+
+    row 0, in time     columns  0 1 2 3 4 5            behind column   0 1 2 3 4 5
+      on 1 device               x x . . . .                            9 7 6 4 3 0     (devices, never more for less)
+      on 2                      x x x x . .
+      on 4                      x x x x x x            least: 1 + 7, 2 + 4, 4 + 0 = 4
+
+What is left behind a longer stage may need *more* devices where tensors are large next to the time: a stage that begins
+within them has to receive them. So the order of what is behind is looked at first, and every sum is made where it falls.
+
+Source: this project
+Tests: tests/plan/test_stage_search.py
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from gpp_plugin.plan.costs.cost_model import Floats
+from gpp_plugin.plan.graphpipe.intervals import Ints
+from gpp_plugin.plan.graphpipe.stage_shapes import Bools
+
+
+class AllowedStages:
+    """Stages of one pair of steps: levels they add after a sink (``first``) and after another stage (``step``).
+
+    Args:
+        degrees: [variant] devices, not decreasing.
+        fits: [variant, row, column] which of them there are.
+        num_ends: the first so many columns are ends between items, in their order; others share items with a fork.
+    """
+
+    def __init__(self, first: int, step: int, degrees: Floats, fits: Bools, num_ends: int) -> None:
+        self.first, self.step = first, step
+        self._degrees, self._fits, self._num_ends = degrees, fits, num_ends
+
+    @functools.cached_property
+    def cost(self) -> Floats:
+        """Return [row, column] the fewest devices of a stage; inf where there is none."""
+        return self._cost_of(self._fits)
+
+    def _cost_of(self, fits: Bools) -> Floats:
+        # Variants are by increasing degree, so the first one that fits has the fewest devices.
+        chosen = fits.argmax(axis=0)
+        return np.where(fits.any(axis=0), self._degrees[chosen], np.inf)
+
+    @functools.cached_property
+    def _shared_ends(self) -> Floats:
+        """Return [row, column] the costs of stages that end with heads of branches."""
+        return self._cost_of(self._fits[:, :, self._num_ends :])
+
+    @functools.cached_property
+    def _longest(self) -> tuple[Ints, Floats]:
+        """Return [variant, row] the last column, and the devices of that stage; inf where there is none."""
+        fits = self._fits[:, :, : self._num_ends]
+        last = self._num_ends - 1 - fits[:, :, ::-1].argmax(axis=2)
+        return last, np.where(fits.any(axis=2), self._degrees[:, None], np.inf)
+
+    def fewest_with(self, after: Floats) -> Floats:
+        """Return [end, exit, row]: the fewest devices of a stage and of what is behind it.
+
+        Args:
+            after: [end, exit, column] devices of what is behind.
+        """
+        num = self._num_ends
+        ends = after[:, :, :num]
+        if not (ends[:, :, 1:] <= ends[:, :, :-1]).all():
+            every: Floats = (self.cost + after[:, :, None, :]).min(axis=3)
+            return every
+        last, devices = self._longest
+        fewest: Floats = (ends.take(last, axis=2) + devices).min(axis=2)
+        if after.shape[2] > num:
+            fewest = np.minimum(fewest, (self._shared_ends + after[:, :, None, num:]).min(axis=3))
+        return fewest

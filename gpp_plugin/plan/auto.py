@@ -14,6 +14,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.graphpipe.graphpipe import explain_graph, search_stages
+from gpp_plugin.plan.graphpipe.search_tree import SearchTrees
 from gpp_plugin.plan.make import StageDraft
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.memory.joined import best_judged, join_memory
@@ -45,7 +46,7 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
         PlanInfeasible: no plan fits; the message names stage, need, limit and knob.
     """
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
-    rules = batch_rules(request)
+    rules, trees = batch_rules(request), SearchTrees(request.graph, costs)
 
     def search(asked: PlanRequest, fitter: StageFitter | None) -> list[Candidate]:
         # With all memory, or with stages made to fit, it is the frontier that counts, not finding any plan.
@@ -54,6 +55,7 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
             asked,
             costs,
             rules,
+            trees,
             budget=BUDGET if is_plain else BUDGET // 2,
             num_refined=NUM_REFINED,
             is_thorough=is_plain,

@@ -19,6 +19,7 @@ Tests: tests/plan/test_stage_search.py
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -32,18 +33,31 @@ class AllowedStages:
 
     Args:
         degrees: [variant] devices, not decreasing.
-        fits: [variant, row, column] which of them there are.
+        masks: [variant, row, column] each; allowed are the stages that are in all of them.
         num_ends: the first so many columns are ends between items, in their order; others share items with a fork.
+        last: returns [variant, row] the last allowed column among those, -1 where there is none; None: look.
     """
 
-    def __init__(self, first: int, step: int, degrees: Floats, fits: Bools, num_ends: int) -> None:
+    def __init__(
+        self,
+        first: int,
+        step: int,
+        degrees: Floats,
+        masks: Sequence[Callable[[slice], Bools]],
+        num_ends: int,
+        last: Callable[[], Ints] | None,
+    ) -> None:
         self.first, self.step = first, step
-        self._degrees, self._fits, self._num_ends = degrees, fits, num_ends
+        self._degrees, self._masks, self._num_ends = degrees, masks, num_ends
+        self._last = last
+
+    def _fits(self, columns: slice) -> Bools:
+        return functools.reduce(np.logical_and, (mask(columns) for mask in self._masks))
 
     @functools.cached_property
     def cost(self) -> Floats:
         """Return [row, column] the fewest devices of a stage; inf where there is none."""
-        return self._cost_of(self._fits)
+        return self._cost_of(self._fits(slice(None)))
 
     def _cost_of(self, fits: Bools) -> Floats:
         # Variants are by increasing degree, so the first one that fits has the fewest devices.
@@ -53,14 +67,13 @@ class AllowedStages:
     @functools.cached_property
     def _shared_ends(self) -> Floats:
         """Return [row, column] the costs of stages that end with heads of branches."""
-        return self._cost_of(self._fits[:, :, self._num_ends :])
+        return self._cost_of(self._fits(slice(self._num_ends, None)))
 
     @functools.cached_property
     def _longest(self) -> tuple[Ints, Floats]:
         """Return [variant, row] the last column, and the devices of that stage; inf where there is none."""
-        fits = self._fits[:, :, : self._num_ends]
-        last = self._num_ends - 1 - fits[:, :, ::-1].argmax(axis=2)
-        return last, np.where(fits.any(axis=2), self._degrees[:, None], np.inf)
+        last = last_of(self._fits(slice(self._num_ends))) if self._last is None else self._last()
+        return np.maximum(last, 0), np.where(last >= 0, self._degrees[:, None], np.inf)
 
     def fewest_with(self, after: Floats) -> Floats:
         """Return [end, exit, row]: the fewest devices of a stage and of what is behind it.
@@ -78,3 +91,9 @@ class AllowedStages:
         if after.shape[2] > num:
             fewest = np.minimum(fewest, (self._shared_ends + after[:, :, None, num:]).min(axis=3))
         return fewest
+
+
+def last_of(fits: Bools) -> Ints:
+    """Return [variant, row] the last column that is true, -1 where none is."""
+    last = fits.shape[2] - 1 - fits[:, :, ::-1].argmax(axis=2)
+    return np.where(fits.any(axis=2), last, -1)

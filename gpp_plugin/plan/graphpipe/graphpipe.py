@@ -34,16 +34,15 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-import networkx as nx
 import numpy as np
 
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats, link_for_span, ring_us
 from gpp_plugin.plan.costs.time_formula import full_pipeline_us, pipelined_samples
-from gpp_plugin.plan.graphpipe.components import decompose
-from gpp_plugin.plan.graphpipe.intervals import Series, build_series
+from gpp_plugin.plan.graphpipe.intervals import Series
 from gpp_plugin.plan.graphpipe.reconstruction import read_groups
+from gpp_plugin.plan.graphpipe.search_tree import SearchTree, SearchTrees
 from gpp_plugin.plan.graphpipe.stage_search import StageSearch
 from gpp_plugin.plan.graphpipe.stage_shapes import StageShapes
 from gpp_plugin.plan.graphpipe.stage_table import TableMaker
@@ -65,6 +64,9 @@ REFINE_BUDGET = 20
 """Simulated tasks, times the cube of the ranks, up to ``MAX_BUDGET``: at most a tenth of a second."""
 MAX_BUDGET = 40_000
 NUM_REFINED_TIGHT = 6
+MAX_CLOSER_LOOKS = 3
+"""Searches around the cuts that the one before found, as long as each wins at least ``WORTH_LOOKING``."""
+WORTH_LOOKING = 1e-3
 
 Groups = tuple[tuple[str, ...], ...]
 Judge = Callable[[Groups, int], float]
@@ -102,8 +104,7 @@ def graphpipe_plan(request: PlanRequest) -> PipelinePlan:
         PlanInfeasible: no plan fits; the message names stage, need, limit and the nearest request that fits.
     """
     costs, rules = _costs_and_rules(request)
-    candidates = search_stages(request, costs, rules, budget=_budget(request))[:1]
-    plan, nearest = _with_memory(request, costs, rules, candidates)
+    plan, nearest = _with_memory(request, costs, rules)
     if plan is None:
         explain_graph(request, nearest)
     return plan
@@ -119,18 +120,21 @@ def _budget(request: PlanRequest) -> int:
 
 
 def _with_memory(
-    request: PlanRequest, costs: CostModel, rules: BatchRules, candidates: list[Candidate]
+    request: PlanRequest, costs: CostModel, rules: BatchRules
 ) -> tuple[PipelinePlan | None, list[Candidate]]:
     """Return the quickest plan, stages that are made to fit among it, and all candidates; None where none fits."""
+
+    trees = SearchTrees(request.graph, costs)
 
     def search(asked: PlanRequest, fitter: StageFitter | None) -> list[Candidate]:
         # Where memory is short there is more to weigh, and more to win.
         if fitter is None:
-            return search_stages(asked, costs, rules, budget=_budget(request))
+            return search_stages(asked, costs, rules, trees, budget=_budget(request))
         return search_stages(
-            asked, costs, rules, budget=MAX_BUDGET, num_refined=NUM_REFINED_TIGHT, fitter=fitter
+            asked, costs, rules, trees, budget=MAX_BUDGET, num_refined=NUM_REFINED_TIGHT, fitter=fitter
         )
 
+    candidates = search(request, None)[:1]
     fitter = fitter_for(request, costs)
     if fitter is not None:
         refiner = Refiner(request, costs, rules, budget=MAX_BUDGET, fitter=fitter)
@@ -141,8 +145,7 @@ def _with_memory(
 
 def _has_plan(request: PlanRequest) -> bool:
     costs, rules = _costs_and_rules(request)
-    candidates = search_stages(request, costs, rules, budget=_budget(request))[:1]
-    return _with_memory(request, costs, rules, candidates)[0] is not None
+    return _with_memory(request, costs, rules)[0] is not None
 
 
 def explain_graph(request: PlanRequest, nearest: Sequence[Candidate]) -> NoReturn:
@@ -169,6 +172,7 @@ def search_stages(
     request: PlanRequest,
     costs: CostModel,
     rules: BatchRules,
+    trees: SearchTrees,
     *,
     budget: int,
     num_refined: int = 2,
@@ -178,6 +182,7 @@ def search_stages(
     """Return candidates, best first: the frontier's partitions with all ranks shared out, then refined.
 
     Args:
+        trees: of the request's graph.
         budget: tasks that may be predicted in the refinement.
         num_refined: how many of the best are refined.
         is_thorough: also start from plans for every number of stages.
@@ -200,10 +205,10 @@ def search_stages(
                             break
             return best
 
-        find_partitions(request, costs, rules, predict, fitter=fitter)
+        find_partitions(request, costs, rules, trees, predict, fitter=fitter)
         refiner.budget = budget
     if is_thorough or not any(candidate.score[0] == 0 for candidate in candidates):
-        candidates.extend(_with_counts(request, costs, rules, refiner, counts))
+        candidates.extend(_with_counts(request, costs, rules, trees, refiner, counts))
     candidates.sort(key=lambda candidate: candidate.score)
     if not candidates or candidates[0].score[0] > 0:
         refiner.budget = max(budget, MAX_BUDGET)  # a plan that fits is worth more than a quick answer
@@ -232,6 +237,7 @@ def _with_counts(
     request: PlanRequest,
     costs: CostModel,
     rules: BatchRules,
+    trees: SearchTrees,
     refiner: Refiner,
     counts: Sequence[int] | None,
 ) -> Iterator[Candidate]:
@@ -251,7 +257,7 @@ def _with_counts(
             micro_batch_sizes=None,
             loss_unit=request.loss_unit,
         )
-        partitions = find_partitions(smaller, costs, batch_rules(smaller), fitter=refiner.fitter)
+        partitions = find_partitions(smaller, costs, batch_rules(smaller), trees, fitter=refiner.fitter)
         groupings = {partition.groups for partition in sorted(partitions, key=lambda p: p.score)[:6]}
         groupings.add((tuple(block.name for block in request.graph.blocks),))
         for groups in sorted(groupings):
@@ -267,23 +273,45 @@ def find_partitions(
     request: PlanRequest,
     costs: CostModel,
     rules: BatchRules,
+    trees: SearchTrees,
     predict: Judge | None = None,
     fitter: StageFitter | None = None,
 ) -> list[Partition]:
     """Return the frontiers of (time a sample, depth) over all micro-batch sizes that may win.
 
+    A model of very many blocks is searched in runs of blocks, then with single blocks around the best partition's cuts.
+
     Args:
         predict: judges each point as it is found, so that what cannot beat it is not searched.
         fitter: as for `search_stages`.
     """
+    found = _frontiers(request, costs, rules, trees.tree(rules), predict, fitter)
+    for _ in range(MAX_CLOSER_LOOKS if trees.is_in_runs and found else 0):
+        best = min(found, key=lambda partition: partition.score)
+        tree = trees.around_cuts(rules, best.groups)
+        found += _frontiers(request, costs, rules, tree, predict, fitter, known_us=best.score)
+        if min(partition.score for partition in found) > best.score * (1 - WORTH_LOOKING):
+            break
+    return found
+
+
+def _frontiers(
+    request: PlanRequest,
+    costs: CostModel,
+    rules: BatchRules,
+    tree: SearchTree,
+    predict: Judge | None,
+    fitter: StageFitter | None,
+    known_us: float = float("inf"),
+) -> list[Partition]:
+    """Return the frontiers of one tree, of partitions that may be as good as a step of ``known_us``."""
     names = [block.name for block in request.graph.blocks]
-    root, longest = _tree(request, costs, rules)
     bounds = {wish: _lower_bound(request, costs, rules, wish) for wish in rules.wishes()}
     ramp = 1.0 if predict is None else RAMP
-    shapes: dict[int, StageShapes] = {}
     searches: dict[tuple[int, int], StageSearch] = {}
+    makers: dict[tuple[int, tuple[int, ...]], TableMaker] = {}
     found: dict[tuple[Groups, int], Partition] = {}
-    best = _Incumbent(us=min(bounds.values()) * OPTIMISM / SLACK)
+    best = _Incumbent(us=min(known_us, min(bounds.values()) * OPTIMISM / SLACK))
     optimism = 1
     # First only what perfectly shared work would do within OPTIMISM of the best bound is searched. If nothing as good
     # turns up, the limit is raised to what was found or by the same factor again, then lifted.
@@ -293,46 +321,40 @@ def find_partitions(
         for wish in sorted(bounds, key=lambda wish: bounds[wish] * (1 + wish / request.mini_batch)):
             if bounds[wish] > best.us * SLACK:
                 continue
-            deepest = _deepest(request, wish, bounds[wish], best.us, longest, ramp)
+            deepest = _deepest(request, wish, bounds[wish], best.us, tree.longest, ramp)
             if (wish, deepest) not in searches:
                 searches[wish, deepest] = make_search(
-                    request, costs, rules, root, wish, deepest, shapes, fitter
+                    request, costs, rules, tree.root, wish, deepest, tree.shapes, fitter, makers
                 )
             search = searches[wish, deepest]
-            walk = _frontier(request, search, wish, best, bounds[wish], ramp)
-            point = next(walk)
-            while point is not None:
-                if point.levels is None:  # it asks what stages of at most t us a sample need
-                    fewest = search.fewest_devices(
-                        point.t, most_levels=point.most_levels, enough=request.num_ranks
-                    )
-                    point = walk.send(fewest)
-                    continue
-                groups = tuple(tuple(names[i] for i in sorted(g)) for g in read_groups(search, point.levels))
+            for t, levels, score in _points(request, search, wish, best, bounds[wish], ramp):
+                groups = tuple(tuple(names[i] for i in sorted(g)) for g in read_groups(search, levels))
                 if (groups, wish) not in found:
-                    us = point.score if predict is None else predict(groups, wish)
+                    us = score if predict is None else predict(groups, wish)
                     best.us = min(best.us, us)
                     found[groups, wish] = Partition(
-                        groups=groups,
-                        micro_batch_size=wish,
-                        us_per_sample=point.t,
-                        levels=point.levels,
-                        score=us,
+                        groups=groups, micro_batch_size=wish, us_per_sample=t, levels=levels, score=us
                     )
-                point = next(walk)
         best.us = min((partition.score for partition in found.values()), default=float("inf"))
-        if best.us <= limit * SLACK or limit == float("inf"):
+        if best.us <= limit * SLACK or limit >= known_us:
             return [partition for partition in found.values() if partition.score <= best.us * SLACK]
-        best.us = min(best.us, limit * OPTIMISM if optimism < 2 else float("inf"))
+        best.us = min(best.us, known_us, limit * OPTIMISM if optimism < 2 else float("inf"))
         optimism += 1
 
 
-def _tree(request: PlanRequest, costs: CostModel, rules: BatchRules) -> tuple[Series, int]:
-    """Return the model as series and parallel components of block numbers, and the most blocks on a path."""
-    numbers = {block.name: i for i, block in enumerate(request.graph.blocks)}
-    dependencies = nx.relabel_nodes(request.graph.dependencies(), numbers)
-    root = build_series(request.graph, costs, rules, decompose(dependencies))
-    return root, int(nx.dag_longest_path_length(dependencies, weight=None, default_weight=1)) + 1
+def _points(
+    request: PlanRequest, search: StageSearch, wish: int, best: _Incumbent, bound_us: float, ramp: float
+) -> Iterator[tuple[float, int, float]]:
+    """Yield the points of `_frontier` as (time a sample, levels, score); the search holds each when it is yielded."""
+    walk = _frontier(request, search, wish, best, bound_us, ramp)
+    point = next(walk)
+    while point is not None:
+        if point.levels is not None:
+            yield point.t, point.levels, point.score
+            point = next(walk)
+        else:  # it asks what stages of at most t us a sample need
+            fewest = search.fewest_devices(point.t, most_levels=point.most_levels, enough=request.num_ranks)
+            point = walk.send(fewest)
 
 
 def _deepest(
@@ -367,6 +389,7 @@ def make_search(
     longest: int,
     shapes: dict[int, StageShapes] | None = None,
     fitter: StageFitter | None = None,
+    makers: dict[tuple[int, tuple[int, ...]], TableMaker] | None = None,
 ) -> StageSearch:
     """Return the search at one micro-batch size.
 
@@ -374,6 +397,7 @@ def make_search(
         longest: most stages on a path.
         shapes: kept from one micro-batch size of the same tree to the next (`TableMaker`).
         fitter: as for `search_stages`.
+        makers: of tables of the same request, by micro-batch size and levels to fit at; filled.
     """
     cluster = request.cluster
     degrees = rules.degrees()
@@ -386,6 +410,10 @@ def make_search(
     largest = max([request.loss_unit * degrees[-1] if rules.coupled else 1, *rules.fixed.values()])
     extra = -(-2 * min(largest, request.mini_batch) // wish) if largest > wish else 0
     top = min(longest, request.num_ranks) + min(extra, request.mini_batch // wish + 1, 2 * longest + 16)
+    to_fit = tuple(levels_to_fit(top)) if fitter is not None else ()
+    known = makers.get((wish, to_fit)) if makers is not None else None
+    if known is not None:
+        return StageSearch(root, known, top)
     maker = TableMaker(
         request.graph,
         costs,
@@ -398,8 +426,10 @@ def make_search(
         degrees=degrees,
         shapes={} if shapes is None else shapes,
         fitter=fitter,
-        levels=levels_to_fit(top) if fitter is not None else (),
+        levels=to_fit,
     )
+    if makers is not None:
+        makers[wish, to_fit] = maker
     return StageSearch(root, maker, top)
 
 

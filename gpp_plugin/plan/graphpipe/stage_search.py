@@ -41,14 +41,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from gpp_plugin.plan.costs.cost_model import Floats
 from gpp_plugin.plan.graphpipe.allowed_stages import AllowedStages
 from gpp_plugin.plan.graphpipe.intervals import MAX_PARTIAL_ITEMS, Branches, Ints, Series
 from gpp_plugin.plan.graphpipe.packing import leavings_of, pack_branches
 from gpp_plugin.plan.graphpipe.stage_shapes import NO_LIMIT
-from gpp_plugin.plan.graphpipe.stage_table import StageTable, TableMaker
+from gpp_plugin.plan.graphpipe.stage_table import InTime, StageTable, TableMaker
 
 Rests = dict[int, tuple[Ints, Floats]]
 """By position: virtual rows or columns there, and [which, exit, level] of what each leaves over."""
@@ -92,16 +91,15 @@ class _Solved:
 
 
 @dataclass(slots=True)
-class _InTime:
+class _AtTime:
     """What is known of one table's stages at the time last asked for, which is of that rank among its times.
 
     Args:
-        masks: by part, [variant, row, column] which are in time, and the levels at which memory begins to limit some.
-        allowed: by part and level from which they are limited.
+        in_time: by part; ``allowed`` by part and level from which memory limits them.
     """
 
     rank: int
-    masks: dict[int, tuple[npt.NDArray[np.bool_], Ints]] = field(default_factory=dict)
+    in_time: dict[int, InTime] = field(default_factory=dict)
     allowed: dict[tuple[int, int], list[AllowedStages]] = field(default_factory=dict)
 
 
@@ -126,7 +124,7 @@ class StageSearch:
         self._keys: dict[int, object] = {}
         self._known_solved: dict[tuple[int, object], _Solved] = {}
         self._known_best: dict[tuple[int, object], Floats] = {}
-        self._in_time: dict[int, _InTime] = {}
+        self._at_time: dict[int, _AtTime] = {}
         self._parts_at = {
             key: [table.part(level) for level in range(max_level + 1)] for key, table in self.tables.items()
         }
@@ -230,21 +228,21 @@ class StageSearch:
         Allowed are stages in time whose in-flight at this level still fits.
         """
         part, rank = self._parts_at[key][level], self._ranks[key]
-        known = self._in_time.get(key)
+        known = self._at_time.get(key)
         if known is None or known.rank != rank:
-            known = self._in_time[key] = _InTime(rank=rank)
+            known = self._at_time[key] = _AtTime(rank=rank)
         table = self.tables[key].of_part(part)
-        if part not in known.masks:
-            known.masks[part] = table.in_time(self._t, self.max_level)
-        is_in_time, limits = known.masks[part]
+        if part not in known.in_time:
+            known.in_time[part] = table.in_time(self._t, self.max_level)
+        found = known.in_time[part]
+        limits = found.limits
         if limits.size == 0:
             return []
         # Costs change only at levels where memory begins to limit one of the stages in time.
         bound = int(limits[limits.searchsorted(level)]) if level <= limits[-1] else NO_LIMIT + 1
-        found = known.allowed.get((part, bound))
-        if found is None:
-            found = known.allowed[part, bound] = table.allowed(is_in_time, bound, self._num_ends[key])
-        return found
+        if (part, bound) not in known.allowed:
+            known.allowed[part, bound] = table.allowed(found, bound, self._num_ends[key])
+        return known.allowed[part, bound]
 
     def _behind_the_last(self, series: Series, is_uniform: bool) -> _Solved:
         """Return the values where nothing is left: no devices at any level from the exit on; inf elsewhere."""

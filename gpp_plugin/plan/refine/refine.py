@@ -309,7 +309,7 @@ class Refiner:
 
         def load(mask: Mask) -> float:
             if mask not in loads:
-                loads[mask] = float(weight[list(self.sets.rows(mask))].sum())
+                loads[mask] = float(weight[self.sets.flags(mask)].sum())
             return loads[mask]
 
         masks = [self.sets.mask_of(group) for group in groups]

@@ -1,16 +1,16 @@
 """The stages of a table that are in time and fit at a level, and the fewest devices of one and of what is behind it.
 
-A stage's devices are looked up by its row and column. With N items that is N x N sums for each level, though most cannot
-be least: of the stages that begin at a row on the same ranks the longest leaves least behind, so that it is enough to
-know the last column of each row and degree. Time is in it by any stage, and no row has more than one a degree:
+The rule is a minimum over columns of devices of the stage + devices behind it. With N items that is N x N sums a level,
+most of which cannot be least: of the stages that begin alike on the same devices the longest leaves least behind. So it
+is enough to know the last column of each row and degree:
 
     row 0, in time     columns  0 1 2 3 4 5            behind column   0 1 2 3 4 5
-      on 1 device               x x . . . .                            9 7 6 4 3 0     (devices, never more for less)
+      on 1 device               x x . . . .                            9 7 6 4 3 0     (fewer items, fewer devices)
       on 2                      x x x x . .
-      on 4                      x x x x x x            least: 1 + 7, 2 + 4, 4 + 0 = 4
+      on 4                      x x x x x x            least of 1 + 7, 2 + 4, 4 + 0: 4
 
-What is left behind a longer stage may need *more* devices where tensors are large next to the time: a stage that begins
-within them has to receive them. So the order of what is behind is looked at first, and every sum is made where it falls.
+Fewer items may need *more* devices where tensors are large beside the time: a stage that begins behind one has to
+receive it. So the order of what is behind is looked at first, and where it is not as above, all sums are made.
 
 Source: this project
 Tests: tests/plan/test_stage_search.py

@@ -21,9 +21,9 @@ from collections.abc import Mapping, Sequence
 from gpp_plugin.plan.graphpipe.components import Component
 from gpp_plugin.plan.graphpipe.intervals import signature_of
 
-MOST_ITEMS = 320
+MOST_ITEMS = 256
 """Longer series are searched in runs. The tables of more items take seconds, for each micro-batch size."""
-MOST_AROUND = 480
+MOST_AROUND = 384
 """Items of the second search, those between cuts included."""
 
 
@@ -92,16 +92,18 @@ def _around(
                 by_key.setdefault(signature_of(child, signatures), []).append((n, i))
         made: dict[tuple[int, int], Component] = {}
         for where in by_key.values():
-            made.update(zip(where, _around([alike[n].children[i] for n, i in where], stage_of, signatures, most), strict=True))
+            members = [alike[n].children[i] for n, i in where]
+            made.update(zip(where, _around(members, stage_of, signatures, most), strict=True))
         places = [[made[n, i] for i in range(len(component.children))] for n, component in enumerate(alike)]
     else:
-        for members in zip(*(component.children for component in alike), strict=True):
-            for place, child in zip(places, _around(members, stage_of, signatures, most), strict=True):
+        for siblings in zip(*(component.children for component in alike), strict=True):
+            for place, child in zip(places, _around(siblings, stage_of, signatures, most), strict=True):
                 place.append(child)
     children = [tuple(place) for place in places]
     if first.kind == "parallel" or len(children[0]) <= most:
         return [
-            Component(kind=c.kind, blocks=c.blocks, children=own) for c, own in zip(alike, children, strict=True)
+            Component(kind=c.kind, blocks=c.blocks, children=own)
+            for c, own in zip(alike, children, strict=True)
         ]
     begins = set().union(*(_begins(own, stage_of, most // len(alike)) for own in children))
     return [_joined(c, own, begins) for c, own in zip(alike, children, strict=True)]

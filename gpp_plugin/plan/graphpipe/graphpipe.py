@@ -48,8 +48,9 @@ from gpp_plugin.plan.graphpipe.stage_shapes import StageShapes
 from gpp_plugin.plan.graphpipe.stage_table import TableMaker
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for, levels_to_fit
 from gpp_plugin.plan.memory.joined import best_judged, join_memory
-from gpp_plugin.plan.refine.refine import Candidate, Refiner
+from gpp_plugin.plan.refine.refine import MOVES, Candidate, Refiner
 from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.search_report import SearchReport
 from gpp_plugin.plan.selection import explain_infeasible
 
 SLACK = 1.06
@@ -104,10 +105,11 @@ def graphpipe_plan(request: PlanRequest) -> PipelinePlan:
         PlanInfeasible: no plan fits; the message names stage, need, limit and the nearest request that fits.
     """
     costs, rules = _costs_and_rules(request)
-    plan, nearest = _with_memory(request, costs, rules)
+    report = SearchReport()
+    plan, nearest = _with_memory(request, costs, rules, report)
     if plan is None:
         explain_graph(request, nearest)
-    return plan
+    return dataclasses.replace(plan, notes=(*plan.notes, *report.notes))
 
 
 def _costs_and_rules(request: PlanRequest) -> tuple[CostModel, BatchRules]:
@@ -120,11 +122,11 @@ def _budget(request: PlanRequest) -> int:
 
 
 def _with_memory(
-    request: PlanRequest, costs: CostModel, rules: BatchRules
+    request: PlanRequest, costs: CostModel, rules: BatchRules, report: SearchReport
 ) -> tuple[PipelinePlan | None, list[Candidate]]:
     """Return the quickest plan, stages that are made to fit among it, and all candidates; None where none fits."""
 
-    trees = SearchTrees(request.graph, costs)
+    trees = SearchTrees(request.graph, costs, report)
 
     def search(asked: PlanRequest, fitter: StageFitter | None) -> list[Candidate]:
         # Where memory is short there is more to weigh, and more to win.
@@ -137,7 +139,7 @@ def _with_memory(
     candidates = search(request, None)[:1]
     fitter = fitter_for(request, costs)
     if fitter is not None:
-        refiner = Refiner(request, costs, rules, budget=MAX_BUDGET, fitter=fitter)
+        refiner = Refiner(request, costs, rules, budget=MAX_BUDGET, fitter=fitter, report=report)
         candidates = [*candidates, *join_memory(request, costs, candidates, search, refiner)]
     plan = best_judged(request, costs, candidates, fitter, planner="graphpipe")
     return plan, sorted(candidates, key=lambda candidate: candidate.score)
@@ -145,7 +147,7 @@ def _with_memory(
 
 def _has_plan(request: PlanRequest) -> bool:
     costs, rules = _costs_and_rules(request)
-    return _with_memory(request, costs, rules)[0] is not None
+    return _with_memory(request, costs, rules, SearchReport())[0] is not None
 
 
 def explain_graph(request: PlanRequest, nearest: Sequence[Candidate]) -> NoReturn:
@@ -188,7 +190,8 @@ def search_stages(
         is_thorough: also start from plans for every number of stages.
         fitter: makes stages fit that do not; None: such stages are left out.
     """
-    refiner = Refiner(request, costs, rules, budget=budget, fitter=fitter)
+    report = trees.report
+    refiner = Refiner(request, costs, rules, budget=budget, fitter=fitter, report=report)
     counts = _stage_counts(request)
     candidates: list[Candidate] = []
     if counts is None:
@@ -215,8 +218,10 @@ def search_stages(
     refined = []
     for candidate in candidates[:num_refined]:
         if refiner.budget <= 0:
+            report.leave_out(MOVES)
             refined.append(candidate)
             continue
+        report.begin(f"moves from a plan of {len(candidate.drafts)} stages")
         refined.append(refiner.improve(candidate))
         balanced = refiner.balance(candidate)
         if balanced is not candidate:
@@ -249,6 +254,7 @@ def _with_counts(
     for count in counts if counts is not None else open_counts:
         if count > len(request.graph.blocks):
             continue
+        trees.report.begin(f"plans of {count} stages")
         smaller = dataclasses.replace(
             request,
             num_ranks=count,
@@ -285,11 +291,11 @@ def find_partitions(
         predict: judges each point as it is found, so that what cannot beat it is not searched.
         fitter: as for `search_stages`.
     """
-    found = _frontiers(request, costs, rules, trees.tree(rules), predict, fitter)
+    found = _frontiers(request, costs, rules, trees.tree(rules), trees.report, predict, fitter)
     for _ in range(MAX_CLOSER_LOOKS if trees.is_in_runs and found else 0):
         best = min(found, key=lambda partition: partition.score)
         tree = trees.around_cuts(rules, best.groups)
-        found += _frontiers(request, costs, rules, tree, predict, fitter, known_us=best.score)
+        found += _frontiers(request, costs, rules, tree, trees.report, predict, fitter, known_us=best.score)
         if min(partition.score for partition in found) > best.score * (1 - WORTH_LOOKING):
             break
     return found
@@ -300,6 +306,7 @@ def _frontiers(
     costs: CostModel,
     rules: BatchRules,
     tree: SearchTree,
+    report: SearchReport,
     predict: Judge | None,
     fitter: StageFitter | None,
     known_us: float = float("inf"),
@@ -321,6 +328,7 @@ def _frontiers(
         for wish in sorted(bounds, key=lambda wish: bounds[wish] * (1 + wish / request.mini_batch)):
             if bounds[wish] > best.us * SLACK:
                 continue
+            report.begin(f"stages of {request.num_ranks} ranks, micro-batches of {wish} samples")
             deepest = _deepest(request, wish, bounds[wish], best.us, tree.longest, ramp)
             if (wish, deepest) not in searches:
                 searches[wish, deepest] = make_search(
@@ -472,7 +480,9 @@ def _frontier(
     # caller, so that the search of Algorithm 1 is called where its answers are used and not three generators below.
     times = search.times()  # us a sample, increasing, each once
     ranks, mini_batch = request.num_ranks, request.mini_batch
-    known: dict[int, int | None] = {}  # by index of a time, the fewest levels; None: more than were of interest
+    known: dict[
+        int, int | None
+    ] = {}  # by index of a time, the fewest levels; None: more than were of interest
     last_asked = -1
 
     def levels_at(index: int, *, is_last: bool = False) -> Generator[_Point, Floats, int | None]:

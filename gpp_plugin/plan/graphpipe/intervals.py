@@ -92,6 +92,11 @@ class Branches:
         """Return the number of branches of each kind."""
         return tuple(len(members) for members in self.instances)
 
+    @property
+    def is_uncounted(self) -> bool:
+        """Return whether the branches are too many to count: then each is alone, or all share a stage."""
+        return len(self.states) == 2 and sum(self.counts) > 1
+
 
 @dataclass(slots=True)
 class Series:

@@ -11,7 +11,7 @@ import numpy as np
 from gpp_plugin.plan.costs.cost_model import Floats
 from gpp_plugin.plan.graphpipe.components import Component
 from gpp_plugin.plan.graphpipe.intervals import Absorbed, Branches, Series
-from gpp_plugin.plan.graphpipe.packing import is_uncounted, left_over, packing_of
+from gpp_plugin.plan.graphpipe.packing import left_over, packing_of
 from gpp_plugin.plan.graphpipe.stage_search import StageSearch
 
 Group = tuple[int, ...]
@@ -175,7 +175,7 @@ class _Reader:
         found: list[Group] = []
         best, bins = self.search.best[id(branches)], self.search.bin_costs(branches)
         singles = [self.search.single(kind) for kind in branches.kinds]
-        if is_uncounted(branches) and any(state):
+        if branches.is_uncounted and any(state):
             if bins[1, exit_level, level] == best[1, exit_level, level]:
                 return [tuple(b for pool in pools for member in pool for b in member.blocks)]
             for kind, series in enumerate(branches.kinds):

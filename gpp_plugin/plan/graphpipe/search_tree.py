@@ -22,6 +22,7 @@ from gpp_plugin.plan.graphpipe import coarsening
 from gpp_plugin.plan.graphpipe.components import Component, decompose
 from gpp_plugin.plan.graphpipe.intervals import Series, block_signatures, build_series
 from gpp_plugin.plan.graphpipe.stage_shapes import StageShapes
+from gpp_plugin.plan.search_report import SearchReport
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,10 +44,11 @@ class SearchTrees:
 
     Args:
         costs: of the graph, on its cluster.
+        report: told what trees leave out.
     """
 
-    def __init__(self, graph: BlockGraph, costs: CostModel) -> None:
-        self.graph, self.costs = graph, costs
+    def __init__(self, graph: BlockGraph, costs: CostModel, report: SearchReport) -> None:
+        self.graph, self.costs, self.report = graph, costs, report
         numbers = {block.name: i for i, block in enumerate(graph.blocks)}
         dependencies = nx.relabel_nodes(graph.dependencies(), numbers)
         self._component = decompose(dependencies)
@@ -64,6 +66,10 @@ class SearchTrees:
         if key not in self._trees:
             component = self._component
             if self.is_in_runs:
+                self.report.leave_out(
+                    f"cuts at each of {len(self.graph.blocks)} blocks: runs of blocks were searched, then single "
+                    "blocks around the cuts"
+                )
                 weights = np.add(*self.costs.block_times(rules.loss_unit))
                 component = coarsening.in_runs(component, weights.tolist())
             self._trees[key] = self._make(component, rules)
@@ -76,7 +82,19 @@ class SearchTrees:
         return self._make(coarsening.around_cuts(self._component, stage_of, signatures), rules)
 
     def _make(self, component: Component, rules: BatchRules) -> SearchTree:
+        root = build_series(self.graph, self.costs, rules, component)
+        if _has_uncounted(root):
+            self.report.leave_out(
+                "which of very many branches share a stage: each was taken alone, or all together"
+            )
         return SearchTree(
-            root=build_series(self.graph, self.costs, rules, component),
+            root=root,
             longest=min(self._longest, coarsening.path_items(component)),
         )
+
+
+def _has_uncounted(series: Series) -> bool:
+    return any(
+        branches.is_uncounted or any(map(_has_uncounted, branches.kinds))
+        for branches in series.branches.values()
+    )

@@ -147,9 +147,7 @@ class StageSearch:
         """Return every time per sample a stage can have, increasing."""
         return np.unique(np.concatenate(list(self._sorted_times.values())))
 
-    def fewest_devices(
-        self, t: float, *, most_levels: int | None = None, enough: float = -1.0
-    ) -> Floats:
+    def fewest_devices(self, t: float, *, most_levels: int | None = None, enough: float = -1.0) -> Floats:
         """Return [level]: the fewest devices for stages of at most ``t`` us a sample and that many levels.
 
         The recursion of Algorithm 1 (module docstring), from the innermost branches out and from the last level up.

@@ -160,9 +160,7 @@ class StageTable:
         ]
 
     def _adds(self, first: int, step: int) -> Callable[[slice], Bools]:
-        return lambda columns: (
-            (self.first_step[:, :, columns] == first) & (self.step[:, :, columns] == step)
-        )
+        return lambda columns: (self.first_step[:, :, columns] == first) & (self.step[:, :, columns] == step)
 
     def _last(self, found: InTime, level: int, num_ends: int) -> npt.NDArray[np.int64]:
         """Return [variant, row] the last end of a stage that is in time and fits at the level, or -1."""

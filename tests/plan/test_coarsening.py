@@ -29,7 +29,14 @@ def test_runs_are_of_equal_weight() -> None:
 def test_the_drawn_example() -> None:
     stage_of = {block: int(block > 5) for block in range(12)}
     found = around_cuts(path(12), stage_of, [0] * 12, most=6)  # two places on both sides
-    assert [child.blocks for child in found.children] == [(0, 1, 2, 3), (4,), (5,), (6,), (7,), (8, 9, 10, 11)]
+    assert [child.blocks for child in found.children] == [
+        (0, 1, 2, 3),
+        (4,),
+        (5,),
+        (6,),
+        (7,),
+        (8, 9, 10, 11),
+    ]
 
 
 def test_branches_that_are_alike_are_cut_alike() -> None:

@@ -2,9 +2,9 @@
 
 It shares no formula with what it judges (`gpp_plugin.plan`, `gpp_plugin.simulate`, `gpp_plugin.schedule`): planners
 and oracles that shared one would agree on its mistakes. Of `gpp_plugin.ir` it reads fields; none of the methods that
-reckon something (times at a number of samples, bytes of a tensor, micro-batches of a stage) is called. It knows only what
-the oracles' requests hold: one micro-batch size, 1F1B, ZeRO 0, times in proportion to samples, every tensor of float32,
-with a gradient and samples along its first axis.
+reckon something (times at a number of samples, bytes of a tensor, micro-batches of a stage) is called. It knows only
+what the oracles' requests hold: one micro-batch size, 1F1B, ZeRO 0, times in proportion to samples, every tensor of
+float32, with a gradient and samples along its first axis.
 
     memory   parameters + gradients + optimizer state + c x (what one micro-batch saves) + the largest transient;
              c is 1 at the sinks and one more than the most of its successors before them, at most all

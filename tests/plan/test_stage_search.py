@@ -66,14 +66,14 @@ def test_the_last_column() -> None:
 
 def make(seed: int) -> tuple[StageSearch, int]:
     rng = random.Random(seed)
-    graph = random_series_parallel(rng, rng.randint(4, 9))
-    request = random_request(rng, graph, ranks=rng.randint(2, 5), is_tight=seed % 2 == 1)
+    graph = random_series_parallel(rng, rng.randint(5, 10))
+    request = random_request(rng, graph, ranks=rng.randint(3, 7), is_tight=seed % 2 == 1)
     costs, rules = CostModel(request.graph, request.profile, request.cluster), batch_rules(request)
     root = build_series(request.graph, costs, rules, decompose(nx.DiGraph(graph)))
     return make_search(request, costs, rules, root, rules.wishes()[0], len(graph)), request.num_ranks
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(8), 36])  # 36: a join's stage takes part of a branch
 def test_questions_may_end_early(seed: int) -> None:
     """With a most of levels and enough devices, levels up to the first that suffices are as without."""
     search, ranks = make(seed)

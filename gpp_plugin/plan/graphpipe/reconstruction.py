@@ -39,8 +39,7 @@ class _Reader:
 
     def _part(self, kind: Series, cut: int, *, is_tail: bool) -> Floats:
         """Return [exit, level] of what is left of a branch whose tail (or head) is taken away."""
-        solved, where = self.search.solved[id(kind)], np.array([cut - 1 if is_tail else cut])
-        return solved.up_to(where)[0] if is_tail else solved.from_places(where)[0]
+        return self.search.parts(kind, np.array([cut]), is_tail=is_tail)[0]
 
     def groups_of(self, series: Series, end: int, exit_level: int, level: int, place: int) -> list[Group]:
         """Return the stages of items ``place`` on (up to the end of index ``end``)."""

@@ -220,6 +220,12 @@ class StageSearch:
         """Return [exit, level] of a whole branch that shares no stage."""
         return self.solved[id(kind)].up_to(np.array([-1]))[0, : self._top + 1, : self._top + 1]
 
+    def parts(self, kind: Series, cuts: Ints, *, is_tail: bool) -> Floats:
+        """Return [which, exit, level] of what is left of a branch whose tails from ``cuts`` (or heads) are taken away."""
+        solved = self.solved[id(kind)]
+        left = solved.up_to(cuts - 1) if is_tail else solved.from_places(cuts)
+        return left[:, : self._top + 1, : self._top + 1]
+
     def allowed_at(self, key: int, level: int) -> list[AllowedStages]:
         """Return the stages of a table that are allowed at a level, for each pair of steps.
 
@@ -336,9 +342,8 @@ class StageSearch:
                 branches = series.branches[place]
                 rest = self.best[id(branches)][states]
                 for kind, (members, counts, cuts) in parts.items():
-                    solved, levels = self.solved[id(branches.kinds[kind])], self._top + 1
-                    part = solved.up_to(cuts - 1) if side == 0 else solved.from_places(cuts)
-                    rest[members] += counts[:, None, None] * part[:, :levels, :levels]
+                    part = self.parts(branches.kinds[kind], cuts, is_tail=side == 0)
+                    rest[members] += counts[:, None, None] * part
                 is_possible = np.isfinite(rest).any(axis=(1, 2))
                 if is_possible.any():
                     result[side][place] = which[is_possible], rest[is_possible]

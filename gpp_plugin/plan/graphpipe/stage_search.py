@@ -221,7 +221,7 @@ class StageSearch:
         return self.solved[id(kind)].up_to(np.array([-1]))[0, : self._top + 1, : self._top + 1]
 
     def parts(self, kind: Series, cuts: Ints, *, is_tail: bool) -> Floats:
-        """Return [which, exit, level] of what is left of a branch whose tails from ``cuts`` (or heads) are taken away."""
+        """Return [which, exit, level] of what is left of a branch without its tail (or head) from each of ``cuts``."""
         solved = self.solved[id(kind)]
         left = solved.up_to(cuts - 1) if is_tail else solved.from_places(cuts)
         return left[:, : self._top + 1, : self._top + 1]

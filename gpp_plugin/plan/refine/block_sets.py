@@ -15,6 +15,8 @@ import numpy.typing as npt
 from gpp_plugin.plan.costs.cost_model import CostModel
 
 Mask = int
+Around = tuple[tuple[int, ...], tuple[int, ...]]
+"""The numbers before and after a block."""
 
 
 class BlockSets:
@@ -115,10 +117,10 @@ class BlockSets:
         after = [list(bits(mask)) for mask in self.after]
         kinds = _numbered([costs.cost_key(i) for i in range(len(self.names))])
         sizes = Counter(kinds)
-        around_of: dict[int, object] = {}  # what those of a number that are not looked at have around them
+        around_of: dict[int, Around] = {}  # what those of a number that are not looked at have around them
         changed: set[int] = set(range(len(kinds)))
         while changed:
-            met: dict[int, dict[object, list[int]]] = {}
+            met: dict[int, dict[Around, list[int]]] = {}
             for i in changed:
                 around = tuple(sorted(kinds[j] for j in before[i])), tuple(sorted(kinds[j] for j in after[i]))
                 met.setdefault(kinds[i], {}).setdefault(around, []).append(i)

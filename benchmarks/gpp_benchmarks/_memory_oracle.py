@@ -1,4 +1,4 @@
-"""Swap and recompute by brute force: every set of segments, every set of tensors; shares no code with the planners.
+"""Swap and recompute by brute force: every set of segments, every set of tensors; shares no formula with planners.
 
 A stage runs its blocks in order, forward times f, backward times b, with c micro-batches in flight:
 
@@ -20,7 +20,16 @@ import random
 from collections.abc import Iterator, Sequence
 
 from gpp_benchmarks._oracle import all_degrees, all_partitions, the_size
-from gpp_benchmarks._oracle_costs import Groups, least_us, limit_of, oracle_plan, step_us
+from gpp_benchmarks._oracle_costs import (
+    Groups,
+    block_us,
+    least_us,
+    limit_of,
+    local_samples,
+    oracle_plan,
+    sample_bytes,
+    step_us,
+)
 from gpp_plugin.ir.block_graph import BlockGraph, SavedTensor
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import Profile
@@ -50,9 +59,9 @@ class StageOracle:
         self.bytes_per_us = host_bytes_per_s / UNITS
         self.num = len(stage.blocks)
         place = {block: i for i, block in enumerate(stage.blocks)}
-        costs, local = profile.by_block(), stage.local_batch_size
-        self.forward = [costs[block].forward_us_for(local) for block in stage.blocks]
-        self.backward = [costs[block].backward_us_for(local) for block in stage.blocks]
+        costs, local = {cost.block: cost for cost in profile.costs}, local_samples(stage)
+        self.forward = [block_us(costs[block], local)[0] for block in stage.blocks]
+        self.backward = [block_us(costs[block], local)[1] for block in stage.blocks]
         # The graph's sizes are of its own number of samples: a tensor has the share of what its first keeper saves at
         # ``local`` samples that it has there.
         charged: dict[str, int] = {}
@@ -78,7 +87,7 @@ class StageOracle:
                     self.made_at[name] = place[edge.src]
                 if edge.dst in place and name not in kept:
                     spec = graph.tensors[name]
-                    self.reads[place[edge.dst]][name] = float(spec.bytes_for(local))
+                    self.reads[place[edge.dst]][name] = float(local * sample_bytes(spec))
         self._place = place
 
     def segment_sets(self, start: int = 0) -> Iterator[tuple[Segment, ...]]:
@@ -147,7 +156,7 @@ def with_saved_tensors(rng: random.Random, request: PlanRequest, *, tightness: f
 
     A block keeps tensors of its own, or the result of a block before it, or both.
     """
-    graph, costs = request.graph, request.profile.by_block()
+    graph, costs = request.graph, {cost.block: cost for cost in request.profile.costs}
     before: dict[str, list[str]] = {block.name: [] for block in graph.blocks}
     for edge in graph.edges:
         before[edge.dst].append(edge.src)
@@ -214,7 +223,7 @@ class MemoryBruteForce:
         return dataclasses.replace(plan, stages=tuple(stages))
 
     def _fit(self, stage: Stage, limit: int) -> Fit | None:
-        key = stage.blocks, stage.local_batch_size, stage.in_flight, limit
+        key = stage.blocks, local_samples(stage), stage.in_flight, limit
         if key not in self._known:
             host = min(device.host_bytes_per_s for device in self.request.cluster.devices)
             oracle = StageOracle(

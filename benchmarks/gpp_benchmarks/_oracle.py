@@ -1,6 +1,7 @@
 """Random block graphs, and plans by brute force: slow, short, and without any code of the planners.
 
-Times and bytes are `_oracle_costs`; of `gpp_plugin.plan` only the request is known, which is what both are asked.
+Times and bytes are `_oracle_costs`; of `gpp_plugin.plan` only the type of the request is known, which is what both are
+asked, and of `gpp_plugin.ir` the types in it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def random_dag(rng: random.Random, num: int) -> nx.DiGraph:
         if rng.random() < density:
             graph.add_edge(a, b)
     for node in range(1, num):
-        if graph.degree(node) == 0:
+        if nx.is_isolate(graph, node):
             graph.add_edge(rng.randrange(node), node)
     return graph
 
@@ -236,7 +237,9 @@ def best_series_parallel(request: PlanRequest) -> float | None:
     size = the_size(request)
     names = [block.name for block in request.graph.blocks]
     number = {name: i for i, name in enumerate(names)}
-    order = nx.transitive_closure_dag(nx.relabel_nodes(request.graph.dependencies(), number))
+    edges = nx.DiGraph((number[edge.src], number[edge.dst]) for edge in request.graph.edges)
+    edges.add_nodes_from(range(len(names)))
+    order = nx.transitive_closure_dag(edges)
     allowed = [d for d in range(1, request.num_ranks + 1) if size % d == 0]
     best: float | None = None
     for groups in series_parallel_plans(series_parallel_parts(order, range(len(names)))):

@@ -1,8 +1,10 @@
 """What a set of stages takes and needs, worked out a second time for the brute-force oracles.
 
-It shares no code with what it judges (`gpp_plugin.plan`, `gpp_plugin.simulate`, `gpp_plugin.schedule`): planners and
-oracles that shared a formula would agree on its mistakes. It knows only what the oracles' requests hold: one
-micro-batch size, 1F1B, ZeRO 0, every tensor with a gradient and samples along its first axis.
+It shares no formula with what it judges (`gpp_plugin.plan`, `gpp_plugin.simulate`, `gpp_plugin.schedule`): planners
+and oracles that shared one would agree on its mistakes. Of `gpp_plugin.ir` it reads fields; none of the methods that
+reckon something (times at a number of samples, bytes of a tensor, micro-batches of a stage) is called. It knows only
+what the oracles' requests hold: one micro-batch size, 1F1B, ZeRO 0, times in proportion to samples, every tensor of
+float32, with a gradient and samples along its first axis.
 
     memory   parameters + gradients + optimizer state + c x (what one micro-batch saves) + the largest transient;
              c is 1 at the sinks and one more than the most of its successors before them, at most all
@@ -19,6 +21,7 @@ Two stages of 10 + 20 us, two micro-batches, messages free; stage 0 holds 2, sta
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -26,6 +29,7 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster, Link
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.profile import BlockCost
+from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.plan.request import PlanRequest
 
 Groups = tuple[tuple[str, ...], ...]
@@ -45,7 +49,7 @@ def oracle_plan(request: PlanRequest, groups: Groups, degrees: Sequence[int], si
     assert request.zero_stage == 0 and request.schedule == "1f1b" and request.mode == "sync"
     profile = request.profile
     assert not (profile.shared or profile.tied or profile.inputs), "the oracle does not count these"
-    costs = profile.by_block()
+    costs = {cost.block: cost for cost in profile.costs}
     order = _branch_after_branch(request.graph, groups)
     edges = _edges(request.graph, [groups[i] for i in order])
     counts = _in_flight(len(order), edges, request.mini_batch // size)
@@ -61,8 +65,8 @@ def oracle_plan(request: PlanRequest, groups: Groups, degrees: Sequence[int], si
                 ranks=tuple(range(first_rank, first_rank + degree)),
                 micro_batch_size=size,
                 in_flight=counts[place],
-                forward_us=sum(c.forward_us_for(size / degree) for c in own),
-                backward_us=sum(c.backward_us_for(size / degree) for c in own),
+                forward_us=sum(block_us(c, size // degree)[0] for c in own),
+                backward_us=sum(block_us(c, size // degree)[1] for c in own),
                 memory_bytes=_stage_bytes(own, size // degree, counts[place]),
                 gradient_bytes=sum(c.gradient_bytes for c in own),
             )
@@ -77,6 +81,28 @@ def oracle_plan(request: PlanRequest, groups: Groups, degrees: Sequence[int], si
         stages=tuple(stages),
         edges=edges,
     )
+
+
+def block_us(cost: BlockCost, samples: int) -> tuple[float, float]:
+    """Return forward and backward microseconds of ``samples``: as many times what one takes."""
+    assert cost.samples == (1,), "the oracle knows times in proportion to samples"
+    return cost.forward_us[0] * samples, cost.backward_us[0] * samples
+
+
+def sample_bytes(spec: TensorSpec) -> int:
+    """Return the bytes of one sample of a tensor."""
+    assert spec.dtype == "float32" and spec.num_samples == spec.shape[0] == 1
+    return 4 * math.prod(spec.shape)
+
+
+def num_micro_batches(plan: PipelinePlan, stage: Stage) -> int:
+    """Return how many micro-batches a stage computes."""
+    return plan.mini_batch // stage.micro_batch_size
+
+
+def local_samples(stage: Stage) -> int:
+    """Return the samples of a micro-batch that each rank of a stage computes."""
+    return stage.micro_batch_size // len(stage.ranks)
 
 
 def _stage_bytes(own: Sequence[BlockCost], local: int, in_flight: int) -> int:
@@ -99,8 +125,7 @@ def limit_of(request: PlanRequest, rank: int) -> int:
 def least_us(plan: PipelinePlan) -> float:
     """Return how long the busiest stage computes: no step of the plan is shorter."""
     return max(
-        (stage.forward_us + stage.backward_us) * plan.num_micro_batches(i)
-        for i, stage in enumerate(plan.stages)
+        (stage.forward_us + stage.backward_us) * num_micro_batches(plan, stage) for stage in plan.stages
     )
 
 
@@ -138,7 +163,7 @@ def _edges(graph: BlockGraph, groups: Sequence[Sequence[str]]) -> tuple[StageEdg
     for (src, dst), names in sorted(between.items()):
         specs = [graph.tensors[name] for name in sorted(names)]
         assert all(spec.requires_grad for spec in specs)
-        size = sum(spec.bytes_for(spec.num_samples) / spec.num_samples for spec in specs)
+        size = float(sum(map(sample_bytes, specs)))
         found.append(
             StageEdge(
                 src=src,
@@ -164,8 +189,8 @@ def _in_flight(num_stages: int, edges: Sequence[StageEdge], num_micro_batches: i
 def step_us(plan: PipelinePlan, cluster: Cluster) -> float:
     """Return the microseconds of one step, every rank and every message played by itself."""
     orders = {
-        rank: [(rank, way, m) for way, m in _one_f_one_b(plan.num_micro_batches(i), stage.in_flight)]
-        for i, stage in enumerate(plan.stages)
+        rank: [(rank, way, m) for way, m in _one_f_one_b(num_micro_batches(plan, stage), stage.in_flight)]
+        for stage in plan.stages
         for rank in stage.ranks
     }
     took = {
@@ -193,7 +218,7 @@ def _messages(plan: PipelinePlan) -> dict[MessageKey, tuple[TaskKey, TaskKey, fl
 
     def owner(stage: Stage, way: str, sample: int) -> TaskKey:
         micro_batch, within = divmod(sample, stage.micro_batch_size)
-        return stage.ranks[within // stage.local_batch_size], way, micro_batch
+        return stage.ranks[within // local_samples(stage)], way, micro_batch
 
     found: dict[MessageKey, tuple[TaskKey, TaskKey, float]] = {}
     for number, edge in enumerate(plan.edges):

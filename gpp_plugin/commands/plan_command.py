@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from gpp_plugin.plan.cluster_files import cluster_names
 from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.plan.memory.memory_advice import memory_advice
 from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.search_report import shown_progress
 from gpp_plugin.report.plan_text import edge_rows, format_breakdown, format_edges, stage_rows
 from gpp_plugin.schedule.names import is_schedule_name, schedule_names
 
@@ -162,7 +164,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     # device: no weights, no such device, and about the time of one export.
     request = _request(args)
     start = time.perf_counter()
-    plan = plan_for(request, planner=args.planner, schedule=args.schedule, slicing=args.slicing, p2p=args.p2p)
+    with shown_progress(lambda line: print(line, file=sys.stderr, flush=True)):
+        plan = plan_for(
+            request, planner=args.planner, schedule=args.schedule, slicing=args.slicing, p2p=args.p2p
+        )
     seconds = time.perf_counter() - start
     print(format_plan(plan, width=args.width))
     if args.p2p != NATIVE and plan.edges:

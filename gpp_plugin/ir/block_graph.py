@@ -122,13 +122,20 @@ class BlockGraph:
         """Return the transitive reduction: what must precede what, without implied edges."""
         # Every decoder layer of a T5 reads the encoder's output; that layer 1 comes behind the encoder follows from
         # layer 0, which it reads. Without such edges the graph is series-parallel, and planners search a small space;
-        # what is sent (`edges`) has them all. Taken apart and put together anew, as networkx forgets the order of
-        # nodes.
+        # what is sent (`edges`) has them all. What follows a block is a bit set: an edge is implied where its end
+        # follows another block that reads its source. Put together anew, to keep the order of nodes.
         full = self.digraph()
-        reduced = nx.transitive_reduction(full)
+        bit = {name: 1 << i for i, name in enumerate(full)}
+        after = dict.fromkeys(bit, 0)
+        behind_readers = dict.fromkeys(bit, 0)
+        for name in reversed(list(nx.topological_sort(full))):
+            for reader in full.successors(name):
+                behind_readers[name] |= after[reader]
+                after[name] |= bit[reader]
+            after[name] |= behind_readers[name]
         ordered = nx.DiGraph()
         ordered.add_nodes_from(full.nodes)
-        ordered.add_edges_from(edge for edge in full.edges if reduced.has_edge(*edge))
+        ordered.add_edges_from((src, dst) for src, dst in full.edges if not behind_readers[src] & bit[dst])
         return ordered
 
     def tensors_between(self, sources: Iterable[str], targets: Iterable[str]) -> tuple[TensorSpec, ...]:

@@ -6,6 +6,7 @@ Tests: tests/plan/test_quality.py
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 
@@ -14,6 +15,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.graphpipe.graphpipe import explain_graph, search_stages
+from gpp_plugin.plan.graphpipe.search_tree import SearchTrees
 from gpp_plugin.plan.make import StageDraft
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.memory.joined import best_judged, join_memory
@@ -21,6 +23,7 @@ from gpp_plugin.plan.refine.branch_chains import refine_chains
 from gpp_plugin.plan.refine.refine import Candidate, Refiner
 from gpp_plugin.plan.registry import run_planner
 from gpp_plugin.plan.request import PlanRequest, unlimited
+from gpp_plugin.plan.search_report import SearchReport
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +48,8 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
         PlanInfeasible: no plan fits; the message names stage, need, limit and knob.
     """
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
-    rules = batch_rules(request)
+    rules, report = batch_rules(request), SearchReport()
+    trees = SearchTrees(request.graph, costs, report)
 
     def search(asked: PlanRequest, fitter: StageFitter | None) -> list[Candidate]:
         # With all memory, or with stages made to fit, it is the frontier that counts, not finding any plan.
@@ -54,6 +58,7 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
             asked,
             costs,
             rules,
+            trees,
             budget=BUDGET if is_plain else BUDGET // 2,
             num_refined=NUM_REFINED,
             is_thorough=is_plain,
@@ -61,27 +66,28 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
         )
 
     candidates = search(request, None)
-    refiner = Refiner(request, costs, rules, budget=BUDGET // 2)
+    refiner = Refiner(request, costs, rules, budget=BUDGET // 2, report=report)
     for candidate in candidates[:NUM_CHAINED]:
         if candidate.score[0] == 0:
             candidates.append(refine_chains(refiner, candidate))
     notes: dict[tuple[StageDraft, ...], str] = {}
-    for name, drafts in _rivals_stages(request):
+    for name, drafts in _rivals_stages(request, report):
         start = refiner.from_drafts(drafts, max(d.micro_batch_size for d in drafts))
         candidates.append(start)
         notes[start.drafts] = f"stages of planner {name}"
         if start.score[1] <= 1.1 * min(c.score[1] for c in candidates):
             candidates.append(refiner.improve(start))
     finalists = _best(candidates)
+    report.begin(f"the best {len(finalists)} plans simulated")
     fitter = fitter_for(request, costs)
     if fitter is not None:
-        joint = Refiner(request, costs, rules, budget=BUDGET // 2, fitter=fitter)
-        more = [drafts for _, drafts in _rivals_stages(unlimited(request))]
+        joint = Refiner(request, costs, rules, budget=BUDGET // 2, fitter=fitter, report=report)
+        more = [drafts for _, drafts in _rivals_stages(unlimited(request), report)]
         finalists += join_memory(request, costs, finalists, search, joint, more=more)
     plan = best_judged(request, costs, finalists, fitter, planner="auto", notes=notes)
     if plan is None:
         explain_graph(request, sorted([*finalists, *candidates], key=lambda candidate: candidate.score))
-    return plan
+    return dataclasses.replace(plan, notes=(*plan.notes, *report.notes))
 
 
 def _best(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -91,9 +97,10 @@ def _best(candidates: Sequence[Candidate]) -> list[Candidate]:
     return sorted(fitting, key=lambda c: c.score)[:NUM_JUDGED]
 
 
-def _rivals_stages(request: PlanRequest) -> Iterator[tuple[str, list[StageDraft]]]:
+def _rivals_stages(request: PlanRequest, report: SearchReport) -> Iterator[tuple[str, list[StageDraft]]]:
     """Yield the names of the planners worth asking that have a plan, and its stages."""
-    for name in _rivals(request):
+    for name in _rivals(request, report):
+        report.begin(f"planner {name}")
         try:
             rival = run_planner(name, request)
         except PlanError as error:
@@ -108,10 +115,11 @@ def _rivals_stages(request: PlanRequest) -> Iterator[tuple[str, list[StageDraft]
         )
 
 
-def _rivals(request: PlanRequest) -> tuple[str, ...]:
+def _rivals(request: PlanRequest, report: SearchReport) -> tuple[str, ...]:
     """Return the planners worth asking: all on a chain, where theirs is the whole search space."""
     size = len(request.graph.blocks) * request.num_ranks
     if size > MAX_RIVAL_SIZE:
+        report.leave_out(f"what {', '.join(RIVALS)} plan (more than {MAX_RIVAL_SIZE} blocks x ranks)")
         return ()
     order = request.graph.dependencies()
     is_chain = all(order.in_degree(block) <= 1 and order.out_degree(block) <= 1 for block in order)

@@ -1,10 +1,12 @@
-"""The oracles share no code with what they judge, and yet agree with it on every plan."""
+"""The oracles share no formula with what they judge, and yet agree with it on every plan."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import networkx as nx
@@ -20,7 +22,11 @@ from gpp_benchmarks._oracle import (
     series_parallel_parts,
 )
 from gpp_benchmarks._oracle_costs import oracle_plan, step_us
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
+from gpp_plugin.ir.cluster import Cluster, Device, Link
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.profile import BlockCost, Profile
+from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.plan import validate_plan as validate
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.judge import judge_us
@@ -32,6 +38,25 @@ ORACLES = (_oracle, _memory_oracle, _oracle_costs)
 INPUT_TYPES = {("gpp_plugin.plan.request", "PlanRequest")}
 """What an oracle may know of the planners: the type of what both are asked."""
 KNOWN_PACKAGES = ("gpp_plugin.ir.", "gpp_benchmarks._oracle")
+
+
+RECKONING_TYPES = (
+    Stage,
+    StageEdge,
+    PipelinePlan,
+    Block,
+    BlockEdge,
+    BlockGraph,
+    BlockCost,
+    Profile,
+    TensorSpec,
+) + (
+    Device,
+    Link,
+    Cluster,
+    PlanRequest,
+)
+"""What the oracles hold in their hands: its fields are the input, its methods and properties are code of ours."""
 
 
 @pytest.mark.parametrize("module", ORACLES, ids=lambda module: module.__name__.rpartition(".")[2])
@@ -47,8 +72,40 @@ def test_oracles_import_nothing_of_the_planners(module) -> None:
     found += [
         (alias.name, "") for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
     ]
-    own = {pair for pair in found if pair[0].startswith("gpp_plugin")}
+    own = {pair for pair in found if pair[0].startswith(("gpp_plugin", "gpp_benchmarks"))}
     assert {pair for pair in own if not pair[0].startswith(KNOWN_PACKAGES)} <= INPUT_TYPES
+
+
+def test_what_oracles_import_imports_no_costs_either() -> None:
+    """Looked at in a process that has loaded nothing else."""
+    listed = "print(*(name for name in sys.modules if name.startswith('gpp_plugin.')))"
+    code = f"import sys, gpp_benchmarks._memory_oracle; {listed}"
+    names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    allowed = {
+        "gpp_plugin.import_hook",
+        "gpp_plugin.ir",
+        "gpp_plugin.errors",
+        "gpp_plugin.plan",
+        "gpp_plugin.plan.request",
+    }
+    found = set(names.split())
+    assert "gpp_plugin.plan.request" in found
+    assert {name for name in found if not name.startswith("gpp_plugin.ir.")} <= allowed
+
+
+@pytest.mark.parametrize("module", ORACLES, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_oracles_reckon_with_fields_alone(module) -> None:
+    """What our dataclasses reckon themselves (times at so many samples, bytes) planners reckon with as well."""
+    tree = ast.parse(Path(module.__file__).read_text())
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    methods = {
+        name
+        for kind in RECKONING_TYPES
+        for name, value in vars(kind).items()
+        if not name.startswith("__") and (callable(value) or isinstance(value, property))
+    }
+    fields = {field.name for kind in RECKONING_TYPES for field in dataclasses.fields(kind)}
+    assert used & (methods - fields) == set()
 
 
 def test_the_validator_of_plans_knows_neither_planners_nor_simulators() -> None:

@@ -130,8 +130,8 @@ def test_choices_fit_and_estimates_are_near_them(seed):
             assert us >= o.chain.stage_us(start, stop) - 1e-6
 
 
-def brute_force_segments(chain, price: float, cap: float) -> float:
-    """Return the most that disjoint segments of a short chain are worth."""
+def best_segments(chain, price: float, cap: float) -> float:
+    """Return the most that disjoint segments of a short chain are worth, each at the costs that the menu has too."""
     num = chain.num_blocks
     worth = {}
     for a, b in itertools.combinations(range(num + 1), 2):
@@ -153,7 +153,7 @@ def test_the_menu_has_the_best_segments_at_every_price():
         levels = find_segments(chain)
         total, unit = chain.tensor_bytes[-1], chain.tensor_bytes[-1] / chain.forward[-1]
         for price, cap in recompute_menu.LEVELS:
-            exact = brute_force_segments(chain, price * unit, cap * total)
+            exact = best_segments(chain, price * unit, cap * total)
             found = [0.0]
             for level in levels:
                 cost = segment_costs(chain, level)

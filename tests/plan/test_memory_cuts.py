@@ -1,4 +1,4 @@
-"""Balanced cuts against closed forms and brute force."""
+"""Balanced cuts against closed forms, and against every cut at the same costs."""
 
 from __future__ import annotations
 

@@ -34,23 +34,23 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-import networkx as nx
 import numpy as np
 
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats, link_for_span, ring_us
 from gpp_plugin.plan.costs.time_formula import full_pipeline_us, pipelined_samples
-from gpp_plugin.plan.graphpipe.components import decompose
-from gpp_plugin.plan.graphpipe.intervals import Series, build_series
+from gpp_plugin.plan.graphpipe.intervals import Series
 from gpp_plugin.plan.graphpipe.reconstruction import read_groups
+from gpp_plugin.plan.graphpipe.search_tree import SearchTree, SearchTrees
 from gpp_plugin.plan.graphpipe.stage_search import StageSearch
 from gpp_plugin.plan.graphpipe.stage_shapes import StageShapes
 from gpp_plugin.plan.graphpipe.stage_table import TableMaker
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for, levels_to_fit
 from gpp_plugin.plan.memory.joined import best_judged, join_memory
-from gpp_plugin.plan.refine.refine import Candidate, Refiner
+from gpp_plugin.plan.refine.refine import MOVES, Candidate, Refiner
 from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.search_report import SearchReport
 from gpp_plugin.plan.selection import explain_infeasible
 
 SLACK = 1.06
@@ -65,6 +65,9 @@ REFINE_BUDGET = 20
 """Simulated tasks, times the cube of the ranks, up to ``MAX_BUDGET``: at most a tenth of a second."""
 MAX_BUDGET = 40_000
 NUM_REFINED_TIGHT = 6
+MAX_CLOSER_LOOKS = 3
+"""Searches around the cuts that the one before found, as long as each wins at least ``WORTH_LOOKING``."""
+WORTH_LOOKING = 1e-3
 
 Groups = tuple[tuple[str, ...], ...]
 Judge = Callable[[Groups, int], float]
@@ -102,11 +105,11 @@ def graphpipe_plan(request: PlanRequest) -> PipelinePlan:
         PlanInfeasible: no plan fits; the message names stage, need, limit and the nearest request that fits.
     """
     costs, rules = _costs_and_rules(request)
-    candidates = search_stages(request, costs, rules, budget=_budget(request))[:1]
-    plan, nearest = _with_memory(request, costs, rules, candidates)
+    report = SearchReport()
+    plan, nearest = _with_memory(request, costs, rules, report)
     if plan is None:
         explain_graph(request, nearest)
-    return plan
+    return dataclasses.replace(plan, notes=(*plan.notes, *report.notes))
 
 
 def _costs_and_rules(request: PlanRequest) -> tuple[CostModel, BatchRules]:
@@ -119,21 +122,24 @@ def _budget(request: PlanRequest) -> int:
 
 
 def _with_memory(
-    request: PlanRequest, costs: CostModel, rules: BatchRules, candidates: list[Candidate]
+    request: PlanRequest, costs: CostModel, rules: BatchRules, report: SearchReport
 ) -> tuple[PipelinePlan | None, list[Candidate]]:
     """Return the quickest plan, stages that are made to fit among it, and all candidates; None where none fits."""
+
+    trees = SearchTrees(request.graph, costs, report)
 
     def search(asked: PlanRequest, fitter: StageFitter | None) -> list[Candidate]:
         # Where memory is short there is more to weigh, and more to win.
         if fitter is None:
-            return search_stages(asked, costs, rules, budget=_budget(request))
+            return search_stages(asked, costs, rules, trees, budget=_budget(request))
         return search_stages(
-            asked, costs, rules, budget=MAX_BUDGET, num_refined=NUM_REFINED_TIGHT, fitter=fitter
+            asked, costs, rules, trees, budget=MAX_BUDGET, num_refined=NUM_REFINED_TIGHT, fitter=fitter
         )
 
+    candidates = search(request, None)[:1]
     fitter = fitter_for(request, costs)
     if fitter is not None:
-        refiner = Refiner(request, costs, rules, budget=MAX_BUDGET, fitter=fitter)
+        refiner = Refiner(request, costs, rules, budget=MAX_BUDGET, fitter=fitter, report=report)
         candidates = [*candidates, *join_memory(request, costs, candidates, search, refiner)]
     plan = best_judged(request, costs, candidates, fitter, planner="graphpipe")
     return plan, sorted(candidates, key=lambda candidate: candidate.score)
@@ -141,8 +147,7 @@ def _with_memory(
 
 def _has_plan(request: PlanRequest) -> bool:
     costs, rules = _costs_and_rules(request)
-    candidates = search_stages(request, costs, rules, budget=_budget(request))[:1]
-    return _with_memory(request, costs, rules, candidates)[0] is not None
+    return _with_memory(request, costs, rules, SearchReport())[0] is not None
 
 
 def explain_graph(request: PlanRequest, nearest: Sequence[Candidate]) -> NoReturn:
@@ -169,6 +174,7 @@ def search_stages(
     request: PlanRequest,
     costs: CostModel,
     rules: BatchRules,
+    trees: SearchTrees,
     *,
     budget: int,
     num_refined: int = 2,
@@ -178,12 +184,14 @@ def search_stages(
     """Return candidates, best first: the frontier's partitions with all ranks shared out, then refined.
 
     Args:
+        trees: of the request's graph.
         budget: tasks that may be predicted in the refinement.
         num_refined: how many of the best are refined.
         is_thorough: also start from plans for every number of stages.
         fitter: makes stages fit that do not; None: such stages are left out.
     """
-    refiner = Refiner(request, costs, rules, budget=budget, fitter=fitter)
+    report = trees.report
+    refiner = Refiner(request, costs, rules, budget=budget, fitter=fitter, report=report)
     counts = _stage_counts(request)
     candidates: list[Candidate] = []
     if counts is None:
@@ -200,18 +208,20 @@ def search_stages(
                             break
             return best
 
-        find_partitions(request, costs, rules, predict, fitter=fitter)
+        find_partitions(request, costs, rules, trees, predict, fitter=fitter)
         refiner.budget = budget
     if is_thorough or not any(candidate.score[0] == 0 for candidate in candidates):
-        candidates.extend(_with_counts(request, costs, rules, refiner, counts))
+        candidates.extend(_with_counts(request, costs, rules, trees, refiner, counts))
     candidates.sort(key=lambda candidate: candidate.score)
     if not candidates or candidates[0].score[0] > 0:
         refiner.budget = max(budget, MAX_BUDGET)  # a plan that fits is worth more than a quick answer
     refined = []
     for candidate in candidates[:num_refined]:
         if refiner.budget <= 0:
+            report.leave_out(MOVES)
             refined.append(candidate)
             continue
+        report.begin(f"moves from a plan of {len(candidate.drafts)} stages")
         refined.append(refiner.improve(candidate))
         balanced = refiner.balance(candidate)
         if balanced is not candidate:
@@ -232,6 +242,7 @@ def _with_counts(
     request: PlanRequest,
     costs: CostModel,
     rules: BatchRules,
+    trees: SearchTrees,
     refiner: Refiner,
     counts: Sequence[int] | None,
 ) -> Iterator[Candidate]:
@@ -243,6 +254,7 @@ def _with_counts(
     for count in counts if counts is not None else open_counts:
         if count > len(request.graph.blocks):
             continue
+        trees.report.begin(f"plans of {count} stages")
         smaller = dataclasses.replace(
             request,
             num_ranks=count,
@@ -251,7 +263,7 @@ def _with_counts(
             micro_batch_sizes=None,
             loss_unit=request.loss_unit,
         )
-        partitions = find_partitions(smaller, costs, batch_rules(smaller), fitter=refiner.fitter)
+        partitions = find_partitions(smaller, costs, batch_rules(smaller), trees, fitter=refiner.fitter)
         groupings = {partition.groups for partition in sorted(partitions, key=lambda p: p.score)[:6]}
         groupings.add((tuple(block.name for block in request.graph.blocks),))
         for groups in sorted(groupings):
@@ -267,23 +279,46 @@ def find_partitions(
     request: PlanRequest,
     costs: CostModel,
     rules: BatchRules,
+    trees: SearchTrees,
     predict: Judge | None = None,
     fitter: StageFitter | None = None,
 ) -> list[Partition]:
     """Return the frontiers of (time a sample, depth) over all micro-batch sizes that may win.
 
+    A model of very many blocks is searched in runs of blocks, then with single blocks around the best partition's cuts.
+
     Args:
         predict: judges each point as it is found, so that what cannot beat it is not searched.
         fitter: as for `search_stages`.
     """
+    found = _frontiers(request, costs, rules, trees.tree(rules), trees.report, predict, fitter)
+    for _ in range(MAX_CLOSER_LOOKS if trees.is_in_runs and found else 0):
+        best = min(found, key=lambda partition: partition.score)
+        tree = trees.around_cuts(rules, best.groups)
+        found += _frontiers(request, costs, rules, tree, trees.report, predict, fitter, known_us=best.score)
+        if min(partition.score for partition in found) > best.score * (1 - WORTH_LOOKING):
+            break
+    return found
+
+
+def _frontiers(
+    request: PlanRequest,
+    costs: CostModel,
+    rules: BatchRules,
+    tree: SearchTree,
+    report: SearchReport,
+    predict: Judge | None,
+    fitter: StageFitter | None,
+    known_us: float = float("inf"),
+) -> list[Partition]:
+    """Return the frontiers of one tree, of partitions that may be as good as a step of ``known_us``."""
     names = [block.name for block in request.graph.blocks]
-    root, longest = _tree(request, costs, rules)
     bounds = {wish: _lower_bound(request, costs, rules, wish) for wish in rules.wishes()}
     ramp = 1.0 if predict is None else RAMP
-    shapes: dict[int, StageShapes] = {}
     searches: dict[tuple[int, int], StageSearch] = {}
+    makers: dict[tuple[int, tuple[int, ...]], TableMaker] = {}
     found: dict[tuple[Groups, int], Partition] = {}
-    best = _Incumbent(us=min(bounds.values()) * OPTIMISM / SLACK)
+    best = _Incumbent(us=min(known_us, min(bounds.values()) * OPTIMISM / SLACK))
     optimism = 1
     # First only what perfectly shared work would do within OPTIMISM of the best bound is searched. If nothing as good
     # turns up, the limit is raised to what was found or by the same factor again, then lifted.
@@ -293,43 +328,41 @@ def find_partitions(
         for wish in sorted(bounds, key=lambda wish: bounds[wish] * (1 + wish / request.mini_batch)):
             if bounds[wish] > best.us * SLACK:
                 continue
-            deepest = _deepest(request, wish, bounds[wish], best.us, longest, ramp)
+            report.begin(f"stages of {request.num_ranks} ranks, micro-batches of {wish} samples")
+            deepest = _deepest(request, wish, bounds[wish], best.us, tree.longest, ramp)
             if (wish, deepest) not in searches:
                 searches[wish, deepest] = make_search(
-                    request, costs, rules, root, wish, deepest, shapes, fitter
+                    request, costs, rules, tree.root, wish, deepest, tree.shapes, fitter, makers
                 )
             search = searches[wish, deepest]
-            walk = _frontier(request, search, wish, best, bounds[wish], ramp)
-            point = next(walk)
-            while point is not None:
-                if point.levels is None:  # it asks what stages of at most t us a sample need
-                    point = walk.send(search.fewest_devices(point.t))
-                    continue
-                groups = tuple(tuple(names[i] for i in sorted(g)) for g in read_groups(search, point.levels))
+            for t, levels, score in _points(request, search, wish, best, bounds[wish], ramp):
+                groups = tuple(tuple(names[i] for i in sorted(g)) for g in read_groups(search, levels))
                 if (groups, wish) not in found:
-                    us = point.score if predict is None else predict(groups, wish)
+                    us = score if predict is None else predict(groups, wish)
                     best.us = min(best.us, us)
                     found[groups, wish] = Partition(
-                        groups=groups,
-                        micro_batch_size=wish,
-                        us_per_sample=point.t,
-                        levels=point.levels,
-                        score=us,
+                        groups=groups, micro_batch_size=wish, us_per_sample=t, levels=levels, score=us
                     )
-                point = next(walk)
         best.us = min((partition.score for partition in found.values()), default=float("inf"))
-        if best.us <= limit * SLACK or limit == float("inf"):
+        if best.us <= limit * SLACK or limit >= known_us:
             return [partition for partition in found.values() if partition.score <= best.us * SLACK]
-        best.us = min(best.us, limit * OPTIMISM if optimism < 2 else float("inf"))
+        best.us = min(best.us, known_us, limit * OPTIMISM if optimism < 2 else float("inf"))
         optimism += 1
 
 
-def _tree(request: PlanRequest, costs: CostModel, rules: BatchRules) -> tuple[Series, int]:
-    """Return the model as series and parallel components of block numbers, and the most blocks on a path."""
-    numbers = {block.name: i for i, block in enumerate(request.graph.blocks)}
-    dependencies = nx.relabel_nodes(request.graph.dependencies(), numbers)
-    root = build_series(request.graph, costs, rules, decompose(dependencies))
-    return root, int(nx.dag_longest_path_length(dependencies, weight=None, default_weight=1)) + 1
+def _points(
+    request: PlanRequest, search: StageSearch, wish: int, best: _Incumbent, bound_us: float, ramp: float
+) -> Iterator[tuple[float, int, float]]:
+    """Yield the points of `_frontier` as (time a sample, levels, score); the search holds each when it is yielded."""
+    walk = _frontier(request, search, wish, best, bound_us, ramp)
+    point = next(walk)
+    while point is not None:
+        if point.levels is not None:
+            yield point.t, point.levels, point.score
+            point = next(walk)
+        else:  # it asks what stages of at most t us a sample need
+            fewest = search.fewest_devices(point.t, most_levels=point.most_levels, enough=request.num_ranks)
+            point = walk.send(fewest)
 
 
 def _deepest(
@@ -364,6 +397,7 @@ def make_search(
     longest: int,
     shapes: dict[int, StageShapes] | None = None,
     fitter: StageFitter | None = None,
+    makers: dict[tuple[int, tuple[int, ...]], TableMaker] | None = None,
 ) -> StageSearch:
     """Return the search at one micro-batch size.
 
@@ -371,6 +405,7 @@ def make_search(
         longest: most stages on a path.
         shapes: kept from one micro-batch size of the same tree to the next (`TableMaker`).
         fitter: as for `search_stages`.
+        makers: of tables of the same request, by micro-batch size and levels to fit at; filled.
     """
     cluster = request.cluster
     degrees = rules.degrees()
@@ -383,6 +418,10 @@ def make_search(
     largest = max([request.loss_unit * degrees[-1] if rules.coupled else 1, *rules.fixed.values()])
     extra = -(-2 * min(largest, request.mini_batch) // wish) if largest > wish else 0
     top = min(longest, request.num_ranks) + min(extra, request.mini_batch // wish + 1, 2 * longest + 16)
+    to_fit = tuple(levels_to_fit(top)) if fitter is not None else ()
+    known = makers.get((wish, to_fit)) if makers is not None else None
+    if known is not None:
+        return StageSearch(root, known, top)
     maker = TableMaker(
         request.graph,
         costs,
@@ -395,8 +434,10 @@ def make_search(
         degrees=degrees,
         shapes={} if shapes is None else shapes,
         fitter=fitter,
-        levels=levels_to_fit(top) if fitter is not None else (),
+        levels=to_fit,
     )
+    if makers is not None:
+        makers[wish, to_fit] = maker
     return StageSearch(root, maker, top)
 
 
@@ -405,11 +446,13 @@ class _Point:
     """A question, without levels: what do stages of at most ``t`` us a sample need? Else a point of the frontier.
 
     Args:
+        most_levels: of a question: more levels are of no interest.
         score: (B + (levels - 1) b) t, the time of a pipeline all of whose stages take t.
     """
 
     t: float
     levels: int | None = None
+    most_levels: int = 0
     score: float = 0.0
 
 
@@ -437,16 +480,23 @@ def _frontier(
     # caller, so that the search of Algorithm 1 is called where its answers are used and not three generators below.
     times = search.times()  # us a sample, increasing, each once
     ranks, mini_batch = request.num_ranks, request.mini_batch
-    asked: tuple[int, int | None] = -1, None
+    known: dict[
+        int, int | None
+    ] = {}  # by index of a time, the fewest levels; None: more than were of interest
+    last_asked = -1
 
-    def levels_at(index: int) -> Generator[_Point, Floats, int | None]:
-        """Return the fewest levels at which the ranks suffice for times up to that one, or None."""
-        nonlocal asked
-        if asked[0] != index:
-            fewest = yield _Point(t=float(times[index]))
+    def levels_at(index: int, *, is_last: bool = False) -> Generator[_Point, Floats, int | None]:
+        """Return the fewest levels at which the ranks suffice for times up to that one, or None.
+
+        Args:
+            is_last: ask again if another time was asked for since: the search then holds this one's stages.
+        """
+        nonlocal last_asked
+        if index not in known or (is_last and last_asked != index):
+            fewest = yield _Point(t=float(times[index]), most_levels=cap)
             allowed = (fewest <= ranks).nonzero()[0]
-            asked = index, int(allowed[0]) if allowed.size else None
-        return asked[1]
+            known[index], last_asked = int(allowed[0]) if allowed.size else None, index
+        return known[index]
 
     def last_within(levels: int) -> int:
         """Return the last time with which so many levels may still be among the best."""
@@ -454,15 +504,18 @@ def _frontier(
         return int(times.searchsorted(slowest, side="right")) - 1
 
     low = int(times.searchsorted(bound_us * (1 - 1e-9) / mini_batch))
-    fewest = (yield from levels_at(last_within(1))) if last_within(1) >= low else None
     cap = search.max_level
+    fewest = (yield from levels_at(last_within(1))) if last_within(1) >= low else None
     while fewest is not None and cap >= fewest:
+        # The more time, the fewer levels: what is known of other times bounds those to be asked for.
+        low = max([low, *(1 + i for i, levels in known.items() if levels is None or levels > cap)])
         high = last_within(cap)
         levels = (yield from levels_at(high)) if high >= low else None
         if levels is None or levels > cap:
             low = max(low, high + 1)
             cap -= max(1, cap // 6)
             continue
+        high = min([high, *(i for i, levels in known.items() if levels is not None and levels <= cap)])
         while low < high:
             middle = (low + high) // 2
             found = yield from levels_at(middle)
@@ -470,7 +523,7 @@ def _frontier(
                 high = middle
             else:
                 low = middle + 1
-        levels = yield from levels_at(high)
+        levels = yield from levels_at(high, is_last=True)
         assert levels is not None
         t = float(times[high])
         yield _Point(t=t, levels=levels, score=full_pipeline_us(mini_batch, wish, levels, t))

@@ -92,6 +92,11 @@ class Branches:
         """Return the number of branches of each kind."""
         return tuple(len(members) for members in self.instances)
 
+    @property
+    def is_uncounted(self) -> bool:
+        """Return whether the branches are too many to count: then each is alone, or all share a stage."""
+        return len(self.states) == 2 and sum(self.counts) > 1
+
 
 @dataclass(slots=True)
 class Series:
@@ -138,7 +143,7 @@ def build_series(
         has_absorption: False leaves purely series-parallel plans: no stage owns part of a branch.
     """
     items = component.children if component.kind == "series" else (component,)
-    signatures = _block_signatures(graph, costs, rules)
+    signatures = block_signatures(graph, costs, rules)
     return _build(graph, items, component, signatures, {}, has_absorption)
 
 
@@ -201,7 +206,7 @@ def _build_branches(
 ) -> Branches:
     grouped: dict[object, list[Component]] = {}
     for child in item.children:
-        grouped.setdefault(_signature(child, signatures), []).append(child)
+        grouped.setdefault(signature_of(child, signatures), []).append(child)
     kinds = []
     for signature, members in grouped.items():
         if signature not in known:
@@ -258,13 +263,14 @@ def whole_blocks(parallel: Branches, whole: tuple[int, ...]) -> tuple[int, ...]:
     )
 
 
-def _signature(component: Component, signatures: Sequence[int]) -> object:
+def signature_of(component: Component, signatures: Sequence[int]) -> object:
+    """Return what equal components have in common; ``signatures`` are of the blocks."""
     if component.kind == "block":
         return signatures[component.blocks[0]]
-    return component.kind, tuple(_signature(child, signatures) for child in component.children)
+    return component.kind, tuple(signature_of(child, signatures) for child in component.children)
 
 
-def _block_signatures(graph: BlockGraph, costs: CostModel, rules: BatchRules) -> list[int]:
+def block_signatures(graph: BlockGraph, costs: CostModel, rules: BatchRules) -> list[int]:
     """Number the blocks so that those with equal costs, outputs and constraints have equal numbers."""
     outputs: dict[str, set[str]] = {}
     for edge in graph.edges:

@@ -30,7 +30,7 @@ def pack_branches(branches: Branches, singles: Sequence[Floats], bins: Floats) -
     best = np.full(bins.shape, np.inf)
     for exit_level in range(bins.shape[1]):
         best[0, exit_level, exit_level:] = 0.0
-    if is_uncounted(branches):
+    if branches.is_uncounted:
         best[1] = sum(count * single for count, single in zip(branches.counts, singles, strict=True))
         best[1] = np.minimum(best[1], bins[1])
         return best
@@ -48,11 +48,6 @@ def pack_branches(branches: Branches, singles: Sequence[Floats], bins: Floats) -
             value = np.minimum(value, packed)
         best[members] = value
     return best
-
-
-def is_uncounted(branches: Branches) -> bool:
-    """Return whether the branches are too many to count: then each is alone, or all share a stage."""
-    return len(branches.states) == 2 and sum(branches.counts) > 1
 
 
 def left_over(branches: Branches, extra: Absorbed) -> tuple[int, ...]:

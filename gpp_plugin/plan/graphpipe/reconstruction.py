@@ -11,7 +11,7 @@ import numpy as np
 from gpp_plugin.plan.costs.cost_model import Floats
 from gpp_plugin.plan.graphpipe.components import Component
 from gpp_plugin.plan.graphpipe.intervals import Absorbed, Branches, Series
-from gpp_plugin.plan.graphpipe.packing import is_uncounted, left_over, packing_of
+from gpp_plugin.plan.graphpipe.packing import left_over, packing_of
 from gpp_plugin.plan.graphpipe.stage_search import StageSearch
 
 Group = tuple[int, ...]
@@ -39,13 +39,12 @@ class _Reader:
 
     def _part(self, kind: Series, cut: int, *, is_tail: bool) -> Floats:
         """Return [exit, level] of what is left of a branch whose tail (or head) is taken away."""
-        fewest = self.search.solved[id(kind)].fewest
-        part: Floats = fewest[cut - 1, :, :, 0] if is_tail else fewest[-1, :, :, cut]
-        return part
+        return self.search.parts(kind, np.array([cut]), is_tail=is_tail)[0]
 
     def groups_of(self, series: Series, end: int, exit_level: int, level: int, place: int) -> list[Group]:
         """Return the stages of items ``place`` on (up to the end of index ``end``)."""
         solved = self.search.solved[id(series)]
+        exit_level, level = solved.at(exit_level, level)
         fewest = solved.fewest[end, exit_level]
         num = series.num_items
         stop = num if end in (-1, num - 1) else end + 1
@@ -81,7 +80,8 @@ class _Reader:
         """Return the stage that begins as ``row`` says (``own``: what it absorbs) and all after it."""
         solved = self.search.solved[id(series)]
         target = solved.rows[end, exit_level, level, row]
-        for first, step, cost in self.search.costs_at(id(series), self.search.tables[id(series)], level):
+        for stages in self.search.allowed_at(id(series), level):
+            first, step, cost = stages.first, stages.step, stages.cost
             afters = [level - step] if level >= step else []
             if level >= first and first != step and exit_level == 0:
                 afters.append(0)
@@ -173,8 +173,8 @@ class _Reader:
         #     best (1, 1) = singles A + best (0, 1)?   no;  = bins (1, 1) + best (0, 0)?  yes: {A, B}, done
         found: list[Group] = []
         best, bins = self.search.best[id(branches)], self.search.bin_costs(branches)
-        singles = [self.search.solved[id(kind)].fewest[-1, :, :, 0] for kind in branches.kinds]
-        if is_uncounted(branches) and any(state):
+        singles = [self.search.single(kind) for kind in branches.kinds]
+        if branches.is_uncounted and any(state):
             if bins[1, exit_level, level] == best[1, exit_level, level]:
                 return [tuple(b for pool in pools for member in pool for b in member.blocks)]
             for kind, series in enumerate(branches.kinds):

@@ -38,16 +38,16 @@ Worked example: blocks a, b in a row of 8 and 12 us a sample, a bound of t = 8 u
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from gpp_plugin.plan.costs.cost_model import Floats
+from gpp_plugin.plan.graphpipe.allowed_stages import AllowedStages
 from gpp_plugin.plan.graphpipe.intervals import MAX_PARTIAL_ITEMS, Branches, Ints, Series
 from gpp_plugin.plan.graphpipe.packing import leavings_of, pack_branches
 from gpp_plugin.plan.graphpipe.stage_shapes import NO_LIMIT
-from gpp_plugin.plan.graphpipe.stage_table import StageTable, TableMaker
+from gpp_plugin.plan.graphpipe.stage_table import InTime, StageTable, TableMaker
 
 Rests = dict[int, tuple[Ints, Floats]]
 """By position: virtual rows or columns there, and [which, exit, level] of what each leaves over."""
@@ -59,19 +59,48 @@ class _Solved:
 
     Args:
         is_shifted: values are of exit 0 only; those of other exits are the same, so many levels higher.
+        levels: up to which they are worked out.
     """
 
     fewest: Floats
     rows: Floats
     columns: Floats
     is_shifted: bool
+    levels: int = 0
 
-    def spread(self) -> _Solved:
-        """Return the values for every exit."""
+    def at(self, exit_level: int, level: int) -> tuple[int, int]:
+        """Return the exit and the level at which values of that exit and level are kept."""
+        return (0, level - exit_level) if self.is_shifted else (exit_level, level)
+
+    def up_to(self, ends: Ints) -> Floats:
+        """Return [which, exit, level] of the items up to each of ``ends`` (indices)."""
+        return self._spread(self.fewest[ends, :, :, 0])
+
+    def from_places(self, places: Ints) -> Floats:
+        """Return [which, exit, level] of the items from each of ``places`` on."""
+        return self._spread(self.fewest[-1][:, :, places].transpose(2, 0, 1))
+
+    def _spread(self, values: Floats) -> Floats:
+        """Return values [which, exit, level] for every exit: 0 1 5 of exit 0 are inf 0 1 of exit 1."""
         if not self.is_shifted:
-            return self
-        fewest, rows, columns = _shift(self.fewest), _shift(self.rows), _shift(self.columns)
-        return _Solved(fewest=fewest, rows=rows, columns=columns, is_shifted=False)
+            return values
+        levels = np.arange(values.shape[2])
+        above = levels[None, :] - levels[:, None]
+        spread: Floats = np.where(above >= 0, values[:, 0, np.maximum(above, 0)], np.inf)
+        return spread
+
+
+@dataclass(slots=True)
+class _AtTime:
+    """What is known of one table's stages at the time last asked for, which is of that rank among its times.
+
+    Args:
+        in_time: by part; ``allowed`` by part and level from which memory limits them.
+    """
+
+    rank: int
+    in_time: dict[int, InTime] = field(default_factory=dict)
+    allowed: dict[tuple[int, int], list[AllowedStages]] = field(default_factory=dict)
 
 
 class StageSearch:
@@ -85,25 +114,22 @@ class StageSearch:
         self.root = root
         self.max_level = max_level
         self.tables: dict[int, StageTable] = {}
-        self._bins: dict[int, StageTable] = {}
         self._order: list[Series] = []
+        self._num_ends: dict[int, int] = {}
         self._collect(root, maker)
         self.solved: dict[int, _Solved] = {}
         self.best: dict[int, Floats] = {}
-        self._sorted_times = {
-            key: np.unique(table.us_per_sample) for key, table in (*self.tables.items(), *self._bins.items())
-        }
+        self._sorted_times = {key: table.times() for key, table in self.tables.items()}
         self._ranks: dict[int, int] = {}
         self._keys: dict[int, object] = {}
         self._known_solved: dict[tuple[int, object], _Solved] = {}
         self._known_best: dict[tuple[int, object], Floats] = {}
-        self._cost_cache: dict[tuple[int, int, int, int], list[tuple[int, int, Floats]]] = {}
-        self._in_time: dict[tuple[int, int, int], tuple[npt.NDArray[np.bool_], Ints]] = {}
+        self._at_time: dict[int, _AtTime] = {}
         self._parts_at = {
-            key: [table.part(level) for level in range(max_level + 1)]
-            for key, table in (*self.tables.items(), *self._bins.items())
+            key: [table.part(level) for level in range(max_level + 1)] for key, table in self.tables.items()
         }
         self._t = -1.0
+        self._top = max_level
 
     def _collect(self, series: Series, maker: TableMaker) -> None:
         if id(series) in self.tables:
@@ -111,36 +137,57 @@ class StageSearch:
         for branches in series.branches.values():
             for kind in branches.kinds:
                 self._collect(kind, maker)
-            self._bins[id(branches)] = maker.bins(branches)
+            self.tables[id(branches)] = maker.bins(branches)
+            self._num_ends[id(branches)] = len(branches.states)
         self.tables[id(series)] = maker.table(series)
+        self._num_ends[id(series)] = series.num_items
         self._order.append(series)
 
     def times(self) -> Floats:
         """Return every time per sample a stage can have, increasing."""
-        found = [t.us_per_sample.ravel() for t in (*self.tables.values(), *self._bins.values())]
-        values = np.unique(np.concatenate(found))
-        return values[np.isfinite(values)]
+        return np.unique(np.concatenate(list(self._sorted_times.values())))
 
-    def fewest_devices(self, t: float) -> Floats:
+    def fewest_devices(self, t: float, *, most_levels: int | None = None, enough: float = -1.0) -> Floats:
         """Return [level]: the fewest devices for stages of at most ``t`` us a sample and that many levels.
 
         The recursion of Algorithm 1 (module docstring), from the innermost branches out and from the last level up.
+
+        Args:
+            most_levels: no more are looked at.
+            enough: of levels above the first at which so many devices suffice nothing is said (inf).
         """
         self._begin(t)
+        self._top = self.max_level if most_levels is None else min(most_levels, self.max_level)
         for series in self._order:  # a branch before the series that holds it
             for branches in series.branches.values():
                 self._pack(branches)
             key = id(series), self._keys[id(series)]
-            if key not in self._known_solved:
-                found, (tails, heads) = self._behind_the_last(series), self.rests(series)
-                for level in range(1, self.max_level + 1):
-                    self._add_stages(series, found, level)
-                    self._add_branches(series, found, level, tails)
-                    self._open_columns(series, found, level, heads)
-                self._known_solved[key] = found.spread()
-            self.solved[id(series)] = self._known_solved[key]
-        values: Floats = self.solved[id(self.root)].fewest[0, 0, :, 0]
+            known, is_root = self._known_solved.get(key), series is self.root
+            if known is None or not (known.levels >= self._top or is_root and _has(known, enough)):
+                known = self._known_solved[key] = self._solve(series, enough if is_root else -1.0)
+            self.solved[id(series)] = known
+        values: Floats = self.solved[id(self.root)].fewest[0, 0, : self._top + 1, 0]
         return values
+
+    def _solve(self, series: Series, enough: float) -> _Solved:
+        """Return the values of one series, those of the branches in it being known."""
+        is_uniform = self._is_uniform(series)
+        is_same_above = is_uniform and not self.tables[id(series)].fitted_level.any()
+        found, (tails, heads) = self._behind_the_last(series, is_uniform), self.rests(series)
+        for level in range(1, self._top + 1):
+            self._add_stages(series, found, level)
+            self._add_branches(series, found, level, tails)
+            self._open_columns(series, found, level, heads)
+            found.levels = level
+            if _has(found, enough):
+                break
+            if is_same_above and (found.fewest[:, :, level] == found.fewest[:, :, level - 1]).all():
+                # Every level follows from the one before it by the same rule: so are all above.
+                for values in (found.fewest, found.rows, found.columns):
+                    values[:, :, level + 1 :] = values[:, :, level, None]
+                found.levels = self._top
+                break
+        return found
 
     def _begin(self, t: float) -> None:
         """Set the time, and by series and parallel item what its values depend on.
@@ -164,51 +211,49 @@ class StageSearch:
     def _pack(self, branches: Branches) -> None:
         """Solve a parallel item: [state, exit, level] for the branches that each state counts."""
         key = id(branches), self._keys[id(branches)]
-        if key not in self._known_best:
-            singles = [self.solved[id(kind)].fewest[-1, :, :, 0] for kind in branches.kinds]
+        if key not in self._known_best or self._known_best[key].shape[2] <= self._top:
+            singles = [self.single(kind) for kind in branches.kinds]
             self._known_best[key] = pack_branches(branches, singles, self.bin_costs(branches))
-        self.best[id(branches)] = self._known_best[key]
+        self.best[id(branches)] = self._known_best[key][:, : self._top + 1, : self._top + 1]
 
-    def costs_at(self, key: int, table: StageTable, level: int) -> list[tuple[int, int, Floats]]:
-        """Return (first step, step, fewest devices [row, column]) of the stages allowed at a level.
+    def single(self, kind: Series) -> Floats:
+        """Return [exit, level] of a whole branch that shares no stage."""
+        return self.solved[id(kind)].up_to(np.array([-1]))[0, : self._top + 1, : self._top + 1]
 
-        Allowed are stages in time whose in-flight at this level still fits. Tables are [variant, row, column] with
-        variants by increasing degree, so the first that is allowed has the fewest devices.
+    def parts(self, kind: Series, cuts: Ints, *, is_tail: bool) -> Floats:
+        """Return [which, exit, level] of what is left of a branch without its tail (or head) from each of ``cuts``."""
+        solved = self.solved[id(kind)]
+        left = solved.up_to(cuts - 1) if is_tail else solved.from_places(cuts)
+        return left[:, : self._top + 1, : self._top + 1]
+
+    def allowed_at(self, key: int, level: int) -> list[AllowedStages]:
+        """Return the stages of a table that are allowed at a level, for each pair of steps.
+
+        Allowed are stages in time whose in-flight at this level still fits.
         """
-        part = self._parts_at[key][level]
-        table, rank = table.of_part(part), self._ranks[key]
-        in_time = self._in_time.get((key, rank, part))
-        if in_time is None:
-            is_in_time = table.us_per_sample <= self._t
-            reached = np.minimum(table.max_level[is_in_time], self.max_level + 1)
-            in_time = self._in_time[key, rank, part] = is_in_time, np.flatnonzero(np.bincount(reached))
-        is_in_time, limits = in_time
+        part, rank = self._parts_at[key][level], self._ranks[key]
+        known = self._at_time.get(key)
+        if known is None or known.rank != rank:
+            known = self._at_time[key] = _AtTime(rank=rank)
+        table = self.tables[key].of_part(part)
+        if part not in known.in_time:
+            known.in_time[part] = table.in_time(self._t, self.max_level)
+        found = known.in_time[part]
+        limits = found.limits
         if limits.size == 0:
             return []
         # Costs change only at levels where memory begins to limit one of the stages in time.
         bound = int(limits[limits.searchsorted(level)]) if level <= limits[-1] else NO_LIMIT + 1
-        cached = self._cost_cache.get((key, rank, part, bound))
-        if cached is not None:
-            return cached
-        fits = is_in_time & (table.max_level >= bound)
-        result = []
-        steps = table.steps
-        for first, step in steps:
-            allowed = fits if len(steps) == 1 else fits & (table.first_step == first) & (table.step == step)
-            if not allowed.any():
-                continue
-            chosen = allowed.argmax(axis=0)
-            cost = np.where(allowed.any(axis=0), table.degrees[chosen], np.inf)
-            result.append((first, step, cost))
-        self._cost_cache[key, rank, part, bound] = result
-        return result
+        if (part, bound) not in known.allowed:
+            known.allowed[part, bound] = table.allowed(found, bound, self._num_ends[key])
+        return known.allowed[part, bound]
 
-    def _behind_the_last(self, series: Series) -> _Solved:
+    def _behind_the_last(self, series: Series, is_uniform: bool) -> _Solved:
         """Return the values where nothing is left: no devices at any level from the exit on; inf elsewhere."""
-        num, top = series.num_items, self.max_level
+        num, top = series.num_items, self._top
         is_root = series is self.root
         ends = [num] if is_root or not is_short(series) else list(range(1, num + 1))
-        is_shifted = not is_root and self._is_shift_invariant(series)
+        is_shifted = not is_root and is_uniform
         exits = 1 if is_root or is_shifted else top + 1
         shape = len(ends), exits, top + 1
         found = _Solved(
@@ -226,20 +271,19 @@ class StageSearch:
     def _add_stages(self, series: Series, found: _Solved, level: int) -> None:
         """Enter stages of ``level`` as the first: each with what its end leaves at its level less its step.
 
-        A stage is above its exit, so that only exits below ``level`` are looked at. ``cost`` is [row, column], what
-        follows [end, exit, column]; the sum is [end, exit, row, column].
+        A stage is above its exit, so that only exits below ``level`` are looked at; ``after`` is [end, exit, column].
         """
         fewest, rows, columns = found.fewest, found.rows, found.columns
         num, below = series.num_items, min(rows.shape[1], level)
-        for first, step, cost in self.costs_at(id(series), self.tables[id(series)], level):
+        for stages in self.allowed_at(id(series), level):
+            first, step = stages.first, stages.step
             after = columns[:, :below, max(level - step, 0)]
             if first != step or level < step:
                 # Stages of larger micro-batches add other levels where nothing follows (Table 2).
                 after = after.copy() if level >= step else np.full_like(after, np.inf)
                 if level >= first:
                     after[:, 0] = np.minimum(after[:, 0], columns[:, 0, 0])
-            value = (cost + after[:, :, None, :]).min(axis=3)
-            rows[:, :below, level] = np.minimum(rows[:, :below, level], value)
+            rows[:, :below, level] = np.minimum(rows[:, :below, level], stages.fewest_with(after))
         own = np.minimum(fewest[:, :, level - 1, :num], rows[:, :, level, :num])
         fewest[:, :, level, :num] = np.minimum(fewest[:, :, level, :num], own)  # keeps 0 at the end
 
@@ -271,7 +315,7 @@ class StageSearch:
             after = fewest[:, :below, :level, place + 1, None] + rest[:, :level, level].T
             columns[:, :below, level, which] = after.min(axis=2)
 
-    def _is_shift_invariant(self, series: Series) -> bool:
+    def _is_uniform(self, series: Series) -> bool:
         """Return whether costs are the same at every level: one exit then tells all.
 
         So it is for a chain of blocks none of whose stages in time is limited by memory.
@@ -279,6 +323,8 @@ class StageSearch:
         if series.branches:
             return False
         table = self.tables[id(series)]
+        if table.is_plain:
+            return True
         is_in_time = table.us_per_sample <= self._t
         return bool(
             (table.max_level[is_in_time] == NO_LIMIT).all() and (table.first_step[is_in_time] == 1).all()
@@ -296,10 +342,7 @@ class StageSearch:
                 branches = series.branches[place]
                 rest = self.best[id(branches)][states]
                 for kind, (members, counts, cuts) in parts.items():
-                    fewest = self.solved[id(branches.kinds[kind])].fewest
-                    part = (
-                        fewest[cuts - 1, :, :, 0] if side == 0 else fewest[-1][:, :, cuts].transpose(2, 0, 1)
-                    )
+                    part = self.parts(branches.kinds[kind], cuts, is_tail=side == 0)
                     rest[members] += counts[:, None, None] * part
                 is_possible = np.isfinite(rest).any(axis=(1, 2))
                 if is_possible.any():
@@ -312,11 +355,11 @@ class StageSearch:
         Its level is its exit plus its step; a higher level than it needs is no worse, so costs spread upwards: a stage
         of 2 devices and step 1 behind exit 1 is [inf, inf, 2, 2, 2] over the levels 0 to 4.
         """
-        top = self.max_level
-        table = self._bins[id(branches)]
+        top = self._top
         bins = np.full((len(branches.states), top + 1, top + 1), np.inf)
         for level in range(1, top + 1):
-            for first, step, cost in self.costs_at(id(branches), table, level):
+            for stages in self.allowed_at(id(branches), level):
+                first, step, cost = stages.first, stages.step, stages.cost
                 if level >= step and not (level == step and first != step):
                     bins[:, level - step, level:] = np.minimum(
                         bins[:, level - step, level:], cost[0][:, None]
@@ -326,13 +369,9 @@ class StageSearch:
         return bins
 
 
-def _shift(values: Floats) -> Floats:
-    """Return [end, exit, level, ...] from the values at exit 0: level counted from the exit."""
-    ends, _, levels, width = values.shape
-    result = np.full((ends, levels, levels, width), np.inf)
-    for exit_level in range(levels):
-        result[:, exit_level, exit_level:] = values[:, 0, : levels - exit_level]
-    return result
+def _has(solved: _Solved, enough: float) -> bool:
+    """Return whether the whole series needs no more than ``enough`` devices at the level reached."""
+    return bool(solved.fewest[0, 0, solved.levels, 0] <= enough)
 
 
 def is_short(series: Series) -> bool:

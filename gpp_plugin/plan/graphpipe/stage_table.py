@@ -7,7 +7,8 @@ Tests: tests/plan/test_joined.py, tests/plan/test_stage_chain.py
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +18,42 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.plan.batch_rules import BatchRules
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats
 from gpp_plugin.plan.costs.time_formula import us_per_sample
+from gpp_plugin.plan.graphpipe.allowed_stages import AllowedStages, last_of
 from gpp_plugin.plan.graphpipe.intervals import Branches, Series
 from gpp_plugin.plan.graphpipe.stage_shapes import NO_LIMIT, Bools, StageShapes, bin_shapes, series_shapes
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.memory.savings import least_added_us
+
+
+@dataclass(slots=True)
+class InTime:
+    """The stages of a table that take at most some time.
+
+    Args:
+        is_in_time: [variant, row, column].
+        limits: levels above which memory allows fewer of them, increasing.
+        last: [variant, row] the last end of one that begins there, -1 where there is none; made when asked for.
+    """
+
+    is_in_time: Bools
+    limits: npt.NDArray[np.int64]
+    last: npt.NDArray[np.int64] | None = None
+
+
+def _ones(shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """Return ones, which take no memory and are not to be written to."""
+    return np.broadcast_to(np.int64(1), shape)
+
+
+def _stacked(steps: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    """Return [variant, row, column]; where nothing was written there are ones still."""
+    if not any(step.flags.writeable for step in steps):
+        return _ones((len(steps), *steps[0].shape))
+    return np.stack(steps)
+
+
+def _rows_of(steps: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return steps[rows] if steps.flags.writeable else steps[: len(rows)]
 
 
 @dataclass(slots=True)
@@ -42,8 +75,8 @@ class _Variant:
             fitted_level=fitted_level,
             us=np.full(shape, np.inf),
             level=np.zeros(shape, dtype=np.int64),
-            first_step=np.ones(shape, dtype=np.int64),
-            step=np.ones(shape, dtype=np.int64),
+            first_step=_ones(shape),
+            step=_ones(shape),
         )
 
     def fill(self, mask: Bools, us: Floats, levels: Floats, size: int, wish: int) -> None:
@@ -51,6 +84,8 @@ class _Variant:
         np.copyto(self.us, us, where=mask)
         np.copyto(self.level, levels, where=mask, casting="unsafe")
         if size > wish:
+            if not self.step.flags.writeable:
+                self.first_step, self.step = self.first_step.copy(), self.step.copy()
             self.first_step[mask] = -(-size // wish)
             self.step[mask] = -(-2 * size // wish) - 1
 
@@ -78,12 +113,79 @@ class StageTable:
     step: npt.NDArray[np.int64]
     _parts: dict[int, StageTable] = dataclasses.field(default_factory=dict)
     _steps: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    _is_plain: bool | None = None
+    _times: Floats | None = None
+    _last_at_level: dict[int, npt.NDArray[np.int64]] = dataclasses.field(default_factory=dict)
+
+    def times(self) -> Floats:
+        """Return every time a sample that a stage can have, increasing, each once."""
+        if self._times is None:
+            values = self.us_per_sample.ravel()
+            self._times = np.unique(values[np.isfinite(values)])
+        return self._times
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether memory limits none of the stages, and each adds one level."""
+        if self._is_plain is None:
+            exists = np.isfinite(self.us_per_sample)
+            is_free = bool((self.max_level[exists] == NO_LIMIT).all())
+            self._is_plain = is_free and self.steps == [(1, 1)]
+        return self._is_plain
+
+    def in_time(self, t: float, most_levels: int) -> InTime:
+        """Return which stages take at most ``t``, and the levels (up to one too many) at which memory limits some."""
+        is_in_time = self.us_per_sample <= t
+        if self.is_plain:
+            return InTime(is_in_time=is_in_time, limits=np.array([most_levels + 1]))
+        reached = np.minimum(self.max_level[is_in_time], most_levels + 1)
+        return InTime(is_in_time=is_in_time, limits=np.flatnonzero(np.bincount(reached)))
+
+    def allowed(self, found: InTime, level: int, num_ends: int) -> list[AllowedStages]:
+        """Return the stages in time that fit at a level, by what levels they add.
+
+        Args:
+            num_ends: columns that are ends between items.
+        """
+        masks = [lambda columns: found.is_in_time[:, :, columns]]
+        if not self.is_plain:
+            masks.append(lambda columns: self.max_level[:, :, columns] >= level)
+        if len(self.steps) == 1:
+            ((first, step),) = self.steps
+            last = functools.partial(self._last, found, level, num_ends)
+            return [AllowedStages(first, step, self.degrees, masks, num_ends, last)]
+        return [
+            AllowedStages(first, step, self.degrees, [*masks, self._adds(first, step)], num_ends, None)
+            for first, step in self.steps
+        ]
+
+    def _adds(self, first: int, step: int) -> Callable[[slice], Bools]:
+        return lambda columns: (self.first_step[:, :, columns] == first) & (self.step[:, :, columns] == step)
+
+    def _last(self, found: InTime, level: int, num_ends: int) -> npt.NDArray[np.int64]:
+        """Return [variant, row] the last end of a stage that is in time and fits at the level, or -1."""
+        if found.last is None:
+            found.last = last_of(found.is_in_time[:, :, :num_ends])
+        if self.is_plain:
+            return found.last
+        if level not in self._last_at_level:
+            self._last_at_level[level] = last_of(self.max_level[:, :, :num_ends] >= level)
+        last = np.minimum(found.last, self._last_at_level[level])
+        # Longer stages nearly always take more time and memory: then this is the end. Where one does not (it need not
+        # receive a large tensor), go on towards the begin.
+        variants, rows = np.indices(last.shape, sparse=True)
+        while True:
+            fits = found.is_in_time[variants, rows, last] & (self.max_level[variants, rows, last] >= level)
+            is_too_far = (last >= 0) & ~fits
+            if not is_too_far.any():
+                return last
+            last = last - is_too_far
 
     @property
     def steps(self) -> list[tuple[int, int]]:
         """Return the pairs of first step and step that there are, in order."""
         if not self._steps:
-            if self.step.max(initial=1) > 1 or self.first_step.max(initial=1) > 1:
+            if self.step.flags.writeable and (self.step.max() > 1 or self.first_step.max() > 1):
                 exists = np.isfinite(self.us_per_sample)
                 pairs = np.stack([self.first_step[exists], self.step[exists]], axis=1)
                 self._steps = sorted({(int(a), int(b)) for a, b in np.unique(pairs, axis=0)})
@@ -104,8 +206,8 @@ class StageTable:
                 fitted_level=self.fitted_level[rows],
                 us_per_sample=self.us_per_sample[rows],
                 max_level=self.max_level[rows],
-                first_step=self.first_step[rows],
-                step=self.step[rows],
+                first_step=_rows_of(self.first_step, rows),
+                step=_rows_of(self.step, rows),
             )
         return self._parts[fitted_level]
 
@@ -137,6 +239,7 @@ class TableMaker:
         levels: Sequence[int] = (),
     ) -> None:
         self.fitter, self.levels = fitter, levels
+        self._tables: dict[int, StageTable] = {}
         self.costs, self.rules, self.wish, self.shapes = costs, rules, wish, shapes
         self.memory_limit, self.link_us_per_byte, self.is_gpipe = memory_limit, link_us_per_byte, is_gpipe
         self.degrees, self.reduce_us_per_byte = list(degrees), list(reduce_us_per_byte)
@@ -152,13 +255,18 @@ class TableMaker:
         """Return the table of a series' intervals."""
         if id(series) not in self.shapes:
             self.shapes[id(series)] = series_shapes(series, self.costs)
-        return self._make(self.shapes[id(series)])
+        return self._table_of(series)
 
     def bins(self, parallel: Branches) -> StageTable:
         """Return the table of stages that hold whole branches: one row, one column a state."""
         if id(parallel) not in self.shapes:
             self.shapes[id(parallel)] = bin_shapes(parallel, self.costs)
-        return self._make(self.shapes[id(parallel)])
+        return self._table_of(parallel)
+
+    def _table_of(self, item: Series | Branches) -> StageTable:
+        if id(item) not in self._tables:
+            self._tables[id(item)] = self._make(self.shapes[id(item)])
+        return self._tables[id(item)]
 
     def _make(self, shapes: StageShapes) -> StageTable:
         classes = self._classes(shapes)
@@ -168,8 +276,8 @@ class TableMaker:
             fitted_level=np.array([v.fitted_level for v in variants], dtype=np.int64),
             us_per_sample=np.stack([v.us for v in variants]),
             max_level=np.stack([v.level for v in variants]),
-            first_step=np.stack([v.first_step for v in variants]),
-            step=np.stack([v.step for v in variants]),
+            first_step=_stacked([v.first_step for v in variants]),
+            step=_stacked([v.step for v in variants]),
         )
         table.us_per_sample[table.max_level == 0] = np.inf
         return table

@@ -6,11 +6,17 @@ Tests: tests/plan/test_quality.py
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from gpp_plugin.plan.costs.cost_model import CostModel
 
 Mask = int
+Around = tuple[tuple[int, ...], tuple[int, ...]]
+"""The numbers before and after a block."""
 
 
 class BlockSets:
@@ -25,6 +31,7 @@ class BlockSets:
         self.names = [block.name for block in graph.blocks]
         self.index = costs.index
         num = len(self.names)
+        self._num_bytes = -(-num // 8)
         self.before, self.after = [0] * num, [0] * num
         self._gradient_after = [0] * num
         for src, dst, names in costs.block_edges:
@@ -47,8 +54,13 @@ class BlockSets:
         """Return the positions of a set's blocks, increasing."""
         found = self._rows.get(mask)
         if found is None:
-            found = self._rows[mask] = tuple(bits(mask))
+            found = self._rows[mask] = tuple(np.flatnonzero(self.flags(mask)).tolist())
         return found
+
+    def flags(self, mask: Mask) -> npt.NDArray[np.bool_]:
+        """Return by block whether it is in the set."""
+        packed = np.frombuffer(mask.to_bytes(self._num_bytes, "little"), dtype=np.uint8)
+        return np.unpackbits(packed, count=len(self.names), bitorder="little").view(np.bool_)
 
     def blocks(self, mask: Mask) -> tuple[str, ...]:
         """Return the names of a set's blocks, in the order of the graph."""
@@ -98,20 +110,36 @@ class BlockSets:
 
     def _block_kinds(self, costs: CostModel) -> list[int]:
         """Number the blocks so that those a symmetry of the graph exchanges have equal numbers."""
+        # Colour refinement: blocks of one number are told apart by the numbers around them until that changes nothing.
+        # Only what is next to a block whose number has changed is looked at again: in a row of equal blocks numbers
+        # change from both ends, two a round, and all of them would be half the blocks as many times.
+        before = [list(bits(mask)) for mask in self.before]
+        after = [list(bits(mask)) for mask in self.after]
         kinds = _numbered([costs.cost_key(i) for i in range(len(self.names))])
-        while True:
-            keys = [
-                (
-                    kind,
-                    tuple(sorted(kinds[i] for i in bits(before))),
-                    tuple(sorted(kinds[i] for i in bits(after))),
-                )
-                for kind, before, after in zip(kinds, self.before, self.after, strict=True)
-            ]
-            finer = _numbered(keys)
-            if max(finer, default=0) == max(kinds, default=0):
-                return kinds
-            kinds = finer
+        sizes = Counter(kinds)
+        around_of: dict[int, Around] = {}  # what those of a number that are not looked at have around them
+        changed: set[int] = set(range(len(kinds)))
+        while changed:
+            met: dict[int, dict[Around, list[int]]] = {}
+            for i in changed:
+                around = tuple(sorted(kinds[j] for j in before[i])), tuple(sorted(kinds[j] for j in after[i]))
+                met.setdefault(kinds[i], {}).setdefault(around, []).append(i)
+            renumbered = []
+            for kind, groups in met.items():
+                if (
+                    sum(map(len, groups.values())) == sizes[kind]
+                ):  # all of them: the first ones keep the number
+                    around_of[kind] = next(iter(groups))
+                groups.pop(around_of[kind], None)
+                for around, members in groups.items():
+                    fresh = len(sizes)
+                    sizes[kind] -= len(members)
+                    sizes[fresh], around_of[fresh] = len(members), around
+                    renumbered += [(i, fresh) for i in members]
+            for i, fresh in renumbered:
+                kinds[i] = fresh
+            changed = {j for i, _ in renumbered for j in (*before[i], *after[i])}
+        return kinds
 
     def is_acyclic(self, masks: Sequence[Mask]) -> bool:
         """Return whether the sets' graph has no circle (and so every set is convex)."""

@@ -64,6 +64,7 @@ def master_chain(refiner: Refiner, at: Candidate) -> tuple[list[Mask], int] | No
         sum(2 * plan.num_micro_batches(i) * stage.degree for i, stage in enumerate(plan.stages))
         > MAX_RANK_TASKS
     ):
+        refiner.report.leave_out("cuts along the critical path of plans with very many tasks")
         return None
     after: list[set[int]] = [set() for _ in plan.stages]
     before: list[set[int]] = [set() for _ in plan.stages]

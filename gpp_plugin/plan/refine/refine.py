@@ -26,6 +26,7 @@ from gpp_plugin.plan.refine import moves
 from gpp_plugin.plan.refine.block_sets import BlockSets, Mask
 from gpp_plugin.plan.refine.degrees import DegreeChooser
 from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.search_report import SearchReport
 
 SLACKS = (0.0, 0.5, 1.0)
 
@@ -39,6 +40,8 @@ OVERHEAD = 200
 """Simulated tasks that cost as much as building a candidate does; ``GLANCE`` as looking at one's bound."""
 GLANCE = 40
 ROUNDING = 1e-9
+MOVES = "some plans a move away from the best ones"
+"""What the refinement leaves out when its budget is spent."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +69,7 @@ class Refiner:
     Args:
         budget: tasks (forward or backward of one micro-batch on one stage) to predict in all.
         fitter: what a stage costs to fit where it does not; None: it then needs too much.
+        report: told where the budget ends the search.
     """
 
     def __init__(
@@ -76,7 +80,9 @@ class Refiner:
         *,
         budget: int,
         fitter: StageFitter | None = None,
+        report: SearchReport | None = None,
     ) -> None:
+        self.report = SearchReport() if report is None else report
         self.request, self.costs, self.rules, self.fitter = request, costs, rules, fitter
         self.num_stages = request.num_stages
         self.budget = budget
@@ -199,7 +205,10 @@ class Refiner:
                     best, is_improved = found, True
                     break
                 if self.budget <= 0:
+                    self.report.leave_out(MOVES)
                     break
+        if is_improved:
+            self.report.leave_out(MOVES)
         self._cutoff_us = float("inf")
         return best
 
@@ -309,7 +318,7 @@ class Refiner:
 
         def load(mask: Mask) -> float:
             if mask not in loads:
-                loads[mask] = float(weight[list(self.sets.rows(mask))].sum())
+                loads[mask] = float(weight[self.sets.flags(mask)].sum())
             return loads[mask]
 
         masks = [self.sets.mask_of(group) for group in groups]

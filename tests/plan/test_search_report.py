@@ -1,0 +1,50 @@
+"""What searches say of themselves: progress where they are long, and notes of what they left out."""
+
+import pytest
+
+from gpp_plugin.plan import auto, search_report
+from gpp_plugin.plan.refine.refine import MOVES
+from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.search_report import SearchReport, shown_progress
+from tests.plan.graphs import branches, chain, make_request
+
+
+def test_each_thing_left_out_is_noted_once() -> None:
+    report = SearchReport()
+    assert report.notes == ()
+    for what in ("a", "b", "a"):
+        report.leave_out(what)
+    assert report.notes == ("not searched, for want of time: a; b",)
+
+
+def test_a_search_that_ends_says_nothing() -> None:
+    notes = make_plan("auto", make_request(chain(4), ranks=2)).notes
+    assert not any(note.startswith("not searched") for note in notes)
+
+
+def test_auto_notes_a_budget_spent_and_rivals_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "BUDGET", 300)
+    monkeypatch.setattr(auto, "MAX_RIVAL_SIZE", 10)
+    note = make_plan("auto", make_request(branches(3, 3), ranks=4)).notes[-1]
+    assert note.startswith("not searched") and MOVES in note
+    assert "uniform, pipedream, autopipe plan (more than 10 blocks x ranks)" in note
+
+
+def test_branches_too_many_to_count_are_noted() -> None:
+    note = make_plan("graphpipe", make_request(branches(600, 1), ranks=2)).notes[-1]
+    assert "very many branches" in note
+
+
+def test_long_searches_tell_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    with shown_progress(lines.append):
+        SearchReport().begin("soon done")
+    assert lines == []
+    monkeypatch.setattr(search_report, "QUIET_SECONDS", 0.0)
+    with shown_progress(lines.append):
+        make_plan("auto", make_request(chain(4), ranks=2))
+    assert any(line.startswith("planning for 0 s: stages of 2 ranks, micro-batches of") for line in lines)
+    assert any(line.endswith("planner pipedream") for line in lines)
+    told = len(lines)
+    SearchReport().begin("nobody listens")
+    assert len(lines) == told

@@ -109,9 +109,12 @@ def _rivals_stages(request: PlanRequest) -> Iterator[tuple[str, list[StageDraft]
 
 
 def _rivals(request: PlanRequest) -> tuple[str, ...]:
-    """Return the planners worth asking: all on a chain, where theirs is the whole search space."""
+    """Return the planners worth asking: all on a chain, where theirs is the whole search space.
+
+    None where devices are of several speeds: they take all for alike.
+    """
     size = len(request.graph.blocks) * request.num_ranks
-    if size > MAX_RIVAL_SIZE:
+    if size > MAX_RIVAL_SIZE or request.cluster.is_mixed:
         return ()
     order = request.graph.dependencies()
     is_chain = all(order.in_degree(block) <= 1 and order.out_degree(block) <= 1 for block in order)

@@ -9,6 +9,7 @@ from gpp_plugin.extensions import PLANNERS, find_planner
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.given.asynchronous_plan import to_asynchronous
 from gpp_plugin.plan.given.tied_blocks import joined_request, parted
+from gpp_plugin.plan.machines.unlike_devices import best_over_orders
 from gpp_plugin.plan.make import complete_plan
 from gpp_plugin.plan.request import PlanRequest, check_request
 from gpp_plugin.plan.validate_plan import validate_plan
@@ -79,7 +80,9 @@ def _plan_in_mode(name: str, request: PlanRequest) -> PipelinePlan:
 def run_planner(name: str, request: PlanRequest) -> PipelinePlan:
     """Run a planner on a checked request, without validation; for planners that compare others.
 
+    Where devices are of several speeds it is run once for each order of their kinds, and the quickest plan is taken.
+
     Raises:
         PlanInfeasible: it finds no plan.
     """
-    return find_planner(name)(request)
+    return best_over_orders(request, find_planner(name))

@@ -39,6 +39,8 @@ class PlanRequest:
         mode: ``sync`` or ``async``, as of `PipelinePlan`.
         memory_optimization: what a planner may use to fit: ``recompute``, ``swap``, both or neither.
         vertical_sync: as of `PipelinePlan`.
+        rank_order: all ranks in the order in which stages take them; None: by their numbers, or, where devices are of
+            several speeds, the best of the orders that keep each kind together.
     """
 
     graph: BlockGraph
@@ -59,6 +61,7 @@ class PlanRequest:
     mode: str = "sync"
     memory_optimization: tuple[str, ...] = ()
     vertical_sync: bool = False
+    rank_order: tuple[int, ...] | None = None
 
 
 def rank_limit(request: PlanRequest, rank: int) -> int:
@@ -69,12 +72,11 @@ def rank_limit(request: PlanRequest, rank: int) -> int:
 
 def unlimited(request: PlanRequest) -> PlanRequest:
     """Return the request with all the memory in the world, and nothing to be done for it."""
-    devices = tuple(dataclasses.replace(d, memory_bytes=UNLIMITED) for d in request.cluster.devices)
     return dataclasses.replace(
         request,
         memory_limit_bytes=None,
         memory_optimization=(),
-        cluster=dataclasses.replace(request.cluster, devices=devices),
+        cluster=request.cluster.with_memory(UNLIMITED),
     )
 
 

@@ -8,11 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-"""The types a model may train in, as descriptions of devices name them, and the bytes of a number."""
-TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""What torch, and so a `TensorSpec`, calls them."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:

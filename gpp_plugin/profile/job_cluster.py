@@ -109,7 +109,7 @@ def find_cluster(
         )
     reached = _measure_speeds(placement, group, dtype)
     devices = tuple(
-        make_device(place.name, limit, reached[place.name], share=share)
+        make_device(place.name, limit, reached[place.name], share=share, dtype=dtype)
         for place, limit, share in zip(placement.places, limits, _shares(placement), strict=True)
     )
     cluster = Cluster(name="auto", devices=devices, links=links)

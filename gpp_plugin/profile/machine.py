@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 
 from gpp_plugin.ir.cluster import Cluster, Device, Link
+from gpp_plugin.ir.tensors import TRAINING_DTYPES
+from gpp_plugin.plan.cluster_files import USUAL_DTYPE
 
 WIDTH = 1024
 COPY_BYTES = 1 << 26
@@ -51,28 +53,48 @@ def read_machine(
     else:
         name, memory, share = "cpu", host_bytes(), 1 / here
     reached = reached_speeds("cuda" if is_cuda else "cpu", dtype)
-    device = make_device(name, int(memory * share), reached, share=share)
+    device = make_device(name, int(memory * share), reached, share=share, dtype=dtype)
     base = CUDA_LINK if is_cuda else CPU_LINK
     link = Link(name=base.name, span=ranks, bytes_per_s=base.bytes_per_s, latency_us=base.latency_us)
     return Cluster(name="auto", devices=(device,) * ranks, links=(link,))
 
 
-def make_device(name: str, memory_bytes: int, reached: tuple[float, float, float], *, share: float) -> Device:
+def make_device(
+    name: str,
+    memory_bytes: int,
+    reached: tuple[float, float, float],
+    *,
+    share: float,
+    dtype: torch.dtype = torch.float32,
+) -> Device:
     """Return a rank's device.
 
     Args:
         reached: of the whole device, as of `reached_speeds`.
         share: the rank's part of it.
+        dtype: in which it was measured.
     """
     flops_per_s, bytes_per_s, launch_us = reached
     return Device(
         name=name,
         memory_bytes=memory_bytes,
         flops_per_s=flops_per_s * share,
+        dtype=short_dtype(dtype) or USUAL_DTYPE,
+        peaks=((short_dtype(dtype), flops_per_s * share),) if short_dtype(dtype) else (),
         memory_bytes_per_s=bytes_per_s * share,
         efficiency=1.0,
         launch_us=launch_us,
     )
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """Return a type as descriptions of devices name it; "" where they do not.
+
+    >>> short_dtype(torch.bfloat16), short_dtype(torch.float64)
+    ('bf16', '')
+    """
+    name = str(dtype).removeprefix("torch.")
+    return next((short for short, known in TRAINING_DTYPES.items() if known == name), "")
 
 
 def host_bytes() -> int:

@@ -9,10 +9,15 @@ from gpp_plugin.extensions import PLANNERS, find_planner
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.given.asynchronous_plan import to_asynchronous
 from gpp_plugin.plan.given.tied_blocks import joined_request, parted
+from gpp_plugin.plan.machines.exchanges import exchange_stages
 from gpp_plugin.plan.machines.unlike_devices import best_over_orders
 from gpp_plugin.plan.make import complete_plan
 from gpp_plugin.plan.request import PlanRequest, check_request
 from gpp_plugin.plan.validate_plan import validate_plan
+
+
+PLACING = ("auto", "graphpipe")
+"""Planners whose stages may be exchanged between nodes; those of papers place them as they do."""
 
 
 def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
@@ -32,6 +37,8 @@ def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
         raise PlanError(
             f"planner {name!r} returned a {type(plan).__name__}, not a PipelinePlan; use another planner"
         )
+    if name in PLACING and plan.mode == "sync":
+        plan = exchange_stages(plan, request)
     validate_plan(
         plan,
         request.graph,

@@ -30,8 +30,8 @@ from gpp_plugin.extensions import planner_granularity
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import load, save
-from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.ir.tensors import TRAINING_DTYPES
+from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.library.named_models import (
     captured_model,
     config_path,
@@ -397,9 +397,7 @@ def _is_library_model(model: str | Path | nn.Module) -> bool:
     return isinstance(model, str) and model in MODELS
 
 
-def _batch_sizes(
-    model: str | Path | nn.Module, num_devices: int, options: RequestOptions
-) -> tuple[int, int]:
+def _batch_sizes(model: str | Path | nn.Module, num_devices: int, options: RequestOptions) -> tuple[int, int]:
     """Return the samples of a mini-batch and of a loss unit, those that are usual where nothing is said.
 
     Raises:

@@ -140,7 +140,8 @@ def in_dtype(graph: BlockGraph, dtype: str) -> BlockGraph:
             for block in graph.blocks
         ),
         tensors={
-            name: dataclasses.replace(spec, dtype=TRAINING_DTYPES[dtype]) for name, spec in graph.tensors.items()
+            name: dataclasses.replace(spec, dtype=TRAINING_DTYPES[dtype])
+            for name, spec in graph.tensors.items()
         },
         saved=tuple(dataclasses.replace(tensor, bytes=scaled(tensor.bytes)) for tensor in graph.saved),
     )

@@ -80,9 +80,7 @@ def forward_us(device: Device, gemm: Gemm, samples: int, *, element_bytes: int =
     if gemm.is_batched:
         batch = gemm.count * samples
         return gemm_us(device, gemm.rows, gemm.n, gemm.k, batch=batch, element_bytes=element_bytes)
-    return gemm.count * gemm_us(
-        device, gemm.rows * samples, gemm.n, gemm.k, element_bytes=element_bytes
-    )
+    return gemm.count * gemm_us(device, gemm.rows * samples, gemm.n, gemm.k, element_bytes=element_bytes)
 
 
 def backward_us(device: Device, gemm: Gemm, samples: int, *, element_bytes: int = 4) -> float:

@@ -158,7 +158,9 @@ def captured_model(
             [known[shapes.key].profile for shapes in usual],
             _grown(known[longest.key], graph),
         )
-    return graph, with_inputs(profile, graph, inputs, mini_batch=mini_batch, dtype=TRAINING_DTYPES[device.dtype])
+    return graph, with_inputs(
+        profile, graph, inputs, mini_batch=mini_batch, dtype=TRAINING_DTYPES[device.dtype]
+    )
 
 
 class _Shapes:

@@ -180,11 +180,15 @@ def _dtype_of(
         return asked or USUAL_DTYPE
     if asked is None and common:
         return common[0]
-    lacking = next(i for i, found in enumerate(peaks) if found and (asked or next(iter(known[0]))) not in found)
+    lacking = next(
+        i for i, found in enumerate(peaks) if found and (asked or next(iter(known[0]))) not in found
+    )
     has = f"devices[{lacking}] ({entries[lacking]['name']}) has a speed in {', '.join(peaks[lacking])}"
     if asked is not None:
         raise ConfigError(f"{where}: {has} and none in {asked}; train in one of these, or add tflops.{asked}")
-    raise ConfigError(f"{where}: no type has a speed on all devices: {has}; add what the others have to its tflops")
+    raise ConfigError(
+        f"{where}: no type has a speed on all devices: {has}; add what the others have to its tflops"
+    )
 
 
 def _links(plain: dict[str, Any], where: str, total: int) -> tuple[Link, ...]:

@@ -162,7 +162,9 @@ def with_ranks(plan: PipelinePlan, ranks: Sequence[tuple[int, ...]], costs: Cost
             changes = {
                 "forward_us": after[0],
                 "backward_us": stage.backward_us * slower,
-                "half_forward_us": costs.stage_times(rows, local / 2, own)[0] if stage.half_forward_us else 0.0,
+                "half_forward_us": costs.stage_times(rows, local / 2, own)[0]
+                if stage.half_forward_us
+                else 0.0,
                 "input_gradient_us": stage.input_gradient_us * slower,
                 "weight_gradient_us": stage.weight_gradient_us * slower,
             }

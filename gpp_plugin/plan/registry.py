@@ -15,7 +15,6 @@ from gpp_plugin.plan.make import complete_plan
 from gpp_plugin.plan.request import PlanRequest, check_request
 from gpp_plugin.plan.validate_plan import validate_plan
 
-
 PLACING = ("auto", "graphpipe")
 """Planners whose stages may be exchanged between nodes; those of papers place them as they do."""
 

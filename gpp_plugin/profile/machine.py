@@ -16,6 +16,10 @@ from gpp_plugin.ir.tensors import TRAINING_DTYPES
 from gpp_plugin.plan.cluster_files import USUAL_DTYPE
 
 WIDTH = 1024
+CUDA_WIDTH = 4096
+"""A product of 1024 x 1024 is over before a GPU is busy."""
+CUDA_BURST = 8
+"""Operations behind each other that are waited for together: what the host needs to notice the end is no part of one."""
 COPY_BYTES = 1 << 26
 REPEATS = 5
 CPU_LINK = Link(name="loopback", span=1, bytes_per_s=2e9, latency_us=100.0)
@@ -126,26 +130,32 @@ def reached_speeds(device_type: str, dtype: torch.dtype = torch.float32) -> tupl
     own = torch.Generator(device=kind).manual_seed(
         0
     )  # the caller's dropout must not depend on who measured what
-    left, right = torch.rand(2, WIDTH, WIDTH, device=kind, generator=own).to(dtype)
+    width = CUDA_WIDTH if kind.type == "cuda" else WIDTH
+    left, right = torch.rand(2, width, width, device=kind, generator=own).to(dtype)
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=kind)
     target = torch.empty_like(source)
     tiny = torch.zeros(1, device=kind)
-    # a product of two 1024 x 1024 matrices is 2 * 1024^3 operations; a copy moves every byte twice, in and out
+    # a product of two n x n matrices is 2 n^3 operations; a copy moves every byte twice, in and out
     return (
-        2 * WIDTH**3 / _seconds(lambda: left @ right),
+        2 * width**3 / _seconds(lambda: left @ right),
         2 * COPY_BYTES / _seconds(lambda: target.copy_(source)),
         _seconds(lambda: tiny.add_(1)) * 1e6,
     )
 
 
 def _seconds(operation: Callable[[], object]) -> float:
-    """Return the shortest of a few runs, after one that does not count."""
-    best = float("inf")
+    return seconds_of(operation, is_cuda=torch.cuda.is_available())
+
+
+def seconds_of(operation: Callable[[], object], *, is_cuda: bool) -> float:
+    """Return the shortest of a few runs of an operation, after one that does not count."""
+    best, count = float("inf"), CUDA_BURST if is_cuda else 1
     for i in range(REPEATS + 1):
         begin = time.perf_counter()
-        operation()
-        if torch.cuda.is_available():
+        for _ in range(count):
+            operation()
+        if is_cuda:
             torch.cuda.synchronize()
         if i:
-            best = min(best, time.perf_counter() - begin)
+            best = min(best, (time.perf_counter() - begin) / count)
     return best

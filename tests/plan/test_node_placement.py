@@ -107,7 +107,9 @@ def test_stages_with_much_to_tell_each_other_share_a_node():
     assert placed.iteration_us < 0.8 * plan.iteration_us
     assert "another order" in placed.notes[-1]
     # where the order is right nothing is exchanged
-    small = dataclasses.replace(graph, tensors={**graph.tensors, "b:out": dataclasses.replace(large, shape=(1, 1))})
+    small = dataclasses.replace(
+        graph, tensors={**graph.tensors, "b:out": dataclasses.replace(large, shape=(1, 1))}
+    )
     asked = dataclasses.replace(asked, graph=small, profile=make_profile(small, 1000.0))
     plan = build_plan(asked, drafts, planner="test")
     assert exchange_stages(plan, asked) is plan

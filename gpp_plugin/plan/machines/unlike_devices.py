@@ -65,9 +65,7 @@ def rank_orders(request: PlanRequest) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(found))
 
 
-def best_over_orders(
-    request: PlanRequest, planner: Callable[[PlanRequest], PipelinePlan]
-) -> PipelinePlan:
+def best_over_orders(request: PlanRequest, planner: Callable[[PlanRequest], PipelinePlan]) -> PipelinePlan:
     """Return a planner's quickest plan over all orders of the ranks; its plan where devices are alike.
 
     Raises:

@@ -126,9 +126,7 @@ class DegreeChooser:
         #     both             -     -           30 (1 + 1)      15 (1 + 2)   <- taken
         num = self.request.num_ranks
         best: dict[int, tuple[float, float, tuple[Option, ...]]] = {0: (0.0, 0.0, ())}
-        order = order_stages(
-            self.costs.graph, [self.sets.blocks(mask) for mask in masks], costs=self.costs
-        )
+        order = order_stages(self.costs.graph, [self.sets.blocks(mask) for mask in masks], costs=self.costs)
         for place, stage in enumerate(order):
             reached: dict[int, tuple[float, float, tuple[Option, ...]]] = {}
             most = num - (len(masks) - place - 1)  # a rank at least for each stage after it

@@ -104,8 +104,8 @@ class RequestOptions(TypedDict, total=False):
             of their times is planned for. A module's sample batch takes them, and ``max_length``, where they are given.
         max_length: the longest text, which memory is planned for; the longest of ``length`` by default.
         granularity: ``layer``, ``sub_layer`` or ``node``; the planner's usual blocks by default.
-        dtype: what it is trained in: ``bf16``, ``fp16`` or ``fp32``; by default the first that the cluster's description
-            has a speed in.
+        dtype: what it is trained in: ``bf16``, ``fp16`` or ``fp32``; by default the first that the cluster's devices
+            have a speed in.
         mini_batch: samples of one optimizer step; 64 by default, or 8 a device where that is more.
         loss_unit: samples of one loss; by default the mini-batch, or of a HuggingFace configuration whose loss does not
             compare samples about 4096 tokens.
@@ -185,9 +185,9 @@ def make_request(
     Raises:
         ConfigError, CaptureError, PlanError: as `plan`.
     """
-    # Costs are those of the first device; `CostModel` says what blocks take on another. A library model brings its costs
-    # from a paper's dimensions; anything else is captured on one loss unit, and its costs follow from operator counts at
-    # 1, 2, 4 .. mini_batch samples.
+    # Costs are those of the first device; `CostModel` says what blocks take on another. A library model brings its
+    # costs from a paper's dimensions; anything else is captured on one loss unit, and its costs follow from operator
+    # counts at 1, 2, 4 .. mini_batch samples.
     devices = _cluster(cluster, options.get("num_devices"), options.get("dtype"))
     device = devices.devices[0]
     mini_batch, loss_unit = _batch_sizes(model, devices.num_devices, options)

@@ -1,8 +1,8 @@
 """`gpp doctor --gpus N`: before the first job on new machines, everything of it but the model, in two minutes.
 
 It is a micro-benchmark as well: speeds of the devices by type, of their memory, of the links between ranks and of an
-all-reduce, which ``--output`` writes as a description that ``gpp plan --cluster`` reads. Started by itself it starts N ranks on this host; under a launcher (``torchrun``, ``deepspeed``, ``srun``, ``mpirun``)
-each process is one of the ranks, on however many hosts. Every wait has a limit, and what ends it names the rank or the
+all-reduce, which ``--output`` writes as a description that ``gpp plan --cluster`` reads. Started by itself it starts N
+ranks on this host; under a launcher (``torchrun``, ``deepspeed``, ``srun``, ``mpirun``) each process is one of the ranks, on however many hosts. Every wait has a limit, and what ends it names the rank or the
 pair that did not answer.
 """
 
@@ -40,9 +40,9 @@ def add_preflight_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=ALL,
         metavar="N",
-        help="try N ranks (all GPUs of this host) before a job: channels, a step of zeros, speeds, links and memory; alone "
-        "on this host, or one process a rank under a launcher: torchrun --no-python --nproc-per-node 8 gpp doctor "
-        "--gpus 8",
+        help="try N ranks (all GPUs of this host) before a job: channels, a step of zeros, speeds, links and memory; "
+        "alone on this host, or one process a rank under a launcher: torchrun --no-python --nproc-per-node 8 gpp "
+        "doctor --gpus 8",
     )
     parser.add_argument(
         "--device",

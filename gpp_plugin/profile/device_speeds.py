@@ -28,7 +28,7 @@ from gpp_plugin.profile.device_links import MESSAGE_BYTES
 from gpp_plugin.profile.machine import COPY_BYTES, reached_speeds, seconds_of
 
 MEASURED_DTYPES = {"cuda": ("bf16", "fp16", "fp32"), "cpu": ("fp32", "bf16")}
-"""By type of device what is multiplied in, the usual one first; CPUs without instructions for fp16 take minutes for it."""
+"""By type of device what is multiplied in, the usual one first; CPUs are not tried in fp16, which most lack."""
 REPEATS = 3
 
 

@@ -19,7 +19,7 @@ WIDTH = 1024
 CUDA_WIDTH = 4096
 """A product of 1024 x 1024 is over before a GPU is busy."""
 CUDA_BURST = 8
-"""Operations behind each other that are waited for together: what the host needs to notice the end is no part of one."""
+"""Operations that are waited for together: what the host needs to notice the end is no part of one."""
 COPY_BYTES = 1 << 26
 REPEATS = 5
 CPU_LINK = Link(name="loopback", span=1, bytes_per_s=2e9, latency_us=100.0)

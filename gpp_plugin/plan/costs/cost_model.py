@@ -3,8 +3,8 @@
 What a stage needs is `memory_formula`, what it takes per sample `time_formula`; here the blocks' costs are summed up
 and put into them. Arrays are by block, in the order of the graph.
 
-The profile is of the cluster's first device. Where devices are of several speeds (`device_speed`), a stage takes what its
-slowest rank takes; times for which no ranks are given are those of the quickest device, which no plan goes below.
+The profile is of the cluster's first device. Where devices are of several speeds (`device_speed`), a stage takes what
+its slowest rank takes; times for which no ranks are given are those of the quickest device, which no plan goes below.
 
 Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.3
 Tests: tests/plan/test_inputs.py, tests/profile/test_measure.py, tests/plan/test_asynchronous.py,

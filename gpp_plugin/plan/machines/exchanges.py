@@ -1,13 +1,15 @@
 """Which stages share a node: a finished plan's stages take their ranks in another order where that is quicker.
 
-Planners give consecutive ranks to stages in their order. What is cheap inside a node and dear between nodes then depends
-on where the borders fall: of four stages a -> b -> c -> d of one rank each, where only b -> c is large, on nodes of two,
+Planners give consecutive ranks to stages in their order. What is cheap inside a node and dear between nodes then
+depends on where the borders fall: of four stages a -> b -> c -> d of one rank each, where only b -> c is large, on
+nodes of two,
 
     in order            | a  b | c  d |        b -> c goes between nodes
     b and d exchanged   | a  d | c  b |        a -> b and c -> d do
 
-Two stages are exchanged in the order in which ranks are taken: a fixed number of pairs, those whose messages between nodes are largest first, predicted quickly (`estimate`); the
-best of them is simulated, and taken where it is quicker. That goes on until none is, or the exchanges are used up.
+Two stages are exchanged in the order in which ranks are taken: a fixed number of pairs, those whose messages between
+nodes are largest first, predicted quickly (`estimate`); the best of them is simulated, and taken where it is quicker.
+That goes on until none is, or the exchanges are used up.
 
 Source: this project
 Tests: tests/plan/test_node_placement.py

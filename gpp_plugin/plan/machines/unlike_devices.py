@@ -16,8 +16,8 @@ finishes a branch before it begins the next, cut into S stages on consecutive ra
 for every S, with times of the slowest of a stage's ranks. What is cut from a linear order is a graph of stages as any
 other partition: branches that are cut apart run beside each other.
 
-Source: this project; the recurrence is PipeDream's (SOSP 2019, doi 10.1145/3341301.3359646), section 3.1, over ranks that
-    differ
+Source: this project; the recurrence is PipeDream's (SOSP 2019, doi 10.1145/3341301.3359646), section 3.1, over ranks
+    that differ
 Tests: tests/plan/test_unlike_devices.py
 """
 

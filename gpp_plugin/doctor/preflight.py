@@ -2,8 +2,8 @@
 
 It is a micro-benchmark as well: speeds of the devices by type, of their memory, of the links between ranks and of an
 all-reduce, which ``--output`` writes as a description that ``gpp plan --cluster`` reads. Started by itself it starts N
-ranks on this host; under a launcher (``torchrun``, ``deepspeed``, ``srun``, ``mpirun``) each process is one of the ranks, on however many hosts. Every wait has a limit, and what ends it names the rank or the
-pair that did not answer.
+ranks on this host; under a launcher (``torchrun``, ``deepspeed``, ``srun``, ``mpirun``) each process is one of the
+ranks, on however many hosts. Every wait has a limit, and what ends it names the rank or the pair that did not answer.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpp_plugin.api import format_plan, make_request, plan_for, save
+from gpp_plugin.api import USUAL_LENGTH, format_plan, make_request, plan_for, save
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.extensions import PLANNERS, TRANSPORTS
 from gpp_plugin.ir.plan import PipelinePlan
@@ -104,7 +104,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--length",
         type=int,
         nargs="+",
-        default=[512],
         help="tokens of a text, for a HuggingFace model; of several, the mean of their times is planned for (512)",
     )
     parser.add_argument(
@@ -198,6 +197,8 @@ def _request(args: argparse.Namespace) -> PlanRequest:
             raise ConfigError(f"{option} {value}: give at least 1 sample")
     if args.size and args.model not in MODELS:
         raise ConfigError("--size: is for library models; edit the HuggingFace configuration instead")
+    if args.model in MODELS and (args.length or args.max_length):
+        raise ConfigError(f"--length: is for HuggingFace models; {args.model} has sizes: --size NAME=VALUE")
     return make_request(
         args.model,
         args.cluster,
@@ -205,7 +206,7 @@ def _request(args: argparse.Namespace) -> PlanRequest:
         schedule=args.schedule,
         num_devices=args.devices,
         sizes=_sizes(args.size),
-        length=args.length,
+        length=args.length or USUAL_LENGTH,
         max_length=args.max_length,
         granularity=args.granularity,
         dtype=args.dtype,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import networkx as nx
 
@@ -153,7 +154,7 @@ def with_ranks(plan: PipelinePlan, ranks: Sequence[tuple[int, ...]], costs: Cost
     """
     stages = []
     for stage, own in zip(plan.stages, ranks, strict=True):
-        changes: dict[str, float] = {}
+        changes: dict[str, Any] = {}
         if costs.kinds_of(stage.ranks) != costs.kinds_of(own):
             rows, local = costs.indices(stage.blocks), stage.local_batch_size
             before, after = (costs.stage_times(rows, local, placed) for placed in (stage.ranks, own))

@@ -7,6 +7,7 @@ import random
 import pytest
 from plan.graphs import make_graph, make_profile
 
+from gpp_plugin.api import make_request
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import Block
 from gpp_plugin.ir.cluster import Cluster, Device, Link
@@ -16,6 +17,7 @@ from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.judge import judge_us
 from gpp_plugin.plan.machines.unlike_devices import rank_orders, ranked_partitions
 from gpp_plugin.plan.make import StageDraft, build_plan
+from gpp_plugin.plan.memory.fitting import fitter_for
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 
@@ -231,3 +233,23 @@ def test_memory_of_unlike_devices_is_that_of_their_ranks():
     for stage in plan.stages:
         assert stage.memory_bytes <= min(machines.devices[rank].memory_bytes for rank in stage.ranks)
     assert plan.graph == fingerprint(graph)
+
+
+def test_running_again_takes_longer_on_slower_devices():
+    sizes = {"branches": 2, "layers": 3}
+    asked = make_request("mmt", "h100_a100", sizes=sizes, num_devices=8, memory=("recompute",))
+    costs = CostModel(asked.graph, asked.profile, asked.cluster)
+    fitter = fitter_for(asked, costs)
+    assert fitter is not None
+    whole = StageDraft(blocks=tuple(b.name for b in asked.graph.blocks), degree=4, micro_batch_size=64)
+    fitted = {}
+    for ranks in ((0, 1, 2, 3), (4, 5, 6, 7)):
+        plan = build_plan(asked, [dataclasses.replace(whole, ranks=ranks)], planner="", costs=costs)
+        (stage,) = plan.stages
+        tight = dataclasses.replace(asked, memory_limit_bytes=int(0.9 * stage.memory_bytes))
+        (fitted[ranks],) = fitter_for(tight, costs).fitted(plan).stages
+    quick, slow = fitted.values()
+    assert quick.memory.recompute_us > 0
+    ratio = slow.forward_us / quick.forward_us
+    assert ratio > 1.5
+    assert slow.memory.recompute_us == pytest.approx(ratio * quick.memory.recompute_us)

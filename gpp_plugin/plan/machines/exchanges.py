@@ -50,7 +50,7 @@ def exchange_stages(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     left = min(NUM_EXCHANGES, MAX_TASKS // max(tasks, 1))
     before = estimate_plan_us(plan, costs)
     while left > 0:
-        found = []
+        found: list[tuple[float, int, PipelinePlan]] = []
         for ranks in itertools.islice(_exchanged(best, costs), left):
             left -= 1
             changed = with_ranks(best, ranks, costs)

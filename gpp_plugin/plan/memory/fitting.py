@@ -357,7 +357,9 @@ class StageFitter:
         choice = self.choose(**self._place(stage, limit - stashed_bytes))
         memory = choice.memory
         if memory is not None and self.costs.is_mixed:
-            memory = dataclasses.replace(memory, added_us=memory.added_us * self._slower(stage))
+            slower = self._slower(stage)
+            again = (dataclasses.replace(s, recompute_us=s.recompute_us * slower) for s in memory.recomputed)
+            memory = dataclasses.replace(memory, recomputed=tuple(again))
         return dataclasses.replace(
             stage,
             backward_us=stage.backward_us + (memory.added_us if memory is not None else 0.0),
@@ -368,7 +370,8 @@ class StageFitter:
     def _slower(self, stage: Stage) -> float:
         """Return how many times longer a stage's ranks take for its forwards than the quickest devices.
 
-        What is added is worked out on these. Waiting for the host does not depend on the device; it is counted alike.
+        What is added is worked out on these; waiting for the host, which does not depend on the device, is only told
+        apart in a finished plan.
         """
         if not self.costs.is_mixed:
             return 1.0

@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-from plan.graphs import make_graph, make_profile
 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.cluster import Cluster, Device, Link
@@ -16,6 +15,7 @@ from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.rehearse.saved_programs import make_programs
 from gpp_plugin.simulate.predict import simulate_plan, simulate_programs
+from tests.plan.graphs import make_graph, make_profile
 
 NODE, BYTES_PER_S = 4, 1e9
 

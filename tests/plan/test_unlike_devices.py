@@ -5,7 +5,6 @@ import itertools
 import random
 
 import pytest
-from plan.graphs import make_graph, make_profile
 
 from gpp_plugin.api import make_request
 from gpp_plugin.errors import PlanError
@@ -20,6 +19,7 @@ from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.memory.fitting import fitter_for
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
+from tests.plan.graphs import make_graph, make_profile
 
 MOST_WORSE = 1.05
 NUM_RESIZED = 12

@@ -30,10 +30,17 @@ from gpp_plugin.extensions import planner_granularity
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import load, save
+from gpp_plugin.ir.tensors import TRAINING_DTYPES
 from gpp_plugin.ir.timeline import Timeline
-from gpp_plugin.library.named_models import captured_model, config_path, huggingface_model, library_model
+from gpp_plugin.library.named_models import (
+    captured_model,
+    config_path,
+    huggingface_model,
+    library_model,
+    usual_loss_unit,
+)
 from gpp_plugin.library.paper_graphs import MODELS
-from gpp_plugin.plan.cluster_files import read_cluster
+from gpp_plugin.plan.cluster_files import USUAL_DTYPE, read_cluster
 from gpp_plugin.plan.costs.memory_breakdown import with_breakdown
 from gpp_plugin.plan.edge_transports import NATIVE, note_edge_transports
 from gpp_plugin.plan.make import StageDraft, build_plan
@@ -77,6 +84,11 @@ __all__ = [
     "validate",
 ]
 
+USUAL_MINI_BATCH = 64
+SAMPLES_A_DEVICE = 8
+"""Of the usual mini-batch on many devices."""
+USUAL_LENGTH = 512
+
 ClusterSource = Cluster | str | Path | dict[str, Any]
 """A cluster, or what describes one: the name of a description that comes with the package, a JSON file, its content
 (`plan.cluster_files`), or ``auto``: this machine."""
@@ -93,8 +105,11 @@ class RequestOptions(TypedDict, total=False):
             of their times is planned for. A module's sample batch takes them, and ``max_length``, where they are given.
         max_length: the longest text, which memory is planned for; the longest of ``length`` by default.
         granularity: ``layer``, ``sub_layer`` or ``node``; the planner's usual blocks by default.
-        mini_batch: samples of one optimizer step; 64 by default.
-        loss_unit: samples of one loss; the mini-batch by default.
+        dtype: what it is trained in: ``bf16``, ``fp16`` or ``fp32``; by default the first that the cluster's devices
+            have a speed in.
+        mini_batch: samples of one optimizer step; 64 by default, or 8 a device where that is more.
+        loss_unit: samples of one loss; by default the mini-batch, or of a HuggingFace configuration whose loss does not
+            compare samples about 4096 tokens.
         micro_batch_sizes: samples of every stage's micro-batch, or by module path as in the configuration; the planner
             chooses by default.
         stages: exactly that many; the planner chooses by default. More than devices: each holds several.
@@ -114,7 +129,8 @@ class RequestOptions(TypedDict, total=False):
     length: int | Sequence[int]
     max_length: int | None
     granularity: str | None
-    mini_batch: int
+    dtype: str | None
+    mini_batch: int | None
     loss_unit: int | None
     micro_batch_sizes: int | Mapping[str, int] | None
     stages: int | None
@@ -174,19 +190,18 @@ def make_request(
     Raises:
         ConfigError, CaptureError, PlanError: as `plan`.
     """
-    mini_batch = options.get("mini_batch", 64)
-    loss_unit = options.get("loss_unit") or mini_batch
-    if mini_batch < 1 or loss_unit < 1:
-        raise ConfigError(f"mini_batch {mini_batch}, loss_unit {loss_unit}: give at least 1 sample")
-    # Costs are those of the first device for every rank: descriptions of mixed nodes differ in memory, which
-    # planners look up by rank. A library model brings its costs from a paper's dimensions; anything else is captured
-    # on one loss unit, and its costs follow from operator counts at 1, 2, 4 .. mini_batch samples.
-    devices = _cluster(cluster, options.get("num_devices"))
+    # Costs are those of the first device; `CostModel` says what blocks take on another. A library model brings its
+    # costs from a paper's dimensions; anything else is captured on one loss unit, and its costs follow from operator
+    # counts at 1, 2, 4 .. mini_batch samples.
+    devices = _cluster(cluster, options.get("num_devices"), options.get("dtype"))
     device = devices.devices[0]
+    mini_batch, loss_unit = _batch_sizes(model, devices.num_devices, options)
     granularity = options.get("granularity")
     sizes = options.get("sizes") or {}
-    if isinstance(model, str) and model in MODELS:
-        graph, profile = library_model(model, sizes, device, mini_batch=mini_batch, granularity=granularity)
+    if _is_library_model(model):
+        graph, profile = library_model(
+            str(model), sizes, device, mini_batch=mini_batch, granularity=granularity
+        )
     else:
         if sizes:
             raise ConfigError("sizes: is for library models; edit the model's own configuration instead")
@@ -391,9 +406,39 @@ def _links(plan: PipelinePlan, cluster: ClusterSource | None) -> Cluster | None:
     return None if cluster is None else _cluster(cluster, plan.num_ranks)
 
 
-def _cluster(source: ClusterSource, num_devices: int | None) -> Cluster:
+def _is_library_model(model: str | Path | nn.Module) -> bool:
+    return isinstance(model, str) and model in MODELS
+
+
+def _batch_sizes(model: str | Path | nn.Module, num_devices: int, options: RequestOptions) -> tuple[int, int]:
+    """Return the samples of a mini-batch and of a loss unit, those that are usual where nothing is said.
+
+    Raises:
+        ConfigError: one of them is below 1, or the model's configuration is none.
+    """
+    mini_batch, loss_unit = options.get("mini_batch"), options.get("loss_unit")
+    if mini_batch is None:
+        mini_batch = max(USUAL_MINI_BATCH, SAMPLES_A_DEVICE * num_devices)
+        if loss_unit is not None and loss_unit > 0:
+            mini_batch = -(-mini_batch // loss_unit) * loss_unit
+    if mini_batch < 1 or (loss_unit is not None and loss_unit < 1):
+        raise ConfigError(f"mini_batch {mini_batch}, loss_unit {loss_unit}: give at least 1 sample")
+    if loss_unit is None and isinstance(model, (str, Path)) and not _is_library_model(model):
+        usual, _ = _text_lengths(options)
+        loss_unit = usual_loss_unit(
+            config_path(model), mini_batch=mini_batch, length=usual[-1], num_devices=num_devices
+        )
+    return mini_batch, loss_unit or mini_batch
+
+
+def _cluster(source: ClusterSource, num_devices: int | None, dtype: str | None = None) -> Cluster:
     """Return the cluster that ``source`` means, with as many devices as are wanted."""
     if isinstance(source, Cluster):
+        if dtype not in (None, source.devices[0].dtype):
+            raise ConfigError(
+                f"dtype {dtype}: cluster {source.name!r} has speeds in {source.devices[0].dtype}; give its description "
+                "instead"
+            )
         if num_devices not in (None, source.num_devices):
             raise ConfigError(
                 f"num_devices {num_devices}: cluster {source.name!r} has {source.num_devices} devices; give its "
@@ -401,12 +446,32 @@ def _cluster(source: ClusterSource, num_devices: int | None) -> Cluster:
             )
         return source
     if source != "auto":
-        return read_cluster(source, num_devices=num_devices)
+        return read_cluster(source, num_devices=num_devices, dtype=dtype)
     if num_devices is not None and num_devices < 1:
         raise ConfigError(f"num_devices {num_devices}: give at least 1")
     from gpp_plugin.profile.machine import read_machine
 
-    return read_machine(num_devices)
+    if dtype is not None and dtype not in TRAINING_DTYPES:
+        raise ConfigError(f"dtype {dtype!r}: is not known; give one of {', '.join(TRAINING_DTYPES)}")
+    import torch  # noqa: TID251 - this machine's devices are torch's
+
+    return read_machine(num_devices, dtype=getattr(torch, TRAINING_DTYPES[dtype or USUAL_DTYPE]))
+
+
+def _text_lengths(options: RequestOptions) -> tuple[list[int], int]:
+    """Return the usual lengths of texts, increasing, and the longest.
+
+    Raises:
+        ConfigError: there is none, or one is below 1.
+    """
+    given = options.get("length", USUAL_LENGTH)
+    usual = [given] if isinstance(given, int) else sorted(given)
+    longest = options.get("max_length") or max(usual, default=0)
+    if not usual or usual[0] < 1 or longest < usual[-1]:
+        raise ConfigError(
+            f"length {usual}, max_length {longest}: give lengths of at least 1 token, and no max_length below them"
+        )
+    return usual, longest
 
 
 def _module_and_batches(
@@ -417,13 +482,8 @@ def _module_and_batches(
     Raises:
         ConfigError: as `make_request`.
     """
-    given = options.get("length", 512)
-    usual = [given] if isinstance(given, int) else sorted(given)
-    longest = options.get("max_length") or max(usual, default=0)
-    if not usual or usual[0] < 1 or longest < usual[-1]:
-        raise ConfigError(
-            f"length {usual}, max_length {longest}: give lengths of at least 1 token, and no max_length below them"
-        )
+    given = options.get("length", USUAL_LENGTH)
+    usual, longest = _text_lengths(options)
     batch = options.get("sample_batch")
     if isinstance(model, (str, Path)):
         path = config_path(model)

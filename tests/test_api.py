@@ -119,7 +119,11 @@ def test_a_module_is_planned_with_a_batch() -> None:
         ({"model": "mmtt"}, ConfigError, "no such file, configuration or library model; did you mean 'mmt'"),
         ({"model": "gpt2-345m", "sizes": {"layers": 2}}, ConfigError, "sizes: is for library models"),
         ({"model": 3}, ConfigError, "model: a int is neither a module nor the name or path of a model"),
-        ({"model": "mmt", "mini_batch": 0}, ConfigError, "mini_batch 0, loss_unit 0: give at least 1 sample"),
+        (
+            {"model": "mmt", "mini_batch": 0},
+            ConfigError,
+            "mini_batch 0, loss_unit None: give at least 1 sample",
+        ),
         ({"model": "mmt", "schedule": "1f2b"}, PlanError, "no schedule '1f2b'; give one of auto, 1f1b"),
         ({"model": "mmt", "planner": "autos", "num_devices": 1}, PlanError, "did you mean 'auto'"),
         ({"model": "mmt", "cluster": "sumit"}, ConfigError, "did you mean 'summit'"),

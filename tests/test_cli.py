@@ -94,7 +94,7 @@ def test_wrong_usage_exits_with_2(arguments, capsys):
         ),
         (["plan", "mmt", "--cluster", "sumit"], "gpp plan: cluster 'sumit': no such file; did you mean 'summit'?"),
         (["plan", "mmt", "--size", "branches"], "gpp plan: --size: 'branches' is not NAME=VALUE, e.g. branches=8\n"),
-        (["plan", "mmt", "--mini-batch", "0"], "gpp plan: --mini-batch 0, --loss-unit 0: give at least 1 sample\n"),
+        (["plan", "mmt", "--mini-batch", "0"], "gpp plan: --mini-batch 0: give at least 1 sample\n"),
         (["plan", "mmt", "--size", "branches=x"], "gpp plan: model 'mmt': branches is 'x'; give a whole number of at least 1\n"),
         (["plan", "mmt", "--mode", "async", "--devices", "2", "--schedule", "gpipe"], "gpp plan: schedule 'gpipe': mode async runs 1f1b; use \"auto\"\n"),
         (["simulate", "bytes.json"], "gpp simulate: bytes.json: not a PipelinePlan file: 'utf-8' codec"),

@@ -23,7 +23,7 @@ SECONDS = 150
 
 def test_two_ranks_of_this_host(tmp_path, capsys):
     output = tmp_path / "cluster.json"
-    assert main(["doctor", "--gpus", "2", "--device", "cpu", "--output", str(output), "--json"]) == 0
+    assert main(["doctor", "--gpus", "--cpu", "--output", str(output), "--json"]) == 0
     *text, last = capsys.readouterr().out.splitlines()
     assert any(line.startswith("step of zeros") and "channels of 2 stages" in line for line in text)
     assert text[-1].startswith("2 ranks are ready (a functional run on CPUs over gloo")
@@ -31,7 +31,10 @@ def test_two_ranks_of_this_host(tmp_path, capsys):
     (pair,) = result["rows"]
     assert (pair["first"], pair["second"], pair["link"]) == (0, 1, "host memory")
     assert pair["bytes_per_s"] > 0 and pair["latency_us"] > 0 and result["device"] == "cpu"
+    assert any(line.startswith("speed of") and "fp32: " in line for line in text)
+    assert any(line.startswith("all-reduce") for line in text) and result["all_reduce_bytes_per_s"] > 0
     cluster = read_cluster(output, num_devices=2)
+    assert {dtype for dtype, _ in cluster.devices[0].peaks} == {"fp32", "bf16"}
     assert [(link.name, link.span) for link in cluster.links] == [("host memory", 2)]
     assert main(["plan", "mmt", "--cluster", str(output), "--planner", "uniform"]) == 0
 
@@ -115,7 +118,7 @@ def test_without_a_device_it_says_what_to_do(monkeypatch, capsys):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["doctor", "--gpus", "2"]) == 2
-    assert "--device cpu tries the same over gloo" in capsys.readouterr().err
+    assert "torch sees no CUDA device; --cpu tries the same over gloo" in capsys.readouterr().err
 
 
 def test_who_started_this_process():

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpp_plugin.api import format_plan, make_request, plan_for, save
+from gpp_plugin.api import USUAL_LENGTH, format_plan, make_request, plan_for, save
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.extensions import PLANNERS, TRANSPORTS
 from gpp_plugin.ir.plan import PipelinePlan
@@ -44,8 +44,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--planner", default="auto", help=f"one of {', '.join(PLANNERS.names())} (%(default)s)"
     )
-    parser.add_argument("--mini-batch", type=int, default=64, help="samples of one step (%(default)s)")
-    parser.add_argument("--loss-unit", type=int, help="samples of one loss (the mini-batch)")
+    parser.add_argument(
+        "--dtype",
+        help="what is trained in: bf16, fp16 or fp32; by default the first that the cluster's devices have a speed in",
+    )
+    parser.add_argument(
+        "--mini-batch", type=int, help="samples of one step (64, or 8 a device where that is more)"
+    )
+    parser.add_argument(
+        "--loss-unit",
+        type=int,
+        help="samples of one loss (the mini-batch; of a HuggingFace model whose loss compares no samples about 4096 "
+        "tokens)",
+    )
     parser.add_argument("--micro-batch", type=int, help="samples every stage takes at a time")
     parser.add_argument(
         "--stages", type=int, help="exactly that many stages; more than devices: a device holds several"
@@ -112,7 +123,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--length",
         type=int,
         nargs="+",
-        default=[512],
         help="tokens of a text, for a HuggingFace model; of several, the mean of their times is planned for (512)",
     )
     parser.add_argument(
@@ -181,7 +191,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     throughput = plan.mini_batch / plan.iteration_us * 1e6 if plan.iteration_us else 0.0
     print(
         f"\n{len(request.graph.blocks)} blocks planned on {request.cluster.name} in {seconds:.2f} s; costs: "
-        f"{request.profile.source}, of {request.profile.device}; {throughput:.1f} samples/s predicted"
+        f"{request.profile.source}, of {request.profile.device} in {_dtype_text(request, args)}; "
+        f"{throughput:.1f} samples/s predicted"
     )
     if args.out is not None:
         save(plan, args.out)
@@ -190,6 +201,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "rows": stage_rows(plan),
         "edges": edge_rows(plan, args.p2p),
         **_figures(plan),
+        "dtype": request.cluster.devices[0].dtype,
+        "mini_batch": plan.mini_batch,
+        "loss_unit": plan.loss_unit,
         "seconds": seconds,
         "samples_per_s": throughput,
         "memory": [{**to_plain(part), "total": part.total} for part in parts],
@@ -208,12 +222,13 @@ def _request(args: argparse.Namespace) -> PlanRequest:
         )
     if args.cluster == "auto" and args.devices is not None and args.devices < 1:
         raise ConfigError(f"--devices {args.devices}: give at least 1")
-    # one loss a mini-batch, where nothing is said of it
-    unit = args.loss_unit or args.mini_batch
-    if args.mini_batch < 1 or unit < 1:
-        raise ConfigError(f"--mini-batch {args.mini_batch}, --loss-unit {unit}: give at least 1 sample")
+    for option, value in (("--mini-batch", args.mini_batch), ("--loss-unit", args.loss_unit)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{option} {value}: give at least 1 sample")
     if args.size and args.model not in MODELS:
         raise ConfigError("--size: is for library models; edit the HuggingFace configuration instead")
+    if args.model in MODELS and (args.length or args.max_length):
+        raise ConfigError(f"--length: is for HuggingFace models; {args.model} has sizes: --size NAME=VALUE")
     return make_request(
         args.model,
         args.cluster,
@@ -221,11 +236,12 @@ def _request(args: argparse.Namespace) -> PlanRequest:
         schedule=args.schedule,
         num_devices=args.devices,
         sizes=_sizes(args.size),
-        length=args.length,
+        length=args.length or USUAL_LENGTH,
         max_length=args.max_length,
         granularity=args.granularity,
+        dtype=args.dtype,
         mini_batch=args.mini_batch,
-        loss_unit=unit,
+        loss_unit=args.loss_unit,
         micro_batch_sizes=args.micro_batch or None,
         stages=args.stages,
         virtual_stages=args.virtual_stages,
@@ -236,6 +252,12 @@ def _request(args: argparse.Namespace) -> PlanRequest:
         mode=args.mode,
         vertical_sync=args.vertical_sync,
     )
+
+
+def _dtype_text(request: PlanRequest, args: argparse.Namespace) -> str:
+    """Return the type that is trained in, and where it comes from if the user did not say."""
+    dtype = request.cluster.devices[0].dtype
+    return dtype if args.dtype is not None else f"{dtype} (the cluster's; --dtype says another)"
 
 
 def _figures(plan: PipelinePlan) -> dict[str, Any]:

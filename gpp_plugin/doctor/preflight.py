@@ -1,8 +1,9 @@
 """`gpp doctor --gpus N`: before the first job on new machines, everything of it but the model, in two minutes.
 
-Started by itself it starts N ranks on this host; under a launcher (``torchrun``, ``deepspeed``, ``srun``, ``mpirun``)
-each process is one of the ranks, on however many hosts. Every wait has a limit, and what ends it names the rank or the
-pair that did not answer.
+It is a micro-benchmark as well: speeds of the devices by type, of their memory, of the links between ranks and of an
+all-reduce, which ``--output`` writes as a description that ``gpp plan --cluster`` reads. Started by itself it starts N
+ranks on this host; under a launcher (``torchrun``, ``deepspeed``, ``srun``, ``mpirun``) each process is one of the
+ranks, on however many hosts. Every wait has a limit, and what ends it names the rank or the pair that did not answer.
 """
 
 from __future__ import annotations
@@ -20,10 +21,15 @@ from typing import Any
 
 from gpp_plugin.doctor.check import Check, Status, print_advice, print_checks
 from gpp_plugin.errors import ConfigError, DeviceMissing
+from gpp_plugin.ir.serialize import write_text_whole
 from gpp_plugin.launch import end_rank, run_ranks
 from gpp_plugin.report.units import format_table
 
 ASKING_TIMEOUT_S = 30.0
+ALL = -1
+"""What ``--gpus`` without a number means: all GPUs of this host, or the ranks that a launcher started."""
+CPU_RANKS = 2
+"""With ``--cpu``, where no number is given."""
 
 
 def add_preflight_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,15 +37,26 @@ def add_preflight_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus",
         type=int,
+        nargs="?",
+        const=ALL,
         metavar="N",
-        help="try N ranks before a job: channels, a step of zeros, links and memory; alone on this host, or one "
-        "process a rank under a launcher: torchrun --no-python --nproc-per-node 8 gpp doctor --gpus 8",
+        help="try N ranks (all GPUs of this host) before a job: channels, a step of zeros, speeds, links and memory; "
+        "alone on this host, or one process a rank under a launcher: torchrun --no-python --nproc-per-node 8 gpp "
+        "doctor --gpus 8",
     )
     parser.add_argument(
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
         help="with --gpus: cpu tries the same over gloo, where there is no GPU",
+    )
+    parser.add_argument(
+        "--cpu",
+        dest="device",
+        action="store_const",
+        const="cpu",
+        default=argparse.SUPPRESS,
+        help="as --device cpu",
     )
     parser.add_argument(
         "--plan", type=Path, metavar="FILE", help="with --gpus: open the channels of this plan"
@@ -64,6 +81,8 @@ def run_preflight(args: argparse.Namespace) -> dict[str, Any]:
         RuntimeFailure, CommTimeout: a rank failed or did not answer; says which.
     """
     launched = started_ranks(os.environ)
+    if args.gpus == ALL:
+        args.gpus = launched or _devices_here(args.device)
     _check_options(args, launched)
     found = _run(args, is_launched=launched > 0)
     checks = [*_checks_of(found, args), *host_checks(args.device)]
@@ -73,7 +92,10 @@ def run_preflight(args: argparse.Namespace) -> dict[str, Any]:
     print_advice(checks)
     if args.output is not None:
         _write(found["cluster"], args.output)
-        print(f'\nthe cluster is in {args.output}: "graph_pipeline": {{"cluster": "{args.output}"}}')
+        print(
+            f'\nthe cluster is in {args.output}: "graph_pipeline": {{"cluster": "{args.output}"}}, '
+            f"gpp plan MODEL --cluster {args.output}"
+        )
     broken = [check.name for check in checks if check.is_failure]
     label = (
         " (a functional run on CPUs over gloo: its speeds say nothing about GPUs)"
@@ -86,6 +108,7 @@ def run_preflight(args: argparse.Namespace) -> dict[str, Any]:
         "checks": [{**asdict(check), "status": check.status.value} for check in checks],
         "cluster": found["cluster"],
         "steps_ms": found["steps_ms"],
+        "all_reduce_bytes_per_s": found["all_reduce_bytes_per_s"],
         "device": args.device,
         "ok": not broken,
     }
@@ -99,6 +122,13 @@ def started_ranks(environment: Mapping[str, str]) -> int:
         return int(environment.get("WORLD_SIZE", "1"))
     size = int(launcher_variables(environment)["WORLD_SIZE"])
     return size if size > 1 else 0
+
+
+def _devices_here(device: str) -> int:
+    """Return the ranks that are tried where no number is given; at least 1, so that a missing GPU is told as such."""
+    import torch
+
+    return max(1, torch.cuda.device_count()) if device == "cuda" else CPU_RANKS
 
 
 def _check_options(args: argparse.Namespace, launched: int) -> None:
@@ -115,7 +145,7 @@ def _check_options(args: argparse.Namespace, launched: int) -> None:
 
         if not torch.cuda.is_available():
             raise DeviceMissing(
-                f"--gpus {args.gpus}: torch sees no CUDA device; --device cpu tries the same over gloo on CPUs"
+                f"--gpus {args.gpus}: torch sees no CUDA device; --cpu tries the same over gloo and measures the CPU"
             )
     if args.plan is not None:
         from gpp_plugin.rehearse.rehearsal_settings import load_plan
@@ -171,6 +201,14 @@ def _checks_of(found: Mapping[str, Any], args: argparse.Namespace) -> Iterator[C
             status=Status.OK,
             found=f"joins {link['span']} ranks: {link['gb_per_s']:.1f} GB/s a rank, {link['latency_us']:.1f} us",
         )
+    for name, lines in found["speeds"].items():
+        yield Check(name=f"speed of {name}", status=Status.OK, found="; ".join(lines))
+    if found["all_reduce_bytes_per_s"]:
+        yield Check(
+            name="all-reduce",
+            status=Status.OK,
+            found=f"over {args.gpus} ranks: {found['all_reduce_bytes_per_s'] / 1e9:.2f} GB/s on the slowest link",
+        )
     for line in found["memory"]:
         yield Check(name="memory", status=Status.OK, found=line)
 
@@ -191,7 +229,7 @@ def format_pairs(pairs: list[dict[str, Any]]) -> str:
 
 def _write(cluster: Mapping[str, Any], path: Path) -> None:
     try:
-        path.write_text(json.dumps(cluster, indent=2) + "\n", encoding="utf-8")
+        write_text_whole(path, json.dumps(cluster, indent=2) + "\n")
     except OSError as error:
         raise ConfigError(
             f"--output {path}: cannot be written ({error.strerror}); name another file"

@@ -26,11 +26,18 @@ from gpp_plugin.ir.tensors import TensorSpec, batch_layout
 from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.plan.cluster_files import describe_cluster
 from gpp_plugin.profile.device_links import PairSpeed, measure_pairs, rounds_of_pairs
-from gpp_plugin.profile.job_cluster import JobCluster, find_cluster
+from gpp_plugin.profile.device_speeds import (
+    MeasuredDevice,
+    measure_all_reduce,
+    measure_device,
+    with_measured,
+)
+from gpp_plugin.profile.job_cluster import JobCluster, find_cluster, shares_of
 from gpp_plugin.rehearse.rehearsal_rank import RehearsalRank
 from gpp_plugin.rehearse.rehearsal_settings import RehearsalSettings
 from gpp_plugin.rehearse.saved_programs import make_programs, make_windows, scale_times
 from gpp_plugin.runtime.lane import channels_of
+from gpp_plugin.runtime.ranks.agree import exchange
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement, join_ranks
 
 ALL_PAIRS = 16
@@ -136,7 +143,8 @@ def run_rank(settings: PreflightSettings) -> dict[str, Any] | None:
     )
     plan = preflight_plan(num_ranks) if settings.plan is None else load(PipelinePlan, settings.plan)
     steps_ms = _run_zeros(plan, placement, group, settings.timeout_s)
-    speeds = _measure(placement, group, found, settings.timeout_s)
+    speeds, all_reduce = _measure(placement, group, found, settings.timeout_s)
+    measured = _measure_devices(placement, group)
     if placement.rank:
         return None
     return {
@@ -146,7 +154,8 @@ def run_rank(settings: PreflightSettings) -> dict[str, Any] | None:
         "channels": len(_channels(plan)),
         "plan": plan.model,
         "stages": len(plan.stages),
-        **_describe(placement, found, speeds),
+        "all_reduce_bytes_per_s": all_reduce,
+        **_describe(placement, found, speeds, measured),
     }
 
 
@@ -172,24 +181,37 @@ def _run_zeros(
     return found
 
 
+def _measure_devices(placement: JobPlacement, group: dist.ProcessGroup | None) -> dict[str, MeasuredDevice]:
+    """Return what devices of each model reach, as the first rank of each finds; collective."""
+    names = [place.name for place in placement.places]
+    is_first = names.index(placement.own_place.name) == placement.rank
+    found = exchange(
+        lambda: measure_device(placement.own_device) if is_first else None,
+        what="the speed of the devices",
+        group=group,
+    )
+    return {name: measured for name, measured in zip(names, found, strict=True) if measured is not None}
+
+
 def _measure(
     placement: JobPlacement, group: dist.ProcessGroup | None, found: JobCluster, timeout_s: float
-) -> Sequence[PairSpeed]:
-    """Return the speeds between pairs of ranks, all of them where they are few; collective."""
+) -> tuple[Sequence[PairSpeed], float]:
+    """Return the speeds between pairs of ranks, all of them where they are few, and an all-reduce's; collective."""
     num_ranks = len(placement.places)
-    if group is None or num_ranks > ALL_PAIRS:
-        return found.speeds
+    if group is None:
+        return found.speeds, 0.0
     messages = dist.new_group(backend=placement.backend, timeout=datetime.timedelta(seconds=timeout_s))
     assert isinstance(messages, dist.ProcessGroup), "every rank is in it"
+    all_reduce = measure_all_reduce(messages, placement.own_device)
     speeds = [
         speed
-        for pairs in rounds_of_pairs(num_ranks)
+        for pairs in (rounds_of_pairs(num_ranks) if num_ranks <= ALL_PAIRS else ())
         for speed in measure_pairs(
             pairs, messages=messages, group=group, device=placement.own_device, timeout_s=timeout_s
         )
     ]
     dist.destroy_process_group(messages)
-    return sorted(speeds, key=lambda speed: (speed.first, speed.second))
+    return sorted(speeds or found.speeds, key=lambda speed: (speed.first, speed.second)), all_reduce
 
 
 def _channels(plan: PipelinePlan) -> set[Any]:
@@ -201,8 +223,14 @@ def _channels(plan: PipelinePlan) -> set[Any]:
     return channels_of(programs)
 
 
-def _describe(placement: JobPlacement, found: JobCluster, speeds: Sequence[PairSpeed]) -> dict[str, Any]:
+def _describe(
+    placement: JobPlacement,
+    found: JobCluster,
+    speeds: Sequence[PairSpeed],
+    measured: dict[str, MeasuredDevice],
+) -> dict[str, Any]:
     places = placement.places
+    cluster = with_measured(found.cluster, measured, dict(enumerate(shares_of(placement))))
     return {
         "backend": placement.backend,
         "fall_back": placement.fall_back,
@@ -210,7 +238,8 @@ def _describe(placement: JobPlacement, found: JobCluster, speeds: Sequence[PairS
         "num_devices": len(placement.devices),
         "device": places[0].name,
         "memory": sorted({each.explanation for each in found.memory}),
-        "cluster": describe_cluster(dataclasses.replace(found.cluster, name="measured")),
+        "speeds": {name: device.lines() for name, device in measured.items()},
+        "cluster": describe_cluster(dataclasses.replace(cluster, name="measured")),
         "path": str(found.path),
         "pairs": [
             {

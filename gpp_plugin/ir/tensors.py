@@ -12,6 +12,14 @@ DTYPE_BYTES = {
     "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
 
+TRAINING_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""What a model may be trained in, as descriptions of devices name it -> as a `TensorSpec` does."""
+
+
+def element_bytes(dtype: str) -> int:
+    """Return the bytes of a number of one of `TRAINING_DTYPES`."""
+    return DTYPE_BYTES[TRAINING_DTYPES[dtype]]
+
 
 class LayoutKind(enum.Enum):
     """How a tensor depends on the samples of a micro-batch."""

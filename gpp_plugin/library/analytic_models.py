@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,11 +11,11 @@ from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, SavedTensor
 from gpp_plugin.ir.cluster import Device
 from gpp_plugin.ir.profile import BlockCost, Profile
 from gpp_plugin.ir.serialize import fingerprint
-from gpp_plugin.ir.tensors import TensorSpec, batch_layout
+from gpp_plugin.ir.tensors import TRAINING_DTYPES, TensorSpec, batch_layout, element_bytes
 from gpp_plugin.library.gemm import Gemm, backward_us, forward_us, weight_share
+from gpp_plugin.plan.costs.memory_formula import adam_bytes
 
 FLOAT = 4
-ADAM_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,19 +121,48 @@ def _own_tensors(spec: BlockSpec) -> list[SavedTensor]:
     ]
 
 
-def profile_model(model: AnalyticModel, device: Device, *, largest: int, recompute: bool = False) -> Profile:
-    """Return the costs of a model on a device, by the efficiency curve of `gemm`.
+def in_dtype(graph: BlockGraph, dtype: str) -> BlockGraph:
+    """Return a graph of fp32 as one whose tensors and parameters are of ``dtype``."""
+    size = element_bytes(dtype)
+
+    def scaled(num_bytes: int) -> int:
+        return num_bytes * size // FLOAT
+
+    return dataclasses.replace(
+        graph,
+        blocks=tuple(
+            dataclasses.replace(
+                block,
+                parameter_bytes=scaled(block.parameter_bytes),
+                trainable_bytes=scaled(block.trainable_bytes),
+                saved_bytes=scaled(block.saved_bytes),
+            )
+            for block in graph.blocks
+        ),
+        tensors={
+            name: dataclasses.replace(spec, dtype=TRAINING_DTYPES[dtype])
+            for name, spec in graph.tensors.items()
+        },
+        saved=tuple(dataclasses.replace(tensor, bytes=scaled(tensor.bytes)) for tensor in graph.saved),
+    )
+
+
+def profile_model(
+    model: AnalyticModel, device: Device, *, largest: int, recompute: bool = False, dtype: str = "fp32"
+) -> Profile:
+    """Return the costs of a model on a device, by the efficiency curve of `gemm`; of the graph `in_dtype`.
 
     Args:
+        dtype: of activations, parameters and gradients; the device's speed is taken to be in it.
         largest: times are given for every power of two up to this number of samples.
         recompute: keep only each block's input and run its forward again before its backward.
     """
     # 1, 2, 4, ... up to ``largest``; what lies between is interpolated (`ir.profile`).
     samples = tuple(1 << n for n in range(largest.bit_length()) if 1 << n <= largest) or (1,)
-    costs = []
+    size, costs = element_bytes(dtype), []
     for spec in model.specs:
-        forward = tuple(_forward(device, spec, n) for n in samples)
-        backward = tuple(_backward(device, spec, n) for n in samples)
+        forward = tuple(_forward(device, spec, n, size) for n in samples)
+        backward = tuple(_backward(device, spec, n, size) for n in samples)
         saved, transient = spec.saved, _elements(spec.output)
         if recompute:
             # The block's input, about as large as its output, stays; all that its forward keeps is there only
@@ -142,18 +172,19 @@ def profile_model(model: AnalyticModel, device: Device, *, largest: int, recompu
         costs.append(
             BlockCost(
                 block=spec.name,
-                input_share=_input_share(device, spec, samples[-1]),
+                input_share=_input_share(device, spec, samples[-1], size),
                 samples=samples,
                 forward_us=forward,
                 backward_us=backward,
-                saved_bytes_per_sample=float(saved * FLOAT),
-                parameter_bytes=spec.parameters * FLOAT,
-                gradient_bytes=spec.parameters * FLOAT,
-                optimizer_bytes=spec.parameters * ADAM_BYTES,
-                transient_bytes_per_sample=float(transient * FLOAT),
+                saved_bytes_per_sample=float(saved * size),
+                parameter_bytes=spec.parameters * size,
+                gradient_bytes=spec.parameters * size,
+                optimizer_bytes=spec.parameters * adam_bytes(dtype),
+                transient_bytes_per_sample=float(transient * size),
             )
         )
-    return Profile(graph=fingerprint(model.graph), device=device.name, source="analytic", costs=tuple(costs))
+    graph = model.graph if dtype == "fp32" else in_dtype(model.graph, dtype)
+    return Profile(graph=fingerprint(graph), device=device.name, source="analytic", costs=tuple(costs))
 
 
 def _elements(shape: tuple[int, ...]) -> int:
@@ -163,27 +194,29 @@ def _elements(shape: tuple[int, ...]) -> int:
     return total
 
 
-def _moved_us(device: Device, elements: int) -> float:
-    return elements * FLOAT / device.memory_bytes_per_s * 1e6
+def _moved_us(device: Device, num_bytes: int) -> float:
+    return num_bytes / device.memory_bytes_per_s * 1e6
 
 
-def _forward(device: Device, spec: BlockSpec, samples: int) -> float:
-    products = sum(forward_us(device, gemm, samples) for gemm in spec.gemms)
-    return products + spec.launches * device.launch_us + _moved_us(device, spec.elementwise * samples)
+def _forward(device: Device, spec: BlockSpec, samples: int, size: int) -> float:
+    products = sum(forward_us(device, gemm, samples, element_bytes=size) for gemm in spec.gemms)
+    return products + spec.launches * device.launch_us + _moved_us(device, spec.elementwise * samples * size)
 
 
-def _backward(device: Device, spec: BlockSpec, samples: int) -> float:
-    products = sum(backward_us(device, gemm, samples) for gemm in spec.gemms)
-    return products + 2 * spec.launches * device.launch_us + _moved_us(device, 2 * spec.elementwise * samples)
+def _backward(device: Device, spec: BlockSpec, samples: int, size: int) -> float:
+    products = sum(backward_us(device, gemm, samples, element_bytes=size) for gemm in spec.gemms)
+    moved = _moved_us(device, 2 * spec.elementwise * samples * size)
+    return products + 2 * spec.launches * device.launch_us + moved
 
 
-def _input_share(device: Device, spec: BlockSpec, samples: int) -> float:
+def _input_share(device: Device, spec: BlockSpec, samples: int, size: int) -> float:
     """Return the share of a backward that makes the gradients of activations, where it is split."""
-    products = [backward_us(device, gemm, samples) for gemm in spec.gemms]
+    products = [backward_us(device, gemm, samples, element_bytes=size) for gemm in spec.gemms]
     weights = sum(
-        us * weight_share(device, gemm, samples) for us, gemm in zip(products, spec.gemms, strict=True)
+        us * weight_share(device, gemm, samples, element_bytes=size)
+        for us, gemm in zip(products, spec.gemms, strict=True)
     )
-    moved = 2 * spec.launches * device.launch_us + _moved_us(device, 2 * spec.elementwise * samples)
+    moved = 2 * spec.launches * device.launch_us + _moved_us(device, 2 * spec.elementwise * samples * size)
     return 1.0 - weights / (sum(products) + moved)
 
 

@@ -45,8 +45,8 @@ def multiprocessors(device: Device) -> int:
     return MULTIPROCESSORS.get(device.name.split("-")[0].split(" ")[0], 100)
 
 
-def gemm_us(device: Device, m: int, n: int, k: int, *, batch: int = 1) -> float:
-    """Return microseconds of ``batch`` products [m, k] @ [k, n] in one launch."""
+def gemm_us(device: Device, m: int, n: int, k: int, *, batch: int = 1, element_bytes: int = 4) -> float:
+    """Return microseconds of ``batch`` products [m, k] @ [k, n] in one launch; ``element_bytes`` of a number."""
     units = multiprocessors(device)
     # 512 x 1024 x 1024 on the 108 multiprocessors of an A100, utilisation by tile and split. Tiles
     # of 64 are 8 x 16 = 128 in two waves of 108: 0.59, times their rate, 0.8, is 0.47:
@@ -70,33 +70,34 @@ def gemm_us(device: Device, m: int, n: int, k: int, *, batch: int = 1) -> float:
             waves = math.ceil(tiles / units)
             best = max(best, rate * split_rate * useful * tiles / (waves * units))
     seconds = 2.0 * m * n * k * batch / (device.flops_per_s * device.efficiency * best)
-    # float32, each operand read once and the result written once: a lower bound, reached by small products.
-    moved = 4.0 * batch * (m * k + k * n + m * n)
+    # Each operand read once and the result written once: a lower bound, reached by small products.
+    moved = float(element_bytes) * batch * (m * k + k * n + m * n)
     return device.launch_us + max(seconds, moved / device.memory_bytes_per_s) * 1e6
 
 
-def forward_us(device: Device, gemm: Gemm, samples: int) -> float:
+def forward_us(device: Device, gemm: Gemm, samples: int, *, element_bytes: int = 4) -> float:
     """Return microseconds of the forward products of ``samples`` samples."""
     if gemm.is_batched:
-        return gemm_us(device, gemm.rows, gemm.n, gemm.k, batch=gemm.count * samples)
-    return gemm.count * gemm_us(device, gemm.rows * samples, gemm.n, gemm.k)
-
-
-def backward_us(device: Device, gemm: Gemm, samples: int) -> float:
-    """Return microseconds of the two backward products (gradients of the input and of the weight)."""
-    if gemm.is_batched:
         batch = gemm.count * samples
-        return gemm_us(device, gemm.rows, gemm.k, gemm.n, batch=batch) + gemm_us(
-            device, gemm.k, gemm.n, gemm.rows, batch=batch
-        )
-    rows = gemm.rows * samples
-    return gemm.count * (gemm_us(device, rows, gemm.k, gemm.n) + gemm_us(device, gemm.k, gemm.n, rows))
+        return gemm_us(device, gemm.rows, gemm.n, gemm.k, batch=batch, element_bytes=element_bytes)
+    return gemm.count * gemm_us(device, gemm.rows * samples, gemm.n, gemm.k, element_bytes=element_bytes)
 
 
-def weight_share(device: Device, gemm: Gemm, samples: int) -> float:
+def backward_us(device: Device, gemm: Gemm, samples: int, *, element_bytes: int = 4) -> float:
+    """Return microseconds of the two backward products (gradients of the input and of the weight)."""
+    batch = gemm.count * samples if gemm.is_batched else 1
+    rows = gemm.rows if gemm.is_batched else gemm.rows * samples
+    both = gemm_us(device, rows, gemm.k, gemm.n, batch=batch, element_bytes=element_bytes) + gemm_us(
+        device, gemm.k, gemm.n, rows, batch=batch, element_bytes=element_bytes
+    )
+    return both if gemm.is_batched else gemm.count * both
+
+
+def weight_share(device: Device, gemm: Gemm, samples: int, *, element_bytes: int = 4) -> float:
     """Return the weight gradient's share in the two backward products; none where both operands are activations."""
     if gemm.is_batched:
         return 0.0
     rows = gemm.rows * samples
-    weight, other = gemm_us(device, gemm.k, gemm.n, rows), gemm_us(device, rows, gemm.k, gemm.n)
+    weight = gemm_us(device, gemm.k, gemm.n, rows, element_bytes=element_bytes)
+    other = gemm_us(device, rows, gemm.k, gemm.n, element_bytes=element_bytes)
     return weight / (weight + other)

@@ -19,10 +19,11 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Device
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
-from gpp_plugin.ir.tensors import TensorSpec
-from gpp_plugin.library.analytic_models import profile_model
+from gpp_plugin.ir.tensors import TRAINING_DTYPES, TensorSpec, element_bytes
+from gpp_plugin.library.analytic_models import in_dtype, profile_model
 from gpp_plugin.library.paper_graphs import MODELS, build_model
 from gpp_plugin.plan.costs.memory_breakdown import with_inputs
+from gpp_plugin.plan.costs.memory_formula import adam_bytes
 from gpp_plugin.plan.costs.planned_lengths import planned_profile
 
 if TYPE_CHECKING:  # names and library models are planned without torch
@@ -32,6 +33,8 @@ if TYPE_CHECKING:  # names and library models are planned without torch
 
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "models"
 """HuggingFace configurations that come with the package."""
+UNIT_TOKENS = 4096
+UNITS_A_DEVICE = 4
 
 
 def config_names() -> list[str]:
@@ -42,7 +45,7 @@ def config_names() -> list[str]:
 def library_model(
     name: str, sizes: Mapping[str, int | str], device: Device, *, mini_batch: int, granularity: str | None
 ) -> tuple[BlockGraph, Profile]:
-    """Return a library model and its costs on ``device``.
+    """Return a library model and its costs on ``device``, trained in the type that its speed is in.
 
     Args:
         sizes: dimensions that differ from the paper's.
@@ -55,7 +58,8 @@ def library_model(
     if granularity not in (None, "layer"):
         changed.setdefault("granularity", granularity)
     model = build_model(name, **changed)
-    return model.graph, profile_model(model, device, largest=mini_batch)
+    profile = profile_model(model, device, largest=mini_batch, dtype=device.dtype)
+    return model.graph if device.dtype == "fp32" else in_dtype(model.graph, device.dtype), profile
 
 
 def config_path(name: str | Path) -> Path:
@@ -74,6 +78,24 @@ def config_path(name: str | Path) -> Path:
             f"model {str(name)!r}: no such file, configuration or library model{hint} (known: {', '.join(names)})"
         )
     return CONFIG_DIR / f"{name}.json"
+
+
+def usual_loss_unit(path: Path, *, mini_batch: int, length: int, num_devices: int) -> int:
+    """Return the samples of one loss that a HuggingFace model is planned with where nothing is said of it.
+
+    A loss that compares samples (CLIP's) is of the whole mini-batch. Any other is a mean over what it is given, so that
+    little of it at a time is as good: about `UNIT_TOKENS`, in units of which every device can have `UNITS_A_DEVICE`.
+
+    Raises:
+        ConfigError: the file is no configuration of a model that the installed transformers knows.
+    """
+    from gpp_plugin.integrations.huggingface.hf_models import compares_samples, read_hf_config
+
+    if compares_samples(read_hf_config(path)):
+        return mini_batch
+    # 64 samples of 512 tokens on 4 devices: 8 samples are 4096 tokens, 4 leave 4 units for each device
+    most = max(1, min(UNIT_TOKENS // length, mini_batch // (UNITS_A_DEVICE * num_devices)))
+    return max(unit for unit in range(1, most + 1) if mini_batch % unit == 0)
 
 
 def huggingface_model(
@@ -105,7 +127,7 @@ def captured_model(
     mini_batch: int,
     granularity: str,
 ) -> tuple[BlockGraph, Profile]:
-    """Return the blocks of a module and their costs on ``device``.
+    """Return the blocks of a module and their costs on ``device``, trained in the type that its speed is in.
 
     Args:
         batches: loss units of what it is trained on: of the usual lengths, the mean of whose times is planned for, and
@@ -114,13 +136,15 @@ def captured_model(
     Raises:
         CaptureError: the module cannot be captured.
     """
+    import torch
+
     from gpp_plugin.capture.export import capture_model
     from gpp_plugin.capture.recapture import recapture
     from gpp_plugin.profile.analytic_costs import default_sample_counts
 
     *usual, longest = [_Shapes(batch) for batch in batches]
     first = usual[(len(usual) - 1) // 2]
-    captured = capture_model(model, first.batch)
+    captured = capture_model(model, first.batch, dtype=getattr(torch, TRAINING_DTYPES[device.dtype]))
     counts = default_sample_counts(mini_batch)
     known = {first.key: _analytic(captured, device, counts, granularity)}
     for shapes in (*usual, longest):
@@ -134,7 +158,9 @@ def captured_model(
             [known[shapes.key].profile for shapes in usual],
             _grown(known[longest.key], graph),
         )
-    return graph, with_inputs(profile, graph, inputs, mini_batch=mini_batch, dtype="float32")
+    return graph, with_inputs(
+        profile, graph, inputs, mini_batch=mini_batch, dtype=TRAINING_DTYPES[device.dtype]
+    )
 
 
 class _Shapes:
@@ -159,7 +185,14 @@ def _analytic(captured: CapturedGraph, device: Device, counts: Sequence[int], gr
     from gpp_plugin.profile.analytic_costs import analytic_profile
 
     graph = coarsen(captured, granularity=granularity)
-    profile = analytic_profile(graph, device, sample_counts=counts, op_graph=captured.op_graph)
+    profile = analytic_profile(
+        graph,
+        device,
+        sample_counts=counts,
+        optimizer_bytes_per_parameter=adam_bytes(device.dtype),
+        element_bytes=element_bytes(device.dtype),
+        op_graph=captured.op_graph,
+    )
     return _Analytic(graph=graph, profile=profile, inputs=captured.op_graph.inputs)
 
 

@@ -116,7 +116,12 @@ def _rivals_stages(request: PlanRequest, report: SearchReport) -> Iterator[tuple
 
 
 def _rivals(request: PlanRequest, report: SearchReport) -> tuple[str, ...]:
-    """Return the planners worth asking: all on a chain, where theirs is the whole search space."""
+    """Return the planners worth asking: all on a chain, where theirs is the whole search space.
+
+    None where devices are of several speeds: they take all for alike.
+    """
+    if request.cluster.is_mixed:
+        return ()
     size = len(request.graph.blocks) * request.num_ranks
     if size > MAX_RIVAL_SIZE:
         report.leave_out(f"what {', '.join(RIVALS)} plan (more than {MAX_RIVAL_SIZE} blocks x ranks)")

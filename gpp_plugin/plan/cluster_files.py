@@ -1,14 +1,16 @@
 """Cluster descriptions as JSON: nodes, their devices, the levels of the network.
 
     {"name": "summit", "nodes": 8,
-     "devices": [{"name": "V100-16GB", "count": 4, "memory_gb": 16, "tflops": 15.7,
+     "devices": [{"name": "V100-16GB", "count": 4, "memory_gb": 16, "tflops": {"fp32": 15.7, "fp16": 125},
                   "memory_gb_per_s": 900, "efficiency": 0.7, "launch_us": 8}],
      "links": [{"name": "NVLink", "span": 4, "gb_per_s": 50, "latency_us": 6},
-               {"name": "InfiniBand EDR", "gb_per_s": 12.5, "latency_us": 10}]}
+               {"name": "InfiniBand EDR", "gb_per_s": 12.5, "latency_us": 10, "adapters": 2}]}
 
-``devices`` are those of one node, in rank order; several entries make a mixed node; ``host_gb_per_s`` is
+``devices`` are those of one node, in rank order; several entries make a mixed node; ``tflops`` are the dense peaks by
+type, the usual one first, or one number, of whatever type is trained in; ``host_gb_per_s`` is
 the link to host memory (25, PCIe 4.0 x16, where not given). ``links`` go from the innermost level outwards;
-``span`` is how many consecutive ranks a level joins, and the outermost, which joins all, needs none. GB are
+``span`` is how many consecutive ranks a level joins, and the outermost, which joins all, needs none; ``gb_per_s`` is of
+each rank, or of each of the ``adapters`` of a group of the level inside, which its ranks share. GB are
 10^9 bytes.
 """
 
@@ -21,13 +23,16 @@ from typing import Any
 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.cluster import Cluster, Device, Link
+from gpp_plugin.ir.tensors import TRAINING_DTYPES
 
 CLUSTER_DIR = Path(__file__).resolve().parents[1] / "clusters"
 """Package data; `configs/clusters` is a link to it."""
 
 _DEVICE_KEYS = {"name", "count", "memory_gb", "tflops", "memory_gb_per_s", "efficiency", "launch_us",
                 "host_gb_per_s"}  # fmt: skip
-_LINK_KEYS = {"name", "span", "gb_per_s", "latency_us"}
+_LINK_KEYS = {"name", "span", "gb_per_s", "latency_us", "adapters"}
+USUAL_DTYPE = "fp32"
+"""Of which a speed is taken to be whose description does not say."""
 
 
 def cluster_names() -> list[str]:
@@ -35,18 +40,21 @@ def cluster_names() -> list[str]:
     return sorted(path.stem for path in CLUSTER_DIR.glob("*.json"))
 
 
-def read_cluster(source: str | Path | dict[str, Any], *, num_devices: int | None = None) -> Cluster:
+def read_cluster(
+    source: str | Path | dict[str, Any], *, num_devices: int | None = None, dtype: str | None = None
+) -> Cluster:
     """Return the cluster a description means.
 
     Args:
         source: a file, the name of a description that comes with the package, or the description.
         num_devices: as many as are wanted: nodes are added or left out; None takes ``nodes``.
+        dtype: whose speed counts: ``bf16``, ``fp16`` or ``fp32``; None: the first that all devices have a speed in.
 
     Raises:
         ConfigError: the file is missing or wrong; one line with the key, the value and the fix.
     """
     if isinstance(source, dict):
-        return _cluster_of(source, "cluster", num_devices)
+        return _cluster_of(source, "cluster", num_devices, dtype)
     path = Path(source)
     if not path.is_file() and path.suffix == "":
         path = CLUSTER_DIR / f"{source}.json"
@@ -60,7 +68,7 @@ def read_cluster(source: str | Path | dict[str, Any], *, num_devices: int | None
         plain = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise ConfigError(f"cluster {path.name}: not readable as JSON ({error})") from error
-    return _cluster_of(plain, path.name, num_devices)
+    return _cluster_of(plain, path.name, num_devices, dtype)
 
 
 def describe_cluster(cluster: Cluster) -> dict[str, Any]:
@@ -71,7 +79,7 @@ def describe_cluster(cluster: Cluster) -> dict[str, Any]:
             "name": device.name,
             "count": 1,
             "memory_gb": device.memory_bytes / 1e9,
-            "tflops": device.flops_per_s / 1e12,
+            "tflops": _described_peaks(device),
             "memory_gb_per_s": device.memory_bytes_per_s / 1e9,
             "efficiency": device.efficiency,
             "launch_us": device.launch_us,
@@ -87,22 +95,37 @@ def describe_cluster(cluster: Cluster) -> dict[str, Any]:
             "span": link.span,
             "gb_per_s": link.bytes_per_s / 1e9,
             "latency_us": link.latency_us,
+            **({} if link.adapters is None else {"adapters": link.adapters}),
         }
         for link in cluster.links
     ]
     return {"name": cluster.name, "devices": devices, "links": links}
 
 
-def _cluster_of(plain: Any, where: str, num_devices: int | None) -> Cluster:
+def _described_peaks(device: Device) -> dict[str, float] | float:
+    """Return the peaks by type, that which counts first; one number where only that is known."""
+    first = sorted(device.peaks, key=lambda peak: peak[0] != device.dtype)
+    return {dtype: peak / 1e12 for dtype, peak in first} or device.flops_per_s / 1e12
+
+
+def _cluster_of(plain: Any, where: str, num_devices: int | None, dtype: str | None) -> Cluster:
     _check_keys(plain, {"name", "nodes", "devices", "links"}, {"name", "devices", "links"}, where)
-    node: list[Device] = []
-    for i, entry in enumerate(_items(plain, "devices", where)):
+    entries = _items(plain, "devices", where)
+    for i, entry in enumerate(entries):
         at = f"{where}: devices[{i}]"
-        _check_keys(entry, _DEVICE_KEYS, {"name", "memory_gb", "tflops", "memory_gb_per_s"}, at)
+        _check_speeds(entry, len(entries) > 1, at)
+        _check_keys(entry, _DEVICE_KEYS, {"name", "memory_gb"}, at)
+    peaks = [_peaks(entry, f"{where}: devices[{i}]") for i, entry in enumerate(entries)]
+    dtype = _dtype_of(entries, peaks, where, dtype)
+    node: list[Device] = []
+    for i, (entry, known) in enumerate(zip(entries, peaks, strict=True)):
+        at = f"{where}: devices[{i}]"
         device = Device(
             name=str(entry["name"]),
             memory_bytes=round(_positive(entry, "memory_gb", at) * 1e9),
-            flops_per_s=_positive(entry, "tflops", at) * 1e12,
+            flops_per_s=known[dtype] if known else _positive(entry, "tflops", at) * 1e12,
+            dtype=dtype,
+            peaks=tuple(known.items()),
             memory_bytes_per_s=_positive(entry, "memory_gb_per_s", at) * 1e9,
             efficiency=_positive(entry, "efficiency", at, default=0.5),
             launch_us=_positive(entry, "launch_us", at, default=5.0, may_be_zero=True),
@@ -123,6 +146,51 @@ def _cluster_of(plain: Any, where: str, num_devices: int | None) -> Cluster:
     return Cluster(name=str(plain["name"]), devices=devices, links=_links(plain, where, total))
 
 
+def _check_speeds(entry: Any, is_mixed: bool, where: str) -> None:
+    """Refuse a device without a speed, and say why it is needed where devices are unlike."""
+    missing = [key for key in ("tflops", "memory_gb_per_s") if isinstance(entry, dict) and key not in entry]
+    if missing:
+        why = "; unlike devices get work by their speeds" if is_mixed else ""
+        raise ConfigError(
+            f"{where} ({entry.get('name', 'without a name')}): {missing[0]} is missing{why}: add it, or measure the "
+            "machine: gpp doctor --gpus --output FILE"
+        )
+
+
+def _peaks(entry: dict[str, Any], where: str) -> dict[str, float]:
+    """Return FLOP/s by type; empty where one number stands for any."""
+    if not isinstance(entry["tflops"], dict):
+        return {}
+    at = f"{where}.tflops"
+    _check_keys(entry["tflops"], set(TRAINING_DTYPES), set(), at)
+    if not entry["tflops"]:
+        raise ConfigError(f"{at} is empty; give at least one of {', '.join(TRAINING_DTYPES)}")
+    return {dtype: _positive(entry["tflops"], dtype, at) * 1e12 for dtype in entry["tflops"]}
+
+
+def _dtype_of(
+    entries: list[dict[str, Any]], peaks: list[dict[str, float]], where: str, asked: str | None
+) -> str:
+    """Return the type whose speeds are taken: the one asked for, or the first that all devices know."""
+    known = [found for found in peaks if found]
+    common = [dtype for dtype in (known[0] if known else ()) if all(dtype in found for found in known)]
+    if asked is not None and asked not in TRAINING_DTYPES:
+        raise ConfigError(f"dtype {asked!r}: is not known; give one of {', '.join(TRAINING_DTYPES)}")
+    if not known or asked in common:
+        return asked or USUAL_DTYPE
+    if asked is None and common:
+        return common[0]
+    lacking = next(
+        i for i, found in enumerate(peaks) if found and (asked or next(iter(known[0]))) not in found
+    )
+    has = f"devices[{lacking}] ({entries[lacking]['name']}) has a speed in {', '.join(peaks[lacking])}"
+    if asked is not None:
+        raise ConfigError(f"{where}: {has} and none in {asked}; train in one of these, or add tflops.{asked}")
+    raise ConfigError(
+        f"{where}: no type has a speed on all devices: {has}; add what the others have to its tflops"
+    )
+
+
 def _links(plain: dict[str, Any], where: str, total: int) -> tuple[Link, ...]:
     entries = _items(plain, "links", where)
     links: list[Link] = []
@@ -137,10 +205,17 @@ def _links(plain: dict[str, Any], where: str, total: int) -> tuple[Link, ...]:
             raise ConfigError(f"{at}.span is {span}; levels go outwards, it must exceed {links[-1].span}")
         if links and "span" in entry and span % links[-1].span:
             raise ConfigError(f"{at}.span is {span}, not a multiple of the inner level's {links[-1].span}")
+        adapters = _count(entry, "adapters", at) if "adapters" in entry else None
+        inner = links[-1].span if links else 1
+        if adapters is not None and adapters > inner:
+            raise ConfigError(
+                f"{at}.adapters is {adapters}; the {inner} ranks of the level inside can use at most one each"
+            )
         links.append(
             Link(
                 name=str(entry["name"]),
                 span=max(span, 1),
+                adapters=adapters,
                 bytes_per_s=_positive(entry, "gb_per_s", at) * 1e9,
                 latency_us=_positive(entry, "latency_us", at, default=5.0, may_be_zero=True),
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import networkx as nx
 
@@ -78,7 +79,7 @@ def build_plan(
         if is_named
         else [str(i) for i in range(len(ordered))]
     )
-    placed = zip(ordered, names, assign_ranks(ordered), strict=True)
+    placed = zip(ordered, names, assign_ranks(ordered, request.rank_order), strict=True)
     stages = [_stage_of(draft, name, ranks, request.schedule, costs) for draft, name, ranks in placed]
     yielding = tuple(stage.name for stage in stages if not set(graph.loss_blocks).isdisjoint(stage.blocks))
     plan = PipelinePlan(
@@ -110,7 +111,8 @@ def _in_order(graph: BlockGraph, drafts: Sequence[StageDraft], costs: CostModel)
 
 def _stage_of(draft: StageDraft, name: str, ranks: tuple[int, ...], schedule: str, costs: CostModel) -> Stage:
     """Return the stage with its times; its in-flight count and memory follow from the whole plan."""
-    forward, backward = costs.stage_times(costs.indices(draft.blocks), draft.micro_batch_size / draft.degree)
+    local = draft.micro_batch_size / draft.degree
+    forward, backward = costs.stage_times(costs.indices(draft.blocks), local, ranks)
     return Stage(
         name=name,
         blocks=draft.blocks,
@@ -141,8 +143,34 @@ def place_by_memory(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
     for i in sorted(range(len(plan.stages)), key=lambda i: -plan.stages[i].memory_bytes):
         degree = plan.stages[i].degree
         placed[i], free = tuple(sorted(free[:degree])), free[degree:]
-    stages = tuple(dataclasses.replace(stage, ranks=placed[i]) for i, stage in enumerate(plan.stages))
-    return dataclasses.replace(plan, stages=stages)
+    return with_ranks(plan, [placed[i] for i in range(len(plan.stages))], costs)
+
+
+def with_ranks(plan: PipelinePlan, ranks: Sequence[tuple[int, ...]], costs: CostModel) -> PipelinePlan:
+    """Return the plan with its stages on other ranks, and the times they take there.
+
+    Args:
+        ranks: by stage, as many as it has.
+    """
+    stages = []
+    for stage, own in zip(plan.stages, ranks, strict=True):
+        changes: dict[str, Any] = {}
+        if costs.kinds_of(stage.ranks) != costs.kinds_of(own):
+            rows, local = costs.indices(stage.blocks), stage.local_batch_size
+            before, after = (costs.stage_times(rows, local, placed) for placed in (stage.ranks, own))
+            # what memory optimization adds, and parts of tasks, are as much longer there as the whole task is
+            slower = after[1] / before[1] if before[1] > 0 else 1.0
+            changes = {
+                "forward_us": after[0],
+                "backward_us": stage.backward_us * slower,
+                "half_forward_us": costs.stage_times(rows, local / 2, own)[0]
+                if stage.half_forward_us
+                else 0.0,
+                "input_gradient_us": stage.input_gradient_us * slower,
+                "weight_gradient_us": stage.weight_gradient_us * slower,
+            }
+        stages.append(dataclasses.replace(stage, ranks=own, **changes))
+    return dataclasses.replace(plan, stages=tuple(stages))
 
 
 def with_in_flight(plan: PipelinePlan, costs: CostModel, *, extra: Sequence[int] = ()) -> PipelinePlan:
@@ -306,15 +334,21 @@ def _stages_of_blocks(groups: Sequence[Sequence[str]], blocks: Mapping[str, int]
     return stage_of
 
 
-def assign_ranks(drafts: Sequence[StageDraft]) -> list[tuple[int, ...]]:
-    """Return each stage's ranks: the given ones, which stages may share, or the next free ones in stage order."""
+def assign_ranks(
+    drafts: Sequence[StageDraft], rank_order: Sequence[int] | None = None
+) -> list[tuple[int, ...]]:
+    """Return each stage's ranks: the given ones, which stages may share, or the next free ones in stage order.
+
+    Args:
+        rank_order: in which ranks are taken; None: by their numbers.
+    """
     taken = {rank for draft in drafts if draft.ranks is not None for rank in draft.ranks}
     total = len(taken) + sum(draft.degree * draft.tensor for draft in drafts if draft.ranks is None)
-    free = iter(rank for rank in range(total) if rank not in taken)
+    free = iter(rank for rank in rank_order or range(total) if rank not in taken)
     return [
         draft.ranks
         if draft.ranks is not None
-        else tuple(next(free) for _ in range(draft.degree * draft.tensor))
+        else tuple(sorted(next(free) for _ in range(draft.degree * draft.tensor)))
         for draft in drafts
     ]
 

@@ -9,9 +9,14 @@ from gpp_plugin.extensions import PLANNERS, find_planner
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.given.asynchronous_plan import to_asynchronous
 from gpp_plugin.plan.given.tied_blocks import joined_request, parted
+from gpp_plugin.plan.machines.exchanges import exchange_stages
+from gpp_plugin.plan.machines.unlike_devices import best_over_orders
 from gpp_plugin.plan.make import complete_plan
 from gpp_plugin.plan.request import PlanRequest, check_request, one_stage_a_rank
 from gpp_plugin.plan.validate_plan import validate_plan
+
+PLACING = ("auto", "graphpipe")
+"""Planners whose stages may be exchanged between nodes; those of papers place them as they do."""
 
 
 def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
@@ -34,6 +39,8 @@ def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
         raise PlanError(
             f"planner {name!r} returned a {type(plan).__name__}, not a PipelinePlan; use another planner"
         )
+    if name in PLACING and plan.mode == "sync":
+        plan = exchange_stages(plan, request)
     validate_plan(
         plan,
         request.graph,
@@ -82,7 +89,9 @@ def _plan_in_mode(name: str, request: PlanRequest) -> PipelinePlan:
 def run_planner(name: str, request: PlanRequest) -> PipelinePlan:
     """Run a planner on a checked request, without validation; for planners that compare others.
 
+    Where devices are of several speeds it is run once for each order of their kinds, and the quickest plan is taken.
+
     Raises:
         PlanInfeasible: it finds no plan.
     """
-    return find_planner(name)(request)
+    return best_over_orders(request, find_planner(name))

@@ -42,6 +42,8 @@ class PlanRequest:
         virtual_stages: stages that every group of ranks holds (interleaving): 1, exactly that many, or None: as many
             as make the step shortest in simulation.
         colocate: stages of a branch may be placed on the ranks of others where that is shorter.
+        rank_order: all ranks in the order in which stages take them; None: by their numbers, or, where devices are of
+            several speeds, the best of the orders that keep each kind together.
     """
 
     graph: BlockGraph
@@ -64,6 +66,7 @@ class PlanRequest:
     vertical_sync: bool = False
     virtual_stages: int | None = 1
     colocate: bool = False
+    rank_order: tuple[int, ...] | None = None
 
     @property
     def must_share_ranks(self) -> bool:
@@ -95,12 +98,11 @@ def one_stage_a_rank(request: PlanRequest) -> PlanRequest:
 
 def unlimited(request: PlanRequest) -> PlanRequest:
     """Return the request with all the memory in the world, and nothing to be done for it."""
-    devices = tuple(dataclasses.replace(d, memory_bytes=UNLIMITED) for d in request.cluster.devices)
     return dataclasses.replace(
         request,
         memory_limit_bytes=None,
         memory_optimization=(),
-        cluster=dataclasses.replace(request.cluster, devices=devices),
+        cluster=request.cluster.with_memory(UNLIMITED),
     )
 
 

@@ -40,8 +40,10 @@ from gpp_plugin.ir.op_graph import OpGraph, OpNode, Parameter
 from gpp_plugin.ir.profile import BlockCost, Profile, SharedStorage, TiedCost
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
+from gpp_plugin.plan.costs.device_speed import roofline_us
+from gpp_plugin.plan.costs.memory_formula import adam_bytes
 
-ADAM_STATE_BYTES = 8
+ADAM_STATE_BYTES = adam_bytes("fp32")
 """Two fp32 moments a parameter; add 4 for the fp32 master copy of mixed precision."""
 
 
@@ -161,12 +163,6 @@ def tied_costs(
     return tuple(costs)
 
 
-def roofline_us(device: Device, *, flops: float, num_bytes: float, launches: float = 1.0) -> float:
-    """Return microseconds of an operator: launches, then the slower of arithmetic and memory traffic."""
-    arithmetic_s = flops / (device.flops_per_s * device.efficiency)
-    return device.launch_us * launches + max(arithmetic_s, num_bytes / device.memory_bytes_per_s) * 1e6
-
-
 @dataclass(frozen=True, slots=True)
 class _BlockTimer:
     """Times of a block from its totals."""
@@ -208,9 +204,11 @@ class _BlockTimer:
         else:
             factor = 2.0 * needs_input_gradient
         if factor == 0.0:
-            return forward, 0.0
-        return forward, roofline_us(
-            self.device, flops=flops * factor, num_bytes=num_bytes * factor, launches=launches * factor
+            return float(forward), 0.0
+        return float(forward), float(
+            roofline_us(
+                self.device, flops=flops * factor, num_bytes=num_bytes * factor, launches=launches * factor
+            )
         )
 
     def input_share(self, block: Block) -> float:
@@ -257,7 +255,7 @@ class _OperatorTimer:
                 backward += roofline_us(
                     self.device, flops=flops * factor, num_bytes=num_bytes * factor, launches=factor
                 )
-        return forward, backward
+        return float(forward), float(backward)
 
     def input_share(self, block: Block) -> float:
         """Return the share of activations' gradients in a backward at the samples the graph was captured at."""

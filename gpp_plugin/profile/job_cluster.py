@@ -24,7 +24,7 @@ import torch.distributed as dist
 from gpp_plugin import __version__
 from gpp_plugin.errors import GppError
 from gpp_plugin.ir.cluster import Cluster, Link
-from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.ir.serialize import fingerprint, write_text_whole
 from gpp_plugin.plan.cluster_files import describe_cluster, read_cluster
 from gpp_plugin.profile.cost_store import default_directory
 from gpp_plugin.profile.device_links import (
@@ -109,8 +109,8 @@ def find_cluster(
         )
     reached = _measure_speeds(placement, group, dtype)
     devices = tuple(
-        make_device(place.name, limit, reached[place.name], share=share)
-        for place, limit, share in zip(placement.places, limits, _shares(placement), strict=True)
+        make_device(place.name, limit, reached[place.name], share=share, dtype=dtype)
+        for place, limit, share in zip(placement.places, limits, shares_of(placement), strict=True)
     )
     cluster = Cluster(name="auto", devices=devices, links=links)
     if speeds and placement.rank == 0:
@@ -118,7 +118,7 @@ def find_cluster(
     return JobCluster(cluster=cluster, memory=memory, speeds=speeds, path=path)
 
 
-def _shares(placement: JobPlacement) -> tuple[float, ...]:
+def shares_of(placement: JobPlacement) -> tuple[float, ...]:
     """Return each rank's part of its device."""
     return tuple(1 / dataclasses.replace(placement, rank=r).own_sharers for r in range(len(placement.places)))
 
@@ -218,7 +218,7 @@ def _stored_links(path: Path, num_ranks: int) -> tuple[Link, ...] | None:
 def _keep(cluster: Cluster, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(describe_cluster(cluster), indent=2) + "\n", encoding="utf-8")
+        write_text_whole(path, json.dumps(describe_cluster(cluster), indent=2) + "\n")
     except OSError as error:
         logger.warning(
             "the links could not be stored in %s (%s); they will be measured again next time, or set "

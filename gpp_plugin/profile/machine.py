@@ -12,8 +12,14 @@ from pathlib import Path
 import torch
 
 from gpp_plugin.ir.cluster import Cluster, Device, Link
+from gpp_plugin.ir.tensors import TRAINING_DTYPES
+from gpp_plugin.plan.cluster_files import USUAL_DTYPE
 
 WIDTH = 1024
+CUDA_WIDTH = 4096
+"""A product of 1024 x 1024 is over before a GPU is busy."""
+CUDA_BURST = 8
+"""Operations that are waited for together: what the host needs to notice the end is no part of one."""
 COPY_BYTES = 1 << 26
 REPEATS = 5
 CPU_LINK = Link(name="loopback", span=1, bytes_per_s=2e9, latency_us=100.0)
@@ -51,28 +57,48 @@ def read_machine(
     else:
         name, memory, share = "cpu", host_bytes(), 1 / here
     reached = reached_speeds("cuda" if is_cuda else "cpu", dtype)
-    device = make_device(name, int(memory * share), reached, share=share)
+    device = make_device(name, int(memory * share), reached, share=share, dtype=dtype)
     base = CUDA_LINK if is_cuda else CPU_LINK
     link = Link(name=base.name, span=ranks, bytes_per_s=base.bytes_per_s, latency_us=base.latency_us)
     return Cluster(name="auto", devices=(device,) * ranks, links=(link,))
 
 
-def make_device(name: str, memory_bytes: int, reached: tuple[float, float, float], *, share: float) -> Device:
+def make_device(
+    name: str,
+    memory_bytes: int,
+    reached: tuple[float, float, float],
+    *,
+    share: float,
+    dtype: torch.dtype = torch.float32,
+) -> Device:
     """Return a rank's device.
 
     Args:
         reached: of the whole device, as of `reached_speeds`.
         share: the rank's part of it.
+        dtype: in which it was measured.
     """
     flops_per_s, bytes_per_s, launch_us = reached
     return Device(
         name=name,
         memory_bytes=memory_bytes,
         flops_per_s=flops_per_s * share,
+        dtype=short_dtype(dtype) or USUAL_DTYPE,
+        peaks=((short_dtype(dtype), flops_per_s * share),) if short_dtype(dtype) else (),
         memory_bytes_per_s=bytes_per_s * share,
         efficiency=1.0,
         launch_us=launch_us,
     )
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """Return a type as descriptions of devices name it; "" where they do not.
+
+    >>> short_dtype(torch.bfloat16), short_dtype(torch.float64)
+    ('bf16', '')
+    """
+    name = str(dtype).removeprefix("torch.")
+    return next((short for short, known in TRAINING_DTYPES.items() if known == name), "")
 
 
 def host_bytes() -> int:
@@ -104,26 +130,32 @@ def reached_speeds(device_type: str, dtype: torch.dtype = torch.float32) -> tupl
     own = torch.Generator(device=kind).manual_seed(
         0
     )  # the caller's dropout must not depend on who measured what
-    left, right = torch.rand(2, WIDTH, WIDTH, device=kind, generator=own).to(dtype)
+    width = CUDA_WIDTH if kind.type == "cuda" else WIDTH
+    left, right = torch.rand(2, width, width, device=kind, generator=own).to(dtype)
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=kind)
     target = torch.empty_like(source)
     tiny = torch.zeros(1, device=kind)
-    # a product of two 1024 x 1024 matrices is 2 * 1024^3 operations; a copy moves every byte twice, in and out
+    # a product of two n x n matrices is 2 n^3 operations; a copy moves every byte twice, in and out
     return (
-        2 * WIDTH**3 / _seconds(lambda: left @ right),
+        2 * width**3 / _seconds(lambda: left @ right),
         2 * COPY_BYTES / _seconds(lambda: target.copy_(source)),
         _seconds(lambda: tiny.add_(1)) * 1e6,
     )
 
 
 def _seconds(operation: Callable[[], object]) -> float:
-    """Return the shortest of a few runs, after one that does not count."""
-    best = float("inf")
+    return seconds_of(operation, is_cuda=torch.cuda.is_available())
+
+
+def seconds_of(operation: Callable[[], object], *, is_cuda: bool) -> float:
+    """Return the shortest of a few runs of an operation, after one that does not count."""
+    best, count = float("inf"), CUDA_BURST if is_cuda else 1
     for i in range(REPEATS + 1):
         begin = time.perf_counter()
-        operation()
-        if torch.cuda.is_available():
+        for _ in range(count):
+            operation()
+        if is_cuda:
             torch.cuda.synchronize()
         if i:
-            best = min(best, time.perf_counter() - begin)
+            best = min(best, (time.perf_counter() - begin) / count)
     return best

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.cluster import Cluster
@@ -30,10 +30,17 @@ class TaskTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfers:
-    """What each message costs: the time it takes up its ends' links, and the latency after that."""
+    """What each message costs: the time it takes up its ends' links, and the latency after that.
+
+    Args:
+        leaves_by, comes_by: what it takes turns on with others, as `Cluster.port` numbers it; None: the links of its
+            two ranks.
+    """
 
     occupied_us: list[float]
     latency_us: list[float]
+    leaves_by: list[int] | None = None
+    comes_by: list[int] | None = None
 
 
 class MessageCosts:
@@ -58,6 +65,13 @@ class MessageCosts:
             rate = self._rates[pair] = self._cluster.transfer_us(*pair, 1e6) - latency, latency
         return rate[0] * num_bytes / 1e6, rate[1]
 
+    def ports(self, sender: int, receiver: int) -> tuple[int, int]:
+        """Return what a message leaves by and comes by: two ranks' links, or adapters that ranks share."""
+        if self._cluster is None or not self._cluster.has_adapters or sender == receiver:
+            return sender, receiver
+        link = self._cluster.link_between(sender, receiver)
+        return self._cluster.port(sender, link), self._cluster.port(receiver, link)
+
 
 def message_transfers(graph: TaskGraph, cluster: Cluster) -> Transfers:
     """Return the cost of every message of ``graph`` on the links of ``cluster``.
@@ -73,7 +87,11 @@ def message_transfers(graph: TaskGraph, cluster: Cluster) -> Transfers:
         )
     costs = MessageCosts(cluster)
     each = [costs.of(*ends) for ends in zip(graph.sender, graph.receiver, graph.num_bytes, strict=True)]
-    return Transfers(occupied_us=[us for us, _ in each], latency_us=[us for _, us in each])
+    found = Transfers(occupied_us=[us for us, _ in each], latency_us=[us for _, us in each])
+    if not cluster.has_adapters:
+        return found
+    ports = [costs.ports(*ends) for ends in zip(graph.sender, graph.receiver, strict=True)]
+    return replace(found, leaves_by=[port for port, _ in ports], comes_by=[port for _, port in ports])
 
 
 def run_task_graph(
@@ -85,9 +103,9 @@ def run_task_graph(
 ) -> TaskTimes:
     """Return the times at which every rank runs its tasks in order, each as soon as it can.
 
-    Messages travel beside the computation. A rank has one link out and one link in; with
-    ``share_links`` messages take turns on each in the order in which they are ready (ties: by message
-    number), else each has the full bandwidth.
+    Messages travel beside the computation. A rank has one link out and one link in, and shares the adapters
+    of its node where the cluster has such; with ``share_links`` messages take turns on each in the order in
+    which they are ready (ties: by message number), else each has the full bandwidth.
 
     Args:
         durations: microseconds of each node.
@@ -170,10 +188,13 @@ def _run_with_shared_links(graph: TaskGraph, durations: Sequence[float], transfe
     start, waits = [0.0] * num_nodes, list(graph.num_waits)
     end = [-1.0] * num_nodes
     message_start, message_end = [0.0] * num_messages, [0.0] * num_messages
-    sender_of, receiver_of, target, unlocks = graph.sender, graph.receiver, graph.target, graph.unlocks
+    target, unlocks = graph.target, graph.unlocks
     next_on_rank, first_message, next_message = graph.next_on_rank, graph.first_message, graph.next_message
     out_free = dict.fromkeys((rank for ranks in graph.members.values() for rank in ranks), 0.0)
     in_free = dict(out_free)
+    leaves_by, comes_by = transfers.leaves_by or graph.sender, transfers.comes_by or graph.receiver
+    out_free.update(dict.fromkeys(leaves_by, 0.0))
+    in_free.update(dict.fromkeys(comes_by, 0.0))
     push, pop = heapq.heappush, heapq.heappop
     # An event is (time, code): a task ends, a message is ready, a message comes to its receiver's link. Codes are
     # nodes, then messages, then messages again, so that at one time all tasks end before a message takes a link, and
@@ -210,7 +231,7 @@ def _run_with_shared_links(graph: TaskGraph, durations: Sequence[float], transfe
             continue
         if code < arrives:
             message = code - num_nodes
-            sender = sender_of[message]
+            sender = leaves_by[message]
             begin = out_free[sender]
             if begin < now:
                 begin = now
@@ -223,7 +244,7 @@ def _run_with_shared_links(graph: TaskGraph, durations: Sequence[float], transfe
         else:
             message = code - arrives
         node = target[message]
-        receiver = receiver_of[message]
+        receiver = comes_by[message]
         begin = in_free[receiver]
         if begin < now:
             begin = now

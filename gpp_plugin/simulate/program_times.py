@@ -111,9 +111,9 @@ class _ProgramRun:
         self._posted: dict[Message, int] = {}
         self._started: dict[Message, float] = {}
         self._arrived: set[Message] = set()
-        # Of each rank, in us: when its link out and its link in are free again.
-        self._out_free = dict.fromkeys(self._programs, 0.0)
-        self._in_free = dict.fromkeys(self._programs, 0.0)
+        # Of each rank's link, or adapter that ranks share, in us: when it is free again, out and in.
+        self._out_free: dict[int, float] = defaultdict(float)
+        self._in_free: dict[int, float] = defaultdict(float)
         # Who has come to a reduction (kind, stage) or to the step (kind, -1: all stages), and when.
         self._barriers: dict[tuple[InstructionKind, int], dict[int, float]] = {}
         # The tensor ranks that run a data position's tasks together; without tensor parallelism just (rank,).
@@ -209,16 +209,18 @@ class _ProgramRun:
     def _leave(self, message: Message, now: float) -> None:
         """The message is ready: it takes the sender's link when that is free."""
         occupied, _ = self._cost(message)
-        begin = max(now, self._out_free[message.src_rank]) if self._share_links else now
-        self._out_free[message.src_rank] = begin + occupied
+        port, _ = self._costs.ports(message.src_rank, message.dst_rank)
+        begin = max(now, self._out_free[port]) if self._share_links else now
+        self._out_free[port] = begin + occupied
         self._started[message] = begin
         self._push(begin, 2, message)
 
     def _enter(self, message: Message, now: float) -> None:
         """The message takes the receiver's link when that is free."""
         occupied, latency = self._cost(message)
-        begin = max(now, self._in_free[message.dst_rank]) if self._share_links else now
-        self._in_free[message.dst_rank] = begin + occupied
+        _, port = self._costs.ports(message.src_rank, message.dst_rank)
+        begin = max(now, self._in_free[port]) if self._share_links else now
+        self._in_free[port] = begin + occupied
         self._push(begin + occupied + latency, 3, message)
 
     def _arrive(self, message: Message, now: float) -> None:

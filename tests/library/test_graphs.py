@@ -3,7 +3,8 @@
 import pytest
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.library.analytic_models import profile_model
+from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.library.analytic_models import in_dtype, profile_model
 from gpp_plugin.library.gemm import gemm_us
 from gpp_plugin.library.paper_graphs import MODELS, build_model
 from gpp_plugin.plan.cluster_files import read_cluster
@@ -28,6 +29,20 @@ def test_costs_grow_with_the_samples_and_small_batches_are_less_efficient(name):
     for cost in profile_model(model, V100, largest=16).costs:
         assert list(cost.forward_us) == sorted(cost.forward_us)
         assert cost.forward_us[0] >= cost.forward_us[-1] / 16 * 0.999
+
+
+def test_bytes_are_those_of_the_type_that_is_trained_in():
+    model = build_model("mmt")
+    full, half = (profile_model(model, V100, largest=4, dtype=dtype) for dtype in ("fp32", "bf16"))
+    for a, b in zip(full.costs, half.costs, strict=True):
+        assert b.parameter_bytes == a.parameter_bytes // 2 and b.gradient_bytes == a.gradient_bytes // 2
+        assert b.saved_bytes_per_sample == a.saved_bytes_per_sample / 2
+        assert b.optimizer_bytes * 2 == a.optimizer_bytes * 3, "Adam's moments in fp32, and weights in fp32"
+        assert b.forward_us[-1] < a.forward_us[-1], "fewer bytes are moved"
+    graph = in_dtype(model.graph, "bf16")
+    assert half.graph == fingerprint(graph)
+    assert {spec.dtype for spec in graph.tensors.values()} == {"bfloat16"}
+    assert sum(t.bytes for t in graph.saved) * 2 == sum(t.bytes for t in model.graph.saved)
 
 
 def test_few_tiles_leave_multiprocessors_idle():

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.plan.cluster_files import cluster_names, read_cluster
+from gpp_plugin.plan.cluster_files import cluster_names, describe_cluster, read_cluster
 
 GOOD = {
     "name": "two nodes",
@@ -65,6 +65,19 @@ def changed(**changes):
         (changed(device=[]), "unknown key 'device'; did you mean 'devices'"),
         ({"name": "x", "devices": GOOD["devices"]}, "links is missing"),
         (changed(nodes=0), "nodes is 0"),
+        (changed(devices=[{**GOOD["devices"][0], "tflops": {"fp8": 1}}]), "tflops: unknown key 'fp8'"),
+        (
+            changed(devices=[{**GOOD["devices"][0], "tflops": {}}]),
+            "tflops is empty; give at least one of bf16",
+        ),
+        (
+            changed(devices=[GOOD["devices"][0], {"name": "old", "memory_gb": 16, "memory_gb_per_s": 900}]),
+            r"devices\[1\] \(old\): tflops is missing; unlike devices get work by their speeds: .*gpp doctor --gpus",
+        ),
+        (
+            changed(devices=[{**GOOD["devices"][0], "tflops": {d: 1}, "name": d} for d in ("bf16", "fp16")]),
+            r"no type has a speed on all devices: devices\[1\] \(fp16\) has a speed in fp16",
+        ),
         ([], "expected an object"),
     ],
 )
@@ -75,6 +88,31 @@ def test_wrong_descriptions_get_one_line(plain, message, tmp_path):
         read_cluster(path)
     assert "\n" not in str(caught.value)
     assert "bad.json" in str(caught.value)
+
+
+def test_speeds_are_of_the_type_that_is_trained_in():
+    plain = changed(devices=[{**GOOD["devices"][0], "tflops": {"bf16": 100, "fp32": 20}}])
+    assert [(d.dtype, d.flops_per_s) for d in read_cluster(plain).devices[:1]] == [("bf16", 100e12)]
+    assert read_cluster(plain, dtype="fp32").devices[0].flops_per_s == 20e12
+    assert read_cluster(describe_cluster(read_cluster(plain, dtype="fp32"))).devices[0].dtype == "fp32"
+    with pytest.raises(
+        ConfigError, match=r"devices\[0\] \(gpu\) has a speed in bf16, fp32 and none in fp16; train in"
+    ):
+        read_cluster(plain, dtype="fp16")
+    # one number is the speed in whatever is trained in
+    assert read_cluster(GOOD, dtype="fp16").devices[0].flops_per_s == 10e12
+    with pytest.raises(ConfigError, match="dtype 'int8': is not known; give one of bf16, fp16, fp32"):
+        read_cluster(GOOD, dtype="int8")
+
+
+def test_unlike_devices_train_in_a_type_that_all_have():
+    entries = [
+        {**GOOD["devices"][0], "tflops": {"bf16": 100, "fp32": 20}},
+        {**GOOD["devices"][0], "name": "old", "tflops": {"fp32": 10, "fp16": 80}},
+    ]
+    cluster = read_cluster(changed(devices=entries, links=[{"name": "all", "gb_per_s": 10}]))
+    assert {d.dtype for d in cluster.devices} == {"fp32"}
+    assert cluster.is_mixed
 
 
 def test_unknown_names_get_the_nearest():

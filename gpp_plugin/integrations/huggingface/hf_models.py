@@ -56,6 +56,13 @@ def config_of(plain: Any, source: str | Path) -> Any:
         ) from error
 
 
+def compares_samples(config: Any) -> bool:
+    """Return whether the loss of the model that a configuration describes is over pairs of samples, as CLIP's is."""
+    names = getattr(config, "architectures", None) or []
+    kind = getattr(transformers, names[0], None) if names else None
+    return kind is not None and "return_loss" in inspect.signature(kind.forward).parameters
+
+
 def build_on_meta(config: Any) -> nn.Module:
     """Return the model a configuration describes, in training mode, without weights.
 

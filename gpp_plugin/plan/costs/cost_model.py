@@ -3,6 +3,9 @@
 What a stage needs is `memory_formula`, what it takes per sample `time_formula`; here the blocks' costs are summed up
 and put into them. Arrays are by block, in the order of the graph.
 
+The profile is of the cluster's first device. Where devices are of several speeds (`device_speed`), a stage takes what
+its slowest rank takes; times for which no ranks are given are those of the quickest device, which no plan goes below.
+
 Source: PipeDream (SOSP 2019, doi 10.1145/3341301.3359646), section 3.3
 Tests: tests/plan/test_inputs.py, tests/profile/test_measure.py, tests/plan/test_asynchronous.py,
     tests/plan/test_memory_breakdown.py
@@ -22,10 +25,13 @@ from gpp_plugin.ir.cluster import Cluster, Link
 from gpp_plugin.ir.plan import PipelinePlan, StageEdge
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.plan.costs.device_speed import DeviceSpeeds, distinct_devices
 from gpp_plugin.plan.costs.memory_formula import held_bytes, peak_bytes, stashed_bytes, unreduced_bytes
 from gpp_plugin.plan.costs.time_formula import num_reductions
 
 Floats = npt.NDArray[np.float64]
+Kinds = tuple[int, ...]
+"""Kinds of devices, as numbers in `CostModel.kinds`; none: the quickest."""
 
 
 class CostModel:
@@ -66,7 +72,10 @@ class CostModel:
         ]
         self._tied = [(blocks, float(num_bytes)) for blocks, num_bytes in tied if num_bytes > 0]
         self.edge_cache: dict[tuple[int, int, tuple[str, ...]], StageEdge] = {}
-        self._times: dict[float, tuple[Floats, Floats]] = {}
+        self.kinds = distinct_devices(cluster.devices)
+        self._kind_of = {device.speeds: kind for kind, device in enumerate(self.kinds)}
+        self._speeds = DeviceSpeeds(graph, self.kinds) if len(self.kinds) > 1 else None
+        self._times: dict[tuple[float, int | None], tuple[Floats, Floats]] = {}
         self._static = np.stack(
             [
                 self.parameter_bytes,
@@ -87,20 +96,41 @@ class CostModel:
             for entry in profile.inputs
         ]
         self._group_bytes: dict[tuple[int, ...], tuple[float, ...]] = {}
-        self._group_times: dict[tuple[tuple[int, ...], float], tuple[float, float]] = {}
+        self._group_times: dict[tuple[tuple[int, ...], float, Kinds], tuple[float, float]] = {}
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """Return the fingerprint of the graph."""
         return fingerprint(self.graph)
 
-    def block_times(self, local: float) -> tuple[Floats, Floats]:
-        """Return forward and backward microseconds of every block for ``local`` samples a rank."""
-        if local not in self._times:
+    @property
+    def is_mixed(self) -> bool:
+        """Return whether devices are of several speeds."""
+        return self._speeds is not None
+
+    def kinds_of(self, ranks: Iterable[int] | None) -> Kinds:
+        """Return the kinds of devices of these ranks; none where all devices are alike."""
+        if self._speeds is None or ranks is None:
+            return ()
+        devices = self.cluster.devices
+        return tuple(sorted({self._kind_of[devices[rank].speeds] for rank in ranks}))
+
+    def block_times(self, local: float, kind: int | None = None) -> tuple[Floats, Floats]:
+        """Return forward and backward microseconds of every block for ``local`` samples a rank.
+
+        Args:
+            kind: of device; None: of each block the quickest.
+        """
+        found = self._times.get((local, kind))
+        if found is None:
             forward = np.array([c.forward_us_for(local) for c in self._costs], dtype=float)
             backward = np.array([c.backward_us_for(local) for c in self._costs], dtype=float)
-            self._times[local] = forward, backward
-        return self._times[local]
+            if self._speeds is not None:
+                kinds = range(len(self.kinds)) if kind is None else (kind,)
+                factor = np.min([self._speeds.factors(k, local) for k in kinds], axis=0)
+                forward, backward = forward * factor, backward * factor
+            found = self._times[local, kind] = forward, backward
+        return found
 
     def saved_growth(self, local: float) -> Floats:
         """Return by block the bytes saved at ``local`` samples over those at the samples the graph's sizes refer to.
@@ -115,19 +145,42 @@ class CostModel:
         """Return the positions of blocks in the graph."""
         return [self.index[name] for name in blocks]
 
-    def stage_times(self, blocks: Sequence[int], local: float) -> tuple[float, float]:
-        """Return forward and backward microseconds of one micro-batch of ``local`` samples a rank."""
-        key = tuple(blocks), local
+    def stage_times(
+        self, blocks: Sequence[int], local: float, ranks: Sequence[int] | None = None
+    ) -> tuple[float, float]:
+        """Return forward and backward microseconds of one micro-batch of ``local`` samples a rank.
+
+        Args:
+            ranks: those of the stage, the slowest of which counts; None: as quick as any device is.
+        """
+        return self.times_on(blocks, local, self.kinds_of(ranks))
+
+    def times_on(self, blocks: Sequence[int], local: float, kinds: Kinds) -> tuple[float, float]:
+        """Return what `stage_times` does for ranks on these kinds of devices."""
+        key = tuple(blocks), local, kinds
         found = self._group_times.get(key)
         if found is None:
-            forward, backward = self.block_times(local)
             rows = list(blocks)
-            found = self._group_times[key] = float(forward[rows].sum()), float(backward[rows].sum())
+            each = [self.block_times(local, kind) for kind in kinds or (None,)]
+            found = self._group_times[key] = (
+                max(float(forward[rows].sum()) for forward, _ in each),
+                max(float(backward[rows].sum()) for _, backward in each),
+            )
         return found
 
-    def split_times(self, blocks: Sequence[int], local: float) -> tuple[float, float]:
-        """Return microseconds of the input gradient and of the weight gradient of one micro-batch, made apart."""
-        backward = self.block_times(local)[1]
+    def split_times(
+        self, blocks: Sequence[int], local: float, ranks: Sequence[int] | None = None
+    ) -> tuple[float, float]:
+        """Return microseconds of the input gradient and of the weight gradient of one micro-batch, made apart.
+
+        Args:
+            ranks: as of `stage_times`.
+        """
+        found = [self._split_on(blocks, local, kind) for kind in self.kinds_of(ranks) or (None,)]
+        return max(first for first, _ in found), max(second for _, second in found)
+
+    def _split_on(self, blocks: Sequence[int], local: float, kind: int | None) -> tuple[float, float]:
+        backward = self.block_times(local, kind)[1]
         first = second = 0.0
         for block in blocks:
             cost = self._costs[block]

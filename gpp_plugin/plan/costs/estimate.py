@@ -12,6 +12,7 @@ is the same: `stage_task_us`, `Link.occupied_us`, `CostModel.reduce_times`.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -162,15 +163,47 @@ def estimate_plan_us(plan: PipelinePlan, costs: CostModel) -> float:
         for i, stage in enumerate(plan.stages)
     ]
     edges = [_edge_timing(edge, plan.stages[edge.src], plan.stages[edge.dst], costs) for edge in plan.edges]
-    return estimate_us(plan.mini_batch, stages, edges)
+    us = estimate_us(plan.mini_batch, stages, edges)
+    return max(us, _busiest_adapter_us(plan, edges, costs)) if costs.cluster.has_adapters else us
+
+
+def _busiest_adapter_us(plan: PipelinePlan, edges: Sequence[EdgeTiming], costs: CostModel) -> float:
+    """Return how long messages keep the busiest adapter busy in a mini-batch, those of all stages together.
+
+    Stages are played with clocks of their own, so that they do not wait for each other's messages; no step is shorter
+    than this.
+    """
+    busy: dict[tuple[int, bool], float] = defaultdict(float)
+    for edge, timing in zip(plan.edges, edges, strict=True):
+        src, dst = plan.stages[edge.src], plan.stages[edge.dst]
+        link = costs.cluster.link_between(min(src.ranks[0], dst.ranks[0]), max(src.ranks[-1], dst.ranks[-1]))
+        if link.adapters is None:
+            continue
+        there, back = plan.num_micro_batches(edge.src), plan.num_micro_batches(edge.dst)
+        for stage, is_out, us in (
+            (src, True, there * timing.forward_out_us),
+            (dst, False, back * timing.forward_in_us),
+            (dst, True, back * timing.backward_out_us),
+            (src, False, there * timing.backward_in_us),
+        ):
+            for port in {costs.cluster.port(rank, link) for rank in stage.ranks}:
+                busy[port, is_out] += us
+    return max(busy.values(), default=0.0)
 
 
 def _edge_timing(edge: StageEdge, src: Stage, dst: Stage, costs: CostModel) -> EdgeTiming:
     low, high = sorted((src, dst), key=lambda stage: stage.ranks[0])
     link = costs.cluster.link_between(low.ranks[0], high.ranks[-1])
 
+    # the ranks of a stage send together, and those that share an adapter one after the other
+    shared = {
+        stage.ranks: costs.cluster.sharers(stage.ranks, link) if costs.cluster.has_adapters else 1
+        for stage in (src, dst)
+    }
+
     def hold(per_sample: float, fixed: float, stage: Stage) -> float:
-        return float(link.occupied_us(per_sample * stage.local_batch_size + fixed))
+        held = link.occupied_us(per_sample * stage.local_batch_size + fixed)
+        return float(held * shared[stage.ranks])
 
     sample, whole = edge.bytes_per_sample, edge.bytes_fixed
     grad_sample, grad_whole = edge.gradient_bytes_per_sample, edge.gradient_bytes_fixed

@@ -37,6 +37,15 @@ from typing import Any
 import numpy as np
 
 
+def adam_bytes(dtype: str) -> int:
+    """Return what Adam holds of a trained parameter: two fp32 moments, and fp32 weights beside those of half precision.
+
+    >>> adam_bytes("fp32"), adam_bytes("bf16")
+    (8, 12)
+    """
+    return 8 if dtype == "fp32" else 12
+
+
 def shared_out(gradient: Any, optimizer: Any, *, degree: int, zero_stage: int) -> tuple[Any, Any]:
     """Return G / g and O / o: what one of ``degree`` ranks holds of gradients and optimizer state.
 

@@ -22,11 +22,11 @@ def with_part_times(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
     stages = []
     for stage in plan.stages:
         blocks, local = costs.indices(stage.blocks), stage.local_batch_size
-        input_us, weight_us = costs.split_times(blocks, local)
+        input_us, weight_us = costs.split_times(blocks, local, stage.ranks)
         stages.append(
             dataclasses.replace(
                 stage,
-                half_forward_us=costs.stage_times(blocks, local / 2)[0],
+                half_forward_us=costs.stage_times(blocks, local / 2, stage.ranks)[0],
                 input_gradient_us=input_us,
                 weight_gradient_us=weight_us,
             )

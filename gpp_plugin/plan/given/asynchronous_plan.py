@@ -60,6 +60,6 @@ def _fitted(plan: PipelinePlan, index: int, costs: CostModel, fitter: StageFitte
     held = costs.stage_memory(rows, degree=stage.degree, local=local, in_flight=stage.in_flight)
     stashed = costs.stashed_bytes(rows, plan.num_versions(index))
     stage = dataclasses.replace(
-        stage, backward_us=costs.stage_times(rows, local)[1], memory_bytes=held + stashed
+        stage, backward_us=costs.stage_times(rows, local, stage.ranks)[1], memory_bytes=held + stashed
     )
     return stage if fitter is None else fitter.fitted_stage(stage, stashed_bytes=stashed)

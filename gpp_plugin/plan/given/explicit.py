@@ -146,7 +146,7 @@ def _refit(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     stages = []
     for index, stage in enumerate(plan.stages):
         rows, local = costs.indices(stage.blocks), stage.local_batch_size
-        forward, backward = costs.stage_times(rows, local)
+        forward, backward = costs.stage_times(rows, local, stage.ranks)
         memory = costs.stage_memory(rows, degree=stage.degree, local=local, in_flight=stage.in_flight)
         stages.append(
             dataclasses.replace(

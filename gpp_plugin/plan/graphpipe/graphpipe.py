@@ -46,6 +46,7 @@ from gpp_plugin.plan.graphpipe.search_tree import SearchTree, SearchTrees
 from gpp_plugin.plan.graphpipe.stage_search import StageSearch
 from gpp_plugin.plan.graphpipe.stage_shapes import StageShapes
 from gpp_plugin.plan.graphpipe.stage_table import TableMaker
+from gpp_plugin.plan.machines.unlike_devices import ranked_partitions
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for, levels_to_fit
 from gpp_plugin.plan.memory.joined import best_judged, join_memory
 from gpp_plugin.plan.refine.refine import MOVES, Candidate, Refiner
@@ -210,6 +211,9 @@ def search_stages(
 
         find_partitions(request, costs, rules, trees, predict, fitter=fitter)
         refiner.budget = budget
+    if costs.is_mixed:  # the recursion counts devices: it does not see that some are slower
+        starts = (refiner.candidate(*start) for start in ranked_partitions(request, costs, rules))
+        candidates.extend(start for start in starts if start is not None)
     if is_thorough or not any(candidate.score[0] == 0 for candidate in candidates):
         candidates.extend(_with_counts(request, costs, rules, trees, refiner, counts))
     candidates.sort(key=lambda candidate: candidate.score)

@@ -340,6 +340,7 @@ class StageFitter:
         if stage.memory_bytes <= limit:
             return stage
         excess, us = self.estimate(**self._place(stage, limit))
+        us *= self._slower(stage)
         return dataclasses.replace(
             stage, backward_us=stage.backward_us + us, memory_bytes=limit + round(excess)
         )
@@ -356,13 +357,29 @@ class StageFitter:
         if stage.memory_bytes <= limit:
             return stage
         choice = self.choose(**self._place(stage, limit - stashed_bytes))
-        added = choice.memory.added_us if choice.memory is not None else 0.0
+        memory = choice.memory
+        if memory is not None and self.costs.is_mixed:
+            slower = self._slower(stage)
+            again = (dataclasses.replace(s, recompute_us=s.recompute_us * slower) for s in memory.recomputed)
+            memory = dataclasses.replace(memory, recomputed=tuple(again))
         return dataclasses.replace(
             stage,
-            backward_us=stage.backward_us + added,
+            backward_us=stage.backward_us + (memory.added_us if memory is not None else 0.0),
             memory_bytes=round(choice.memory_bytes) + stashed_bytes,
-            memory=choice.memory,
+            memory=memory,
         )
+
+    def _slower(self, stage: Stage) -> float:
+        """Return how many times longer a stage's ranks take for its forwards than the quickest devices.
+
+        What is added is worked out on these; waiting for the host, which does not depend on the device, is only told
+        apart in a finished plan.
+        """
+        if not self.costs.is_mixed:
+            return 1.0
+        rows, local = self.costs.indices(stage.blocks), stage.local_batch_size
+        least = self.costs.stage_times(rows, local)[0]
+        return self.costs.stage_times(rows, local, stage.ranks)[0] / least if least > 0 else 1.0
 
 
 def fitter_for(request: PlanRequest, costs: CostModel) -> StageFitter | None:

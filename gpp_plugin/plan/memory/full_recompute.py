@@ -79,7 +79,7 @@ def _recomputed(stage: Stage, num_versions: int, request: PlanRequest, everythin
     added = choice.memory.added_us if choice.memory is not None else 0.0
     return dataclasses.replace(
         stage,
-        backward_us=costs.stage_times(rows, local)[1] + added,
+        backward_us=costs.stage_times(rows, local, stage.ranks)[1] + added,
         memory_bytes=round(choice.memory_bytes) + stash,
         memory=choice.memory,
     )

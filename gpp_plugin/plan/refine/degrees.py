@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from gpp_plugin.plan.batch_rules import BatchRules
-from gpp_plugin.plan.costs.cost_model import CostModel, Floats, link_for_span, ring_us
+from gpp_plugin.plan.costs.cost_model import CostModel, Floats, Kinds, link_for_span, ring_us
 from gpp_plugin.plan.costs.time_formula import us_per_sample
-from gpp_plugin.plan.make import StageDraft
+from gpp_plugin.plan.make import StageDraft, order_stages
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.refine.block_sets import BlockSets, Mask
 from gpp_plugin.plan.request import PlanRequest
@@ -49,7 +49,9 @@ class DegreeChooser:
     """Shares the ranks out among stages: exactly all of them, smallest bottleneck time per sample.
 
     Bisection over the finite set of stage times; whether the degrees can add up to the number of
-    ranks is a subset-sum over bit sets. Costs of a stage are kept from call to call.
+    ranks is a subset-sum over bit sets. Where devices are of several speeds it matters which ranks a
+    stage gets, and the first stages take the first ranks (`_share_out_in_order`). Costs of a stage are
+    kept from call to call.
 
     Args:
         fitter: makes stages fit that do not, which takes time; None: such stages are left out.
@@ -75,12 +77,15 @@ class DegreeChooser:
             size: self.sets.mask_of([name for name, fixed in rules.fixed.items() if fixed == size])
             for size in sorted(set(rules.fixed.values()))
         }
-        self._sizings: dict[tuple[int, bool, tuple[int, ...]], _Sizing] = {}
-        self._options: dict[tuple[Mask, int, int], list[Option]] = {}
-        self._timed: dict[tuple[Mask, int], list[Option]] = {}
+        self._sizings: dict[tuple[int, bool, tuple[int, ...], Kinds], _Sizing] = {}
+        self._options: dict[tuple[Mask, int, int, Kinds, int], list[Option]] = {}
+        self._timed: dict[tuple[Mask, int, Kinds], list[Option]] = {}
+        order = request.rank_order or range(request.num_ranks)
+        self._order = [rank for rank in order if rank < request.num_ranks]
+        self._spans: dict[tuple[int, int], tuple[Kinds, int]] = {}
         self._least: dict[tuple[Mask, int], tuple[float, float]] = {}
         self._sizes: dict[tuple[Mask, int], list[int]] = {}
-        self._wishes = rules.wishes()
+        self._wishes, self._degrees = rules.wishes(), rules.degrees()
 
     def choose(
         self,
@@ -96,14 +101,60 @@ class DegreeChooser:
             wish: micro-batch size of every stage that neither coupling nor the user fixes.
             limit_us: most microseconds a sample of any stage.
         """
-        if ignore_memory:
-            options = [self._timed_options(mask, wish) for mask in masks]
-        else:
-            heights = self.sets.heights(masks)
-            options = [
-                self._stage_options(mask, wish, height) for mask, height in zip(masks, heights, strict=True)
-            ]
+        heights = [] if ignore_memory else self.sets.heights(masks)
+
+        def options_of(stage: int, kinds: Kinds, limit: int) -> list[Option]:
+            if ignore_memory:
+                return self._timed_options(masks[stage], wish, kinds)
+            return self._stage_options(masks[stage], wish, heights[stage], kinds, limit)
+
+        if self.costs.is_mixed:
+            return self._share_out_in_order(masks, options_of, limit_us)
+        options = [options_of(stage, (), self._limit) for stage in range(len(masks))]
         return _share_out(options, self.request.num_ranks, limit_us) if all(options) else None
+
+    def _share_out_in_order(
+        self, masks: Sequence[Mask], options_of: Callable[[int, Kinds, int], list[Option]], limit_us: float
+    ) -> list[Option] | None:
+        """Return one option a stage where stages take consecutive ranks in the order in which plans place them."""
+        # best[u]: (bottleneck, sum of times, options) of the stages so far on the first u ranks. Two stages on a quick
+        # device (10 us a sample for either) and two slow ones (30 us, shared by two 15 us):
+        #
+        #     u                0     1           2               3
+        #     no stage         0     -           -               -
+        #     first stage      -     10 (d=1)    15 (d=2: slow)  ..
+        #     both             -     -           30 (1 + 1)      15 (1 + 2)   <- taken
+        num = self.request.num_ranks
+        best: dict[int, tuple[float, float, tuple[Option, ...]]] = {0: (0.0, 0.0, ())}
+        order = order_stages(self.costs.graph, [self.sets.blocks(mask) for mask in masks], costs=self.costs)
+        for place, stage in enumerate(order):
+            reached: dict[int, tuple[float, float, tuple[Option, ...]]] = {}
+            most = num - (len(masks) - place - 1)  # a rank at least for each stage after it
+            for used, (slowest, total, chosen) in best.items():
+                for degree in self._degrees:
+                    end = used + degree
+                    if end > most:
+                        break
+                    option = _of_degree(options_of(stage, *self._span(used, end)), degree)
+                    if option is None or option.us_per_sample > limit_us:
+                        continue
+                    key = max(slowest, option.us_per_sample), total + option.us_per_sample
+                    if end not in reached or key < reached[end][:2]:
+                        reached[end] = (*key, (*chosen, option))
+            best = reached
+        if num not in best:
+            return None
+        by_stage = dict(zip(order, best[num][2], strict=True))
+        return [by_stage[stage] for stage in range(len(masks))]
+
+    def _span(self, start: int, end: int) -> tuple[Kinds, int]:
+        """Return the kinds of devices of some ranks, by their places in the order, and the least memory of one."""
+        found = self._spans.get((start, end))
+        if found is None:
+            ranks = self._order[start:end]
+            found = self.costs.kinds_of(ranks), min(self.limits[rank] for rank in ranks)
+            self._spans[start, end] = found
+        return found
 
     def drafts(self, masks: Sequence[Mask], options: Sequence[Option]) -> list[StageDraft]:
         """Return the drafts of stages with these options."""
@@ -118,7 +169,7 @@ class DegreeChooser:
         """Return the least microseconds a sample of a stage, and the least times its ranks; inf if none."""
         found = self._least.get((mask, wish))
         if found is None:
-            options = self._timed_options(mask, wish)
+            options = self._timed_options(mask, wish, ())
             slowest = min((option.us_per_sample for option in options), default=float("inf"))
             work = min((o.us_per_sample * o.degree for o in options), default=float("inf"))
             found = self._least[mask, wish] = slowest, work
@@ -137,22 +188,22 @@ class DegreeChooser:
         """Return by how many bytes a stage exceeds the smallest of its ranks (negative: it fits)."""
         return memory_bytes - min(self.limits[rank] for rank in ranks)
 
-    def _stage_options(self, mask: Mask, wish: int, height: int) -> list[Option]:
-        """Return the degrees with which a stage at that height fits its ranks."""
-        found = self._options.get((mask, wish, height))
+    def _stage_options(self, mask: Mask, wish: int, height: int, kinds: Kinds, limit: int) -> list[Option]:
+        """Return the degrees with which a stage at that height fits ranks of so many bytes, on these devices."""
+        found = self._options.get((mask, wish, height, kinds, limit))
         if found is None:
             request, rows = self.request, self.sets.rows(mask)
             found = []
-            for option in self._timed_options(mask, wish):
+            for option in self._timed_options(mask, wish, kinds):
                 num = request.mini_batch // option.micro_batch_size
                 local = option.micro_batch_size // option.degree
                 in_flight = num if request.schedule == "gpipe" else min(num, height)
                 memory = self.costs.stage_memory(rows, degree=option.degree, local=local, in_flight=in_flight)
-                if memory <= self._limit:
+                if memory <= limit:
                     found.append(option)
                 elif self.fitter is not None:
                     excess, added_us = self.fitter.estimate(
-                        rows, degree=option.degree, local=local, in_flight=in_flight, limit=self._limit
+                        rows, degree=option.degree, local=local, in_flight=in_flight, limit=limit
                     )
                     if excess <= 0:
                         found.append(
@@ -161,38 +212,49 @@ class DegreeChooser:
                                 backward_us=option.backward_us + added_us,
                             )
                         )
-            self._options[mask, wish, height] = found
+            self._options[mask, wish, height, kinds, limit] = found
         return found
 
-    def _timed_options(self, mask: Mask, wish: int) -> list[Option]:
-        """Return every degree of a stage with its time, whatever memory it needs."""
-        found = self._timed.get((mask, wish))
+    def _timed_options(self, mask: Mask, wish: int, kinds: Kinds) -> list[Option]:
+        """Return every degree of a stage with its time, whatever memory it needs.
+
+        Args:
+            kinds: of the stage's devices; several: the slowest counts; none: the quickest.
+        """
+        found = self._timed.get((mask, wish, kinds))
         if found is not None:
             return found
+        if len(kinds) > 1:
+            each = [self._timed_options(mask, wish, (kind,)) for kind in kinds]
+            found = self._timed[mask, wish, kinds] = [
+                max(of_degree, key=lambda option: option.us_per_sample)
+                for of_degree in zip(*each, strict=True)
+            ]
+            return found
         fixed = tuple(size for size, blocks in self._fixed.items() if blocks & mask)
-        key = wish, bool(self._coupled & mask), fixed
+        key = wish, bool(self._coupled & mask), fixed, kinds
         sizing = self._sizings.get(key)
         if sizing is None:
-            sizing = self._sizings[key] = self._make_sizing(mask, wish)
+            sizing = self._sizings[key] = self._make_sizing(mask, wish, *kinds)
         rows = np.array(self.sets.rows(mask))
         gradient = self.costs.group_gradient_bytes(self.sets.rows(mask))
         forward, backward = sizing.forward_us[:, rows].sum(axis=1), sizing.backward_us[:, rows].sum(axis=1)
         us = us_per_sample(forward + backward, sizing.samples)
         if gradient > 0:
             us += sizing.reduce_us + gradient * sizing.reduce_us_per_byte
-        found = self._timed[mask, wish] = list(
+        found = self._timed[mask, wish, kinds] = list(
             map(Option, sizing.degrees, sizing.sizes, us.tolist(), forward.tolist(), backward.tolist())
         )
         return found
 
-    def _make_sizing(self, mask: Mask, wish: int) -> _Sizing:
+    def _make_sizing(self, mask: Mask, wish: int, kind: int | None = None) -> _Sizing:
         request, costs, blocks = self.request, self.costs, self.sets.blocks(mask)
         found = [
             (degree, size)
             for degree in self.rules.degrees()
             if (size := self.rules.micro_batch_size(blocks, degree, wish)) is not None
         ]
-        times = [costs.block_times(size // degree) for degree, size in found]
+        times = [costs.block_times(size // degree, kind) for degree, size in found]
         shape = (len(found), len(costs.index))
         links = [link_for_span(request.cluster, degree) for degree, _ in found]
         # An all-reduce is latency and bytes: the first is what one without bytes takes.
@@ -208,6 +270,10 @@ class DegreeChooser:
             reduce_us=np.array(latency) * steps / request.mini_batch,
             reduce_us_per_byte=(np.array(whole) - np.array(latency)) / 1e9 * steps / request.mini_batch,
         )
+
+
+def _of_degree(options: Sequence[Option], degree: int) -> Option | None:
+    return next((option for option in options if option.degree == degree), None)
 
 
 def choose_degrees(

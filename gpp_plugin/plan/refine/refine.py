@@ -109,7 +109,9 @@ class Refiner:
         """Return the candidate of these stages, or None where it is no plan, cannot win or was met before."""
         if self.num_stages is not None and len(masks) != self.num_stages:
             return None
-        key = (self.sets.shape_of(masks), wish, slack)
+        # on devices of several speeds it matters which of two equal branches is cut
+        shape = frozenset(masks) if self.costs.is_mixed else self.sets.shape_of(masks)
+        key = (shape, wish, slack)
         if key in self._seen:
             return None
         self.budget -= GLANCE
@@ -220,7 +222,8 @@ class Refiner:
         """
         masks, best = list(start.masks), self._unevenness(start.masks, start.wish)
         for _ in range(rounds):
-            heaviest = max(range(len(masks)), key=lambda i: self._load(start.wish, masks[i]))
+            loads = self._loads(start.wish, masks)
+            heaviest = max(range(len(masks)), key=loads.__getitem__)
             options = [
                 (self._unevenness(changed, start.wish), n, changed)
                 for n, changed in enumerate(moves.boundary_moves(self.sets, masks, heaviest))
@@ -236,12 +239,27 @@ class Refiner:
             return float("inf")
         return sum(((o.forward_us + o.backward_us) / o.micro_batch_size) ** 8 for o in options)
 
-    def _load(self, wish: int, mask: Mask) -> float:
-        return sum(self.costs.stage_times(self.sets.rows(mask), wish))
+    def _loads(self, wish: int, masks: Sequence[Mask]) -> list[float]:
+        options = self.chooser.choose(masks, wish) if self.costs.is_mixed else None
+        if options is not None:
+            return [(o.forward_us + o.backward_us) / o.micro_batch_size for o in options]
+        return [sum(self.costs.stage_times(self.sets.rows(mask), wish)) for mask in masks]
 
-    def _us_per_sample(self, mask: Mask, draft: StageDraft) -> float:
+    def _times(self, at: Candidate) -> list[float]:
+        """Return what each stage computes a sample."""
+        if self.costs.is_mixed:  # which depends on where it is
+            plan = build_plan(self.request, at.drafts, planner="", costs=self.costs, is_named=False)
+            placed = {frozenset(stage.blocks): stage.ranks for stage in plan.stages}
+        else:
+            placed = {}
+        return [
+            self._us_per_sample(mask, draft, placed.get(frozenset(draft.blocks)))
+            for mask, draft in zip(at.masks, at.drafts, strict=True)
+        ]
+
+    def _us_per_sample(self, mask: Mask, draft: StageDraft, ranks: Sequence[int] | None) -> float:
         local = draft.micro_batch_size / draft.degree
-        computing = sum(self.costs.stage_times(self.sets.rows(mask), local))
+        computing = sum(self.costs.stage_times(self.sets.rows(mask), local, ranks))
         return float(us_per_sample(computing, draft.micro_batch_size))
 
     def _neighbours(self, at: Candidate) -> Iterator[Candidate]:
@@ -252,7 +270,7 @@ class Refiner:
                 if found is not None:
                     yield found
         masks = list(at.masks)
-        times = [self._us_per_sample(mask, draft) for mask, draft in zip(masks, at.drafts, strict=True)]
+        times = self._times(at)
         slowest_first = sorted(range(len(masks)), key=lambda i: -times[i])
         quickest_first = sorted(range(len(masks)), key=times.__getitem__)
         yield from self._with_all(at, moves.regroupings(self.sets, masks, slowest_first))

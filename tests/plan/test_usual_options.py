@@ -1,0 +1,59 @@
+"""`gpp plan` with nothing said of types, samples and losses."""
+
+import json
+
+import pytest
+
+from gpp_plugin.api import make_request
+from gpp_plugin.cli import main
+from gpp_plugin.library.named_models import config_path, usual_loss_unit
+
+
+def planned(capsys, *arguments):
+    assert main(["plan", *arguments, "--planner", "uniform", "--json"]) == 0
+    *text, last = capsys.readouterr().out.splitlines()
+    return "\n".join(text), json.loads(last)
+
+
+def test_the_cluster_says_what_is_trained_in(capsys):
+    text, found = planned(capsys, "mmt", "--devices", "4")
+    assert found["dtype"] == "bf16" and "of H100-80GB in bf16 (the cluster's; --dtype says another)" in text
+    text, slow = planned(capsys, "mmt", "--devices", "4", "--dtype", "fp32")
+    assert slow["dtype"] == "fp32" and "of H100-80GB in fp32;" in text
+    assert slow["iteration_us"] > 4 * found["iteration_us"]
+    assert slow["rows"][0]["memory_bytes"] > 1.3 * found["rows"][0]["memory_bytes"]
+    _, summit = planned(capsys, "mmt", "--cluster", "summit", "--devices", "4")
+    assert summit["dtype"] == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dtype", "fp8"], "dtype 'fp8': is not known; give one of bf16, fp16, fp32"),
+        (["--cluster", "laptop_cpu", "--dtype", "bf16"], "has a speed in fp32 and none in bf16"),
+        (["--length", "256"], "--length: is for HuggingFace models; mmt has sizes: --size NAME=VALUE"),
+        (["--loss-unit", "0"], "--loss-unit 0: give at least 1 sample"),
+        (["--devices", "0"], "0 devices are asked for; at least 1 is needed"),
+    ],
+)
+def test_what_is_refused(arguments, message, capsys):
+    assert main(["plan", "mmt", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_mini_batches_grow_with_the_devices():
+    sizes = {"branches": 2, "layers": 1}
+    assert make_request("mmt", "dgx_h100", num_devices=4, sizes=sizes).mini_batch == 64
+    assert make_request("mmt", "dgx_h100", num_devices=32, sizes=sizes).mini_batch == 256
+    assert make_request("mmt", "dgx_h100", num_devices=4, sizes=sizes, loss_unit=48).mini_batch == 96
+
+
+@pytest.mark.parametrize(
+    ("model", "length", "devices", "unit"),
+    [("gpt2-345m", 512, 4, 4), ("gpt2-345m", 512, 1, 8), ("llava-7b", 2048, 8, 2), ("llava-7b", 8192, 8, 1),
+     ("clip-l14", 77, 8, 64)],
+)  # fmt: skip
+def test_loss_units_of_a_sensible_size(model, length, devices, unit):
+    path = config_path(model)
+    assert usual_loss_unit(path, mini_batch=64, length=length, num_devices=devices) == unit

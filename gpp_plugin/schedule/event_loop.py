@@ -45,8 +45,8 @@ class MessageCosts:
         self._rates: dict[tuple[int, int], tuple[float, float]] = {}
 
     def of(self, sender: int, receiver: int, num_bytes: float) -> tuple[float, float]:
-        """Return the time a message takes up its ends' links, and the latency after that."""
-        if self._cluster is None:
+        """Return the time a message takes up its ends' links and the latency after that; without bytes none is sent."""
+        if self._cluster is None or num_bytes == 0:
             return 0.0, 0.0
         pair = (sender, receiver)
         rate = self._rates.get(pair)

@@ -24,6 +24,7 @@ Tests: tests/plan/test_autopipe.py
 from __future__ import annotations
 
 import heapq
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 
 from gpp_plugin.errors import PlanInfeasible
@@ -32,6 +33,7 @@ from gpp_plugin.plan.baselines.chain_costs import ChainCosts
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import task_order
+from gpp_plugin.plan.costs.time_formula import boundary_us
 from gpp_plugin.plan.linear_order import split_by_weight
 from gpp_plugin.plan.make import StageDraft
 from gpp_plugin.plan.request import PlanRequest
@@ -335,10 +337,12 @@ def _drafts_for(chain: ChainCosts, count: int, *, is_searched: bool) -> list[Sta
 def simulator_of(chain: ChainCosts, degree: int) -> ChainSimulator:
     """Return the simulator of a chain at one degree, with the mean hop between blocks as communication."""
     forward, backward = chain.costs.block_times(chain.wish / degree)
-    hops = chain.link_us_per_sample(chain.request.num_ranks)[1:-1] / 2
+    cuts = [chain.cut_bytes(at) for at in range(1, chain.num_blocks)]
+    # a message goes one way: half of a boundary's time
+    hop_us = [boundary_us(cut, degree, chain.link_us_per_byte) / 2 * chain.wish for cut in cuts]
     return ChainSimulator(
         [float(forward[row]) for row in chain.rows],
         [float(backward[row]) for row in chain.rows],
         micro_batches=chain.request.mini_batch // chain.wish,
-        comm_us=float(hops.mean()) * chain.wish / degree if len(hops) else 0.0,
+        comm_us=statistics.fmean(hop_us) if hop_us else 0.0,
     )

@@ -45,8 +45,8 @@ class MessageCosts:
         self._rates: dict[tuple[int, int], tuple[float, float]] = {}
 
     def of(self, sender: int, receiver: int, num_bytes: float) -> tuple[float, float]:
-        """Return the time a message takes up its ends' links and the latency after that; without bytes none is sent."""
-        if self._cluster is None or num_bytes == 0:
+        """Return the time a message takes up its ends' links, and the latency after that."""
+        if self._cluster is None:
             return 0.0, 0.0
         pair = (sender, receiver)
         rate = self._rates.get(pair)
@@ -57,7 +57,7 @@ class MessageCosts:
 
 
 def message_transfers(graph: TaskGraph, cluster: Cluster) -> Transfers:
-    """Return the cost of every message of ``graph`` on the links of ``cluster``.
+    """Return the cost of every message of ``graph`` on the links of ``cluster``; what is order alone costs nothing.
 
     Raises:
         PlanError: the plan uses more ranks than the cluster has.
@@ -69,7 +69,11 @@ def message_transfers(graph: TaskGraph, cluster: Cluster) -> Transfers:
             "plan for fewer or describe a larger cluster"
         )
     costs = MessageCosts(cluster)
-    each = [costs.of(*ends) for ends in zip(graph.sender, graph.receiver, graph.num_bytes, strict=True)]
+    is_silent = [edge.is_order_only for edge in graph.plan.edges]
+    each = [
+        (0.0, 0.0) if is_silent[edge] else costs.of(*ends)
+        for edge, *ends in zip(graph.edge, graph.sender, graph.receiver, graph.num_bytes, strict=True)
+    ]
     return Transfers(occupied_us=[us for us, _ in each], latency_us=[us for _, us in each])
 
 

@@ -315,7 +315,7 @@ def autopipe_plan(request: PlanRequest) -> PipelinePlan:
         for i, (_, count, _, chain) in enumerate(starts)
         if (drafts := _drafts_for(chain, count, is_searched=i < NUM_SEARCHED)) is not None
     ]
-    plan = best_plan(request, costs, candidates, planner="autopipe")
+    plan = best_plan(request, costs, candidates, planner="autopipe", may_hold_more=True)
     if plan is None:
         explain_infeasible(request, costs, rules, [[[name] for name in order], [order]])
     return plan

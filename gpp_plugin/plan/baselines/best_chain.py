@@ -20,10 +20,9 @@ import networkx as nx
 
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockEdge, BlockGraph
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import ORDER_ONLY, PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
-from gpp_plugin.plan.baselines.chain_costs import ORDER_ONLY
 from gpp_plugin.plan.linear_order import linear_order
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest

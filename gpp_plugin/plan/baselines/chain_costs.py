@@ -8,25 +8,22 @@ made explicit as edges that carry nothing (`as_sequential`).
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from gpp_plugin.ir.plan import PipelinePlan, StageEdge
+from gpp_plugin.ir.plan import ORDER_ONLY, PipelinePlan, StageEdge
 from gpp_plugin.plan.baselines.size_classes import Ints, SizeClasses
 from gpp_plugin.plan.batch_rules import BatchRules
 from gpp_plugin.plan.costs.boundary_bytes import interval_bytes
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats, link_for_span, ring_us
-from gpp_plugin.plan.costs.estimate import estimate_plan_us
 from gpp_plugin.plan.costs.judge import judge_us
 from gpp_plugin.plan.costs.memory_formula import held_bytes, peak_bytes, unreduced_bytes
 from gpp_plugin.plan.costs.time_formula import boundary_us, us_per_sample
 from gpp_plugin.plan.linear_order import linear_order
 from gpp_plugin.plan.make import StageDraft, build_plan, with_in_flight
-from gpp_plugin.plan.refine.refine import SLACKS
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.selection import busiest_us, memory_excess
+from gpp_plugin.plan.selection import busiest_us, quickest_in_flight
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 
 
@@ -169,7 +166,7 @@ def best_sequential(
                 continue
             if best is not None and busiest_us(request, costs, drafts) > best[0]:
                 break
-            found = _quickest_in_flight(request, costs, drafts)
+            found = _as_it_runs(request, costs, drafts)
             if found is not None:
                 best = found if best is None or found[0] < best[0] else best
                 break
@@ -179,51 +176,31 @@ def best_sequential(
     return dataclasses.replace(plan, iteration_us=judge_us(plan, costs))
 
 
-def _quickest_in_flight(
+def _as_it_runs(
     request: PlanRequest, costs: CostModel, drafts: Sequence[StageDraft]
 ) -> tuple[float, Sequence[StageDraft]] | None:
-    """Return the time of a chain and its stages with the micro-batches in flight that are best; None: it does not fit.
-
-    The choices are ours (`SLACKS`): as many as 1F1B needs, and in excess of it, to hide messages.
-    """
-    plan = build_plan(request, drafts, planner="", costs=costs, is_named=False)
-    last = len(plan.stages) - 1
-    best: tuple[float, Sequence[StageDraft]] | None = None
-    for slack in SLACKS:
-        extra = {stage.blocks: math.ceil((last - i) * slack) for i, stage in enumerate(plan.stages)}
-        chain = as_sequential(plan, costs, extra=list(extra.values()))
-        if memory_excess(request, chain)[0] > 0:
-            break
-        us = estimate_plan_us(chain, costs)
-        if best is None or us < best[0]:
-            in_order = [tuple(sorted(draft.blocks, key=costs.index.__getitem__)) for draft in drafts]
-            best = (
-                us,
-                [
-                    dataclasses.replace(draft, extra_in_flight=extra[blocks])
-                    for draft, blocks in zip(drafts, in_order, strict=True)
-                ],
-            )
-    return best
+    """Return the time of a chain and its stages with the best number in flight; None: it does not fit."""
+    chain = as_sequential(build_plan(request, drafts, planner="", costs=costs, is_named=False), costs)
+    found = quickest_in_flight(request, costs, chain)
+    if found is None:
+        return None
+    us, extra = found
+    extra_of = {stage.blocks: more for stage, more in zip(chain.stages, extra, strict=True)}
+    in_order = [tuple(sorted(draft.blocks, key=costs.index.__getitem__)) for draft in drafts]
+    return us, [
+        dataclasses.replace(draft, extra_in_flight=extra_of[blocks])
+        for draft, blocks in zip(drafts, in_order, strict=True)
+    ]
 
 
-ORDER_ONLY = "(order)"
-
-
-def as_sequential(
-    plan: PipelinePlan, costs: CostModel, *, extra: Sequence[int] | None = None
-) -> PipelinePlan:
+def as_sequential(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
     """Return the plan with every stage after its predecessor in the list; for prediction only.
 
-    Depth and in-flight become those of a chain, and memory with them.
-
-    Args:
-        extra: by stage, micro-batches to hold beyond what a chain asks for; None: as many as the plan holds beyond
-            what its graph asks for.
+    Depth and in-flight become those of a chain, and memory with them: what the plan holds beyond what its graph asks
+    for, the chain holds beyond what a chain asks for.
     """
-    if extra is None:
-        asked = plan_in_flight(plan)
-        extra = [stage.in_flight - count for stage, count in zip(plan.stages, asked, strict=True)]
+    asked = plan_in_flight(plan)
+    extra = [stage.in_flight - count for stage, count in zip(plan.stages, asked, strict=True)]
     present = {(edge.src, edge.dst) for edge in plan.edges}
     added = tuple(
         StageEdge(src=i, dst=i + 1, batch_tensors=(ORDER_ONLY,), gradient_tensors=(ORDER_ONLY,))

@@ -3,7 +3,7 @@
 Baselines are run as the systems they stand for run them: as a chain, each stage after the one before it
 (`plan.baselines.chain_costs`), with our cost of links, our micro-batch sizes and our micro-batches in flight;
 ``throughput_as_graph`` is what their stages reach in our runtime, without that order. Two rows are ours with less:
-``best chain`` is what `auto` makes of the model put in a line (`plan.baselines.best_chain`), and ``one size`` what it
+``chain`` is what `auto` makes of the model put in a line (`plan.baselines.best_chain`), and ``one-size`` what it
 makes of the graph with one micro-batch size for all stages, the best of them. So three columns say what ours gains:
 
     over baseline   over the best plan of others' planners
@@ -25,6 +25,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+
 from gpp_benchmarks._paper import PAPER_DEVICES, PAPER_MODELS, paper_request, time_limit
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
@@ -42,7 +44,7 @@ OURS = ("graphpipe", "auto")
 BASELINES = ("uniform", "pipedream", "piper", "dapple")
 JUDGES_GRAPHS = ("uniform",)
 """Baselines that weigh their candidates as graphs; they are asked about the model in a line."""
-CHAIN, ONE_SIZE = "best chain", "one size"
+CHAIN, ONE_SIZE = "chain", "one-size"
 FIGURES = ("6", "7", "7-right", "9", "A.3")
 RATIOS = ("over_best_baseline", "over_best_chain", "over_one_size")
 EFFICIENCY = (
@@ -70,7 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--devices", nargs="+", type=int, default=list(PAPER_DEVICES), help="numbers of devices (%(default)s)"
     )
     parser.add_argument(
-        "--planners", nargs="+", default=[*OURS, *BASELINES], help="planners to run (%(default)s)"
+        "--planners",
+        nargs="+",
+        default=[*OURS, *BASELINES, CHAIN, ONE_SIZE],
+        help="planners to run (%(default)s)",
     )
     parser.add_argument("--limit", type=float, default=60.0, help="seconds a search may take (%(default)s)")
 
@@ -119,16 +124,21 @@ def _equal_micro_batch(model: str, devices: int) -> Iterable[tuple[str, str, Pla
 
 
 def _cell(args: argparse.Namespace, figure: str, model: str, request: PlanRequest) -> list[dict[str, Any]]:
-    searches = {planner: functools.partial(_plan, planner, request) for planner in args.planners}
-    searches[CHAIN] = lambda: best_chain(request)
-    searches[ONE_SIZE] = lambda: plan_with_one_size(request)
     rows = []
-    for planner, search in searches.items():
-        # one size is a search for each of them
-        count = len(batch_rules(request).wishes()) if planner == ONE_SIZE else 1
+    for planner in args.planners:
+        search, count = _search(planner, request)
         rows.append(_row(figure, model, request, planner, search, args.limit * count))
         print(_row_text(rows[-1]), file=sys.stderr, flush=True)
     return with_ratios(rows)
+
+
+def _search(planner: str, request: PlanRequest) -> tuple[Callable[[], PipelinePlan], int]:
+    """Return what makes the plan, and how many searches that is."""
+    if planner == CHAIN:
+        return functools.partial(best_chain, request), len(block_orders(request.graph))
+    if planner == ONE_SIZE:
+        return functools.partial(plan_with_one_size, request), len(batch_rules(request).wishes())
+    return functools.partial(_plan, planner, request), 1
 
 
 def _plan(planner: str, request: PlanRequest) -> PipelinePlan:
@@ -143,15 +153,32 @@ def plan_with_one_size(request: PlanRequest, *, planner: str = "auto") -> Pipeli
     Raises:
         PlanInfeasible: there is none.
     """
-    plans, problem = [], None
-    for size in batch_rules(request).wishes():
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    bounds = {size: _least_us(request, costs, size) for size in batch_rules(request).wishes()}
+    best, problem = None, None
+    # those likely to win first: they spare the search of sizes that cannot
+    for size in sorted(bounds, key=lambda size: bounds[size] * (1 + size / request.mini_batch)):
+        if best is not None and bounds[size] >= best.iteration_us:
+            continue
         try:
-            plans.append(make_plan(planner, dataclasses.replace(request, micro_batch_sizes={"*": size})))
+            plan = make_plan(planner, dataclasses.replace(request, micro_batch_sizes={"*": size}))
         except PlanInfeasible as error:
             problem = error
-    if problem is not None and not plans:
-        raise problem
-    return min(plans, key=lambda plan: plan.iteration_us)
+            continue
+        best = plan if best is None or plan.iteration_us < best.iteration_us else best
+    if best is None:
+        raise problem or PlanInfeasible("no micro-batch size divides the mini-batch; change train_batch_size")
+    return best
+
+
+def _least_us(request: PlanRequest, costs: CostModel, size: int) -> float:
+    """Return a time that no plan of that micro-batch size goes below: all its work, perfectly shared out.
+
+    Every block is taken at the number of samples a rank that suits it best.
+    """
+    degrees = [d for d in range(1, request.num_ranks + 1) if size % d == 0]
+    work = np.min([np.add(*costs.block_times(size / d)) * d / size for d in degrees], axis=0).sum()
+    return float(work * request.mini_batch / request.num_ranks)
 
 
 def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -178,6 +178,14 @@ def test_memory_is_that_of_the_samples_a_rank_takes(planner):
     assert [len(stage.blocks) for stage in make_plan(planner, request).stages] == [2, 2]
 
 
+@pytest.mark.parametrize("planner", ["autopipe", "pipedream", "piper", "uniform"])
+def test_more_ranks_than_samples_of_a_rank(planner):
+    """Four samples a rank on eight ranks: all in one stage, 32 at a time, is the quickest of all chains."""
+    request = make_request(chain(8), ranks=8, mini_batch=64, loss_unit=4, keep_units=True)
+    (stage,) = make_plan(planner, request).stages
+    assert (stage.degree, stage.micro_batch_size) == (8, 32)
+
+
 def test_a_baseline_may_hold_more_to_hide_messages():
     """As ours may: with the micro-batches of plain 1F1B alone every round trip is waited for."""
     graph = chain(4)

@@ -52,14 +52,14 @@ def pipedream_plan(request: PlanRequest) -> PipelinePlan:
 
 def partition_chain(chain: ChainCosts) -> Iterator[list[Bounds]]:
     """Yield (start, stop, degree) of the stages of the best chain, then those of others that may need less memory."""
-    found = list(_solve(chain, chain.rules.degrees()))
+    found = list(chain_bottlenecks(chain, chain.rules.degrees()))
     if not chain.size_classes.are_alike:
-        found += [answer for degree in chain.rules.degrees() for answer in _solve(chain, [degree])]
+        found += [answer for degree in chain.rules.degrees() for answer in chain_bottlenecks(chain, [degree])]
     for _, bounds in sorted(found, key=lambda answer: (answer[0], len(answer[1]))):
         yield bounds
 
 
-def _solve(chain: ChainCosts, degrees: Sequence[int]) -> Iterator[tuple[float, list[Bounds]]]:
+def chain_bottlenecks(chain: ChainCosts, degrees: Sequence[int]) -> Iterator[tuple[float, list[Bounds]]]:
     """Yield for every number of stages the smallest bottleneck, microseconds a sample, and the stages with it."""
     request, num = chain.request, chain.num_blocks
     ranks = request.num_ranks

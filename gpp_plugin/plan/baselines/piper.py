@@ -8,7 +8,8 @@ Deviations: no tensor parallelism (so the sum of degrees is the number of device
 the degree divides the micro-batch, and so the number of samples a rank takes is whole; all micro-batch
 sizes are tried. A stage computes and sends at the same time, as for all planners here; Piper adds both up. More than
 ``MAX_DOWNSETS`` downsets are refused, as by Piper's own code. Where stages differ in their micro-batch sizes more are
-in flight than the bound says: if the chain does not fit, those of equal degrees are looked at.
+in flight than the bound says: if the chain does not fit, those of equal degrees are looked at. Prefixes of an order are
+downsets, so PipeDream's bottleneck bounds Piper's: slower stages are left out, which changes no answer.
 
 Source: Piper (NeurIPS 2021)
 Tests: tests/plan/test_baselines.py
@@ -17,6 +18,7 @@ Tests: tests/plan/test_baselines.py
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -24,7 +26,8 @@ import numpy as np
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import LayoutKind
-from gpp_plugin.plan.baselines.chain_costs import best_sequential
+from gpp_plugin.plan.baselines.chain_costs import ChainCosts, best_sequential
+from gpp_plugin.plan.baselines.pipedream import chain_bottlenecks
 from gpp_plugin.plan.baselines.size_classes import Ints, SizeClasses
 from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats, link_for_span, ring_us
@@ -36,6 +39,8 @@ from gpp_plugin.plan.selection import explain_infeasible
 
 MAX_DOWNSETS = 40_000
 """What the released Piper plans at most."""
+ROUNDING = 1e-9
+UNBOUNDED = 1e300
 
 
 def piper_plan(request: PlanRequest) -> PipelinePlan:
@@ -155,11 +160,15 @@ class _Downsets:
         self._read = self.member @ flags.T
         self._num_readers = flags.sum(axis=1)
 
-    def behind(self, at: int) -> _Stages:
-        """Return the stages that begin behind downset ``at``."""
+    def times_of(self, degree: int, size: int) -> Floats:
+        """Return [block] microseconds of forward and backward on one of ``degree`` ranks."""
+        found: Floats = np.add(*self.costs.block_times(size / degree))
+        return found
+
+    def behind(self, at: int, candidates: Ints) -> _Stages:
+        """Return the stages that begin behind downset ``at`` and end in one of these downsets that holds it."""
         # Supersets: nothing of this downset is missing from them.
-        after = np.arange(at + 1, len(self.downsets))
-        after = after[(self._packed[at] & ~self._packed[after]).sum(axis=1) == 0]
+        after = candidates[(self._packed[at] & ~self._packed[candidates]).sum(axis=1) == 0]
         after = after[self._counts[after] > self._counts[at]]
         read = self._read[after] - self._read[at]
         entering = ((read > 0.5) & (self._made[at] > 0.5)) @ self._tensor_bytes
@@ -193,23 +202,36 @@ def partition_downsets(
     request: PlanRequest, costs: CostModel, rules: BatchRules, downsets: list[int], wish: int
 ) -> tuple[float, list[StageDraft]] | None:
     """Return the smallest bottleneck at one micro-batch size, us a sample, and the stages with it, or None."""
-    return _partition(_Downsets(request, costs, rules, downsets), wish, rules.degrees())
+    return _best_of(_Downsets(request, costs, rules, downsets), wish)
 
 
 def _partitions(table: _Downsets, wish: int) -> Iterator[list[StageDraft]]:
     """Yield the stages of the best chain at one micro-batch size; after it those of equal degrees, best first."""
-    best = _partition(table, wish, table.rules.degrees())
+    best = _best_of(table, wish)
     if best is not None:
         yield best[1]
     if not table.size_classes.are_alike:
-        equal = [_partition(table, wish, [degree]) for degree in table.rules.degrees()]
+        equal = [_partition(table, wish, [degree], UNBOUNDED) for degree in table.rules.degrees()]
         yield from (drafts for _, drafts in sorted((e for e in equal if e is not None), key=lambda e: e[0]))
 
 
-def _partition(table: _Downsets, wish: int, degrees: Sequence[int]) -> tuple[float, list[StageDraft]] | None:
-    """Return the smallest bottleneck and the stages with it, or None where no chain fits."""
+def _best_of(table: _Downsets, wish: int) -> tuple[float, list[StageDraft]] | None:
+    degrees = table.rules.degrees()
+    chain = ChainCosts(table.request, table.costs, table.rules, wish)
+    bound = min((us for us, _ in chain_bottlenecks(chain, degrees)), default=UNBOUNDED)
+    # The chain that sets the bound may hold more than Piper's own count of what is in flight allows.
+    found = _partition(table, wish, degrees, bound * (1 + 1e-9))
+    return found if found is not None or bound == UNBOUNDED else _partition(table, wish, degrees, UNBOUNDED)
+
+
+def _partition(
+    table: _Downsets, wish: int, degrees: Sequence[int], most_us: float
+) -> tuple[float, list[StageDraft]] | None:
+    """Return the smallest bottleneck, if at most ``most_us``, and the stages with it, or None where no chain fits."""
     ranks, mini_batch, num = table.request.num_ranks, table.request.mini_batch, len(table.downsets)
     works = _works(table, wish, degrees)
+    if not works:
+        return None
     # value[at, k]: the slowest stage or link of what is not in downset ``at``, on exactly k ranks; the whole model is
     # value[0, ranks], nothing left is value[-1, 0] = 0. A stage is a downset less a smaller one, so from large to small
     # each row needs only rows done before. choice[at, k] is (the larger downset, the stage's degree).
@@ -217,17 +239,21 @@ def _partition(table: _Downsets, wish: int, degrees: Sequence[int]) -> tuple[flo
     value = np.full((num, ranks + 1), np.inf)
     value[-1, 0] = 0.0
     choice = np.zeros((num, ranks + 1, 2), dtype=np.int32)
+    work = table.member @ np.min([table.times_of(*key) * key[0] / key[1] for key in works], axis=0)
     for at in range(num - 2, -1, -1):
-        stages = table.behind(at)
-        rest = value[stages.after]
-        for degree in degrees:
+        fewest, largest = _rank_window(work, at, ranks, most_us)
+        if fewest > largest:
+            continue
+        for degree in reversed(degrees):  # of equal bottlenecks that with fewer stages
+            stages = table.behind(at, _candidates(work, at, degree, largest - degree, most_us))
+            rest = value[stages.after]
+            if not np.isfinite(rest[:, : largest - degree + 1]).any():
+                continue
             sizes = table.size_classes.sizes(stages.classes, degree, wish)
             us = _times(table, stages, at, sizes, degree, works)
-            if not np.isfinite(us).any():
-                continue
             held, saved = table.memory(stages, sizes, degree)
             most = mini_batch // np.maximum(sizes, 1)
-            for k in range(degree, ranks + 1):
+            for k in range(max(fewest, degree), largest + 1):
                 fits = held + np.minimum(-(-k // degree), most) * saved <= table.limit
                 worst = np.where(fits, np.maximum(us, rest[:, k - degree]), np.inf)
                 best = int(worst.argmin())
@@ -239,6 +265,28 @@ def _partition(table: _Downsets, wish: int, degrees: Sequence[int]) -> tuple[flo
     return float(value[0, ranks]), list(_read_back(table, choice, ranks, wish))
 
 
+def _rank_window(work: Floats, at: int, ranks: int, most_us: float) -> tuple[int, int]:
+    """Return the fewest and the most ranks that what is not in downset ``at`` have where no stage exceeds ``most_us``.
+
+    Args:
+        work: [downset] microseconds a sample of its blocks on one rank, at the size and degree that are best for each.
+    """
+    # 8 ranks, 80 us in all, most_us 11: behind a downset of 30 us are 50 us, for at least 5 ranks (4.5) and at most 5,
+    # as the 30 us before need 3 (2.7).
+    rest, before = work[-1] - work[at], work[at]
+    fewest = max(math.ceil(rest / most_us - ROUNDING), 1)
+    return (ranks if at == 0 else fewest), ranks - max(math.ceil(before / most_us - ROUNDING), 0)
+
+
+def _candidates(work: Floats, at: int, degree: int, ranks_left: int, most_us: float) -> Ints:
+    """Return the downsets in which a stage of that degree may end: neither it nor what is left takes too long."""
+    if ranks_left < 0:
+        return np.zeros(0, dtype=np.int64)
+    own, rest = work[at + 1 :] - work[at], work[-1] - work[at + 1 :]
+    slack = 1 + ROUNDING
+    return at + 1 + np.flatnonzero((own <= most_us * degree * slack) & (rest <= most_us * ranks_left * slack))
+
+
 _Works = dict[tuple[int, int], Floats]
 """By degree and micro-batch size: [downset] microseconds of its blocks' forwards and backwards."""
 
@@ -246,7 +294,7 @@ _Works = dict[tuple[int, int], Floats]
 def _works(table: _Downsets, wish: int, degrees: Sequence[int]) -> _Works:
     classes = np.arange(-1, 2 * len(table.size_classes.flags))
     return {
-        (degree, size): table.member @ np.add(*table.costs.block_times(size / degree))
+        (degree, size): table.member @ table.times_of(degree, size)
         for degree in degrees
         for size in map(int, np.unique(table.size_classes.sizes(classes, degree, wish)))
         if size > 0

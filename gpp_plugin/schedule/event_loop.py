@@ -71,8 +71,10 @@ def message_transfers(graph: TaskGraph, cluster: Cluster) -> Transfers:
     costs = MessageCosts(cluster)
     is_silent = [edge.is_order_only for edge in graph.plan.edges]
     each = [
-        (0.0, 0.0) if is_silent[edge] else costs.of(*ends)
-        for edge, *ends in zip(graph.edge, graph.sender, graph.receiver, graph.num_bytes, strict=True)
+        (0.0, 0.0) if is_silent[edge] else costs.of(sender, receiver, num_bytes)
+        for edge, sender, receiver, num_bytes in zip(
+            graph.edge, graph.sender, graph.receiver, graph.num_bytes, strict=True
+        )
     ]
     return Transfers(occupied_us=[us for us, _ in each], latency_us=[us for _, us in each])
 

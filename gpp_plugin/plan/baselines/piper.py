@@ -238,7 +238,7 @@ def _partition(
     # On the chain a -> b the downsets are {}, {a}, {a, b}: value[1] is b alone, value[0] is ab, or a before b.
     value = np.full((num, ranks + 1), np.inf)
     value[-1, 0] = 0.0
-    choice = np.zeros((num, ranks + 1, 2), dtype=np.int32)
+    choice = np.zeros((num, ranks + 1, 2), dtype=np.int64)
     work = table.member @ np.min([table.times_of(*key) * key[0] / key[1] for key in works], axis=0)
     for at in range(num - 2, -1, -1):
         fewest, largest = _rank_window(work, at, ranks, most_us)

@@ -1,10 +1,15 @@
-"""AutoPipe's comparisons (its Tables II to IV, Figure 13): balance and predicted step of each planner.
+"""AutoPipe's comparisons (its Tables II to IV, Figures 10 and 13): balance and predicted step of each planner.
 
 Rows of kind ``table 2`` are the paper's seven partitions of GPT-2 345M into four stages; of kind ``search``
-the heuristic's partition beside the best of all; of kind ``planner`` what each planner makes of a case.
+the heuristic's partition beside the best of all; of kind ``planner`` what each planner makes of a case of Table III or
+IV, the paper's milliseconds beside it; of kind ``megatron`` AutoPipe's planner over Megatron-LM's even layers at a
+fixed number of stages and twice as many micro-batches (Figure 10, without its slicing).
 
-Activation checkpointing as in the paper (a block keeps its input), 3090s with 100 Gb/s between nodes.
-AutoPipe plans on attention and feed-forward blocks; the others on whole layers, as the originals do.
+As in the paper every rank takes a micro-batch at a time, of 4, 16 or 32 samples, and data parallelism multiplies
+them; activation checkpointing (a block keeps its input), 3090s with 100 Gb/s between nodes. AutoPipe plans on
+attention and feed-forward blocks; the others on whole layers, as the originals do. ``dapple-2`` is DAPPLE asked for two
+stages, which is what the paper says it always chose; ours may choose one. Degrees that do not divide the mini-batch (1
+and 3 ranks) nobody can have here.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import argparse
 import itertools
 import statistics
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from gpp_benchmarks._paper import time_limit
@@ -26,18 +32,104 @@ from gpp_plugin.plan.cluster_files import read_cluster
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.report.units import format_table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model on some devices in the paper's tables.
+
+    Args:
+        micro_batch: samples a rank takes at a time.
+        paper_ms: by mini-batch, milliseconds an iteration of DAPPLE, Piper and AutoPipe; None: it failed there.
+    """
+
+    table: str
+    model: str
+    devices: int
+    micro_batch: int
+    paper_ms: dict[int, tuple[float | None, float | None, float | None]]
+
 
 CASES = (
-    ("gpt2_345m", 4, 4, 128),
-    ("gpt2_345m", 4, 32, 512),
-    ("gpt2_345m", 8, 32, 512),
-    ("gpt2_1p3b", 4, 16, 512),
-    ("gpt2_1p3b", 8, 16, 512),
-    ("gpt2_1p3b", 16, 16, 512),
+    Case(
+        table="III",
+        model="gpt2_345m",
+        devices=4,
+        micro_batch=4,
+        paper_ms={
+            128: (11091, 6755.6, 6510.5),
+            256: (19925, 12842, 12852),
+            512: (39815, 25421, 25737),
+        },
+    ),
+    Case(
+        table="III",
+        model="gpt2_345m",
+        devices=16,
+        micro_batch=4,
+        paper_ms={
+            128: (None, 2081.1, 2077.6),
+            256: (None, 4066.0, 4063.7),
+            512: (None, 7216.0, 7236.5),
+        },
+    ),
+    Case(
+        table="IV",
+        model="gpt2_345m",
+        devices=4,
+        micro_batch=32,
+        paper_ms={
+            512: (27477.3, 30285.9, 27020.9),
+            1024: (53539.9, 56399.5, 50969.7),
+            2048: (105635, 108694, 99110.9),
+        },
+    ),
+    Case(
+        table="IV",
+        model="gpt2_345m",
+        devices=8,
+        micro_batch=32,
+        paper_ms={
+            512: (15828.6, 18143.6, 15445.3),
+            1024: (30853.7, 31901.0, 27147.5),
+            2048: (60898.3, 60397.7, 51217.4),
+        },
+    ),
+    Case(
+        table="IV",
+        model="gpt2_1p3b",
+        devices=4,
+        micro_batch=16,
+        paper_ms={
+            512: (None, 67087.2, 62885.0),
+            1024: (None, 128831, 119788),
+            2048: (None, 253052, 234781),
+        },
+    ),
+    Case(
+        table="IV",
+        model="gpt2_1p3b",
+        devices=8,
+        micro_batch=16,
+        paper_ms={
+            512: (None, 36783.1, 34512.7),
+            1024: (None, 70017.3, 62869.1),
+            2048: (None, 137135, 120732),
+        },
+    ),
 )
-"""Model, devices, micro-batch size, mini-batch."""
-PLANNERS = ("autopipe", "auto", "uniform", "pipedream", "piper", "dapple")
+TWO_STAGES = "dapple-2"
+PAPER_PLANNERS = (TWO_STAGES, "piper", "autopipe")
+"""Whose milliseconds `Case.paper_ms` are."""
+PLANNERS = ("autopipe", "auto", "uniform", "pipedream", "piper", "dapple", TWO_STAGES)
 OURS = ("autopipe", "auto")
+MEGATRON = (
+    ("gpt2_345m", 4, (2, 4, 8, 12)),
+    ("gpt2_762m", 4, (2, 4, 9, 12)),
+    ("bert_large", 16, (2, 4, 8, 12)),
+)
+"""Figure 10: model, samples of a micro-batch, numbers of stages."""
 TABLE_2 = (
     (5, 7, 6, 6),
     (6, 6.5, 6.5, 5),
@@ -49,7 +141,11 @@ TABLE_2 = (
 )
 """Layers of each stage; the fourth is the best."""
 EXACT_LIMIT = 200_000
-PAPER = {"balance": (2.73, 12.7), "step": (1.02, 1.30)}
+PAPER = {
+    "balance": (2.73, 12.7),
+    "step over Megatron-LM": (1.02, 1.30),
+    "planner over Megatron-LM": (1.0, 1.25),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,26 +156,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Return one row a case and planner: deviation of stage times and predicted step over AutoPipe's."""
-    rows = _table_2_rows() + _search_rows()
-    for model, devices, micro_batch, mini_batch in CASES:
-        cell = [_row(args, model, devices, micro_batch, mini_batch, planner) for planner in args.planners]
-        ours = next((r for r in cell if r["planner"] == "autopipe" and r["step_us"]), None)
-        for row in cell:
-            if ours is not None and row["step_us"] is not None:
-                row["step_over_autopipe"] = row["step_us"] / ours["step_us"]
-                spread = ours["deviation_us"]
-                row["deviation_over_autopipe"] = row["deviation_us"] / spread if spread else None
-        rows += cell
+    """Return the rows of all kinds: balance and predicted step of each planner over AutoPipe's, beside the paper's."""
+    rows = _table_2_rows() + _search_rows() + _megatron_rows(args.limit)
+    for case in CASES:
+        for mini_batch in case.paper_ms:
+            cell = [_row(args, case, mini_batch, planner) for planner in args.planners]
+            rows += _with_ratios(cell)
     planned = [row for row in rows if row["kind"] == "planner"]
     behind = [
-        [row["model"], row["devices"], row["micro_batch"], row["planner"]]
+        [row["model"], row["devices"], row["micro_batch"], row["mini_batch"], row["planner"]]
         for row in planned
         if row["planner"] not in OURS and (row.get("step_over_autopipe") or 1.0) < 0.995
     ]
     exact = [row["is_optimal"] for row in rows if row["kind"] == "search"]
-    summary = {"quicker_than_autopipe": behind, "heuristic_is_optimal": all(exact), "paper": PAPER}
+    even = [row["megatron_over_autopipe"] for row in rows if row["kind"] == "megatron"]
+    summary = {
+        "quicker_than_autopipe": behind,
+        "heuristic_is_optimal": all(exact),
+        "megatron_over_autopipe": [f(x for x in even if x is not None) for f in (min, max)],
+        "paper": PAPER,
+    }
+    _print_tables(rows)
     return {"rows": rows, "summary": summary}
+
+
+def _with_ratios(cell: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of a case with their steps and deviations over AutoPipe's, here and in the paper."""
+    ours = next((row for row in cell if row["planner"] == "autopipe" and row["step_us"]), None)
+    paper = next((row["paper_ms"] for row in cell if row["planner"] == "autopipe"), None)
+    for row in cell:
+        row["paper_over_autopipe"] = row["paper_ms"] / paper if paper and row["paper_ms"] else None
+        if ours is not None and row["step_us"] is not None:
+            row["step_over_autopipe"] = row["step_us"] / ours["step_us"]
+            spread = ours["deviation_us"]
+            row["deviation_over_autopipe"] = row["deviation_us"] / spread if spread else None
+    return cell
 
 
 def _table_2_rows() -> list[dict[str, Any]]:
@@ -108,20 +219,21 @@ def _table_2_rows() -> list[dict[str, Any]]:
 def _search_rows() -> list[dict[str, Any]]:
     """Return for 4 and 8 stages and every case of as many devices what heuristic and exact search find."""
     rows = []
-    for model, devices, micro_batch, mini_batch in CASES:
-        if devices not in (4, 8):
+    for case in CASES:
+        if case.devices not in (4, 8):
             continue
-        simulator = simulator_of(_chain(model, devices, micro_batch, mini_batch), 1)
+        mini_batch = min(case.paper_ms)
+        simulator = simulator_of(_chain(case.model, case.devices, case.micro_batch, mini_batch), 1)
         begin = time.process_time()
-        heuristic = search_heuristic(simulator, devices)
+        heuristic = search_heuristic(simulator, case.devices)
         middle = time.process_time()
-        exact = search_exact(simulator, devices, limit=EXACT_LIMIT)
+        exact = search_exact(simulator, case.devices, limit=EXACT_LIMIT)
         rows.append(
             {
                 "kind": "search",
-                "model": model,
-                "stages": devices,
-                "micro_batch": micro_batch,
+                "model": case.model,
+                "stages": case.devices,
+                "micro_batch": case.micro_batch,
                 "heuristic_us": heuristic[0],
                 "exact_us": exact[0] if exact else None,
                 "is_optimal": exact is not None and heuristic[0] <= exact[0] * (1 + 1e-9),
@@ -132,9 +244,41 @@ def _search_rows() -> list[dict[str, Any]]:
     return rows
 
 
+def _megatron_rows(limit: float) -> list[dict[str, Any]]:
+    """Return for every case of Figure 10 the step of even layers over that of AutoPipe's planner."""
+    rows = []
+    for model, micro_batch, counts in MEGATRON:
+        for stages in counts:
+            steps: list[float | None] = []
+            problems = []
+            for planner, granularity in (("uniform", "layer"), ("autopipe", "sub_layer")):
+                request = _request(model, stages, micro_batch, 2 * stages * micro_batch, granularity, stages)
+                try:
+                    with time_limit(limit):
+                        steps.append(make_plan(planner, request).iteration_us)
+                except (PlanError, TimeoutError) as error:
+                    steps.append(None)
+                    problems.append(f"{planner}: {error or 'timeout'}")
+            even, ours = steps
+            rows.append(
+                {
+                    "kind": "megatron",
+                    "model": model,
+                    "stages": stages,
+                    "micro_batch": micro_batch,
+                    "megatron_us": even,
+                    "autopipe_us": ours,
+                    "megatron_over_autopipe": even / ours if even and ours else None,
+                    "status": "; ".join(problems) or "ok",
+                }
+            )
+    return rows
+
+
 def _request(
     model: str, devices: int, micro_batch: int, mini_batch: int, granularity: str, num_stages: int | None
 ) -> PlanRequest:
+    """Return the request of a case: every rank takes ``micro_batch`` samples at a time, whatever its stage's degree."""
     library_model = build_model(model, granularity=granularity)
     cluster = read_cluster("rtx3090_100g", num_devices=devices)
     return PlanRequest(
@@ -143,8 +287,8 @@ def _request(
         cluster=cluster,
         num_ranks=devices,
         mini_batch=mini_batch,
-        loss_unit=1,
-        micro_batch_sizes={"*": micro_batch},
+        loss_unit=micro_batch,
+        keep_units=True,
         num_stages=num_stages,
     )
 
@@ -155,33 +299,100 @@ def _chain(model: str, devices: int, micro_batch: int, mini_batch: int) -> Chain
     return ChainCosts(request, costs, batch_rules(request), micro_batch)
 
 
-def _row(
-    args: argparse.Namespace, model: str, devices: int, micro_batch: int, mini_batch: int, planner: str
-) -> dict[str, Any]:
+def _row(args: argparse.Namespace, case: Case, mini_batch: int, planner: str) -> dict[str, Any]:
     granularity = "sub_layer" if planner in OURS else "layer"
-    request = _request(model, devices, micro_batch, mini_batch, granularity, args.stages)
+    stages = 2 if planner == TWO_STAGES else args.stages
+    request = _request(case.model, case.devices, case.micro_batch, mini_batch, granularity, stages)
+    paper = dict(zip(PAPER_PLANNERS, case.paper_ms[mini_batch], strict=True))
     row: dict[str, Any] = {
         "kind": "planner",
-        "model": model,
-        "devices": devices,
-        "micro_batch": micro_batch,
+        "table": case.table,
+        "model": case.model,
+        "devices": case.devices,
+        "micro_batch": case.micro_batch,
         "mini_batch": mini_batch,
         "planner": planner,
         "granularity": granularity,
         "stages": None,
+        "degrees": None,
         "deviation_us": None,
         "step_us": None,
+        "step_over_autopipe": None,
+        "deviation_over_autopipe": None,
+        "paper_ms": paper.get(planner),
         "status": "ok",
     }
     try:
         with time_limit(args.limit):
-            plan = make_plan(planner, request)
+            plan = make_plan("dapple" if planner == TWO_STAGES else planner, request)
     except TimeoutError:
         return {**row, "status": f"timeout after {args.limit:g} s"}
     except PlanError as error:
         return {**row, "status": str(error)}
     times = [(s.forward_us + s.backward_us) / s.micro_batch_size for s in plan.stages]
     row["stages"] = len(plan.stages)
+    row["degrees"] = [stage.degree for stage in plan.stages]
     row["deviation_us"] = statistics.pstdev(times)
     row["step_us"] = plan.iteration_us
     return row
+
+
+def _print_tables(rows: list[dict[str, Any]]) -> None:
+    kinds = {
+        kind: [row for row in rows if row["kind"] == kind] for kind in ("table 2", "megatron", "planner")
+    }
+    print("Table II: partitions of GPT-2 345M, step over the best")
+    print(
+        format_table(
+            ["layers", "ms", "over best"],
+            [
+                [" ".join(map(str, r["layers"])), f"{r['step_us'] / 1e3:.1f}", _text(r["over_best"])]
+                for r in kinds["table 2"]
+            ],
+        )
+    )
+    print(
+        "\nFigure 10: Megatron-LM's even layers over AutoPipe's planner [paper: up to 1.25 without slicing]"
+    )
+    print(
+        format_table(
+            ["model", "stages", "micro-batch", "ratio"],
+            [
+                [r["model"], str(r["stages"]), str(r["micro_batch"]), _text(r["megatron_over_autopipe"])]
+                for r in kinds["megatron"]
+            ],
+        )
+    )
+    print(
+        "\nTables III and IV, Figure 13: steps and deviations of stage times over AutoPipe's [paper's steps]"
+    )
+    header = ["model", "planner", "table", "devices", "a rank", "mini-batch", "stages", "ms", "[ms]"]
+    header += ["step", "[step]", "deviation"]
+    lines = [
+        [
+            r["model"],
+            r["planner"],
+            r["table"],
+            *(str(r[key]) for key in ("devices", "micro_batch", "mini_batch")),
+            "-".join(map(str, r["degrees"])) if r["degrees"] else _why(r["status"]),
+            f"{r['step_us'] / 1e3:.0f}" if r["step_us"] else "-",
+            f"{r['paper_ms']:.0f}" if r["paper_ms"] else "-",
+            *(
+                _text(r[key])
+                for key in ("step_over_autopipe", "paper_over_autopipe", "deviation_over_autopipe")
+            ),
+        ]
+        for r in kinds["planner"]
+    ]
+    print(format_table(header, lines, left=2))
+
+
+def _text(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.3f}"
+
+
+def _why(status: str) -> str:
+    """Return in a word or two why there is no plan."""
+    return next(
+        (short for part, short in (("timeout", "timeout"), ("bytes", "memory")) if part in status), "none"
+    )

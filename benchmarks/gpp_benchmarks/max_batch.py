@@ -4,8 +4,10 @@ A synchronous pipeline runs as many micro-batches as it has stages, all forwards
 the paper's comparison; --schedule 1f1b for the other); its batch is the mini-batch. An asynchronous one stashes
 weights (PipeDream), and its batch is a micro-batch. Memory optimization is held to a slowdown: the time per
 sample of the longest stage, at most --slowdown times that of the largest plain batch; of the planner's that is
-quickest there, the same limit for all (--reference fastest), or of each planner's own (own). Each planner has
-the granularity and the abilities its paper gives it:
+quickest there, the same limit for all (--reference fastest), or of each planner's own (own). A largest batch may hang
+on that limit: what fits at 1.6 times may not at 1.5, for one planner and not for the other. So every ratio is also
+given at the limits of --sensitivity, beside the paper's. Each planner has the granularity and the abilities its paper
+gives it:
 
     dawnpiper   operators; swap and recompute by tensor
     vpipe       layers; swap and recompute by layer; the partition follows time
@@ -22,7 +24,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gpp_benchmarks._memory_models import MODELS, operator_graph, paper_batch
@@ -39,6 +41,7 @@ from gpp_plugin.plan.linear_order import layer_bounds
 from gpp_plugin.plan.memory.dawnpiper import partition_chain
 from gpp_plugin.plan.memory.memory_chain import ChainPlan, OptimizerFactory, Partition
 from gpp_plugin.plan.memory.operator_chain import OperatorChain
+from gpp_plugin.report.units import format_table
 
 PLANNERS: dict[str, tuple[Partition, dict[str, tuple[str, ...]]]] = {
     "dawnpiper": (partition_chain, {"none": (), "R": ("recompute",), "S+R": ("recompute", "swap")}),
@@ -47,6 +50,9 @@ PLANNERS: dict[str, tuple[Partition, dict[str, tuple[str, ...]]]] = {
     "uniform": (partition_gpipe, {"none": (), "R": ("recompute",), "S+R": ("recompute",)}),
 }
 OPTIMIZATIONS = ("none", "R", "S+R")
+RATIO_OF = ("dawnpiper", "vpipe")
+CLIFF = 1.5
+"""A cell whose ratio changes by more than this factor between limits says more of the limit than of the planners."""
 FINEST = 256
 """Batches are exact up to here, and to one part in as many beyond."""
 BALANCE_BATCH, PAPER_SPREAD = 2.5, 0.077
@@ -70,6 +76,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", default="a100_pcie", help="a cluster description (%(default)s)")
     parser.add_argument("--slowdown", type=float, default=1.5, help="most time per sample (%(default)s)")
     parser.add_argument(
+        "--sensitivity",
+        nargs="*",
+        type=float,
+        default=[1.3, 1.4, 1.5, 1.6, 1.8, 2.0],
+        help="further limits at which ratios are given (%(default)s)",
+    )
+    parser.add_argument(
         "--reference",
         choices=["fastest", "own"],
         default="fastest",
@@ -86,7 +99,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(
             f"--slowdown {args.slowdown:g} --stages {args.stages}: give a slowdown, and stages, of at least 1"
         )
+    if not all(limit >= 1.0 for limit in args.sensitivity):
+        raise ConfigError(f"--sensitivity {args.sensitivity}: give limits of at least 1")
+    limits = sorted({args.slowdown, *args.sensitivity}) if args.sensitivity else []
     rows: list[dict[str, Any]] = []
+    sensitivity: list[dict[str, Any]] = []
     balance: list[dict[str, Any]] = []
     for model in args.models:
         _report(f"{model}: operators")
@@ -103,14 +120,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 for row in found:
                     _report(f"  {row['optimization']:5} {row['planner']:10} {_cell_text(row)}")
                 rows += found
+                more = cell.sensitivity(limits)
+                for row in more:
+                    _report(f"  {row['optimization']:5} over vpipe {_by_limit_text(row)}")
+                sensitivity += more
                 if mode == "async":
                     balance += cell.balance(rows)
             if "sync" in args.modes:
                 rows += zero_rows(costs, model, stages)
-    summary = summarize(rows)
+    summary = {**summarize(rows), "by_limit": over_limits(sensitivity)}
     _print_table(rows, summary)
+    _print_sensitivity(sensitivity, summary["by_limit"])
     _print_balance(balance)
-    return {"rows": rows, "balance": balance, "summary": summary}
+    return {"rows": rows, "sensitivity": sensitivity, "balance": balance, "summary": summary}
 
 
 class Cell:
@@ -135,23 +157,63 @@ class Cell:
         self.schedule = schedule if mode == "sync" else "1f1b"
         self.slowdown, self.reference = slowdown, reference
         self._limits = [limit or device.memory_bytes for device in cluster.devices[:stages]]
+        self._plain: dict[str, ChainPlan | None] = {}
+        self._plans: dict[tuple[str, str, int], ChainPlan] = {}
+        """By planner, optimization and micro-batch: a limit on time asks for many of those that another one did."""
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each optimization and planner."""
-        plain = {name: self._largest(name, "none", float("inf"), 1) for name in PLANNERS}
-        times = [found.us_per_sample for found in plain.values() if found is not None]
-        fastest = min(times, default=0.0)
+        return [
+            self._row(optimization, name, self._found(optimization, name, self.slowdown), self._fastest_us())
+            for optimization in OPTIMIZATIONS
+            for name in PLANNERS
+        ]
+
+    def sensitivity(self, limits: Sequence[float]) -> list[dict[str, Any]]:
+        """Return a row for each optimization that takes time: dawnpiper's batch over vPipe's at each limit on it."""
         rows = []
-        for optimization in OPTIMIZATIONS:
-            for name, (_, ways) in PLANNERS.items():
-                found = plain[name]
-                if ways[optimization]:
-                    is_own = self.reference == "own" and found is not None
-                    allowed = self.slowdown * (found.us_per_sample if found and is_own else fastest)
-                    start = round(found.local) if found is not None else 1
-                    found = self._largest(name, optimization, allowed, start)
-                rows.append(self._row(optimization, name, found, fastest))
+        for optimization in OPTIMIZATIONS[1:] if limits else ():
+            batches = {
+                name: [self._found(optimization, name, limit) for limit in limits] for name in RATIO_OF
+            }
+            local = {name: [round(f.local) if f else 0 for f in found] for name, found in batches.items()}
+            ours, theirs = (local[name] for name in RATIO_OF)
+            published = [paper_batch(self.model, self.stages, self.mode, optimization, n) for n in RATIO_OF]
+            ratios = [a / b if b else None for a, b in zip(ours, theirs, strict=True)]
+            known = [ratio for ratio in ratios if ratio is not None]
+            rows.append(
+                {
+                    "model": self.model,
+                    "stages": self.stages,
+                    "mode": self.mode,
+                    "optimization": optimization,
+                    "limits": list(limits),
+                    "over_vpipe": ratios,
+                    "micro_batches": local,
+                    "paper": published[0] / published[1] if published[0] and published[1] else None,
+                    "is_cliff": bool(known) and max(known) > CLIFF * min(known),
+                }
+            )
         return rows
+
+    def _found(self, optimization: str, name: str, slowdown: float) -> ChainPlan | None:
+        """Return the planner's largest batch within ``slowdown`` times the quickest plain one's time a sample."""
+        plain = self._largest_plain(name)
+        if not PLANNERS[name][1][optimization]:
+            return plain
+        is_own = self.reference == "own" and plain is not None
+        allowed = slowdown * (plain.us_per_sample if plain and is_own else self._fastest_us())
+        return self._largest(name, optimization, allowed, round(plain.local) if plain is not None else 1)
+
+    def _largest_plain(self, name: str) -> ChainPlan | None:
+        if name not in self._plain:
+            self._plain[name] = self._largest(name, "none", float("inf"), 1)
+        return self._plain[name]
+
+    def _fastest_us(self) -> float:
+        """Return the least time a sample of any planner's largest plain batch."""
+        plain = [self._largest_plain(name) for name in PLANNERS]
+        return min((found.us_per_sample for found in plain if found is not None), default=0.0)
 
     def _factory(self, name: str, optimization: str, costs: CostModel | None = None) -> OptimizerFactory:
         return OptimizerFactory(
@@ -167,7 +229,10 @@ class Cell:
         factory, partition = self._factory(name, optimization), PLANNERS[name][0]
 
         def plan_at(batch: int) -> ChainPlan | None:
-            found = partition(factory.at(batch, self.stages))
+            key = name, optimization, batch
+            if key not in self._plans:
+                self._plans[key] = partition(factory.at(batch, self.stages))
+            found = self._plans[key]
             return found if found.fits and found.us_per_sample <= most_us else None
 
         return largest(plan_at, start)
@@ -301,6 +366,30 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"ratios": ratios, "behind": behind, "longest_plan_cpu_s": max(seconds, default=None)}
 
 
+def over_limits(sensitivity: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return by mode and optimization the geometric means over models and stages at each limit, and the cliffs."""
+    result = []
+    for mode, optimization in dict.fromkeys((row["mode"], row["optimization"]) for row in sensitivity):
+        rows = [r for r in sensitivity if (r["mode"], r["optimization"]) == (mode, optimization)]
+        by_limit = zip(*(row["over_vpipe"] for row in rows), strict=True)
+        published = [row["paper"] for row in rows if row["paper"]]
+        result.append(
+            {
+                "mode": mode,
+                "optimization": optimization,
+                "limits": rows[0]["limits"],
+                "over_vpipe": [_mean([ratio for ratio in ratios if ratio]) for ratios in by_limit],
+                "paper": _mean(published),
+                "cliffs": [[row["model"], row["stages"]] for row in rows if row["is_cliff"]],
+            }
+        )
+    return result
+
+
+def _mean(ratios: list[float]) -> float | None:
+    return statistics.geometric_mean(ratios) if ratios else None
+
+
 def _cells(rows: list[dict[str, Any]]) -> Iterator[tuple[tuple[Any, ...], dict[str, dict[str, Any]]]]:
     cells: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in rows:
@@ -326,6 +415,47 @@ def _print_table(rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
             f"  {ratio['stages']} {ratio['mode']} {ratio['optimization']}: {ratio['over_vpipe']:.2f} {paper}"
         )
     print(f"behind a baseline: {summary['behind'] or 'nowhere'}")
+
+
+def _print_sensitivity(sensitivity: list[dict[str, Any]], by_limit: list[dict[str, Any]]) -> None:
+    if not sensitivity:
+        return
+    print("\nlargest batch over vPipe's at each limit on the time a sample, and the paper's:")
+    limits = sensitivity[0]["limits"]
+    header = ["model", "opt", "mode", "stages", *(f"{limit:g}x" for limit in limits), "paper", ""]
+    lines = [
+        [
+            row["model"],
+            row["optimization"],
+            row["mode"],
+            str(row["stages"]),
+            *_ratio_texts(row),
+            "cliff" if row["is_cliff"] else "",
+        ]
+        for row in sensitivity
+    ]
+    lines += [
+        [
+            "geometric mean",
+            row["optimization"],
+            row["mode"],
+            "",
+            *_ratio_texts(row),
+            f"{len(row['cliffs'])} cliffs",
+        ]
+        for row in by_limit
+    ]
+    print(format_table(header, lines, left=3))
+
+
+def _ratio_texts(row: dict[str, Any]) -> list[str]:
+    return ["-" if ratio is None else f"{ratio:.2f}" for ratio in (*row["over_vpipe"], row["paper"])]
+
+
+def _by_limit_text(row: dict[str, Any]) -> str:
+    texts = _ratio_texts(row)
+    found = ", ".join(f"{limit:g}x {text}" for limit, text in zip(row["limits"], texts[:-1], strict=True))
+    return f"{found} [{texts[-1]}]"
 
 
 def _print_balance(balance: list[dict[str, Any]]) -> None:

@@ -28,6 +28,7 @@ from gpp_plugin.plan.graphpipe.graphpipe import make_search
 from gpp_plugin.plan.graphpipe.intervals import build_series
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest, unlimited
+from gpp_plugin.report.units import format_table
 
 TOLERANCE = 1e-6
 
@@ -68,7 +69,39 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "series_parallel_equal": sum(row["is_equal"] for row in exact),
         **_joined_summary(joined),
     }
+    _print_summary(summary)
     return {"rows": rows, "summary": summary}
+
+
+def _print_summary(summary: dict[str, Any]) -> None:
+    lines = [
+        [
+            "the DP, series-parallel plans",
+            str(summary["series_parallel_cases"]),
+            str(summary["series_parallel_equal"]),
+            "",
+            "",
+        ],
+        [
+            "auto, all partitions",
+            str(summary["cases"]),
+            str(round((summary["optimal_fraction"] or 0.0) * summary["cases"])),
+            _ratio_text(summary["worst_ratio"]),
+            str(summary["missed_feasible"]),
+        ],
+        [
+            "graphpipe, partitions and memory (within 1 %)",
+            str(summary["joined_cases"]),
+            str(summary["joined_within_1_percent"]),
+            _ratio_text(summary["joined_worst_ratio"]),
+            str(summary["joined_missed_feasible"]),
+        ],
+    ]
+    print(format_table(["against brute force", "cases", "equal", "worst ratio", "no plan found"], lines))
+
+
+def _ratio_text(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.4f}"
 
 
 def _joined_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def time_search(model: str, request: PlanRequest, planner: str, limit: float) ->
     """Return the row of one search; ``status`` is ok, timeout, or why there is no plan.
 
     Args:
-        limit: seconds the search may take, of the clock.
+        limit: seconds the search may compute.
     """
     row: dict[str, Any] = {
         "model": model,

@@ -99,6 +99,10 @@ class Stage:
         return whole if half is None else whole.halves()[half]
 
 
+ORDER_ONLY = "(order)"
+"""What tensors are called that nobody makes or sends: their edge says that one stage runs after another."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageEdge:
     """Tensors from stage ``src`` to stage ``dst`` (indices into `PipelinePlan.stages`).
@@ -126,6 +130,12 @@ class StageEdge:
     gradient_bytes_fixed: float = 0.0
     src_shard_axis: int | None = None
     dst_shard_axis: int | None = None
+
+    @property
+    def is_order_only(self) -> bool:
+        """Return whether ``dst`` only waits for ``src``: for prediction of what runs in a line (`ORDER_ONLY`)."""
+        names = (*self.batch_tensors, *self.whole_tensors)
+        return bool(names) and all(name.startswith(ORDER_ONLY) for name in names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

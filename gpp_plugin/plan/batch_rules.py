@@ -44,10 +44,15 @@ class BatchRules:
         """
         names = list(blocks) if self.fixed or self.coupled else []
         sizes = {self.fixed[name] for name in names if name in self.fixed} if self.fixed else set()
-        unit = None if self.coupled.isdisjoint(names) else self.loss_unit * degree
         if len(sizes) > 1:
             return None
-        size = sizes.pop() if sizes else unit if unit is not None else wish
+        is_coupled = not self.coupled.isdisjoint(names)
+        return self.size_of(sizes.pop() if sizes else None, is_coupled, degree, wish)
+
+    def size_of(self, fixed: int | None, is_coupled: bool, degree: int, wish: int) -> int | None:
+        """Return the micro-batch size of a stage whose blocks are fixed to one (None: to none), and coupled or not."""
+        unit = self.loss_unit * degree if is_coupled else None
+        size = fixed if fixed is not None else unit if unit is not None else wish
         if (unit is not None and size != unit) or size % degree or self.mini_batch % size:
             return None
         if size // degree < self.smallest_local:

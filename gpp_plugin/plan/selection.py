@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
@@ -13,11 +14,13 @@ from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import estimate_plan_us
 from gpp_plugin.plan.costs.judge import judge_us
-from gpp_plugin.plan.make import StageDraft, build_plan
+from gpp_plugin.plan.make import StageDraft, build_plan, with_in_flight
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.nearest import HasPlan, nearest_that_fits
 from gpp_plugin.plan.refine.degrees import DegreeChooser, choose_degrees
+from gpp_plugin.plan.refine.refine import SLACKS
 from gpp_plugin.plan.request import UNLIMITED, PlanRequest, rank_limit
+from gpp_plugin.schedule.orders.stage_order import sinks_first
 
 
 def memory_excess(request: PlanRequest, plan: PipelinePlan) -> tuple[int, Stage, int]:
@@ -40,10 +43,14 @@ def best_plan(
     *,
     planner: str,
     notes: Sequence[str] = (),
+    may_hold_more: bool = False,
 ) -> PipelinePlan | None:
     """Build every candidate, drop those without the memory, and return the quickest, or None.
 
     Ties go to the shallower plan, then to the earlier candidate.
+
+    Args:
+        may_hold_more: more micro-batches are held than the stages' orders ask for where that hides messages.
     """
     best: Sequence[StageDraft] | None = None
     best_key = (float("inf"), 0)
@@ -65,7 +72,39 @@ def best_plan(
     if best is None:
         return None
     plan = build_plan(request, best, planner=planner, notes=notes, costs=costs)
+    held = quickest_in_flight(request, costs, plan) if may_hold_more else None
+    plan = plan if held is None else with_in_flight(plan, costs, extra=held[1])
     return dataclasses.replace(plan, iteration_us=judge_us(plan, costs))
+
+
+def quickest_in_flight(
+    request: PlanRequest, costs: CostModel, plan: PipelinePlan
+) -> tuple[float, list[int]] | None:
+    """Return the time of a plan that holds the best of `SLACKS` micro-batches more, and how many, by stage.
+
+    None where not even the plan that holds what its orders ask for fits.
+    """
+    best: tuple[float, list[int]] | None = None
+    levels = _levels_to_sink(plan)
+    for slack in SLACKS:
+        extra = [math.ceil((level - 1) * slack) for level in levels]
+        held = with_in_flight(plan, costs, extra=extra)
+        if memory_excess(request, held)[0] > 0:
+            break
+        us = estimate_plan_us(held, costs)
+        if best is None or us < best[0]:
+            best = us, extra
+    return best
+
+
+def _levels_to_sink(plan: PipelinePlan) -> list[int]:
+    """Return by stage how many there are on the longest way from it to a sink, both counted."""
+    levels = [1] * len(plan.stages)
+    for index in sinks_first(plan):
+        for edge in plan.edges:
+            if edge.src == index:
+                levels[index] = max(levels[index], levels[edge.dst] + 1)
+    return levels
 
 
 def best_optimized(

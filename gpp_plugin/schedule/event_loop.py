@@ -74,7 +74,7 @@ class MessageCosts:
 
 
 def message_transfers(graph: TaskGraph, cluster: Cluster) -> Transfers:
-    """Return the cost of every message of ``graph`` on the links of ``cluster``.
+    """Return the cost of every message of ``graph`` on the links of ``cluster``; what is order alone costs nothing.
 
     Raises:
         PlanError: the plan uses more ranks than the cluster has.
@@ -86,7 +86,13 @@ def message_transfers(graph: TaskGraph, cluster: Cluster) -> Transfers:
             "plan for fewer or describe a larger cluster"
         )
     costs = MessageCosts(cluster)
-    each = [costs.of(*ends) for ends in zip(graph.sender, graph.receiver, graph.num_bytes, strict=True)]
+    is_silent = [edge.is_order_only for edge in graph.plan.edges]
+    each = [
+        (0.0, 0.0) if is_silent[edge] else costs.of(sender, receiver, num_bytes)
+        for edge, sender, receiver, num_bytes in zip(
+            graph.edge, graph.sender, graph.receiver, graph.num_bytes, strict=True
+        )
+    ]
     found = Transfers(occupied_us=[us for us, _ in each], latency_us=[us for _, us in each])
     if not cluster.has_adapters:
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpp_benchmarks._memory_models import MODELS, PAPER, paper_batch
-from gpp_benchmarks.max_batch import PLANNERS, Cell, largest, summarize, zero_rows
+from gpp_benchmarks.max_batch import PLANNERS, Cell, largest, over_limits, summarize, zero_rows
 from gpp_plugin.library.analytic_models import profile_model
 from gpp_plugin.library.paper_graphs import build_model
 from gpp_plugin.plan.cluster_files import read_cluster
@@ -24,13 +24,40 @@ def test_the_largest_batch_is_found_from_anywhere(start, limit):
 
 
 @pytest.fixture(scope="module")
-def rows():
+def found():
     model = build_model("amoebanet", layers=3, filters=16, image=32)
     cluster = read_cluster("a100_pcie", num_devices=2)
     profile = profile_model(model, cluster.devices[0], largest=64)
     small = CostModel(model.graph, profile, cluster)
     cell = Cell(model.graph, profile, cluster, "amoebanet", 2, "async", "gpipe", 1.5, limit=2 * 10**8)
-    return cell.rows() + zero_rows(small, "amoebanet", 2)
+    return cell.rows() + zero_rows(small, "amoebanet", 2), cell.sensitivity([1.2, 1.5])
+
+
+@pytest.fixture(scope="module")
+def rows(found):
+    return found[0]
+
+
+def test_ratios_at_each_limit_are_those_of_the_rows(found):
+    rows, sensitivity = found
+    batches = {(row["optimization"], row["planner"]): row["micro_batch"] for row in rows}
+    assert [row["optimization"] for row in sensitivity] == ["R", "S+R"]
+    for row in sensitivity:
+        tight, usual = row["micro_batches"]["dawnpiper"]
+        assert tight <= usual == batches[row["optimization"], "dawnpiper"]
+        assert row["over_vpipe"][1] == usual / batches[row["optimization"], "vpipe"]
+
+
+def test_a_ratio_that_hangs_on_the_limit_is_a_cliff():
+    kind = {"mode": "sync", "optimization": "S+R", "limits": [1.5, 1.6], "stages": 8}
+    (mean,) = over_limits(
+        [
+            {**kind, "model": "a", "over_vpipe": [8.0, 1.0], "paper": 1.5, "is_cliff": True},
+            {**kind, "model": "b", "over_vpipe": [2.0, 1.0], "paper": None, "is_cliff": False},
+        ]
+    )
+    assert mean["over_vpipe"] == pytest.approx([4.0, 1.0]) and mean["paper"] == pytest.approx(1.5)
+    assert mean["cliffs"] == [["a", 8]]
 
 
 def test_dawnpiper_is_nowhere_behind_and_nobody_is_slower_than_allowed(rows):

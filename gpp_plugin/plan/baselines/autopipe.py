@@ -24,6 +24,7 @@ Tests: tests/plan/test_autopipe.py
 from __future__ import annotations
 
 import heapq
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 
 from gpp_plugin.errors import PlanInfeasible
@@ -32,6 +33,7 @@ from gpp_plugin.plan.baselines.chain_costs import ChainCosts
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import task_order
+from gpp_plugin.plan.costs.time_formula import boundary_us
 from gpp_plugin.plan.linear_order import split_by_weight
 from gpp_plugin.plan.make import StageDraft
 from gpp_plugin.plan.request import PlanRequest
@@ -302,7 +304,9 @@ def autopipe_plan(request: PlanRequest) -> PipelinePlan:
         order = chain.order
         for count in counts:
             degree = request.num_ranks // count
-            if count <= len(order) and request.num_ranks % count == 0 and wish % degree == 0:
+            if count > len(order) or request.num_ranks % count:
+                continue
+            if _size_of(chain, degree) % degree == 0:
                 simulator = simulator_of(chain, degree)
                 weights = [f + b for f, b in zip(simulator.forward, simulator.backward, strict=True)]
                 starts.append((simulator.run(balance_blocks(weights, count))[0], count, wish, chain))
@@ -313,7 +317,7 @@ def autopipe_plan(request: PlanRequest) -> PipelinePlan:
         for i, (_, count, _, chain) in enumerate(starts)
         if (drafts := _drafts_for(chain, count, is_searched=i < NUM_SEARCHED)) is not None
     ]
-    plan = best_plan(request, costs, candidates, planner="autopipe")
+    plan = best_plan(request, costs, candidates, planner="autopipe", may_hold_more=True)
     if plan is None:
         explain_infeasible(request, costs, rules, [[[name] for name in order], [order]])
     return plan
@@ -332,13 +336,22 @@ def _drafts_for(chain: ChainCosts, count: int, *, is_searched: bool) -> list[Sta
     return chain.drafts([(start, stop, degree) for start, stop in zip(cuts, cuts[1:], strict=False)])
 
 
+def _size_of(chain: ChainCosts, degree: int) -> int:
+    """Return the micro-batch size of most stages: a loss unit a rank where all blocks take whole ones."""
+    are_all_coupled = chain.rules.coupled.issuperset(chain.order)
+    return chain.rules.loss_unit * degree if are_all_coupled else chain.wish
+
+
 def simulator_of(chain: ChainCosts, degree: int) -> ChainSimulator:
     """Return the simulator of a chain at one degree, with the mean hop between blocks as communication."""
-    forward, backward = chain.costs.block_times(chain.wish / degree)
-    hops = chain.link_us_per_sample(chain.request.num_ranks)[1:-1] / 2
+    size = _size_of(chain, degree)
+    forward, backward = chain.costs.block_times(size / degree)
+    cuts = [chain.cut_bytes(at) for at in range(1, chain.num_blocks)]
+    # a message goes one way: half of a boundary's time
+    hop_us = [boundary_us(cut, degree, chain.link_us_per_byte) / 2 * size for cut in cuts]
     return ChainSimulator(
         [float(forward[row]) for row in chain.rows],
         [float(backward[row]) for row in chain.rows],
-        micro_batches=chain.request.mini_batch // chain.wish,
-        comm_us=float(hops.mean()) * chain.wish / degree if len(hops) else 0.0,
+        micro_batches=max(chain.request.mini_batch // size, 1),
+        comm_us=statistics.fmean(hop_us) if hop_us else 0.0,
     )

@@ -12,21 +12,26 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from gpp_plugin.ir.plan import PipelinePlan, StageEdge
+from gpp_plugin.ir.plan import ORDER_ONLY, PipelinePlan, StageEdge
+from gpp_plugin.plan.baselines.size_classes import Ints, SizeClasses
 from gpp_plugin.plan.batch_rules import BatchRules
+from gpp_plugin.plan.costs.boundary_bytes import interval_bytes
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats, link_for_span, ring_us
-from gpp_plugin.plan.costs.estimate import estimate_plan_us
 from gpp_plugin.plan.costs.judge import judge_us
 from gpp_plugin.plan.costs.memory_formula import held_bytes, peak_bytes, unreduced_bytes
-from gpp_plugin.plan.costs.time_formula import us_per_sample
+from gpp_plugin.plan.costs.time_formula import boundary_us, us_per_sample
 from gpp_plugin.plan.linear_order import linear_order
 from gpp_plugin.plan.make import StageDraft, build_plan, with_in_flight
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.selection import busiest_us, memory_excess
+from gpp_plugin.plan.selection import busiest_us, quickest_in_flight
+from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 
 
 class ChainCosts:
-    """Costs of every interval [start, stop) of the blocks in linear order, at one micro-batch size."""
+    """Costs of every interval [start, stop) of the blocks in linear order, at one micro-batch size.
+
+    An interval that must have another size (it mixes samples, or the user fixes it) has its costs at that one.
+    """
 
     def __init__(self, request: PlanRequest, costs: CostModel, rules: BatchRules, wish: int) -> None:
         self.request, self.costs, self.rules, self.wish = request, costs, rules, wish
@@ -40,21 +45,16 @@ class ChainCosts:
             for values in (costs.parameter_bytes, costs.gradient_bytes, costs.optimizer_bytes)
         ]
         self._saved = self._prefix(costs.saved_per_sample), self._prefix(costs.saved_fixed)
-        self._coupled = self._prefix(
-            np.array([b.name in rules.coupled for b in request.graph.blocks], dtype=float)
+        num = len(self.order)
+        self._transient = np.zeros((num + 1, num + 1))
+        for start, row in enumerate(self.rows):
+            self._transient[start, start + 1 :] = costs.transient_per_sample[row]
+        self._transient = np.maximum.accumulate(self._transient[::-1], axis=0)[::-1]
+        self.boundary_bytes = interval_bytes(request.graph, [[row] for row in self.rows])
+        self.size_classes = SizeClasses(rules, [block.name for block in request.graph.blocks])
+        self._classes = self.size_classes.of(
+            np.stack([self._between(self._prefix(flags)) for flags in self.size_classes.flags])
         )
-        place = {name: i for i, name in enumerate(self.order)}
-        names = [block.name for block in request.graph.blocks]
-        crossing = np.zeros(len(self.order) + 1)
-        last: dict[str, tuple[int, int]] = {}
-        for src, dst, tensors in costs.block_edges:
-            for tensor in tensors:
-                start, stop = last.get(tensor, (place[names[src]], 0))
-                last[tensor] = start, max(stop, place[names[dst]])
-        for tensor, (start, stop) in last.items():
-            spec = request.graph.tensors[tensor]
-            crossing[start + 1 : stop + 1] += spec.bytes_for(spec.num_samples) / spec.num_samples
-        self.crossing_bytes = crossing
 
     @property
     def num_blocks(self) -> int:
@@ -72,66 +72,65 @@ class ChainCosts:
         """Return the micro-batch size of an interval on ``degree`` ranks, or None where there is none."""
         return self.rules.micro_batch_size(self.order[start:stop], degree, self.wish)
 
+    def _sizes(self, degree: int) -> Ints:
+        """Return [start, stop] the micro-batch size of an interval, 0 where it is empty or has none."""
+        sizes = self.size_classes.sizes(self._classes, degree, self.wish)
+        return np.triu(sizes, 1)
+
     def us_per_sample(self, degree: int) -> Floats:
-        """Return [start, stop]: forward, backward and reduction of an interval on ``degree`` ranks.
+        """Return [start, stop]: what an interval on ``degree`` ranks takes a sample, its messages and reduction too.
 
         inf where the interval is empty or has no micro-batch size for that degree.
         """
-        # All arrays are [start, stop]: differences of prefix sums, of which those below the diagonal (stop <= start)
-        # are no stages. An interval with a block that mixes samples runs one loss unit a rank, any other one ``wish``,
-        # so that there are two times for every interval, and a mask says which of them holds.
-        num, mini_batch = self.num_blocks, self.request.mini_batch
-        result = np.full((num + 1, num + 1), np.inf)
+        # All arrays are [start, stop]: differences of prefix sums, of which those on the diagonal and below it
+        # (stop <= start) are no stages. Few sizes differ, so the times are worked out for all intervals at each size,
+        # and a mask says where it holds.
+        mini_batch = self.request.mini_batch
+        sizes = self._sizes(degree)
+        result = np.full(sizes.shape, np.inf)
         gradient = self._between(self._held[1])
         link = link_for_span(self.request.cluster, degree)
         reduce_us = np.where(gradient > 0, ring_us(1e9, degree, link) / 1e9 * gradient, 0.0)
-        is_empty = np.tril(np.ones((num + 1, num + 1), dtype=bool))
-        coupled = self._between(self._coupled) > 0.5
-        for is_coupled in (False, True):
-            size = self.rules.loss_unit * degree if is_coupled else self.wish
-            if size % degree or mini_batch % size:
-                continue
+        link_us = boundary_us(self.boundary_bytes, degree, self.link_us_per_byte)
+        for size in map(int, np.unique(sizes[sizes > 0])):
             forward, backward = self.costs.block_times(size / degree)
             reduces = self.costs.num_reductions(mini_batch // size)
             time = us_per_sample(
                 self._between(self._prefix(forward + backward)),
                 size,
                 reduce_us=reduce_us * reduces / mini_batch,
+                link_us=link_us,
             )
-            mask = ~is_empty & (coupled == is_coupled)
-            result[mask] = time[mask]
-        if self.rules.fixed:
-            for start in range(num):
-                for stop in range(start + 1, num + 1):
-                    size_here = self.size_of(start, stop, degree)
-                    if size_here is None:
-                        result[start, stop] = np.inf
-                        continue
-                    times = self.costs.stage_times(self.rows[start:stop], size_here / degree)
-                    reduces = self.costs.num_reductions(mini_batch // size_here)
-                    result[start, stop] = us_per_sample(
-                        sum(times), size_here, reduce_us=reduce_us[start, stop] * reduces / mini_batch
-                    )
+            result[sizes == size] = time[sizes == size]
         return result
 
     def memory(self, degree: int, in_flight: int) -> Floats:
-        """Return [start, stop]: bytes of one rank with that many micro-batches in flight."""
+        """Return [start, stop]: bytes of one rank with that many micro-batches in flight, or all where they are fewer.
+
+        inf as in `us_per_sample`.
+        """
         parameter, gradient, optimizer = (self._between(prefix) for prefix in self._held)
         zero = self.costs.zero_stage
         held = held_bytes(parameter, gradient, optimizer, degree=degree, zero_stage=zero)
         held = held + self.costs.input_bytes_of(lambda flags: self._between(self._prefix(flags)), degree)
-        local = max(self.wish // degree, 1)
-        saved = self._between(self._saved[0]) * local + self._between(self._saved[1])
-        peak = float(self.costs.transient_per_sample.max(initial=0.0)) * local
-        held = held + unreduced_bytes(gradient, saved, degree=degree, zero_stage=zero)
-        found: Floats = peak_bytes(held, saved, in_flight, transient=peak)
-        return found
+        sizes = self._sizes(degree)
+        result = np.full(sizes.shape, np.inf)
+        for size in map(int, np.unique(sizes[sizes > 0])):
+            local, count = size / degree, min(in_flight, self.request.mini_batch // size)
+            saved = self._between(self._saved[0]) * local + self._between(self._saved[1])
+            whole = unreduced_bytes(gradient, saved, degree=degree, zero_stage=zero)
+            peak = peak_bytes(held + whole, saved, count, transient=self._transient * local)
+            result[sizes == size] = peak[sizes == size]
+        return result
 
-    def link_us_per_sample(self, num_ranks: int) -> Floats:
-        """Return [cut]: microseconds a sample for activations and gradients over the outermost link needed."""
-        link = link_for_span(self.request.cluster, num_ranks)
-        found: Floats = link.occupied_us(2 * self.crossing_bytes)
-        return found
+    @property
+    def link_us_per_byte(self) -> float:
+        """Return microseconds of a byte on the outermost link that is needed."""
+        return float(link_for_span(self.request.cluster, self.request.num_ranks).occupied_us(1.0))
+
+    def cut_bytes(self, at: int) -> float:
+        """Return the bytes a sample of all that is made before block ``at`` of the order and read from there on."""
+        return float(self.boundary_bytes[0, at])
 
     def drafts(self, bounds: Sequence[tuple[int, int, int]]) -> list[StageDraft] | None:
         """Return the drafts of (start, stop, degree), or None where one has no micro-batch size."""
@@ -147,36 +146,61 @@ class ChainCosts:
 
 
 def best_sequential(
-    request: PlanRequest, costs: CostModel, candidates: Iterable[Sequence[StageDraft] | None], *, planner: str
+    request: PlanRequest,
+    costs: CostModel,
+    preferences: Iterable[Iterable[Sequence[StageDraft] | None]],
+    *,
+    planner: str,
 ) -> PipelinePlan | None:
     """Return the candidate that is quickest when run as a chain and fits as a chain, or None.
 
     The plan's own in-flight and time are those of its graph, which our runtime runs.
+
+    Args:
+        preferences: a candidate is the first of such a list that fits: what its planner prefers.
     """
     best: tuple[float, Sequence[StageDraft]] | None = None
-    for drafts in candidates:
-        if drafts is None or (best is not None and busiest_us(request, costs, drafts) > best[0]):
-            continue
-        plan = as_sequential(build_plan(request, drafts, planner="", costs=costs, is_named=False), costs)
-        if memory_excess(request, plan)[0] > 0:
-            continue
-        us = estimate_plan_us(plan, costs)
-        if best is None or us < best[0]:
-            best = us, drafts
+    for drafts_in_turn in preferences:
+        for drafts in drafts_in_turn:
+            if drafts is None:
+                continue
+            if best is not None and busiest_us(request, costs, drafts) > best[0]:
+                break
+            found = _as_it_runs(request, costs, drafts)
+            if found is not None:
+                best = found if best is None or found[0] < best[0] else best
+                break
     if best is None:
         return None
     plan = build_plan(request, best[1], planner=planner, costs=costs)
     return dataclasses.replace(plan, iteration_us=judge_us(plan, costs))
 
 
-ORDER_ONLY = "(order)"
+def _as_it_runs(
+    request: PlanRequest, costs: CostModel, drafts: Sequence[StageDraft]
+) -> tuple[float, Sequence[StageDraft]] | None:
+    """Return the time of a chain and its stages with the best number in flight; None: it does not fit."""
+    chain = as_sequential(build_plan(request, drafts, planner="", costs=costs, is_named=False), costs)
+    found = quickest_in_flight(request, costs, chain)
+    if found is None:
+        return None
+    us, extra = found
+    extra_of = {stage.blocks: more for stage, more in zip(chain.stages, extra, strict=True)}
+    in_order = [tuple(sorted(draft.blocks, key=costs.index.__getitem__)) for draft in drafts]
+    return us, [
+        dataclasses.replace(draft, extra_in_flight=extra_of[blocks])
+        for draft, blocks in zip(drafts, in_order, strict=True)
+    ]
 
 
 def as_sequential(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
     """Return the plan with every stage after its predecessor in the list; for prediction only.
 
-    Depth and in-flight become those of a chain, and memory with them.
+    Depth and in-flight become those of a chain, and memory with them: what the plan holds beyond what its graph asks
+    for, the chain holds beyond what a chain asks for.
     """
+    asked = plan_in_flight(plan)
+    extra = [stage.in_flight - count for stage, count in zip(plan.stages, asked, strict=True)]
     present = {(edge.src, edge.dst) for edge in plan.edges}
     added = tuple(
         StageEdge(src=i, dst=i + 1, batch_tensors=(ORDER_ONLY,), gradient_tensors=(ORDER_ONLY,))
@@ -189,4 +213,4 @@ def as_sequential(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
         for edge in plan.edges
     )  # fmt: skip
     ordered = tuple(sorted([*edges, *added], key=lambda edge: (edge.src, edge.dst)))
-    return with_in_flight(dataclasses.replace(plan, edges=ordered), costs)
+    return with_in_flight(dataclasses.replace(plan, edges=ordered), costs, extra=extra)

@@ -21,6 +21,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.baselines.chain_costs import ChainCosts, best_sequential
 from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel, group_link, ring_us
+from gpp_plugin.plan.costs.time_formula import boundary_us
 from gpp_plugin.plan.make import StageDraft
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import explain_infeasible
@@ -44,7 +45,7 @@ def dapple_plan(request: PlanRequest) -> PipelinePlan:
     for search in searches:
         placed = search.run()
         candidates.append(search.drafts(placed) if placed is not None else None)
-    plan = best_sequential(request, costs, candidates, planner="dapple")
+    plan = best_sequential(request, costs, ([drafts] for drafts in candidates), planner="dapple")
     if plan is None:
         order = searches[0].chain.order
         groups = [[draft.blocks for draft in drafts] for drafts in candidates if drafts is not None]
@@ -63,7 +64,6 @@ class _Search:
         self._gradient = [0.0]
         for row in chain.rows:
             self._gradient.append(self._gradient[-1] + float(chain.costs.gradient_bytes[row]))
-        self._link = chain.link_us_per_sample(self.request.num_ranks) / 2 * chain.wish
         self._seen: dict[tuple[int, tuple[int, ...]], float] = {}
         self._best: tuple[float, Placed] | None = None
 
@@ -175,7 +175,9 @@ class _Search:
             ahead, back = self._times(start, stop, len(ranks))
             link = group_link(self.request.cluster, ranks)
             if i > 0:
-                hop = float(self._link[start])
+                links = min(len(ranks), len(placed[i - 1][2]))
+                hop = boundary_us(self.chain.cut_bytes(start), links, self.chain.link_us_per_byte)
+                hop *= self.chain.wish / 2  # one way
                 forward.append(hop)
                 backward.append(hop)
                 reduce.append(0.0)

@@ -6,7 +6,10 @@ ceil(k / d) micro-batches in flight, Piper's bound. Stages may span branches and
 
 Deviations: no tensor parallelism (so the sum of degrees is the number of devices) and no recomputation;
 the degree divides the micro-batch, and so the number of samples a rank takes is whole; all micro-batch
-sizes are tried. More than ``MAX_DOWNSETS`` downsets are refused, as Piper's own search does not end.
+sizes are tried. A stage computes and sends at the same time, as for all planners here; Piper adds both up. More than
+``MAX_DOWNSETS`` downsets are refused, as by Piper's own code. Where stages differ in their micro-batch sizes more are
+in flight than the bound says: if the chain does not fit, those of equal degrees are looked at. Prefixes of an order are
+downsets, so PipeDream's bottleneck bounds Piper's: slower stages are left out, which changes no answer.
 
 Source: Piper (NeurIPS 2021)
 Tests: tests/plan/test_baselines.py
@@ -14,21 +17,30 @@ Tests: tests/plan/test_baselines.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.baselines.chain_costs import best_sequential
+from gpp_plugin.ir.tensors import LayoutKind
+from gpp_plugin.plan.baselines.chain_costs import ChainCosts, best_sequential
+from gpp_plugin.plan.baselines.pipedream import chain_bottlenecks
+from gpp_plugin.plan.baselines.size_classes import Ints, SizeClasses
 from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats, link_for_span, ring_us
 from gpp_plugin.plan.costs.memory_formula import held_bytes, peak_bytes, unreduced_bytes
+from gpp_plugin.plan.costs.time_formula import boundary_us, us_per_sample
 from gpp_plugin.plan.make import StageDraft
 from gpp_plugin.plan.request import PlanRequest, rank_limit
 from gpp_plugin.plan.selection import explain_infeasible
 
-MAX_DOWNSETS = 8_000
+MAX_DOWNSETS = 40_000
+"""What the released Piper plans at most."""
+ROUNDING = 1e-9
+UNBOUNDED = 1e300
 
 
 def piper_plan(request: PlanRequest) -> PipelinePlan:
@@ -50,8 +62,9 @@ def piper_plan(request: PlanRequest) -> PipelinePlan:
             f"piper cannot plan {request.graph.model!r}: its {len(request.graph.blocks)} blocks have more than "
             f"{MAX_DOWNSETS} downsets (branches multiply); use graphpipe or auto"
         )
-    candidates = (_partition(request, costs, rules, downsets, wish) for wish in rules.wishes())
-    plan = best_sequential(request, costs, candidates, planner="piper")
+    table = _Downsets(request, costs, rules, downsets)
+    preferences = (_partitions(table, wish) for wish in rules.wishes())
+    plan = best_sequential(request, costs, preferences, planner="piper")
     if plan is None:
         names = [block.name for block in request.graph.blocks]
         explain_infeasible(request, costs, rules, [[[name] for name in names], [names]])
@@ -79,122 +92,238 @@ def list_downsets(costs: CostModel, limit: int) -> list[int] | None:
     return sorted(found, key=lambda members: (members.bit_count(), members))
 
 
-def _membership(downsets: list[int], num: int) -> Floats:
-    return np.array([[members >> block & 1 for block in range(num)] for members in downsets], dtype=float)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Stages:
+    """The stages that end in some downsets and begin behind one: all arrays are by the downset at their end.
+
+    Args:
+        after: the downsets.
+        classes: of their micro-batch sizes.
+        held: [3, stage] bytes of parameters, gradients and optimizer state.
+        saved: [2, stage] bytes kept for backward, by the sample and beside.
+        boundary: bytes a sample, in and out.
+        transient: the largest of a block.
+        reads: [input, stage] whether one of its blocks reads the input.
+    """
+
+    after: Ints
+    classes: Ints
+    held: Floats
+    saved: Floats
+    boundary: Floats
+    transient: Floats
+    reads: Floats
+
+
+class _Downsets:
+    """What any stage between two downsets holds and sends, from sums over the downsets' blocks."""
+
+    def __init__(
+        self, request: PlanRequest, costs: CostModel, rules: BatchRules, downsets: list[int]
+    ) -> None:
+        self.request, self.costs, self.rules, self.downsets = request, costs, rules, downsets
+        self.names = [block.name for block in request.graph.blocks]
+        num = len(self.names)
+        self.member = np.array([[m >> block & 1 for block in range(num)] for m in downsets], dtype=float)
+        self.limit = min(rank_limit(request, rank) for rank in range(request.num_ranks))
+        self.link_us_per_byte = float(link_for_span(request.cluster, request.num_ranks).occupied_us(1.0))
+        self.size_classes = SizeClasses(rules, self.names)
+        self._flags = self.member @ self.size_classes.flags.T
+        self._packed = np.packbits(self.member.astype(np.uint8), axis=1)
+        self._counts = self.member.sum(axis=1)
+        held = np.stack([costs.parameter_bytes, costs.gradient_bytes, costs.optimizer_bytes])
+        self._held = held @ self.member.T
+        self._saved = np.stack([costs.saved_per_sample, costs.saved_fixed]) @ self.member.T
+        self._reads = [self.member[:, readers].sum(axis=1) for readers, _, _ in costs.inputs]
+        self._transients = sorted({float(x) for x in costs.transient_per_sample if x > 0})
+        self._at_least = [
+            self.member @ (costs.transient_per_sample >= x).astype(float) for x in self._transients
+        ]
+        self._find_tensors()
+
+    def _find_tensors(self) -> None:
+        """Set [downset, tensor] whether it is made inside, and by how many blocks it is read there."""
+        makers: dict[str, int] = {}
+        readers: dict[str, set[int]] = {}
+        tensors = self.request.graph.tensors
+        for src, dst, names in self.costs.block_edges:
+            for name in names:
+                if tensors[name].layout.kind is LayoutKind.BATCH:
+                    makers[name] = src
+                    readers.setdefault(name, set()).add(dst)
+        specs = [tensors[name] for name in makers]
+        self._tensor_bytes = np.array([s.bytes_for(s.num_samples) / s.num_samples for s in specs])
+        flags = np.zeros((len(makers), len(self.names)))
+        for row, name in enumerate(makers):
+            flags[row, list(readers[name])] = 1.0
+        self._made = self.member[:, list(makers.values())]
+        self._read = self.member @ flags.T
+        self._num_readers = flags.sum(axis=1)
+
+    def times_of(self, degree: int, size: int) -> Floats:
+        """Return [block] microseconds of forward and backward on one of ``degree`` ranks."""
+        found: Floats = np.add(*self.costs.block_times(size / degree))
+        return found
+
+    def behind(self, at: int, candidates: Ints) -> _Stages:
+        """Return the stages that begin behind downset ``at`` and end in one of these downsets that holds it."""
+        # Supersets: nothing of this downset is missing from them.
+        after = candidates[(self._packed[at] & ~self._packed[candidates]).sum(axis=1) == 0]
+        after = after[self._counts[after] > self._counts[at]]
+        read = self._read[after] - self._read[at]
+        entering = ((read > 0.5) & (self._made[at] > 0.5)) @ self._tensor_bytes
+        made = self._made[after] - self._made[at]
+        leaving = ((made > 0.5) & (self._read[after] < self._num_readers - 0.5)) @ self._tensor_bytes
+        transient = np.zeros(len(after))
+        for size, count in zip(self._transients, self._at_least, strict=True):
+            transient[count[after] - count[at] > 0.5] = size
+        return _Stages(
+            after=after,
+            classes=self.size_classes.of((self._flags[after] - self._flags[at]).T),
+            held=self._held[:, after] - self._held[:, [at]],
+            saved=self._saved[:, after] - self._saved[:, [at]],
+            boundary=entering + leaving,
+            transient=transient,
+            reads=np.array([count[after] - count[at] > 0.5 for count in self._reads]),
+        )
+
+    def memory(self, stages: _Stages, sizes: Ints, degree: int) -> tuple[Floats, Floats]:
+        """Return what a rank of each stage needs without what is in flight, and what a micro-batch keeps."""
+        zero, local = self.costs.zero_stage, sizes / degree
+        held = held_bytes(*stages.held, degree=degree, zero_stage=zero)
+        for reads, (_, num_bytes, is_shared_out) in zip(stages.reads, self.costs.inputs, strict=True):
+            held = held + reads * num_bytes / (degree if is_shared_out else 1)
+        saved = stages.saved[0] * local + stages.saved[1]
+        held = held + unreduced_bytes(stages.held[1], saved, degree=degree, zero_stage=zero)
+        return peak_bytes(held, saved, 0, transient=stages.transient * local), saved
+
+
+def partition_downsets(
+    request: PlanRequest, costs: CostModel, rules: BatchRules, downsets: list[int], wish: int
+) -> tuple[float, list[StageDraft]] | None:
+    """Return the smallest bottleneck at one micro-batch size, us a sample, and the stages with it, or None."""
+    return _best_of(_Downsets(request, costs, rules, downsets), wish)
+
+
+def _partitions(table: _Downsets, wish: int) -> Iterator[list[StageDraft]]:
+    """Yield the stages of the best chain at one micro-batch size; after it those of equal degrees, best first."""
+    best = _best_of(table, wish)
+    if best is not None:
+        yield best[1]
+    if not table.size_classes.are_alike:
+        equal = [_partition(table, wish, [degree], UNBOUNDED) for degree in table.rules.degrees()]
+        yield from (drafts for _, drafts in sorted((e for e in equal if e is not None), key=lambda e: e[0]))
+
+
+def _best_of(table: _Downsets, wish: int) -> tuple[float, list[StageDraft]] | None:
+    degrees = table.rules.degrees()
+    chain = ChainCosts(table.request, table.costs, table.rules, wish)
+    bound = min((us for us, _ in chain_bottlenecks(chain, degrees)), default=UNBOUNDED)
+    # The chain that sets the bound may hold more than Piper's own count of what is in flight allows.
+    found = _partition(table, wish, degrees, bound * (1 + 1e-9))
+    return found if found is not None or bound == UNBOUNDED else _partition(table, wish, degrees, UNBOUNDED)
 
 
 def _partition(
-    request: PlanRequest, costs: CostModel, rules: BatchRules, downsets: list[int], wish: int
-) -> list[StageDraft] | None:
-    """Return the stages of the best chain at one micro-batch size, or None."""
-    names = [block.name for block in request.graph.blocks]
-    num, ranks, mini_batch = len(names), request.num_ranks, request.mini_batch
-    member = _membership(downsets, num)
-    coupled = member @ np.array([name in rules.coupled for name in names], dtype=float)
-    totals = [member @ v for v in (costs.parameter_bytes, costs.gradient_bytes, costs.optimizer_bytes)]
-    saved = member @ costs.saved_per_sample, member @ costs.saved_fixed
-    inputs = [
-        (member[:, readers].sum(axis=1), num_bytes, parts) for readers, num_bytes, parts in costs.inputs
-    ]
-    limit = min(rank_limit(request, rank) for rank in range(ranks))
-    transient = float(costs.transient_per_sample.max(initial=0.0))
-    rate = link_for_span(request.cluster, ranks).occupied_us(2.0)  # activations there, gradients back
-    cut_us = _cut_bytes(request, costs, member) * rate
-    options = _options(request, costs, rules, member, wish)
+    table: _Downsets, wish: int, degrees: Sequence[int], most_us: float
+) -> tuple[float, list[StageDraft]] | None:
+    """Return the smallest bottleneck, if at most ``most_us``, and the stages with it, or None where no chain fits."""
+    ranks, mini_batch, num = table.request.num_ranks, table.request.mini_batch, len(table.downsets)
+    works = _works(table, wish, degrees)
+    if not works:
+        return None
     # value[at, k]: the slowest stage or link of what is not in downset ``at``, on exactly k ranks; the whole model is
     # value[0, ranks], nothing left is value[-1, 0] = 0. A stage is a downset less a smaller one, so from large to small
     # each row needs only rows done before. choice[at, k] is (the larger downset, the stage's degree).
     # On the chain a -> b the downsets are {}, {a}, {a, b}: value[1] is b alone, value[0] is ab, or a before b.
-    packed = np.packbits(member.astype(np.uint8), axis=1)
-    sizes_of = member.sum(axis=1)
-    value = np.full((len(downsets), ranks + 1), np.inf)
+    value = np.full((num, ranks + 1), np.inf)
     value[-1, 0] = 0.0
-    choice = np.zeros((len(downsets), ranks + 1, 2), dtype=np.int32)
-    for at in range(len(downsets) - 2, -1, -1):
-        # Supersets: nothing of this downset is missing from them.
-        later = np.arange(at + 1, len(downsets))
-        later = later[(packed[at] & ~packed[later]).sum(axis=1) == 0]
-        later = later[sizes_of[later] > sizes_of[at]]
-        is_coupled = coupled[later] - coupled[at] > 0.5
-        rest = np.maximum(value[later], np.where(later < len(downsets) - 1, cut_us[later], 0.0)[:, None])
-        for degree, work, reduce in options:  # by later downset: the time of that stage, then what it holds
-            us = np.full(len(later), np.inf)
-            for c, time in work.items():
-                mask = is_coupled == c
-                us[mask] = (time[later] - time[at] + reduce[later] - reduce[at])[mask]
-            own = [t[later] - t[at] for t in totals]
-            zero = costs.zero_stage
-            held = held_bytes(own[0], own[1], own[2], degree=degree, zero_stage=zero)
-            held = held + sum((r[later] - r[at] > 0.5) * n / (degree if s else 1) for r, n, s in inputs)
-            local = max(wish // degree, 1)
-            per = (saved[0][later] - saved[0][at]) * local + saved[1][later] - saved[1][at]
-            held = held + unreduced_bytes(own[1], per, degree=degree, zero_stage=zero)
-            for k in range(degree, ranks + 1):
-                in_flight = min(-(-k // degree), mini_batch // wish)
-                fits = peak_bytes(held, per, in_flight, transient=transient * local) <= limit
+    choice = np.zeros((num, ranks + 1, 2), dtype=np.int64)
+    work = table.member @ np.min([table.times_of(*key) * key[0] / key[1] for key in works], axis=0)
+    for at in range(num - 2, -1, -1):
+        fewest, largest = _rank_window(work, at, ranks, most_us)
+        if fewest > largest:
+            continue
+        for degree in reversed(degrees):  # of equal bottlenecks that with fewer stages
+            stages = table.behind(at, _candidates(work, at, degree, largest - degree, most_us))
+            rest = value[stages.after]
+            if not np.isfinite(rest[:, : largest - degree + 1]).any():
+                continue
+            sizes = table.size_classes.sizes(stages.classes, degree, wish)
+            us = _times(table, stages, at, sizes, degree, works)
+            held, saved = table.memory(stages, sizes, degree)
+            most = mini_batch // np.maximum(sizes, 1)
+            for k in range(max(fewest, degree), largest + 1):
+                fits = held + np.minimum(-(-k // degree), most) * saved <= table.limit
                 worst = np.where(fits, np.maximum(us, rest[:, k - degree]), np.inf)
                 best = int(worst.argmin())
                 if worst[best] < value[at, k]:
                     value[at, k] = worst[best]
-                    choice[at, k] = later[best], degree
+                    choice[at, k] = stages.after[best], degree
     if not np.isfinite(value[0, ranks]):
         return None
-    return list(_read_back(names, downsets, rules, choice, ranks, wish)) or None
+    return float(value[0, ranks]), list(_read_back(table, choice, ranks, wish))
 
 
-def _options(
-    request: PlanRequest, costs: CostModel, rules: BatchRules, member: Floats, wish: int
-) -> list[tuple[int, dict[bool, Floats], Floats]]:
-    """Return every degree that some stage may have, with its times in us a sample.
+def _rank_window(work: Floats, at: int, ranks: int, most_us: float) -> tuple[int, int]:
+    """Return the fewest and the most ranks that what is not in downset ``at`` have where no stage exceeds ``most_us``.
 
-    By degree: [downset] the blocks' forwards and backwards, for stages without coupled blocks (False) and with them
-    (True), and [downset] the reduction of gradients. A stage's time is the difference of two downsets'.
+    Args:
+        work: [downset] microseconds a sample of its blocks on one rank, at the size and degree that are best for each.
     """
-    # Without coupled blocks a stage takes ``wish`` samples at a time, with them a loss unit on each rank. With a wish
-    # of 8, units of 4 and a mini-batch of 24, degree 3 has no key False (8 / 3 samples a rank are no whole number),
-    # and True with 12 samples at a time.
-    options = []
-    gradients = member @ costs.gradient_bytes
-    for degree in rules.degrees():
-        sizes = {False: wish, True: rules.loss_unit * degree}
-        usable = {
-            c: size for c, size in sizes.items() if size % degree == 0 and request.mini_batch % size == 0
-        }
-        if usable:
-            work = {c: member @ sum(costs.block_times(s / degree)) / s for c, s in usable.items()}
-            link = link_for_span(request.cluster, degree)
-            reduce = gradients * (ring_us(1e9, degree, link) / 1e9 / request.mini_batch)
-            options.append((degree, work, reduce))
-    return options
+    # 8 ranks, 80 us in all, most_us 11: behind a downset of 30 us are 50 us, for at least 5 ranks (4.5) and at most 5,
+    # as the 30 us before need 3 (2.7).
+    rest, before = work[-1] - work[at], work[at]
+    fewest = max(math.ceil(rest / most_us - ROUNDING), 1)
+    return (ranks if at == 0 else fewest), ranks - max(math.ceil(before / most_us - ROUNDING), 0)
 
 
-def _cut_bytes(request: PlanRequest, costs: CostModel, member: Floats) -> Floats:
-    """Return by downset the forward bytes a sample that leave it."""
-    makers: dict[str, int] = {}
-    readers: dict[str, list[int]] = {}
-    for src, dst, tensors in costs.block_edges:
-        for tensor in tensors:
-            makers[tensor] = src
-            readers.setdefault(tensor, []).append(dst)
-    total = np.zeros(len(member))
-    for tensor, maker in makers.items():
-        spec = request.graph.tensors[tensor]
-        all_inside = member[:, readers[tensor]].min(axis=1)
-        total += (member[:, maker] > all_inside) * (spec.bytes_for(spec.num_samples) / spec.num_samples)
-    return total
+def _candidates(work: Floats, at: int, degree: int, ranks_left: int, most_us: float) -> Ints:
+    """Return the downsets in which a stage of that degree may end: neither it nor what is left takes too long."""
+    if ranks_left < 0:
+        return np.zeros(0, dtype=np.int64)
+    own, rest = work[at + 1 :] - work[at], work[-1] - work[at + 1 :]
+    slack = 1 + ROUNDING
+    return at + 1 + np.flatnonzero((own <= most_us * degree * slack) & (rest <= most_us * ranks_left * slack))
 
 
-def _read_back(
-    names: list[str], downsets: list[int], rules: BatchRules, choice: object, ranks: int, wish: int
-) -> Iterator[StageDraft]:
-    assert isinstance(choice, np.ndarray)
+_Works = dict[tuple[int, int], Floats]
+"""By degree and micro-batch size: [downset] microseconds of its blocks' forwards and backwards."""
+
+
+def _works(table: _Downsets, wish: int, degrees: Sequence[int]) -> _Works:
+    classes = np.arange(-1, 2 * len(table.size_classes.flags))
+    return {
+        (degree, size): table.member @ table.times_of(degree, size)
+        for degree in degrees
+        for size in map(int, np.unique(table.size_classes.sizes(classes, degree, wish)))
+        if size > 0
+    }
+
+
+def _times(table: _Downsets, stages: _Stages, at: int, sizes: Ints, degree: int, works: _Works) -> Floats:
+    """Return what each stage takes a sample; inf where it has no micro-batch size."""
+    mini_batch = table.request.mini_batch
+    link_us = boundary_us(stages.boundary, degree, table.link_us_per_byte)
+    reduce_us = ring_us(1e9, degree, link_for_span(table.request.cluster, degree)) / 1e9 * stages.held[1]
+    us = np.full(len(sizes), np.inf)
+    for size in map(int, np.unique(sizes[sizes > 0])):
+        work = works[degree, size]
+        reduces = table.costs.num_reductions(mini_batch // size)
+        time = us_per_sample(
+            work[stages.after] - work[at], size, reduce_us=reduce_us * reduces / mini_batch, link_us=link_us
+        )
+        us[sizes == size] = time[sizes == size]
+    return us
+
+
+def _read_back(table: _Downsets, choice: Ints, ranks: int, wish: int) -> Iterator[StageDraft]:
     at, left = 0, ranks
     while left > 0:
         after, degree = (int(x) for x in choice[at, left])
-        stage = downsets[after] & ~downsets[at]
-        blocks = tuple(name for i, name in enumerate(names) if stage >> i & 1)
-        size = rules.micro_batch_size(blocks, degree, wish)
-        if size is None:
-            return
+        stage = table.downsets[after] & ~table.downsets[at]
+        blocks = tuple(name for i, name in enumerate(table.names) if stage >> i & 1)
+        size = table.rules.micro_batch_size(blocks, degree, wish)
+        assert size is not None, "only stages with a size have a time"
         yield StageDraft(blocks=blocks, degree=degree, micro_batch_size=size)
         at, left = after, left - degree

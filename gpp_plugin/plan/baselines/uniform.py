@@ -46,7 +46,7 @@ def uniform_plan(request: PlanRequest) -> PipelinePlan:
         for wish in rules.wishes()
         for drafts in _with_degrees(request, costs, rules, groups, wish)
     ]
-    plan = best_plan(request, costs, candidates, planner="uniform")
+    plan = best_plan(request, costs, candidates, planner="uniform", may_hold_more=True)
     return plan if plan is not None else explain_infeasible(request, costs, rules, groupings)
 
 

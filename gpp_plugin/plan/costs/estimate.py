@@ -207,11 +207,10 @@ def _edge_timing(edge: StageEdge, src: Stage, dst: Stage, costs: CostModel) -> E
 
     sample, whole = edge.bytes_per_sample, edge.bytes_fixed
     grad_sample, grad_whole = edge.gradient_bytes_per_sample, edge.gradient_bytes_fixed
-    is_silent = sample + whole == 0
     return EdgeTiming(
         src=edge.src,
         dst=edge.dst,
-        latency_us=0.0 if is_silent else link.latency_us,
+        latency_us=0.0 if edge.is_order_only else link.latency_us,
         forward_out_us=hold(sample, whole, src),
         forward_in_us=hold(sample, whole, dst),
         backward_out_us=hold(grad_sample, grad_whole, dst),

@@ -5,7 +5,7 @@ Legend: B samples of a mini-batch, b of a micro-batch, d ranks of a stage, t mic
     t  =  max(C / b, L)  +  n R / B
 
     C  forward and backward of one micro-batch on one rank (b/d samples), what memory optimization adds included
-    L  a sample's way over the link, activations there and gradients back; it goes on beside computing
+    L  a sample's way over the stage's d links, activations there and gradients back; it goes on beside computing
     R  one all-reduce of the stage's gradients; n such are what its reductions in a mini-batch are worth
 
 Whatever is waited for beside that (filling and draining, messages out of step) is the business of those who play a
@@ -46,6 +46,22 @@ def us_per_sample(compute_us: Any, size: Any, *, reduce_us: Any = 0.0, link_us: 
     """
     own = compute_us / size
     return (own if link_us is None else np.maximum(own, link_us)) + reduce_us
+
+
+def boundary_us(num_bytes: Any, degree: int, us_per_byte: float) -> Any:
+    """Return L: the activations of a sample that enter or leave a stage, and their gradients back, over its d links.
+
+    One formula for every planner. The released PipeDream multiplies the bandwidth by a stage's replicas, the released
+    Piper divides the bytes by its degree.
+
+    Args:
+        num_bytes: of a sample's activations, in and out.
+        us_per_byte: of one rank's link.
+
+    >>> boundary_us(100.0, 4, 0.5)
+    25.0
+    """
+    return num_bytes * (2 * us_per_byte / degree)
 
 
 def pipelined_samples(mini_batch: int, micro_batch_size: int, levels: int, ramp: float = 1.0) -> float:

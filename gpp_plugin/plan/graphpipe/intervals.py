@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.plan.batch_rules import BatchRules
+from gpp_plugin.plan.costs.boundary_bytes import interval_bytes
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats
 from gpp_plugin.plan.graphpipe.components import Component
 
@@ -181,7 +181,7 @@ def _build(
         column_extra=[None] * num,
         row_blocks=[()] * num,
         column_blocks=[()] * num,
-        bytes_through=_interval_bytes(graph, items),
+        bytes_through=interval_bytes(graph, [item.blocks for item in items]),
     )
     for position, parallel in branches.items() if has_absorption else ():
         if position + 1 < num:
@@ -287,38 +287,4 @@ def block_signatures(graph: BlockGraph, costs: CostModel, rules: BatchRules) -> 
             block.name == graph.loss_block,
         )
         result.append(numbers.setdefault(key, len(numbers)))
-    return result
-
-
-def _interval_bytes(graph: BlockGraph, items: tuple[Component, ...]) -> Floats:
-    """Return [start, stop]: forward bytes a sample that enter or leave the interval of items."""
-    num = len(items)
-    place = {block: i for i, item in enumerate(items) for block in item.blocks}
-    first = min(place)
-    names = [block.name for block in graph.blocks]
-    index = {name: i for i, name in enumerate(names)}
-    makers: dict[str, int] = {}
-    readers: dict[str, list[int]] = {}
-    for edge in graph.edges:
-        src, dst = index[edge.src], index[edge.dst]
-        if src not in place and dst not in place:
-            continue
-        for tensor in edge.tensors:
-            makers[tensor] = place.get(src, -1)
-            readers.setdefault(tensor, []).append(place.get(dst, num if dst > first else -1))
-    result = np.zeros((num + 1, num + 1))
-    for tensor, maker in makers.items():
-        spec = graph.tensors[tensor]
-        if spec.layout.kind is not LayoutKind.BATCH:
-            continue
-        size = spec.bytes_for(spec.num_samples) / spec.num_samples
-        at = sorted(set(readers[tensor]))
-        last = at[-1]
-        if maker >= 0 and last > maker:  # leaves every interval that holds the maker and ends by ``last``
-            result[: maker + 1, maker + 1 : last + 1] += size
-        inside = [r for r in at if 0 <= r < num and r > maker]
-        previous = maker
-        for reader in inside:  # enters every interval that begins after the maker and holds a reader
-            result[previous + 1 : reader + 1, reader + 1 :] += size
-            previous = reader
     return result

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.plan.batch_rules import BatchRules
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats
-from gpp_plugin.plan.costs.time_formula import us_per_sample
+from gpp_plugin.plan.costs.time_formula import boundary_us, us_per_sample
 from gpp_plugin.plan.graphpipe.allowed_stages import AllowedStages, last_of
 from gpp_plugin.plan.graphpipe.intervals import Branches, Series
 from gpp_plugin.plan.graphpipe.stage_shapes import NO_LIMIT, Bools, StageShapes, bin_shapes, series_shapes
@@ -313,7 +313,7 @@ class TableMaker:
     def _times(self, shapes: StageShapes, i: int, size: int, added_us: Floats | float = 0.0) -> Floats:
         """Return [row, column] microseconds a sample at the micro-batch size ``size`` of the stage."""
         degree = self.degrees[i]
-        link = shapes.through * (2 * self.link_us_per_byte / degree)
+        link = boundary_us(shapes.through, degree, self.link_us_per_byte)
         # Under ZeRO 2 the search takes every reduce-scatter for a whole all-reduce, about twice of what
         # `num_reductions` counts and plans are judged by: that leans it to larger micro-batches, which with little
         # memory have led to plans that are up to a tenth quicker (mmt on 8 ranks).
@@ -361,8 +361,4 @@ class TableMaker:
         return {key: mask for key, mask in classes.items() if mask.any()}
 
     def _size(self, is_coupled: bool, fixed: int | None, degree: int) -> int | None:
-        unit = self.rules.loss_unit * degree if is_coupled else None
-        size = fixed if fixed is not None else unit if unit is not None else self.wish
-        if (unit is not None and size != unit) or size % degree or self.rules.mini_batch % size:
-            return None
-        return size
+        return self.rules.size_of(fixed, is_coupled, degree, self.wish)

@@ -1,0 +1,62 @@
+"""`gpp bench autopipe`: the paper's cases, so many samples a rank, with the rivals it names."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from gpp_benchmarks.autopipe import (
+    CASES,
+    TWO_STAGES,
+    _megatron_rows,
+    _print_tables,
+    _row,
+    _table_2_rows,
+    _with_ratios,
+)
+
+ARGUMENTS = argparse.Namespace(limit=60.0, stages=None)
+
+
+@pytest.fixture(scope="module")
+def cell():
+    case = next(
+        case for case in CASES if (case.model, case.devices, case.micro_batch) == ("gpt2_345m", 4, 32)
+    )
+    return _with_ratios(
+        [_row(ARGUMENTS, case, 512, name) for name in ("autopipe", "piper", TWO_STAGES, "uniform")]
+    )
+
+
+def test_the_papers_tables():
+    assert {(c.table, c.model, c.devices, c.micro_batch) for c in CASES} == {
+        ("III", "gpt2_345m", 4, 4),
+        ("III", "gpt2_345m", 16, 4),
+        ("IV", "gpt2_345m", 4, 32),
+        ("IV", "gpt2_345m", 8, 32),
+        ("IV", "gpt2_1p3b", 4, 16),
+        ("IV", "gpt2_1p3b", 8, 16),
+    }
+    assert all(
+        list(case.paper_ms) == ([128, 256, 512] if case.table == "III" else [512, 1024, 2048])
+        for case in CASES
+    )
+
+
+def test_a_case_has_the_papers_ratio_beside_ours(cell):
+    by_planner = {row["planner"]: row for row in cell}
+    assert by_planner["piper"]["paper_over_autopipe"] == pytest.approx(30285.9 / 27020.9)
+    assert by_planner["piper"]["step_over_autopipe"] >= 1.0 - 1e-9
+    assert by_planner["uniform"]["step_over_autopipe"] > 1.0
+    assert by_planner["uniform"]["deviation_over_autopipe"] > 2.0
+    assert by_planner["uniform"]["paper_ms"] is None
+    assert sum(by_planner["autopipe"]["degrees"]) == 4
+
+
+def test_the_tables_are_printed(cell, capsys):
+    rows = [*_table_2_rows(), *_megatron_rows(60.0)[:1], *cell]
+    _print_tables(rows)
+    text = capsys.readouterr().out
+    for part in ("6.5 6.5 6.5 4.5", "Figure 10", "Tables III and IV", "30286", "1.121"):
+        assert part in text

@@ -1,0 +1,63 @@
+"""`gpp bench throughput`: its three columns, printed with and without --json."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gpp_benchmarks.throughput import RATIOS, with_ratios
+from gpp_plugin.cli import main
+
+SMALL = [
+    "--figures",
+    "6",
+    "--models",
+    "two_branch",
+    "--devices",
+    "4",
+    "--planners",
+    "auto",
+    "pipedream",
+    "piper",
+]
+
+
+@pytest.fixture(scope="module")
+def outputs():
+    import contextlib
+    import io
+
+    found = []
+    for extra in ([], ["--json"]):
+        with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.redirect_stderr(io.StringIO()):
+            assert main(["bench", "throughput", *SMALL, *extra]) == 0
+        found.append(text.getvalue().splitlines())
+    return found
+
+
+def test_a_table_is_printed_for_people(outputs):
+    header, line = outputs[0][:2]
+    for column in ("over baseline", "over chain", "over one size"):
+        assert column in header
+    assert line.startswith("6       two_branch")
+    assert outputs[1][: len(outputs[0])] == outputs[0]
+
+
+def test_ours_is_compared_with_the_best_of_each(outputs):
+    result = json.loads(outputs[1][-1])
+    by_planner = {row["planner"]: row for row in result["rows"]}
+    assert set(by_planner) == {"auto", "pipedream", "piper", "chain", "one-size"}
+    ours, (cell,) = by_planner["auto"], result["cells"]
+    assert cell["over_best_chain"] == ours["throughput"] / by_planner["chain"]["throughput"]
+    assert cell["over_one_size"] == ours["throughput"] / by_planner["one-size"]["throughput"]
+    best = max(by_planner[name]["throughput"] for name in ("pipedream", "piper"))
+    assert cell["over_best_baseline"] == ours["throughput"] / best
+    assert by_planner["chain"]["depth"] >= ours["depth"]
+    assert result["summary"]["cells_behind_a_chain"] == []
+    assert all(cell[name] >= 1.0 - 1e-9 for name in RATIOS)
+
+
+def test_rivals_without_a_plan_leave_a_gap():
+    rows = [{"planner": "auto", "throughput": 2.0}, {"planner": "piper", "throughput": None}]
+    assert [with_ratios(rows)[i]["over_best_baseline"] for i in (0, 1)] == [None, None]

@@ -121,6 +121,10 @@ class Schedule(Protocol):
     holds_all: bool = False
     """Every micro-batch is held at once, as in GPipe: planners then count memory so."""
 
+    takes_turns: bool = False
+    """Where a rank holds several stages, forwards and backwards may come in another order than `order` gives, as long
+    as no more is held: the rank alternates between them, not each stage (interleaved 1F1B)."""
+
     splits_backward: bool = False
     """Backwards may be made in two parts (I and W): what that costs is then measured beforehand."""
 

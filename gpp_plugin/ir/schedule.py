@@ -66,9 +66,12 @@ class StageSchedule:
     Args:
         num_in_flight: most micro-batches held, from the first forward to the B or W.
         joined: micro-batches run in halves whose outputs leave together, after the second half.
+        turns: when each task is begun, in a simulation of all stages together, as numbers that count over all stages:
+            the first order that is tried on ranks of several stages. Empty: none is known.
     """
 
     stage: int
     tasks: tuple[Task, ...]
     num_in_flight: int
     joined: tuple[int, ...] = ()
+    turns: tuple[int, ...] = ()

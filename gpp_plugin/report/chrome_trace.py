@@ -33,8 +33,9 @@ def chrome_trace(timeline: Timeline, plan: PipelinePlan) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     tracks: dict[int, int] = {}
     for rank in sorted({event.rank for event in timeline.events}):
-        stage = plan.stage_of_rank(rank)
-        name = f"rank {rank}: stage {stage} {plan.stages[stage].name}"
+        stages = plan.stages_of_rank(rank)
+        names = ", ".join(f"{stage} {plan.stages[stage].name}" for stage in stages)
+        name = f"rank {rank}: stage{'s' * (len(stages) > 1)} {names}"
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
         events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
         events += _rank_events([event for event in timeline.events if event.rank == rank], plan, tracks)

@@ -32,6 +32,9 @@ def format_plan(plan: PipelinePlan, *, width: int = 120) -> str:
     memory = format_memory(plan)
     if memory:
         parts.append(memory)
+    shared = format_shared_ranks(plan)
+    if shared:
+        parts.append(shared)
     saved = format_saved_in_flight(plan)
     if saved:
         parts.append(saved)
@@ -62,6 +65,23 @@ def format_saved_in_flight(plan: PipelinePlan) -> str:
         return ""
     more = f" and {len(stages) - MOST_NAMED} more" if len(stages) > MOST_NAMED else ""
     return f"in flight by what successors need, not by depth: {', '.join(stages[:MOST_NAMED])}{more}"
+
+
+def format_shared_ranks(plan: PipelinePlan) -> str:
+    """Return one line for each set of stages that share ranks: which ranks, and what these hold together."""
+    together: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank in sorted({rank for stage in plan.stages for rank in stage.ranks}):
+        together[plan.stages_of_rank(rank)].append(rank)
+    lines = []
+    for stages, ranks in together.items():
+        if len(stages) < 2:
+            continue
+        names = ", ".join(f"{stage} {plan.stages[stage].name}" for stage in stages)
+        memory = sum(plan.stages[stage].memory_bytes for stage in stages)
+        size = f", {format_bytes(memory)} together" if memory else ""
+        which = "rank" if len(ranks) == 1 else "ranks"
+        lines.append(f"{which} {','.join(map(str, ranks))} take turns at {names}{size}")
+    return "\n".join(lines)
 
 
 def format_memory(plan: PipelinePlan) -> str:
@@ -160,9 +180,10 @@ def stage_rows(plan: PipelinePlan) -> list[dict[str, Any]]:
 
 
 def format_stages(plan: PipelinePlan) -> str:
-    """Return the table of stages; ``load`` is the busiest stage's share of compute in a mini-batch."""
+    """Return the table of stages; ``load`` is what of the busiest rank's compute in a mini-batch a stage takes."""
     loads = stage_loads_us(plan)
-    busiest = max(loads, default=0.0)
+    ranks = {rank for stage in plan.stages for rank in stage.ranks}
+    busiest = max((sum(loads[index] for index in plan.stages_of_rank(rank)) for rank in ranks), default=0.0)
     header = ["stage", "ranks", "micro-batches", "in flight", "fwd ms", "bwd ms", "load", "memory", "blocks"]
     rows = []
     for index, (stage, load) in enumerate(zip(plan.stages, loads, strict=True)):

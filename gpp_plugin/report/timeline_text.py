@@ -1,4 +1,5 @@
-"""A timeline as a Gantt picture in text: one row per rank, time from left to right.
+"""A timeline as a Gantt picture in text: one row per rank, time from left to right; a rank of
+several stages has a row for each of them.
 
 A digit is the forward of a micro-batch (its last digit) or half of one, a letter the backward (a is
 micro-batch 0); of a split backward the letter is the input gradient and a capital the weight gradient.
@@ -12,9 +13,10 @@ micro-batch 0); of a split backward the letter is the input gradient and a capit
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.timeline import Event, EventKind, Timeline
+from gpp_plugin.ir.timeline import COMPUTE_KINDS, Event, EventKind, Timeline
 from gpp_plugin.report.summary import summarize_timeline
 from gpp_plugin.report.units import format_bytes, format_ms, shorten_name
 
@@ -24,7 +26,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def format_timeline(timeline: Timeline, plan: PipelinePlan, *, width: int = 96) -> str:
-    """Return the Gantt picture with each rank's busy share, and a line of totals.
+    """Return the Gantt picture with each row's busy share, and a line of totals.
 
     Args:
         width: columns of the time axis; a column shows what took most of its time.
@@ -35,20 +37,20 @@ def format_timeline(timeline: Timeline, plan: PipelinePlan, *, width: int = 96) 
     # one scale for all ranks, so that what stands in one column happened at the same time
     start = min(event.start_us for event in timeline.events)
     column_us = timeline.iteration_us / width or 1.0
-    ranks = sorted({event.rank for event in timeline.events})
-    labels = {
-        rank: f"rank {rank} {shorten_name(plan.stages[plan.stage_of_rank(rank)].name)}" for rank in ranks
-    }
+    rows: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    for event in timeline.events:
+        rows[event.rank, event.stage].append(event)
+    labels = {(rank, stage): f"rank {rank} {shorten_name(plan.stages[stage].name)}" for rank, stage in rows}
     label_width = max(map(len, labels.values()))
     lines = [
         f"{timeline.source}: {format_ms(summary.iteration_us)} ms, bubble {100 * summary.bubble_ratio:.0f} %, "
         f"{format_bytes(summary.bytes_sent)} sent; one column is {format_ms(column_us)} ms"
     ]
-    for rank in ranks:
-        events = [event for event in timeline.events if event.rank == rank]
-        row = _draw_row(events, start, column_us, width)
-        busy = summary.busy_us.get(rank, 0.0) / summary.iteration_us if summary.iteration_us else 0.0
-        lines.append(f"{labels[rank]:<{label_width}}  {row}  {100 * busy:3.0f} %")
+    for row, events in sorted(rows.items()):
+        drawn = _draw_row(events, start, column_us, width)
+        busy = sum(event.end_us - event.start_us for event in events if event.kind in COMPUTE_KINDS)
+        share = busy / summary.iteration_us if summary.iteration_us else 0.0
+        lines.append(f"{labels[row]:<{label_width}}  {drawn}  {100 * share:3.0f} %")
     is_split = any(event.kind is EventKind.WEIGHT_GRADIENT for event in timeline.events)
     return "\n".join([*lines, LEGEND, *([SPLIT_LEGEND] if is_split else [])])
 

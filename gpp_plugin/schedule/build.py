@@ -10,6 +10,7 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.schedule import StageSchedule
 from gpp_plugin.schedule.messages import check_divisibility
 from gpp_plugin.schedule.orders.forward_only import forward_only_schedule
+from gpp_plugin.schedule.orders.interleaved import interleaved_schedules
 from gpp_plugin.schedule.orders.slicer import halve_forwards
 from gpp_plugin.schedule.orders.stage_order import sinks_first
 from gpp_plugin.schedule.orders.table_2 import compute_in_flight
@@ -29,7 +30,8 @@ def build_schedules(
             stages depend on each other in a circle.
     """
     # From the sinks, because a greedy order is made against the orders of the stages behind. Zero bubble orders its
-    # stages together, so they have 1F1B until all others are known; halves are laid over whatever order came out.
+    # stages together, so they have 1F1B until all others are known; stages that share ranks take turns; halves are
+    # laid over whatever order came out.
     built: dict[int, StageSchedule] = {}
     for index in sinks_first(plan):
         if index in forward_only_stages:
@@ -43,6 +45,8 @@ def build_schedules(
             built.update(find_schedule(name).together(plan, own, built))
         except ValueError as error:
             raise ScheduleError(str(error)) from error
+    if plan.shares_ranks:
+        built = interleaved_schedules(plan, built)
     return with_slices(plan, [built[index] for index in range(len(plan.stages))])
 
 

@@ -124,7 +124,7 @@ class _Builder:
             graph, chains = _present_part(graph, chains, presence)
         self._add_unlocks(graph, chains)
         if self._plan.shares_ranks:
-            graph.replace_chains(merge_chains(graph, chains))
+            graph.replace_chains(merge_chains(graph, chains, self._turns(graph)))
         else:
             graph.orders.update(chains)
         return graph
@@ -185,6 +185,17 @@ class _Builder:
             for position, rank in enumerate(stage.data_ranks(0)):
                 chains.append((rank, [first + position for first in firsts]))
         return chains
+
+    def _turns(self, graph: TaskGraph) -> list[int] | None:
+        """Return the turn of every node, or None where a schedule has none."""
+        if not all(len(schedule.turns) == len(schedule.tasks) for schedule in self._schedules):
+            return None
+        turn_of = {
+            task: turn
+            for schedule in self._schedules
+            for task, turn in zip(schedule.tasks, schedule.turns, strict=True)
+        }
+        return [turn_of[graph.task(node)] for node in range(len(graph.stage))]
 
     def _add_activations(self, graph: TaskGraph, index: int, overlaps: Sequence[Overlap]) -> None:
         edge = self._plan.edges[index]

@@ -29,6 +29,7 @@ Tests: tests/schedule/test_shared_ranks.py
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -69,11 +70,15 @@ def check_shared_rows(plan: PipelinePlan) -> None:
                     )
 
 
-def merge_chains(graph: TaskGraph, chains: Sequence[Chain]) -> dict[int, list[int]]:
+def merge_chains(
+    graph: TaskGraph, chains: Sequence[Chain], turns: Sequence[int] | None = None
+) -> dict[int, list[int]]:
     """Return the order of every rank that holds these chains, each kept.
 
     Args:
         graph: its nodes wait for those before them in their chains, and for messages and unlocks.
+        turns: of every node, where the schedules were made for shared ranks: the first order that is tried. With unlike
+            micro-batches the ranks of a stage may come to a task at different times, and that order may stop.
 
     Raises:
         ScheduleError: the chains wait for each other, even on ranks of their own.
@@ -84,19 +89,30 @@ def merge_chains(graph: TaskGraph, chains: Sequence[Chain]) -> dict[int, list[in
         for rank, nodes in chains:
             graph.orders.setdefault(rank, []).extend(nodes)
         raise deadlock_error(graph, finished)
-    best = min((network.run(rule) for rule in _rules(graph, network, alone)), key=lambda run: run.length)
-    best = _improved(network, best)
+    runs = [network.run(rule) for rule in _rules(graph, network, alone)]
+    if turns is not None:
+        given = network.in_order(_turn_orders(graph, chains, turns))
+        runs = runs if given is None else [given, *runs]
+    best = _improved(network, min(runs, key=lambda run: run.length))
     orders: dict[int, list[int]] = {rank: [] for rank, _ in chains}
-    for node in best.started:
+    for node in sorted(range(len(graph.stage)), key=lambda node: best.places[node]):
         orders[graph.rank[node]].append(node)
     return orders
 
 
+def _turn_orders(graph: TaskGraph, chains: Sequence[Chain], turns: Sequence[int]) -> list[list[int]]:
+    """Return the nodes of each rank in the order of their turns; those of one turn, two halves, as in their chain."""
+    by_rank: dict[int, list[int]] = {}
+    for rank, nodes in chains:
+        by_rank.setdefault(rank, []).extend(nodes)
+    return [sorted(nodes, key=lambda node: turns[node]) for nodes in by_rank.values()]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """One simulation: nodes in the order in which they started, when each did, and when the last one ended."""
+    """One simulation: when each node started, which it was of all to start, and when the last one ended."""
 
-    started: list[int]
+    places: list[int]
     start: list[float]
     length: float
 
@@ -160,7 +176,8 @@ class _Network:
         # in which ends are found. ``free`` are ranks that may have something new to choose among.
         waits = list(self.num_before)
         start = [0.0] * len(waits)
-        started: list[int] = []
+        places = [0] * len(waits)
+        num_started = 0
         ready: dict[int, list[tuple[float, int]]] = {rank: [] for rank in self.rank}
         busy = dict.fromkeys(ready, False)
         ends: list[tuple[float, int]] = []
@@ -175,10 +192,11 @@ class _Network:
                     node = heapq.heappop(ready[rank])[1]
                     busy[rank] = True
                     start[node] = now
-                    started.append(node)
+                    places[node] = num_started
+                    num_started += 1
                     heapq.heappush(ends, (now + self.durations[node], node))
             if not ends:
-                return _Run(started=started, start=start, length=now)
+                return _Run(places=places, start=start, length=now)
             now = ends[0][0]
             free = []
             while ends and ends[0][0] <= now:
@@ -191,6 +209,22 @@ class _Network:
                     if waits[other] == 0:
                         heapq.heappush(ready[self.rank[other]], (rule[other], other))
                         free.append(self.rank[other])
+
+    def in_order(self, orders: Sequence[Sequence[int]]) -> _Run | None:
+        """Simulate ranks that run their nodes in these orders, whatever else could run; None if they stop."""
+        after, num_before = [list(others) for others in self.after], list(self.num_before)
+        places = [0] * len(after)
+        for order in orders:
+            for place, (node, follower) in enumerate(zip(order, order[1:], strict=False)):
+                after[node].append(follower)
+                num_before[follower] += 1
+                places[follower] = place + 1
+        ordered = dataclasses.replace(self, after=after, num_before=num_before)
+        start, finished = ordered.longest_starts()
+        if not all(finished):
+            return None
+        ends = (begin + us for begin, us in zip(start, self.durations, strict=True))
+        return _Run(places=places, start=start, length=max(ends, default=0.0))
 
 
 def _rules(graph: TaskGraph, network: _Network, alone: Sequence[float]) -> Iterator[list[float]]:

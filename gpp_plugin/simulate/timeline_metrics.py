@@ -47,28 +47,35 @@ def _tasks_by_rank(timeline: Timeline) -> dict[int, list[Event]]:
     return dict(sorted(by_rank.items()))
 
 
+def _trained_stages(tasks: Sequence[Event]) -> set[int]:
+    """Return the stages that run backwards among a rank's tasks."""
+    return {task.stage for task in tasks if task.kind in LAST_KINDS}
+
+
 def in_flight_over_time(timeline: Timeline) -> dict[int, Steps]:
     """Return for each rank how many micro-batches it holds, from a forward's start to its B's or W's end.
 
-    On a rank that runs no backwards a micro-batch is held until its last message has arrived.
+    In a stage that runs no backwards a micro-batch is held until its last message has arrived. A rank of several stages
+    holds what they hold together.
     """
-    sent: dict[tuple[int, int], float] = {}
+    sent: dict[tuple[int, int, int], float] = {}
     for event in timeline.events:
         if event.kind is EventKind.SEND:
-            key = (event.rank, event.micro_batch)
+            key = (event.rank, event.stage, event.micro_batch)
             sent[key] = max(sent.get(key, 0.0), event.end_us)
     # Halves: a forward in two is one micro-batch, held from the start of half
     # 0; None != 1, so a whole forward counts.
     result = {}
     for rank, tasks in _tasks_by_rank(timeline).items():
-        is_trained = any(task.kind in LAST_KINDS for task in tasks)
+        trained = _trained_stages(tasks)
         changes = []
         for task in tasks:
             if task.kind is EventKind.FORWARD:
                 if task.half != 1:
                     changes.append((task.start_us, 1))
-                if not is_trained and task.half != 0:
-                    changes.append((sent.get((rank, task.micro_batch), task.end_us), -1))
+                if task.stage not in trained and task.half != 0:
+                    key = (rank, task.stage, task.micro_batch)
+                    changes.append((sent.get(key, task.end_us), -1))
             elif task.kind in LAST_KINDS:
                 changes.append((task.end_us, -1))
         result[rank] = _accumulate(changes)
@@ -95,19 +102,19 @@ def memory_over_time(
         raise PlanError(f"memory of {len(memory)} stages for a plan of {len(plan.stages)}; give one for each")
     result = {}
     for rank, tasks in _tasks_by_rank(timeline).items():
-        costs, samples = memory[tasks[0].stage], plan.stages[tasks[0].stage].local_batch_size
-        saved = costs.saved_bytes_fixed + costs.saved_bytes_per_sample * samples
-        transient = costs.transient_bytes_per_sample * samples
-        is_trained = any(task.kind in LAST_KINDS for task in tasks)
-        changes = [(0.0, costs.static_bytes)]
+        trained = _trained_stages(tasks)
+        changes = [(0.0, sum(memory[stage].static_bytes for stage in plan.stages_of_rank(rank)))]
         for task in tasks:
+            costs, samples = memory[task.stage], plan.stages[task.stage].local_batch_size
+            saved = costs.saved_bytes_fixed + costs.saved_bytes_per_sample * samples
+            transient = costs.transient_bytes_per_sample * samples
             # Example: 2 samples, 10 B saved and 4 B transient a sample: a forward adds 28 B,
             # its end frees 8, the backward adds 8 and its end frees 28. The end of an input
             # gradient frees its transient bytes only.
             part = 1.0 if task.half is None else 0.5
             is_forward = task.kind is EventKind.FORWARD
             changes.append((task.start_us, part * (transient + (saved if is_forward else 0.0))))
-            is_let_go = task.kind in LAST_KINDS or not is_trained
+            is_let_go = task.kind in LAST_KINDS or task.stage not in trained
             changes.append((task.end_us, -part * (transient + (saved if is_let_go else 0.0))))
         result[rank] = _accumulate(changes)
     return result
@@ -163,12 +170,12 @@ def critical_path(plan: PipelinePlan, timeline: Timeline) -> tuple[Event, ...]:
     found: dict[_TaskKey, list[Event]] = defaultdict(list)
     for event in (event for events in tasks.values() for event in events):
         found[_task_key(event)].append(event)
-    # By (rank, edge, micro-batch, half): when the last of these messages came, in us. A timeline without
+    # By (rank, stage, edge, micro-batch, half): when the last of these messages came, in us. A timeline without
     # receives (one written by hand) falls back to the end of the task that made the message.
-    arrival: dict[tuple[int, int, int, int | None], float] = {}
+    arrival: dict[tuple[int, int, int, int, int | None], float] = {}
     for event in timeline.events:
         if event.kind is EventKind.RECEIVE:
-            key = (event.rank, event.edge, event.micro_batch, event.half)
+            key = (event.rank, event.stage, event.edge, event.micro_batch, event.half)
             arrival[key] = max(arrival.get(key, event.end_us), event.end_us)
     depth = _depths(plan)
     current = max(
@@ -182,7 +189,7 @@ def critical_path(plan: PipelinePlan, timeline: Timeline) -> tuple[Event, ...]:
             last = max(producers, key=lambda e: (e.end_us, -e.rank))
             stage = plan.stages[current.stage]
             row = stage.tensor_ranks(stage.position(current.rank)[0])  # they wait for each other's messages
-            keys = [(rank, edge, current.micro_batch, current.half) for rank in row]
+            keys = [(rank, current.stage, edge, current.micro_batch, current.half) for rank in row]
             waited.append((max((arrival[key] for key in keys if key in arrival), default=last.end_us), last))
         if not waited:
             return tuple(reversed(path))

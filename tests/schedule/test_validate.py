@@ -180,7 +180,7 @@ def test_other_order_than_the_schedule():
 
 def test_missing_rank_and_wrong_stage():
     reject(PROGRAMS[:3], r"programs of ranks \[0, 1, 2\] for ranks \[0, 1, 2, 3\]")
-    moved = (*PROGRAMS[:3], dataclasses.replace(PROGRAMS[3], stage=1))
+    moved = (*PROGRAMS[:3], dataclasses.replace(PROGRAMS[3], stages=(1,)))
     reject(moved, "its program is of stage 1; the plan puts it on 3")
 
 

@@ -64,13 +64,14 @@ def validate_programs(
     """
     checked = CheckedPrograms(plan, schedules, programs, presence)
     _check_ranks(checked, [program.rank for program in programs])
+    for program in checked.programs.values():
+        check_hand_overs(checked, program)
     for part in checked.parts:
         _check_tasks(checked, part)
         check_messages(checked, part)
         check_readiness(checked, part)
         _check_in_flight(checked, part)
     for program in checked.programs.values():
-        check_hand_overs(checked, program)
         (_check_steps if steps_each_backward else _check_tail)(checked, program)
     _check_collectives_agree(checked, steps_each_backward=steps_each_backward)
     check_channels(checked)

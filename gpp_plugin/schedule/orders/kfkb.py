@@ -78,6 +78,8 @@ def one_f_one_b_schedule(stage: int, micro_batches: int, *, num_in_flight: int) 
 class KfKb(Schedule):
     """kFkB as a stage's schedule, with the stage's own k; 1F1B where that is 1."""
 
+    takes_turns = True
+
     def order(self, plan: PipelinePlan, index: int, behind: Mapping[int, StageSchedule]) -> StageSchedule:
         """Return ``in_flight`` forwards, then k backwards and k forwards in turn."""
         stage = plan.stages[index]

@@ -267,12 +267,15 @@ def halve_forwards(schedule: StageSchedule, num_sliced: int, *, joins_last: bool
     '0F0a 0F0b 0F1 0B0 0B1'
     """
     tasks: list[Task] = []
+    turns: list[int] = []
     num_halved = 0
-    for task in schedule.tasks:
-        if task.kind is TaskKind.FORWARD and task.micro_batch < num_sliced:
+    for index, task in enumerate(schedule.tasks):
+        is_halved = task.kind is TaskKind.FORWARD and task.micro_batch < num_sliced
+        turns += schedule.turns[index : index + 1] * (2 if is_halved else 1)
+        if is_halved:
             tasks += (dataclasses.replace(task, half=0), dataclasses.replace(task, half=1))
             num_halved += 1
         else:
             tasks.append(task)
     joined = (num_halved - 1,) if joins_last and num_halved else ()
-    return dataclasses.replace(schedule, tasks=tuple(tasks), joined=joined)
+    return dataclasses.replace(schedule, tasks=tuple(tasks), joined=joined, turns=tuple(turns))

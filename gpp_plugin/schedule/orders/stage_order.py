@@ -1,4 +1,4 @@
-"""Orders of the stages of a plan: sinks first, and which stages are behind which; and the plan without shared ranks."""
+"""What the graph of a plan's stages says: sinks first, who is behind whom, who is waited for; and ranks apart."""
 
 from __future__ import annotations
 
@@ -56,3 +56,8 @@ def on_own_ranks(plan: PipelinePlan) -> PipelinePlan:
         stages.append(dataclasses.replace(stage, ranks=tuple(range(first, first + len(stage.ranks)))))
         first += len(stage.ranks)
     return dataclasses.replace(plan, stages=tuple(stages))
+
+
+def sends_gradients(plan: PipelinePlan, stage: int) -> bool:
+    """Return whether other stages wait for a stage's input gradients, so that splitting its backward helps."""
+    return any(edge.dst == stage and edge.gradient_tensors for edge in plan.edges)

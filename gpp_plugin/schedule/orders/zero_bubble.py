@@ -48,6 +48,7 @@ from gpp_plugin.schedule.durations import nominal_times, stage_task_us
 from gpp_plugin.schedule.messages import gradient_kinds
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 from gpp_plugin.schedule.orders.kfkb import one_f_one_b_schedule
+from gpp_plugin.schedule.orders.stage_order import sends_gradients
 
 _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
 
@@ -88,11 +89,6 @@ def zero_bubble_schedules(
     return {index: _schedule_of(index, best.orders[index]) for index in wanted}
 
 
-def _sends_gradients(plan: PipelinePlan, stage: int) -> bool:
-    """Return whether other stages wait for a stage's input gradients, so that splitting its backward helps."""
-    return any(edge.dst == stage and edge.gradient_tensors for edge in plan.edges)
-
-
 def _delayed_1f1b(plan: PipelinePlan, stage: int, count: int) -> StageSchedule:
     """Return 1F1B that holds ``count`` from F to I, and as many more from I to W as the stage's limit allows.
 
@@ -102,7 +98,7 @@ def _delayed_1f1b(plan: PipelinePlan, stage: int, count: int) -> StageSchedule:
         1   2   2   3   3   2   3   3   2   2   1   0
     """
     limit, num_micro_batches = plan.stages[stage].in_flight, plan.num_micro_batches(stage)
-    if not _sends_gradients(plan, stage):
+    if not sends_gradients(plan, stage):
         return one_f_one_b_schedule(stage, num_micro_batches, num_in_flight=limit)
     delay = limit - count
     tasks: list[Task] = []
@@ -200,7 +196,7 @@ class _ListRun:
                 limit=stage.in_flight if index in free else others[index].num_in_flight,
                 order=None if index in free else [(t.kind, t.micro_batch) for t in others[index].tasks],
                 is_trained=index in free or has_backwards(others[index]),
-                is_split=_sends_gradients(plan, index),
+                is_split=sends_gradients(plan, index),
                 times_us={kind: stage_task_us(stage, kind) for kind in TaskKind},
                 inputs=[],
                 gradients=[],
@@ -376,6 +372,7 @@ def _ready_us(feeds: list[_Feed], end: int, *, is_forward: bool) -> float:
 class ZeroBubble(Schedule):
     """Zero bubble as a stage's schedule: all its stages are ordered together, once the others have their orders."""
 
+    takes_turns = True
     splits_backward = True
 
     def order(self, plan: PipelinePlan, index: int, behind: Mapping[int, StageSchedule]) -> StageSchedule:

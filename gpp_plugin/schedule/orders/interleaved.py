@@ -1,0 +1,416 @@
+"""Orders of stages that share ranks, found together: interleaved 1F1B on any graph, whole or split backwards.
+
+On ranks of its own a 1F1B stage alternates as soon as it holds ``in_flight`` micro-batches. Where a rank holds several
+stages it is the *rank* that alternates, between forwards and backwards of all its stages (Narayanan et al.). Two ranks,
+two stages each (0 and 2, 1 and 3), four micro-batches, F and B of one length:
+
+    rank 0   0F0 0F1 2F0 2F1 0F2 .   2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
+    rank 1   .   1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
+
+Forwards come in groups of micro-batches, as many as there are ranks: each group through one stage of the rank, then
+through the next; backwards the same from the last stage to the first. No rule for picking the task that looks most
+urgent finds this order, as ranks wait in it although they could run something. But a simulation in which forwards and
+backwards take *equal* times does, without waiting: a free rank takes what it did not take last, a forward or a
+backward, of the earliest group, and the other kind where that cannot run. For p ranks of v equal stages each and m
+micro-batches, m a multiple of p, the orders take m v (F + B) + (p - 1)(F + B), which is the published length, and a
+stage holds no more than GraphPipe's Table 2 gives it on a rank of its own (`in_flight`).
+
+So orders are made by several simulations, of three choices: which times (equal ones or the plan's), how many
+micro-batches make a group, and whether a rank alternates or prefers backwards. Each is then run with the plan's times,
+and the shortest is taken, and of equals the one of which the fullest rank holds least. Of split backwards (zero bubble)
+the weight gradients fill what is left, and go first where a forward waits for the memory they hold.
+
+The ranks of a stage run its tasks in one order: the first to come to a choice makes it for all. The choices in the
+order they were made are the schedules' `turns`, by which `shared_ranks` puts the tasks of each rank into one order.
+
+Deviations: Megatron's warm-up is a formula of rank and chunk, here it is what equal times make of it; in the group at
+the end, where m is no multiple of p, Megatron refuses and this does not.
+
+Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2; split backwards after Zero Bubble (arXiv 2401.10241)
+Tests: tests/schedule/test_shared_ranks.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gpp_plugin.extensions import find_schedule
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
+from gpp_plugin.schedule.build_graph import build_task_graph
+from gpp_plugin.schedule.checks.order_check import LAST_KINDS, has_backwards
+from gpp_plugin.schedule.durations import nominal_durations, nominal_times, stage_task_us
+from gpp_plugin.schedule.event_loop import run_task_graph
+from gpp_plugin.schedule.orders.stage_order import on_own_ranks, sends_gradients
+from gpp_plugin.schedule.shared_ranks import SLACK
+
+_F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
+
+
+_Found = tuple[float, Sequence[StageSchedule]]
+"""How long orders take, and the orders of all stages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Policy:
+    """What a rank goes by when it chooses.
+
+    Args:
+        has_equal_times: the simulation's tasks of a stage take equal times, whatever they take in the plan.
+        group: samples that go through one stage of a rank before the next.
+        alternates: forwards and backwards take turns; else backwards go first.
+    """
+
+    has_equal_times: bool
+    group: int
+    alternates: bool
+
+
+def interleaved_schedules(
+    plan: PipelinePlan, schedules: Mapping[int, StageSchedule]
+) -> dict[int, StageSchedule]:
+    """Return the orders of all stages of a plan whose stages share ranks, with turns.
+
+    Args:
+        schedules: of all stages, without halves. Those of stages on ranks of their own stay, and of stages whose
+            schedule is no 1F1B and no zero bubble; they stay for all where no other orders can run.
+    """
+    free = {index for index in range(len(plan.stages)) if _is_free(plan, index, schedules[index])}
+    kept = [schedules[index] for index in range(len(plan.stages))]
+    if not free:
+        return dict(schedules)
+    found = [*_orders_under(plan, kept, free, {}), (_length(plan, kept), kept)]
+    return dict(enumerate(_shortest(plan, found)))
+
+
+def in_flight_within(plan: PipelinePlan, most_held: Mapping[int, float]) -> tuple[int, ...] | None:
+    """Return the in-flight counts with which ranks hold at most so much, or None where no order was found.
+
+    Of stages that share ranks it is the rank's memory that is limited, not that of each stage. The counts are those of
+    the shortest order found under these limits; every stage keeps room for one micro-batch of those behind it.
+
+    Args:
+        plan: its in-flight counts are not read.
+        most_held: by rank, how many micro-batches it may hold, those of all its stages together.
+    """
+    stages = tuple(
+        dataclasses.replace(stage, in_flight=plan.num_micro_batches(index))
+        for index, stage in enumerate(plan.stages)
+    )
+    freed = dataclasses.replace(plan, stages=stages)
+    kept = [_template(freed, index) for index in range(len(plan.stages))]
+    found = list(_orders_under(freed, kept, set(range(len(stages))), most_held))
+    return tuple(order.num_in_flight for order in _shortest(freed, found)) if found else None
+
+
+def _orders_under(
+    plan: PipelinePlan, kept: Sequence[StageSchedule], free: set[int], most_held: Mapping[int, float]
+) -> Iterator[_Found]:
+    """Yield the orders of each policy that runs to its end."""
+    setting = _Setting(plan, kept, free)
+    for policy in _policies(plan):
+        run = _Run(setting, policy, most_held)
+        if run.run():
+            yield run.length(), run.schedules()
+
+
+def _shortest(plan: PipelinePlan, found: Sequence[_Found]) -> Sequence[StageSchedule]:
+    """Return the orders that take least time; of those the ones of which the fullest rank holds least, the first."""
+    shortest = min(length for length, _ in found) * (1.0 + SLACK)
+    ranks = {rank for stage in plan.stages for rank in stage.ranks}
+    indices = [plan.stages_of_rank(rank) for rank in ranks]
+    return min(
+        (orders for length, orders in found if length <= shortest),
+        key=lambda orders: max(sum(orders[i].num_in_flight for i in own) for own in indices),
+    )
+
+
+def _is_free(plan: PipelinePlan, index: int, schedule: StageSchedule) -> bool:
+    """Return whether a stage's order may be found anew: it shares a rank, and its schedule leaves that open."""
+    stage = plan.stages[index]
+    is_shared = any(len(plan.stages_of_rank(rank)) > 1 for rank in stage.ranks)
+    return (
+        is_shared and stage.k == 1 and find_schedule(stage.schedule).takes_turns and has_backwards(schedule)
+    )
+
+
+def _is_split(plan: PipelinePlan, index: int) -> bool:
+    return find_schedule(plan.stages[index].schedule).splits_backward and sends_gradients(plan, index)
+
+
+def _template(plan: PipelinePlan, index: int) -> StageSchedule:
+    """Return all tasks of a stage, in an order that stands for any."""
+    every = range(plan.num_micro_batches(index))
+    tasks = [Task(stage=index, kind=_F, micro_batch=m) for m in every]
+    for m in every:
+        kinds = (_I, _W) if _is_split(plan, index) else (_B,)
+        tasks += (Task(stage=index, kind=kind, micro_batch=m) for kind in kinds)
+    return StageSchedule(stage=index, tasks=tuple(tasks), num_in_flight=len(every))
+
+
+def _policies(plan: PipelinePlan) -> Iterator[_Policy]:
+    """Yield what is tried: groups of as many micro-batches as there are places in the pipeline, of one, of all."""
+    places = len({stage.ranks for stage in plan.stages})
+    size = max(stage.micro_batch_size for stage in plan.stages)
+    for has_equal_times in (True, False):
+        for group in dict.fromkeys((min(places * size, plan.mini_batch), size, plan.mini_batch)):
+            for alternates in (True, False):
+                yield _Policy(has_equal_times=has_equal_times, group=group, alternates=alternates)
+
+
+def _length(plan: PipelinePlan, schedules: Sequence[StageSchedule]) -> float:
+    """Return how long the plan takes with these orders, without links."""
+    graph = build_task_graph(plan, schedules)
+    return max(run_task_graph(graph, nominal_durations(graph)).end, default=0.0)
+
+
+def _times(
+    plan: PipelinePlan, schedules: Sequence[StageSchedule], *, are_equal: bool
+) -> list[dict[TaskKind, float]]:
+    """Return by stage what each kind of task takes in the simulation: all parts of a micro-batch the same, or not."""
+    found = []
+    for stage, schedule in zip(nominal_times(plan).stages, schedules, strict=True):
+        times = {kind: stage_task_us(stage, kind) for kind in TaskKind}
+        if are_equal and has_backwards(schedule):
+            is_split = any(task.kind is _W for task in schedule.tasks)
+            part = (times[_F] + (times[_I] + times[_W] if is_split else times[_B])) / (3 if is_split else 2)
+            times = dict.fromkeys(TaskKind, part)
+        found.append(times)
+    return found
+
+
+@dataclass(slots=True, kw_only=True)
+class _Order:
+    """The order of one stage in the making, shared by all its ranks.
+
+    Args:
+        limit: micro-batches it may hold.
+        tasks: what has been chosen; all of it, from the start, where the order is given.
+        turns: of each of the first of those, when a first rank started it.
+        total: how many tasks there will be.
+        forwards, backwards, weights: chosen so far; ``backwards`` counts B and I, ``weights`` B and W.
+    """
+
+    is_free: bool
+    is_split: bool
+    count: int
+    limit: int
+    total: int
+    tasks: list[tuple[TaskKind, int]]
+    turns: list[int] = field(default_factory=list)
+    forwards: int = 0
+    backwards: int = 0
+    weights: int = 0
+    most: int = 0
+
+    @property
+    def held(self) -> int:
+        """Return the micro-batches held after all that has been chosen."""
+        return self.forwards - self.weights
+
+    def choose(self, kind: TaskKind, micro_batch: int) -> None:
+        """Append a task."""
+        self.tasks.append((kind, micro_batch))
+        self.forwards += kind is _F
+        self.backwards += kind in (_B, _I)
+        self.weights += kind in LAST_KINDS
+        self.most = max(self.most, self.held)
+
+    def options(self) -> list[tuple[TaskKind, int]]:
+        """Return what may be chosen next, whatever it waits for."""
+        found = []
+        if self.forwards < self.count and self.held < self.limit:
+            found.append((_F, self.forwards))
+        if self.backwards < self.forwards:
+            found.append((_I if self.is_split else _B, self.backwards))
+        if self.is_split and self.weights < self.backwards:
+            found.append((_W, self.weights))
+        return found
+
+
+@dataclass(slots=True, kw_only=True)
+class _Unit:
+    """A stage on one of its data positions: where its rank is in the stage's order.
+
+    Args:
+        nodes: of the task graph, by task.
+        done: tasks that were started.
+    """
+
+    stage: int
+    order: _Order
+    nodes: dict[tuple[TaskKind, int], int]
+    done: int = 0
+
+
+class _Setting:
+    """What all simulations of a plan have in common: the nodes of each stage on its ranks, and who waits for whom."""
+
+    def __init__(self, plan: PipelinePlan, schedules: Sequence[StageSchedule], free: set[int]) -> None:
+        # Who sends what to whom is read off the task graph of the plan on ranks of its own, without its orders: a node
+        # then waits for messages alone, and for what holds forward-only stages back.
+        self.plan = plan
+        self.schedules = schedules
+        self.free = free
+        self.templates = [_template(plan, i) if i in free else schedules[i] for i in range(len(schedules))]
+        apart = on_own_ranks(plan)
+        graph = build_task_graph(apart, self.templates)
+        self.num_waits = list(graph.num_waits)
+        for follower in graph.next_on_rank:
+            if follower >= 0:
+                self.num_waits[follower] -= 1
+        self.after: list[list[int]] = [list(graph.unlocks.get(n, ())) for n in range(len(self.num_waits))]
+        for source, target in zip(graph.source, graph.target, strict=True):
+            self.after[source].append(target)
+        self.durations = nominal_durations(graph)
+        # Of each rank its stages with their nodes by task; of each node its rank.
+        self.nodes: dict[int, dict[int, dict[tuple[TaskKind, int], int]]] = {}
+        self.rank_of = [0] * len(self.num_waits)
+        for index, template in enumerate(self.templates):
+            ends = zip(plan.stages[index].data_ranks(0), apart.stages[index].data_ranks(0), strict=True)
+            for rank, own in ends:
+                row = graph.orders[own]
+                self.nodes.setdefault(rank, {})[index] = {
+                    (t.kind, t.micro_batch): n for t, n in zip(template.tasks, row, strict=True)
+                }
+                for node in row:
+                    self.rank_of[node] = rank
+
+
+class _Run:
+    """One simulation of all ranks under one policy."""
+
+    def __init__(self, setting: _Setting, policy: _Policy, most_held: Mapping[int, float]) -> None:
+        self._setting = setting
+        self._plan = setting.plan
+        self._policy = policy
+        self._most_held = most_held
+        self._times = _times(setting.plan, setting.templates, are_equal=policy.has_equal_times)
+        self._waits = list(setting.num_waits)
+        self._orders = [self._order(index, template) for index, template in enumerate(setting.templates)]
+        self._units = {
+            rank: [_Unit(stage=index, order=self._orders[index], nodes=nodes) for index, nodes in own.items()]
+            for rank, own in setting.nodes.items()
+        }
+        self._is_forward_next = dict.fromkeys(self._units, True)
+        self._sequence: list[int] = []
+
+    def _order(self, index: int, template: StageSchedule) -> _Order:
+        is_free = index in self._setting.free
+        return _Order(
+            is_free=is_free,
+            is_split=is_free and _is_split(self._plan, index),
+            count=self._plan.num_micro_batches(index),
+            limit=self._plan.stages[index].in_flight,
+            total=len(template.tasks),
+            tasks=[] if is_free else [(task.kind, task.micro_batch) for task in template.tasks],
+        )
+
+    def run(self) -> bool:
+        """Run as far as it goes; return whether that is to the end."""
+        # As in `shared_ranks`, all tasks that end at one time end before any rank chooses.
+        rank_of = self._setting.rank_of
+        ends: list[tuple[float, int]] = []
+        busy = dict.fromkeys(self._units, False)
+        free = list(self._units)
+        number, now = 0, 0.0
+        while True:
+            for rank in free:
+                found = None if busy[rank] else self._next(rank)
+                if found is None:
+                    continue
+                unit, kind, micro_batch = found
+                if unit.done == len(unit.order.tasks):
+                    unit.order.choose(kind, micro_batch)
+                if unit.done == len(unit.order.turns):
+                    unit.order.turns.append(number)
+                    number += 1
+                unit.done += 1
+                if kind is not _W:
+                    self._is_forward_next[rank] = kind is not _F
+                busy[rank] = True
+                node = unit.nodes[kind, micro_batch]
+                self._sequence.append(node)
+                heapq.heappush(ends, (now + self._times[unit.stage][kind], node))
+            if not ends:
+                break
+            now = ends[0][0]
+            free = []
+            while ends and ends[0][0] <= now:
+                node = heapq.heappop(ends)[1]
+                busy[rank_of[node]] = False
+                free.append(rank_of[node])
+                for other in self._setting.after[node]:
+                    self._waits[other] -= 1
+                    free.append(rank_of[other])
+        return all(unit.done == unit.order.total for units in self._units.values() for unit in units)
+
+    def length(self) -> float:
+        """Return how long ranks take that run their tasks in this order, with the plan's times and without links."""
+        setting = self._setting
+        arrival = [0.0] * len(setting.after)
+        until = dict.fromkeys(self._units, 0.0)
+        for node in self._sequence:
+            rank = setting.rank_of[node]
+            end = until[rank] = max(until[rank], arrival[node]) + setting.durations[node]
+            for other in setting.after[node]:
+                arrival[other] = max(arrival[other], end)
+        return max(until.values())
+
+    def schedules(self) -> list[StageSchedule]:
+        """Return the orders that a run to the end has made."""
+        made = []
+        for index, (order, schedule) in enumerate(zip(self._orders, self._setting.schedules, strict=True)):
+            turns = tuple(order.turns)
+            if not order.is_free:
+                made.append(dataclasses.replace(schedule, turns=turns))
+                continue
+            tasks = tuple(Task(stage=index, kind=kind, micro_batch=m) for kind, m in order.tasks)
+            made.append(StageSchedule(stage=index, tasks=tasks, num_in_flight=order.most, turns=turns))
+        return made
+
+    def _next(self, rank: int) -> tuple[_Unit, TaskKind, int] | None:
+        """Return what a free rank begins now, if anything."""
+        best: tuple[tuple[int, int, int, int], _Unit, TaskKind, int] | None = None
+        for unit in self._units[rank]:
+            order = unit.order
+            if unit.done < len(order.tasks):
+                options = order.tasks[unit.done : unit.done + 1]
+            else:
+                options = order.options() if order.is_free else []
+            for kind, micro_batch in options:
+                if self._waits[unit.nodes[kind, micro_batch]]:
+                    continue
+                if kind is _F and unit.done == len(order.tasks) and not self._has_room(rank, unit):
+                    continue
+                key = self._key(rank, unit, kind, micro_batch)
+                if best is None or key < best[0]:
+                    best = (key, unit, kind, micro_batch)
+        return None if best is None else best[1:]
+
+    def _has_room(self, rank: int, unit: _Unit) -> bool:
+        """Return whether a rank may hold one more micro-batch of a stage, and still one of each stage behind."""
+        if rank not in self._most_held:
+            return True
+        others = self._units[rank]
+        held = sum(other.order.held for other in others)
+        kept = sum(
+            other.stage > unit.stage and other.order.held == 0 and other.order.forwards < other.order.count
+            for other in others
+        )
+        return held + kept + 1 <= self._most_held[rank]
+
+    def _key(self, rank: int, unit: _Unit, kind: TaskKind, micro_batch: int) -> tuple[int, int, int, int]:
+        """Return what a rank compares: whether its kind is due, its group, how far along it is."""
+        group = micro_batch * self._plan.stages[unit.stage].micro_batch_size // self._policy.group
+        is_forward_due = self._policy.alternates and self._is_forward_next[rank]
+        if kind is _W:
+            order = unit.order
+            is_wanted = order.is_free and order.held >= order.limit and order.forwards < order.count
+            is_waiting = is_wanted and not self._waits[unit.nodes[_F, order.forwards]]
+            return (0 if is_waiting and is_forward_due else 2, group, -unit.stage, micro_batch)
+        is_due = (kind is _F) == is_forward_due
+        return (0 if is_due else 1, group, unit.stage if kind is _F else -unit.stage, micro_batch)

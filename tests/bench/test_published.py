@@ -21,9 +21,9 @@ def text(order):
     return " ".join(map(str, order))
 
 
-def span_of(ranks, micro_batches, chunks, group=None):
+def span_of(ranks, micro_batches, chunks):
     """Megatron's order on stages of 1 us forward and 2 us backward."""
-    orders = interleaved_orders(ranks, micro_batches, chunks, group=group)
+    orders = interleaved_orders(ranks, micro_batches, chunks)
     stages = [
         stage_of(
             i,
@@ -48,7 +48,6 @@ def test_megatrons_interleaved_order():
     ]
     for ranks, micro_batches, chunks in ((2, 4, 2), (4, 8, 2), (4, 8, 3)):
         assert span_of(ranks, micro_batches, chunks) == 3.0 * (micro_batches * chunks + ranks - 1)
-    assert span_of(4, 12, 2, group=6) == 3.0 * (24 + 3)
 
 
 def test_the_unsynchronised_order_has_no_bubble_where_all_tasks_take_as_long():
@@ -74,6 +73,7 @@ def test_rows_of_zero_bubble(run_):
     assert rows["1F1B"].shorter < rows["1F1B"].ours
     # the published interleaved span is p messages shorter than the chain of 2pv - 2 messages
     interleaved = rows["1F1B-I"]
+    assert interleaved.shorter < interleaved.published
     span = run_.work / (1.0 - interleaved.ours)
     assert round(run_.rate(span - run_.model.ranks * run_.message), 4) == interleaved.published
 

@@ -6,7 +6,8 @@ goes through all chunks before the next one begins:
     rank 0   0F0 0F1 2F0 2F1  0F2 2B0  0F3 2B1  2F2 0B0  2F3 0B1  2B2 2B3 0B2 0B3
 
 A rank warms up with two forwards for each rank behind it and a group for each chunk but the last; then a forward and a
-backward in turn. Groups larger than the number of ranks hide a message's time between chunks, and hold more.
+backward in turn. Our own scheduler finds orders of this length by itself (`schedule.orders.interleaved`); this is the
+published one, task by task.
 
 Source: Narayanan et al., SC 2021 (arXiv 2104.04473), section 2.2
 Tests: tests/bench/test_published.py
@@ -17,25 +18,20 @@ from __future__ import annotations
 from gpp_plugin.ir.schedule import Task, TaskKind
 
 
-def interleaved_orders(
-    num_ranks: int, micro_batches: int, chunks: int, *, group: int | None = None
-) -> list[list[Task]]:
+def interleaved_orders(num_ranks: int, micro_batches: int, chunks: int) -> list[list[Task]]:
     """Return the order of every rank; chunk c of rank r is stage ``c * num_ranks + r``.
 
-    Args:
-        group: micro-batches that go through a chunk before the next chunk's turn; the number of ranks by default. The
-            number of micro-batches must be a multiple.
+    The number of micro-batches must be a multiple of that of ranks.
 
     >>> " ".join(map(str, interleaved_orders(2, 4, 2)[0][:6]))
     '0F0 0F1 2F0 2F1 0F2 2B0'
     """
-    size = group or num_ranks
     # (micro-batch, chunk) of every forward of a rank, in order; backwards go through the chunks the other way
     turns = [
         (first + offset, chunk)
-        for first in range(0, micro_batches, size)
+        for first in range(0, micro_batches, num_ranks)
         for chunk in range(chunks)
-        for offset in range(size)
+        for offset in range(num_ranks)
     ]
     orders = []
     for rank in range(num_ranks):
@@ -46,7 +42,7 @@ def interleaved_orders(
             Task(stage=(chunks - 1 - chunk) * num_ranks + rank, kind=TaskKind.BACKWARD, micro_batch=m)
             for m, chunk in turns
         ]
-        warm_up = min(len(turns), 2 * (num_ranks - 1 - rank) + (chunks - 1) * size)
+        warm_up = min(len(turns), 2 * (num_ranks - 1 - rank) + (chunks - 1) * num_ranks)
         order = forwards[:warm_up]
         for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
             order += (forward, backward)

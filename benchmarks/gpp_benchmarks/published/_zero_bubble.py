@@ -17,7 +17,6 @@ from gpp_benchmarks.published._plans import (
     chain,
     cluster_of,
     longest_span_us,
-    most_held,
     schedules_of,
     stage_of,
 )
@@ -29,8 +28,6 @@ from gpp_plugin.schedule.build import build_schedules
 SOURCE = "Zero Bubble"
 INTERLEAVED_LIMIT = 0.005
 SEQUENCE = 1024
-GROUPS = 3
-"""Sizes of groups of micro-batches that are tried, from the number of ranks up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +114,7 @@ def zero_bubble_rows(runs: tuple[Run, ...] = RUNS) -> Iterator[Row]:
     """Yield four rows a run: 1F1B, ZB-1p, ZB-2p and interleaved 1F1B."""
     for run in runs:
         split = run.rate(_span(_chain(run, split=True), run))
-        fewer = (split, "zero bubble, no more held")
+        fewer = (split, "split backwards, no more held")
         usual = run.rate(_span(_chain(run), run))
         yield _row(run, "1F1B", usual, 0.0, shorter=fewer)
         granted = _chain(run, split=True, in_flight=run.model.ranks)
@@ -194,39 +191,31 @@ def _twice(run: Run) -> float:
     return run.rate(longest_span_us(plan, schedules_of(orders), cluster=cluster))
 
 
-def _interleaved(run: Run) -> tuple[float, tuple[float, str] | None]:
-    """Return the rate of Megatron's order, and of the same order in the best larger groups."""
-    ranks, micro_batches = run.model.ranks, run.micro_batches
-    sizes = [size for size in range(ranks, micro_batches + 1) if micro_batches % size == 0]
-    usual, *larger = (_interleaved_rate(run, size) for size in sizes[:GROUPS])
-    return usual[0], min(larger, key=lambda found: round(found[0], 4), default=None)
-
-
-def _interleaved_rate(run: Run, group: int) -> tuple[float, str]:
+def _interleaved(run: Run) -> tuple[float, tuple[float, str]]:
+    """Return the rate of Megatron's order, and of our scheduler's with split backwards at the same in-flight counts."""
     model = run.model
-    orders = interleaved_orders(model.ranks, run.micro_batches, model.chunks, group=group)
+    orders = interleaved_orders(model.ranks, run.micro_batches, model.chunks)
     schedules = schedules_of(orders)
     forward, gradient, weight = (time / model.chunks for time in run.times)
-    plan = chain(
-        [
-            stage_of(
-                index,
-                index % model.ranks,
-                forward_us=forward,
-                input_us=gradient,
-                weight_us=weight,
-                in_flight=schedule.num_in_flight,
-                schedule="1f1b",
-            )
-            for index, schedule in enumerate(schedules)
-        ],
-        micro_batches=run.micro_batches,
+    cluster = cluster_of(model.ranks, run.message)
+    whole, split = (
+        chain(
+            [
+                stage_of(
+                    index,
+                    index % model.ranks,
+                    forward_us=forward,
+                    input_us=gradient,
+                    weight_us=weight,
+                    in_flight=schedule.num_in_flight,
+                    schedule=name,
+                )
+                for index, schedule in enumerate(schedules)
+            ],
+            micro_batches=run.micro_batches,
+        )
+        for name in ("1f1b", "zero_bubble")
     )
-    span = longest_span_us(
-        plan,
-        schedules,
-        cluster=cluster_of(model.ranks, run.message),
-        orders=dict(enumerate(orders)),
-    )
-    held = most_held(orders[0]) / model.chunks
-    return run.rate(span), f"groups of {group}, {held:.1f} held"
+    usual = longest_span_us(whole, schedules, cluster=cluster, orders=dict(enumerate(orders)))
+    shorter = longest_span_us(split, build_schedules(split), cluster=cluster)
+    return run.rate(usual), (run.rate(shorter), "split backwards in chunks, no more held")

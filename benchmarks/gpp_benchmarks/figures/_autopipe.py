@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from gpp_benchmarks._paper import time_limit
 from gpp_benchmarks.figures._benches import run_bench
@@ -156,10 +157,13 @@ def _figure_13(options: Options) -> Iterable[FigureRow]:
 
 
 @functools.cache
-def _autopipe_rows(limit: float) -> list[dict[str, object]]:
+def _autopipe_rows(limit: float) -> list[dict[str, Any]]:
     # the bench plans every case with every planner, for three tables and a figure: once
     planners = ["autopipe", "piper", "dapple"]
-    return run_bench("autopipe", ["--limit", f"{limit:g}", "--planners", *planners])["rows"]
+    rows: list[dict[str, Any]] = run_bench("autopipe", ["--limit", f"{limit:g}", "--planners", *planners])[
+        "rows"
+    ]
+    return rows
 
 
 def _degrees(degrees: list[int]) -> str:

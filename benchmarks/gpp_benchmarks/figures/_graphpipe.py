@@ -231,11 +231,11 @@ def _table_1(options: Options) -> Iterable[FigureRow]:
             )
             if planner == "graphpipe":
                 continue
-            theirs = paper["graphpipe"]
+            slower, quicker = paper[planner], paper["graphpipe"]
             yield FigureRow(
                 case=f"{model}, {devices} devices",
                 quantity=f"{planner} over graphpipe",
-                paper=paper[planner] / theirs if paper[planner] and theirs else None,
+                paper=slower / quicker if slower and quicker else None,
                 paper_says="" if paper[planner] else "not completed",
                 ours=row["cpu_seconds"] / ours if is_found else None,
                 is_drawn=False,

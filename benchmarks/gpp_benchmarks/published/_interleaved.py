@@ -9,7 +9,7 @@ A rank warms up with two forwards for each rank behind it and a group for each c
 backward in turn. Our own scheduler finds orders of this length by itself (`schedule.orders.interleaved`); this is the
 published one, task by task.
 
-Source: Narayanan et al., SC 2021 (arXiv 2104.04473), section 2.2
+Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2
 Tests: tests/bench/test_published.py
 """
 

@@ -1,0 +1,70 @@
+"""DawnPiper's tables 1 and 2, and the balance of compute of section 5.4 (its figure 8)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gpp_benchmarks.figures._benches import run_bench
+from gpp_benchmarks.figures._figure_rows import Figure, FigureRow, Options
+
+BALANCE = {"dawnpiper": 0.077, "vpipe": 0.358}
+"""Section 5.4: how far the shortest stage is below the longest, T5 on eight asynchronous stages."""
+_WHY = (
+    "costs by analysis on A100-40GB over PCIe 4, memory as planned; the paper's are measured, and it gives neither the "
+    "lengths of texts nor what slowdown it allows (ours: 1.5 times the quickest plain batch; `gpp bench max-batch` "
+    "gives the sensitivity to it)"
+)
+
+
+def figures() -> tuple[Figure, ...]:
+    """Return both tables and the balance."""
+    return (
+        Figure(
+            name="table-1",
+            title="largest mini-batch, synchronous",
+            why=_WHY,
+            rows=lambda options: _batches(options, "sync"),
+        ),
+        Figure(
+            name="table-2",
+            title="largest micro-batch, asynchronous",
+            why=_WHY,
+            rows=lambda options: _batches(options, "async"),
+        ),
+        Figure(
+            name="balance",
+            title="how far the shortest stage is below the longest: T5, eight asynchronous stages",
+            why=f"{_WHY}; at 2.5 times vPipe's largest plain micro-batch, which is 110 in the paper",
+            rows=_balance,
+        ),
+    )
+
+
+def _stages(options: Options) -> list[str]:
+    return [str(count) for count in (4, 8) if count <= max(options.devices)]
+
+
+def _batches(options: Options, mode: str) -> Iterable[FigureRow]:
+    result = run_bench("max_batch", ["--modes", mode, "--stages", *_stages(options)])
+    for row in result["rows"]:
+        if row["paper"] is None:
+            continue
+        yield FigureRow(
+            case=f"{row['model']}, {row['stages']} stages, {row['optimization']}",
+            quantity=row["planner"],
+            paper=float(row["paper"]),
+            ours=float(row["max_batch"]),
+            note="" if row["slowdown"] is None else f"{row['slowdown']:.2f} times the quickest plain time",
+        )
+
+
+def _balance(options: Options) -> Iterable[FigureRow]:
+    result = run_bench("max_batch", ["--models", "t5_780m", "--modes", "async", "--stages", "8"])
+    for row in result["balance"]:
+        yield FigureRow(
+            case=f"T5, 8 stages x {row['micro_batch']}",
+            quantity=f"{row['planner']}, 1 - shortest / longest",
+            paper=BALANCE[row["planner"]],
+            ours=row["spread"],
+            note="" if row["fits"] else "does not fit",
+        )

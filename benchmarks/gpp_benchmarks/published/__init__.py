@@ -1,0 +1,54 @@
+"""Published runs beside the simulator: bubble rates, steps, throughputs; fitted on one row, the others held out.
+
+    zero-bubble   Qi et al., Tables 5 and 9: all times are given; 1F1B, ZB-1p, ZB-2p and interleaved 1F1B
+    optimus       ViT-22B + GPT-175B on 1,536 to 3,072 GPUs, ViT-3B + GPT-11B on 8: an encoder colocated or not
+    models        Llama 3 405B under torchtitan (interleaved over 1F1B), MT-NLG 530B on 2,240 to 3,360 GPUs
+
+Every row has the published number, ours and the error: of rates and shares the difference, of others the relative one.
+`known` is what the simulator had of it: all times of the run (given), this row (fitted), another row of the same
+machines (held out). Where an order of ours is shorter than the published one, a column of its own has it. Published
+errors of other simulators: Charon 5.35 %, Echo 8 % in the mean, vTrain 8.37 % (8 GPUs) and 14.73 % (512).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from gpp_benchmarks.published._language_models import language_model_rows
+from gpp_benchmarks.published._optimus import optimus_rows
+from gpp_benchmarks.published._rows import FITTED, Row, count_within, format_rows
+from gpp_benchmarks.published._zero_bubble import zero_bubble_rows
+
+SOURCES: dict[str, Callable[[], Iterator[Row]]] = {
+    "zero-bubble": zero_bubble_rows,
+    "optimus": optimus_rows,
+    "models": language_model_rows,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    parser.add_argument(
+        "--sources", nargs="+", choices=list(SOURCES), default=list(SOURCES), help="what to run (all)"
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Return all rows, and by quantity how many that were not fitted are within their limit."""
+    rows: list[Row] = []
+    for name in args.sources:
+        found = list(SOURCES[name]())
+        print(f"{name}\n{format_rows(found)}\n", flush=True)
+        rows += found
+    counts = count_within(rows)
+    print("within the limit, of rows that were not fitted:")
+    for quantity, count in counts.items():
+        print(f"  {quantity}: {count}")
+    outside = [row for row in rows if row.known != FITTED and not row.is_within]
+    return {
+        "rows": [row.plain() for row in rows],
+        "within": counts,
+        "outside": [f"{row.source}: {row.case}: {row.quantity}" for row in outside],
+    }

@@ -1,0 +1,133 @@
+"""Published runs: rows that are exact, orders that are right by themselves, and the table."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from gpp_benchmarks import published
+from gpp_benchmarks.published import run
+from gpp_benchmarks.published._interleaved import interleaved_orders
+from gpp_benchmarks.published._optimus import LARGE, Setting, Tower
+from gpp_benchmarks.published._plans import chain, longest_span_us, most_held, schedules_of, stage_of
+from gpp_benchmarks.published._rows import FITTED, GIVEN, HELD_OUT, Row, count_within
+from gpp_benchmarks.published._unsynchronised import shortest_span_orders
+from gpp_benchmarks.published._zero_bubble import RUNS, zero_bubble_rows
+from gpp_plugin.ir.schedule import TaskKind
+
+
+def text(order):
+    return " ".join(map(str, order))
+
+
+def span_of(ranks, micro_batches, chunks):
+    """Megatron's order on stages of 1 us forward and 2 us backward."""
+    orders = interleaved_orders(ranks, micro_batches, chunks)
+    stages = [
+        stage_of(
+            i,
+            i % ranks,
+            forward_us=1.0,
+            input_us=1.0,
+            weight_us=1.0,
+            in_flight=micro_batches,
+            schedule="1f1b",
+        )
+        for i in range(ranks * chunks)
+    ]
+    plan = chain(stages, micro_batches=micro_batches)
+    return longest_span_us(plan, schedules_of(orders), orders=dict(enumerate(orders)))
+
+
+def test_megatrons_interleaved_order():
+    """The grid in the module's docstring, and the bubble of the paper: (p - 1) of m v."""
+    assert [text(order) for order in interleaved_orders(2, 4, 2)] == [
+        "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
+        "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
+    ]
+    for ranks, micro_batches, chunks in ((2, 4, 2), (4, 8, 2), (4, 8, 3)):
+        assert span_of(ranks, micro_batches, chunks) == 3.0 * (micro_batches * chunks + ranks - 1)
+
+
+def test_the_unsynchronised_order_has_no_bubble_where_all_tasks_take_as_long():
+    orders = shortest_span_orders(4, 12, times=(1.0, 1.0, 1.0), message=0.0, limit=8, kept=0.5)
+    assert [sum(task.kind is kind for task in orders[0]) for kind in TaskKind] == [12, 0, 12, 12]
+    stages = [
+        stage_of(i, i, forward_us=1.0, input_us=1.0, weight_us=1.0, in_flight=12, schedule="zero_bubble")
+        for i in range(4)
+    ]
+    plan = chain(stages, micro_batches=12)
+    assert longest_span_us(plan, schedules_of(orders)) == 36.0
+    assert max(map(most_held, orders)) <= 12
+    with pytest.raises(ValueError, match="0 micro-batches are too few for 4 stages"):
+        shortest_span_orders(4, 12, times=(1.0, 1.0, 1.0), message=0.0, limit=0, kept=0.5)
+
+
+@pytest.mark.parametrize("run_", [RUNS[0], RUNS[3]], ids=lambda run_: run_.case)
+def test_rows_of_zero_bubble(run_):
+    rows = {row.quantity: row for row in zero_bubble_rows((run_,))}
+    assert all(row.is_within and row.known == GIVEN for row in rows.values())
+    for schedule in ("1F1B", "ZB-1p", "ZB-2p"):
+        assert round(rows[schedule].ours, 4) == rows[schedule].published
+    assert rows["1F1B"].shorter < rows["1F1B"].ours
+    # the published interleaved span is p messages shorter than the chain of 2pv - 2 messages
+    interleaved = rows["1F1B-I"]
+    assert interleaved.shorter < interleaved.published
+    span = run_.work / (1.0 - interleaved.ours)
+    assert round(run_.rate(span - run_.model.ranks * run_.message), 4) == interleaved.published
+
+
+def test_an_encoder_on_all_ranks_is_never_worse_than_the_work_and_never_better_than_the_language_model():
+    small = Setting(encoder=Tower(width=64, layers=4), language=Tower(width=64, layers=8), ranks=2, chunks=2)
+    assert small.encoder_layer == 1.0 and small.encoder_work == 4.0
+    assert small.partition() == [2.0, 2.0, 4.0, 4.0]
+    alone, step = small.alone(4), small.optimus(4, gather=0.0, scatter=0.0)
+    assert alone == pytest.approx(4 * 4 + 2)  # (m v + p - 1) of one chunk
+    assert alone < step < small.balanced(4) < small.megatron(4)
+    assert step >= 4 * (8 + 4) / 2
+    # collectives hide the encoder, and take their time
+    hidden = small.optimus(4, gather=10.0, scatter=10.0)
+    assert small.alone(4, gather=10.0, scatter=10.0) == alone + 20.0 <= hidden < step + 20.0
+
+
+def test_optimus_towers():
+    assert LARGE.encoder_work == pytest.approx(12.3, abs=0.05)
+    assert {round(work, 2) for work in LARGE.partition()} == {1.0, 1.54, 2.0}
+    assert sum(LARGE.partition()) == pytest.approx(96 + LARGE.encoder_work)
+
+
+def row(known, ours, limit):
+    return Row(
+        source="a",
+        case="b",
+        quantity="c",
+        unit="s",
+        published=1.0,
+        ours=ours,
+        known=known,
+        limit=limit,
+        why="so",
+    )
+
+
+def test_counts_leave_fitted_rows_out():
+    rows = [
+        row(HELD_OUT, 1.05, 0.08),
+        row(HELD_OUT, 1.2, 0.08),
+        row(FITTED, 1.0, 0.08),
+        row(GIVEN, 9.0, None),
+    ]
+    assert count_within(rows) == {"a: c": "1 of 2"}
+    assert [each.error for each in rows[:2]] == pytest.approx([0.05, 0.2])
+
+
+def test_the_table_is_printed_and_the_rows_returned(capsys, monkeypatch):
+    monkeypatch.setitem(published.SOURCES, "optimus", lambda: iter([row(HELD_OUT, 1.2, 0.08)]))
+    result = run(argparse.Namespace(sources=["models", "optimus"]))
+    shown = capsys.readouterr().out
+    assert "published" in shown and "+20.0% !" in shown and "[1] so" in shown
+    assert result["within"]["MT-NLG: step"] == "2 of 2"
+    assert result["within"]["torchtitan: interleaved over 1F1B, tokens/s"] == "1 of 1"
+    assert result["outside"] == ["a: b: c"]
+    assert {"source", "case", "quantity", "published", "ours", "error"} <= set(result["rows"][0])

@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         or not set(args.ranks) <= {2, 3, 4}
     ):
         raise ConfigError(
-            f"--cases {args.cases} --shared {args.shared} --programs {args.programs} --delayed-every {args.delayed_every} --ranks "
-            f"{args.ranks}: give no negative numbers, and 2 to 4 ranks"
+            f"--cases {args.cases} --shared {args.shared} --programs {args.programs} --delayed-every "
+            f"{args.delayed_every} --ranks {args.ranks}: give no negative numbers, and 2 to 4 ranks"
         )
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
@@ -162,6 +162,6 @@ def _line(row: dict[str, Any]) -> str:
         return f"{row['family']:<20} {row['draws']:5} draws: {row['valid']} valid"
     shared = "shared" if row["shares_ranks"] else ""
     return (
-        f"{row['family']:<12} {row['ranks']} ranks {shared:6} {row['draws']:4} draws: error {row['fp64_error']:.1e} in fp64, "
-        f"{row['fp32_error']:.1e} in fp32; with delays {row['delayed_equal']} of {row['delayed']} have the same bits"
+        f"{row['family']:<12} {row['ranks']} ranks {shared:6} {row['draws']:4} draws: error {row['fp64_error']:.1e} in "
+        f"fp64, {row['fp32_error']:.1e} in fp32; with delays {row['delayed_equal']} of {row['delayed']} have the same bits"
     )

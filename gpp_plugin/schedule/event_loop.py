@@ -219,7 +219,7 @@ def _run_with_shared_links(graph: TaskGraph, durations: Sequence[float], transfe
             message = first_message[code]
             freed = tuple(unlocks.get(code, ())) if unlocks else ()
             while message >= 0:
-                if shares_ranks and sender_of[message] == receiver_of[message]:
+                if shares_ranks and graph.sender[message] == graph.receiver[message]:
                     message_start[message] = message_end[message] = now
                     freed = (*freed, target[message])
                 else:

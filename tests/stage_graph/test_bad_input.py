@@ -35,7 +35,10 @@ def two(
 
 REFUSED_AT_ONCE: list[tuple[Callable[[], Any], str]] = [
     (lambda: two(second={"name": "body"}), "stage 'body': there is one of this name already"),
-    (lambda: two(second={"ranks": [0, 1], "tensor": 2}), "'head': rank 0 is a rank of stage 'body' too, on another"),
+    (
+        lambda: two(second={"ranks": [0, 1], "tensor": 2}),
+        "'head': rank 0 is a rank of stage 'body' too, on another",
+    ),
     (lambda: two(first={"ranks": [0, 0]}), "stage 'body': rank 0 is listed twice"),
     (
         lambda: two(first={"ranks": [0, 2, 3], "tensor": 2}),

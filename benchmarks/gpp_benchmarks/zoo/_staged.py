@@ -234,7 +234,9 @@ def train_in_double(model: nn.Module, batch: Batch) -> Trained | None:
     """Return what the plain model finds in double precision; None where it cannot compute in it."""
     exact = copy.deepcopy(model).double()
     # labels of detection are lists of dicts of tensors
-    rows = tree_map_only(Tensor, lambda value: value.double() if value.is_floating_point() else value, dict(batch))
+    rows = tree_map_only(
+        Tensor, lambda value: value.double() if value.is_floating_point() else value, dict(batch)
+    )
     try:
         return train_plain(exact, rows)
     except RuntimeError:

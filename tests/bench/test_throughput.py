@@ -9,18 +9,8 @@ import pytest
 from gpp_benchmarks.throughput import RATIOS, with_ratios
 from gpp_plugin.cli import main
 
-SMALL = [
-    "--figures",
-    "6",
-    "--models",
-    "two_branch",
-    "--devices",
-    "4",
-    "--planners",
-    "auto",
-    "pipedream",
-    "piper",
-]
+SMALL = ["--figures", "6", "--models", "two_branch", "--devices", "4"]
+SMALL += ["--planners", "auto", "pipedream", "piper", "chain", "one-size"]
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from gpp_benchmarks._lengths_models import FAMILIES, build
 UNITS, SAMPLES = 4, 2
 """Units of a mini-batch, and samples of a unit."""
 NOT_COUNTED = 4
-"""Mini-batches at the start, times the most images, that count for nothing: symbols are exported at the second shape."""
+"""Mini-batches at the start, times the most images, that count for nothing: the second shape is exported by symbols."""
 NUM_MARKS = 5
 
 MiniBatch = list[Batch]

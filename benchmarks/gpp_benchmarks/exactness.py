@@ -162,6 +162,7 @@ def _line(row: dict[str, Any]) -> str:
         return f"{row['family']:<20} {row['draws']:5} draws: {row['valid']} valid"
     shared = "shared" if row["shares_ranks"] else ""
     return (
-        f"{row['family']:<12} {row['ranks']} ranks {shared:6} {row['draws']:4} draws: error {row['fp64_error']:.1e} in "
-        f"fp64, {row['fp32_error']:.1e} in fp32; with delays {row['delayed_equal']} of {row['delayed']} have the same bits"
+        f"{row['family']:<12} {row['ranks']} ranks {shared:6} {row['draws']:4} draws: "
+        f"error {row['fp64_error']:.1e} in fp64, {row['fp32_error']:.1e} in fp32; "
+        f"with delays {row['delayed_equal']} of {row['delayed']} have the same bits"
     )

@@ -3,9 +3,10 @@
 A mini-batch has four units, each of another text length, and of LLaVA and Qwen2.5-VL of its own number of images. It is
 trained on when it is new, and again one step later, between two others: both times the step before was of other
 lengths, so that caches are as cold. The ratio is the sum of the first over the sum of the second; beside it stands that
-of the plain model in one process, which has neither code nor messages to make. What new lengths cost is the host's processor time for a mini-batch's four together, beyond seen ones:
-readings, code, executor. No step changes weights, and each loss is held against the model's own in one process. The
-first mini-batches, which export and fill caches, count for no time.
+of the plain model in one process, which has neither code nor messages to make. What new lengths cost is the host's
+processor time for a mini-batch's four together, beyond seen ones: readings, code, executor. No step changes weights,
+and each loss is held against the model's own in one process. The first mini-batches, which export and fill caches,
+count for no time.
 
 With --memory, each model is planned with ``lengths`` and trained at four of them instead: what autograd keeps on each
 rank is counted and must be within 2 % of what is predicted for that length; one that is longer must be refused.

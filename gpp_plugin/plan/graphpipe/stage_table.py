@@ -173,7 +173,7 @@ class StageTable:
         last = np.minimum(found.last, self._last_at_level[level])
         # Longer stages nearly always take more time and memory: then this is the end. Where one does not (it need not
         # receive a large tensor), go on towards the begin.
-        variants, rows = np.indices(last.shape, sparse=True)
+        variants, rows = np.arange(last.shape[0])[:, None], np.arange(last.shape[1])[None, :]
         while True:
             fits = found.is_in_time[variants, rows, last] & (self.max_level[variants, rows, last] >= level)
             is_too_far = (last >= 0) & ~fits

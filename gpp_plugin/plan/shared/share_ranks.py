@@ -69,22 +69,23 @@ def share_ranks(plan: PipelinePlan, request: PlanRequest, *, schedule: str = "au
             f"planner {STOCK!r} makes stages for DeepSpeed's own PipelineEngine, which holds one a rank; use another "
             'planner, or set virtual_stages to 1, colocate to "off" and stages to at most the ranks'
         )
-    search = _Search(request, plan, schedule)
-    found = search.best()
-    if found is None:
+    searches = [_Search(each, plan, schedule) for each in _requests(request)]
+    found = [best for search in searches if (best := search.best()) is not None]
+    if not found:
         if request.must_share_ranks:
-            raise PlanInfeasible(_why_none(request, search.num_starts))
+            raise PlanInfeasible(_why_none(request, searches[0].num_starts))
         return dataclasses.replace(plan, notes=(*plan.notes, "no way to share ranks fits"))
-    shared, how = found
+    num_tried = sum(search.num_tried for search in searches)
+    shared, how = min(found, key=lambda each: each[0].iteration_us)
     if not request.must_share_ranks and shared.iteration_us >= plan.iteration_us * (1.0 - GAIN):
         note = (
-            f"ranks of one stage each: {plan.iteration_us:.0f} us; the best of {search.num_tried} ways to share ranks, "
+            f"ranks of one stage each: {plan.iteration_us:.0f} us; the best of {num_tried} ways to share ranks, "
             f"{how}, takes {shared.iteration_us:.0f} us"
         )
         return dataclasses.replace(plan, notes=(*plan.notes, note))
     gain = plan.iteration_us / shared.iteration_us - 1.0
     note = (
-        f"{how}, the best of {search.num_tried} ways to share ranks: {shared.iteration_us:.0f} us predicted, "
+        f"{how}, the best of {num_tried} ways to share ranks: {shared.iteration_us:.0f} us predicted, "
         f"{abs(gain):.1%} {'quicker' if gain >= 0 else 'slower'} than {plan.iteration_us:.0f} us with one stage a rank"
     )
     shared = dataclasses.replace(shared, notes=(*shared.notes, note))
@@ -97,6 +98,19 @@ def share_ranks(plan: PipelinePlan, request: PlanRequest, *, schedule: str = "au
         zero_stage=request.zero_stage,
     )
     return complete_plan(shared, request.graph, request.profile)
+
+
+def _requests(request: PlanRequest) -> list[PlanRequest]:
+    """Return the request, and those with less freedom that it contains.
+
+    Starts share the budget of a search, so one with more freedom may find less: each has a search of its own.
+    """
+    requests = [request]
+    if request.colocate and request.virtual_stages != 1:
+        requests.append(dataclasses.replace(request, colocate=False))
+    if request.colocate and request.virtual_stages is None:
+        requests.append(dataclasses.replace(request, virtual_stages=1))
+    return requests
 
 
 def _why_none(request: PlanRequest, num_starts: int) -> str:
@@ -228,9 +242,9 @@ class _Search:
         for wish in wishes:
             changed = []
             for draft in drafts:
-                size = self._rules.micro_batch_size(draft.blocks, draft.degree, wish)
-                if size is not None:
-                    changed.append(dataclasses.replace(draft, micro_batch_size=size))
+                wished = self._rules.micro_batch_size(draft.blocks, draft.degree, wish)
+                if wished is not None:
+                    changed.append(dataclasses.replace(draft, micro_batch_size=wished))
             if len(changed) == len(drafts):
                 yield tuple(changed)
 

@@ -151,7 +151,7 @@ class StageTable:
         if not self.is_plain:
             masks.append(lambda columns: self.max_level[:, :, columns] >= level)
         if len(self.steps) == 1:
-            ((first, step),) = self.steps
+            first, step = self.steps[0]
             last = functools.partial(self._last, found, level, num_ends)
             return [AllowedStages(first, step, self.degrees, masks, num_ends, last)]
         return [

@@ -150,12 +150,18 @@ class StageTable:
         masks = [lambda columns: found.is_in_time[:, :, columns]]
         if not self.is_plain:
             masks.append(lambda columns: self.max_level[:, :, columns] >= level)
+        last: Callable[[], npt.NDArray[np.int64]] | None = None
         if len(self.steps) == 1:
-            first, step = self.steps[0]
             last = functools.partial(self._last, found, level, num_ends)
-            return [AllowedStages(first, step, self.degrees, masks, num_ends, last)]
         return [
-            AllowedStages(first, step, self.degrees, [*masks, self._adds(first, step)], num_ends, None)
+            AllowedStages(
+                first,
+                step,
+                self.degrees,
+                masks if last is not None else [*masks, self._adds(first, step)],
+                num_ends,
+                last,
+            )
             for first, step in self.steps
         ]
 

@@ -151,7 +151,8 @@ class StageTable:
         if not self.is_plain:
             masks.append(lambda columns: self.max_level[:, :, columns] >= level)
         last: Callable[[], npt.NDArray[np.int64]] | None = None
-        if len(self.steps) == 1:
+        steps = self.steps
+        if len(steps) == 1:
             last = functools.partial(self._last, found, level, num_ends)
         return [
             AllowedStages(
@@ -162,7 +163,7 @@ class StageTable:
                 num_ends,
                 last,
             )
-            for first, step in self.steps
+            for first, step in steps
         ]
 
     def _adds(self, first: int, step: int) -> Callable[[slice], Bools]:
@@ -179,7 +180,7 @@ class StageTable:
         last = np.minimum(found.last, self._last_at_level[level])
         # Longer stages nearly always take more time and memory: then this is the end. Where one does not (it need not
         # receive a large tensor), go on towards the begin.
-        variants, rows = np.indices(last.shape, sparse=True)
+        variants, rows = np.arange(last.shape[0])[:, None], np.arange(last.shape[1])[None, :]
         while True:
             fits = found.is_in_time[variants, rows, last] & (self.max_level[variants, rows, last] >= level)
             is_too_far = (last >= 0) & ~fits

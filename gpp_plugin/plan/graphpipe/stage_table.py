@@ -150,13 +150,20 @@ class StageTable:
         masks = [lambda columns: found.is_in_time[:, :, columns]]
         if not self.is_plain:
             masks.append(lambda columns: self.max_level[:, :, columns] >= level)
-        if len(self.steps) == 1:
-            ((first, step),) = self.steps
+        last: Callable[[], npt.NDArray[np.int64]] | None = None
+        steps = self.steps
+        if len(steps) == 1:
             last = functools.partial(self._last, found, level, num_ends)
-            return [AllowedStages(first, step, self.degrees, masks, num_ends, last)]
         return [
-            AllowedStages(first, step, self.degrees, [*masks, self._adds(first, step)], num_ends, None)
-            for first, step in self.steps
+            AllowedStages(
+                first,
+                step,
+                self.degrees,
+                masks if last is not None else [*masks, self._adds(first, step)],
+                num_ends,
+                last,
+            )
+            for first, step in steps
         ]
 
     def _adds(self, first: int, step: int) -> Callable[[slice], Bools]:

@@ -71,7 +71,7 @@ def figures() -> tuple[Figure, ...]:
         ),
         Figure(
             name="9",
-            title="what parallel stages and larger micro-batches gain over PipeDream at 32 devices",
+            title="what parallel stages and larger micro-batches gain over PipeDream, at the most devices asked for",
             why=_WHY_THROUGHPUT,
             rows=_figure_9,
         ),

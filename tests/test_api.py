@@ -73,7 +73,7 @@ def test_a_plan_is_held_against_its_request(made: api.PipelinePlan) -> None:
 
 
 def test_a_plan_that_cannot_run_is_refused(made: api.PipelinePlan) -> None:
-    stages = tuple(dataclasses.replace(stage, in_flight=1, k=3) for stage in made.stages)
+    stages = tuple(dataclasses.replace(stage, schedule="1f1b", in_flight=1, k=3) for stage in made.stages)
     with pytest.raises(ScheduleError, match="too few"):
         api.validate(dataclasses.replace(made, stages=stages))
     assert made.edges

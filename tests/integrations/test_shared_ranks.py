@@ -51,7 +51,7 @@ def train_alone(case: str, clipping: float) -> tuple[list[float], dict[str, Any]
 def test_a_rank_of_several_stages_trains_as_one_process(
     case: str, num_ranks: int, zero: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    answers = run_ranks(jobs.train, num_ranks, case, zero, options, str(tmp_path))
+    answers = run_ranks(jobs.train, num_ranks, case, zero, options, str(tmp_path), timeout_s=240)
     losses, gradients, norm, model = train_alone(case, options.get("clipping", 0.0))
     assert any(len(answer["stages"]) > 1 for answer in answers)
     found = {name: gradient for answer in answers for name, gradient in answer["gradients"].items()}

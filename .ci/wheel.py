@@ -155,7 +155,7 @@ def use(folder: Path, python: Path) -> None:
         ["plan", "clip-l14", "--devices", "4", "--cluster", "dgx_a100", "--out", "plan.json"],
         ["simulate", "plan.json"],
         ["report", "plan.json"],
-        ["bench", "autopipe"],
+        ["bench", "autopipe", "--planners", "autopipe"],
         ["demo", "--steps", "2", "--ranks", "2", "--stages", "2"],
     ):
         run([gpp, *arguments], cwd=work)

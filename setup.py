@@ -60,13 +60,11 @@ setup(
     python_requires=">=3.11",
     packages=[
         *find_packages(include=["gpp_plugin", "gpp_plugin.*"]),
-        "gpp_benchmarks",
-        "gpp_benchmarks.zoo",
+        *find_packages("benchmarks"),
         "gpp_plugin.patches",
     ],
     package_dir={
         "gpp_benchmarks": "benchmarks/gpp_benchmarks",
-        "gpp_benchmarks.zoo": "benchmarks/gpp_benchmarks/zoo",
         "gpp_plugin.patches": "patches",  # in a checkout beside the package, in a wheel inside it
     },
     package_data={

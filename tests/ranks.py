@@ -18,6 +18,8 @@ from gpp_plugin.launch import reserved_port
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.preload"])
 START_TIMEOUT_S = 120.0
+LIMIT_S = 240.0
+"""A hang fails before pytest's own limit; four ranks on two busy cores need minutes for what takes seconds alone."""
 LAST_WORDS_S = 10.0
 """How long the other ranks may say what they saw after the first one failed."""
 
@@ -27,7 +29,7 @@ class RanksFailed(AssertionError):
 
 
 def run_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = LIMIT_S
 ) -> list[Any]:
     """Call ``function(*args)`` on ``num_ranks`` new processes and return what each returned, in rank order.
 
@@ -42,7 +44,7 @@ def run_ranks(
 
 
 def run_kept_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 90.0
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = LIMIT_S
 ) -> list[Any]:
     """Do the same on ranks that live as long as the tests: starting four costs more than a small test.
 

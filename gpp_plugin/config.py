@@ -283,7 +283,7 @@ def read_config(ds_config: Mapping[str, Any] | str | Path) -> GraphPipelineConfi
     block = plain[BLOCK]
     if not isinstance(block, Mapping):
         raise ConfigError(
-            f"{BLOCK}: {_show(block)} is not an object; write {{}} for the defaults or remove the key"
+            f"{BLOCK}: {show(block)} is not an object; write {{}} for the defaults or remove the key"
         )
     try:
         config = GraphPipelineConfig.model_validate({str(key): value for key, value in block.items()})
@@ -313,12 +313,12 @@ def _check_lengths(lengths: LengthsConfig) -> None:
             longer = any(size > lengths.max[key] for key, size in typical.items())
         else:
             raise ConfigError(
-                f"{path}: {_show(typical)} is not of the form of {BLOCK}.lengths.max, {_show(lengths.max)}; give "
+                f"{path}: {show(typical)} is not of the form of {BLOCK}.lengths.max, {show(lengths.max)}; give "
                 "numbers, or objects with the same keys"
             )
         if longer:
             raise ConfigError(
-                f"{path}: {_show(typical)} is longer than {BLOCK}.lengths.max, {_show(lengths.max)}; raise max"
+                f"{path}: {show(typical)} is longer than {BLOCK}.lengths.max, {show(lengths.max)}; raise max"
             )
 
 
@@ -333,8 +333,8 @@ def _check_sharing(config: GraphPipelineConfig) -> None:
         for other, has, needed in (("mode", config.mode, "sync"), ("p2p", config.p2p, "native")):
             if has != needed:
                 raise ConfigError(
-                    f"{BLOCK}.{key}: {_show(value)} lets a rank hold several stages, which {other} {_show(has)} cannot "
-                    f"run; set {key} to {_show(default)}, or {other} to {_show(needed)}"
+                    f"{BLOCK}.{key}: {show(value)} lets a rank hold several stages, which {other} {show(has)} cannot "
+                    f"run; set {key} to {show(default)}, or {other} to {show(needed)}"
                 )
 
 
@@ -349,8 +349,8 @@ def _check_units(config: GraphPipelineConfig) -> None:
     for key, (value, *allowed) in wrong.items():
         if value not in allowed:
             raise ConfigError(
-                f"{BLOCK}.{key}: {_show(value)} is not possible with {BLOCK}.units, of which every rank runs one whole "
-                f"unit at a time; give {' or '.join(map(_show, allowed))}"
+                f"{BLOCK}.{key}: {show(value)} is not possible with {BLOCK}.units, of which every rank runs one whole "
+                f"unit at a time; give {' or '.join(map(show, allowed))}"
             )
 
 
@@ -381,12 +381,12 @@ def _check_mode(config: GraphPipelineConfig) -> None:
     for key, (value, *allowed) in wrong.items():
         if value not in allowed:
             raise ConfigError(
-                f"{BLOCK}.{key}: {_show(value)} is not possible in mode async, which runs 1F1B of whole micro-batches; "
-                f"give {' or '.join(map(_show, allowed))}"
+                f"{BLOCK}.{key}: {show(value)} is not possible in mode async, which runs 1F1B of whole micro-batches; "
+                f"give {' or '.join(map(show, allowed))}"
             )
     if sizes != "auto" and not isinstance(sizes, int):
         raise ConfigError(
-            f"{BLOCK}.micro_batch_sizes: {_show(sizes)} is not possible in mode async, where each micro-batch is one "
+            f"{BLOCK}.micro_batch_sizes: {show(sizes)} is not possible in mode async, where each micro-batch is one "
             'optimizer step of every stage; give one number, or "auto" for train_micro_batch_size_per_gpu'
         )
 
@@ -501,9 +501,9 @@ def _unknown_key(path: str, keys: Sequence[str], value: Any, known: Iterable[str
     near = difflib.get_close_matches(keys[-1], names, n=1, cutoff=0.6)
     inner = difflib.get_close_matches(keys[-1].rpartition(".")[2], MemoryConfig.model_fields, n=1, cutoff=0.8)
     if len(keys) == 1 and inner:  # the memory object's keys, written beside it
-        return f'{path}: unknown key (value {_show(value)}); write "memory": {{"{inner[0]}": {_show(value)}}}'
+        return f'{path}: unknown key (value {show(value)}); write "memory": {{"{inner[0]}": {show(value)}}}'
     hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(names)}"
-    return f"{path}: unknown key (value {_show(value)}); {hint}"
+    return f"{path}: unknown key (value {show(value)}); {hint}"
 
 
 def _wrong_value(path: str, value: Any, field: FieldInfo | None) -> str:
@@ -519,18 +519,13 @@ def _wrong_value(path: str, value: Any, field: FieldInfo | None) -> str:
     if (
         path == f"{BLOCK}.eager" and isinstance(value, str) and value
     ):  # one path, where a list of them is asked for
-        return f"{path}: {_show(value)} is not valid; give a list: {_show([value])}"
+        return f"{path}: {show(value)} is not valid; give a list: {show([value])}"
     words = [
         word for word in re.findall(r"\w+", (expected or "").removeprefix("one of ")) if not word.isdigit()
     ]
     near = difflib.get_close_matches(value.lower(), words, n=1, cutoff=0.6) if isinstance(value, str) else []
     hint = f"; did you mean {near[0]!r}?" if near and near[0] != value else ""
-    return f"{path}: {_show(value)} is not valid; give {expected}{hint}"
-
-
-def _show(value: Any) -> str:
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return f"{path}: {show(value)} is not valid; give {expected}{hint}"
 
 
 def check_ranks(config: GraphPipelineConfig, num_ranks: int) -> None:
@@ -630,7 +625,7 @@ def _size(plain: Mapping[str, Any], key: str) -> int | None:
     if value is None or value == "auto":
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{key}: {_show(value)} is not valid; give a whole number of samples of at least 1")
+        raise ConfigError(f"{key}: {show(value)} is not valid; give a whole number of samples of at least 1")
     return value
 
 

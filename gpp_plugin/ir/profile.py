@@ -7,9 +7,13 @@ Tests: tests/plan/test_inputs.py, tests/profile/test_measure.py
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
+from gpp_plugin.errors import ProfileError, ReadError
+from gpp_plugin.ir.serialize import check_leaves
 from gpp_plugin.ir.typed_leaves import Bytes, Count, Factor, MeanBytes, Micros, Share, SignedBytes
 
 
@@ -48,6 +52,24 @@ class BlockCost:
     def backward_us_for(self, num_samples: float) -> float:
         """Return backward microseconds for ``num_samples``, piecewise linear, extended at both ends."""
         return _interpolate(self.samples, self.backward_us, num_samples)
+
+    def check(self) -> None:
+        """Refuse times that are not of increasing numbers of samples, one each.
+
+        Raises:
+            ProfileError: it names the block.
+        """
+        rises = all(a < b for a, b in pairwise(self.samples))
+        if not self.samples or not rises:
+            raise ProfileError(
+                f"block {self.block!r}: samples are {list(self.samples)[:8]}; they must increase; profile again"
+            )
+        for name, times in (("forward_us", self.forward_us), ("backward_us", self.backward_us)):
+            if len(times) != len(self.samples):
+                raise ProfileError(
+                    f"block {self.block!r}: {name} has {len(times)} times for {len(self.samples)} numbers of samples; "
+                    "profile again"
+                )
 
 
 def _interpolate(xs: tuple[int, ...], ys: tuple[float, ...], x: float) -> float:
@@ -176,6 +198,34 @@ class Profile:
     modules: tuple[ModuleMemory, ...] = ()
     inputs: tuple[InputCost, ...] = ()
     growth: dict[str, Factor] = field(default_factory=dict)
+
+    def check(self, blocks: Iterable[str] | None = None) -> None:
+        """Refuse costs that no planner may count on: values out of range, blocks that repeat or are missing.
+
+        Args:
+            blocks: of the graph that it should be of; None: of any.
+
+        Raises:
+            ProfileError: it says which value of which block.
+        """
+        try:
+            check_leaves(self)
+        except ReadError as error:
+            raise ProfileError(
+                f"the profile of {self.device!r} is not valid: {error}; profile again"
+            ) from error
+        names = [cost.block for cost in self.costs]
+        for cost in self.costs:
+            cost.check()
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            raise ProfileError(f"block {twice[0]!r} has two costs; profile again")
+        for entry in (*self.shared, *self.tied):
+            if not entry.blocks:
+                raise ProfileError("shared bytes are of no block; profile again")
+        missing = set(() if blocks is None else blocks) - set(names)
+        if missing:
+            raise ProfileError(f"{len(missing)} blocks have no costs: {sorted(missing)[:3]}; profile again")
 
     def input_bytes(self, blocks: Iterable[str], degree: int) -> float:
         """Return what one rank of a stage of ``degree`` ranks holds of the mini-batch."""

@@ -50,6 +50,15 @@ def from_plain(kind: Any, plain: Any, *, root: str = "") -> Any:
         raise ReadError(error.line(root)) from None
 
 
+def check_leaves(value: Any, *, root: str = "") -> None:
+    """Refuse a dataclass made in memory that could not be read from a file: the same types and ranges.
+
+    Raises:
+        ReadError: as `from_plain`.
+    """
+    from_plain(type(value), to_plain(value), root=root)
+
+
 def fingerprint(value: Any) -> str:
     """Return 16 hex digits that depend on every field of ``value``."""
     # sorted keys and no spaces: the text, and so the fingerprint, depends on values alone
@@ -109,12 +118,18 @@ _MOST_DIGITS = 20
 
 
 def read_json(
-    path: str | Path, *, what: str, max_bytes: int = SMALL_BYTES, max_depth: int = MAX_DEPTH
+    path: str | Path,
+    *,
+    what: str,
+    max_bytes: int = SMALL_BYTES,
+    max_depth: int = MAX_DEPTH,
+    may_be_infinite: bool = False,
 ) -> Any:
     """Return what a JSON file holds; every file that others may have written is read here.
 
     Args:
         what: what it should be, for errors: ``a plan``.
+        may_be_infinite: whether ``Infinity`` is a number, as HuggingFace writes it.
 
     Raises:
         ReadError: it cannot be read, is too large or too deep, is no JSON, has a key twice or a number that is not
@@ -122,7 +137,9 @@ def read_json(
     """
     text = read_text(path, what=what, max_bytes=max_bytes)
     try:
-        return parse_json(text, what=what, max_bytes=max_bytes, max_depth=max_depth)
+        return parse_json(
+            text, what=what, max_bytes=max_bytes, max_depth=max_depth, may_be_infinite=may_be_infinite
+        )
     except ReadError as error:
         raise ReadError(f"{path}: {error}") from error.__cause__
 
@@ -137,9 +154,8 @@ def read_text(path: str | Path, *, what: str, max_bytes: int = SMALL_BYTES) -> s
         with Path(path).open("rb") as stream:
             content = stream.read(max_bytes + 1)  # a device never ends
     except OSError as error:
-        raise ReadError(
-            f"{path}: cannot be read ({error.strerror or error}); give the path of {what}"
-        ) from error
+        reason = error.strerror or str(error)
+        raise ReadError(f"{_short(path)}: cannot be read ({reason}); give the path of {what}") from error
     except ValueError as error:  # a path with a NUL in it
         raise ReadError(f"{show(str(path))}: is no path ({error}); give the path of {what}") from error
     if len(content) > max_bytes:
@@ -152,7 +168,19 @@ def read_text(path: str | Path, *, what: str, max_bytes: int = SMALL_BYTES) -> s
         raise ReadError(f"{path}: is no text ({error.reason}); give the path of {what}") from error
 
 
-def parse_json(text: str, *, what: str, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH) -> Any:
+def _short(path: str | Path) -> str:
+    # what was taken for a path may be anything, and a MB long
+    return str(path) if len(str(path)) <= MOST_CHARACTERS * 2 else show(str(path))
+
+
+def parse_json(
+    text: str,
+    *,
+    what: str,
+    max_bytes: int = MAX_BYTES,
+    max_depth: int = MAX_DEPTH,
+    may_be_infinite: bool = False,
+) -> Any:
     """Return what a JSON text holds.
 
     Raises:
@@ -170,11 +198,11 @@ def parse_json(text: str, *, what: str, max_bytes: int = MAX_BYTES, max_depth: i
             object_pairs_hook=_without_repeats,
             parse_float=_finite,
             parse_int=_whole,
-            parse_constant=_refuse_constant,
+            parse_constant=_infinity if may_be_infinite else _refuse_constant,
         )
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
-        raise ReadError(f"not {what}: no JSON at {place}: {error.msg}") from error
+        raise ReadError(f"not JSON at {place}: {error.msg}; give {what}") from error
     except RecursionError:
         raise ReadError(f"not {what}: nested too deeply; at most {max_depth} levels are read") from None
     _check_depth(plain, what, max_depth)
@@ -207,6 +235,12 @@ def _whole(text: str) -> int:
 
 def _refuse_constant(text: str) -> None:
     raise ReadError(f"{text} is no number that a file may hold; give a finite one")
+
+
+def _infinity(text: str) -> float:
+    if text == "NaN":
+        _refuse_constant(text)
+    return float(text)
 
 
 def _check_depth(plain: Any, what: str, most: int) -> None:

@@ -91,15 +91,20 @@ class WrongLeaf(Exception):
 
 def show(value: Any) -> str:
     """Return a value as a message shows it: JSON, and short."""
+    if isinstance(value, str):
+        value = value[:_MOST_SHOWN]
     text = json.dumps(value, default=repr) if _is_small(value) else f"{type(value).__name__} of {len(value)}"
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
 
 
-def _is_small(value: Any) -> bool:
-    # a list of a million entries is not written out to be cut; neither are lists in lists, which may be deep
+_MOST_SHOWN = 60
+
+
+def _is_small(value: Any, depth: int = 4) -> bool:
+    # a list of a million entries is not written out to be cut; neither are lists in lists without end
     if isinstance(value, (dict, list, tuple)):
         inner = value.values() if isinstance(value, dict) else value
-        return len(value) <= 20 and not any(isinstance(item, (dict, list, tuple)) for item in inner)
+        return depth > 0 and len(value) <= 20 and all(_is_small(item, depth - 1) for item in inner)
     return True
 
 

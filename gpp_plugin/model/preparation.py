@@ -257,7 +257,7 @@ def _is_saved(spec: Mapping[str, Any]) -> bool:
 
 def _names_its_order(spec: Mapping[str, Any]) -> bool:
     """Return whether a given plan says how its stages order their tasks: a saved one, or one with a ``k``."""
-    return _is_saved(spec) or any("k" in stage for stage in spec["stages"])
+    return _is_saved(spec) or any(isinstance(stage, dict) and "k" in stage for stage in spec["stages"])
 
 
 def _read_plan(plan: str | dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from gpp_plugin.extensions import SCHEDULES
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.serialize import from_envelope, load
 from gpp_plugin.ir.tensors import DTYPE_BYTES, LayoutKind, TensorSpec
-from gpp_plugin.ir.timeline import Timeline
+from gpp_plugin.ir.timeline import EventKind, Timeline
 
 MOST_TASKS = 1_000_000
 """Of all stages in a mini-batch: what a schedule of a thousand ranks has."""
@@ -78,6 +78,12 @@ def check_events(timeline: Timeline, plan: PipelinePlan) -> None:
                     f"events[{number}].{key}: {getattr(event, key)} is not in the plan, which has {limit}; give the "
                     "plan that was run"
                 )
+        is_message = event.kind in (EventKind.SEND, EventKind.RECEIVE)
+        if is_message and min(event.edge, event.peer) < 0:
+            raise PlanError(
+                f"events[{number}]: a {event.kind.value} with edge {event.edge} and peer {event.peer}; both must be in the "
+                "plan: record it again"
+            )
         if event.end_us < event.start_us:
             raise PlanError(
                 f"events[{number}].end_us: {event.end_us:g} is before its start, {event.start_us:g}; record it again"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from gpp_plugin.errors import PlanError, PlanInfeasible
+from gpp_plugin.errors import PlanError, PlanInfeasible, ProfileError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.profile import Profile
@@ -120,6 +120,10 @@ def check_request(request: PlanRequest) -> None:
     num_blocks = len(r.graph.blocks)
     if num_blocks == 0:
         raise PlanError(f"model {r.graph.model!r} has no blocks to plan; capture it again")
+    try:
+        r.profile.check(block.name for block in r.graph.blocks)
+    except ProfileError as error:
+        raise PlanError(str(error)) from error
     if not 1 <= r.num_ranks <= r.cluster.num_devices:
         raise PlanError(
             f"{r.num_ranks} ranks are asked for and cluster {r.cluster.name!r} has {r.cluster.num_devices} "

@@ -29,8 +29,8 @@ PLAN = PipelinePlan(
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "no JSON at line 1, column 1"),
-        ("[1, 2", "no JSON"),
+        ("", "not JSON at line 1, column 1"),
+        ("[1, 2", "not JSON"),
         ('{"a": NaN}', "NaN is no number"),
         ('{"a": -Infinity}', "-Infinity is no number"),
         ("1e999", "too large for 64 bits"),

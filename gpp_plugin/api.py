@@ -32,6 +32,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import save
 from gpp_plugin.ir.tensors import TRAINING_DTYPES
 from gpp_plugin.ir.timeline import Timeline
+from gpp_plugin.ir.typed_leaves import MOST_COUNT
 from gpp_plugin.library.named_models import (
     captured_model,
     config_path,
@@ -89,6 +90,8 @@ USUAL_MINI_BATCH = 64
 SAMPLES_A_DEVICE = 8
 """Of the usual mini-batch on many devices."""
 USUAL_LENGTH = 512
+LONGEST_LENGTH = 1 << 20
+"""Tokens of a text: batches of that many are made to plan with."""
 
 ClusterSource = Cluster | str | Path | dict[str, Any]
 """A cluster, or what describes one: the name of a description that comes with the package, a JSON file, its content
@@ -414,8 +417,10 @@ def _batch_sizes(model: str | Path | nn.Module, num_devices: int, options: Reque
         mini_batch = max(USUAL_MINI_BATCH, SAMPLES_A_DEVICE * num_devices)
         if loss_unit is not None and loss_unit > 0:
             mini_batch = -(-mini_batch // loss_unit) * loss_unit
-    if mini_batch < 1 or (loss_unit is not None and loss_unit < 1):
-        raise ConfigError(f"mini_batch {mini_batch}, loss_unit {loss_unit}: give at least 1 sample")
+    if not 1 <= mini_batch <= MOST_COUNT or (loss_unit is not None and loss_unit < 1):
+        raise ConfigError(
+            f"mini_batch {mini_batch}, loss_unit {loss_unit}: give at least 1 sample and at most {MOST_COUNT}"
+        )
     if loss_unit is None and isinstance(model, (str, Path)) and not _is_library_model(model):
         usual, _ = _text_lengths(options)
         loss_unit = usual_loss_unit(
@@ -460,9 +465,10 @@ def _text_lengths(options: RequestOptions) -> tuple[list[int], int]:
     given = options.get("length", USUAL_LENGTH)
     usual = [given] if isinstance(given, int) else sorted(given)
     longest = options.get("max_length") or max(usual, default=0)
-    if not usual or usual[0] < 1 or longest < usual[-1]:
+    if not usual or usual[0] < 1 or not usual[-1] <= longest <= LONGEST_LENGTH:
         raise ConfigError(
-            f"length {usual}, max_length {longest}: give lengths of at least 1 token, and no max_length below them"
+            f"length {usual}, max_length {longest}: give lengths of 1 to {LONGEST_LENGTH} tokens, and no max_length "
+            "below them"
         )
     return usual, longest
 

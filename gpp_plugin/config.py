@@ -11,7 +11,6 @@ import base64
 import binascii
 import difflib
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,8 +22,9 @@ from pydantic.fields import FieldInfo
 
 from gpp_plugin.errors import ConfigError, ReadError
 from gpp_plugin.extensions import PLANNERS, SCHEDULES, TRANSPORTS, planner_granularity
-from gpp_plugin.ir.serialize import SMALL_BYTES, parse_json, read_text
-from gpp_plugin.ir.typed_leaves import show
+from gpp_plugin.ir.samples import nearest_divisors
+from gpp_plugin.ir.serialize import SMALL_BYTES, parse_json, read_text, shown_path
+from gpp_plugin.ir.typed_leaves import MOST_COUNT, show
 from gpp_plugin.schedule.names import is_schedule_name, schedule_names
 
 BLOCK = "graph_pipeline"
@@ -40,7 +40,7 @@ Colocate = Literal["auto", "off"]
 LossMean = Literal["units", "tokens"]
 UnitOrderName = Literal["balanced", "given"]
 Auto = Literal["auto"]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=MOST_COUNT)]
 _PLANNER = "the name of a planner"
 _SCHEDULE = "the name of a schedule"
 _TRANSPORT = "the name of a transport"
@@ -408,7 +408,7 @@ def load_deepspeed_json(ds_config: Mapping[str, Any] | str | Path) -> dict[str, 
         if decoded is None:
             raise
         text = decoded
-    name = show(str(ds_config)).strip('"')
+    name = shown_path(ds_config)
     try:
         plain = parse_json(text, what=_WHAT, max_bytes=SMALL_BYTES)
     except ReadError as error:
@@ -624,8 +624,11 @@ def _size(plain: Mapping[str, Any], key: str) -> int | None:
     value = plain.get(key)
     if value is None or value == "auto":
         return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{key}: {show(value)} is not valid; give a whole number of samples of at least 1")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_COUNT:
+        most = "" if not isinstance(value, int) or value < 1 else f", at most {MOST_COUNT}"
+        raise ConfigError(
+            f"{key}: {show(value)} is not valid; give a whole number of samples of at least 1{most}"
+        )
     return value
 
 
@@ -668,9 +671,4 @@ def _check_micro_batches_divide(config: GraphPipelineConfig, mini_batch: int) ->
 
 
 def _nearest_divisors(number: int, wanted: int) -> str:
-    # Divisors come in pairs d, number / d, of which one is at most the root. 64, wanted 10: give 8 or 16.
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    divisors = sorted({*small, *(number // d for d in small)})
-    below = [d for d in divisors if d < wanted][-1:]
-    above = [d for d in divisors if d > wanted][:1]
-    return "give " + " or ".join(str(d) for d in (*below, *above))
+    return "give " + " or ".join(map(str, nearest_divisors(number, wanted)))

@@ -155,7 +155,7 @@ def read_text(path: str | Path, *, what: str, max_bytes: int = SMALL_BYTES) -> s
             content = stream.read(max_bytes + 1)  # a device never ends
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ReadError(f"{_short(path)}: cannot be read ({reason}); give the path of {what}") from error
+        raise ReadError(f"{shown_path(path)}: cannot be read ({reason}); give the path of {what}") from error
     except ValueError as error:  # a path with a NUL in it
         raise ReadError(f"{show(str(path))}: is no path ({error}); give the path of {what}") from error
     if len(content) > max_bytes:
@@ -168,8 +168,8 @@ def read_text(path: str | Path, *, what: str, max_bytes: int = SMALL_BYTES) -> s
         raise ReadError(f"{path}: is no text ({error.reason}); give the path of {what}") from error
 
 
-def _short(path: str | Path) -> str:
-    # what was taken for a path may be anything, and a MB long
+def shown_path(path: str | Path) -> str:
+    """Return a path for a message; cut where what was taken for one is very long."""
     return str(path) if len(str(path)) <= MOST_CHARACTERS * 2 else show(str(path))
 
 

@@ -81,8 +81,8 @@ def check_events(timeline: Timeline, plan: PipelinePlan) -> None:
         is_message = event.kind in (EventKind.SEND, EventKind.RECEIVE)
         if is_message and min(event.edge, event.peer) < 0:
             raise PlanError(
-                f"events[{number}]: a {event.kind.value} with edge {event.edge} and peer {event.peer}; both must be in the "
-                "plan: record it again"
+                f"events[{number}]: a {event.kind.value} with edge {event.edge} and peer {event.peer}; both must be in "
+                "the plan: record it again"
             )
         if event.end_us < event.start_us:
             raise PlanError(

@@ -79,6 +79,7 @@ def _plans() -> list[PipelinePlan]:
         "mmt", "summit", planner="uniform", num_devices=4, sizes={"branches": 2}, mode="async", stages=4
     )
     shared = plan("mmt", "summit", num_devices=2, sizes={"branches": 2}, stages=4, mini_batch=16)
+    assert all(len(each.stages) > 1 for each in (made, tight, shared))
     return [made, tight, shared]
 
 
@@ -168,7 +169,7 @@ CONFIGS = [
         "train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8}, "fp16": {"enabled": True, "loss_scale": 0},
-        "graph_pipeline": {"planner": "graphpipe", "stages": 2, "micro_batch_sizes": {"loss": "full", "*": 4},
+        "graph_pipeline": {"planner": "graphpipe", "stages": 2, "micro_batch_sizes": {"loss": 2, "*": 4},
                            "memory": {"limit_gb": 4, "recompute": "auto"}, "lengths": {"max": 64, "typical": [32]},
                            "cluster": {"name": "c", "devices": []}, "eager": ["a.*"], "comm_timeout_s": 30},
     },
@@ -218,6 +219,9 @@ def fuzz(target: Target, count: int, *, seed: int = 0) -> Found:
     found = Found()
     with tempfile.TemporaryDirectory(prefix="gpp_fuzz_") as folder:
         path = Path(folder) / "input.json"
+        for whole in valid:  # what is valid is accepted, and what this loads is not counted below
+            path.write_text(json.dumps(whole))
+            target.use(path)
         for number in range(count):
             content = mutate(draw, valid[number % len(valid)], fixed=target.fixed)
             path.write_bytes(content)

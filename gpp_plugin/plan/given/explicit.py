@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 from gpp_plugin.errors import GppError, PlanError, PlanInfeasible
@@ -50,6 +51,7 @@ def explicit_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
         )
     for i, stage in enumerate(stages):
         _check_stage(i, stage)
+    _check_listed_ranks(stages, request.num_ranks)
     groups = _assign_blocks(stages, request)
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     rules = _rules_with(request, stages, groups)
@@ -209,6 +211,16 @@ def _check_stage(i: int, stage: Any) -> None:
         raise PlanError(
             f"{where}: devices is {stage['devices']} and {len(ranks)} ranks are listed; keep one of them"
         )
+
+
+def _check_listed_ranks(stages: list[dict[str, Any]], num_ranks: int) -> None:
+    for i, stage in enumerate(stages):
+        ranks = stage.get("ranks", ())
+        wrong = [rank for rank, count in Counter(ranks).items() if rank >= num_ranks or count > 1]
+        if wrong:
+            raise PlanError(
+                f"plan.stages[{i}].ranks: lists rank {wrong[0]}; the run has 0 to {num_ranks - 1}, each once a stage"
+            )
 
 
 def _assign_blocks(stages: list[dict[str, Any]], request: PlanRequest) -> list[list[str]]:

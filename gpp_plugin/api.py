@@ -41,7 +41,7 @@ from gpp_plugin.library.named_models import (
     usual_loss_unit,
 )
 from gpp_plugin.library.paper_graphs import MODELS
-from gpp_plugin.plan.cluster_files import USUAL_DTYPE, read_cluster
+from gpp_plugin.plan.cluster_files import MOST_DEVICES, USUAL_DTYPE, read_cluster
 from gpp_plugin.plan.costs.memory_breakdown import with_breakdown
 from gpp_plugin.plan.edge_transports import NATIVE, note_edge_transports
 from gpp_plugin.plan.make import StageDraft, build_plan
@@ -445,8 +445,8 @@ def _cluster(source: ClusterSource, num_devices: int | None, dtype: str | None =
         return source
     if source != "auto":
         return read_cluster(source, num_devices=num_devices, dtype=dtype)
-    if num_devices is not None and num_devices < 1:
-        raise ConfigError(f"num_devices {num_devices}: give at least 1")
+    if num_devices is not None and not 1 <= num_devices <= MOST_DEVICES:
+        raise ConfigError(f"num_devices {num_devices}: give at least 1 and at most {MOST_DEVICES}")
     from gpp_plugin.profile.machine import read_machine
 
     if dtype is not None and dtype not in TRAINING_DTYPES:

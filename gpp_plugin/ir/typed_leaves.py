@@ -6,9 +6,6 @@ A type says what is asked for, and `Range` in it how large it may be, once for r
 
 A reader is put together once a type: a function from JSON types to the value. A place is found as an error leaves the
 containers it lies in, so that what is right costs nothing for it.
-
-Source: this project
-Tests: tests/ir/test_serialize.py, tests/soak/test_fuzz.py
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class ModuleMemory:
     storages: tuple[KeptStorage, ...] = ()
     dropped_bytes_per_sample: MeanBytes = 0.0
     dropped_bytes_fixed: MeanBytes = 0.0
-    held_bytes_per_sample: MeanBytes = 0.0
+    held_bytes_per_sample: SignedBytes = 0.0
     held_bytes_fixed: MeanBytes = 0.0
 
     @property

@@ -45,7 +45,7 @@ class Layout:
 
     kind: LayoutKind
     axis: Index = 0
-    rows_per_sample: Count = 1
+    rows_per_sample: Index = 1
 
 
 UNIFORM = Layout(kind=LayoutKind.UNIFORM)

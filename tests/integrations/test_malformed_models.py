@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from gpp_plugin.api import make_request
+from gpp_plugin.errors import GppError
 from tests.soak.fuzz import MODELS
-from tests.test_malformed import _refused, _with
+from tests.test_malformed import _with
 
 GPT2, CLIP, T5 = MODELS
 NAN = float("nan")
@@ -37,7 +38,12 @@ def test_models(model: int, path: str, value: Any, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(_with(MODELS[model], path, value)))
     key = "" if value != value else path.rpartition(".")[2]
-    _refused(lambda: make_request(file, "dgx_h100", num_devices=2, length=8, mini_batch=4, loss_unit=2), key)
+    with pytest.raises(GppError) as caught:
+        make_request(file, "dgx_h100", num_devices=2, length=8, mini_batch=4, loss_unit=2)
+    line = str(caught.value)
+    assert "\n" not in line and 20 < len(line) < 700 and str(file) in line, line
+    # where heads do not divide a size, either of the two is at fault
+    assert key in line or "divisible" in line, line
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: str(model["model_type"]))

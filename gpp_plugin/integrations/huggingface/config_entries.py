@@ -7,6 +7,7 @@ by leaving out one after the other.
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ _NO_SIZE = re.compile(
 _NEVER_ZERO = re.compile(
     r"^(vocab_size|hidden_size|n_embd|n_head|d_model|d_kv|image_size|patch_size|num_channels|in_channels"
     r"|num_attention_heads|num_heads|encoder_attention_heads|decoder_attention_heads|intermediate_size|embed_dim"
-    r"|num_hidden_layers|num_layers|n_layer|num_mel_bins|max_source_positions|projection_dim|head_dim)$"
+    r"|max_position_embeddings|n_positions|num_hidden_layers|num_layers|n_layer|num_mel_bins|max_source_positions|projection_dim|head_dim)$"
 )
 _TRIAL_S = 2.0
 """For finding the guilty entry."""
@@ -78,30 +79,49 @@ def _check_entry(path: str, value: Any, usual: Any, source: object) -> None:
             )
 
 
-def guilty_key(entries: dict[str, Any], build: Callable[[dict[str, Any]], object]) -> str | None:
-    """Return the entry without which ``build`` works; None where no single one is to blame, or it takes too long."""
-    end = time.monotonic() + _TRIAL_S
+def guilty_key(
+    entries: dict[str, Any], build: Callable[[dict[str, Any]], object], *, end: float | None = None
+) -> tuple[str, ...]:
+    """Return the keys that lead to the entry without which ``build`` works: ``("vision_config", "patch_size")``.
+
+    Empty where no single one is to blame, or it takes too long.
+
+    Args:
+        end: when to give up, by `time.monotonic`.
+    """
+    end = time.monotonic() + _TRIAL_S if end is None else end
     # numbers first: they are what is most often wrong, and flags change little
     keys = sorted(entries, key=lambda key: (isinstance(entries[key], (bool, type(None))), str(key)))
     for key in keys:
         if time.monotonic() > end:
-            return None
+            return ()
+        rest = {other: value for other, value in entries.items() if other != key}
         try:
-            build({other: value for other, value in entries.items() if other != key})
+            build(rest)
         except Exception:  # noqa: S112 - the next one, then
             continue
-        return key
-    return None
+        inner = entries[key]
+        if not isinstance(inner, dict):
+            return (key,)
+        return (key, *guilty_key(inner, functools.partial(_build_with, build, rest, key), end=end))
+    return ()
 
 
-def wrong_entry(source: object, entries: dict[str, Any], guilty: str | None, error: Exception) -> str:
+def _build_with(build: Callable[[dict[str, Any]], object], rest: dict[str, Any], key: str, part: Any) -> None:
+    build({**rest, key: part})
+
+
+def wrong_entry(source: object, entries: dict[str, Any], guilty: tuple[str, ...], error: Exception) -> str:
     """Return the line for entries that transformers cannot take."""
     # transformers and huggingface_hub write several lines: the last that says something is the reason
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = f"{type(error).__name__}: {lines[-1][:200] if lines else 'without a reason'}"
-    if guilty is None:
+    if not guilty:
         return f"{source}: transformers cannot use these entries ({reason}); compare them with a published config.json"
+    value: Any = entries
+    for key in guilty:
+        value = value[key]
     return (
-        f"{source}: {guilty}: {show(entries[guilty])} is not valid beside the others ({reason}); mend it, or leave it "
+        f"{source}: {'.'.join(guilty)}: {show(value)} is not valid beside the others ({reason}); mend it, or leave it "
         "out for the model's own"
     )

@@ -190,6 +190,11 @@ def _pixels(config: Any, num_samples: int) -> Tensor:
     vision = getattr(config, "vision_config", config)
     size = vision.image_size
     height, width = (size, size) if isinstance(size, int) else tuple(size)
+    patch = getattr(vision, "patch_size", 1)
+    if isinstance(patch, int) and patch > min(height, width):
+        raise ConfigError(
+            f"patch_size: {patch} is larger than image_size, {show(size)}; an image has no patch: lower it"
+        )
     return torch.zeros(num_samples, vision.num_channels, height, width)
 
 
